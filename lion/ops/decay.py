@@ -1,0 +1,131 @@
+"""Decay masks in log space: the one place where index conventions live.
+
+Legend: B batch, H heads, L tokens, D key dim, E value dim, C chunk, N chunks; `a_k = log lambda_k <= 0`.
+
+The mask `M_ij` is the product of the decays between tokens i and j. Which tokens count is the *gate*
+convention, and the paper prints several. For four tokens with decays a, b, c, d (row i reads column j):
+
+    source (Eq. 14, released code)  target (Eq. 5, Theorem 3.1)     symmetric (Table 1, M*)
+    | 1    b    bc   bcd |          | 1    a    ab   abc |          | 1    b    bc   bcd |
+    | a    1    c    cd  |          | b    1    b    bc  |          | b    1    c    cd  |
+    | ab   b    1    d   |          | bc   c    1    c   |          | bc   c    1    d   |
+    | abc  bc   c    1   |          | bcd  cd   d    1   |          | bcd  cd   d    1   |
+
+`source` multiplies the decays of the tokens being left, `target` those of the tokens that receive,
+`symmetric` is target below the diagonal and source above it. With the inclusive prefix sum
+`P_i = a_0 + .. + a_i` and the exclusive one `X_i = P_i - a_i`, all of them are differences:
+
+    below (i >= j)   source: X_i - X_j    target, symmetric: P_i - P_j
+    above (i <= j)   target: X_j - X_i    source, symmetric: P_j - P_i
+
+so one direction is one *clock* `t` with decay `exp(t_query - t_key)`, the clock above the diagonal being
+the negated prefix sum. No exponent is positive, and none is ever exponentiated before it is masked.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GATES = ("source", "target", "symmetric")
+DIRECTIONS = ("both", "forward", "backward")
+
+
+class Clock(NamedTuple):
+    """Log-time of every token in one direction, and the segment that it belongs to.
+
+    `terms` add up to the time, the first being the larger by far (see `prefix_sums`).
+    `run` numbers the segments; None where there is only one.
+    """
+
+    terms: tuple[Tensor, ...]
+    run: Tensor | None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Clock:
+        return Clock(tuple(fn(t) for t in self.terms), None if self.run is None else fn(self.run))
+
+    def rows(self) -> Clock:
+        return self.map(lambda t: t[..., :, None])
+
+    def columns(self) -> Clock:
+        return self.map(lambda t: t[..., None, :])
+
+
+def exponent(query: Clock, key: Clock) -> Tensor:
+    """`log M` between two broadcastable clocks, at most 0."""
+    difference = query.terms[0] - key.terms[0]
+    for q, k in zip(query.terms[1:], key.terms[1:]):
+        difference = difference + (q - k)
+    return difference.clamp(max=0)
+
+
+def same_run(query: Clock, key: Clock) -> Tensor | None:
+    return None if query.run is None else query.run == key.run
+
+
+def exp_where(log_decay: Tensor, *masks: Tensor | None) -> Tensor:
+    """`exp(log_decay)`, 0 where a mask is False: masked before `exp`, so that gradients stay finite."""
+    for mask in masks:
+        if mask is not None:
+            log_decay = log_decay.masked_fill(~mask, -torch.inf)
+    return log_decay.exp()
+
+
+def decay(query: Clock, key: Clock, allowed: Tensor | None = None) -> Tensor:
+    """Decay from the key's time to the query's; 0 across segments and where not `allowed`."""
+    return exp_where(exponent(query, key), same_run(query, key), allowed)
+
+
+def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Inclusive and exclusive prefix sums over the last axis, as terms whose differences lose nothing.
+
+    A float32 sum over a long or steep sequence is off by far more than its small differences. The gates
+    are few, so they are summed in float64 and kept as float32 (high, low) pairs; float64 gates keep the
+    rounding errors of their sum as the second term. Gradients flow through the first term.
+    """
+    total = log_decay.double().cumsum(-1)
+    with torch.no_grad():
+        if log_decay.dtype == torch.float64:
+            rest = (log_decay - total.diff(prepend=torch.zeros_like(total[..., :1]))).cumsum(-1)
+        else:
+            rest = (total - total.float().double()).float()
+    inclusive = (total.to(log_decay.dtype), rest)
+    return inclusive, tuple(F.pad(t[..., :-1], (1, 0)) for t in inclusive)
+
+
+def inclusive(gate: str, direction: str) -> bool:
+    """Whether a direction's clock is the inclusive prefix sum, in its own order of travel."""
+    return gate == "target" or (gate == "symmetric" and direction == "forward")
+
+
+def make_clocks(
+    log_decay: Tensor, run: Tensor | None, *, gate: str, direction: str
+) -> tuple[Clock | None, Clock | None]:
+    """Clocks of the forward and the backward direction (None for a direction that is off).
+
+    `log_decay` (B or 1, H or 1, L) float32 or float64; `run` (B, L) non-decreasing, or None.
+    """
+    upto, before = prefix_sums(log_decay)
+    run = None if run is None else run[:, None]  # (B, 1, L)
+
+    forward = backward = None
+    if direction != "backward":
+        forward = Clock(upto if inclusive(gate, "forward") else before, run)
+    if direction != "forward":  # a sum that is inclusive from the right is exclusive from the left
+        backward = Clock(tuple(-t for t in (before if inclusive(gate, "backward") else upto)), run)
+    return forward, backward
+
+
+def pair_mask(forward: Clock | None, backward: Clock | None) -> Tensor:
+    """The mask M of Eq. 14 and 30 for every pair of tokens: (B or 1, H, .., L, L), diagonal 1."""
+    length, device = (forward or backward).terms[0].shape[-1], (forward or backward).terms[0].device
+    i, j = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)
+    if backward is None:
+        return decay(forward.rows(), forward.columns(), i >= j)
+    if forward is None:
+        return decay(backward.rows(), backward.columns(), i <= j)
+    below, above = (exponent(c.rows(), c.columns()) for c in (forward, backward))
+    return exp_where(torch.where(i >= j, below, above), same_run(forward.rows(), forward.columns()))

@@ -1,0 +1,151 @@
+"""RNN form (Theorem 3.1): both directions advance together in one loop, a (D, E) state each.
+
+    S_i = lambda S_{i-1} + k_i v_i^T      z_i = lambda z_{i-1} + k_i
+    y_i = (q_i S_i^F + q_i S_i^B) / (q_i z_i^F + q_i z_i^B)
+
+With both directions on, each counts half of `q_i k_i`, so the diagonal is counted once. Step t takes the
+next `chunk_size` tokens from the left and from the right; one token a step is the recurrence as printed.
+Beyond the outputs, memory is the states and one row sum a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lion.ops.decay import Clock, decay, exp_where, inclusive, prefix_sums
+
+
+class State(NamedTuple):
+    """What a recurrence remembers: `S` (B, H, D, E) and `z` (B, H, D), float32 or wider."""
+
+    S: Tensor
+    z: Tensor
+
+
+def initial_state(k: Tensor, v: Tensor) -> State:
+    """The empty state for keys (B, H, L, D) and values (B, H, L, E)."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
+    return State(k.new_zeros(shape, dtype=wide), k.new_zeros(shape[:-1], dtype=wide))
+
+
+def rnn_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    valid: Tensor | None,
+    run: Tensor | None,
+    *,
+    gate: str,
+    direction: str,
+    rowsum: bool,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Numerator (B, H, L, E) and row sum (B, H, L) of the sequential form.
+
+    `log_decay` (B or 1, H or 1, L); `valid` (B, L) and `run` (B, L) or None.
+    """
+    length = q.shape[2]
+    names = [name for name in ("forward", "backward") if direction in (name, "both")]
+    flags = [inclusive(gate, name) for name in names]
+    diagonal = 1 / len(names)
+    states = [initial_state(k, v) for _ in names]
+    runs = [None if run is None else run[:, 0 if name == "forward" else -1] for name in names]
+    numerator = torch.zeros_like(v)
+    total = states[0].z.new_zeros(q.shape[:3]) if rowsum else None
+
+    for start in range(0, length, chunk_size):
+        stop = min(start + chunk_size, length)
+        for side, name in enumerate(names):
+            back = name == "backward"
+            place = slice(length - stop, length - start) if back else slice(start, stop)
+
+            def take(x: Tensor | None, dim: int) -> Tensor | None:  # the step's tokens, in order of travel
+                if x is None:
+                    return None
+                x = x.narrow(dim, place.start, place.stop - place.start)
+                return x.flip(dim) if back and x.shape[dim] > 1 else x
+
+            tokens = Tokens(*(take(x, 2) for x in (q, k, v, log_decay)), take(valid, 1), take(run, 1))
+            y, row, states[side], runs[side] = advance(
+                states[side], runs[side], tokens, inclusive=flags[side], diagonal=diagonal, rowsum=rowsum
+            )
+            if back and stop - start > 1:
+                y, row = y.flip(2), row.flip(2) if rowsum else None
+            numerator[:, :, place] += y.to(v.dtype)
+            if rowsum:
+                total[:, :, place] += row
+    return numerator, total
+
+
+class Tokens(NamedTuple):
+    """Consecutive tokens in order of travel: q, k (B, H, C, D), v (B, H, C, E), log_decay (b, h, C), (B, C) masks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    valid: Tensor | None = None
+    run: Tensor | None = None
+
+
+def advance(
+    state: State, state_run: Tensor | None, tokens: Tokens, *, inclusive: bool, diagonal: float, rowsum: bool
+) -> tuple[Tensor, Tensor | None, State, Tensor | None]:
+    """Read and update a state by C tokens; returns their numerators, row sums, and the new state with its segment.
+
+    `inclusive`: a token's own decay applies before it is read (the `target` gate), else after (`source`:
+    the state is kept already decayed).
+    """
+    q, k, v, log_decay, valid, run = tokens
+    wide = state.z.dtype
+    if valid is not None:
+        q, k, v = (x.masked_fill(~valid[:, None, :, None], 0) for x in (q, k, v))
+        log_decay = log_decay.masked_fill(~valid[:, None], 0)
+    q, k, v, log_decay = q.to(wide), k.to(wide), v.to(wide), log_decay.to(wide)
+
+    if q.shape[2] == 1:
+        return _advance_one(state, state_run, q, k, v, log_decay, run, inclusive, diagonal, rowsum)
+
+    upto, before = prefix_sums(log_decay)
+    clock_run = None if run is None else run[:, None]  # (B, 1, C)
+    clock = Clock(upto if inclusive else before, clock_run)
+    end = Clock(tuple(t[..., -1:] for t in upto), None if run is None else clock_run[..., -1:])
+    begin = Clock(tuple(torch.zeros_like(t) for t in end.terms), None if run is None else state_run[:, None, None])
+
+    i = torch.arange(q.shape[2], device=q.device)
+    weights = decay(clock.rows(), clock.columns(), i[:, None] >= i) * (q @ k.mT)  # (B, H, C, C)
+    if diagonal != 1:
+        weights.diagonal(dim1=-2, dim2=-1).mul_(diagonal)
+    read = decay(clock, begin)[..., None] * q  # (B, H, C, D)
+    write = decay(end, clock)[..., None] * k
+    kept = decay(end, begin)  # (b, h, 1)
+
+    y = weights @ v + read @ state.S
+    row = weights.sum(-1) + (read @ state.z[..., None]).squeeze(-1) if rowsum else None
+    state = State(kept[..., None] * state.S + write.mT @ v, kept * state.z + write.sum(2))
+    return y, row, state, None if run is None else run[:, -1]
+
+
+def _advance_one(state, state_run, q, k, v, log_decay, run, inclusive, diagonal, rowsum):
+    """`advance` for one token: the recurrence itself."""
+    same = None if run is None else run[:, None] == state_run[:, None, None]  # (B, 1, 1)
+    kept = exp_where(log_decay, same)  # (b, h, 1)
+    if inclusive:
+        S, z = kept[..., None] * state.S, kept * state.z
+    elif same is not None:
+        S, z = state.S.masked_fill(~same[..., None], 0), state.z.masked_fill(~same, 0)
+    else:
+        S, z = state
+    own = (q * k).sum(-1)  # (B, H, 1)
+    y = q @ S + (diagonal * own)[..., None] * v
+    row = (q @ z[..., None]).squeeze(-1) + diagonal * own if rowsum else None
+    S, z = S + k.mT @ v, z + k.squeeze(2)
+    if not inclusive:
+        after = log_decay.exp()
+        S, z = after[..., None] * S, after * z
+    return y, row, State(S, z), None if run is None else run[:, -1]
