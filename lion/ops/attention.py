@@ -116,7 +116,7 @@ def linear_attention_parts(
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
 
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         plain = log_decay is None
         wide = torch.promote_types(q.dtype, torch.float32)
         if plain:
@@ -174,9 +174,14 @@ def step(
         log_decay = log_decay[None, :, None]
     tokens = rnn.Tokens(q, k, v, log_decay.expand(-1, -1, q.shape[2]))
     flag = rnn.inclusive(gate, "forward")
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         y, row, state, _ = rnn.advance(state, None, tokens, inclusive=flag, diagonal=1, rowsum=rowsum)
     return finish(y, row, scale=q.shape[-1] ** -0.5 if scale is None else scale, eps=eps).to(v.dtype), state
+
+
+def no_autocast(x: Tensor) -> torch.autocast:
+    """A region that computes in the dtypes given; gates and row sums stay in float32 on every device."""
+    return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)
 
 
 def resolve_form(form: str, length: int, decays: bool = True, dropout_p: float = 0.0) -> str:
@@ -198,7 +203,7 @@ def _check(q, k, v, log_decay, valid, segments) -> None:
             raise ValueError(f"{name}: expected {expected}, got {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}")
 
     expect(q.dim() == 4 and q.is_floating_point(), "q", "floating point (B, H, L, D)", q)
-    batch, heads, length, dim = q.shape
+    batch, heads, length = q.shape[:3]
     expect(length > 0, "q", "at least one token", q)
     expect(k.shape == q.shape and k.dtype == q.dtype, "k", f"{q.dtype} {tuple(q.shape)}, as q", k)
     expect(

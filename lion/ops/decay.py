@@ -24,7 +24,8 @@ the negated prefix sum. No exponent is positive, and none is ever exponentiated 
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F

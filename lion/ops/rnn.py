@@ -58,27 +58,23 @@ def rnn_parts(
     numerator = torch.zeros_like(v)
     total = states[0].z.new_zeros(q.shape[:3]) if rowsum else None
 
+    everything = Tokens(q, k, v, log_decay, valid, run)
     for start in range(0, length, chunk_size):
-        stop = min(start + chunk_size, length)
+        size = min(chunk_size, length - start)
         for side, name in enumerate(names):
             back = name == "backward"
-            place = slice(length - stop, length - start) if back else slice(start, stop)
-
-            def take(x: Tensor | None, dim: int) -> Tensor | None:  # the step's tokens, in order of travel
-                if x is None:
-                    return None
-                x = x.narrow(dim, place.start, place.stop - place.start)
-                return x.flip(dim) if back and x.shape[dim] > 1 else x
-
-            tokens = Tokens(*(take(x, 2) for x in (q, k, v, log_decay)), take(valid, 1), take(run, 1))
+            begin = length - start - size if back else start
             y, row, states[side], runs[side] = advance(
-                states[side], runs[side], tokens, inclusive=flags[side], diagonal=diagonal, rowsum=rowsum
+                states[side],
+                runs[side],
+                everything.piece(begin, size, back),
+                inclusive=flags[side],
+                diagonal=diagonal,
+                rowsum=rowsum,
             )
-            if back and stop - start > 1:
-                y, row = y.flip(2), row.flip(2) if rowsum else None
-            numerator[:, :, place] += y.to(v.dtype)
+            numerator[:, :, begin : begin + size] += turn(y, 2, back).to(v.dtype)
             if rowsum:
-                total[:, :, place] += row
+                total[:, :, begin : begin + size] += turn(row, 2, back)
     return numerator, total
 
 
@@ -91,6 +87,15 @@ class Tokens(NamedTuple):
     log_decay: Tensor
     valid: Tensor | None = None
     run: Tensor | None = None
+
+    def piece(self, begin: int, size: int, back: bool) -> Tokens:
+        """`size` tokens from `begin`, last one first for a traveller backward."""
+        dims = (2, 2, 2, 2, 1, 1)
+        return Tokens(*(x if x is None else turn(x.narrow(d, begin, size), d, back) for x, d in zip(self, dims)))
+
+
+def turn(x: Tensor, dim: int, back: bool) -> Tensor:
+    return x.flip(dim) if back and x.shape[dim] > 1 else x
 
 
 def advance(

@@ -1,0 +1,21 @@
+"""Data sets: one module each, named as `data.name` in a recipe, with `Config`, `build` and `load_picture`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+from lion.config import ConfigError, nearest
+
+
+def names() -> list[str]:
+    """The data sets that exist: the modules that say how to build one."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in ("common", "pictures"))
+
+
+def module(name: str) -> ModuleType:
+    """The module of a data set; only the names listed here are ever imported."""
+    if name not in names():
+        raise ConfigError(f"data.name: {name!r} is no data set, {nearest(name, names())}")
+    return importlib.import_module(f"data.{name}")

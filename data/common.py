@@ -1,0 +1,71 @@
+"""What data sets share: where bytes live, the seeded split, and the checks with clear words."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+from lion.config import ConfigError, setting
+
+
+@dataclass
+class DataConfig:
+    """Settings of every data set. `root` is where its files are (null: its folder under the data root)."""
+
+    name: str = ""
+    root: str | None = None
+    workers: int | None = setting(None, min=0, free=True)
+
+
+class DataSplits(NamedTuple):
+    """A data set's splits, and `info`: what the model must know of them."""
+
+    train: Dataset
+    val: Dataset
+    test: Dataset | None
+    info: Any
+
+
+def data_root() -> Path:
+    """`$LION_DATA`, else the user's cache folder."""
+    if os.environ.get("LION_DATA"):
+        return Path(os.environ["LION_DATA"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lion"
+
+
+def find_root(config: DataConfig, folder: str, how: str) -> Path:
+    """The data set's folder; where it is missing, what is missing, where it was looked for, and `how` to get it."""
+    root = Path(config.root).expanduser() if config.root else data_root() / folder
+    if not root.is_dir():
+        raise ConfigError(f"data set '{config.name}': no folder {root} (data.root=PATH or $LION_DATA set it); {how}")
+    return root
+
+
+def split_indices(size: int, shares: tuple[float, ...], seed: int = 0) -> list[list[int]]:
+    """A fixed random partition of `range(size)`: as many parts as `shares`, and the rest first."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
+    parts, end = [], size
+    for share in reversed(shares):
+        begin = end - round(share * size)
+        parts.insert(0, order[begin:end])
+        end = begin
+    return [order[:end], *parts]
+
+
+class Images(Dataset):
+    """Samples {image, label} of a data set of (picture, label) under a transform; `indices` picks a part of it."""
+
+    def __init__(self, source: Any, transform: Any, indices: list[int] | None = None) -> None:
+        self.source, self.transform, self.indices = source, transform, indices
+
+    def __len__(self) -> int:
+        return len(self.source) if self.indices is None else len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        picture, label = self.source[index if self.indices is None else self.indices[index]]
+        return {"image": self.transform(picture), "label": label}

@@ -1,0 +1,31 @@
+"""ImageNet-1k as class folders, `data.root/{train,val}/<wnid>/*.JPEG`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data.common import DataSplits
+from data.pictures import FolderConfig, build_folders, find_root, load_picture
+from lion.tasks.base import ImageInfo
+
+HOW = (
+    "get ILSVRC2012 from https://image-net.org/download, unpack it to ROOT/train/WNID/*.JPEG and sort the "
+    "validation pictures into ROOT/val/WNID/*.JPEG"
+)
+
+
+@dataclass
+class Config(FolderConfig):
+    name: str = "imagenet"
+
+
+def build(config: Config) -> DataSplits:
+    return build_folders(config, find_root(config, "imagenet", HOW), HOW)
+
+
+__all__ = ["Config", "build", "load_picture"]
+
+
+def published(config: Config) -> tuple[ImageInfo, int]:
+    """What the data set is known to hold: its info and the number of training pictures."""
+    return ImageInfo(tuple(config.image_size), 3, tuple(f"class {i}" for i in range(1000))), 1_281_167

@@ -1,0 +1,231 @@
+"""Strict configuration: nested mappings to typed dataclasses, with errors that a person can act on.
+
+A section is a dataclass; its annotations are the schema. `setting(...)` adds a range, choices, or marks a
+field that does not change the course of a run (`free`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING
+from typing import Any
+
+import yaml
+
+
+class ConfigError(Exception):
+    """Something the user gave is wrong; the message is one line that says what, where and the nearest valid choice."""
+
+
+def setting(
+    default: Any = MISSING,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
+    choices: typing.Iterable[str] | None = None,
+    free: bool = False,
+) -> Any:
+    """A dataclass field with a range (`min`, `max` inclusive, `above` exclusive), `choices`, or `free`.
+
+    A `free` field may differ when a run is resumed.
+    """
+    metadata = {"min": min, "max": max, "above": above, "choices": choices and tuple(choices), "free": free}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def nearest(name: str, names: typing.Iterable[str]) -> str:
+    """A hint naming the closest valid name, else all of them."""
+    names = sorted(names)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"valid: {', '.join(names)}" if names else "nothing is valid here"
+
+
+Source = Callable[[str], str]  # names the file (or override) that a dotted key comes from
+
+
+def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
+    """An instance of the dataclass `schema` from a mapping that stands at `key` of the recipe.
+
+    Raises:
+        ConfigError: An unknown key, a missing key, a wrong type or a value out of range.
+    """
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source(key)}: {key or 'recipe'}: expected a section of keys, got {values!r}")
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    hints = typing.get_type_hints(schema)
+    for name in values:
+        if name not in fields:
+            raise ConfigError(f"{source(join(key, name))}: unknown key '{join(key, name)}': {nearest(name, fields)}")
+    arguments = {}
+    for name, f in fields.items():
+        path = join(key, name)
+        if name in values:
+            arguments[name] = convert(hints[name], values[name], source=source, key=path)
+            check_range(f, arguments[name], source=source, key=path)
+        elif dataclasses.is_dataclass(hints[name]):
+            arguments[name] = build(hints[name], {}, source=source, key=path)
+        elif f.default is MISSING and f.default_factory is MISSING:
+            raise ConfigError(f"{source(path)}: missing key '{path}'")
+    try:
+        return schema(**arguments)
+    except ValueError as error:  # what `__post_init__` finds wrong between fields
+        raise ConfigError(f"{source(key)}: {join(key, error)}") from None
+
+
+def join(key: str, name: Any) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
+    """`value` as the annotated type; text that is a number is taken as the number it is (YAML reads 1e-4 as text)."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        error = None
+        for option in sorted((a for a in args if a is not type(None)), key=lambda a: a is str):
+            try:
+                return convert(option, value, source=source, key=key)
+            except ConfigError as e:
+                error = error or e
+        raise error
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, source=source, key=key)
+    if origin in (list, tuple):
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{source(key)}: {key}: expected a list, got {value!r}")
+        kinds = args if origin is tuple and Ellipsis not in args else [args[0]] * len(value)
+        if len(kinds) != len(value):
+            raise ConfigError(f"{source(key)}: {key}: expected {len(kinds)} values, got {len(value)}")
+        return origin(convert(t, v, source=source, key=f"{key}[{i}]") for i, (t, v) in enumerate(zip(kinds, value)))
+    if origin is dict or hint is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{source(key)}: {key}: expected a section of keys, got {value!r}")
+        return dict(value)
+
+    number = value
+    if isinstance(value, str) and hint in (int, float):
+        try:
+            number = float(value)
+        except ValueError:
+            number = value
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is str and isinstance(value, str):
+        return value
+    if hint in (int, float) and isinstance(number, (int, float)) and not isinstance(number, bool):
+        if hint is float and math.isfinite(number):
+            return float(number)
+        if hint is int and math.isfinite(number) and number == int(number):
+            return int(number)
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    raise ConfigError(f"{source(key)}: {key}: expected {names.get(hint, hint)}, got {value!r}")
+
+
+def check_range(field: dataclasses.Field, value: Any, *, source: Source, key: str) -> None:
+    """Refuse a value outside the field's choices or range."""
+    rule = field.metadata
+    if value is None or not rule:
+        return
+    if rule["choices"] and value not in rule["choices"]:
+        raise ConfigError(f"{source(key)}: {key}: {value!r} is not a choice, {nearest(value, rule['choices'])}")
+    for bad, words in (
+        (rule["min"] is not None and value < rule["min"], f"at least {rule['min']}"),
+        (rule["max"] is not None and value > rule["max"], f"at most {rule['max']}"),
+        (rule["above"] is not None and value <= rule["above"], f"more than {rule['above']}"),
+    ):
+        if bad:
+            raise ConfigError(f"{source(key)}: {key}: expected {words}, got {value!r}")
+
+
+def to_dict(config: Any) -> Any:
+    """The plain mapping that `build` would read back."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, (list, tuple)):
+        return [to_dict(v) for v in config]
+    return config
+
+
+def flatten(values: dict, key: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    flat = {}
+    for name, value in values.items():
+        path = join(key, name)
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, path))
+        else:
+            flat[path] = value
+    return flat
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML that refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            name = self.construct_object(key_node, deep=True)
+            if not isinstance(name, str):
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: keys are names, got {name!r}")
+            if name in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: key {name!r} is given twice")
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str, *, source: str) -> Any:
+    """Plain YAML data; a syntax error names its line."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{source}:{place} not YAML: {getattr(error, 'problem', None) or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: not YAML: {error}") from None
+
+
+def parse_overrides(items: typing.Iterable[str]) -> dict[str, Any]:
+    """`["a.b=1"]` as `{"a": {"b": 1}}`; values are YAML."""
+    tree: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key or not all(key.split(".")):
+            raise ConfigError(f"override {item!r}: expected section.key=value")
+        value = parse_yaml(text, source=f"override {item!r}")
+        node = tree
+        *parents, name = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"override {item!r}: {parent!r} is given a value and keys")
+        if isinstance(node.get(name), dict) and not isinstance(value, dict):
+            raise ConfigError(f"override {item!r}: {name!r} is given a value and keys")
+        node[name] = value
+    return tree
+
+
+def merge(base: dict, over: dict) -> dict:
+    """`over` laid on `base`, section by section."""
+    merged = dict(base)
+    for name, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = merge(merged[name], value) if both else value
+    return merged

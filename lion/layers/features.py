@@ -1,0 +1,31 @@
+"""Feature maps phi on queries and keys (.., D), computed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class FeatureMap(NamedTuple):
+    apply: Callable[[Tensor], Tensor]
+    positive: bool  # never negative, so that a row sum of scores is a fair divisor
+
+
+FEATURE_MAPS = {
+    "silu_shifted": FeatureMap(lambda x: F.normalize(F.silu(x) + 0.5, dim=-1), True),  # the paper's (3.2)
+    "silu": FeatureMap(F.silu, False),
+    "elu1": FeatureMap(lambda x: F.elu(x) + 1, True),  # the released code's for Lion-lit
+    "relu": FeatureMap(F.relu, True),
+    "sigmoid": FeatureMap(torch.sigmoid, True),
+    "identity": FeatureMap(lambda x: x, False),
+}
+
+
+def feature_map(name: str, x: Tensor) -> Tensor:
+    """phi(x) in the dtype of `x`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return FEATURE_MAPS[name].apply(x.to(wide)).to(x.dtype)

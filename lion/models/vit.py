@@ -1,0 +1,83 @@
+"""Vision transformer in DeiT's shapes, with any mixer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lion.config import setting
+from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.models.encoder import Encoder, EncoderConfig, init_weights
+
+
+@dataclass
+class ViTConfig(EncoderConfig):
+    """A ViT. None in `position_embedding` and `readout` stands for the convention of the mixer.
+
+    Position embedding: on where the mixer itself knows no order (softmax, Lion-lit), off for decays (Table 14).
+    Readout: cls for softmax (DeiT), the mean of all tokens, cls included, for linear mixers (released code).
+    """
+
+    patch_size: tuple[int, int] | int = 16
+    position_embedding: bool | None = None
+    readout: str | None = setting(None, choices=("cls", "mean"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.patch_size, int):
+            self.patch_size = (self.patch_size, self.patch_size)
+        if min(self.patch_size) < 1:
+            raise ValueError(f"patch_size must be at least 1, got {self.patch_size}")
+        knows_order = self.mixer != SOFTMAX and MIXERS[self.mixer].decay is not None
+        if self.position_embedding is None:
+            self.position_embedding = not knows_order
+        if self.readout is None:
+            self.readout = "cls" if self.mixer == SOFTMAX else "mean"
+
+
+class ViT(nn.Module):
+    """Image classifier: patches, cls token, encoder, readout, linear head.
+
+    Args:
+        config: Shape of the model.
+        image_size: (height, width) in pixels, multiples of the patch size.
+        channels: Of the images.
+        num_classes: Width of the head.
+
+    Raises:
+        ValueError: The patch size does not divide the image.
+    """
+
+    def __init__(self, config: ViTConfig, *, image_size: tuple[int, int], channels: int, num_classes: int) -> None:
+        super().__init__()
+        for side, size, patch in zip(("height", "width"), image_size, config.patch_size):
+            if size % patch:
+                fits = [p for p in range(1, size + 1) if size % p == 0]
+                near = min(fits, key=lambda p: abs(p - patch))
+                raise ValueError(f"model.patch_size: {patch} does not divide image {side} {size}, nearest: {near}")
+        self.readout = config.readout
+        height, width = (size // patch for size, patch in zip(image_size, config.patch_size))
+        self.patch = nn.Conv2d(channels, config.dim, config.patch_size, config.patch_size)
+        self.cls = nn.Parameter(torch.zeros(1, 1, config.dim))
+        length = 1 + height * width
+        self.position = nn.Parameter(torch.zeros(1, length, config.dim)) if config.position_embedding else None
+        self.encoder = Encoder(config)
+        self.head = nn.Linear(config.dim, num_classes)
+        grid = torch.cartesian_prod(torch.arange(height), torch.arange(width)).reshape(-1, 2).mT  # (2, H W)
+        self.register_buffer("coords", torch.cat([torch.full((2, 1), -1), grid], 1), persistent=False)
+
+        init_weights(self, config.init_std)
+        for parameter in (self.cls, self.position):
+            if parameter is not None:
+                nn.init.trunc_normal_(parameter, std=config.init_std)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, channels, height, width)."""
+        x = self.patch(images).flatten(2).mT  # (B, H W, dim)
+        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1)
+        if self.position is not None:
+            x = x + self.position
+        x = self.encoder(x, self.coords)
+        return self.head(x[:, 0] if self.readout == "cls" else x.mean(1))

@@ -1,0 +1,221 @@
+"""Recipes: YAML files with `extends` and dotted overrides, checked into one typed tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lion.config import (
+    ConfigError,
+    build,
+    flatten,
+    join,
+    merge,
+    nearest,
+    parse_overrides,
+    parse_yaml,
+    setting,
+    to_dict,
+)
+from lion.tasks import TASKS
+from lion.trainer.batches import steps_per_epoch
+from lion.trainer.config import Plan, TrainerConfig
+from lion.trainer.optim import OptimConfig
+from lion.trainer.schedule import ScheduleConfig, to_steps
+
+EXCLUSIVE = (("trainer.epochs", "trainer.steps"),)  # a layer that gives one takes the other away
+
+
+@dataclass
+class AboutConfig:
+    """What a recipe claims: its row in the paper, the metric expected there, the hardware of that number."""
+
+    row: str = ""
+    expected: str = ""
+    hardware: str = ""
+
+
+@dataclass
+class RunConfig:
+    """Where results go: `root/name`; the name is the recipe's unless given."""
+
+    name: str | None = setting(None, free=True)
+    root: str = setting("runs", free=True)
+
+    def __post_init__(self) -> None:
+        if self.name is not None and not re.fullmatch(r"\w[\w.+-]*", self.name):
+            raise ValueError(f"name: expected letters, digits, '_', '-', '.' and '+', got {self.name!r}")
+
+
+@dataclass
+class Recipe:
+    """A complete description of a run."""
+
+    task: Any
+    model: Any
+    data: Any
+    optim: OptimConfig
+    trainer: TrainerConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    about: AboutConfig = field(default_factory=AboutConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    seed: int = setting(0, min=0)
+    init_from: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.root).expanduser() / self.run.name
+
+
+def load_recipe(
+    path: str | Path, overrides: Iterable[str] = (), *, data_config: Callable[[str], type] | None = None
+) -> Recipe:
+    """Read a recipe, its bases and overrides, strictly.
+
+    Args:
+        path: The YAML file.
+        overrides: `section.key=value` items, laid on last.
+        data_config: Gives the dataclass of the `data` section for `data.name`; without it the section stays a
+            plain mapping (a trained model can be loaded without its data).
+
+    Raises:
+        ConfigError: One line naming key, file and nearest valid choice.
+    """
+    path = Path(path)
+    layers = [*read_layers(path), ("override", parse_overrides(overrides))]
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, layer in layers:
+        values = merge(drop_excluded(values, layer, source), layer)
+        sources.update(dict.fromkeys(flatten(layer), source))
+
+    def source(key: str) -> str:
+        """The layer that gave `key` or something below it; the recipe itself for what nobody gave."""
+        return next((s for k, s in reversed(sources.items()) if k == key or k.startswith(f"{key}.")), str(path))
+
+    values.setdefault("run", {})
+    if isinstance(values["run"], dict) and values["run"].get("name") is None:
+        values["run"]["name"] = path.stem
+    for name in ("task", "model", "data"):
+        if not isinstance(values.get(name), dict):
+            raise ConfigError(f"{source(name)}: missing section '{name}'")
+    task_name = values["task"].get("name")
+    if task_name not in TASKS:
+        raise ConfigError(f"{source('task.name')}: task.name: {task_name!r} is no task, {nearest(task_name, TASKS)}")
+    schemas = {"task": TASKS[task_name].Config, "model": TASKS[task_name].ModelConfig}
+    if data_config is not None:
+        name = values["data"].get("name")
+        try:
+            schemas["data"] = data_config(name)
+        except ConfigError as error:
+            raise ConfigError(f"{source('data.name')}: {error}") from None
+    built = {name: build(schema, values[name], source=source, key=name) for name, schema in schemas.items()}
+    return build(Recipe, {**values, **built}, source=source)
+
+
+def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, dict]]:
+    """The recipe's own mapping preceded by those it extends, each with the name of its file."""
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: extends itself")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        others = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        hint = f", {nearest(str(path), others)}" if others else ""
+        raise ConfigError(f"{path}: {reason}{hint}") from None
+    values = parse_yaml(text, source=str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections of keys")
+    base = values.pop("extends", None)
+    if base is None:
+        return [(str(path), values)]
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends: expected the path of a recipe, got {base!r}")
+    return [*read_layers(path.parent / base, (*seen, path.resolve())), (str(path), values)]
+
+
+def drop_excluded(values: dict, layer: dict, source: str) -> dict:
+    """`values` without the keys whose rival the layer gives."""
+    given = {k for k, v in flatten(layer).items() if v is not None}
+    for pair in EXCLUSIVE:
+        both = given.intersection(pair)
+        if len(both) > 1:
+            raise ConfigError(f"{source}: give exactly one of {' and '.join(pair)}")
+        for key in set(pair) - both if both else ():
+            section, _, name = key.partition(".")
+            if isinstance(values.get(section), dict) and name in values[section]:
+                values = {**values, section: {k: v for k, v in values[section].items() if k != name}}
+    return values
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that `load_recipe` reads back."""
+    return yaml.safe_dump(to_dict(recipe), sort_keys=False, width=120)
+
+
+def free_keys(config: Any, key: str = "") -> set[str]:
+    """Dotted names of the fields that may differ when a run is resumed."""
+    found = set()
+    for f in dataclasses.fields(config):
+        value, path = getattr(config, f.name), join(key, f.name)
+        if f.metadata.get("free"):
+            found.add(path)
+        elif dataclasses.is_dataclass(value):
+            found |= free_keys(value, path)
+    return found
+
+
+def differences(old: dict, new: Recipe) -> list[str]:
+    """Lines `key: old -> new` for what differs between a run's stored recipe and a new one."""
+    free = free_keys(new) | {f"about.{f.name}" for f in dataclasses.fields(AboutConfig)}
+    a, b = flatten(old), flatten(to_dict(new))
+    keys = [k for k in {**a, **b} if k not in free and a.get(k) != b.get(k)]
+    return [f"{k}: {a.get(k)!r} -> {b.get(k)!r}" for k in keys]
+
+
+def make_plan(recipe: Recipe, *, samples: int, world: int) -> Plan:
+    """Lengths in steps and the accumulation that makes the recipe's global batch of micro-batches.
+
+    Raises:
+        ConfigError: The batch cannot be made of such micro-batches on so many processes.
+    """
+    c = recipe.trainer
+    if c.batch_size % world:
+        near = max(world, round(c.batch_size / world) * world)
+        raise ConfigError(
+            f"trainer.batch_size: {c.batch_size} does not divide among {world} processes, nearest: {near}"
+        )
+    share = c.batch_size // world
+    micro = min(c.micro_batch or share, share)
+    if share % micro:
+        fits = [m for m in range(1, share + 1) if share % m == 0]
+        below, above = max(m for m in fits if m < micro), min(m for m in fits if m > micro)
+        raise ConfigError(
+            f"trainer.micro_batch: {micro} does not divide the {share} samples of a process, nearest: {below}, {above}"
+        )
+    per_epoch = steps_per_epoch(samples, c.batch_size)
+    total = c.steps if c.steps is not None else max(1, round(c.epochs * per_epoch))
+    every = {
+        name: max(1, to_steps(getattr(c, name), steps_per_epoch=per_epoch, total=total))
+        for name in ("eval_every", "save_every")
+    }
+    warmup = to_steps(recipe.schedule.warmup, steps_per_epoch=per_epoch, total=total)
+    return Plan(
+        trainer=c,
+        optim=recipe.optim,
+        schedule=recipe.schedule,
+        seed=recipe.seed,
+        total=total,
+        steps_per_epoch=per_epoch,
+        warmup=warmup,
+        micro=micro,
+        accumulation=share // micro,
+        **every,
+    )

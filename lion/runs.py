@@ -1,0 +1,102 @@
+"""Finished and unfinished runs on disk: finding them, and loading what they trained."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lion.config import ConfigError, nearest, parse_yaml
+from lion.recipe import Recipe, load_recipe
+from lion.tasks import TASKS, Task
+from lion.trainer.checkpoint import load_checkpoint
+
+log = logging.getLogger("lion")
+
+RECIPE, ENVIRONMENT, SUMMARY = "recipe.yaml", "environment.json", "summary.json"
+
+
+class LoadedRun(NamedTuple):
+    """A run's recipe, task and model, and its checkpoint without the weights."""
+
+    folder: Path
+    recipe: Recipe
+    task: Task
+    model: nn.Module
+    checkpoint: dict[str, Any]
+
+
+def find_run(run: str | Path) -> Path:
+    """The folder of a run: a path, or a name under `runs/`.
+
+    Raises:
+        ConfigError: No run there, with the nearest name.
+    """
+    for folder in (Path(run), Path("runs") / run):
+        if (folder / RECIPE).is_file():
+            return folder
+    known = sorted(p.parent.name for p in Path("runs").glob(f"*/{RECIPE}"))
+    hint = nearest(Path(run).name, known) if known else "there are none under runs/ yet"
+    raise ConfigError(f"run {str(run)!r}: no {RECIPE} in {Path(run)} or {Path('runs') / run}, {hint}")
+
+
+def stored_recipe(folder: Path) -> dict[str, Any]:
+    """The resolved recipe of a run, as plain data."""
+    return parse_yaml((folder / RECIPE).read_text(), source=str(folder / RECIPE))
+
+
+def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> LoadedRun:
+    """Rebuild a run's model with the weights of `best` or `last`, in evaluation mode on the CPU."""
+    folder = find_run(run)
+    recipe = load_recipe(folder / RECIPE)
+    path = folder / f"{checkpoint}.pt"
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such checkpoint; the run has not been evaluated yet")
+    state = load_checkpoint(path)
+    weights = state.get("ema" if ema else "model")
+    if weights is None:
+        raise ConfigError(f"{path}: holds no {'EMA ' if ema else ''}weights")
+    kind = TASKS[recipe.task.name]
+    task = kind(recipe.task, kind.Info.from_dict(state["info"]))
+    model = task.build_model(recipe.model)
+    model.load_state_dict(weights)
+    rest = {k: v for k, v in state.items() if k not in ("model", "ema", "optimizer", "random")}
+    return LoadedRun(folder, recipe, task, model.eval(), rest)
+
+
+def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> nn.Module:
+    """The trained module of a run, in evaluation mode on the CPU.
+
+    Args:
+        run: Run folder, or the name of one under `runs/`.
+        checkpoint: "best" (on the validation split) or "last".
+        ema: The averaged weights instead of the raw ones.
+
+    `lion.set_form(model, "rnn")` changes the form it runs in.
+    """
+    return open_run(run, checkpoint=checkpoint, ema=ema).model
+
+
+def init_from(model: nn.Module, run: str | Path) -> None:
+    """Start a model from a run's best weights; what does not fit (another head) keeps its initialisation."""
+    state = load_checkpoint(find_run(run) / "best.pt")["model"]
+    own = model.state_dict()
+    fits = {k: v for k, v in state.items() if k in own and own[k].shape == v.shape}
+    left = sorted(own.keys() - fits.keys())
+    if len(left) > len(own) // 2:
+        raise ConfigError(f"init_from: {run}: {len(left)} of {len(own)} tensors do not fit, e.g. {left[0]}")
+    model.load_state_dict({**own, **fits})
+    log.info("initialised from %s; new: %s", run, ", ".join(left) or "nothing")
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def build_on_meta(task: Task, config: Any) -> nn.Module:
+    """The model without memory or initialisation, to count and check."""
+    with torch.device("meta"):
+        return task.build_model(config)

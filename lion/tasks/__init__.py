@@ -1,0 +1,6 @@
+"""The table of tasks: the recipe's `task.name`."""
+
+from lion.tasks.base import Task
+from lion.tasks.image_classification import ImageClassification
+
+TASKS: dict[str, type[Task]] = {"image_classification": ImageClassification}

@@ -1,0 +1,78 @@
+"""What the trainer knows of a task: how to build its model, its loss, and its metrics."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lion.config import ConfigError
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ImageInfo:
+    """What a model must know of image data: (height, width), channels, and the classes' names in label order."""
+
+    size: tuple[int, int]
+    channels: int
+    classes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> ImageInfo:
+        return ImageInfo(tuple(values["size"]), values["channels"], tuple(values["classes"]))
+
+
+class Sums(NamedTuple):
+    """A batch's loss as a sum and the weight to divide by, so that accumulating equals the big batch."""
+
+    loss: Tensor
+    weight: Tensor
+
+
+class Task(ABC):
+    """A learning problem. A new one is one file and its line in `TASKS`."""
+
+    Config: ClassVar[type]  # the recipe's `task` section
+    ModelConfig: ClassVar[type]  # the recipe's `model` section
+    Info: ClassVar[type]  # what the data tells the model
+    metric: ClassVar[str]  # the metric that `best` is chosen by; higher is better
+    unit: ClassVar[str]  # what a sample is called
+
+    def __init__(self, config: Any, info: Any) -> None:
+        self.config, self.info = config, info
+
+    @abstractmethod
+    def build_model(self, config: Any) -> nn.Module:
+        """The model for this task's data; ConfigError where the two do not fit."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        """Training loss of a micro-batch, summed over its samples."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
+        """Metrics of an evaluation batch as (sum, count) over the samples where `batch["mask"]`, and the outputs."""
+
+    def preview(self, batch: Batch) -> dict[str, Tensor]:
+        """Pictures (channels, height, width) of a training batch for TensorBoard."""
+        return {}
+
+
+def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """Call a model's constructor; what it refuses becomes a recipe error."""
+    try:
+        return build(*args, **kwargs)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return {k: v.to(device, non_blocking=True) for k, v in batch.items()}

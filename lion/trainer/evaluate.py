@@ -1,0 +1,75 @@
+"""Evaluation of a model on a split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lion.layers.decay import DECAYS
+from lion.tasks.base import Batch, Task, to_device
+from lion.trainer.runtime import Runtime
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    task: Task,
+    runtime: Runtime,
+    *,
+    precision: str = "fp32",
+    stop: Callable[[], bool] = lambda: False,
+    outputs: list[Tensor] | None = None,
+) -> dict[str, float] | None:
+    """Metrics over all samples and processes: sums first, then one division.
+
+    `outputs` collects the model's outputs of real samples, in order (one process). None when `stop` says so.
+    """
+    training = model.training
+    model.eval()
+    totals: dict[str, list[Tensor]] = {}
+    try:
+        for batch in batches:
+            if stop():
+                return None
+            batch = to_device(batch, runtime.device)
+            with runtime.autocast(precision):
+                sums, out = task.evaluate(model, batch)
+            for name, pair in sums.items():
+                pair = [x.double() for x in pair]
+                totals[name] = [a + b for a, b in zip(totals[name], pair)] if name in totals else pair
+            if outputs is not None:
+                outputs.append(out[batch["mask"]].float().cpu())
+    finally:
+        model.train(training)
+    flat = runtime.sum(*[x for pair in totals.values() for x in pair]).tolist()
+    return {name: flat[2 * i] / max(flat[2 * i + 1], 1) for i, name in enumerate(totals)}
+
+
+def decay_values(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor]:
+    """Every decay lambda that the layers use on this batch, by layer (the paper's Fig. 12)."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple, log_decay: Tensor) -> None:
+            found[name] = log_decay.exp().float().cpu()
+
+        return hook
+
+    hooks = [
+        m.register_forward_hook(keep(n)) for n, m in model.named_modules() if isinstance(m, tuple(DECAYS.values()))
+    ]
+    if not hooks:
+        return {}
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            task.evaluate(model, batch)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return found

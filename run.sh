@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Installs on first use, then runs one command. All logic is in tools/ (python -m tools COMMAND works without this).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+usage() {
+  cat <<'TEXT'
+usage: ./run.sh                               train and evaluate recipes/quickstart.yaml
+       ./run.sh RECIPE [key=value ...]        train a recipe, then evaluate it in every form
+       ./run.sh eval RUN [--form full|chunk|rnn|all] [--chunk-size N]
+       ./run.sh list                          the recipes and what they claim
+       ./run.sh show RECIPE [key=value ...]   a recipe in full, its steps, parameters, memory
+       ./run.sh predict RUN FILE ...          classify pictures
+       ./run.sh bench ops                     time the operators against SDPA
+       ./run.sh logs                          TensorBoard over runs/
+       ./run.sh test [pytest options]         the test suite
+options: --fresh (train: set an earlier run of this name aside), --debug (show tracebacks)
+environment: LION_DATA (data root), PYTHON (interpreter for .venv), CUDA_VISIBLE_DEVICES
+TEXT
+}
+
+install() {
+  local python="${PYTHON:-python3}" stamp
+  stamp="$("$python" -c 'import hashlib, sys; print(sys.version, hashlib.sha256(open("setup.py", "rb").read()).hexdigest())')"
+  if [ "$(cat .venv/stamp 2>/dev/null)" = "$stamp" ]; then return; fi
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed, PYTHON=... names one" >&2; exit 2; }
+  echo "installing into .venv (first use; PyTorch is large) ..." >&2
+  "$python" -m venv .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
+  printf '%s\n' "$stamp" >.venv/stamp # last: an interrupted install is repaired, a finished one never repeated
+}
+
+gpus() {
+  if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+  else
+    { command -v nvidia-smi >/dev/null && nvidia-smi -L || true; } 2>/dev/null | grep -c '^GPU' || true
+  fi
+}
+
+train() {
+  local count
+  count="$(gpus)"
+  if [ "$count" -gt 1 ]; then
+    exec torchrun --standalone --nproc-per-node="$count" -m tools.train "$@"
+  fi
+  exec python -m tools.train "$@"
+}
+
+# Steps of one shape free and take the same buffers: keep them instead of asking the kernel for new pages.
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1073741824}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-4294967296}"
+
+case "${1:-}" in -h | --help | help) usage; exit 0 ;; esac
+install
+export PATH="$PWD/.venv/bin:$PATH"
+
+case "${1:-}" in
+  "") train recipes/quickstart.yaml ;;
+  eval | list | show | predict | bench) exec python -m tools "$@" ;;
+  logs) shift; exec tensorboard --logdir runs "$@" ;;
+  test) shift; exec python -m pytest "$@" ;;
+  -*) train recipes/quickstart.yaml "$@" ;;
+  *=*) train recipes/quickstart.yaml "$@" ;;
+  *.yaml | *.yml | */*) train "$@" ;;
+  *) if [ -f "recipes/$1.yaml" ]; then r="recipes/$1.yaml"; shift; train "$r" "$@"; fi
+     exec python -m tools "$@" ;;
+esac

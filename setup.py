@@ -1,0 +1,18 @@
+from setuptools import find_packages, setup
+
+EXTRAS = {
+    "digits": ["scikit-learn", "scipy"],
+    "plots": ["matplotlib"],
+    "dev": ["pytest", "ruff"],
+}
+
+setup(
+    name="lion",
+    version="0.1.0",
+    description="Linear attention for bidirectional sequence modelling: full attention, chunks and an RNN",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["lion", "lion.*"]),
+    install_requires=["torch>=2.11", "torchvision", "datasets", "tokenizers", "numpy", "pyyaml", "tensorboard", "tqdm"],
+    extras_require={**EXTRAS, "all": sorted({name for names in EXTRAS.values() for name in names})},
+)

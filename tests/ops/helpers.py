@@ -1,0 +1,182 @@
+"""Inputs, error measures, and an oracle written from the mathematics alone (no code of lion)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GATES = ("source", "target", "symmetric")
+DIRECTIONS = ("both", "forward", "backward")
+NORMALIZE = ("sum", "none")
+DECAYS = ("lit", "D", "S", "extreme")
+FORMS = {  # every exact form; small steps put many borders into short sequences
+    "full": dict(form="full"),
+    "chunk64": dict(form="chunk", chunk_size=64),
+    "chunk5": dict(form="chunk", chunk_size=5),
+    "rnn1": dict(form="rnn", chunk_size=1),
+    "rnn64": dict(form="rnn", chunk_size=64),
+}
+SMALL_FORMS = {  # the same with borders inside about twenty tokens
+    "full": dict(form="full"),
+    "chunk4": dict(form="chunk", chunk_size=4),
+    "rnn1": dict(form="rnn", chunk_size=1),
+    "rnn4": dict(form="rnn", chunk_size=4),
+}
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return Inputs(*(None if x is None else x.to(dtype) for x in self))
+
+    def leaves(self) -> Inputs:
+        """Fresh tensors that collect gradients."""
+        return Inputs(*(None if x is None else x.detach().clone().requires_grad_() for x in self))
+
+    def grads(self) -> dict[str, Tensor]:
+        """Of all leaves; zeros where the graph does not reach (the decay of a lone token)."""
+        leaves = {name: x for name, x in self._asdict().items() if x is not None}
+        return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+
+    def tokens(self, row: int, index: Tensor) -> Inputs:
+        """The sequence made of some tokens of one batch row, with batch 1."""
+        q, k, v, a = self
+        q, k, v = (x[row : row + 1, :, index] for x in (q, k, v))
+        return Inputs(q, k, v, a[row : row + 1, :, index] if a is not None and a.dim() == 3 else a)
+
+
+def make(
+    decay: str,
+    length: int,
+    *,
+    batch: int = 2,
+    heads: int = 3,
+    dim: int = 4,
+    value_dim: int = 6,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Inputs:
+    """Positive features and decays. Values are float32 numbers, so that every wider dtype holds the same ones."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    q, k = (F.softplus(normal(batch, heads, length, dim)) for _ in range(2))
+    v = normal(batch, heads, length, value_dim)
+    if decay == "lit":
+        log_decay = None
+    elif decay == "D":
+        log_decay = F.logsigmoid(normal(heads) + 1)
+    elif decay == "S":
+        log_decay = F.logsigmoid(2 * normal(batch, heads, length) + 2)
+    else:  # gates that forget everything among gates that forget nothing
+        forget = torch.rand(batch, heads, length, generator=rng) < 0.2
+        log_decay = torch.where(forget, math.log(1e-30), math.log(0.99))
+    return Inputs(q, k, v, log_decay).to(dtype)
+
+
+def error(got: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Largest error over largest value (or `floor`, for gradients that vanish); NaN where anything is NaN."""
+    assert got.shape == expected.shape
+    expected = expected.double()
+    worst, largest = (got.double() - expected).abs().max().item(), expected.abs().max().item()
+    return worst / max(largest, floor) if worst else 0.0
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float, what: str = "", floor: float = 0.0) -> None:
+    found = error(got, expected, floor)
+    assert found <= tolerance, f"{what}: error {found:.2e}, at most {tolerance:.2e} allowed"  # False for NaN
+
+
+def backward(y: Tensor, inputs: Inputs, seed: int = 1) -> dict[str, Tensor]:
+    """Gradients of a random projection of `y`, the same one for every dtype."""
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed))
+    (y * weights.to(y.dtype)).sum().backward()
+    return inputs.grads()
+
+
+# The oracle
+
+
+def oracle_entry(lam: list[float], i: int, j: int, gate: str) -> float:
+    """M_ij of one sequence with decays `lam`: a product over the tokens that lie between i and j."""
+    if i == j:
+        return 1.0
+    if i > j:
+        between = range(j, i) if gate == "source" else range(j + 1, i + 1)
+    else:
+        between = range(i, j) if gate == "target" else range(i + 1, j + 1)
+    return math.prod(lam[k] for k in between)
+
+
+def oracle_mask(lam: list[float], gate: str, direction: str) -> Tensor:
+    def allowed(i: int, j: int) -> bool:
+        return direction == "both" or (i >= j if direction == "forward" else i <= j)
+
+    places = range(len(lam))
+    rows = [[oracle_entry(lam, i, j, gate) if allowed(i, j) else 0.0 for j in places] for i in places]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def oracle_masks(inputs: Inputs, gate: str, direction: str) -> Tensor:
+    """(B, H, L, L)"""
+    batch, heads, length = inputs.q.shape[:3]
+    log_decay = torch.zeros(heads) if inputs.log_decay is None else inputs.log_decay
+    if log_decay.dim() == 1:
+        log_decay = log_decay[None, :, None].expand(batch, heads, length)
+    lam = log_decay.double().exp().tolist()
+    return torch.stack([torch.stack([oracle_mask(row, gate, direction) for row in heads_]) for heads_ in lam])
+
+
+def oracle_parts(inputs: Inputs, masks: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.double() for x in inputs[:3])
+    weights = (q @ k.transpose(-1, -2)) * masks
+    return weights @ v, weights.sum(-1)
+
+
+def oracle_attention(
+    inputs: Inputs,
+    *,
+    gate: str = "source",
+    direction: str = "both",
+    normalize: str = "sum",
+    scale: float | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    numerator, rowsum = oracle_parts(inputs, oracle_masks(inputs, gate, direction))
+    if normalize == "none":
+        return numerator * (1 / math.sqrt(inputs.q.shape[-1]) if scale is None else scale)
+    return numerator / rowsum.clamp_min(eps).unsqueeze(-1)
+
+
+# Memory
+
+
+class Allocations(TorchDispatchMode):
+    """Shapes of all tensors that operators allocate while the mode is on, backward passes included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):  # a view of an argument is no allocation
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known:
+                self.shapes.append(tuple(x.shape))
+        return out
+
+    def largest(self) -> int:
+        return max(math.prod(shape) for shape in self.shapes)

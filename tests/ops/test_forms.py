@@ -1,0 +1,211 @@
+"""Full, chunk and rnn compute the function that the definition computes, values and gradients."""
+
+import pytest
+import torch
+
+import lion.ops.chunk
+from lion.ops import linear_attention, reference_attention, resolve_form
+
+from .helpers import (
+    DECAYS,
+    DIRECTIONS,
+    FORMS,
+    GATES,
+    NORMALIZE,
+    SMALL_FORMS,
+    Inputs,
+    assert_close,
+    backward,
+    make,
+)
+
+SHAPES = {  # length: batch, heads, D, E
+    1: (2, 3, 4, 6),
+    2: (1, 1, 4, 6),
+    7: (2, 3, 6, 4),
+    63: (2, 1, 4, 6),
+    64: (1, 1, 8, 5),
+    65: (2, 3, 4, 6),
+    197: (1, 2, 8, 5),
+    1000: (1, 2, 4, 6),
+}
+LONG = [  # a few cases at L = 1000, where sums over the sequence are long
+    ("lit", "both", "source"),
+    ("D", "both", "source"),
+    ("S", "both", "symmetric"),
+    ("extreme", "both", "source"),
+    ("extreme", "backward", "target"),
+    ("S", "forward", "target"),
+]
+
+
+def sized(decay: str, length: int) -> Inputs:
+    batch, heads, dim, value_dim = SHAPES[length]
+    return make(decay, length, batch=batch, heads=heads, dim=dim, value_dim=value_dim, seed=length)
+
+
+def check_outputs(inputs: Inputs, forms, **arguments) -> None:
+    expected = reference_attention(*inputs, **arguments)
+    for form, how in forms.items():
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+            got = linear_attention(*inputs.to(dtype), **how, **arguments)
+            assert got.dtype == dtype
+            assert_close(got, expected, tolerance, f"{form} {dtype} {arguments}")
+
+
+def check_gradients(inputs: Inputs, forms, **arguments) -> None:
+    leaves = inputs.leaves()
+    expected = backward(reference_attention(*leaves, **arguments), leaves)
+    for form, how in forms.items():
+        for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
+            leaves = inputs.to(dtype).leaves()
+            grads = backward(linear_attention(*leaves, **how, **arguments), leaves)
+            for name, grad in grads.items():  # a single token has gradients of zero: compare with the loss weights
+                assert_close(grad, expected[name], tolerance, f"d{name} {form} {dtype} {arguments}", floor=0.1)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("length", [length for length in SHAPES if length < 1000])
+def test_outputs(length, decay, direction, gate):
+    for normalize in NORMALIZE:
+        check_outputs(sized(decay, length), FORMS, direction=direction, gate=gate, normalize=normalize)
+
+
+@pytest.mark.parametrize("decay, direction, gate", LONG)
+def test_outputs_long(decay, direction, gate):
+    check_outputs(sized(decay, 1000), FORMS, direction=direction, gate=gate)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_gradients(decay, direction, gate):
+    for length in (1, 7, 65):
+        for normalize in NORMALIZE:
+            check_gradients(sized(decay, length), FORMS, direction=direction, gate=gate, normalize=normalize)
+
+
+@pytest.mark.parametrize("decay, direction, gate", LONG)
+def test_gradients_long(decay, direction, gate):
+    forms = {form: how for form, how in FORMS.items() if form != "rnn1"}  # covered by shorter sequences
+    check_gradients(sized(decay, 1000), forms, direction=direction, gate=gate)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_signed_features(decay):
+    """Without normalisation nothing asks for positive features."""
+    inputs = make(decay, 29)
+    inputs = inputs._replace(q=inputs.q - 0.7, k=inputs.k - 0.7)
+    for direction in DIRECTIONS:
+        check_outputs(inputs, SMALL_FORMS, direction=direction, normalize="none")
+        check_gradients(inputs, SMALL_FORMS, direction=direction, normalize="none")
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_gradcheck(direction, form):
+    for decay in ("lit", "D", "S"):
+        for normalize in NORMALIZE:
+            leaves = make(decay, 5, batch=1, heads=2, dim=2, value_dim=3).leaves()
+            how = SMALL_FORMS[form] | dict(direction=direction, normalize=normalize)
+            assert torch.autograd.gradcheck(
+                lambda *x, how=how: linear_attention(*x, **how), [x for x in leaves if x is not None]
+            )
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_layout_does_not_matter(form):
+    """Models hand over (B, L, H, D) transposed, and values of stride 0 must not be written into."""
+    inputs = make("S", 11)
+    how = SMALL_FORMS[form]
+    turned = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
+    assert_close(linear_attention(*turned, **how), linear_attention(*inputs, **how), 1e-14)
+
+    shared = inputs._replace(v=inputs.v[:1, :1, :1].expand_as(inputs.v))
+    before = shared.v.clone()
+    assert_close(linear_attention(*shared, **how), reference_attention(*shared), 1e-12)
+    assert torch.equal(shared.v, before)
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_dtype_of_the_decay_is_free(form):
+    inputs = make("S", 11, dtype=torch.float32)
+    for dtype in (torch.bfloat16, torch.float64):
+        mixed = inputs._replace(log_decay=inputs.log_decay.to(dtype))
+        same = inputs._replace(log_decay=mixed.log_decay.float())
+        got = linear_attention(*mixed, **SMALL_FORMS[form])
+        assert got.dtype == torch.float32
+        assert torch.equal(got, linear_attention(*same, **SMALL_FORMS[form]))
+
+
+# Borders of the chunk form
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_any_chunk_size(direction, decay):
+    inputs = make(decay, 23, heads=2)
+    forms = {f"{form} {size}": dict(form=form, chunk_size=size) for form in ("chunk", "rnn") for size in (1, 2, 8, 99)}
+    check_outputs(inputs, forms, direction=direction)
+    check_gradients(inputs, forms, direction=direction)
+
+
+@pytest.mark.parametrize("length", (64, 65, 66, 127, 128, 130))
+def test_chunk_counts_around_the_limit_of_one_level(length):
+    """One mixing matrix serves up to 2 * GROUP chunks; here one token is one chunk."""
+    inputs = make("S", length, batch=1, heads=1)
+    check_outputs(inputs, {"chunk 1": dict(form="chunk", chunk_size=1)})
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_two_levels_of_chunks(direction, decay):
+    size, count = lion.ops.chunk.chunk_grid(1000, 4)
+    assert size == 4 and 2 * lion.ops.chunk.GROUP < count <= 2 * lion.ops.chunk.GROUP**2
+    forms = {"chunk 4": dict(form="chunk", chunk_size=4)}
+    check_outputs(sized(decay, 1000), forms, direction=direction)
+    check_gradients(sized(decay, 1000), forms, direction=direction)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_more_levels_of_chunks(direction, decay, monkeypatch):
+    """With groups of two, 67 tokens need four levels, each with its own padding."""
+    monkeypatch.setattr(lion.ops.chunk, "GROUP", 2)
+    levels, carry = [], lion.ops.chunk.carry
+
+    def counted(states, here):
+        levels.append(states.shape[2])
+        return carry(states, here)
+
+    monkeypatch.setattr(lion.ops.chunk, "carry", counted)
+    forms = {f"chunk {size}": dict(form="chunk", chunk_size=size) for size in (3, 4)}
+    for gate in GATES:
+        check_outputs(make(decay, 67, heads=2), forms, direction=direction, gate=gate)
+    assert levels[:3] == [24, 12, 6]  # 23 chunks of three, rounded up to whole groups
+    check_gradients(make(decay, 67, heads=2), forms, direction=direction)
+
+
+def test_chunk_grid():
+    for length in range(1, 400):
+        for size in (1, 3, 8, 64):
+            tokens, count = lion.ops.chunk.chunk_grid(length, size)
+            assert tokens <= size and tokens * count >= length
+            assert count <= -(-length // tokens) + lion.ops.chunk.GROUP  # padding is bounded
+
+
+# The choice of form
+
+
+def test_auto():
+    assert resolve_form("auto", 64) == "full"
+    assert resolve_form("auto", 5000) == "chunk"
+    assert resolve_form("auto", 5000, decays=False) == "full"  # a product, linear in L
+    assert resolve_form("auto", 5000, dropout_p=0.1) == "full"  # the only form that has dropout
+    assert resolve_form("rnn", 5000) == "rnn"
+    for decay, length in (("lit", 300), ("S", 300), ("S", 20)):
+        inputs = make(decay, length, batch=1, heads=1)
+        form = resolve_form("auto", length, decay != "lit")
+        assert torch.equal(linear_attention(*inputs, form="auto"), linear_attention(*inputs, form=form))

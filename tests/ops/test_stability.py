@@ -1,0 +1,130 @@
+"""Extreme gates, long sequences and narrow dtypes: finite, and as accurate as the dtype allows."""
+
+import pytest
+import torch
+
+from lion.ops import linear_attention, reference_attention
+
+from .helpers import DECAYS, DIRECTIONS, FORMS, GATES, NORMALIZE, assert_close, backward, error, make
+
+BF16 = 2.0**-8  # unit roundoff
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_extreme_gates_have_finite_gradients(direction, form):
+    gates = GATES if form != "rnn1" else ("source",)  # slow
+    for gate in gates:
+        leaves = make("extreme", 1000, batch=1, heads=1, dtype=torch.float32).leaves()
+        y = linear_attention(*leaves, **FORMS[form], direction=direction, gate=gate)
+        assert y.isfinite().all()
+        for name, grad in backward(y, leaves).items():
+            assert grad.isfinite().all(), f"d{name} {gate}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gates_below_every_float(form):
+    """lambda = exp(-1e4) is 0 in every dtype; its logarithm is not."""
+    for share in (0.3, 1.0):
+        inputs = make("S", 67, batch=1)
+        closed = torch.rand(inputs.log_decay.shape, generator=torch.Generator().manual_seed(4)) < share
+        inputs = inputs._replace(log_decay=inputs.log_decay.masked_fill(closed, -1e4))
+        leaves = inputs.leaves()
+        expected = reference_attention(*leaves)
+        expected_grads = backward(expected, leaves)
+        for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
+            leaves = inputs.to(dtype).leaves()
+            got = linear_attention(*leaves, **FORMS[form])
+            assert_close(got, expected, tolerance, f"{dtype}")
+            for name, grad in backward(got, leaves).items():
+                assert_close(grad, expected_grads[name], tolerance, f"d{name} {dtype}", floor=0.1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("steep, flat", [(-1.0, 0.0), (0.0, 0.0), (-1e4, -1e-12)])
+def test_gates_that_keep_everything_still_learn(steep, flat, form):
+    """lambda = 1, exactly or up to the rounding of the sums: the gradient of the gate must not be cut off there."""
+    inputs = make("extreme", 197, batch=1, heads=2)
+    log_decay = torch.where(inputs.log_decay < -1, steep, flat).float().double()
+    inputs = inputs._replace(log_decay=log_decay)
+    leaves = inputs.leaves()
+    expected = backward(reference_attention(*leaves), leaves)["log_decay"]
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
+        leaves = inputs.to(dtype).leaves()
+        got = backward(linear_attention(*leaves, **FORMS[form]), leaves)["log_decay"]
+        assert_close(got, expected, tolerance, f"{dtype}")
+
+
+def test_long_sums_lose_nothing():
+    """Prefix sums near -1e6, whose float32 neighbours are 0.06 apart, between gates that matter at 1e-2."""
+    inputs = make("extreme", 65_536, batch=1, heads=1)
+    assert inputs.log_decay.sum() < -5e5
+    expected = linear_attention(*inputs, form="rnn", chunk_size=256)
+    got = linear_attention(*inputs.to(torch.float32), form="chunk")
+    assert_close(got, expected, 2e-5)
+    assert_close(linear_attention(*inputs, form="chunk", chunk_size=16), expected, 1e-10, "float64")
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_long_bf16_is_finite(decay):
+    inputs = make(decay, 65_536, batch=1, heads=1, dim=8, value_dim=8, dtype=torch.bfloat16)
+    forms = {"chunk": dict(form="chunk"), "rnn": dict(form="rnn", chunk_size=1024)}
+    if decay == "lit":
+        forms["full"] = dict(form="full")
+    for form, how in forms.items():
+        with torch.inference_mode():
+            assert linear_attention(*inputs, **how).isfinite().all(), form
+    leaves = inputs.leaves()
+    for name, grad in backward(linear_attention(*leaves, form="chunk"), leaves).items():
+        assert grad.isfinite().all(), f"d{name}"
+
+
+@pytest.mark.parametrize("length", (65, 197))
+@pytest.mark.parametrize("decay", DECAYS)
+def test_bf16_accuracy(decay, length):
+    """Judged by what bf16 can do at best: compute in float32, round the result once.
+
+    A form also rounds what lies between (scores or states, weights, the reciprocal of the row sum). Such a
+    rounding is relative to each term, and under positive features the terms' weights do not cancel, so it
+    moves the output by no more than about one rounding of the largest value. They are independent and partly
+    average out: twice (the best result's error + one rounding) covers them. Gates or row sums kept in bf16
+    would not fit: their error grows with the length of the sum.
+    """
+    inputs = make(decay, length, batch=1, heads=2, dim=16, value_dim=16, dtype=torch.bfloat16)
+    for direction in DIRECTIONS:
+        for normalize in NORMALIZE:
+            arguments = dict(direction=direction, normalize=normalize)
+            exact = reference_attention(*inputs.to(torch.float64), **arguments)
+            best = reference_attention(*inputs.to(torch.float32), **arguments).bfloat16()
+            budget = 2 * (error(best, exact) + BF16)
+            for form, how in FORMS.items():
+                got = linear_attention(*inputs, **how, **arguments)
+                assert got.dtype == torch.bfloat16
+                assert_close(got, exact, budget, f"{form} {arguments}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_autocast_changes_nothing(decay, form):
+    """The operator leaves autocast: gates, states and row sums keep the precision of its inputs."""
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = make(decay, 70, dtype=dtype)
+        leaves = inputs.leaves()
+        expected = linear_attention(*leaves, **FORMS[form])
+        expected_grads = backward(expected, leaves)
+        leaves = inputs.leaves()
+        with torch.autocast("cpu", torch.bfloat16):
+            got = linear_attention(*leaves, **FORMS[form])
+        assert got.dtype == dtype
+        assert torch.equal(got, expected)
+        for name, grad in backward(got, leaves).items():
+            assert torch.equal(grad, expected_grads[name]), f"d{name}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_gates_beside_bf16_tokens(form):
+    """The gates' own dtype counts: 0.999 is 1 in bf16, and forgets two thirds of 1,000 tokens."""
+    inputs = make("D", 1000, batch=1, heads=1, dtype=torch.bfloat16)
+    inputs = inputs._replace(log_decay=torch.tensor([0.999]).log())
+    exact = reference_attention(*(x.double() for x in inputs))
+    assert_close(linear_attention(*inputs, **FORMS[form]), exact, 5 * BF16)

@@ -1,0 +1,102 @@
+"""`step`: the causal output, a token or a few at a time, from a state that is all there is to remember."""
+
+import pytest
+import torch
+
+from lion.ops import State, initial_state, linear_attention, step
+
+from .helpers import DECAYS, GATES, NORMALIZE, SMALL_FORMS, Inputs, assert_close, backward, make, oracle_attention
+
+LENGTH = 14
+PIECES = {"token by token": [1] * LENGTH, "pieces": [3, 1, 5, 1, 4], "whole": [LENGTH]}
+
+
+def stream(inputs: Inputs, pieces: list[int], state: State | None = None, **arguments):
+    """The outputs of consecutive pieces, and the last state."""
+    state = initial_state(inputs.k, inputs.v) if state is None else state
+    start, out = 0, []
+    for size in pieces:
+        q, k, v = (x.narrow(2, start, size) for x in inputs[:3])
+        a = inputs.log_decay
+        a = a.narrow(2, start, size) if a is not None and a.dim() == 3 else a
+        y, state = step(state, q, k, v, a, **arguments)
+        out.append(y)
+        start += size
+    assert start == inputs.q.shape[2]
+    return torch.cat(out, 2), state
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("gate", GATES)
+def test_streaming_is_the_forward_direction(gate, decay, normalize):
+    inputs = make(decay, LENGTH)
+    arguments = dict(gate=gate, normalize=normalize)
+    expected = oracle_attention(inputs, direction="forward", **arguments)
+    for form, how in SMALL_FORMS.items():
+        assert_close(linear_attention(*inputs, direction="forward", **how, **arguments), expected, 1e-12, form)
+    for name, pieces in PIECES.items():
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+            got, _ = stream(inputs.to(dtype), pieces, **arguments)
+            assert got.dtype == dtype
+            assert_close(got, expected, tolerance, f"{name} {dtype}")
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("gate", GATES)
+def test_the_state_does_not_depend_on_the_pieces(gate, decay):
+    """So a sequence may be split anywhere and its state carried over."""
+    inputs = make(decay, LENGTH)
+    _, whole = stream(inputs, [LENGTH], gate=gate)
+    for pieces in PIECES.values():
+        _, state = stream(inputs, pieces, gate=gate)
+        assert_close(state.S, whole.S, 1e-12, f"S {pieces}")
+        assert_close(state.z, whole.z, 1e-12, f"z {pieces}")
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gradients_flow_through_the_state(gate):
+    leaves = make("S", LENGTH).leaves()
+    expected = backward(linear_attention(*leaves, direction="forward", gate=gate), leaves)
+    for name, pieces in PIECES.items():
+        leaves = make("S", LENGTH).leaves()
+        grads = backward(stream(leaves, pieces, gate=gate)[0], leaves)
+        for key, grad in grads.items():
+            assert_close(grad, expected[key], 1e-10, f"d{key} {name}")
+
+
+def test_default_gate_is_target():
+    inputs = make("S", LENGTH)
+    assert torch.equal(stream(inputs, [1] * LENGTH)[0], stream(inputs, [1] * LENGTH, gate="target")[0])
+
+
+def test_scale_and_eps():
+    inputs = make("S", LENGTH)
+    for arguments in (dict(normalize="none", scale=0.3), dict(eps=20.0)):
+        expected = oracle_attention(inputs, direction="forward", gate="target", **arguments)
+        assert_close(stream(inputs, [1] * LENGTH, **arguments)[0], expected, 1e-12, f"{arguments}")
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_state_is_wide(decay):
+    """A bf16 state would stop growing after a few hundred tokens."""
+    for dtype, wide in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        inputs = make(decay, 5, dtype=dtype)
+        start = initial_state(inputs.k, inputs.v)
+        assert start.S.shape == (2, 3, 4, 6) and start.z.shape == (2, 3, 4)
+        y, state = stream(inputs, [1, 4], state=start)
+        assert y.dtype == dtype
+        assert {x.dtype for x in (*start, *state)} == {wide}
+        assert not start.S.any() and not start.z.any()  # a state is a value, not a buffer
+
+
+def test_autocast_leaves_the_step_alone():
+    inputs = make("S", LENGTH, dtype=torch.float32)
+    expected, _ = stream(inputs, PIECES["pieces"])
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = stream(inputs, PIECES["pieces"])
+    assert torch.equal(got, expected)

@@ -1,0 +1,29 @@
+"""`python -m tools COMMAND ...`: the commands of run.sh."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from lion.config import ConfigError, nearest
+from tools.common import run_command
+
+COMMANDS = {
+    "train": "tools.train",
+    "eval": "tools.evaluate",
+    "show": "tools.show",
+    "list": "tools.show",
+    "predict": "tools.predict",
+    "bench": "tools.bench",
+}
+
+
+def main(argv: list[str]) -> int:
+    name = argv[0] if argv else ""
+    if name not in COMMANDS:
+        raise ConfigError(f"{name!r} is no command, {nearest(name, COMMANDS)}")
+    return importlib.import_module(COMMANDS[name]).main(argv[1:])
+
+
+if __name__ == "__main__":
+    run_command(main, sys.argv[1:])

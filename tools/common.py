@@ -1,0 +1,87 @@
+"""Where data meets `lion`: recipes resolved against data sets, and how commands fail."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import data
+from data.common import DataSplits
+from lion.config import ConfigError
+from lion.recipe import Recipe, load_recipe
+from lion.runs import RECIPE
+from lion.tasks import TASKS, Task
+
+
+def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe with its `data` section checked by the data set that it names."""
+    return load_recipe(path, overrides, data_config=lambda name: data.module(name).Config)
+
+
+def resolve_run(folder: Path) -> Recipe:
+    return resolve(folder / RECIPE)
+
+
+def build_data(recipe: Recipe) -> DataSplits:
+    return data.module(recipe.data.name).build(recipe.data)
+
+
+def make_task(recipe: Recipe, info: Any) -> Task:
+    return TASKS[recipe.task.name](recipe.task, info)
+
+
+def describe_data(recipe: Recipe) -> tuple[Any, int, str | None]:
+    """(info, training samples, note) of a recipe's data; published figures where the files are absent."""
+    try:
+        splits = build_data(recipe)
+        return splits.info, len(splits.train), None
+    except ConfigError as error:
+        published = getattr(data.module(recipe.data.name), "published", None)
+        if published is None:
+            raise
+        info, samples = published(recipe.data)
+        return info, samples, str(error)
+
+
+def loader_workers(recipe: Recipe) -> int:
+    """`data.workers`, or what suits: none for data in memory, else a few."""
+    if recipe.data.workers is not None:
+        return recipe.data.workers
+    return getattr(data.module(recipe.data.name), "WORKERS", 4)
+
+
+def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None) -> None:
+    """Run a command's `main` and exit: 2 with one line for bad input, 130 when interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    if debug:
+        argv.remove("--debug")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("lion").setLevel(logging.INFO)
+    try:
+        code = main(argv)
+    except ConfigError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        code = 141
+    sys.exit(code)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A plain text table: first column left, the others right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(row: list[str]) -> str:
+        return "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * w for w in widths), *map(line, rows)])

@@ -1,0 +1,183 @@
+"""Evaluate a run as full attention, chunks and an RNN: metric, speed, memory, deviation.
+
+    python -m tools.evaluate RUN [--form full|chunk|rnn|all] [--chunk-size N]
+
+Every form is measured in a process of its own, eager, so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from lion.config import ConfigError
+from lion.layers.attention import forms_of, set_form
+from lion.ops import FORMS
+from lion.runs import count_parameters, find_run, open_run
+from lion.trainer.batches import eval_loader
+from lion.trainer.evaluate import evaluate
+from lion.trainer.loop import peak_memory
+from lion.trainer.runtime import start_runtime
+from tools.common import build_data, loader_workers, resolve_run, run_command, table
+
+ALL = (("full", None), ("chunk", 64), ("rnn", 1), ("rnn", 64))
+DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="run.sh eval", description=__doc__.splitlines()[0])
+    parser.add_argument("run")
+    parser.add_argument("--form", choices=(*FORMS, "all"), default="all")
+    parser.add_argument("--chunk-size", type=int, help="tokens a chunk (chunk) or a step (rnn)")
+    parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
+    parser.add_argument("--split", choices=("test", "val"), help="default: test, or val where there is no test")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.chunk_size is not None and args.chunk_size < 1:
+        raise ConfigError(f"--chunk-size: expected at least 1, got {args.chunk_size}")
+    if args.measure:
+        measure(json.loads(args.measure))
+        return 0
+    forms = None
+    if args.form != "all":
+        forms = [(args.form, None if args.form == "full" else args.chunk_size or DEFAULT_SIZE[args.form])]
+    elif args.chunk_size:
+        forms = [("full", None), ("chunk", args.chunk_size), ("rnn", 1), ("rnn", args.chunk_size)]
+    results = measure_forms(args.run, forms, checkpoint=args.checkpoint, split=args.split, ema=args.ema)
+    print(as_table(results, results[0]))
+    return 0
+
+
+def measure_forms(
+    run: str | Path,
+    forms: list[tuple[str, int | None]] | None = None,
+    *,
+    checkpoint: str = "best",
+    split: str | None = None,
+    ema: bool = False,
+) -> list[dict[str, Any]]:
+    """Measure a run in each form (default: all that its mixer has), with the deviation from the full one."""
+    loaded = open_run(run, checkpoint=checkpoint, ema=ema)
+    available = forms_of(loaded.model)
+    if forms is None:
+        forms = [f for f in ALL if f[0] in available]
+    for form, _ in forms:
+        if form not in available:
+            raise ConfigError(f"--form {form}: {loaded.recipe.model.mixer!r} has only {', '.join(available)}")
+    wanted = [*forms] if ("full", None) in forms else [("full", None), *forms]  # the deviation needs it
+    common = {"run": str(loaded.folder), "checkpoint": checkpoint, "split": split, "ema": ema}
+    results, logits = {}, {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for form, size in tqdm(wanted, desc="evaluating", unit="form", leave=False, disable=None):
+            out = Path(scratch) / f"{form}{size}"
+            request = json.dumps({**common, "form": form, "chunk_size": size, "out": str(out)})
+            environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+            child = subprocess.run(
+                [sys.executable, "-m", "tools.evaluate", "-", "--measure", request], env=environment, check=False
+            )
+            if child.returncode == 130 or child.returncode < 0:
+                raise KeyboardInterrupt
+            if child.returncode:
+                raise ConfigError(f"evaluation in form {form} failed (see above)")
+            saved = torch.load(out, weights_only=True)
+            results[form, size], logits[form, size] = saved["result"], saved["outputs"]
+    full = logits["full", None]
+    for key in forms:
+        results[key]["deviation"] = (logits[key] - full).abs().max().item()
+    return [results[key] for key in forms]
+
+
+def measure(request: dict[str, Any]) -> None:
+    """Evaluate one form in this process; the result and the logits go to the file `out`."""
+    loaded = open_run(request["run"], checkpoint=request["checkpoint"], ema=request["ema"])
+    recipe = resolve_run(find_run(request["run"]))
+    splits = build_data(recipe)
+    split = request["split"] or ("val" if splits.test is None else "test")
+    dataset = getattr(splits, split)
+    if dataset is None:
+        raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has none, use val")
+    runtime = start_runtime(recipe.trainer.device)
+    set_form(loaded.model, request["form"], request["chunk_size"])
+    model, task = loaded.model.to(runtime.device), loaded.task
+    batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
+    precision = recipe.trainer.precision
+    loader = eval_loader(dataset, batch=batch, rank=0, world=1, workers=loader_workers(recipe), pin=False)
+    batches = list(loader) if len(dataset) <= 10_000 and dataset[0]["image"].numel() <= 4096 else loader
+
+    with torch.inference_mode():  # load kernels, so that they are not counted
+        sample = torch.stack([dataset[0]["image"]]).to(runtime.device)
+        with runtime.autocast(precision):
+            model(sample)
+    before = reset_peak(runtime.device)
+    outputs: list[torch.Tensor] = []
+    started = time.perf_counter()
+    metrics = evaluate(model, batches, task, runtime, precision=precision, outputs=outputs)
+    seconds = time.perf_counter() - started
+    result = {
+        "form": request["form"],
+        "chunk_size": request["chunk_size"],
+        "metric": task.metric,
+        "split": split,
+        "value": metrics[task.metric],
+        "best_step": loaded.checkpoint["step"],
+        "samples_per_second": len(dataset) / seconds,
+        "peak_bytes": max(0, peak_now(runtime.device) - before),
+        "weight_bytes": 4 * count_parameters(model),
+        "batch": batch,
+    }
+    torch.save({"result": result, "outputs": torch.cat(outputs)}, request["out"])
+
+
+def reset_peak(device: torch.device) -> int:
+    """Forget the high-water mark of memory; returns the bytes held now (weights and libraries)."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_now(device)
+
+
+def peak_now(device: torch.device) -> int:
+    """Most bytes held since `reset_peak`."""
+    if device.type == "cpu" and sys.platform == "linux":
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return peak_memory(device)
+
+
+def as_table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    """Results as text; `about` names the metric."""
+    header = ["form", f"{about['metric']} %", "samples/s", "peak memory", "deviation"]
+    body = [
+        [
+            r["form"] if r["chunk_size"] is None else f"{r['form']} ({r['chunk_size']})",
+            f"{100 * r['value']:.2f}",
+            f"{r['samples_per_second']:.0f}",
+            f"{r['peak_bytes'] / 2**20:.1f} MiB",
+            f"{r['deviation']:.1e}",
+        ]
+        for r in rows
+    ]
+    first = rows[0]
+    note = f"batch {first['batch']}, eager; weights {first['weight_bytes'] / 2**20:.1f} MiB, not in the peak"
+    return f"{table(header, body)}\n{note}"
+
+
+if __name__ == "__main__":
+    run_command(main)

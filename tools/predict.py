@@ -1,0 +1,64 @@
+"""Classify picture files with a trained run.
+
+python -m tools.predict RUN FILE [FILE ...] [--form full|chunk|rnn] [--top K]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from PIL import Image, UnidentifiedImageError
+
+import data
+from lion.config import ConfigError
+from lion.layers.attention import forms_of, set_form
+from lion.ops import FORMS
+from lion.runs import open_run
+from tools.common import resolve_run, run_command, table
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="run.sh predict", description=__doc__.splitlines()[0])
+    parser.add_argument("run")
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--form", choices=FORMS, default="full")
+    parser.add_argument("--top", type=int, default=3, help="classes to show")
+    args = parser.parse_args(argv)
+    if args.top < 1:
+        raise ConfigError(f"--top: expected at least 1, got {args.top}")
+
+    loaded = open_run(args.run)
+    if args.form not in forms_of(loaded.model):
+        raise ConfigError(
+            f"--form {args.form}: {loaded.recipe.model.mixer!r} has only {', '.join(forms_of(loaded.model))}"
+        )
+    recipe = resolve_run(loaded.folder)
+    load_picture = data.module(recipe.data.name).load_picture
+    pictures = torch.stack([load_picture(recipe.data, open_picture(path)) for path in args.files])
+    set_form(loaded.model, args.form)
+    with torch.inference_mode():
+        shares = torch.cat([loaded.model(part).softmax(-1) for part in pictures.split(64)])
+    classes = loaded.task.info.classes
+    top = shares.topk(min(args.top, len(classes)))
+    rows = [
+        [path, *(f"{classes[c]} {100 * p:.1f}%" for p, c in zip(values.tolist(), indices.tolist()))]
+        for path, values, indices in zip(args.files, top.values, top.indices)
+    ]
+    print(table(["file", *(f"top {i + 1}" for i in range(top.values.shape[1]))], rows))
+    return 0
+
+
+def open_picture(path: str) -> Image.Image:
+    try:
+        with Image.open(path) as picture:
+            picture.load()
+            return picture
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (UnidentifiedImageError, OSError) as error:
+        raise ConfigError(f"{path}: not a readable picture ({type(error).__name__})") from None
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,88 @@
+"""Show recipes before training: one resolved in full, or all of them in a table.
+
+python -m tools.show recipes/NAME.yaml [key=value ...]
+python -m tools.show                        (the table)
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from lion.recipe import Recipe, dump_recipe, make_plan
+from lion.runs import build_on_meta, count_parameters
+from lion.tasks import Task
+from tools.common import describe_data, make_task, resolve, run_command, table
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="run.sh show", description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", nargs="?")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--processes", type=int, default=1, help="as many as there will be GPUs")
+    args = parser.parse_intermixed_args(argv)
+    print(show(args.recipe, args.overrides, args.processes) if args.recipe else listing())
+    return 0
+
+
+def listing() -> str:
+    """Every shipped recipe with what it claims."""
+    rows = []
+    for path in sorted(RECIPES.glob("*.yaml")):
+        recipe = resolve(path)
+        info, _, _ = describe_data(recipe)
+        parameters = count_parameters(build_on_meta(make_task(recipe, info), recipe.model))
+        rows.append([path.name, recipe.about.row, recipe.about.expected, f"{parameters / 1e6:.2f} M"])
+    return table(["recipe", "table row", "expected", "parameters"], rows)
+
+
+def show(path: str, overrides: list[str], processes: int) -> str:
+    """The resolved recipe and what will come of it."""
+    recipe = resolve(path, overrides)
+    info, samples, note = describe_data(recipe)
+    task = make_task(recipe, info)
+    plan = make_plan(recipe, samples=samples, world=processes)
+    parameters = count_parameters(build_on_meta(task, recipe.model))
+    c = recipe.trainer
+    state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
+    activations = activation_bytes(task, recipe, plan.micro)
+    facts = [
+        ("run folder", str(recipe.folder)),
+        ("parameters", f"{parameters:,}"),
+        ("training samples", f"{samples:,}{'' if note is None else ' (published; data not found)'}"),
+        ("steps", f"{plan.total:,} = {plan.total / plan.steps_per_epoch:g} epochs of {plan.steps_per_epoch:,}"),
+        ("batch", f"{c.batch_size} = {processes} processes x {plan.accumulation} accumulated x {plan.micro}"),
+        ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {plan.warmup:,} steps of warm-up"),
+        ("memory, state", f"{state / 2**30:.2f} GiB"),
+        ("memory, activations", f"about {activations / 2**30:.2f} GiB a process ({plan.micro} samples, eager; compiled takes less)"),
+    ]
+    width = max(len(name) for name, _ in facts)
+    lines = [f"{name.ljust(width)}  {value}" for name, value in facts]
+    if note is not None:
+        lines.append(f"note: {note}")
+    return f"{dump_recipe(recipe)}\n" + "\n".join(lines)
+
+
+def activation_bytes(task: Task, recipe: Recipe, micro: int) -> int:
+    """About the bytes that the backward pass keeps of one micro-batch, counted on tensors without memory."""
+    seen: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        seen[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+        return x
+
+    model = build_on_meta(task, recipe.model)
+    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = model(torch.zeros(micro, task.info.channels, *task.info.size, device="meta"))
+    kept = sum(size for storage, size in seen.items() if storage not in own)
+    del out
+    return kept // 2 if recipe.trainer.precision == "bf16" else kept
+
+
+if __name__ == "__main__":
+    run_command(main)
