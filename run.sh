@@ -15,11 +15,13 @@ usage: ./run.sh                               train and evaluate recipes/quickst
        ./run.sh logs                          TensorBoard over runs/
        ./run.sh test [pytest options]         the test suite
 options: --fresh (train: set an earlier run of this name aside), --debug (show tracebacks)
-environment: LION_DATA (data root), PYTHON (interpreter for .venv), CUDA_VISIBLE_DEVICES
+environment: LION_DATA (data root), PYTHON (interpreter for .venv), CUDA_VISIBLE_DEVICES,
+             LION_NO_INSTALL=1 (use the python on PATH as it is)
 TEXT
 }
 
 install() {
+  if [ -n "${LION_NO_INSTALL:-}" ]; then return; fi
   local python="${PYTHON:-python3}" stamp
   stamp="$("$python" -c 'import hashlib, sys; print(sys.version, hashlib.sha256(open("setup.py", "rb").read()).hexdigest())')"
   if [ "$(cat .venv/stamp 2>/dev/null)" = "$stamp" ]; then return; fi
@@ -47,12 +49,14 @@ train() {
   exec python -m tools.train "$@"
 }
 
+# Threads that wait for each other asleep: spinning, they slow down many times over on cores that others use too.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 # Steps of one shape free and take the same buffers: keep them instead of asking the kernel for new pages.
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1073741824}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-4294967296}"
 
 case "${1:-}" in -h | --help | help) usage; exit 0 ;; esac
 install
-export PATH="$PWD/.venv/bin:$PATH"
+if [ -z "${LION_NO_INSTALL:-}" ]; then export PATH="$PWD/.venv/bin:$PATH"; fi
 
 case "${1:-}" in
   "") train recipes/quickstart.yaml ;;

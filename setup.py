@@ -10,7 +10,7 @@ setup(
     name="lion",
     version="0.1.0",
     description="Linear attention for bidirectional sequence modelling: full attention, chunks and an RNN",
-    license="Apache-2.0",
+    license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["lion", "lion.*"]),
     install_requires=["torch>=2.11", "torchvision", "datasets", "tokenizers", "numpy", "pyyaml", "tensorboard", "tqdm"],

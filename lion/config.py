@@ -197,7 +197,8 @@ def parse_yaml(text: str, *, source: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{source}:{place} not YAML: {getattr(error, 'problem', None) or error}") from None
+        reason = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ConfigError(f"{source}:{place} not YAML: {reason}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: not YAML: {error}") from None
 

@@ -58,7 +58,10 @@ def show(path: str, overrides: list[str], processes: int) -> str:
         ("batch", f"{c.batch_size} = {processes} processes x {plan.accumulation} accumulated x {plan.micro}"),
         ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {plan.warmup:,} steps of warm-up"),
         ("memory, state", f"{state / 2**30:.2f} GiB"),
-        ("memory, activations", f"about {activations / 2**30:.2f} GiB a process ({plan.micro} samples, eager; compiled takes less)"),
+        (
+            "memory, activations",
+            f"about {activations / 2**30:.2f} GiB a process ({plan.micro} samples, eager; compiled takes less)",
+        ),
     ]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {value}" for name, value in facts]

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         plan,
         task,
         model,
-        Splits(splits.train, splits.val, splits.test, loader_workers(recipe)),
+        Splits(splits.train, splits.val, loader_workers(recipe)),
         recipe.folder,
         runtime,
     )

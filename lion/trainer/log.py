@@ -27,7 +27,7 @@ class RunLog:
         cut_metrics(self.path, start)
         self.file = open(self.path, "a")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
-        self.bar = tqdm(total=total, initial=start, desc=folder.name, unit="step", dynamic_ncols=True, smoothing=0.05)
+        self.bar = tqdm(total=total, initial=start, desc=folder.name, unit="step", dynamic_ncols=True)
         self.redirect = logging_redirect_tqdm([log])
         self.redirect.__enter__()
 

@@ -36,7 +36,6 @@ class Splits(NamedTuple):
 
     train: Dataset
     val: Dataset
-    test: Dataset | None
     workers: int
 
 
@@ -177,7 +176,7 @@ class Trainer:
             if metrics is None:
                 return
             out.write(self.step, kind, metrics, epoch=self.step / self.plan.steps_per_epoch)
-            if kind == "val" and metrics[self.task.metric] > self.best["value"]:
+            if kind == "val" and metrics[self.task.metric] >= self.best["value"]:  # of equals, the longer trained
                 self.best = {"value": metrics[self.task.metric], "step": self.step}
                 self.save("best")
         if self.runtime.main:

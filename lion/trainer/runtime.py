@@ -98,18 +98,18 @@ def restore_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
 
 
-def compile_blocks(model: nn.Module) -> bool:
+def compile_blocks(model: nn.Module, backend: Any = "inductor") -> bool:
     """Compile every block of the model in place, with static shapes; eager, with a line, without a compiler.
 
     In place (`Module.compile`) the names in checkpoints stay as they are. Equal blocks share their graphs.
     """
-    missing = missing_compiler()
+    missing = missing_compiler() if backend == "inductor" else None
     if missing:
         log.warning("running eager, without torch.compile: %s", missing)
         return False
     torch._dynamo.config.recompile_limit = 32  # train, evaluation and each form are graphs of their own
     for block in model.encoder.blocks:
-        block.compile(fullgraph=True, dynamic=False)
+        block.compile(backend=backend, fullgraph=True, dynamic=False)
     return True
 
 

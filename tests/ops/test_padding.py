@@ -140,6 +140,19 @@ def test_masks_that_hide_nothing_change_nothing(form):
         assert_close(got, expected, 1e-12, f"{decay} segments")
 
 
+@pytest.mark.parametrize("form", SMALL_FORMS)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
+def test_padding_is_zero_in_every_dtype(dtype, form):
+    """Also in float16, where 1 / eps is infinite."""
+    for decay in DECAYS:
+        leaves = poisoned(make(decay, LENGTH, batch=BATCH, heads=2, dtype=dtype), VALID).leaves()
+        got = linear_attention(*leaves, **SMALL_FORMS[form], valid=VALID)
+        assert (got[(~VALID)[:, None].expand(got.shape[:3])] == 0).all()
+        assert got.isfinite().all()
+        for name, grad in backward(got, leaves).items():
+            assert grad.isfinite().all(), f"d{name}"
+
+
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 def test_any_integer_dtype(dtype):
     inputs = make("S", 6, batch=1)

@@ -23,12 +23,13 @@ def test_extreme_gates_have_finite_gradients(direction, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gates_below_every_float(form):
-    """lambda = exp(-1e4) is 0 in every dtype; its logarithm is not."""
+@pytest.mark.parametrize("closed_gate", (-1e4, -1e9, -1e30, -float("inf")))
+def test_gates_below_every_float(closed_gate, form):
+    """lambda = 0 in every dtype, however large its logarithm: the sums must not lose the other gates beside it."""
     for share in (0.3, 1.0):
         inputs = make("S", 67, batch=1)
         closed = torch.rand(inputs.log_decay.shape, generator=torch.Generator().manual_seed(4)) < share
-        inputs = inputs._replace(log_decay=inputs.log_decay.masked_fill(closed, -1e4))
+        inputs = inputs._replace(log_decay=inputs.log_decay.masked_fill(closed, closed_gate))
         leaves = inputs.leaves()
         expected = reference_attention(*leaves)
         expected_grads = backward(expected, leaves)

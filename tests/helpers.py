@@ -1,0 +1,48 @@
+"""What several tests use: tiny recipes, and commands run as a person runs them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from lion.config import merge
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY = {
+    "data": {"name": "digits"},
+    "task": {"name": "image_classification", "mixup": 0.4},
+    "model": {
+        "mixer": "lion_s",
+        "dim": 16,
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": 4,
+        "drop_path": 0.1,
+        "position_embedding": True,
+    },
+    "optim": {"lr": 2e-3},
+    "schedule": {"warmup": 2},
+    "trainer": {"batch_size": 64, "steps": 6, "eval_every": 3, "save_every": 3, "log_every": 2, "compile": False},
+}
+
+
+def tiny_recipe(folder: Path, name: str = "tiny", **changes) -> Path:
+    """A recipe file that trains in a second; its runs go to `folder/runs`."""
+    path = Path(folder) / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(merge(merge(TINY, {"run": {"root": str(Path(folder) / "runs")}}), changes)))
+    return path
+
+
+def command(*args: str, env: dict | None = None, timeout: float = 300) -> subprocess.CompletedProcess:
+    """`python -m tools ...` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "tools", *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )

@@ -1,0 +1,119 @@
+import pytest
+import torch
+
+from lion.layers.attention import AttentionConfig, LionAttention, SoftmaxAttention, forms_of, make_attention, set_form
+from lion.layers.features import FEATURE_MAPS, feature_map
+from lion.layers.mixers import MIXERS, SOFTMAX
+
+COORDS = torch.tensor([[-1, 0, 0, 1, 1, 2, 2], [-1, 0, 1, 0, 1, 0, 1]])
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("direction", ["both", "forward"])
+def test_every_parameter_learns(mixer, direction):
+    torch.manual_seed(0)
+    settings = AttentionConfig(direction=direction, out_norm="rmsnorm", out_gate_rank=2)
+    layer = make_attention(mixer, 12, 3, settings)
+    layer(torch.randn(2, 7, 12), COORDS).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_forms_share_weights_and_results(mixer):
+    torch.manual_seed(0)
+    layer, x = LionAttention(12, 3, mixer).double().eval(), torch.randn(2, 70, 12, dtype=torch.double)
+    expected = layer(x)
+    for form, size in (("full", None), ("chunk", 16), ("rnn", 1), ("rnn", 16)):
+        set_form(layer, form, size)
+        assert (layer(x) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("direction", ["both", "forward"])
+def test_padding_and_segments_equal_the_sequences_alone(mixer, direction):
+    torch.manual_seed(0)
+    layer = make_attention(mixer, 12, 3, AttentionConfig(direction=direction)).double().eval()
+    x = torch.randn(1, 9, 12, dtype=torch.double)
+    bias = layer.proj.bias
+    valid = torch.tensor([[False] * 2 + [True] * 5 + [False] * 2])
+    alone = layer(x[:, 2:7])
+    torch.testing.assert_close(layer(x, valid=valid)[:, 2:7], alone)
+    torch.testing.assert_close(layer(x, valid=valid)[:, :2], bias.expand(1, 2, -1))  # zero before the projection
+    segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, -1]])
+    packed = layer(x, segments=segments)
+    torch.testing.assert_close(packed[:, :4], layer(x[:, :4]))
+    torch.testing.assert_close(packed[:, 4:8], layer(x[:, 4:8]))
+
+
+def test_cls_does_not_decay_in_lion_s_alone():
+    layer = LionAttention(12, 3, "lion_s")
+    log_decay = layer.decay(torch.randn(2, 7, 12), (COORDS < 0).all(0))
+    assert log_decay.shape == (2, 3, 7) and (log_decay[..., 0] == 0).all() and (log_decay[..., 1:] < 0).all()
+    assert LionAttention(12, 3, "lion_d").decay(torch.randn(2, 7, 12), (COORDS < 0).all(0)).shape == (3,)
+
+
+def test_gates_stay_float32_under_autocast():
+    layer, x = LionAttention(12, 3, "lion_s"), torch.randn(2, 7, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        log_decay = layer.decay(x)
+        assert layer(x).dtype == torch.bfloat16
+    assert log_decay.dtype == torch.float32
+    torch.testing.assert_close(log_decay, layer.decay(x), rtol=0, atol=0)
+
+
+def test_conventions_of_mixer_direction_and_preset():
+    def gate(direction):
+        return LionAttention(12, 3, direction=direction).config.gate
+
+    assert (gate("both"), gate("forward"), gate("backward")) == ("source", "target", "target")
+    resolve = AttentionConfig().resolved
+    assert resolve("lion_lit").feature_map == "silu_shifted"
+    assert resolve("lion_lit", "released").feature_map == "elu1"
+    assert resolve("lion_s", "released").feature_map == "silu_shifted"
+    assert AttentionConfig(feature_map="relu").resolved("lion_lit", "released").feature_map == "relu"
+
+
+@pytest.mark.parametrize("name", ["identity", "silu"])
+def test_a_row_sum_needs_a_sign(name):
+    with pytest.raises(ValueError, match="row sum"):
+        LionAttention(12, 3, feature_map=name)
+    LionAttention(12, 3, feature_map=name, normalize="none")
+
+
+def test_feature_maps():
+    x = torch.randn(2, 3, 5, 8) * 5
+    for name, entry in FEATURE_MAPS.items():
+        y = feature_map(name, x.bfloat16())
+        assert y.dtype == torch.bfloat16
+        assert entry.positive == bool((feature_map(name, x) >= 0).all()), name
+    silu = x * torch.sigmoid(x) + 0.5
+    torch.testing.assert_close(feature_map("silu_shifted", x), silu / silu.norm(dim=-1, keepdim=True))
+
+
+def test_score_dropout_is_for_training_in_full_form():
+    layer, x = LionAttention(12, 3, score_dropout=0.5, form="full"), torch.randn(2, 7, 12)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+    set_form(layer, "chunk")
+    layer(x)
+    with pytest.raises(ValueError, match="full form only"):
+        layer.train()(x)
+
+
+def test_softmax_has_one_form():
+    layer = SoftmaxAttention(12, 3)
+    assert forms_of(layer) == ("full",)
+    set_form(layer, "full")
+    with pytest.raises(ValueError, match="only 'full'"):
+        set_form(layer, "rnn")
+    with pytest.raises(ValueError, match="expected one of auto, full"):
+        set_form(layer, "chunks")
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="mixer: expected one of lion_lit"):
+        LionAttention(12, 3, "lion_x")
+    with pytest.raises(ValueError, match="multiple of num_heads=5"):
+        LionAttention(12, 5)

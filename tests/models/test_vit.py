@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from lion.layers.attention import set_form
+from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.models.vit import ViT, ViTConfig
+
+
+def vit(mixer="lion_s", size=(8, 8), channels=3, classes=5, **settings):
+    config = ViTConfig(mixer=mixer, dim=12, depth=2, num_heads=3, **{"patch_size": 2, **settings})
+    return ViT(config, image_size=size, channels=channels, num_classes=classes)
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize(("size", "patch"), [((8, 8), 2), ((6, 10), (3, 2)), ((4, 4), 4)])
+def test_shapes_and_gradients(mixer, size, patch):
+    model = vit(mixer, size, patch_size=patch)
+    logits = model(torch.randn(2, 3, *size))
+    assert logits.shape == (2, 5)
+    logits.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_conventions_follow_the_mixer():
+    found = {m: (c.position_embedding, c.readout) for m in [SOFTMAX, *MIXERS] for c in [ViTConfig(m, 12, 1, 3)]}
+    assert found == {
+        "softmax": (True, "cls"),
+        "lion_lit": (True, "mean"),
+        "lion_d": (False, "mean"),
+        "lion_s": (False, "mean"),
+    }
+    assert ViTConfig("lion_s", 12, 1, 3, position_embedding=True, readout="cls").readout == "cls"
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_forms_agree(mixer):
+    torch.manual_seed(0)
+    model = vit(mixer, (20, 20)).double().eval()
+    images = torch.randn(2, 3, 20, 20, dtype=torch.double)
+    with torch.inference_mode():
+        expected = model(images)
+        for form, size in (("chunk", 16), ("rnn", 1), ("rnn", 16)):
+            set_form(model, form, size)
+            assert (model(images) - expected).abs().max() < 1e-12
+
+
+def test_readout_of_cls_sees_the_patches():
+    model = vit("lion_s", readout="cls").eval()
+    images = torch.randn(1, 3, 8, 8)
+    assert not torch.allclose(model(images), model(-images))
+
+
+def test_coordinates_flag_the_cls_token():
+    model = vit(size=(4, 6))
+    assert model.coords.tolist() == [[-1, 0, 0, 0, 1, 1, 1], [-1, 0, 1, 2, 0, 1, 2]]
+    assert not any("coords" in name for name in model.state_dict())
+
+
+def test_patches_must_fit():
+    with pytest.raises(ValueError, match=r"model\.patch_size: 3 does not divide image height 8, nearest: 2"):
+        vit(patch_size=3)
+    with pytest.raises(ValueError, match="num_heads 5 does not divide dim 12, nearest: 4"):
+        ViTConfig("lion_s", 12, 1, 5)

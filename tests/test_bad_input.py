@@ -1,0 +1,121 @@
+"""What a person gets wrong: one clear line, exit code 2, nothing half-written."""
+
+import pytest
+import yaml
+
+from lion.config import merge
+from tests.helpers import TINY, tiny_recipe
+from tools import __main__ as commands
+from tools.common import run_command
+
+pytest.importorskip("sklearn")
+
+
+def refuse(capsys, *argv) -> str:
+    """Run a command that must fail with code 2 and a single line on stderr; returns the line."""
+    with pytest.raises(SystemExit) as error:
+        run_command(commands.main, [str(a) for a in argv])
+    out = capsys.readouterr()
+    assert error.value.code == 2, out.err
+    assert out.err.count("\n") == 1 and out.err.startswith("error: "), out.err
+    return out.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trainr": {}}, "tiny.yaml: unknown key 'trainr': did you mean 'trainer'?"),
+        ({"trainer": {"batchsize": 8}}, "tiny.yaml: unknown key 'trainer.batchsize': did you mean 'batch_size'?"),
+        ({"model": {"mixer": "lion_x"}}, "tiny.yaml: model.mixer: 'lion_x' is not a choice, did you mean"),
+        (
+            {"model": {"attention": {"form": "chunks"}}},
+            "model.attention.form: 'chunks' is not a choice, did you mean 'chunk'?",
+        ),
+        ({"optim": {"lr": "fast"}}, "optim.lr: expected a number, got 'fast'"),
+        ({"optim": {"lr": 0}}, "optim.lr: expected more than 0, got 0.0"),
+        ({"optim": {"betas": [0.9, 1.5]}}, "optim.betas must be"),
+        ({"trainer": {"epochs": 3}}, "give exactly one of trainer.epochs and trainer.steps"),
+        ({"trainer": {"steps": None}}, "give exactly one of trainer.epochs and trainer.steps, got neither"),
+        ({"trainer": {"eval_every": "often"}}, "trainer.eval_every: expected steps (2000), epochs ('5ep')"),
+        ({"trainer": {"batch_size": 4096}}, "trainer.batch_size: 4096 is more than the 1078 training samples"),
+        (
+            {"trainer": {"micro_batch": 20}},
+            "trainer.micro_batch: 20 does not divide the 64 samples of a process, nearest: 16, 32",
+        ),
+        ({"trainer": {"device": "cuda:77"}}, "trainer.device: 'cuda:77' is not available here, use one of"),
+        ({"data": {"name": "digitz"}}, "tiny.yaml: data.name: 'digitz' is no data set, did you mean 'digits'?"),
+        ({"data": {"name": "common"}}, "data.name: 'common' is no data set"),
+        ({"data": {"name": "os"}}, "data.name: 'os' is no data set"),
+        ({"data": None}, "missing section 'data'"),
+        ({"task": {"name": "mlm"}}, "task.name: 'mlm' is no task"),
+        ({"model": {"num_heads": 3}}, "tiny.yaml: model.num_heads 3 does not divide dim 16, nearest: 2"),
+        ({"model": {"patch_size": 3}}, "model.patch_size: 3 does not divide image height 8, nearest: 2"),
+        ({"model": {"attention": {"feature_map": "identity"}}}, "model.normalize 'sum' divides by a row sum"),
+        ({"run": {"name": "../elsewhere"}}, "run.name: expected letters"),
+        ({"extends": "nothing.yaml"}, "nothing.yaml: no such file"),
+        ({"extends": "tiny.yaml"}, "extends itself"),
+        ({"init_from": "no-such-run"}, "run 'no-such-run': no recipe.yaml"),
+    ],
+    ids=lambda x: str(x)[:40] if isinstance(x, dict) else "",
+)
+def test_malformed_recipes(change, message, tmp_path, capsys):
+    path = tiny_recipe(tmp_path, **{k: v for k, v in change.items() if v is not None})
+    if None in change.values():
+        tree = merge(TINY, {})
+        tree = {k: v for k, v in tree.items() if change.get(k, 0) is not None}
+        path.write_text(yaml.safe_dump(tree))
+    assert message in refuse(capsys, "train", path)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected sections of keys"),
+        ("- a\n- b", "expected sections of keys"),
+        ("a: [", "line 1 not YAML"),
+        ("task: {name: image_classification}\ntask: {}", "line 2: key 'task' is given twice"),
+        ("task: !!python/name:os.system", "not YAML"),
+        ("\x00", "not YAML"),
+    ],
+)
+def test_files_that_are_no_recipe(text, message, tmp_path, capsys):
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    assert message in refuse(capsys, "train", path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.step=3", "override: unknown key 'trainer.step': did you mean 'steps'?"),
+        ("trainer.steps", "expected section.key=value"),
+        ("trainer.steps=many", "override: trainer.steps: expected a whole number, got 'many'"),
+        ("model=3", "missing section 'model'"),
+    ],
+)
+def test_malformed_overrides(override, message, tmp_path, capsys):
+    assert message in refuse(capsys, "train", tiny_recipe(tmp_path), override)
+
+
+def test_both_lengths_at_once(tmp_path, capsys):
+    line = refuse(capsys, "train", tiny_recipe(tmp_path), "trainer.steps=3", "trainer.epochs=1")
+    assert "override: give exactly one of trainer.epochs and trainer.steps" in line
+
+
+def test_commands(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "'evaluate' is no command, did you mean" in refuse(capsys, "evaluate")
+    assert "no such file, did you mean" in refuse(capsys, "train", tiny_recipe(tmp_path).with_name("tinny.yaml"))
+    assert "there are none under runs/ yet" in refuse(capsys, "eval", "nothing")
+    assert "--chunk-size: expected at least 1" in refuse(capsys, "eval", "nothing", "--chunk-size", "0")
+    assert "no recipe.yaml" in refuse(capsys, "predict", "nothing", "x.png")
+
+
+def test_a_missing_data_set_says_what_where_and_how(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LION_DATA", str(tmp_path / "root"))
+    line = refuse(capsys, "train", "recipes/deit_tiny_lion_s.yaml", f"run.root={tmp_path}/runs")
+    assert "data set 'imagenet'" in line and str(tmp_path / "root" / "imagenet") in line and "ILSVRC2012" in line
+    line = refuse(capsys, "train", "recipes/deit_tiny_lion_s.yaml", f"data.root={tmp_path}/gone")
+    assert f"no folder {tmp_path}/gone" in line
+    assert not (tmp_path / "runs").exists()

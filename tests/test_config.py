@@ -1,0 +1,85 @@
+from dataclasses import dataclass, field
+
+import pytest
+
+from lion.config import ConfigError, build, flatten, merge, parse_overrides, parse_yaml, setting, to_dict
+
+
+@dataclass
+class Inner:
+    rate: float = setting(0.5, min=0, max=1)
+    kind: str = setting("a", choices=("a", "b"))
+
+
+@dataclass
+class Outer:
+    size: int
+    pair: tuple[int, int] | int = 3
+    name: str | None = None
+    flag: bool = False
+    values: list[float] = setting([])
+    inner: Inner = field(default_factory=Inner)
+
+
+def make(values):
+    return build(Outer, values, source=lambda key: "r.yaml")
+
+
+def test_values_take_their_types():
+    out = make({"size": "1e3", "pair": [1, 2], "values": ["1e-4", 2], "inner": {"rate": 1}})
+    assert out == Outer(size=1000, pair=(1, 2), values=[1e-4, 2.0], inner=Inner(rate=1.0))
+    assert isinstance(out.inner.rate, float) and isinstance(out.size, int)
+    assert make(to_dict(out)) == out
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"size": 1, "sise": 2}, "r.yaml: unknown key 'sise': did you mean 'size'?"),
+        ({"size": 1, "inner": {"rat": 2}}, "r.yaml: unknown key 'inner.rat': did you mean 'rate'?"),
+        ({}, "r.yaml: missing key 'size'"),
+        ({"size": 1.5}, "size: expected a whole number, got 1.5"),
+        ({"size": True}, "size: expected a whole number, got True"),
+        ({"size": "many"}, "size: expected a whole number, got 'many'"),
+        ({"size": 1, "flag": "yes"}, "flag: expected true or false, got 'yes'"),
+        ({"size": 1, "flag": 1}, "flag: expected true or false, got 1"),
+        ({"size": 1, "name": 3}, "name: expected text, got 3"),
+        ({"size": 1, "pair": [1, 2, 3]}, "pair: expected"),
+        ({"size": 1, "inner": {"rate": 1.5}}, "inner.rate: expected at most 1, got 1.5"),
+        ({"size": 1, "inner": {"rate": "nan"}}, "inner.rate: expected a number, got 'nan'"),
+        ({"size": 1, "inner": {"kind": "c"}}, "inner.kind: 'c' is not a choice, valid: a, b"),
+        ({"size": 1, "inner": 3}, "inner: expected a section of keys, got 3"),
+        ({"size": None}, "size: expected a whole number, got None"),
+    ],
+)
+def test_refusals_name_key_file_and_choice(values, message):
+    with pytest.raises(ConfigError) as error:
+        make(values)
+    assert message in str(error.value) and str(error.value).startswith("r.yaml") and "\n" not in str(error.value)
+
+
+def test_overrides_are_yaml_and_nest():
+    assert parse_overrides(["a.b=1", "a.c=[1, x]", "d=null"]) == {"a": {"b": 1, "c": [1, "x"]}, "d": None}
+    for bad in ("a", "=1", "a..b=1", "a.=1"):
+        with pytest.raises(ConfigError, match=r"expected section\.key=value"):
+            parse_overrides([bad])
+    with pytest.raises(ConfigError, match="value and keys"):
+        parse_overrides(["a=1", "a.b=2"])
+    with pytest.raises(ConfigError, match="value and keys"):
+        parse_overrides(["a.b=2", "a=1"])
+
+
+def test_yaml_errors_have_a_line():
+    with pytest.raises(ConfigError, match=r"r\.yaml: line 2: key 'a' is given twice"):
+        parse_yaml("a: 1\na: 2", source="r.yaml")
+    with pytest.raises(ConfigError, match=r"r\.yaml: line 2 not YAML"):
+        parse_yaml("a: 1\n b: [", source="r.yaml")
+    with pytest.raises(ConfigError, match="keys are names, got 1"):
+        parse_yaml("1: 2", source="r.yaml")
+    with pytest.raises(ConfigError, match="not YAML"):
+        parse_yaml("a: !!python/object/apply:os.system ['true']", source="r.yaml")
+
+
+def test_merge_and_flatten():
+    assert merge({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}) == {"a": {"b": 3, "c": 2}, "d": 4}
+    assert flatten({"a": {"b": 1, "c": {}}, "d": 4}) == {"a.b": 1, "a.c": {}, "d": 4}

@@ -1,0 +1,76 @@
+"""The house rules, executable."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = [
+    "config",
+    "ops",
+    "layers",
+    "models",
+    "tasks",
+    "trainer",
+    "recipe",
+    "runs",
+]  # each may import what stands before
+SOURCES = sorted(p for folder in ("lion", "data", "tools") for p in (ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert not any(a.name == "*" for a in node.names), f"{path}: star import"
+            names.append(node.module)
+            names += [f"{node.module}.{a.name}" for a in node.names]
+    return names
+
+
+def floor(module: str) -> int | None:
+    parts = module.split(".")
+    return FLOORS.index(parts[1]) if parts[0] == "lion" and len(parts) > 1 and parts[1] in FLOORS else None
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if "lion" in p.parts[-3:]], ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_run_one_way(path):
+    here = floor(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    for name in imported(path):
+        assert name.split(".")[0] not in ("data", "tools", "tests"), f"lion must not import {name}"
+        there = floor(name)
+        if here is not None and there is not None:
+            assert there <= here, f"{name} stands above {path.name}"
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if "data" in p.parts[-2:]], ids=lambda p: p.name)
+def test_data_knows_only_config_and_tasks(path):
+    ours = [n for n in imported(path) if n.split(".")[0] in ("lion", "tools")]
+    assert all(n.startswith(("lion.config", "lion.tasks.base")) for n in ours), ours
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_small_and_quiet(path):
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    tree = ast.parse(text)
+    assert not text.strip() or ast.get_docstring(tree), "a module says what it is for"
+    calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    if "tools" not in path.parts:
+        assert not any(isinstance(f, ast.Name) and f.id == "print" for f in calls), "print belongs to tools"
+    compiles = [f for f in calls if isinstance(f, ast.Attribute) and ast.unparse(f) == "torch.compile"]
+    assert not compiles or path.name == "bench.py", "models are compiled in runtime.py alone"
+
+
+def test_core_needs_only_the_fixed_packages():
+    allowed = {"torch", "torchvision", "datasets", "tokenizers", "numpy", "yaml", "tensorboard", "tqdm", "PIL"}
+    import sys
+
+    for path in SOURCES:
+        roots = {n.split(".")[0] for n in imported(path)} - set(sys.stdlib_module_names) - {"lion", "data", "tools"}
+        if path.name != "digits.py":  # scikit-learn is the `digits` extra
+            assert roots <= allowed, (path, roots - allowed)

@@ -1,0 +1,122 @@
+"""Every shipped recipe is strict, builds what it names, and trains."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import data
+from lion.layers.attention import Attention, LionAttention, SoftmaxAttention
+from lion.layers.decay import FixedDecay, SelectiveDecay
+from lion.recipe import dump_recipe, load_recipe, make_plan
+from lion.runs import build_on_meta, count_parameters
+from lion.trainer.loop import Splits, Trainer
+from lion.trainer.runtime import start_runtime
+from tests.helpers import ROOT
+from tools.common import describe_data, make_task, resolve
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+DEIT = [p for p in RECIPES if p.stem.startswith("deit_")]
+
+# our count of the published shapes: recipes.md 1.1, in parameters; `position` of 197 tokens where it is on
+PARAMETERS = {
+    "deit_tiny_softmax": 5_717_416,
+    "deit_tiny_lion_lit": 5_717_416,
+    "deit_tiny_lion_d": 5_679_628,
+    "deit_tiny_lion_s": 5_686_540,
+    "deit_small_softmax": 22_050_664,
+    "deit_small_lion_lit": 22_050_664,
+    "deit_small_lion_d": 21_975_088,
+    "deit_small_lion_s": 22_002_736,
+    "deit_base_softmax": 86_567_656,
+    "deit_base_lion_lit": 86_567_656,
+    "deit_base_lion_d": 86_416_504,
+    "deit_base_lion_s": 86_527_096,
+}
+MIXERS = {
+    "softmax": (SoftmaxAttention, type(None)),
+    "lion_lit": (LionAttention, type(None)),
+    "lion_d": (LionAttention, FixedDecay),
+    "lion_s": (LionAttention, SelectiveDecay),
+}
+
+
+def test_the_promised_recipes_are_there():
+    assert {p.stem for p in DEIT} == PARAMETERS.keys()
+    assert (ROOT / "recipes" / "quickstart.yaml").exists()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_a_recipe_states_its_claim_and_builds_what_it_names(path):
+    recipe = resolve(path)
+    assert recipe.about.row and recipe.about.expected and recipe.about.hardware
+    assert path.read_text().startswith("# ")
+    info, samples, _ = describe_data(recipe)
+    model = build_on_meta(make_task(recipe, info), recipe.model)
+    layers = [m for m in model.modules() if isinstance(m, Attention)]
+    kind, decay = MIXERS[recipe.model.mixer]
+    assert len(layers) == recipe.model.depth and all(type(m) is kind for m in layers)
+    assert all(isinstance(getattr(m, "decay", None), decay) for m in layers)
+    if path in DEIT:
+        assert recipe.model.mixer == path.stem.split("_", 2)[2]
+        assert count_parameters(model) == PARAMETERS[path.stem]
+        assert recipe.trainer.batch_size == 1024 and recipe.optim.peak(1024) == pytest.approx(1e-3)
+        plan = make_plan(recipe, samples=samples, world=4)
+        assert (plan.total, plan.warmup, plan.steps_per_epoch) == (375_300, 6_255, 1_251)
+        assert plan.micro * plan.accumulation * 4 == 1024
+
+
+def test_mixers_differ_by_one_line():
+    for size in ("tiny", "small", "base"):
+        paths = [ROOT / f"recipes/deit_{size}_{m}.yaml" for m in MIXERS]
+        trees = [yaml.safe_load(p.read_text()) for p in paths]
+        for tree in trees:
+            tree.pop("about"), tree["model"].pop("mixer")
+        assert all(tree == trees[0] for tree in trees)
+
+
+def test_presets_and_overrides():
+    path = ROOT / "recipes/deit_small_lion_lit.yaml"
+    assert resolve(path).model.attention.feature_map == "silu_shifted"
+    assert resolve(path, ["model.preset=released"]).model.attention.feature_map == "elu1"
+    steps = resolve(path, ["trainer.steps=7"]).trainer
+    assert (steps.steps, steps.epochs) == (7, None)
+    assert resolve(path, ["data.root=/x"]).data.root == "/x"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_a_resolved_recipe_reads_back(path, tmp_path):
+    recipe = resolve(path)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert resolve(tmp_path / "recipe.yaml") == recipe
+    assert isinstance(load_recipe(tmp_path / "recipe.yaml").data, dict)
+
+
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"image": torch.randn(3, 32, 32), "label": index % 10}
+
+
+@pytest.mark.parametrize("path", DEIT, ids=lambda p: p.stem)
+def test_two_steps_of_a_shrunken_copy(path, tmp_path):
+    shrink = ["model.dim=12", "model.depth=2", "model.num_heads=3", "data.image_size=[32, 32]", "trainer.device=cpu"]
+    shorten = [
+        "trainer.steps=2",
+        "trainer.batch_size=4",
+        "trainer.micro_batch=2",
+        "trainer.compile=false",
+        "schedule.warmup=1",
+    ]
+    recipe = resolve(path, [*shrink, *shorten])
+    task = make_task(recipe, data.module("imagenet").published(recipe.data)[0])
+    model = task.build_model(recipe.model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    plan = make_plan(recipe, samples=8, world=1)
+    trainer = Trainer(plan, task, model, Splits(Noise(), Noise(), 0), tmp_path, start_runtime("cpu"))
+    assert trainer.fit() and trainer.step == 2
+    assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
+    assert Path(tmp_path / "last.pt").exists()

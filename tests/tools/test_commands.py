@@ -1,0 +1,149 @@
+"""The commands, run as a person runs them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import lion
+from tests.helpers import ROOT, command, tiny_recipe
+from tools.show import activation_bytes, listing, show
+
+pytest.importorskip("sklearn")
+
+
+def run_sh(*args, timeout=400):
+    """run.sh with this interpreter, nothing installed."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "LION_NO_INSTALL": "1", "PATH": path, "OMP_NUM_THREADS": "2"}
+    return subprocess.run(
+        [str(ROOT / "run.sh"), *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """The quickstart through run.sh itself, shortened, compiled where there is a compiler."""
+    root = tmp_path_factory.mktemp("runs")
+    done = run_sh(f"run.root={root}", "trainer.epochs=12", "trainer.eval_every=4ep")
+    assert done.returncode == 0, done.stderr
+    return root, done
+
+
+@pytest.mark.slow
+def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
+    root, done = quickstart
+    folder = root / "quickstart"
+    names = {p.name for p in folder.iterdir()}
+    assert names == {
+        "recipe.yaml", "environment.json", "metrics.jsonl", "tensorboard", "last.pt", "best.pt", "summary.json",
+    }  # fmt: skip
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["metric"] == "top1" and summary["split"] == "test" and summary["value"] > 0.9
+    assert summary["forms"].keys() == {"full", "chunk", "rnn", "rnn_64"}
+    for result in summary["forms"].values():
+        assert result["value"] == summary["value"] and result["deviation"] < 1e-4 and result["peak_bytes"] > 0
+    assert str(folder) in done.stdout and "tensorboard --logdir" in done.stdout
+    assert "loss=" in done.stderr and "images/s=" in done.stderr and "lr=" in done.stderr
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__
+    graphs = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines() if '"train"' in x]
+    if shutil.which("g++"):
+        assert graphs[0]["compiled_graphs"] == 1 and graphs[-1]["compiled_graphs"] == 2  # and one for evaluation
+    for name in ("last.pt", "best.pt"):
+        assert not any("_orig_mod" in k for k in torch.load(folder / name, weights_only=True)["model"])
+
+
+@pytest.mark.slow
+def test_a_finished_run_prints_its_summary_and_a_changed_one_is_refused(quickstart):
+    root, done = quickstart
+    recipe = [ROOT / "recipes/quickstart.yaml", f"run.root={root}", "trainer.eval_every=4ep"]
+    again = command("train", *recipe, "trainer.epochs=12")
+    assert again.returncode == 0 and again.stdout.strip() == done.stdout[done.stdout.index("form ") :].strip()
+    changed = command("train", *recipe, "trainer.epochs=13", "optim.lr=1e-3", "trainer.log_every=3")
+    assert changed.returncode == 2
+    for part in ("optim.lr: 0.002 -> 0.001", "trainer.epochs: 12.0 -> 13.0", "run.name=", "--fresh"):
+        assert part in changed.stderr
+    assert "log_every" not in changed.stderr
+
+
+@pytest.mark.slow
+def test_eval_predict_and_load(quickstart, tmp_path):
+    folder = quickstart[0] / "quickstart"
+    done = run_sh("eval", folder, "--form", "rnn", "--chunk-size", "8")
+    assert done.returncode == 0, done.stderr
+    header, _, row, note = done.stdout.strip().splitlines()
+    assert header.split() == ["form", "top1", "%", "samples/s", "peak", "memory", "deviation"]
+    assert row.startswith("rnn (8)") and "weights" in note
+
+    from sklearn.datasets import load_digits
+
+    pictures, labels = load_digits(return_X_y=True)
+    files = []
+    for i in range(5):
+        files.append(tmp_path / f"{i}.png")
+        Image.fromarray((pictures[i].reshape(8, 8) * 15.9).astype("uint8")).save(files[-1])
+    done = run_sh("predict", folder, *files, "--form", "rnn")
+    assert done.returncode == 0, done.stderr
+    guesses = [int(line.split()[1]) for line in done.stdout.strip().splitlines()[2:]]
+    assert sum(g == y for g, y in zip(guesses, labels)) >= 4
+    (tmp_path / "no.png").write_text("text")
+    done = run_sh("predict", folder, tmp_path / "no.png")
+    assert done.returncode == 2 and "not a readable picture" in done.stderr
+
+    model = lion.load(folder)
+    lion.set_form(model, "rnn")
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.slow
+def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path):
+    path = tiny_recipe(tmp_path, model={"mixer": "softmax"})
+    assert command("train", path).returncode == 0
+    done = command("train", path, "--fresh", "trainer.steps=4")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "tiny.old1" / "summary.json").exists()
+    summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
+    assert summary["forms"].keys() == {"full"}
+    refused = command("eval", tmp_path / "runs" / "tiny", "--form", "rnn")
+    assert refused.returncode == 2 and "'softmax' has only full" in refused.stderr
+
+
+@pytest.mark.slow
+def test_init_from_brings_another_head(tmp_path):
+    assert command("train", tiny_recipe(tmp_path)).returncode == 0
+    old = torch.load(tmp_path / "runs" / "tiny" / "best.pt", weights_only=True)["model"]
+    changes = {"init_from": str(tmp_path / "runs" / "tiny"), "optim": {"lr": 1e-12}}
+    assert command("train", tiny_recipe(tmp_path, "tuned", **changes)).returncode == 0
+    new = torch.load(tmp_path / "runs" / "tuned" / "best.pt", weights_only=True)["model"]
+    assert all(torch.allclose(new[k], old[k], atol=1e-6) for k in old)
+
+
+def test_show_and_list():
+    text = show(str(ROOT / "recipes/deit_small_lion_s.yaml"), [], processes=4)
+    for part in ("mixer: lion_s", "22,002,736", "375,300", "1024 = 4 processes x 1 accumulated x 256", "GiB"):
+        assert part in text
+    assert "Table 2, Lion-S, small" in listing() and "quickstart.yaml" in listing()
+
+
+def test_activation_estimate_follows_the_batch(tmp_path):
+    from tools.common import describe_data, make_task, resolve
+
+    recipe = resolve(tiny_recipe(tmp_path))
+    task = make_task(recipe, describe_data(recipe)[0])
+    one, four = (activation_bytes(task, recipe, micro) for micro in (1, 4))
+    assert 3 < four / one < 5
+
+
+def test_help_names_every_command():
+    done = run_sh("--help")
+    assert done.returncode == 0
+    for name in ("eval", "list", "show", "predict", "bench", "logs", "test", "--fresh"):
+        assert name in done.stdout
+    assert run_sh("quickstrt").returncode == 2

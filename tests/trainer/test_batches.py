@@ -1,0 +1,88 @@
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lion.config import ConfigError
+from lion.trainer.batches import StepSampler, epoch_order, eval_loader, steps_per_epoch, train_loader
+
+
+class Noisy(Dataset):
+    """Samples that tell their index and a random draw."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return {"index": torch.tensor(index), "draw": torch.rand(())}
+
+
+def batches(*, size=23, batch=8, micro=8, start=0, total=7, rank=0, world=1, workers=0):
+    sampler = StepSampler(size, batch=batch, micro=micro, seed=3, start=start, total=total, rank=rank, world=world)
+    loader = train_loader(Noisy(size), sampler, workers=workers, pin=False)
+    return [(b["index"].tolist(), b["draw"].tolist()) for b in loader]
+
+
+def joined(parts):
+    return sum((p[0] for p in parts), []), sum((p[1] for p in parts), [])
+
+
+def test_an_epoch_sees_every_sample_once_and_epochs_differ():
+    seen = batches(size=24, total=6)
+    first, second = joined(seen[:3])[0], joined(seen[3:])[0]
+    assert sorted(first) == sorted(second) == list(range(24)) and first != second
+
+
+def test_the_ragged_end_is_dropped():
+    assert steps_per_epoch(23, 8) == 2
+    with pytest.raises(ConfigError, match="64 is more than the 23 training samples, nearest: 23"):
+        steps_per_epoch(23, 64)
+
+
+@pytest.mark.parametrize("start", [1, 2, 5])
+def test_a_run_goes_on_anywhere(start):
+    assert batches(start=start) == batches()[start:]
+
+
+def test_micro_batches_and_processes_share_one_order():
+    straight = batches(batch=8, micro=8)
+    assert joined(batches(batch=8, micro=2)) == joined(straight)
+    ranks = [batches(batch=8, micro=2, rank=r, world=2) for r in range(2)]
+    for step, (indices, draws) in enumerate(straight):
+        shares = [joined(r[2 * step : 2 * step + 2]) for r in ranks]
+        assert sorted(shares[0][0] + shares[1][0]) == sorted(indices)
+        assert sorted(shares[0][1] + shares[1][1]) == sorted(draws)
+
+
+def test_loader_workers_change_nothing_and_the_global_state_is_left_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    alone = batches()
+    assert torch.equal(torch.rand(3), expected)
+    assert batches(workers=2) == alone
+
+
+def test_augmentation_differs_between_epochs():
+    draws = {}
+    for indices, values in batches(size=8, total=2):
+        for i, v in zip(indices, values):
+            draws.setdefault(i, set()).add(v)
+    assert all(len(v) == 2 for v in draws.values())
+
+
+@pytest.mark.parametrize(("size", "world"), [(10, 1), (10, 2), (8, 2), (3, 2)])
+def test_evaluation_pads_to_one_shape(size, world):
+    seen = []
+    for rank in range(world):
+        for batch in eval_loader(Noisy(size), batch=4, rank=rank, world=world, workers=0, pin=False):
+            assert len(batch["index"]) == 4
+            seen += batch["index"][batch["mask"]].tolist()
+    assert sorted(seen) == list(range(size))
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    assert torch.equal(epoch_order(9, 1, 2), epoch_order(9, 1, 2))
+    assert not torch.equal(epoch_order(50, 1, 2), epoch_order(50, 2, 1))

@@ -1,0 +1,158 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from lion.recipe import dump_recipe, load_recipe, make_plan
+from lion.runs import load
+from lion.trainer.checkpoint import load_checkpoint
+from lion.trainer.log import cut_metrics
+from lion.trainer.loop import Splits, Trainer
+from lion.trainer.runtime import seed_everything, start_runtime
+from tests.helpers import ROOT, tiny_recipe
+from tools.common import build_data, make_task, resolve
+
+pytest.importorskip("sklearn")
+
+
+def trainer(recipe, folder):
+    splits = build_data(recipe)
+    task = make_task(recipe, splits.info)
+    seed_everything(recipe.seed)
+    model = task.build_model(recipe.model)
+    folder.mkdir(exist_ok=True)
+    plan = make_plan(recipe, samples=len(splits.train), world=1)
+    return Trainer(plan, task, model, Splits(splits.train, splits.val, 0), folder, start_runtime("cpu"))
+
+
+def train(path, folder, *overrides, stop_at=None):
+    """Train in this process; `stop_at` asks it to stop after that step, as a signal would."""
+    t = trainer(resolve(path, overrides), folder)
+    if stop_at is not None:
+        step = t.train_step
+
+        def train_step(*args):
+            t.stopping = t.step + 1 >= stop_at
+            return step(*args)
+
+        t.train_step = train_step
+    t.fit()
+    return t
+
+
+def same(a, b):
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path, ema):
+    path = tiny_recipe(tmp_path, trainer={"steps": 24, "eval_every": 10, "ema": ema})  # 16 steps an epoch
+    straight = train(path, tmp_path / "a")
+    for stop in (5, 11, 19):  # within the first epoch twice, within the second once
+        stopped = train(path, tmp_path / "b", stop_at=stop)
+        assert stopped.step == stop
+    resumed = train(path, tmp_path / "b")
+    assert same(straight.model.state_dict(), resumed.model.state_dict())
+    a, b = (load_checkpoint(tmp_path / run / "last.pt") for run in "ab")
+    assert a["best"] == b["best"] and torch.equal(a["random"]["torch"], b["random"]["torch"])
+    if ema:
+        assert same(a["ema"], b["ema"])
+    losses = [[(x["step"], x["loss"]) for x in lines(tmp_path / run) if x["kind"] == "train"] for run in "ab"]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("micro", [8, 16, 64])
+def test_accumulation_equals_the_big_batch(tmp_path, micro):
+    path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer={"clip_grad": 1.0})
+    expected = train(path, tmp_path / "big").model.state_dict()
+    got = train(path, tmp_path / "small", f"trainer.micro_batch={micro}").model.state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=2e-5)
+
+
+def test_best_is_chosen_on_val_and_metrics_are_complete(tmp_path):
+    path = tiny_recipe(tmp_path, trainer={"steps": 12, "ema": 0.5})
+    t = train(path, tmp_path / "run")
+    found = lines(tmp_path / "run")
+    val = {x["step"]: x["top1"] for x in found if x["kind"] == "val"}
+    assert list(val) == [3, 6, 9, 12] and t.best["value"] == max(val.values()) == val[t.best["step"]]
+    assert [x["step"] for x in found if x["kind"] == "val_ema"] == [3, 6, 9, 12]
+    first = next(x for x in found if x["kind"] == "train")
+    names = {"loss", "lr", "gradient_norm", "images_per_second", "data_wait_share", "memory_mib", "compiled_graphs"}
+    assert names <= first.keys()
+    assert load_checkpoint(tmp_path / "run" / "best.pt")["step"] == t.best["step"]
+
+
+def test_tensorboard_holds_curves_pictures_and_decays(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tiny_recipe(tmp_path), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()
+    assert tags["images"] == ["inputs"]
+    assert tags["histograms"] == [f"decay/encoder.blocks.{i}.attention.decay" for i in range(2)]
+    assert {"train/loss", "train/lr", "val/top1"} <= set(tags["scalars"])
+    assert [e.step for e in events.Scalars("train/loss")] == [2, 4, 6]
+
+
+def test_cut_metrics_drops_what_came_later_and_torn_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    cut_metrics(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_load_gives_the_best_weights(tmp_path):
+    recipe = resolve(tiny_recipe(tmp_path))
+    t = trainer(recipe, tmp_path / "run")
+    t.fit()
+    (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe))
+    model = load(tmp_path / "run", checkpoint="last")
+    assert not model.training and same(model.state_dict(), t.model.state_dict())
+    assert load_recipe(tmp_path / "run" / "recipe.yaml").model == recipe.model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
+    path = tiny_recipe(tmp_path, trainer={"steps": 40_000, "save_every": 1000, "eval_every": 1000})
+    call = [sys.executable, "-m", "tools.train", str(path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(call, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    deadline = time.time() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3) and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    assert "the same command goes on from there" in out
+    step = load_checkpoint(tmp_path / "runs" / "tiny" / "last.pt")["step"]
+    assert 0 < step < 40_000 and not list((tmp_path / "runs" / "tiny").glob(".*tmp"))
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path):
+    path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer={"micro_batch": 16})
+    expected = train(path, tmp_path / "one").model.state_dict()
+    call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tools.train", str(path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *call], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "tiny"
+    got = load_checkpoint(folder / "last.pt")["model"]
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=2e-5)
+    one, two = ([x for x in lines(f) if x["kind"] == "val"] for f in (tmp_path / "one", folder))
+    assert [x["top1"] for x in one] == pytest.approx([x["top1"] for x in two], abs=0.01)
+    assert json.loads((folder / "summary.json").read_text())["forms"].keys() == {"full", "chunk", "rnn", "rnn_64"}

@@ -1,0 +1,91 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from lion.config import ConfigError
+from lion.layers.attention import AttentionConfig
+from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.models.vit import ViT, ViTConfig
+from lion.trainer.checkpoint import load_checkpoint, save_checkpoint, write_atomic
+from lion.trainer.runtime import (
+    compile_blocks,
+    missing_compiler,
+    random_state,
+    restore_random_state,
+    seed_everything,
+    start_runtime,
+)
+
+
+def test_random_states_survive_a_checkpoint(tmp_path):
+    seed_everything(3)
+    save_checkpoint(tmp_path / "x.pt", {"random": random_state()})
+    expected = torch.rand(2).tolist(), random.random(), np.random.rand()
+    seed_everything(4)
+    restore_random_state(load_checkpoint(tmp_path / "x.pt")["random"])
+    assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == expected
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "x.bin"
+    write_atomic(path, lambda file: file.write(b"old"))
+
+    def fail(file):
+        file.write(b"ne")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(path, fail)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_checkpoints_cannot_run_code(tmp_path):
+    torch.save({"x": pytest.raises}, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="not a readable checkpoint"):
+        load_checkpoint(tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="no such checkpoint"):
+        load_checkpoint(tmp_path / "y.pt")
+
+
+def test_an_absent_device_is_a_clear_line():
+    for device in ("cuda:99", "nonsense"):
+        with pytest.raises(ConfigError, match=rf"trainer\.device: '{device}' is not available here, use one of"):
+            start_runtime(device)
+
+
+def model(mixer, **settings):
+    config = ViTConfig(mixer, 12, 3, 3, patch_size=2, drop_path=0.1, **settings)
+    return ViT(config, image_size=(8, 8), channels=1, num_classes=4)
+
+
+def test_without_a_compiler_it_runs_eager_with_one_line(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler" in missing_compiler()
+    m = model("lion_s")
+    assert compile_blocks(m) is False
+    assert len(caplog.messages) == 1 and "running eager" in caplog.messages[0]
+    m(torch.randn(2, 1, 8, 8))
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("form", ["full", "chunk"])
+def test_blocks_compile_whole_and_share_their_graph(mixer, form):
+    """Graph checks with the eager backend: no break, one graph for all blocks, none more from step to step."""
+    if mixer == SOFTMAX and form != "full":
+        pytest.skip("softmax has one form")
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    m = model(mixer, attention=AttentionConfig(form=form, chunk_size=8))
+    assert compile_blocks(m, backend=counter)
+    for _ in range(3):
+        m(torch.randn(2, 1, 8, 8)).sum().backward()
+    assert counter.frame_count == 1
+    assert not any("_orig_mod" in name for name in m.state_dict())
+    m.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            m(torch.randn(2, 1, 8, 8))
+    assert counter.frame_count == 2
