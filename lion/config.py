@@ -36,8 +36,6 @@ def setting(
     A `free` field may differ when a run is resumed.
     """
     metadata = {"min": min, "max": max, "above": above, "choices": choices and tuple(choices), "free": free}
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -88,6 +88,8 @@ def load_recipe(
         ConfigError: One line naming key, file and nearest valid choice.
     """
     path = Path(path)
+    if path.parent.name == "base":
+        raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{path.name}'")
     layers = [*read_layers(path), ("override", parse_overrides(overrides))]
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}

@@ -103,6 +103,10 @@ def test_both_lengths_at_once(tmp_path, capsys):
     assert "override: give exactly one of trainer.epochs and trainer.steps" in line
 
 
+def test_a_base_is_no_recipe(capsys):
+    assert "what recipes share, not a recipe" in refuse(capsys, "train", "recipes/base/deit.yaml")
+
+
 def test_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "'evaluate' is no command, did you mean" in refuse(capsys, "evaluate")

@@ -17,7 +17,7 @@ class Outer:
     pair: tuple[int, int] | int = 3
     name: str | None = None
     flag: bool = False
-    values: list[float] = setting([])
+    values: list[float] = field(default_factory=list)
     inner: Inner = field(default_factory=Inner)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
@@ -56,7 +55,7 @@ class ImageClassification(Task):
             images, labels = self.mix(images, labels)  # labels become (B, classes) shares
         logits = model(images).float()
         loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing, reduction="sum")
-        return Sums(loss, torch.tensor(float(len(images)), device=loss.device))
+        return Sums(loss, loss.new_full((), len(images)))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
         logits = model(batch["image"]).float()

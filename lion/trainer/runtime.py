@@ -44,8 +44,12 @@ class Runtime:
         return total
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up in any process."""
-        return bool(self.sum(torch.tensor(float(flag))).item())
+        """Whether the flag is up in any process; talks over the CPU, so that no step waits for the GPU."""
+        if self.world == 1:
+            return flag
+        total = torch.tensor(float(flag))
+        dist.all_reduce(total)
+        return bool(total)
 
     def autocast(self, precision: str) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
@@ -66,7 +70,7 @@ def start_runtime(device: str = "auto") -> Runtime:
         kind = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(kind)
     if world > 1:
-        dist.init_process_group("nccl" if kind.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo")
     return Runtime(kind, rank, world)
 
 

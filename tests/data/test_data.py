@@ -23,7 +23,7 @@ def test_digits_are_real_and_split_once():
 
 def test_split_indices_is_a_partition():
     parts = split_indices(10, (0.2, 0.3))
-    assert [len(p) for p in parts] == [5, 2, 3] and sorted(sum(parts, [])) == list(range(10))
+    assert [len(p) for p in parts] == [5, 2, 3] and sorted(i for p in parts for i in p) == list(range(10))
 
 
 def pictures(root, layout):
