@@ -1,0 +1,1 @@
+"""The commands. They join `data/` and `lion/`; nothing imports them."""

@@ -62,6 +62,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         argv.remove("--debug")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lion").setLevel(logging.INFO)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of nvcc without a GPU
     try:
         code = main(argv)
     except ConfigError as error:

@@ -137,6 +137,7 @@ def measure(request: dict[str, Any]) -> None:
         "peak_bytes": max(0, peak_now(runtime.device) - before),
         "weight_bytes": 4 * count_parameters(model),
         "batch": batch,
+        "precision": precision,
     }
     torch.save({"result": result, "outputs": torch.cat(outputs)}, request["out"])
 
@@ -175,7 +176,8 @@ def as_table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         for r in rows
     ]
     first = rows[0]
-    note = f"batch {first['batch']}, eager; weights {first['weight_bytes'] / 2**20:.1f} MiB, not in the peak"
+    weights = f"{first['weight_bytes'] / 2**20:.1f} MiB"
+    note = f"batch {first['batch']}, {first['precision']}, eager; weights ({weights}) are not in the peak"
     return f"{table(header, body)}\n{note}"
 
 

@@ -83,9 +83,10 @@ def linear_attention(
 
 def finish(numerator: Tensor, rowsum: Tensor | None, *, scale: float, eps: float) -> Tensor:
     """The one division: numerator (B, H, L, E) over row sum (B, H, L), or times `scale` where there is none."""
-    if rowsum is None:
-        return numerator * scale
-    return numerator * rowsum.clamp_min(eps).reciprocal()[..., None].to(numerator.dtype)
+    factor = scale if rowsum is None else rowsum.clamp_min(eps).reciprocal()[..., None]
+    if not torch.is_grad_enabled():
+        return numerator.mul_(factor)  # in place: inference in the rnn form holds its outputs once
+    return (numerator * factor).to(numerator.dtype)
 
 
 def linear_attention_parts(

@@ -54,7 +54,7 @@ def decay_values(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple, log_decay: Tensor) -> None:
-            found[name] = log_decay.exp().float().cpu()
+            found[name.removeprefix("encoder.").removesuffix(".attention.decay")] = log_decay.exp().float().cpu()
 
         return hook
 
