@@ -15,6 +15,7 @@ usage: ./run.sh                               train and evaluate recipes/quickst
        ./run.sh logs                          TensorBoard over runs/
        ./run.sh test [pytest options]         the test suite
 options: --fresh (train: set an earlier run of this name aside), --debug (show tracebacks)
+Paths are relative to this folder. Several visible GPUs are used through torchrun.
 environment: LION_DATA (data root), PYTHON (interpreter for .venv), CUDA_VISIBLE_DEVICES,
              LION_NO_INSTALL=1 (use the python on PATH as it is)
 TEXT
@@ -32,23 +33,6 @@ install() {
   printf '%s\n' "$stamp" >.venv/stamp # last: an interrupted install is repaired, a finished one never repeated
 }
 
-gpus() {
-  if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
-  else
-    { command -v nvidia-smi >/dev/null && nvidia-smi -L || true; } 2>/dev/null | grep -c '^GPU' || true
-  fi
-}
-
-train() {
-  local count
-  count="$(gpus)"
-  if [ "$count" -gt 1 ]; then
-    exec torchrun --standalone --nproc-per-node="$count" -m tools.train "$@"
-  fi
-  exec python -m tools.train "$@"
-}
-
 # Threads that wait for each other spin briefly, then sleep: left to spin, sharing the cores with one other process
 # slows small models down fifty times over.
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
@@ -60,13 +44,11 @@ install
 if [ -z "${LION_NO_INSTALL:-}" ]; then export PATH="$PWD/.venv/bin:$PATH"; fi
 
 case "${1:-}" in
-  "") train recipes/quickstart.yaml ;;
+  "") exec python -m tools train recipes/quickstart.yaml ;;
   eval | list | show | predict | bench) exec python -m tools "$@" ;;
   logs) shift; exec tensorboard --logdir runs "$@" ;;
   test) shift; exec python -m pytest "$@" ;;
-  -*) train recipes/quickstart.yaml "$@" ;;
-  *=*) train recipes/quickstart.yaml "$@" ;;
-  *.yaml | *.yml | */*) train "$@" ;;
-  *) if [ -f "recipes/$1.yaml" ]; then r="recipes/$1.yaml"; shift; train "$r" "$@"; fi
-     exec python -m tools "$@" ;;
+  -* | *=*) exec python -m tools train recipes/quickstart.yaml "$@" ;;
+  *.yaml | *.yml | */*) exec python -m tools train "$@" ;;
+  *) exec python -m tools "$@" ;;
 esac

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data.common import DataSplits
-from data.pictures import FolderConfig, build_folders, find_root, load_picture
+from data.common import DataSplits, find_root
+from data.pictures import FolderConfig, build_folders, load_picture
 from lion.tasks.base import ImageInfo
 
 HOW = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from data.common import DataConfig, DataSplits, Images, find_root
+from data.common import DataConfig, DataSplits, Images
 from lion.config import ConfigError, setting
 from lion.tasks.base import ImageInfo
 
@@ -21,12 +21,15 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 @dataclass
 class FolderConfig(DataConfig):
     """Pictures are cropped to `image_size` (height, width): at random in training, and at test from the middle of
-    a picture whose shorter side is `image_size / crop`."""
+    a picture whose shorter side is `image_size / crop`. `random_erasing` is the share of pictures that lose a
+    rectangle to noise; `repeats` is DeiT's repeated augmentation: how often a drawn picture stands in an epoch."""
 
     image_size: tuple[int, int] = (224, 224)
     crop: float = setting(0.875, above=0, max=1)
     random_scale: tuple[float, float] = (0.08, 1.0)
     flip: float = setting(0.5, min=0, max=1)
+    random_erasing: float = setting(0.0, min=0, max=1)
+    repeats: int = setting(1, min=1)
 
 
 def training_transform(config: FolderConfig) -> v2.Transform:
@@ -39,6 +42,7 @@ def training_transform(config: FolderConfig) -> v2.Transform:
             v2.PILToTensor(),
             v2.ToDtype(torch.float32, scale=True),
             v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+            v2.RandomErasing(config.random_erasing, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3), value="random"),
         ]
     )
 
@@ -87,6 +91,3 @@ def build_folders(config: FolderConfig, root: Path, how: str) -> DataSplits:
 def load_picture(config: FolderConfig, picture: Any) -> Tensor:
     """A PIL picture as the model's input."""
     return test_transform(config)(picture.convert("RGB"))
-
-
-__all__ = ["FolderConfig", "build_folders", "find_root", "load_picture"]

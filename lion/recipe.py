@@ -88,17 +88,18 @@ def load_recipe(
         ConfigError: One line naming key, file and nearest valid choice.
     """
     path = Path(path)
-    if path.parent.name == "base":
-        raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{path.name}'")
     layers = [*read_layers(path), ("override", parse_overrides(overrides))]
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, layer in layers:
         values = merge(drop_excluded(values, layer, source), layer)
-        sources.update(dict.fromkeys(flatten(layer), source))
+        for key in flatten(layer):
+            sources.pop(key, None)  # to the end: the latest layer is asked first
+            sources[key] = source
 
     def source(key: str) -> str:
-        """The layer that gave `key` or something below it; the recipe itself for what nobody gave."""
+        """The latest layer that gave `key` or something below it; the recipe itself for what nobody gave."""
+        key = key.partition("[")[0]
         return next((s for k, s in reversed(sources.items()) if k == key or k.startswith(f"{key}.")), str(path))
 
     values.setdefault("run", {})

@@ -80,11 +80,15 @@ def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> nn.
     return open_run(run, checkpoint=checkpoint, ema=ema).model
 
 
-def init_from(model: nn.Module, run: str | Path) -> None:
-    """Start a model from a run's best weights; what does not fit (another head) keeps its initialisation."""
-    state = load_checkpoint(find_run(run) / "best.pt")["model"]
-    own = model.state_dict()
-    fits = {k: v for k, v in state.items() if k in own and own[k].shape == v.shape}
+def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
+    """Start a model from a run's best weights; what does not fit, and the head of other data, starts anew."""
+    state = load_checkpoint(find_run(run) / "best.pt")
+    own, same_data = model.state_dict(), state["info"] == info.to_dict()
+    fits = {
+        name: value
+        for name, value in state["model"].items()
+        if name in own and own[name].shape == value.shape and (same_data or not name.startswith("head."))
+    }
     left = sorted(own.keys() - fits.keys())
     if len(left) > len(own) // 2:
         raise ConfigError(f"init_from: {run}: {len(left)} of {len(own)} tensors do not fit, e.g. {left[0]}")

@@ -34,8 +34,24 @@ def refuse(capsys, *argv) -> str:
         ({"optim": {"lr": "fast"}}, "optim.lr: expected a number, got 'fast'"),
         ({"optim": {"lr": 0}}, "optim.lr: expected more than 0, got 0.0"),
         ({"optim": {"betas": [0.9, 1.5]}}, "optim.betas must be"),
+        ({"schedule": {"warmup": "long"}}, "schedule.warmup: expected steps (2000)"),
+        (
+            {"model": {"mixer": "softmax", "attention": {"form": "rnn"}}},
+            "model.attention.form 'rnn' is not available with",
+        ),
+        (
+            {"model": {"mixer": "softmax", "attention": {"gate": "source"}}},
+            "model.attention.gate belongs to linear mixers",
+        ),
+        (
+            {"model": {"attention": {"form": "chunk", "score_dropout": 0.1}}},
+            "model.attention.score_dropout exists in the full",
+        ),
         ({"trainer": {"epochs": 3}}, "give exactly one of trainer.epochs and trainer.steps"),
-        ({"trainer": {"steps": None}}, "give exactly one of trainer.epochs and trainer.steps, got neither"),
+        (
+            {"trainer": {"steps": None}},
+            "trainer.epochs: give exactly one of trainer.epochs and trainer.steps, got neither",
+        ),
         ({"trainer": {"eval_every": "often"}}, "trainer.eval_every: expected steps (2000), epochs ('5ep')"),
         ({"trainer": {"batch_size": 4096}}, "trainer.batch_size: 4096 is more than the 1078 training samples"),
         (
@@ -50,7 +66,7 @@ def refuse(capsys, *argv) -> str:
         ({"task": {"name": "mlm"}}, "task.name: 'mlm' is no task"),
         ({"model": {"num_heads": 3}}, "tiny.yaml: model.num_heads 3 does not divide dim 16, nearest: 2"),
         ({"model": {"patch_size": 3}}, "model.patch_size: 3 does not divide image height 8, nearest: 2"),
-        ({"model": {"attention": {"feature_map": "identity"}}}, "model.normalize 'sum' divides by a row sum"),
+        ({"model": {"attention": {"feature_map": "identity"}}}, "model.attention.normalize 'sum' divides by a row sum"),
         ({"run": {"name": "../elsewhere"}}, "run.name: expected letters"),
         ({"extends": "nothing.yaml"}, "nothing.yaml: no such file"),
         ({"extends": "tiny.yaml"}, "extends itself"),
@@ -90,6 +106,8 @@ def test_files_that_are_no_recipe(text, message, tmp_path, capsys):
     [
         ("trainer.step=3", "override: unknown key 'trainer.step': did you mean 'steps'?"),
         ("trainer.steps", "expected section.key=value"),
+        ("model.dim=15", "override: model.num_heads 2 does not divide dim 15, nearest: 1"),
+        ("optim.betas=[a, 0.9]", "override: optim.betas[0]: expected a number, got 'a'"),
         ("trainer.steps=many", "override: trainer.steps: expected a whole number, got 'many'"),
         ("model=3", "missing section 'model'"),
     ],

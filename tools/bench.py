@@ -80,7 +80,6 @@ def time_length(
 
 
 def compiled_step(form: str, inputs: list[Tensor], log_decay: Tensor | None, grad: Tensor) -> Callable[[], None]:
-    torch._dynamo.reset()
     extra = [] if log_decay is None else [log_decay]
     run = torch.compile(lambda q, k, v, *a: linear_attention(q, k, v, *a, form=form), fullgraph=True, dynamic=False)
     once = step(run, [*inputs, *extra], grad)

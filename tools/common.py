@@ -9,16 +9,25 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 import data
 from data.common import DataSplits
 from lion.config import ConfigError
+from lion.layers.attention import set_form
 from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
 
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
 
 def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """A recipe with its `data` section checked by the data set that it names."""
+    if Path(path).resolve().parent == RECIPES / "base":
+        name = Path(path).name
+        raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{name}'")
     return load_recipe(path, overrides, data_config=lambda name: data.module(name).Config)
 
 
@@ -34,9 +43,14 @@ def make_task(recipe: Recipe, info: Any) -> Task:
     return TASKS[recipe.task.name](recipe.task, info)
 
 
-def describe_data(recipe: Recipe) -> tuple[Any, int, str | None]:
-    """(info, training samples, note) of a recipe's data; published figures where the files are absent."""
+def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Any, int, str | None]:
+    """(info, training samples, note) of a recipe's data; published figures where the files are absent.
+
+    With `look=False` the published figures are enough, and no folder is walked.
+    """
     try:
+        if not look and hasattr(data.module(recipe.data.name), "published"):
+            raise ConfigError("not looked for")
         splits = build_data(recipe)
         return splits.info, len(splits.train), None
     except ConfigError as error:
@@ -45,6 +59,22 @@ def describe_data(recipe: Recipe) -> tuple[Any, int, str | None]:
             raise
         info, samples = published(recipe.data)
         return info, samples, str(error)
+
+
+def process_count(recipe: Recipe) -> int:
+    """One process a visible GPU, as many as divide the batch; one where there is none."""
+    if recipe.trainer.device not in ("auto", "cuda"):
+        return 1
+    visible = max(1, torch.cuda.device_count())
+    return max(n for n in range(1, visible + 1) if recipe.trainer.batch_size % n == 0)
+
+
+def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
+    """`set_form` for what a person typed."""
+    try:
+        set_form(model, form, chunk_size)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
 
 
 def loader_workers(recipe: Recipe) -> int:

@@ -12,10 +12,9 @@ from PIL import Image, UnidentifiedImageError
 
 import data
 from lion.config import ConfigError
-from lion.layers.attention import forms_of, set_form
 from lion.ops import FORMS
 from lion.runs import open_run
-from tools.common import resolve_run, run_command, table
+from tools.common import choose_form, resolve_run, run_command, table
 
 
 def main(argv: list[str]) -> int:
@@ -29,14 +28,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--top: expected at least 1, got {args.top}")
 
     loaded = open_run(args.run)
-    if args.form not in forms_of(loaded.model):
-        raise ConfigError(
-            f"--form {args.form}: {loaded.recipe.model.mixer!r} has only {', '.join(forms_of(loaded.model))}"
-        )
+    choose_form(loaded.model, args.form)
     recipe = resolve_run(loaded.folder)
     load_picture = data.module(recipe.data.name).load_picture
     pictures = torch.stack([load_picture(recipe.data, open_picture(path)) for path in args.files])
-    set_form(loaded.model, args.form)
     with torch.inference_mode():
         shares = torch.cat([loaded.model(part).softmax(-1) for part in pictures.split(64)])
     classes = loaded.task.info.classes

@@ -7,23 +7,20 @@ python -m tools.show                        (the table)
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from lion.recipe import Recipe, dump_recipe, make_plan
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
-from tools.common import describe_data, make_task, resolve, run_command, table
-
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+from tools.common import RECIPES, describe_data, make_task, process_count, resolve, run_command, table
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="run.sh show", description=__doc__.splitlines()[0])
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--processes", type=int, default=1, help="as many as there will be GPUs")
+    parser.add_argument("--processes", type=int, help="as many as there will be GPUs (default: those visible)")
     args = parser.parse_intermixed_args(argv)
     print(show(args.recipe, args.overrides, args.processes) if args.recipe else listing())
     return 0
@@ -34,17 +31,18 @@ def listing() -> str:
     rows = []
     for path in sorted(RECIPES.glob("*.yaml")):
         recipe = resolve(path)
-        info, _, _ = describe_data(recipe)
+        info, _, _ = describe_data(recipe, look=False)
         parameters = count_parameters(build_on_meta(make_task(recipe, info), recipe.model))
         rows.append([path.name, recipe.about.row, recipe.about.expected, f"{parameters / 1e6:.2f} M"])
     return table(["recipe", "table row", "expected", "parameters"], rows)
 
 
-def show(path: str, overrides: list[str], processes: int) -> str:
+def show(path: str, overrides: list[str], processes: int | None = None) -> str:
     """The resolved recipe and what will come of it."""
     recipe = resolve(path, overrides)
     info, samples, note = describe_data(recipe)
     task = make_task(recipe, info)
+    processes = processes or process_count(recipe)
     plan = make_plan(recipe, samples=samples, world=processes)
     parameters = count_parameters(build_on_meta(task, recipe.model))
     c = recipe.trainer
@@ -81,9 +79,9 @@ def activation_bytes(task: Task, recipe: Recipe, micro: int) -> int:
     model = build_on_meta(task, recipe.model)
     own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = model(torch.zeros(micro, task.info.channels, *task.info.size, device="meta"))
+        loss = task.loss(model, task.example(micro, "meta")).loss
     kept = sum(size for storage, size in seen.items() if storage not in own)
-    del out
+    del loss
     return kept // 2 if recipe.trainer.precision == "bf16" else kept
 
 

@@ -6,8 +6,10 @@ python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh]
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from lion.trainer.checkpoint import save_json, save_text
 from lion.trainer.loop import Splits, Trainer
 from lion.trainer.runtime import environment, seed_everything, start_runtime
 from tools import evaluate
-from tools.common import build_data, loader_workers, make_task, resolve, run_command
+from tools.common import build_data, loader_workers, make_task, process_count, resolve, run_command
 
 
 def main(argv: list[str]) -> int:
@@ -31,48 +33,51 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
 
     recipe = resolve(args.recipe, args.overrides)
-    runtime_world = int(os.environ.get("WORLD_SIZE", 1))
-    if int(os.environ.get("RANK", 0)) == 0:
+    launched = "RANK" in os.environ  # by torchrun, below
+    if not launched:
         if args.fresh:
             set_aside(recipe.folder)
         if finished(recipe):
             return 0
+    world = int(os.environ.get("WORLD_SIZE", 0)) or process_count(recipe)
     splits = build_data(recipe)
-    plan = make_plan(recipe, samples=len(splits.train), world=runtime_world)
+    plan = make_plan(recipe, samples=len(splits.train), world=world)
     task = make_task(recipe, splits.info)
     seed_everything(recipe.seed)
     model = task.build_model(recipe.model)
     if recipe.init_from is not None:
-        init_from(model, recipe.init_from)
+        init_from(model, recipe.init_from, splits.info)
+    if world > 1 and not launched:  # all that can be refused has been: start the processes
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "tools.train"]
+        os.execv(sys.executable, [sys.executable, *torchrun, args.recipe, *args.overrides])
     runtime = start_runtime(recipe.trainer.device)
     if runtime.main:
         start_folder(recipe)
         print(
             f"{recipe.run.name}: {recipe.model.mixer}, {count_parameters(model):,} parameters, {runtime.device}"
-            f"{f' x {runtime.world}' if runtime.world > 1 else ''}\n"
+            f"{f' x {world}' if world > 1 else ''}\n"
             f"{len(splits.train):,} training {task.unit}, {plan.total:,} steps of {recipe.trainer.batch_size}"
-            f" = {runtime.world} x {plan.accumulation} x {plan.micro}, {plan.steps_per_epoch} steps an epoch"
+            f" = {world} x {plan.accumulation} x {plan.micro}, {plan.steps_per_epoch} steps an epoch"
         )
     seed_everything(recipe.seed + runtime.rank)
-    if runtime.world > 1:
+    if world > 1:
         dist.barrier()
-    trainer = Trainer(
-        plan,
-        task,
-        model,
-        Splits(splits.train, splits.val, loader_workers(recipe)),
-        recipe.folder,
-        runtime,
-    )
-    complete = trainer.fit()
-    if runtime.world > 1:
+    repeats = getattr(recipe.data, "repeats", 1)
+    loaded = Splits(splits.train, splits.val, loader_workers(recipe), repeats)
+    trainer = Trainer(plan, task, model, loaded, recipe.folder, runtime)
+    complete, step = trainer.fit(), trainer.step
+    if world > 1:
         dist.barrier()
         dist.destroy_process_group()
     if not runtime.main:
         return 0
     if not complete:
-        print(f"stopped at step {trainer.step} of {plan.total}; the same command goes on from there")
+        print(f"stopped at step {step} of {plan.total}; the same command goes on from there")
         return 130
+    del trainer, model  # the forms are measured by processes of their own, on the same device
+    gc.collect()
+    if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()
     summarise(recipe.folder)
     print_summary(recipe.folder)
     return 0
@@ -138,5 +143,4 @@ def print_summary(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_float32_matmul_precision("highest")
     run_command(main)

@@ -42,7 +42,16 @@ class AttentionConfig:
         if mixer == SOFTMAX:
             if self.direction == "backward":
                 raise ValueError("direction 'backward' is not available with mixer 'softmax', use 'both' or 'forward'")
+            if self.form not in ("auto", "full"):
+                raise ValueError(f"form {self.form!r} is not available with mixer 'softmax', which has only 'full'")
+            for name in ("feature_map", "normalize", "gate"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} belongs to linear mixers, 'softmax' has none")
             return self
+        if self.score_dropout and self.form in ("chunk", "rnn"):
+            raise ValueError(
+                f"score_dropout exists in the full form only, use form 'auto' or 'full', got {self.form!r}"
+            )
         entry = MIXERS[mixer]
         filled = {"feature_map": entry.feature_map, "normalize": entry.normalize}
         filled["gate"] = entry.gate if self.direction == "both" else entry.causal_gate
@@ -151,7 +160,7 @@ class SoftmaxAttention(Attention):
             if causal:
                 mask = mask.tril()
             mask = mask | ~kept[:, None, :, None]  # a padding row reads anything, so that it is finite
-            v = v.masked_fill(~kept[:, None, :, None], 0)
+            q, k, v = (t.masked_fill(~kept[:, None, :, None], 0) for t in (q, k, v))
         y = F.scaled_dot_product_attention(
             q,
             k,

@@ -35,7 +35,10 @@ class EncoderConfig:
             fits = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
             near = min(fits, key=lambda h: abs(h - self.num_heads))
             raise ValueError(f"num_heads {self.num_heads} does not divide dim {self.dim}, nearest: {near}")
-        self.attention = self.attention.resolved(self.mixer, self.preset)
+        try:
+            self.attention = self.attention.resolved(self.mixer, self.preset)
+        except ValueError as error:
+            raise ValueError(f"attention.{error}") from None
 
 
 class Encoder(nn.Module):

@@ -82,8 +82,14 @@ def linear_attention(
 
 
 def finish(numerator: Tensor, rowsum: Tensor | None, *, scale: float, eps: float) -> Tensor:
-    """The one division: numerator (B, H, L, E) over row sum (B, H, L), or times `scale` where there is none."""
-    factor = scale if rowsum is None else rowsum.clamp_min(eps).reciprocal()[..., None]
+    """The one division: numerator (B, H, L, E) over row sum (B, H, L), or times `scale` where there is none.
+
+    Without gradients the result takes the numerator's memory.
+    """
+    if rowsum is None:
+        factor = scale
+    else:  # an empty row is 0, and so is its gradient, also where 1 / eps overflows
+        factor = rowsum.clamp_min(eps).reciprocal().masked_fill(rowsum == 0, 0)[..., None]
     if not torch.is_grad_enabled():
         return numerator.mul_(factor)  # in place: inference in the rnn form holds its outputs once
     return (numerator * factor).to(numerator.dtype)
@@ -232,14 +238,17 @@ def _runs(valid: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None,
     """Segments as a non-decreasing count (B, L), padding belonging to the segment before it; and all valid tokens."""
     if segments is None:
         return None, valid
+    segments = segments.long()
     valid = segments >= 0 if valid is None else valid & (segments >= 0)
     ids = segments.masked_fill(~valid, -1)
     place = torch.arange(ids.shape[1], device=ids.device)
     filled = ids.gather(1, torch.where(valid, place, 0).cummax(1).values)  # padding takes the id before it
     starts = valid & (filled != F.pad(filled[:, :-1], (1, 0), value=-1))
-    if not torch.compiler.is_compiling():
-        ordered = ids.sort(1).values
-        distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(1) + (ordered[:, 0] >= 0)
-        if (starts.sum(1) != distinct).any():
-            raise ValueError("segments: the tokens of a segment must stand together, got an id that comes back")
+    ordered = ids.sort(1).values
+    distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(1) + (ordered[:, 0] >= 0)
+    together, message = (starts.sum(1) == distinct).all(), "segments: the tokens of a segment must stand together"
+    if torch.compiler.is_compiling() or ids.device.type != "cpu":
+        torch._assert_async(together, message)  # a graph and a GPU are not waited for
+    elif not together:
+        raise ValueError(f"{message}, got an id that comes back")
     return starts.cumsum(1), valid

@@ -33,6 +33,7 @@ from torch import Tensor
 
 GATES = ("source", "target", "symmetric")
 DIRECTIONS = ("both", "forward", "backward")
+FORGOTTEN = -1e3  # exp of it is 0 in float64; anything below would only swallow its neighbours in a sum
 
 
 class Clock(NamedTuple):
@@ -60,7 +61,7 @@ def exponent(query: Clock, key: Clock) -> Tensor:
     difference = query.terms[0] - key.terms[0]
     for q, k in zip(query.terms[1:], key.terms[1:]):
         difference = difference + (q - k)
-    return difference.clamp(max=0)
+    return difference - difference.detach().clamp(min=0)  # rounding up is cut, its gradient is not
 
 
 def same_run(query: Clock, key: Clock) -> Tensor | None:
@@ -87,6 +88,7 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
     are few, so they are summed in float64 and kept as float32 (high, low) pairs; float64 gates keep the
     rounding errors of their sum as the second term. Gradients flow through the first term.
     """
+    log_decay = log_decay.clamp_min(FORGOTTEN)
     total = log_decay.double().cumsum(-1)
     with torch.no_grad():
         if log_decay.dtype == torch.float64:

@@ -61,6 +61,10 @@ class Task(ABC):
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
         """Metrics of an evaluation batch as (sum, count) over the samples where `batch["mask"]`, and the outputs."""
 
+    @abstractmethod
+    def example(self, size: int, device: torch.device | str) -> Batch:
+        """A training batch of `size` empty samples, to measure with."""
+
     def preview(self, batch: Batch) -> dict[str, Tensor]:
         """Pictures (channels, height, width) of a training batch for TensorBoard."""
         return {}

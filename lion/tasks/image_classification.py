@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
@@ -41,7 +42,7 @@ class ImageClassification(Task):
         choices = [(v2.MixUp, config.mixup, 1 - config.switch), (v2.CutMix, config.cutmix, config.switch)]
         active = [(kind(alpha=alpha, num_classes=classes), p) for kind, alpha, p in choices if alpha]
         kinds, shares = [k for k, _ in active], [p for _, p in active]
-        self.mix = v2.RandomChoice(kinds, p=shares if all(shares) else None) if kinds else None
+        self.mix = v2.RandomChoice(kinds, p=shares if len(kinds) > 1 else None) if kinds else None
 
     def build_model(self, config: ViTConfig) -> ViT:
         info = self.info
@@ -68,6 +69,10 @@ class ImageClassification(Task):
             "loss": F.cross_entropy(logits, labels, reduction="none"),
         }
         return {name: ((value * mask).sum(), count) for name, value in sums.items()}, logits
+
+    def example(self, size: int, device: torch.device | str) -> Batch:
+        image = torch.zeros(size, self.info.channels, *self.info.size, device=device)
+        return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
 
     def preview(self, batch: Batch) -> dict[str, Tensor]:
         return {"inputs": make_grid(batch["image"][:32].float(), nrow=8, normalize=True, scale_each=True)}

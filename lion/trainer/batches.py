@@ -23,18 +23,29 @@ def derive(*numbers: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of samples in an epoch."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(derive(seed, epoch)))
+def epoch_order(size: int, seed: int, epoch: int, repeats: int = 1) -> torch.Tensor:
+    """The samples of an epoch in order; with `repeats`, as many fewer, each that often in a row (DeiT)."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(derive(seed, epoch)))
+    return order.repeat_interleave(repeats)[:size]
 
 
 class StepSampler(Sampler):
     """Micro-batches of one process for steps `start` to `total`, as lists of (epoch, place, sample)."""
 
     def __init__(
-        self, size: int, *, batch: int, micro: int, seed: int, start: int, total: int, rank: int, world: int
+        self,
+        size: int,
+        *,
+        batch: int,
+        micro: int,
+        seed: int,
+        start: int,
+        total: int,
+        rank: int,
+        world: int,
+        repeats: int = 1,
     ) -> None:
-        self.size, self.batch, self.micro, self.seed = size, batch, micro, seed
+        self.size, self.batch, self.micro, self.seed, self.repeats = size, batch, micro, seed, repeats
         self.start, self.total, self.rank, self.world = start, total, rank, world
         self.steps_per_epoch = size // batch
 
@@ -43,7 +54,7 @@ class StepSampler(Sampler):
         for step in range(self.start, self.total):
             epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != current:
-                current, order = epoch, epoch_order(self.size, self.seed, epoch).tolist()
+                current, order = epoch, epoch_order(self.size, self.seed, epoch, self.repeats).tolist()
             first = position * self.batch
             for begin in range(first + self.rank * self.micro, first + self.batch, self.micro * self.world):
                 yield [(epoch, place, order[place]) for place in range(begin, begin + self.micro)]
@@ -83,8 +94,9 @@ class PaddedDataset(Dataset):
 
 
 def ignore_interrupt(_: int) -> None:
-    """Workers leave Ctrl-C to the main process, which still needs them to end its step."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Workers leave signals to the main process, which still needs them to end its step."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 
 

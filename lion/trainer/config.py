@@ -33,7 +33,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             given = "neither" if self.epochs is None else "both"
-            raise ValueError(f"give exactly one of trainer.epochs and trainer.steps, got {given}")
+            raise ValueError(f"epochs: give exactly one of trainer.epochs and trainer.steps, got {given}")
         for name in ("eval_every", "save_every"):
             try:
                 steps = to_steps(getattr(self, name), steps_per_epoch=1000, total=100_000)

@@ -21,11 +21,11 @@ def evaluate(
     *,
     precision: str = "fp32",
     stop: Callable[[], bool] = lambda: False,
-    outputs: list[Tensor] | None = None,
+    collect: Callable[[Tensor], None] | None = None,
 ) -> dict[str, float] | None:
     """Metrics over all samples and processes: sums first, then one division.
 
-    `outputs` collects the model's outputs of real samples, in order (one process). None when `stop` says so.
+    `collect` is given the model's outputs of real samples, in order (one process). None when `stop` says so.
     """
     training = model.training
     model.eval()
@@ -40,8 +40,8 @@ def evaluate(
             for name, pair in sums.items():
                 pair = [x.double() for x in pair]
                 totals[name] = [a + b for a, b in zip(totals[name], pair)] if name in totals else pair
-            if outputs is not None:
-                outputs.append(out[batch["mask"]].float().cpu())
+            if collect is not None:
+                collect(out[batch["mask"]])
     finally:
         model.train(training)
     flat = runtime.sum(*[x for pair in totals.values() for x in pair]).tolist()

@@ -26,7 +26,7 @@ class RunLog:
         self.path = folder / "metrics.jsonl"
         cut_metrics(self.path, start)
         self.file = open(self.path, "a")
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         self.bar = tqdm(total=total, initial=start, desc=folder.name, unit="step", dynamic_ncols=True)
         self.redirect = logging_redirect_tqdm([log])
         self.redirect.__enter__()

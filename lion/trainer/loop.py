@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import resource
 import signal
@@ -15,17 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
-from lion.tasks.base import Task, to_device
-from lion.trainer.batches import StepSampler, eval_loader, train_loader
+from lion.tasks.base import Batch, Task, to_device
+from lion.trainer.batches import StepSampler, derive, eval_loader, train_loader
 from lion.trainer.checkpoint import load_checkpoint, save_checkpoint
 from lion.trainer.config import Plan
 from lion.trainer.evaluate import decay_values, evaluate
 from lion.trainer.log import RunLog
 from lion.trainer.optim import make_optimizer
-from lion.trainer.runtime import Runtime, compile_blocks, random_state, restore_random_state
+from lion.trainer.runtime import Runtime, compile_blocks, random_state, restore_random_state, seed_everything
 from lion.trainer.schedule import learning_rate
 
 log = logging.getLogger("lion")
@@ -37,6 +37,7 @@ class Splits(NamedTuple):
     train: Dataset
     val: Dataset
     workers: int
+    repeats: int = 1
 
 
 class Trainer:
@@ -57,17 +58,17 @@ class Trainer:
         self.model = model.to(runtime.device)
         self.ema = None
         if self.config.ema is not None:
-            self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.config.ema))
+            self.ema = copy.deepcopy(self.model).requires_grad_(False)
         self.optimizer = make_optimizer(self.model, plan.optim)
         self.peak = plan.optim.peak(self.config.batch_size)
-        self.step, self.best = 0, {"value": float("-inf"), "step": 0}
+        self.step, self.evaluated, self.best = 0, 0, {"value": float("-inf"), "step": 0}
         self.stopping = False
 
     def fit(self) -> bool:
         """Train to the end; False when a signal asked to stop earlier (the state is saved)."""
         self.resume()
         if self.config.compile:
-            for model in filter(None, (self.model, self.ema and self.ema.module)):
+            for model in filter(None, (self.model, self.ema)):
                 if not compile_blocks(model):
                     break
         self.forward = DistributedDataParallel(self.model) if self.runtime.world > 1 else self.model
@@ -80,7 +81,8 @@ class Trainer:
             ) as out,
         ):
             window = Window()
-            while self.step < self.plan.total:
+            complete = self.evaluate_if_due(out)  # a signal may have cut the last one short
+            while complete and self.step < self.plan.total:
                 lr = self.set_learning_rate()
                 loss, norm = self.train_step(batches, window, out)
                 self.step += 1
@@ -90,13 +92,15 @@ class Trainer:
                     self.report(out, window, loss, lr, norm)
                     window = Window()
                 if self.due(self.plan.eval_every):
-                    self.evaluate(out)
-                    window.skip()
+                    complete = self.evaluate_if_due(out)
+                    window = Window()
                 stop = self.runtime.any(self.stopping)
-                if stop or self.due(self.plan.save_every):
+                if stop or not complete or self.due(self.plan.save_every):
                     self.save("last")
                 if stop and self.step < self.plan.total:
-                    return False
+                    complete = False
+        if not complete:
+            return False
         log.info("trained %d steps in %.0f s", self.step, time.perf_counter() - started)
         return True
 
@@ -132,7 +136,7 @@ class Trainer:
             norm = nn.utils.get_total_norm(gradients)
         self.optimizer.step()
         if self.ema is not None:
-            self.ema.update_parameters(self.model)
+            torch._foreach_lerp_(list(self.ema.parameters()), list(self.model.parameters()), 1 - self.config.ema)
         return torch.stack(losses).sum() / share, norm
 
     def set_learning_rate(self) -> float:
@@ -164,24 +168,42 @@ class Trainer:
             values["gradient_norm"] = norm.item()
         out.write(self.step, "train", values, epoch=self.step / self.plan.steps_per_epoch)
 
-    def evaluate(self, out: RunLog) -> None:
-        """Measure `val`; the best raw weights so far become `best`."""
-        loader = self.eval_batches(self.splits.val)
+    def evaluate_if_due(self, out: RunLog) -> bool:
+        """Measure `val` where this step's turn has not been taken; False when a signal cut it short."""
+        if self.step == self.evaluated or not self.step or not self.due(self.plan.eval_every):
+            return True
+        loader, first = self.eval_batches(self.splits.val), []
+
+        def batches() -> Iterator[Batch]:
+            for batch in loader:
+                if not first:
+                    first.append(batch)
+                yield batch
+
+        results = {}
         for kind, model in (("val", self.model), ("val_ema", self.ema)):
-            if model is None:
-                continue
-            metrics = evaluate(
-                model, loader, self.task, self.runtime, precision=self.config.precision, stop=lambda: self.stopping
-            )
-            if metrics is None:
-                return
+            if model is not None:
+                results[kind] = evaluate(
+                    model,
+                    batches(),
+                    self.task,
+                    self.runtime,
+                    precision=self.config.precision,
+                    stop=lambda: self.runtime.any(self.stopping),
+                )
+                if results[kind] is None:
+                    return False
+        for kind, metrics in results.items():
             out.write(self.step, kind, metrics, epoch=self.step / self.plan.steps_per_epoch)
-            if kind == "val" and metrics[self.task.metric] >= self.best["value"]:  # of equals, the longer trained
-                self.best = {"value": metrics[self.task.metric], "step": self.step}
-                self.save("best")
         if self.runtime.main:
-            batch = to_device(next(iter(loader)), self.runtime.device)
+            batch = to_device(first[0], self.runtime.device)
             out.histograms(self.step, "decay", decay_values(self.model, batch, self.task))
+        self.evaluated = self.step
+        value = results["val"][self.task.metric]
+        if value >= self.best["value"]:  # of equals, the longer trained
+            self.best = {"value": value, "step": self.step}
+            self.save("best")
+        return True
 
     def state(self, name: str) -> dict[str, Any]:
         """What `last` (everything) or `best` (weights) holds."""
@@ -190,17 +212,19 @@ class Trainer:
             "best": self.best,
             "info": self.task.info.to_dict(),
             "model": self.model.state_dict(),
-            "ema": None if self.ema is None else self.ema.module.state_dict(),
+            "ema": None if self.ema is None else self.ema.state_dict(),
         }
         if name == "last":
+            state["evaluated"] = self.evaluated
             state["optimizer"] = self.optimizer.state_dict()
-            state["random"] = random_state()
-            state["ema_updates"] = 0 if self.ema is None else int(self.ema.n_averaged)
+            state["random"] = self.runtime.gather(random_state())
         return state
 
     def save(self, name: str) -> None:
+        """Write a checkpoint; every process takes part, the first one writes."""
+        state = self.state(name)
         if self.runtime.main:
-            save_checkpoint(self.folder / f"{name}.pt", self.state(name))
+            save_checkpoint(self.folder / f"{name}.pt", state)
 
     def resume(self) -> None:
         """Continue from `last`, if there is one."""
@@ -208,13 +232,15 @@ class Trainer:
         if not path.exists():
             return
         state = load_checkpoint(path)
-        self.step, self.best = state["step"], state["best"]
+        self.step, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.ema is not None:
-            self.ema.module.load_state_dict(state["ema"])
-            self.ema.n_averaged.fill_(state["ema_updates"])
-        restore_random_state(state["random"])
+            self.ema.load_state_dict(state["ema"])
+        if len(state["random"]) == self.runtime.world:
+            restore_random_state(state["random"][self.runtime.rank])
+        else:
+            seed_everything(derive(self.plan.seed, self.step, self.runtime.rank))
         log.info("resuming at step %d of %d", self.step, self.plan.total)
 
     def train_batches(self) -> DataLoader:
@@ -227,6 +253,7 @@ class Trainer:
             total=self.plan.total,
             rank=self.runtime.rank,
             world=self.runtime.world,
+            repeats=self.splits.repeats,
         )
         return train_loader(self.splits.train, sampler, workers=self.splits.workers, pin=self.pin)
 
@@ -251,10 +278,6 @@ class Window:
 
     def __init__(self) -> None:
         self.started, self.waited, self.samples = time.perf_counter(), 0.0, 0
-
-    def skip(self) -> None:
-        """Start over after an interlude that is no training."""
-        self.__init__()
 
 
 def peak_memory(device: torch.device) -> int:

@@ -8,6 +8,7 @@ import platform
 import random
 import shutil
 import subprocess
+import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,8 @@ class Runtime:
         return self.rank == 0
 
     def sum(self, *values: Tensor) -> Tensor:
-        """The values as one float64 tensor (float32 on devices without), added up over all processes."""
-        wide = torch.float32 if self.device.type == "mps" else torch.float64
-        total = torch.stack([v.detach().to(self.device, wide) for v in values])
+        """The values as one float64 tensor, added up over all processes."""
+        total = torch.stack([v.detach().to(self.device, torch.float64) for v in values])
         if self.world > 1:
             dist.all_reduce(total)
         return total
@@ -51,6 +51,14 @@ class Runtime:
         dist.all_reduce(total)
         return bool(total)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, in order of rank."""
+        if self.world == 1:
+            return [value]
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
     def autocast(self, precision: str) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
 
@@ -59,16 +67,16 @@ def start_runtime(device: str = "auto") -> Runtime:
     """This process's runtime; joins the process group when started by `torchrun`."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if device == "cuda" and world > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         kind = torch.device(device)
         torch.empty(0, device=kind)
     except (RuntimeError, AssertionError):
         available = "cuda, cpu" if torch.cuda.is_available() else "cpu"
         raise ConfigError(f"trainer.device: {device!r} is not available here, use one of {available}") from None
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if kind.type == "cuda" and world > 1:
-        kind = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(kind)
     if world > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo")
     return Runtime(kind, rank, world)
@@ -119,9 +127,9 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor") -> bool:
 
 def missing_compiler() -> str | None:
     """What Inductor would miss on this machine, if anything."""
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
-    if not any(shutil.which(name) for name in names):
-        return f"no C++ compiler found ({', '.join(names)}); install g++"
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[0]
+    if shutil.which(name) is None:
+        return f"no C++ compiler found ({name}); install g++"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return f"no Python headers in {sysconfig.get_path('include')}; install python3-dev"
     return None

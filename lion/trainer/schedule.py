@@ -39,7 +39,10 @@ class ScheduleConfig:
     overlay: bool = False
 
     def __post_init__(self) -> None:
-        to_steps(self.warmup, steps_per_epoch=1, total=1)
+        try:
+            to_steps(self.warmup, steps_per_epoch=1, total=1)
+        except ValueError as error:
+            raise ValueError(f"warmup: {error}") from None
 
 
 def learning_rate(step: int, *, config: ScheduleConfig, peak: float, warmup: int, total: int) -> float:

@@ -41,6 +41,9 @@ def test_padding_and_segments_equal_the_sequences_alone(mixer, direction):
     torch.testing.assert_close(layer(x, valid=valid)[:, 2:7], alone)
     torch.testing.assert_close(layer(x, valid=valid)[:, :2], bias.expand(1, 2, -1))  # zero before the projection
     segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, -1]])
+    poisoned = x.clone()
+    poisoned[:, 7:] = torch.nan
+    torch.testing.assert_close(layer(poisoned, valid=valid)[:, 2:7], alone)
     packed = layer(x, segments=segments)
     torch.testing.assert_close(packed[:, :4], layer(x[:, :4]))
     torch.testing.assert_close(packed[:, 4:8], layer(x[:, 4:8]))

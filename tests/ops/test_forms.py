@@ -129,6 +129,23 @@ def test_layout_does_not_matter(form):
     assert torch.equal(shared.v, before)
 
 
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_inference_is_the_same(form, mode):
+    """Without gradients memory may be reused, but not that of the arguments."""
+    for decay in DECAYS:
+        for dtype in (torch.float64, torch.bfloat16):
+            for normalize in NORMALIZE:
+                inputs = make(decay, 11, dtype=dtype)
+                kept = inputs.leaves()
+                expected = linear_attention(*inputs, **SMALL_FORMS[form], normalize=normalize)
+                with mode():
+                    got = linear_attention(*inputs, **SMALL_FORMS[form], normalize=normalize)
+                assert got.dtype == dtype
+                assert torch.equal(got, expected)
+                assert all(x is None or torch.equal(x, y) for x, y in zip(inputs, kept))
+
+
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_dtype_of_the_decay_is_free(form):
     inputs = make("S", 11, dtype=torch.float32)

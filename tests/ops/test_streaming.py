@@ -94,6 +94,17 @@ def test_state_is_wide(decay):
         assert not start.S.any() and not start.z.any()  # a state is a value, not a buffer
 
 
+def test_inference_is_the_same():
+    for dtype in (torch.float64, torch.bfloat16):
+        inputs = make("S", LENGTH, dtype=dtype)
+        for normalize in NORMALIZE:
+            expected, _ = stream(inputs, PIECES["pieces"], normalize=normalize)
+            with torch.inference_mode():
+                got, _ = stream(inputs, PIECES["pieces"], normalize=normalize)
+            assert got.dtype == dtype
+            assert torch.equal(got, expected)
+
+
 def test_autocast_leaves_the_step_alone():
     inputs = make("S", LENGTH, dtype=torch.float32)
     expected, _ = stream(inputs, PIECES["pieces"])

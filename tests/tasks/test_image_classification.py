@@ -65,6 +65,14 @@ def test_two_kinds_of_mixing_switch():
     assert 5 < sum(whole) < 35  # mixup keeps constant pictures constant, cutmix does not
 
 
+@pytest.mark.parametrize("switch", [0, 1])
+def test_a_switch_at_its_end_leaves_one_kind(switch):
+    torch.manual_seed(0)
+    mix = task(mixup=0.8, cutmix=1.0, switch=switch).mix
+    mixed = [mix(*batch().values())[0] for _ in range(20)]
+    assert all(torch.equal(x.amin((1, 2, 3)), x.amax((1, 2, 3))) for x in mixed) == (switch == 0)
+
+
 def test_preview_is_a_picture():
     grid = task().preview({"image": torch.randn(5, 1, 4, 4)})["inputs"]
     assert grid.dim() == 3 and 0 <= grid.min() and grid.max() <= 1

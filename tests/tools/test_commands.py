@@ -13,6 +13,7 @@ from PIL import Image
 
 import lion
 from tests.helpers import ROOT, command, tiny_recipe
+from tools.evaluate import forms_to_measure
 from tools.show import activation_bytes, listing, show
 
 pytest.importorskip("sklearn")
@@ -112,7 +113,7 @@ def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path):
     summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
     assert summary["forms"].keys() == {"full"}
     refused = command("eval", tmp_path / "runs" / "tiny", "--form", "rnn")
-    assert refused.returncode == 2 and "'softmax' has only full" in refused.stderr
+    assert refused.returncode == 2 and "softmax attention has only 'full', got 'rnn'" in refused.stderr
 
 
 @pytest.mark.slow
@@ -139,6 +140,14 @@ def test_activation_estimate_follows_the_batch(tmp_path):
     task = make_task(recipe, describe_data(recipe)[0])
     one, four = (activation_bytes(task, recipe, micro) for micro in (1, 4))
     assert 3 < four / one < 5
+
+
+def test_forms_to_measure():
+    forms = ("full", "chunk", "rnn")
+    assert forms_to_measure("all", None, forms) == [("full", None), ("chunk", 64), ("rnn", 1), ("rnn", 64)]
+    assert forms_to_measure("all", 1, forms) == [("full", None), ("chunk", 1), ("rnn", 1)]
+    assert forms_to_measure("all", 8, ("full",)) == [("full", None)]
+    assert forms_to_measure("rnn", None, forms) == [("rnn", 1)]
 
 
 def test_help_names_every_command():

@@ -83,6 +83,11 @@ def test_evaluation_pads_to_one_shape(size, world):
     assert sorted(seen) == list(range(size))
 
 
+def test_repeated_augmentation():
+    order = epoch_order(10, 1, 2, repeats=3).tolist()
+    assert order[:3] == [order[0]] * 3 and len(order) == 10 and len(set(order)) == 4
+
+
 def test_order_depends_on_seed_and_epoch_alone():
     assert torch.equal(epoch_order(9, 1, 2), epoch_order(9, 1, 2))
     assert not torch.equal(epoch_order(50, 1, 2), epoch_order(50, 2, 1))

@@ -63,7 +63,7 @@ def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path, ema):
     resumed = train(path, tmp_path / "b")
     assert same(straight.model.state_dict(), resumed.model.state_dict())
     a, b = (load_checkpoint(tmp_path / run / "last.pt") for run in "ab")
-    assert a["best"] == b["best"] and torch.equal(a["random"]["torch"], b["random"]["torch"])
+    assert a["best"] == b["best"] and torch.equal(a["random"][0]["torch"], b["random"][0]["torch"])
     if ema:
         assert same(a["ema"], b["ema"])
     losses = [[(x["step"], x["loss"]) for x in lines(tmp_path / run) if x["kind"] == "train"] for run in "ab"]
@@ -103,6 +103,19 @@ def test_tensorboard_holds_curves_pictures_and_decays(tmp_path):
     assert tags["histograms"] == [f"decay/blocks.{i}" for i in range(2)]
     assert {"train/loss", "train/lr", "val/top1"} <= set(tags["scalars"])
     assert [e.step for e in events.Scalars("train/loss")] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("stop_at", [3, 6])
+def test_a_signal_during_evaluation_costs_no_evaluation(tmp_path, stop_at):
+    """Steps 3 and 6, the last, are evaluated; the signal falls into the step before."""
+    path = tiny_recipe(tmp_path)
+    straight = train(path, tmp_path / "a")
+    stopped = train(path, tmp_path / "b", stop_at=stop_at)
+    assert stopped.step == stop_at and stopped.evaluated < stop_at
+    resumed = train(path, tmp_path / "b")
+    assert resumed.best == straight.best and resumed.evaluated == 6
+    values = [[(x["step"], x["top1"]) for x in lines(tmp_path / run) if x["kind"] == "val"] for run in "ab"]
+    assert values[0] == values[1]
 
 
 def test_cut_metrics_drops_what_came_later_and_torn_lines(tmp_path):
