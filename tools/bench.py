@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
 def time_length(
     shape: tuple, mixers: list[str], forms: list[str], rounds: int, device: torch.device
 ) -> list[list[str]]:
+    torch._dynamo.reset()  # variants of one length fit the compile cache, those of all lengths do not
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(shape, device=device) for _ in range(4))
     inputs = [q.softmax(-1).requires_grad_(), k.softmax(-1).requires_grad_(), v.requires_grad_()]
