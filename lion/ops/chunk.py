@@ -57,14 +57,14 @@ def chunk_parts(
                 continue
             here = side(clock, back)
             write = scale(k, decay(here.edge.map(last), clock))  # 2. what each chunk hands on
-            read = scale(q, decay(clock, here.before.map(last)))  # 4. and how its tokens read what comes in
             states = carry((write.to(v.dtype).mT @ v).to(wide), here)  # (B, H, N, D, E)
-            numerator = numerator + read.to(v.dtype) @ states.to(v.dtype)
+            reach = decay(clock, here.before.map(last))  # 4. and how far its tokens look into what comes in
+            numerator = numerator + reach[..., None] * (q @ states.to(v.dtype))
             if rowsum:
                 z = carry(write.sum(3)[..., None], here).mT  # (B, H, N, 1, D)
-                total = total + (read * z).sum(-1)
+                total = total + reach * (q * z).sum(-1)
 
-    numerator = numerator.flatten(2, 3)[:, :, :length]
+    numerator = numerator.to(v.dtype).flatten(2, 3)[:, :, :length]
     return numerator, total.flatten(2, 3)[..., :length] if rowsum else None
 
 
