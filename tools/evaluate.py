@@ -97,7 +97,7 @@ def measure_forms(
             if child.returncode == 130 or child.returncode < 0:
                 raise KeyboardInterrupt
             if child.returncode:
-                raise ConfigError(f"evaluation in form {form} failed (see above)")
+                sys.exit(child.returncode)  # it has said why
             saved = torch.load(out, weights_only=True)
             results[form, size], logits[form, size] = saved["result"], saved["outputs"]
     full = logits["full", None]

@@ -95,8 +95,8 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
             rest = (log_decay - total.diff(prepend=torch.zeros_like(total[..., :1]))).cumsum(-1)
         else:
             rest = (total - total.float().double()).float()
-    inclusive = (total.to(log_decay.dtype), rest)
-    return inclusive, tuple(F.pad(t[..., :-1], (1, 0)) for t in inclusive)
+    upto = (total.to(log_decay.dtype), rest)
+    return upto, tuple(F.pad(t[..., :-1], (1, 0)) for t in upto)
 
 
 def inclusive(gate: str, direction: str) -> bool:
