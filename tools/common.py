@@ -48,17 +48,17 @@ def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Any, int, str |
 
     With `look=False` the published figures are enough, and no folder is walked.
     """
-    try:
-        if not look and hasattr(data.module(recipe.data.name), "published"):
-            raise ConfigError("not looked for")
-        splits = build_data(recipe)
-        return splits.info, len(splits.train), None
-    except ConfigError as error:
-        published = getattr(data.module(recipe.data.name), "published", None)
-        if published is None:
-            raise
-        info, samples = published(recipe.data)
-        return info, samples, str(error)
+    published = getattr(data.module(recipe.data.name), "published", None)
+    note = None
+    if look or published is None:
+        try:
+            splits = build_data(recipe)
+            return splits.info, len(splits.train), None
+        except ConfigError as error:
+            if published is None:
+                raise
+            note = str(error)
+    return *published(recipe.data), note
 
 
 def process_count(recipe: Recipe) -> int:
