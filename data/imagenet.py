@@ -23,9 +23,9 @@ def build(config: Config) -> DataSplits:
     return build_folders(config, find_root(config, "imagenet", HOW), HOW)
 
 
-__all__ = ["Config", "build", "load_picture"]
-
-
 def published(config: Config) -> tuple[ImageInfo, int]:
     """What the data set is known to hold: its info and the number of training pictures."""
     return ImageInfo(tuple(config.image_size), 3, tuple(f"class {i}" for i in range(1000))), 1_281_167
+
+
+__all__ = ["Config", "build", "load_picture", "published"]

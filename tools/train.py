@@ -34,11 +34,8 @@ def main(argv: list[str]) -> int:
 
     recipe = resolve(args.recipe, args.overrides)
     launched = "RANK" in os.environ  # by torchrun, below
-    if not launched:
-        if args.fresh:
-            set_aside(recipe.folder)
-        if finished(recipe):
-            return 0
+    if not launched and not args.fresh and finished(recipe):
+        return 0
     world = int(os.environ.get("WORLD_SIZE", 0)) or process_count(recipe)
     splits = build_data(recipe)
     plan = make_plan(recipe, samples=len(splits.train), world=world)
@@ -47,10 +44,12 @@ def main(argv: list[str]) -> int:
     model = task.build_model(recipe.model)
     if recipe.init_from is not None:
         init_from(model, recipe.init_from, splits.info)
-    if world > 1 and not launched:  # all that can be refused has been: start the processes
+    runtime = start_runtime(recipe.trainer.device) if launched or world == 1 else None
+    if args.fresh:  # all that can be refused has been
+        set_aside(recipe.folder)
+    if runtime is None:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "tools.train"]
         os.execv(sys.executable, [sys.executable, *torchrun, args.recipe, *args.overrides])
-    runtime = start_runtime(recipe.trainer.device)
     if runtime.main:
         start_folder(recipe)
         print(

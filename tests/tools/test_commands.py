@@ -107,6 +107,8 @@ def test_eval_predict_and_load(quickstart, tmp_path):
 def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path):
     path = tiny_recipe(tmp_path, model={"mixer": "softmax"})
     assert command("train", path).returncode == 0
+    assert command("train", path, "--fresh", "trainer.device=cuda:77").returncode == 2
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["tiny"]  # refused: nothing was moved
     done = command("train", path, "--fresh", "trainer.steps=4")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "tiny.old1" / "summary.json").exists()
