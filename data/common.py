@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError, setting
+from lion.tasks.base import Unreadable
 
 
 @dataclass
@@ -58,7 +59,10 @@ def split_indices(size: int, shares: tuple[float, ...], seed: int = 0) -> list[l
 
 
 class Images(Dataset):
-    """Samples {image, label} of a data set of (picture, label) under a transform; `indices` picks a part of it."""
+    """Samples {image, label} of a data set of (picture, label) under a transform; `indices` picks a part of it.
+
+    What the source fails to give is `Unreadable`; an error of the transform is a bug and stays one.
+    """
 
     def __init__(self, source: Any, transform: Any, indices: list[int] | None = None) -> None:
         self.source, self.transform, self.indices = source, transform, indices
@@ -67,5 +71,18 @@ class Images(Dataset):
         return len(self.source) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        picture, label = self.source[index if self.indices is None else self.indices[index]]
+        index = index if self.indices is None else self.indices[index]
+        try:
+            picture, label = self.source[index]
+        except Exception as error:
+            raise Unreadable(f"{self.name(index)} ({type(error).__name__}: {first_line(error)})") from error
         return {"image": self.transform(picture), "label": label}
+
+    def name(self, index: int) -> str:
+        """What a person knows a sample by: its file, where it has one."""
+        files = getattr(self.source, "samples", None)
+        return files[index][0] if files else f"sample {index}"
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no reason given"])[0]

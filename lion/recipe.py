@@ -27,7 +27,7 @@ from lion.tasks import TASKS
 from lion.trainer.batches import steps_per_epoch
 from lion.trainer.config import Plan, TrainerConfig
 from lion.trainer.optim import OptimConfig
-from lion.trainer.schedule import ScheduleConfig, to_steps
+from lion.trainer.schedule import ScheduleConfig, to_seconds, to_steps
 
 EXCLUSIVE = (("trainer.epochs", "trainer.steps"),)  # a layer that gives one takes the other away
 
@@ -205,10 +205,11 @@ def make_plan(recipe: Recipe, *, samples: int, world: int) -> Plan:
         )
     per_epoch = steps_per_epoch(samples, c.batch_size)
     total = c.steps if c.steps is not None else max(1, round(c.epochs * per_epoch))
-    every = {
-        name: max(1, to_steps(getattr(c, name), steps_per_epoch=per_epoch, total=total))
-        for name in ("eval_every", "save_every")
-    }
+
+    def every(duration: str | int) -> int:
+        return max(1, to_steps(duration, steps_per_epoch=per_epoch, total=total))
+
+    seconds = to_seconds(c.save_every)
     warmup = to_steps(recipe.schedule.warmup, steps_per_epoch=per_epoch, total=total)
     return Plan(
         trainer=c,
@@ -220,5 +221,7 @@ def make_plan(recipe: Recipe, *, samples: int, world: int) -> Plan:
         warmup=warmup,
         micro=micro,
         accumulation=share // micro,
-        **every,
+        eval_every=every(c.eval_every),
+        save_every=None if seconds else every(c.save_every),
+        save_seconds=seconds,
     )

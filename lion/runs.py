@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from torch import nn
 from lion.config import ConfigError, nearest, parse_yaml
 from lion.recipe import Recipe, load_recipe
 from lion.tasks import TASKS, Task
-from lion.trainer.checkpoint import load_checkpoint
+from lion.trainer.checkpoint import load_state, newest
 
 log = logging.getLogger("lion")
 
@@ -52,19 +54,32 @@ def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
     """Rebuild a run's model with the weights of `best` or `last`, in evaluation mode on the CPU."""
     folder = find_run(run)
     recipe = load_recipe(folder / RECIPE)
-    path = folder / f"{checkpoint}.pt"
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such checkpoint; the run has not been evaluated yet")
-    state = load_checkpoint(path)
+    state = read_checkpoint(folder, checkpoint)
     weights = state.get("ema" if ema else "model")
-    if weights is None:
-        raise ConfigError(f"{path}: holds no {'EMA ' if ema else ''}weights")
+    if not weights:
+        raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint holds no {'EMA ' if ema else ''}weights")
     kind = TASKS[recipe.task.name]
     task = kind(recipe.task, kind.Info.from_dict(state["info"]))
     model = task.build_model(recipe.model)
     model.load_state_dict(weights)
     rest = {k: v for k, v in state.items() if k not in ("model", "ema", "optimizer", "random")}
     return LoadedRun(folder, recipe, task, model.eval(), rest)
+
+
+def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
+    """The newest whole checkpoint of a kind.
+
+    Raises:
+        ConfigError: There is none, none is whole, or it is sharded.
+    """
+    found = newest(folder, kind)
+    if found is None:
+        others = [other for other in ("best", "last") if newest(folder, other)]
+        why = f"it has {others[0]!r}" if others else "the run has not come that far"
+        raise ConfigError(f"{folder}: no {kind!r} checkpoint, {why}")
+    if found.sharded:
+        raise ConfigError(f"{found.path} is sharded: ./run.sh consolidate {folder} makes one file of it")
+    return load_state(found.state)
 
 
 def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> nn.Module:
@@ -82,7 +97,7 @@ def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> nn.
 
 def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
     """Start a model from a run's best weights; what does not fit, and the head of other data, starts anew."""
-    state = load_checkpoint(find_run(run) / "best.pt")
+    state = read_checkpoint(find_run(run), "best")
     own, same_data = model.state_dict(), state["info"] == info.to_dict()
     fits = {
         name: value
@@ -94,6 +109,28 @@ def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
         raise ConfigError(f"init_from: {run}: {len(left)} of {len(own)} tensors do not fit, e.g. {left[0]}")
     model.load_state_dict({**own, **fits})
     log.info("initialised from %s; new: %s", run, ", ".join(left) or "nothing")
+
+
+def lock_run(folder: Path) -> IO[str]:
+    """Claim a run folder for this process, until it ends or closes what is returned.
+
+    Raises:
+        ConfigError: Another process trains there.
+    """
+    file = open(folder / ".lock", "a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loader workers
+    except BlockingIOError:
+        file.seek(0)
+        raise ConfigError(
+            f"{folder}: process {file.read().strip()} trains there now; wait, or use run.name=NAME"
+        ) from None
+    except OSError as error:
+        log.warning("%s: cannot be locked (%s); do not train there twice at once", folder, error.strerror)
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
 
 
 def count_parameters(model: nn.Module) -> int:

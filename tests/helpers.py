@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from lion.config import merge
+from lion.trainer.checkpoint import load_state, newest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,6 +35,11 @@ def tiny_recipe(folder: Path, name: str = "tiny", **changes) -> Path:
     path = Path(folder) / f"{name}.yaml"
     path.write_text(yaml.safe_dump(merge(merge(TINY, {"run": {"root": str(Path(folder) / "runs")}}), changes)))
     return path
+
+
+def state_of(run: Path, kind: str = "last") -> dict:
+    """What a run's newest checkpoint of a kind holds."""
+    return load_state(newest(Path(run), kind).state)
 
 
 def command(*args: str, env: dict | None = None, timeout: float = 300) -> subprocess.CompletedProcess:

@@ -1,7 +1,5 @@
 """Every shipped recipe is strict, builds what it names, and trains."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import yaml
@@ -11,6 +9,7 @@ from lion.layers.attention import Attention, LionAttention, SoftmaxAttention
 from lion.layers.decay import FixedDecay, SelectiveDecay
 from lion.recipe import dump_recipe, load_recipe, make_plan
 from lion.runs import build_on_meta, count_parameters
+from lion.trainer.checkpoint import newest
 from lion.trainer.loop import Splits, Trainer
 from lion.trainer.runtime import start_runtime
 from tests.helpers import ROOT
@@ -119,4 +118,4 @@ def test_two_steps_of_a_shrunken_copy(path, tmp_path):
     trainer = Trainer(plan, task, model, Splits(Noise(), Noise(), 0), tmp_path, start_runtime("cpu"))
     assert trainer.fit() and trainer.step == 2
     assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
-    assert Path(tmp_path / "last.pt").exists()
+    assert newest(tmp_path, "last")

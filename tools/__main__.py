@@ -15,6 +15,8 @@ COMMANDS = {
     "list": "tools.show",
     "predict": "tools.predict",
     "bench": "tools.bench",
+    "consolidate": "tools.consolidate",
+    "soak": "tools.soak",
 }
 
 

@@ -19,6 +19,7 @@ from lion.layers.attention import set_form
 from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
+from lion.trainer.faults import RunError
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -85,7 +86,8 @@ def loader_workers(recipe: Recipe) -> int:
 
 
 def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None) -> None:
-    """Run a command's `main` and exit: 2 with one line for bad input, 130 when interrupted."""
+    """Run a command's `main` and exit: 2 with one line for bad input, 1 with one for a run that cannot go on, 130
+    when interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
     if debug:
@@ -95,11 +97,11 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of nvcc without a GPU
     try:
         code = main(argv)
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         if debug:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
-        code = 2
+        code = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130

@@ -28,10 +28,9 @@ from lion.layers.attention import forms_of
 from lion.ops import FORMS
 from lion.runs import count_parameters, find_run, open_run
 from lion.tasks.base import to_device
-from lion.trainer.batches import eval_loader
+from lion.trainer.batches import eval_batches
 from lion.trainer.evaluate import evaluate
-from lion.trainer.loop import peak_memory
-from lion.trainer.runtime import start_runtime
+from lion.trainer.runtime import peak_memory, start_runtime
 from tools.common import build_data, choose_form, loader_workers, resolve_run, run_command, table
 
 DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
@@ -120,9 +119,11 @@ def measure(request: dict[str, Any]) -> None:
     model, task = loaded.model.to(runtime.device), loaded.task
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
     precision = recipe.trainer.precision
-    loader = eval_loader(dataset, batch=batch, rank=0, world=1, workers=loader_workers(recipe), pin=False)
+    loader = eval_batches(
+        dataset, batch=batch, rank=0, world=1, workers=loader_workers(recipe), pin=False, faults=recipe.trainer.faults
+    )
     first = next(iter(loader))
-    size = sum(x.nbytes for x in first.values()) * len(loader)
+    size = sum(x.nbytes for x in first.values()) * -(-len(dataset) // batch)
     batches = list(loader) if size < 2**28 else loader  # small data is loaded ahead, and not timed
 
     with torch.inference_mode(), runtime.autocast(precision):  # one sample first: kernels load, and are not counted
@@ -147,13 +148,13 @@ def measure(request: dict[str, Any]) -> None:
         "split": split,
         "value": metrics[task.metric],
         "best_step": loaded.checkpoint["step"],
-        "samples_per_second": len(dataset) / seconds,
+        "samples_per_second": place / seconds,
         "peak_bytes": max(0, peak_now(runtime.device) - before),
         "weight_bytes": 4 * count_parameters(model),
         "batch": batch,
         "precision": precision,
     }
-    torch.save({"result": result, "outputs": outputs}, request["out"])
+    torch.save({"result": result, "outputs": outputs[:place]}, request["out"])  # less what could not be read
 
 
 def reset_peak(device: torch.device) -> int:

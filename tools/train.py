@@ -1,6 +1,6 @@
 """Train a recipe, evaluate its best checkpoint in every form, and print the summary.
 
-python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh]
+python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh] [--processes N]
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ import argparse
 import gc
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lion.config import ConfigError
 from lion.recipe import Recipe, differences, dump_recipe, make_plan
-from lion.runs import ENVIRONMENT, RECIPE, SUMMARY, count_parameters, init_from, stored_recipe
-from lion.trainer.checkpoint import save_json, save_text
+from lion.runs import ENVIRONMENT, RECIPE, SUMMARY, count_parameters, init_from, lock_run, stored_recipe
+from lion.trainer.checkpoint import check_space, save_json, save_text
 from lion.trainer.loop import Splits, Trainer
 from lion.trainer.runtime import environment, seed_everything, start_runtime
 from tools import evaluate
 from tools.common import build_data, loader_workers, make_task, process_count, resolve, run_command
+from tools.launch import launch
 
 
 def main(argv: list[str]) -> int:
@@ -30,13 +31,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--fresh", action="store_true", help="set an earlier run of this name aside and start anew")
+    parser.add_argument("--processes", type=int, help="on this machine (default: one a visible GPU)")
     args = parser.parse_intermixed_args(argv)
 
+    if args.processes is not None and args.processes < 1:
+        raise ConfigError(f"--processes: expected at least 1, got {args.processes}")
     recipe = resolve(args.recipe, args.overrides)
     launched = "RANK" in os.environ  # by torchrun, below
     if not launched and not args.fresh and finished(recipe):
         return 0
-    world = int(os.environ.get("WORLD_SIZE", 0)) or process_count(recipe)
+    world = int(os.environ.get("WORLD_SIZE", 0)) or args.processes or process_count(recipe)
     splits = build_data(recipe)
     plan = make_plan(recipe, samples=len(splits.train), world=world)
     task = make_task(recipe, splits.info)
@@ -44,23 +48,28 @@ def main(argv: list[str]) -> int:
     model = task.build_model(recipe.model)
     if recipe.init_from is not None:
         init_from(model, recipe.init_from, splits.info)
-    runtime = start_runtime(recipe.trainer.device) if launched or world == 1 else None
+    if not launched:
+        check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
+    runtime = None
+    if launched or world == 1:
+        runtime = start_runtime(recipe.trainer.device, deterministic=recipe.trainer.deterministic)
     if args.fresh:  # all that can be refused has been
         set_aside(recipe.folder)
     if runtime is None:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "tools.train"]
-        os.execv(sys.executable, [sys.executable, *torchrun, args.recipe, *args.overrides])
+        return launch(world, [args.recipe, *args.overrides])
+    lock = None
     if runtime.main:
-        start_folder(recipe)
+        start_folder(recipe.folder)
+        lock = lock_run(recipe.folder)
+        describe_folder(recipe)
         print(
             f"{recipe.run.name}: {recipe.model.mixer}, {count_parameters(model):,} parameters, {runtime.device}"
-            f"{f' x {world}' if world > 1 else ''}\n"
+            f"{f' x {world} ({recipe.trainer.parallel})' if world > 1 else ''}\n"
             f"{len(splits.train):,} training {task.unit}, {plan.total:,} steps of {recipe.trainer.batch_size}"
             f" = {world} x {plan.accumulation} x {plan.micro}, {plan.steps_per_epoch} steps an epoch"
         )
+    runtime.agree(None)  # the folder is there, and ours
     seed_everything(recipe.seed + runtime.rank)
-    if world > 1:
-        dist.barrier()
     repeats = getattr(recipe.data, "repeats", 1)
     loaded = Splits(splits.train, splits.val, loader_workers(recipe), repeats)
     trainer = Trainer(plan, task, model, loaded, recipe.folder, runtime)
@@ -68,24 +77,33 @@ def main(argv: list[str]) -> int:
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
+    if not complete:
+        if runtime.main:
+            print(f"stopped at step {step} of {plan.total}; the same command goes on from there")
+        return 130
     if not runtime.main:
         return 0
-    if not complete:
-        print(f"stopped at step {step} of {plan.total}; the same command goes on from there")
-        return 130
     del trainer, model  # the forms are measured by processes of their own, on the same device
     gc.collect()
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
     summarise(recipe.folder)
     print_summary(recipe.folder)
+    del lock
     return 0
+
+
+def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:
+    """Bytes of a checkpoint to go on from (weights, two moments, average), and of the best weights alone."""
+    weights = sum(t.nbytes for t in model.state_dict().values())
+    return weights * (4 if ema else 3), weights * (2 if ema else 1)
 
 
 def set_aside(folder: Path) -> None:
     """Rename an earlier run's folder; nothing is deleted."""
     if not folder.exists():
         return
+    lock_run(folder).close()  # nobody trains there
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
         number += 1
@@ -110,11 +128,14 @@ def finished(recipe: Recipe) -> bool:
     return True
 
 
-def start_folder(recipe: Recipe) -> None:
+def start_folder(folder: Path) -> None:
     try:
-        recipe.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.root: cannot make {recipe.folder}: {error.strerror}") from None
+        raise ConfigError(f"run.root: cannot make {folder}: {error.strerror}") from None
+
+
+def describe_folder(recipe: Recipe) -> None:
     save_text(recipe.folder / RECIPE, dump_recipe(recipe))
     save_json(recipe.folder / ENVIRONMENT, environment())
 

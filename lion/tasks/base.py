@@ -30,6 +30,10 @@ class ImageInfo:
         return ImageInfo(tuple(values["size"]), values["channels"], tuple(values["classes"]))
 
 
+class Unreadable(Exception):
+    """A data set's sample cannot be read; the message names its file and the reason."""
+
+
 class Sums(NamedTuple):
     """A batch's loss as a sum and the weight to divide by, so that accumulating equals the big batch."""
 

@@ -7,14 +7,23 @@ a sample's augmentation depends on (seed, epoch, sample) alone: a run can stop a
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from lion.config import ConfigError
+from lion.tasks.base import Batch, Unreadable
+from lion.trainer.faults import FaultsConfig, RunError
+
+log = logging.getLogger("lion")
+
+SEARCH = 100  # neighbours tried in place of a sample that cannot be read
 
 
 def derive(*numbers: int) -> int:
@@ -49,6 +58,12 @@ class StepSampler(Sampler):
         self.start, self.total, self.rank, self.world = start, total, rank, world
         self.steps_per_epoch = size // batch
 
+    def samples(self, step: int) -> list[int]:
+        """The global batch of a step."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        order = epoch_order(self.size, self.seed, epoch, self.repeats)
+        return order[position * self.batch : (position + 1) * self.batch].tolist()
+
     def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
         current, order = None, None
         for step in range(self.start, self.total):
@@ -60,40 +75,63 @@ class StepSampler(Sampler):
                 yield [(epoch, place, order[place]) for place in range(begin, begin + self.micro)]
 
 
+class Samples(list):
+    """Samples of a batch, and what could not be read on the way: (index, reason)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreadable: list[tuple[int, str]] = []
+
+    def read(self, dataset: Dataset, index: int) -> tuple[Any, bool]:
+        """`dataset[index]`, and whether it is that; for one that cannot be read, the next that can (or None)."""
+        for candidate in range(index, index + SEARCH):
+            candidate %= len(dataset)
+            try:
+                return dataset[candidate], candidate == index
+            except Unreadable as error:
+                self.unreadable.append((candidate, str(error)))
+        return None, False
+
+
+def collate(samples: Samples) -> tuple[Batch | None, list[tuple[int, str]]]:
+    """A batch, or None where too little could be read, and what could not be."""
+    return None if any(s is None for s in samples) else default_collate(list(samples)), samples.unreadable
+
+
 class SeededDataset(Dataset):
     """A data set whose random augmentation depends on (seed, epoch, place in the epoch) alone."""
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
-    def __getitems__(self, keys: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
-        generator = torch.default_generator
+    def __getitems__(self, keys: list[tuple[int, int, int]]) -> Samples:
+        generator, samples = torch.default_generator, Samples()
         state = generator.get_state()
         try:
-            return [self._sample(generator, *key) for key in keys]
+            for epoch, place, index in keys:
+                generator.manual_seed(derive(self.seed, epoch, place, index))
+                samples.append(samples.read(self.dataset, index)[0])
+            return samples
         finally:
             generator.set_state(state)
 
-    def _sample(self, generator: torch.Generator, epoch: int, place: int, index: int) -> dict[str, Any]:
-        generator.manual_seed(derive(self.seed, epoch, place, index))
-        return self.dataset[index]
-
 
 class PaddedDataset(Dataset):
-    """An evaluation split padded to whole batches; `mask` is False for the padding."""
+    """An evaluation split padded to whole batches; `mask` is False for padding and for what cannot be read."""
 
-    def __init__(self, dataset: Dataset, length: int) -> None:
-        self.dataset, self.length = dataset, length
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
 
-    def __len__(self) -> int:
-        return self.length
+    def __getitems__(self, indices: list[int]) -> Samples:
+        samples = Samples()
+        for index in indices:
+            real = index < len(self.dataset)
+            sample, itself = samples.read(self.dataset, index if real else 0)
+            samples.append(None if sample is None else {**sample, "mask": torch.tensor(real and itself)})
+        return samples
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        real = index < len(self.dataset)
-        return {**self.dataset[index if real else 0], "mask": torch.tensor(real)}
 
-
-def ignore_interrupt(_: int) -> None:
+def leave_signals(_: int) -> None:
     """Workers leave signals to the main process, which still needs them to end its step."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -107,25 +145,93 @@ def steps_per_epoch(size: int, batch: int) -> int:
     return size // batch
 
 
-def train_loader(dataset: Dataset, sampler: StepSampler, *, workers: int, pin: bool) -> DataLoader:
+class Batches:
+    """Batches of a loader, whose faults are named, counted and limited; `unreadable` samples are counted once.
+
+    A worker that dies is replaced, with all others, at the batch that was due.
+    """
+
+    def __init__(self, dataset: Dataset, sampler: Any, *, workers: int, pin: bool, faults: FaultsConfig) -> None:
+        self.dataset, self.sampler, self.workers, self.pin, self.faults = dataset, sampler, workers, pin, faults
+        self.unreadable: set[int] = set()
+        self.died = 0
+
+    def loader(self, start: int) -> DataLoader:
+        return DataLoader(
+            self.dataset,
+            batch_sampler=_From(self.sampler, start),
+            num_workers=self.workers,
+            pin_memory=self.pin,
+            collate_fn=collate,
+            worker_init_fn=leave_signals,
+            generator=torch.Generator(),  # its own: starting an iterator draws from it, not from the global state
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        done = 0
+        while True:
+            batches = iter(self.loader(done))
+            if self.workers and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, ignore)  # torch's raises wherever the main thread is; we ask here
+            try:
+                for batch, unreadable in batches:
+                    done += 1
+                    self.report(unreadable)
+                    if batch is None:
+                        raise RunError(f"unreadable: {SEARCH} samples in a row, e.g. {unreadable[0][1]}")
+                    yield batch
+                return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                self.died += 1
+                what = f"a loader worker died ({str(error).splitlines()[0]})"
+                if self.died > self.faults.workers:
+                    raise RunError(
+                        f"{what}, the {self.died}. of at most {self.faults.workers} (trainer.faults.workers); "
+                        f"too little memory? try fewer with data.workers=N"
+                    ) from None
+                log.warning("%s, %d of at most %d; starting its batch again", what, self.died, self.faults.workers)
+
+    def report(self, unreadable: list[tuple[int, str]]) -> None:
+        limit = self.faults.unreadable
+        for index, reason in unreadable:
+            if index in self.unreadable:
+                continue
+            self.unreadable.add(index)
+            count = f"{len(self.unreadable)} of at most {limit}"
+            if len(self.unreadable) > limit:
+                raise RunError(f"unreadable: {reason}; {count} such samples (trainer.faults.unreadable)")
+            log.warning("unreadable, left out: %s (%s)", reason, count)
+
+
+def ignore(number: int, frame: Any) -> None:
+    """A signal handler."""
+
+
+class _From(Sampler):
+    """A batch sampler without its first batches."""
+
+    def __init__(self, sampler: Any, start: int) -> None:
+        self.sampler, self.start = sampler, start
+
+    def __iter__(self) -> Iterator[list]:
+        return itertools.islice(iter(self.sampler), self.start, None)
+
+
+def train_batches(
+    dataset: Dataset, sampler: StepSampler, *, workers: int, pin: bool, faults: FaultsConfig | None = None
+) -> Batches:
     """All micro-batches of this process for the sampler's steps, across epochs."""
-    return _loader(SeededDataset(dataset, sampler.seed), workers=workers, pin=pin, batch_sampler=sampler)
+    seeded = SeededDataset(dataset, sampler.seed)
+    return Batches(seeded, sampler, workers=workers, pin=pin, faults=faults or FaultsConfig())
 
 
-def eval_loader(dataset: Dataset, *, batch: int, rank: int, world: int, workers: int, pin: bool) -> DataLoader:
+def eval_batches(
+    dataset: Dataset, *, batch: int, rank: int, world: int, workers: int, pin: bool, faults: FaultsConfig | None = None
+) -> Batches:
     """This process's share of a split in batches of one shape."""
     rounds = -(-len(dataset) // (batch * world))
-    share = range(rank * batch * rounds, (rank + 1) * batch * rounds)
-    padded = PaddedDataset(dataset, batch * rounds * world)
-    return _loader(padded, workers=workers, pin=pin, batch_size=batch, sampler=share)
-
-
-def _loader(dataset: Dataset, *, workers: int, pin: bool, **kwargs: Any) -> DataLoader:
-    return DataLoader(
-        dataset,
-        num_workers=workers,
-        pin_memory=pin,
-        worker_init_fn=ignore_interrupt,
-        generator=torch.Generator(),  # its own: starting an iterator draws from it, not from the global state
-        **kwargs,
-    )
+    first = rank * batch * rounds
+    share = [range(start, start + batch) for start in range(first, first + batch * rounds, batch)]
+    return Batches(PaddedDataset(dataset), share, workers=workers, pin=pin, faults=faults or FaultsConfig())

@@ -1,16 +1,41 @@
-"""Files of a run that must never be half-written."""
+"""Files of a run that must never be half-written, and checkpoints that are checked before they are trusted.
+
+A checkpoint is a folder `RUN/checkpoints/KIND-STEP/` with its manifest (sizes and SHA-256 of its files). It is
+filled under a hidden name and renamed when it is on the disk: a checkpoint that has its name is complete.
+`last-*` holds everything that a run needs to go on, `best-*` the weights that did best on the validation split.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from lion.config import ConfigError
+
+log = logging.getLogger("lion")
+
+FOLDER, MANIFEST = "checkpoints", "manifest.json"
+STATE = "state.pt"  # plain checkpoints: everything; sharded ones: all but the tensors of model and optimizer
+CONSOLIDATED = "consolidated.pt"  # everything, of a checkpoint that was sharded
+_NAME = re.compile(r"(last|best)-(\d+)")
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint on disk; `state` is the file that `load_state` reads, `sharded` says whether it is all."""
+
+    path: Path
+    step: int
+    state: Path
+    sharded: bool
 
 
 def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
@@ -25,19 +50,129 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def save_json(path: Path, values: Any) -> None:
+    write_atomic(path, lambda file: file.write((json.dumps(values, indent=2) + "\n").encode()))
+
+
+def save_text(path: Path, text: str) -> None:
+    write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's list of names to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    write_atomic(path, lambda file: torch.save(state, file))
+def scratch_folder(run: Path, kind: str, step: int) -> Path:
+    """An empty hidden folder to fill and then to `seal`."""
+    path = run / FOLDER / f".{kind}-{step}.tmp"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint's tensors and plain data, on the CPU; it cannot run code.
+def seal(scratch: Path, *, sharded: bool = False) -> Path:
+    """Give a filled scratch folder its manifest, flush it, and put it in place in one step."""
+    write_manifest(scratch, [p for p in sorted(scratch.iterdir()) if p.is_file()], sharded=sharded)
+    target = scratch.with_name(scratch.name.removeprefix(".").removesuffix(".tmp"))
+    os.rename(scratch, target)
+    sync(target.parent)
+    return target
+
+
+def write_manifest(folder: Path, files: list[Path], *, sharded: bool) -> None:
+    """What `folder` must hold from now on."""
+    entries = {}
+    for path in files:
+        sync(path)
+        entries[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+    save_json(folder / MANIFEST, {"sharded": sharded, "files": entries})
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, if anything."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        for name, entry in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != entry["bytes"]:
+                return f"{name} has {path.stat().st_size:,} bytes of {entry['bytes']:,}"
+            if digest(path) != entry["sha256"]:
+                return f"{name} is not what was written (SHA-256 differs)"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    return None if files else f"{MANIFEST} is empty"
+
+
+def steps_of(run: Path, kind: str) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint of a kind, newest first, unchecked."""
+    found = []
+    for path in (run / FOLDER).glob(f"{kind}-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append((int(match[2]), path))
+    return sorted(found, reverse=True)
+
+
+def newest(run: Path, kind: str, *, set_aside: bool = False) -> Checkpoint | None:
+    """The newest checkpoint of a kind that is whole; None where there never was one.
+
+    A damaged one is reported, and with `set_aside` renamed so that its step can be saved again.
+
+    Raises:
+        ConfigError: There are checkpoints, and all of them are damaged.
+    """
+    damaged = []
+    for step, path in steps_of(run, kind):
+        reason = damage(path)
+        if reason is not None:
+            log.warning("%s is damaged: %s", path, reason)
+            damaged.append(path)
+            continue
+        for bad in damaged:
+            log.warning("going back from %s to %s", bad.name, path.name)
+            if set_aside:
+                os.rename(bad, unused(bad.with_name(f"damaged-{bad.name}")))
+        manifest = json.loads((path / MANIFEST).read_text())
+        name = CONSOLIDATED if CONSOLIDATED in manifest["files"] else STATE
+        return Checkpoint(path, step, path / name, manifest["sharded"])
+    if damaged:
+        raise ConfigError(f"{run}: no {kind!r} checkpoint is whole; --fresh starts anew and keeps this folder")
+    return None
+
+
+def unused(path: Path) -> Path:
+    """`path`, or the first free name that counts up from it."""
+    names = (path.with_name(f"{path.name}.{number}") for number in range(1, 10_000))
+    return path if not path.exists() else next(name for name in names if not name.exists())
+
+
+def prune(newest: Path, keep: int) -> None:
+    """Delete all of a checkpoint's kind but itself and the `keep - 1` before it, and what interrupted saves left."""
+    kind, run = newest.name.partition("-")[0], newest.parent.parent
+    others = [path for _, path in steps_of(run, kind) if path != newest]
+    for path in others[keep - 1 :]:
+        os.rename(path, path.with_name(f".{path.name}.tmp"))  # so that a kill leaves no half of a checkpoint
+    for path in newest.parent.glob(f".{kind}-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """A checkpoint file's tensors and plain data, on the CPU; it cannot run code.
 
     Raises:
         ConfigError: No such file, or not a checkpoint.
@@ -50,9 +185,23 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a readable checkpoint ({type(error).__name__})") from None
 
 
-def save_json(path: Path, values: Any) -> None:
-    write_atomic(path, lambda file: file.write((json.dumps(values, indent=2) + "\n").encode()))
+def check_space(run: Path, state: int, best: int, keep: int) -> None:
+    """Refuse a run whose checkpoints will not fit: `keep` of `state` bytes, one of `best`, and one being written.
+
+    Raises:
+        ConfigError: The disk lacks the room.
+    """
+    have = sum(p.stat().st_size for p in (run / FOLDER).rglob("*") if p.is_file())
+    place = next(p for p in (run.absolute(), *run.absolute().parents) if p.is_dir())
+    free = shutil.disk_usage(place).free + have
+    need = state * (keep + 1) + best
+    if need > free:
+        less = f", trainer.keep_last=1 (needs {mib(2 * state + best)})" if keep > 1 else ""
+        raise ConfigError(
+            f"run.root: checkpoints in {run} need {mib(need)} and {mib(free)} are free: make room{less} "
+            f"or choose another run.root"
+        )
 
 
-def save_text(path: Path, text: str) -> None:
-    write_atomic(path, lambda file: file.write(text.encode()))
+def mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

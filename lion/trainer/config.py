@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lion.config import setting
+from lion.trainer.faults import FaultsConfig
 from lion.trainer.optim import OptimConfig
-from lion.trainer.schedule import ScheduleConfig, to_steps
+from lion.trainer.parallel import KINDS
+from lion.trainer.schedule import ScheduleConfig, to_seconds, to_steps
 
 
 @dataclass
@@ -14,7 +16,10 @@ class TrainerConfig:
     """How long, how large, how often. Durations are steps (2000), epochs ("5ep") or percent ("2%").
 
     `batch_size` is the global batch of a step and part of the recipe. `micro_batch` is what one process takes
-    in one pass (null: its whole share); accumulation follows from both.
+    in one pass (null: its whole share); accumulation follows from both. `save_every` may also be minutes
+    ("30min"); of the checkpoints that a run can go on from, the newest `keep_last` are kept. `parallel` is what
+    several processes do with the model: each holds all of it (`ddp`) or a part (`fsdp`). `deterministic` makes a
+    GPU give the same bits each time, where PyTorch can.
     """
 
     batch_size: int = setting(min=1)
@@ -27,18 +32,25 @@ class TrainerConfig:
     ema: float | None = setting(None, min=0, max=1)
     eval_every: str | int = "1ep"
     save_every: str | int = setting("1ep", free=True)
+    keep_last: int = setting(2, min=1, free=True)
     log_every: int = setting(50, min=1, free=True)
     device: str = setting("auto", free=True)
+    parallel: str = setting("ddp", choices=KINDS, free=True)
+    deterministic: bool = setting(False, free=True)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             given = "neither" if self.epochs is None else "both"
             raise ValueError(f"epochs: give exactly one of trainer.epochs and trainer.steps, got {given}")
         for name in ("eval_every", "save_every"):
+            if name == "save_every" and to_seconds(self.save_every):
+                continue
             try:
                 steps = to_steps(getattr(self, name), steps_per_epoch=1000, total=100_000)
             except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+                minutes = " (or minutes, '30min')" if name == "save_every" else ""
+                raise ValueError(f"{name}: {error}{minutes}") from None
             if steps < 1:
                 raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)!r}")
 
@@ -55,6 +67,7 @@ class Plan:
     steps_per_epoch: int
     warmup: int
     eval_every: int
-    save_every: int
+    save_every: int | None  # null: by the clock, `save_seconds`
+    save_seconds: float | None
     micro: int
     accumulation: int

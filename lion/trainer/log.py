@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +15,36 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from lion.trainer.checkpoint import write_atomic
+from lion.trainer.faults import full_disk
+
 log = logging.getLogger("lion")
 
 
 class RunLog:
-    """Metrics of one run, from step `start` on: whatever an earlier process wrote past that step is cut off."""
+    """Metrics of one run, from step `start` on: whatever an earlier process wrote past that step is cut off.
 
-    def __init__(self, folder: Path, *, start: int, total: int, active: bool = True) -> None:
+    An evaluation of `start` itself that will be made again (`evaluated` says it is not done) is cut off, too. A
+    full disk is reported once and stops no run; what could not be written waits in memory.
+    """
+
+    def __init__(self, folder: Path, *, start: int, total: int, evaluated: bool = True, active: bool = True) -> None:
         self.active = active
         if not active:
             return
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self.path = folder / "metrics.jsonl"
-        cut_metrics(self.path, start)
-        self.file = open(self.path, "a")
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+        path = folder / "metrics.jsonl"
+        kept = cut_metrics(path, lambda line: line["step"] < start + (evaluated or line["kind"] == "train"))
+        self.file = open(path, "ab")  # buffered: what a full disk refuses is tried again with the next line
+        self.full = False
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + evaluated)
         self.bar = tqdm(total=total, initial=start, desc=folder.name, unit="step", dynamic_ncols=True)
         self.redirect = logging_redirect_tqdm([log])
         self.redirect.__enter__()
+        if not evaluated:
+            for line in (x for x in kept if x["step"] == start):  # purged from TensorBoard with the rest of its step
+                self.scalars(start, line["kind"], {k: v for k, v in line.items() if k not in ("step", "kind", "epoch")})
 
     def progress(self, steps: int = 1, **shown: str) -> None:
         if self.active:
@@ -41,38 +56,75 @@ class RunLog:
         """One line of `metrics.jsonl` and one TensorBoard point a value."""
         if not self.active:
             return
-        self.file.write(json.dumps({"step": step, "kind": kind, **more, **values}) + "\n")
-        self.file.flush()
-        for name, value in values.items():
-            self.board.add_scalar(f"{kind}/{name}", value, step)
+        with self.space():
+            self.file.write((json.dumps({"step": step, "kind": kind, **more, **values}) + "\n").encode())
+            self.file.flush()
+        self.scalars(step, kind, values)
+
+    def scalars(self, step: int, kind: str, values: dict[str, float]) -> None:
+        with self.space():
+            for name, value in values.items():
+                self.board.add_scalar(f"{kind}/{name}", value, step)
 
     def histograms(self, step: int, kind: str, values: dict[str, Tensor]) -> None:
         if self.active:
-            for name, value in values.items():
-                self.board.add_histogram(f"{kind}/{name}", value, step)
+            with self.space():
+                for name, value in values.items():
+                    self.board.add_histogram(f"{kind}/{name}", value, step)
 
     def images(self, values: dict[str, Tensor]) -> None:
         if self.active:
-            for name, value in values.items():
-                self.board.add_image(name, value, 0)
+            with self.space():
+                for name, value in values.items():
+                    self.board.add_image(name, value, 0)
+
+    def flush(self) -> None:
+        """Everything so far to the disk, so that no checkpoint is ahead of its metrics."""
+        if self.active:
+            with self.space():
+                self.file.flush()
+                os.fsync(self.file.fileno())
+                self.board.flush()
+
+    @contextlib.contextmanager
+    def space(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not full_disk(error):
+                raise
+            if not self.full:
+                log.warning("metrics cannot be written: %s", error)
+            self.full = True
 
     def close(self) -> None:
         if self.active:
             self.bar.close()
             self.redirect.__exit__(None, None, None)
-            self.board.close()
-            self.file.close()
+            with self.space():
+                self.board.close()
+            with self.space():
+                self.file.close()
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines after `step`, and a torn last one."""
-    if not path.exists():
-        return
+class Window:
+    """What happened since the last line of metrics."""
+
+    def __init__(self) -> None:
+        self.started, self.waited, self.samples = time.perf_counter(), 0.0, 0
+
+
+def cut_metrics(path: Path, keep: Callable[[dict], bool]) -> list[dict]:
+    """Drop the lines that `keep` refuses, and torn ones; returns what is left."""
     kept = []
-    for line in path.read_text().splitlines():
+    if not path.exists():
+        return kept
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+            values = json.loads(line)
+            if keep(values):
+                kept.append(values)
         except (json.JSONDecodeError, KeyError, TypeError):
             continue
-    path.write_text("".join(kept) if step else "")
+    write_atomic(path, lambda file: file.writelines((json.dumps(v) + "\n").encode() for v in kept))
+    return kept

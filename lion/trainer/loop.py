@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import resource
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +12,29 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch._dynamo.exc import TorchDynamoException
+from torch.utils.data import Dataset
 
+from lion.config import ConfigError
 from lion.tasks.base import Batch, Task, to_device
-from lion.trainer.batches import StepSampler, derive, eval_loader, train_loader
-from lion.trainer.checkpoint import load_checkpoint, save_checkpoint
+from lion.trainer.batches import Batches, StepSampler, derive, eval_batches, train_batches
 from lion.trainer.config import Plan
 from lion.trainer.evaluate import decay_values, evaluate
-from lion.trainer.log import RunLog
+from lion.trainer.faults import FiniteGuard, RunError, memory_advice, out_of_memory
+from lion.trainer.log import RunLog, Window
 from lion.trainer.optim import make_optimizer
-from lion.trainer.runtime import Runtime, compile_blocks, random_state, restore_random_state, seed_everything
+from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
+from lion.trainer.resume import Checkpointer, Clock, promise
+from lion.trainer.runtime import (
+    Runtime,
+    catch_signals,
+    circumstances,
+    compile_blocks,
+    peak_memory,
+    random_state,
+    restore_random_state,
+    seed_everything,
+)
 from lion.trainer.schedule import learning_rate
 
 log = logging.getLogger("lion")
@@ -41,12 +50,12 @@ class Splits(NamedTuple):
 
 
 class Trainer:
-    """Trains `model` on `task` into a run folder, resuming from its `last` checkpoint.
+    """Trains `model` on `task` into a run folder, resuming from its newest whole checkpoint.
 
     Args:
         plan: Settings, and the lengths that follow from them.
         task, model, splits: What is learned; `splits.val` chooses `best`.
-        folder: Run folder; `last.pt` and `best.pt` are written there.
+        folder: Run folder; checkpoints go to `folder/checkpoints`.
         runtime: Device and processes.
     """
 
@@ -59,118 +68,184 @@ class Trainer:
         self.ema = None
         if self.config.ema is not None:
             self.ema = copy.deepcopy(self.model).requires_grad_(False)
+        if self.config.parallel == "fsdp" and runtime.world > 1:
+            for part in filter(None, (self.model, self.ema)):
+                shard(part, runtime)
         self.optimizer = make_optimizer(self.model, plan.optim)
+        learner = Learner(self.model, self.ema, self.optimizer)
+        self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
+        self.guard = FiniteGuard(runtime.device)
         self.peak = plan.optim.peak(self.config.batch_size)
         self.step, self.evaluated, self.best = 0, 0, {"value": float("-inf"), "step": 0}
-        self.stopping = False
+        self.reported: dict[str, int] = {}
+        self.compiled = self.stopping = False
 
     def fit(self) -> bool:
-        """Train to the end; False when a signal asked to stop earlier (the state is saved)."""
-        self.resume()
-        if self.config.compile:
-            for model in filter(None, (self.model, self.ema)):
-                if not compile_blocks(model):
-                    break
-        self.forward = DistributedDataParallel(self.model) if self.runtime.world > 1 else self.model
-        batches = iter(self.train_batches())
-        started = time.perf_counter()
-        with (
-            catch_signals(self),
-            contextlib.closing(
-                RunLog(self.folder, start=self.step, total=self.plan.total, active=self.runtime.main)
-            ) as out,
-        ):
-            window = Window()
-            complete = self.evaluate_if_due(out)  # a signal may have cut the last one short
-            while complete and self.step < self.plan.total:
-                lr = self.set_learning_rate()
-                loss, norm = self.train_step(batches, window, out)
-                self.step += 1
-                window.samples += self.config.batch_size
-                out.progress()
-                if self.due(self.config.log_every):
-                    self.report(out, window, loss, lr, norm)
-                    window = Window()
-                if self.due(self.plan.eval_every):
-                    complete = self.evaluate_if_due(out)
-                    window = Window()
-                stop = self.runtime.any(self.stopping)
-                if stop or not complete or self.due(self.plan.save_every):
-                    self.save("last")
-                if stop and self.step < self.plan.total:
-                    complete = False
-        if not complete:
-            return False
-        log.info("trained %d steps in %.0f s", self.step, time.perf_counter() - started)
-        return True
+        """Train to the end; False when a signal asked to stop earlier (the state is saved).
 
-    def train_step(self, batches: Iterator, window: Window, out: RunLog) -> tuple[Tensor, Tensor | None]:
-        """One optimizer step over the global batch; returns its mean loss (this process's share) and gradient norm."""
+        Raises:
+            RunError: Training cannot go on, or its end cannot be saved.
+            ConfigError: A setting does not fit the machine or what the run folder holds.
+        """
+        self.prepare()
+        started = time.perf_counter()
+        with catch_signals(self), contextlib.closing(self.open_log()) as out, self.explained():
+            try:
+                complete = self.train(iter(self.train_batches), out)
+            except TorchDynamoException:  # a signal to the whole process group ends the compiler, too
+                if not self.stopping or self.runtime.world > 1:
+                    raise
+                complete = False
+                self.save(out)
+        if self.checkpoints.saved != self.step:
+            raise RunError(f"step {self.step} could not be saved: {self.checkpoints.kept}")
+        if complete:
+            log.info("trained %d steps in %.0f s", self.step, time.perf_counter() - started)
+        return complete
+
+    def prepare(self) -> None:
+        """Compile, resume, and find the place in the data."""
+        if self.config.compile:
+            self.compiled = all(compile_blocks(model) for model in filter(None, (self.model, self.ema)))
+        self.resume()
+        self.forward = replicate(self.model, self.runtime)
+        settings = {"workers": self.splits.workers, "pin": self.pin, "faults": self.config.faults}
+        self.train_batches = train_batches(self.splits.train, self.sampler(self.step), **settings)
+
+    def open_log(self) -> RunLog:
+        evaluated = not self.evaluation_due
+        return RunLog(
+            self.folder, start=self.step, total=self.plan.total, evaluated=evaluated, active=self.runtime.main
+        )
+
+    def train(self, batches: Iterator[Batch], out: RunLog) -> bool:
+        """The loop; False when it was asked to stop."""
+        window, clock = Window(), Clock(self.plan.save_seconds)
+        complete = self.evaluate_if_due(out)  # a signal may have cut the last one short
+        while complete and self.step < self.plan.total:
+            lr = self.set_learning_rate()
+            loss, norm = self.train_step(batches, window, out)
+            self.step += 1
+            window.samples += self.config.batch_size
+            out.progress()
+            self.check_finite()
+            if self.due(self.config.log_every):
+                self.report(out, window, loss, lr, norm)
+                window = Window()
+            if self.due(self.plan.eval_every):
+                complete = self.evaluate_if_due(out)
+                window = Window()
+            stop, late = self.runtime.any(self.stopping, clock.late)
+            if stop or late or not complete or self.due(self.plan.save_every):
+                self.save(out)
+                clock.start()
+            if stop and self.step < self.plan.total:
+                complete = False
+        return complete
+
+    def train_step(self, batches: Iterator[Batch], window: Window, out: RunLog) -> tuple[Tensor, Tensor]:
+        """One optimizer step over the global batch; returns its mean loss and gradient norm.
+
+        Where loss or gradient is not finite, weights and optimizer stay as they are.
+        """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        losses, weights = [], []
+        random = random_state()
+        try:
+            sums = self.accumulate(batches, window, out)
+        except TorchDynamoException:
+            restore_random_state(random)  # the step will be taken again
+            raise
+        if self.runtime.world > 1:
+            torch.distributed.all_reduce(sums)
+        loss = sums[0] / sums[1]
+        # the gradients are of the loss summed over samples, averaged over processes
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        torch._foreach_mul_(local(gradients), (self.runtime.world / sums[1]).float())
+        norm = whole(nn.utils.get_total_norm(gradients))
+        if self.config.clip_grad is not None:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
+        self.optimizer.found_inf = self.guard.skip(loss, norm)
+        self.optimizer.step()
+        if self.ema is not None:
+            torch._foreach_lerp_(list(self.ema.parameters()), list(self.model.parameters()), 1 - self.config.ema)
+        return loss, norm
+
+    def accumulate(self, batches: Iterator[Batch], window: Window, out: RunLog) -> Tensor:
+        """Backward passes of this process's micro-batches; returns the sums of loss and weight."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         for micro in range(self.plan.accumulation):
             waited = time.perf_counter()
             batch = to_device(next(batches), self.runtime.device)
             window.waited += time.perf_counter() - waited
             if self.step == 0 and micro == 0:
                 out.images(self.task.preview(batch))
-            last = micro == self.plan.accumulation - 1
-            with contextlib.nullcontext() if last or self.runtime.world == 1 else self.forward.no_sync():
+            with synchronise(self.forward, micro == self.plan.accumulation - 1):
                 with self.runtime.autocast(self.config.precision):
                     loss, weight = self.task.loss(self.forward, batch)
                 loss.backward()
-            losses.append(loss.detach())
-            weights.append(weight)
-        total = torch.stack(weights).sum()
-        share = total.clone()
-        if self.runtime.world > 1:
-            torch.distributed.all_reduce(total)
-        # the gradients are of the loss summed over samples, averaged over processes by DDP
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, self.runtime.world / total)
-        norm = None
-        if self.config.clip_grad is not None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
-        elif (self.step + 1) % self.config.log_every == 0:
-            norm = nn.utils.get_total_norm(gradients)
-        self.optimizer.step()
-        if self.ema is not None:
-            torch._foreach_lerp_(list(self.ema.parameters()), list(self.model.parameters()), 1 - self.config.ema)
-        return torch.stack(losses).sum() / share, norm
+            sums += torch.stack((loss.detach(), weight)).double()
+        return sums
+
+    def learning_rate(self) -> float:
+        plan = self.plan
+        return learning_rate(self.step, config=plan.schedule, peak=self.peak, warmup=plan.warmup, total=plan.total)
 
     def set_learning_rate(self) -> float:
-        plan = self.plan
-        lr = learning_rate(self.step, config=plan.schedule, peak=self.peak, warmup=plan.warmup, total=plan.total)
+        lr = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
 
-    def due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.plan.total
+    def due(self, every: int | None) -> bool:
+        return self.step == self.plan.total or (every is not None and self.step % every == 0)
 
-    def report(self, out: RunLog, window: Window, loss: Tensor, lr: float, norm: Tensor | None) -> None:
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether `val` is to be measured at this step and has not been."""
+        return self.step > self.evaluated and self.due(self.plan.eval_every)
+
+    def check_finite(self) -> None:
+        """Stop the run after too many skipped steps in a row; looks at the device only so often."""
+        limit = self.config.faults.nonfinite
+        if self.step % limit and self.step < self.plan.total:
+            return
+        row = self.guard.read()[1]
+        if row >= limit:
+            raise RunError(
+                f"no finite loss and gradient in the {row} steps from {self.step - row} on (trainer.faults.nonfinite); "
+                f"{self.checkpoints.kept}. In a new run (run.name=NAME, init_from={self.folder} "
+                f"keeps the best weights) try trainer.clip_grad=1, a lower optim.lr, a longer schedule.warmup, "
+                f"trainer.precision=fp32"
+            )
+
+    def report(self, out: RunLog, window: Window, loss: Tensor, lr: float, norm: Tensor) -> None:
         """Write a line of training metrics."""
-        loss = self.runtime.sum(loss)[0].item() / self.runtime.world
         seconds = time.perf_counter() - window.started
         rate = window.samples / seconds
         unit = self.task.unit
-        out.progress(0, loss=f"{loss:.3f}", lr=f"{lr:.1e}", **{f"{unit}/s": f"{rate:.0f}"})
+        out.progress(0, loss=f"{loss.item():.3f}", lr=f"{lr:.1e}", **{f"{unit}/s": f"{rate:.0f}"})
         values = {
-            "loss": loss,
+            "loss": loss.item(),
             "lr": lr,
+            "gradient_norm": norm.item(),
             f"{unit}_per_second": rate,
             "data_wait_share": window.waited / seconds,
             "memory_mib": peak_memory(self.runtime.device) / 2**20,
             "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         }
-        if norm is not None:
-            values["gradient_norm"] = norm.item()
+        faults = self.faults()
+        if faults["skipped_steps"] > self.reported.get("skipped_steps", 0):
+            log.warning(
+                "step %d: %d steps skipped so far, loss or gradient not finite", self.step, faults["skipped_steps"]
+            )
+        self.reported = faults
+        values.update({name: count for name, count in faults.items() if count})
         out.write(self.step, "train", values, epoch=self.step / self.plan.steps_per_epoch)
 
     def evaluate_if_due(self, out: RunLog) -> bool:
         """Measure `val` where this step's turn has not been taken; False when a signal cut it short."""
-        if self.step == self.evaluated or not self.step or not self.due(self.plan.eval_every):
+        if not self.evaluation_due:
             return True
         loader, first = self.eval_batches(self.splits.val), []
 
@@ -189,117 +264,128 @@ class Trainer:
                     self.task,
                     self.runtime,
                     precision=self.config.precision,
-                    stop=lambda: self.runtime.any(self.stopping),
+                    stop=lambda: self.runtime.any(self.stopping)[0],
                 )
                 if results[kind] is None:
                     return False
         for kind, metrics in results.items():
             out.write(self.step, kind, metrics, epoch=self.step / self.plan.steps_per_epoch)
-        if self.runtime.main:
-            batch = to_device(first[0], self.runtime.device)
-            out.histograms(self.step, "decay", decay_values(self.model, batch, self.task))
+        batch = to_device(first[0], self.runtime.device)
+        out.histograms(self.step, "decay", decay_values(self.model, batch, self.task))
         self.evaluated = self.step
         value = results["val"][self.task.metric]
-        if value >= self.best["value"]:  # of equals, the longer trained
-            self.best = {"value": value, "step": self.step}
-            self.save("best")
+        if value >= self.best["value"] and self.step != self.best["step"]:  # of equals, the longer trained
+            best = {"value": value, "step": self.step}
+            if self.checkpoints.save_best(
+                self.step, {"step": self.step, "best": best, "info": self.task.info.to_dict()}
+            ):
+                self.best = best
         return True
 
-    def state(self, name: str) -> dict[str, Any]:
-        """What `last` (everything) or `best` (weights) holds."""
-        state = {
-            "step": self.step,
-            "best": self.best,
-            "info": self.task.info.to_dict(),
-            "model": self.model.state_dict(),
-            "ema": None if self.ema is None else self.ema.state_dict(),
-        }
-        if name == "last":
-            state["evaluated"] = self.evaluated
-            state["optimizer"] = self.optimizer.state_dict()
-            state["random"] = self.runtime.gather(random_state())
-        return state
+    def eval_batches(self, split: Dataset) -> Batches:
+        return eval_batches(
+            split,
+            batch=self.plan.micro,
+            rank=self.runtime.rank,
+            world=self.runtime.world,
+            workers=self.splits.workers,
+            pin=self.pin,
+            faults=self.config.faults,
+        )
 
-    def save(self, name: str) -> None:
-        """Write a checkpoint; every process takes part, the first one writes."""
-        state = self.state(name)
-        if self.runtime.main:
-            save_checkpoint(self.folder / f"{name}.pt", state)
+    def save(self, out: RunLog) -> None:
+        """Write a checkpoint to go on from; a full disk is reported and leaves the previous one."""
+        out.flush()
+        self.checkpoints.save_last(
+            self.step,
+            {
+                "step": self.step,
+                "evaluated": self.evaluated,
+                "info": self.task.info.to_dict(),
+                "skipped": self.guard.counts.cpu(),
+                "random": self.runtime.gather(random_state()),
+                "next": self.upcoming(),
+                "made": self.circumstances(),
+            },
+        )
 
     def resume(self) -> None:
-        """Continue from `last`, if there is one."""
-        path = self.folder / "last.pt"
-        if not path.exists():
+        """Continue from the newest whole checkpoint, if there is one, and say what that promises."""
+        best, state = self.checkpoints.best(), self.checkpoints.resume()
+        if best is not None:  # a run that lost its last steps may have seen a better one: it is still on the disk
+            self.best = best["best"]
+        if state is None:
             return
-        state = load_checkpoint(path)
-        self.step, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
-        if len(state["random"]) == self.runtime.world:
+        self.step, self.evaluated = state["step"], state["evaluated"]
+        self.guard.counts.copy_(state["skipped"])
+        then, now = state["made"], self.circumstances()
+        same_world = len(state["random"]) == self.runtime.world
+        if same_world:
             restore_random_state(state["random"][self.runtime.rank])
         else:
             seed_everything(derive(self.plan.seed, self.step, self.runtime.rank))
-        log.info("resuming at step %d of %d", self.step, self.plan.total)
+        upcoming = self.upcoming()
+        if upcoming != state["next"]:
+            raise ConfigError(
+                f"{self.folder}: the training data has changed since step {self.step}: expected the samples "
+                f"{state['next']}, found {upcoming}; restore it, or start anew with --fresh"
+            )
+        log.info(
+            "resuming at step %d of %d: exact state%s",
+            self.step,
+            self.plan.total,
+            "" if same_world else ", random states drawn anew for another number of processes",
+        )
+        if upcoming is not None:
+            log.info(
+                "next: learning rate %.3g, samples %s ..", upcoming["lr"], ", ".join(map(str, upcoming["samples"]))
+            )
+        log.info("%s", promise(then, now))
 
-    def train_batches(self) -> DataLoader:
-        sampler = StepSampler(
+    def upcoming(self) -> dict[str, Any] | None:
+        """The learning rate and the first samples of the next step."""
+        if self.step == self.plan.total:
+            return None
+        return {"lr": self.learning_rate(), "samples": self.sampler(self.step).samples(self.step)[:8]}
+
+    def circumstances(self) -> dict[str, Any]:
+        """What must be equal for equal bits."""
+        return {
+            **circumstances(self.runtime),
+            "micro_batch": self.plan.micro,
+            "parallel": self.config.parallel if self.runtime.world > 1 else "none",
+            "compiled": self.compiled,
+        }
+
+    def faults(self) -> dict[str, int]:
+        """What went wrong and was put up with so far, over all processes; skipped steps are the same in each."""
+        own = torch.tensor([len(self.train_batches.unreadable), self.train_batches.died])
+        unreadable, died = self.runtime.sum(*own).int().tolist()
+        return {"skipped_steps": self.guard.read()[0], "unreadable_samples": unreadable, "dead_workers": died}
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say which setting to change where memory runs out."""
+        try:
+            yield
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            raise memory_advice(self.step, self.plan.micro) from error
+
+    def sampler(self, start: int) -> StepSampler:
+        return StepSampler(
             len(self.splits.train),
             batch=self.config.batch_size,
             micro=self.plan.micro,
             seed=self.plan.seed,
-            start=self.step,
+            start=start,
             total=self.plan.total,
             rank=self.runtime.rank,
             world=self.runtime.world,
             repeats=self.splits.repeats,
         )
-        return train_loader(self.splits.train, sampler, workers=self.splits.workers, pin=self.pin)
-
-    def eval_batches(self, split: Dataset) -> DataLoader:
-        runtime = self.runtime
-        return eval_loader(
-            split,
-            batch=self.plan.micro,
-            rank=runtime.rank,
-            world=runtime.world,
-            workers=self.splits.workers,
-            pin=self.pin,
-        )
 
     @property
     def pin(self) -> bool:
         return self.runtime.device.type == "cuda"
-
-
-class Window:
-    """What happened since the last line of metrics."""
-
-    def __init__(self) -> None:
-        self.started, self.waited, self.samples = time.perf_counter(), 0.0, 0
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes ever held: on CUDA by tensors, else by the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-@contextlib.contextmanager
-def catch_signals(trainer: Trainer) -> Iterator[None]:
-    """SIGINT and SIGTERM ask the loop to stop after its step; a second one stops at once."""
-
-    def ask(number: int, frame: Any) -> None:
-        if trainer.stopping:
-            raise KeyboardInterrupt
-        trainer.stopping = True
-        log.warning("%s: saving after this step; once more to stop at once", signal.Signals(number).name)
-
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

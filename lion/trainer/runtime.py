@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +48,13 @@ class Runtime:
             dist.all_reduce(total)
         return total
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is up in any process; talks over the CPU, so that no step waits for the GPU."""
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag whether it is up in any process; talks over the CPU, so that no step waits for the GPU."""
         if self.world == 1:
-            return flag
-        total = torch.tensor(float(flag))
+            return list(flags)
+        total = torch.tensor(flags, dtype=torch.float32)
         dist.all_reduce(total)
-        return bool(total)
+        return (total > 0).tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in order of rank."""
@@ -59,12 +64,24 @@ class Runtime:
         dist.all_gather_object(values, value)
         return values
 
+    def agree(self, value: Any) -> Any:
+        """The first process's value, in every process."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, device=torch.device("cpu"))
+        return box[0]
+
     def autocast(self, precision: str) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def start_runtime(device: str = "auto") -> Runtime:
+def start_runtime(device: str = "auto", *, deterministic: bool = False) -> Runtime:
     """This process's runtime; joins the process group when started by `torchrun`."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -133,6 +150,48 @@ def missing_compiler() -> str | None:
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return f"no Python headers in {sysconfig.get_path('include')}; install python3-dev"
     return None
+
+
+def circumstances(runtime: Runtime) -> dict[str, Any]:
+    """What the last bit of a result depends on beside the recipe's course."""
+    cuda = runtime.device.type == "cuda"
+    return {
+        "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name(runtime.device) if cuda else torch.backends.cpu.get_cpu_capability(),
+        "processes": runtime.world,
+        "threads": torch.get_num_threads(),
+        "deterministic": not cuda or torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes ever held: on CUDA by tensors, else by the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextlib.contextmanager
+def catch_signals(trainer: Any) -> Iterator[None]:
+    """SIGINT and SIGTERM set `trainer.stopping`, which ends it after its step; a second one ends it at once."""
+
+    asked = 0.0
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if trainer.stopping:
+            if time.monotonic() - asked < 1:  # a launcher passes on what a terminal has sent already
+                return
+            raise KeyboardInterrupt
+        trainer.stopping, asked = True, time.monotonic()
+        log.warning("%s: saving after this step; once more to stop at once", signal.Signals(number).name)
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def environment() -> dict[str, Any]:

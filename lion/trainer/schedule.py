@@ -25,6 +25,12 @@ def to_steps(duration: str | int | float, *, steps_per_epoch: int, total: int | 
     return round(amount * scale)
 
 
+def to_seconds(duration: str | int) -> float | None:
+    """Seconds of `"30min"`; None for every other duration."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*min\s*", str(duration))
+    return 60 * float(match[1]) if match else None
+
+
 @dataclass
 class ScheduleConfig:
     """Learning rate over time; `min_lr` and `warmup_lr` (where warm-up starts) are absolute.

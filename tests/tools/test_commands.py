@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import lion
-from tests.helpers import ROOT, command, tiny_recipe
+from tests.helpers import ROOT, command, state_of, tiny_recipe
 from tools.evaluate import forms_to_measure
 from tools.show import activation_bytes, listing, show
 
@@ -43,7 +43,7 @@ def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
     folder = root / "quickstart"
     names = {p.name for p in folder.iterdir()}
     assert names == {
-        "recipe.yaml", "environment.json", "metrics.jsonl", "tensorboard", "last.pt", "best.pt", "summary.json",
+        "recipe.yaml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "summary.json", ".lock",
     }  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["metric"] == "top1" and summary["split"] == "test" and summary["value"] > 0.9
@@ -57,8 +57,8 @@ def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
     graphs = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines() if '"train"' in x]
     if shutil.which("g++"):
         assert graphs[0]["compiled_graphs"] == 1 and graphs[-1]["compiled_graphs"] == 2  # and one for evaluation
-    for name in ("last.pt", "best.pt"):
-        assert not any("_orig_mod" in k for k in torch.load(folder / name, weights_only=True)["model"])
+    for kind in ("last", "best"):
+        assert not any("_orig_mod" in k for k in state_of(folder, kind)["model"])
 
 
 @pytest.mark.slow
@@ -121,10 +121,10 @@ def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path):
 @pytest.mark.slow
 def test_init_from_brings_another_head(tmp_path):
     assert command("train", tiny_recipe(tmp_path)).returncode == 0
-    old = torch.load(tmp_path / "runs" / "tiny" / "best.pt", weights_only=True)["model"]
+    old = state_of(tmp_path / "runs" / "tiny", "best")["model"]
     changes = {"init_from": str(tmp_path / "runs" / "tiny"), "optim": {"lr": 1e-12}}
     assert command("train", tiny_recipe(tmp_path, "tuned", **changes)).returncode == 0
-    new = torch.load(tmp_path / "runs" / "tuned" / "best.pt", weights_only=True)["model"]
+    new = state_of(tmp_path / "runs" / "tuned", "best")["model"]
     assert all(torch.allclose(new[k], old[k], atol=1e-6) for k in old)
 
 

@@ -3,7 +3,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.trainer.batches import StepSampler, epoch_order, eval_loader, steps_per_epoch, train_loader
+from lion.trainer.batches import StepSampler, epoch_order, eval_batches, steps_per_epoch, train_batches
 
 
 class Noisy(Dataset):
@@ -21,7 +21,7 @@ class Noisy(Dataset):
 
 def batches(*, size=23, batch=8, micro=8, start=0, total=7, rank=0, world=1, workers=0):
     sampler = StepSampler(size, batch=batch, micro=micro, seed=3, start=start, total=total, rank=rank, world=world)
-    loader = train_loader(Noisy(size), sampler, workers=workers, pin=False)
+    loader = train_batches(Noisy(size), sampler, workers=workers, pin=False)
     return [(b["index"].tolist(), b["draw"].tolist()) for b in loader]
 
 
@@ -77,7 +77,7 @@ def test_augmentation_differs_between_epochs():
 def test_evaluation_pads_to_one_shape(size, world):
     seen = []
     for rank in range(world):
-        for batch in eval_loader(Noisy(size), batch=4, rank=rank, world=world, workers=0, pin=False):
+        for batch in eval_batches(Noisy(size), batch=4, rank=rank, world=world, workers=0, pin=False):
             assert len(batch["index"]) == 4
             seen += batch["index"][batch["mask"]].tolist()
     assert sorted(seen) == list(range(size))

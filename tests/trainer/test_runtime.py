@@ -9,7 +9,7 @@ from lion.config import ConfigError
 from lion.layers.attention import AttentionConfig
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.models.vit import ViT, ViTConfig
-from lion.trainer.checkpoint import load_checkpoint, save_checkpoint, write_atomic
+from lion.trainer.checkpoint import load_state, write_atomic
 from lion.trainer.runtime import (
     compile_blocks,
     missing_compiler,
@@ -22,10 +22,10 @@ from lion.trainer.runtime import (
 
 def test_random_states_survive_a_checkpoint(tmp_path):
     seed_everything(3)
-    save_checkpoint(tmp_path / "x.pt", {"random": random_state()})
+    torch.save({"random": random_state()}, tmp_path / "x.pt")
     expected = torch.rand(2).tolist(), random.random(), np.random.rand()
     seed_everything(4)
-    restore_random_state(load_checkpoint(tmp_path / "x.pt")["random"])
+    restore_random_state(load_state(tmp_path / "x.pt")["random"])
     assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == expected
 
 
@@ -45,9 +45,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 def test_checkpoints_cannot_run_code(tmp_path):
     torch.save({"x": pytest.raises}, tmp_path / "x.pt")
     with pytest.raises(ConfigError, match="not a readable checkpoint"):
-        load_checkpoint(tmp_path / "x.pt")
+        load_state(tmp_path / "x.pt")
     with pytest.raises(ConfigError, match="no such checkpoint"):
-        load_checkpoint(tmp_path / "y.pt")
+        load_state(tmp_path / "y.pt")
 
 
 def test_an_absent_device_is_a_clear_line():

@@ -1,0 +1,73 @@
+"""What goes wrong in long runs: how much of it a run puts up with, and the words for it."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lion.config import ConfigError, setting
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class RunError(Exception):
+    """A run cannot go on; the message is one line that says why, what is kept, and what to try. Exit code 1."""
+
+
+@dataclass
+class FaultsConfig:
+    """How much a run puts up with before it stops: steps in a row without a finite loss and gradient (each is
+    skipped), samples that cannot be read and loader workers that die (each process counts its own)."""
+
+    nonfinite: int = setting(10, min=1, free=True)
+    unreadable: int = setting(100, min=0, free=True)
+    workers: int = setting(10, min=0, free=True)
+
+
+class FiniteGuard:
+    """Skips optimizer steps whose loss or gradient is not finite, without waiting for the device.
+
+    The decision is a tensor that the fused optimizer reads; the counts stay on the device until `check`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.counts = torch.zeros(2, device=device)  # skipped, in a row
+
+    def skip(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """1. where this step must not be taken, else 0.; the same in every process."""
+        bad = (~torch.isfinite(loss.float() + norm.float())).float()
+        self.counts[0] += bad
+        self.counts[1] = (self.counts[1] + 1) * bad
+        return bad
+
+    def read(self) -> tuple[int, int]:
+        skipped, row = self.counts.tolist()
+        return int(skipped), int(row)
+
+
+def full_disk(error: BaseException) -> bool:
+    """Whether an error says that there is no room; libraries wrap it, so its causes are asked, too."""
+    seen = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in NO_ROOM:
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return "No space left on device" in str(error)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def memory_advice(step: int, micro: int) -> ConfigError:
+    """Out of memory, in the user's terms."""
+    smaller = max((m for m in range(1, micro) if micro % m == 0), default=None)
+    advice = (
+        f"try trainer.micro_batch={smaller}; the global batch stays what it is"
+        if smaller
+        else "trainer.micro_batch cannot be smaller: try a smaller model or input"
+    )
+    return ConfigError(f"out of memory at step {step} with trainer.micro_batch={micro}: {advice}")

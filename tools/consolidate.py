@@ -1,0 +1,43 @@
+"""Turn a sharded checkpoint (trainer.parallel=fsdp) into the plain format, in place.
+
+python -m tools.consolidate RUN
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from lion.config import ConfigError
+from lion.runs import find_run, lock_run
+from lion.trainer.checkpoint import CONSOLIDATED, MANIFEST, load_state, newest, write_atomic, write_manifest
+from lion.trainer.parallel import join_shards
+from tools.common import run_command
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="run.sh consolidate", description=__doc__.splitlines()[0])
+    parser.add_argument("run")
+    args = parser.parse_args(argv)
+    folder = find_run(args.run)
+    with lock_run(folder):
+        found = newest(folder, "last")
+        if found is None:
+            raise ConfigError(f"{folder}: no checkpoint yet")
+        if not found.sharded:
+            print(f"{found.path} is plain already")
+            return 0
+        state = {**load_state(found.state), **join_shards(found.path)}
+        target = found.path / CONSOLIDATED
+        write_atomic(target, lambda file: torch.save(state, file))
+        write_manifest(found.path, [target], sharded=False)  # from here on the checkpoint is this file
+        for path in found.path.iterdir():
+            if path.name not in (CONSOLIDATED, MANIFEST):
+                path.unlink()
+    print(f"{target}: {target.stat().st_size / 2**20:.1f} MiB, step {found.step}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,42 @@
+"""Several processes on this machine, through PyTorch's own launcher (`torchrun`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from lion.trainer.faults import RunError
+
+QUIET = 2  # what a process exits with when it has said itself what is wrong
+
+
+def launch(processes: int, arguments: list[str]) -> int:
+    """Train in `processes` processes; all end when one does.
+
+    Raises:
+        RunError: One of them died.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    call = ["--standalone", f"--nproc-per-node={processes}", "--module", "tools.train", *arguments]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    try:
+        torchrun.main(call)
+    except SignalException as error:
+        return 130 if error.sigval in (signal.SIGINT, signal.SIGTERM) else 128 + error.sigval
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode == QUIET:
+            return QUIET
+        if failure.exitcode in (1, 130):
+            return failure.exitcode
+        how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        raise RunError(
+            f"process {rank} of {processes} died ({how}), the others were stopped; "
+            f"the same command goes on from the last checkpoint"
+        ) from None
+    return 0
