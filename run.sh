@@ -45,7 +45,7 @@ if [ -z "${LION_NO_INSTALL:-}" ]; then export PATH="$PWD/.venv/bin:$PATH"; fi
 
 case "${1:-}" in
   "") exec python -m tools train recipes/quickstart.yaml ;;
-  eval | list | show | predict | bench) exec python -m tools "$@" ;;
+  eval | list | show | predict | bench | consolidate | soak) exec python -m tools "$@" ;;
   logs) shift; exec tensorboard --logdir runs "$@" ;;
   test) shift; exec python -m pytest "$@" ;;
   -* | *=*) exec python -m tools train recipes/quickstart.yaml "$@" ;;

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import re
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -17,9 +18,16 @@ from typing import Any
 
 import yaml
 
+LARGEST_INT = 2**63 - 1  # what seeds and counters hold
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # stands in no file and no path
+
 
 class ConfigError(Exception):
     """Something the user gave is wrong; the message is one line that says what, where and the nearest valid choice."""
+
+    def __str__(self) -> str:
+        """One line, whatever the names in it hold."""
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
 
 
 def setting(
@@ -123,12 +131,12 @@ def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
             number = value
     if hint is bool and isinstance(value, bool):
         return value
-    if hint is str and isinstance(value, str):
+    if hint is str and isinstance(value, str) and not _NO_TEXT.search(value):
         return value
     if hint in (int, float) and isinstance(number, (int, float)) and not isinstance(number, bool):
-        if hint is float and math.isfinite(number):
+        if hint is float and abs(number) <= sys.float_info.max:
             return float(number)
-        if hint is int and math.isfinite(number) and number == int(number):
+        if hint is int and abs(number) <= LARGEST_INT and number == int(number):
             return int(number)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     raise ConfigError(f"{source(key)}: {key}: expected {names.get(hint, hint)}, got {value!r}")
@@ -172,11 +180,19 @@ def flatten(values: dict, key: str = "") -> dict[str, Any]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key given twice."""
+    """YAML that refuses a key given twice, and aliases, with which a short text is endless."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise ConfigError(
+                f"line {event.start_mark.line + 1}: write out what the alias '*{event.anchor}' stands for"
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name = self.construct_object(key_node, deep=True)
             if not isinstance(name, str):
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: keys are names, got {name!r}")
@@ -199,6 +215,8 @@ def parse_yaml(text: str, *, source: str) -> Any:
         raise ConfigError(f"{source}:{place} not YAML: {reason}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: not YAML: {error}") from None
+    except (LookupError, AttributeError):
+        raise ConfigError(f"{source}: not YAML: a value does not fit its tag") from None
 
 
 def parse_overrides(items: typing.Iterable[str]) -> dict[str, Any]:

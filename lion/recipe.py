@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.name is not None and not re.fullmatch(r"\w[\w.+-]*", self.name):
             raise ValueError(f"name: expected letters, digits, '_', '-', '.' and '+', got {self.name!r}")
+        if os.path.expanduser(self.root).startswith("~"):
+            raise ValueError(f"root: no such user, got {self.root!r}")
 
 
 @dataclass
@@ -109,7 +112,7 @@ def load_recipe(
         if not isinstance(values.get(name), dict):
             raise ConfigError(f"{source(name)}: missing section '{name}'")
     task_name = values["task"].get("name")
-    if task_name not in TASKS:
+    if task_name not in list(TASKS):
         raise ConfigError(f"{source('task.name')}: task.name: {task_name!r} is no task, {nearest(task_name, TASKS)}")
     schemas = {"task": TASKS[task_name].Config, "model": TASKS[task_name].ModelConfig}
     if data_config is not None:
@@ -122,17 +125,17 @@ def load_recipe(
     return build(Recipe, {**values, **built}, source=source)
 
 
-def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, dict]]:
+def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
     """The recipe's own mapping preceded by those it extends, each with the name of its file."""
-    if path.resolve() in seen:
-        raise ConfigError(f"{path}: extends itself")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        place, text = os.path.realpath(path), path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        others = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        others = [str(p) for p in path.parent.glob("*.yaml")] if os.path.isdir(path.parent) else []
         hint = f", {nearest(str(path), others)}" if others else ""
         raise ConfigError(f"{path}: {reason}{hint}") from None
+    if place in seen:
+        raise ConfigError(f"{path}: extends itself")
     values = parse_yaml(text, source=str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections of keys")
@@ -141,7 +144,7 @@ def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, dict
         return [(str(path), values)]
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends: expected the path of a recipe, got {base!r}")
-    return [*read_layers(path.parent / base, (*seen, path.resolve())), (str(path), values)]
+    return [*read_layers(path.parent / base, (*seen, place)), (str(path), values)]
 
 
 def drop_excluded(values: dict, layer: dict, source: str) -> dict:
@@ -190,6 +193,7 @@ def make_plan(recipe: Recipe, *, samples: int, world: int) -> Plan:
         ConfigError: The batch cannot be made of such micro-batches on so many processes.
     """
     c = recipe.trainer
+    per_epoch = steps_per_epoch(samples, c.batch_size)
     if c.batch_size % world:
         near = max(world, round(c.batch_size / world) * world)
         raise ConfigError(
@@ -203,7 +207,6 @@ def make_plan(recipe: Recipe, *, samples: int, world: int) -> Plan:
         raise ConfigError(
             f"trainer.micro_batch: {micro} does not divide the {share} samples of a process, nearest: {below}, {above}"
         )
-    per_epoch = steps_per_epoch(samples, c.batch_size)
     total = c.steps if c.steps is not None else max(1, round(c.epochs * per_epoch))
 
     def every(duration: str | int) -> int:

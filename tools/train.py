@@ -1,6 +1,6 @@
 """Train a recipe, evaluate its best checkpoint in every form, and print the summary.
 
-python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh] [--processes N]
+python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh] [--no-eval] [--processes N]
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--fresh", action="store_true", help="set an earlier run of this name aside and start anew")
+    parser.add_argument("--no-eval", action="store_true", help="do not evaluate in the end; the same command will")
     parser.add_argument("--processes", type=int, help="on this machine (default: one a visible GPU)")
     args = parser.parse_intermixed_args(argv)
 
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
     if args.fresh:  # all that can be refused has been
         set_aside(recipe.folder)
     if runtime is None:
-        return launch(world, [args.recipe, *args.overrides])
+        return launch(world, [args.recipe, *args.overrides, *(["--no-eval"] if args.no_eval else [])])
     lock = None
     if runtime.main:
         start_folder(recipe.folder)
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
         if runtime.main:
             print(f"stopped at step {step} of {plan.total}; the same command goes on from there")
         return 130
-    if not runtime.main:
+    if not runtime.main or args.no_eval:
         return 0
     del trainer, model  # the forms are measured by processes of their own, on the same device
     gc.collect()

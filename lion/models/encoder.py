@@ -17,8 +17,8 @@ class EncoderConfig:
     """Shape of the encoder. `preset` decides where paper and released code differ in what the model is."""
 
     mixer: str = setting(choices=(SOFTMAX, *MIXERS))
-    dim: int = setting(min=1)
-    depth: int = setting(min=1)
+    dim: int = setting(min=1, max=65_536)
+    depth: int = setting(min=1, max=1_000)
     num_heads: int = setting(min=1)
     preset: str = setting("paper", choices=("paper", "released"))
     mlp: str = setting("mlp", choices=MLPS)

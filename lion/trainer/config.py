@@ -23,7 +23,7 @@ class TrainerConfig:
     """
 
     batch_size: int = setting(min=1)
-    epochs: float | None = setting(None, above=0)
+    epochs: float | None = setting(None, above=0, max=1_000_000)
     steps: int | None = setting(None, min=1)
     micro_batch: int | None = setting(None, min=1, free=True)
     precision: str = setting("fp32", choices=("fp32", "bf16"))

@@ -168,7 +168,8 @@ class Trainer:
         self.optimizer.found_inf = self.guard.skip(loss, norm)
         self.optimizer.step()
         if self.ema is not None:
-            torch._foreach_lerp_(list(self.ema.parameters()), list(self.model.parameters()), 1 - self.config.ema)
+            with torch.no_grad():
+                torch._foreach_lerp_(list(self.ema.parameters()), list(self.model.parameters()), 1 - self.config.ema)
         return loss, norm
 
     def accumulate(self, batches: Iterator[Batch], window: Window, out: RunLog) -> Tensor:

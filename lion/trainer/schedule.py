@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lion.config import setting
 
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(ep|%|st)?\s*")
+_DURATION = re.compile(r"\s*(\d{1,18}(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(ep|%|st)?\s*")
 
 
 def to_steps(duration: str | int | float, *, steps_per_epoch: int, total: int | None = None) -> int:
