@@ -3,12 +3,14 @@
     python -m tools.soak [--recipe FILE] [key=value ...] [--kills 100] [--seed 0] [--report FILE.md]
 
 Every kill is a SIGKILL at a random moment: half of them anywhere between start and a few steps, half while a
-checkpoint is being written; every life has another number of loader workers. All tensors, counters, random states and logged losses must be equal in the end.
+checkpoint is being written; every life has another number of loader workers. In the end all tensors, counters,
+random states and logged losses must be equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -25,7 +27,7 @@ from tqdm import tqdm
 
 from lion.config import ConfigError
 from lion.trainer.checkpoint import FOLDER, load_state, newest, save_text
-from tools.common import resolve, run_command
+from tools.common import Parser, count, resolve, run_command
 
 EVERY = ("trainer.save_every=3", "trainer.eval_every=50", "trainer.log_every=1", "trainer.compile=false")
 TRAINING = 2.0  # seconds of training before the latest kill
@@ -33,16 +35,14 @@ STEPS_A_KILL = 40
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="run.sh soak", description=__doc__.splitlines()[0])
+    parser = Parser(prog="run.sh soak", description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", default="recipes/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="trainer.steps sets the length")
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=count, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=count, default=1)
     parser.add_argument("--report", help="also write the result to this Markdown file")
     args = parser.parse_intermixed_args(argv)
-    if args.kills < 1:
-        raise ConfigError(f"--kills: expected at least 1, got {args.kills}")
     overrides = [*EVERY, f"trainer.steps={STEPS_A_KILL * args.kills}", *args.overrides]
     overrides = list({item.partition("=")[0]: item for item in overrides}.values())  # a later one replaces an earlier
     peace, killed = (
@@ -107,12 +107,23 @@ class Life:
     def kill(self, when: str) -> dict[str, Any]:
         ended = self.process.poll() is not None
         if not ended:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            for pid in (self.process.pid, *descendants(self.process.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self.process.communicate()
         left = listing(self.folder / FOLDER)
         steps = [int(n.partition("-")[2]) for n in left if n.startswith("last-")]
         scratch = any(n.startswith(".") for n in left)
         return {"when": "after the end" if ended else when, "step": max(steps, default=0), "scratch": scratch}
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, and theirs (Linux)."""
+    try:
+        children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+    return [*children, *(d for c in children for d in descendants(c))]
 
 
 def listing(folder: Path) -> list[str]:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,17 +182,19 @@ class Batches:
                         raise RunError(f"unreadable: {SEARCH} samples in a row, e.g. {unreadable[0][1]}")
                     yield batch
                 return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+            except (RuntimeError, OSError, EOFError) as error:  # what a reader meets whose writer is gone
+                time.sleep(0.5)  # its pipes close before its exit code is known
+                codes = [w.exitcode for w in getattr(batches, "_workers", ()) if w.exitcode]
+                if not codes:
                     raise
                 self.died += 1
-                what = f"a loader worker died ({str(error).splitlines()[0]})"
+                what = f"a loader worker died ({type(error).__name__}, exit code {codes[0]})"
                 if self.died > self.faults.workers:
                     raise RunError(
                         f"{what}, the {self.died}. of at most {self.faults.workers} (trainer.faults.workers); "
-                        f"too little memory? try fewer with data.workers=N"
+                        f"is memory short? data.workers=N takes fewer"
                     ) from None
-                log.warning("%s, %d of at most %d; starting its batch again", what, self.died, self.faults.workers)
+                log.warning("%s, %d of at most %d; its batch is read again", what, self.died, self.faults.workers)
 
     def report(self, unreadable: list[tuple[int, str]]) -> None:
         limit = self.faults.unreadable

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -25,6 +26,7 @@ log = logging.getLogger("lion")
 
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 STATE = "state.pt"  # plain checkpoints: everything; sharded ones: all but the tensors of model and optimizer
+SHARDS = ".metadata"  # what PyTorch says of the shards beside it
 CONSOLIDATED = "consolidated.pt"  # everything, of a checkpoint that was sharded
 _NAME = re.compile(r"(last|best)-(\d+)")
 
@@ -104,8 +106,11 @@ def digest(path: Path) -> str:
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, if anything."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        for name, entry in files.items():
+        manifest = json.loads((folder / MANIFEST).read_text())
+        needed = SHARDS if manifest["sharded"] else CONSOLIDATED if CONSOLIDATED in manifest["files"] else STATE
+        if needed not in manifest["files"]:
+            return f"{MANIFEST} names no {needed}"
+        for name, entry in manifest["files"].items():
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
@@ -113,9 +118,9 @@ def damage(folder: Path) -> str | None:
                 return f"{name} has {path.stat().st_size:,} bytes of {entry['bytes']:,}"
             if digest(path) != entry["sha256"]:
                 return f"{name} is not what was written (SHA-256 differs)"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    return None if files else f"{MANIFEST} is empty"
+    return None
 
 
 def steps_of(run: Path, kind: str) -> list[tuple[int, Path]]:
@@ -128,30 +133,33 @@ def steps_of(run: Path, kind: str) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def newest(run: Path, kind: str, *, set_aside: bool = False) -> Checkpoint | None:
+def newest(run: Path, kind: str, *, set_aside: bool = False, quiet: bool = False) -> Checkpoint | None:
     """The newest checkpoint of a kind that is whole; None where there never was one.
 
-    A damaged one is reported, and with `set_aside` renamed so that its step can be saved again.
+    A damaged one is reported, unless `quiet`, and with `set_aside` renamed so that its step can be saved again.
 
     Raises:
         ConfigError: There are checkpoints, and all of them are damaged.
     """
-    damaged = []
+    damaged = {}
     for step, path in steps_of(run, kind):
         reason = damage(path)
         if reason is not None:
-            log.warning("%s is damaged: %s", path, reason)
-            damaged.append(path)
+            damaged[path] = reason
             continue
-        for bad in damaged:
-            log.warning("going back from %s to %s", bad.name, path.name)
+        for bad, why in damaged.items():
+            if not quiet:
+                log.warning("%s is damaged: %s; going back to %s", bad, why, path.name)
             if set_aside:
                 os.rename(bad, unused(bad.with_name(f"damaged-{bad.name}")))
         manifest = json.loads((path / MANIFEST).read_text())
         name = CONSOLIDATED if CONSOLIDATED in manifest["files"] else STATE
         return Checkpoint(path, step, path / name, manifest["sharded"])
     if damaged:
-        raise ConfigError(f"{run}: no {kind!r} checkpoint is whole; --fresh starts anew and keeps this folder")
+        reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
+        raise ConfigError(
+            f"{run}: no {kind!r} checkpoint is whole ({reasons}); --fresh starts anew and keeps this folder"
+        )
     return None
 
 
@@ -171,18 +179,24 @@ def prune(newest: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def load_state(path: Path) -> dict[str, Any]:
+def load_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """A checkpoint file's tensors and plain data, on the CPU; it cannot run code.
+
+    With `mapped` the tensors stay in the file until they are read.
 
     Raises:
         ConfigError: No such file, or not a checkpoint.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of what is an error here
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such checkpoint") from None
     except Exception as error:
         raise ConfigError(f"{path}: not a readable checkpoint ({type(error).__name__})") from None
+    if not isinstance(state, dict):
+        raise ConfigError(f"{path}: not a readable checkpoint (it holds a {type(state).__name__})")
+    return state
 
 
 def check_space(run: Path, state: int, best: int, keep: int) -> None:
@@ -204,4 +218,4 @@ def check_space(run: Path, state: int, best: int, keep: int) -> None:
 
 
 def mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"
+    return f"{size / 2**20:,.1f} MiB"

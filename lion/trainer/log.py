@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +27,7 @@ class RunLog:
     """Metrics of one run, from step `start` on: whatever an earlier process wrote past that step is cut off.
 
     An evaluation of `start` itself that will be made again (`evaluated` says it is not done) is cut off, too. A
-    full disk is reported once and stops no run; what could not be written waits in memory.
+    full disk is reported once and stops no run: lines of metrics wait in memory, TensorBoard ends with this process.
     """
 
     def __init__(self, folder: Path, *, start: int, total: int, evaluated: bool = True, active: bool = True) -> None:
@@ -42,9 +44,11 @@ class RunLog:
         self.bar = tqdm(total=total, initial=start, desc=folder.name, unit="step", dynamic_ncols=True)
         self.redirect = logging_redirect_tqdm([log])
         self.redirect.__enter__()
+        self.hook, threading.excepthook = threading.excepthook, self.thread_failed
         if not evaluated:
             for line in (x for x in kept if x["step"] == start):  # purged from TensorBoard with the rest of its step
-                self.scalars(start, line["kind"], {k: v for k, v in line.items() if k not in ("step", "kind", "epoch")})
+                values = {k: v for k, v in line.items() if k not in ("step", "kind", "epoch") and v is not None}
+                self.scalars(start, line["kind"], values)
 
     def progress(self, steps: int = 1, **shown: str) -> None:
         if self.active:
@@ -57,7 +61,8 @@ class RunLog:
         if not self.active:
             return
         with self.space():
-            self.file.write((json.dumps({"step": step, "kind": kind, **more, **values}) + "\n").encode())
+            finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # JSON has no NaN
+            self.file.write((json.dumps({"step": step, "kind": kind, **more, **finite}) + "\n").encode())
             self.file.flush()
         self.scalars(step, kind, values)
 
@@ -97,6 +102,11 @@ class RunLog:
                 log.warning("metrics cannot be written: %s", error)
             self.full = True
 
+    def thread_failed(self, args: threading.ExceptHookArgs) -> None:
+        """TensorBoard writes in a thread; what fails there is raised again by the next call, and reported there."""
+        if not full_disk(args.exc_value):
+            self.hook(args)
+
     def close(self) -> None:
         if self.active:
             self.bar.close()
@@ -105,6 +115,7 @@ class RunLog:
                 self.board.close()
             with self.space():
                 self.file.close()
+            threading.excepthook = self.hook
 
 
 class Window:

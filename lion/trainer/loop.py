@@ -136,8 +136,9 @@ class Trainer:
                 complete = self.evaluate_if_due(out)
                 window = Window()
             stop, late = self.runtime.any(self.stopping, clock.late)
-            if stop or late or not complete or self.due(self.plan.save_every):
-                self.save(out)
+            last = stop or not complete or self.step == self.plan.total
+            if last or ((late or self.due(self.plan.save_every)) and not self.guard.read()[1]):
+                self.save(out)  # not while steps are skipped: the last checkpoint is a good one
                 clock.start()
             if stop and self.step < self.plan.total:
                 complete = False
@@ -214,8 +215,8 @@ class Trainer:
         row = self.guard.read()[1]
         if row >= limit:
             raise RunError(
-                f"no finite loss and gradient in the {row} steps from {self.step - row} on (trainer.faults.nonfinite); "
-                f"{self.checkpoints.kept}. In a new run (run.name=NAME, init_from={self.folder} "
+                f"no finite loss and gradient in the {row} steps from {self.step - row} on (trainer.faults.nonfinite), "
+                f"all skipped; {self.checkpoints.kept}. In a new run (run.name=NAME, init_from={self.folder} "
                 f"keeps the best weights) try trainer.clip_grad=1, a lower optim.lr, a longer schedule.warmup, "
                 f"trainer.precision=fp32"
             )

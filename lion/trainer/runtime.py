@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import platform
@@ -90,13 +91,20 @@ def start_runtime(device: str = "auto", *, deterministic: bool = False) -> Runti
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         kind = torch.device(device)
-        torch.empty(0, device=kind)
-    except (RuntimeError, AssertionError):
+        torch.zeros(1, device=kind).item()  # "meta" holds no values
+    except (RuntimeError, AssertionError, ImportError):
         available = "cuda, cpu" if torch.cuda.is_available() else "cpu"
         raise ConfigError(f"trainer.device: {device!r} is not available here, use one of {available}") from None
     if world > 1:
+        end_with_launcher()
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo")
     return Runtime(kind, rank, world)
+
+
+def end_with_launcher() -> None:
+    """Have the kernel send SIGTERM (save and stop) when the launcher dies, as far as there is such a kernel."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def seed_everything(seed: int) -> None:

@@ -8,48 +8,14 @@ import time
 import pytest
 import torch
 
-from lion.recipe import dump_recipe, load_recipe, make_plan
+from lion.recipe import dump_recipe, load_recipe
 from lion.runs import load
 from lion.trainer.log import cut_metrics
-from lion.trainer.loop import Splits, Trainer
-from lion.trainer.runtime import seed_everything, start_runtime
 from tests.helpers import ROOT, state_of, tiny_recipe
-from tools.common import build_data, make_task, resolve
+from tests.trainer.helpers import lines, same, train, trainer
+from tools.common import resolve
 
 pytest.importorskip("sklearn")
-
-
-def trainer(recipe, folder):
-    splits = build_data(recipe)
-    task = make_task(recipe, splits.info)
-    seed_everything(recipe.seed)
-    model = task.build_model(recipe.model)
-    folder.mkdir(exist_ok=True)
-    plan = make_plan(recipe, samples=len(splits.train), world=1)
-    return Trainer(plan, task, model, Splits(splits.train, splits.val, 0), folder, start_runtime("cpu"))
-
-
-def train(path, folder, *overrides, stop_at=None):
-    """Train in this process; `stop_at` asks it to stop after that step, as a signal would."""
-    t = trainer(resolve(path, overrides), folder)
-    if stop_at is not None:
-        step = t.train_step
-
-        def train_step(*args):
-            t.stopping = t.step + 1 >= stop_at
-            return step(*args)
-
-        t.train_step = train_step
-    t.fit()
-    return t
-
-
-def same(a, b):
-    return all(torch.equal(a[k], b[k]) for k in a)
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("ema", [None, 0.9])

@@ -1,0 +1,28 @@
+"""Kills at random moments, a bounded number; `./run.sh soak --kills 100` is the long form."""
+
+import pytest
+import torch
+
+from tests.helpers import command, tiny_recipe
+from tools.soak import differing
+
+pytest.importorskip("sklearn")
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_where_the_other_does(tmp_path):
+    path = tiny_recipe(tmp_path, trainer={"ema": 0.9})
+    report, kills = tmp_path / "soak.md", 5
+    flags = ["--kills", kills, "--seed", 1, "--report", report]
+    done = command("soak", "--recipe", path, *flags, "trainer.steps=150", timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| result | equal, bit for bit |" in report.read_text()
+    assert f"# {kills} kills in one run" in done.stdout
+
+
+def test_a_difference_is_found():
+    a = {"w": torch.zeros(2), "n": [1, {"x": 2.0}]}
+    assert differing(a, {"w": torch.zeros(2), "n": [1, {"x": 2.0}]}) == []
+    assert differing(a, {"w": -torch.zeros(2), "n": [1, {"x": 2.5}]}) == [".w", ".n[1].x"]
+    assert differing(a, {"w": torch.zeros(3), "n": [1, {"x": 2.0}]}) == [".w"]
+    assert differing(a, {"w": torch.zeros(2)}) == [""]

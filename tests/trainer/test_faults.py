@@ -1,0 +1,228 @@
+"""Loader workers that die, samples that cannot be read, disks that fill up, memory that runs out."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from lion.config import ConfigError
+from lion.tasks.base import Unreadable
+from lion.trainer.batches import StepSampler, eval_batches, train_batches
+from lion.trainer.checkpoint import check_space, newest, steps_of
+from lion.trainer.faults import FaultsConfig, RunError, memory_advice
+from tests.helpers import ROOT, command, tiny_recipe
+from tests.trainer.helpers import lines
+
+pytest.importorskip("sklearn")
+
+
+class Shaky(Dataset):
+    """Numbers; sample 5 kills its worker as long as a marker file is there, `bad` ones cannot be read."""
+
+    def __init__(self, markers=(), bad=(), size=24):
+        self.markers, self.bad, self.size = list(markers), bad, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index == 5:
+            for marker in self.markers:
+                if marker.exists():
+                    marker.unlink()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        if index in self.bad:
+            raise Unreadable(f"file {index}.jpg (OSError: truncated)")
+        return {"index": torch.tensor(index), "draw": torch.rand(())}
+
+
+def stream(dataset, workers=0, **faults):
+    sampler = StepSampler(len(dataset), batch=8, micro=4, seed=3, start=0, total=6, rank=0, world=1)
+    return train_batches(dataset, sampler, workers=workers, pin=False, faults=FaultsConfig(**faults))
+
+
+def values(batches):
+    return [(b["index"].tolist(), b["draw"].tolist()) for b in batches]
+
+
+@pytest.mark.slow
+def test_a_dead_worker_is_named_and_replaced_at_the_batch_that_was_due(tmp_path, caplog):
+    expected = values(stream(Shaky()))
+    markers = [tmp_path / "1", tmp_path / "2"]
+    for marker in markers:
+        marker.touch()
+    batches = stream(Shaky(markers), workers=2)
+    assert values(batches) == expected and batches.died == 2
+    assert (
+        "a loader worker died" in caplog.text and "1 of at most 10" in caplog.text and "2 of at most 10" in caplog.text
+    )
+
+
+@pytest.mark.slow
+def test_too_many_dead_workers_stop_the_run(tmp_path):
+    (tmp_path / "1").touch()
+    sampler = StepSampler(24, batch=8, micro=4, seed=3, start=0, total=6, rank=0, world=1)
+    faults = FaultsConfig(workers=0)
+    batches = train_batches(Shaky([tmp_path / "1"]), sampler, workers=1, pin=False, faults=faults)
+    with pytest.raises(RunError, match=r"a loader worker died .*code -9.*, the 1\. of at most 0 .*data\.workers=N"):
+        values(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_cannot_be_read_is_named_counted_and_replaced_by_its_neighbour(caplog, workers):
+    expected = values(stream(Shaky()))
+    batches = stream(Shaky(bad=(7, 8)), workers=workers)
+    got = values(batches)
+    assert [[9 if i in (7, 8) else i for i in ids] for ids, _ in expected] == [ids for ids, _ in got]
+    assert batches.unreadable == {7, 8}
+    assert "unreadable, left out: file 7.jpg (OSError: truncated) (" in caplog.text
+    assert caplog.text.count("file 7.jpg") == 1  # though it comes every epoch
+
+
+def test_too_much_that_cannot_be_read_stops_the_run():
+    with pytest.raises(RunError, match=r"file \d\.jpg .*3 of at most 2 .*trainer\.faults\.unreadable"):
+        values(stream(Shaky(bad=range(9)), unreadable=2))
+    with pytest.raises(RunError, match="100 samples in a row"):
+        values(stream(Shaky(bad=range(24)), unreadable=1000))
+
+
+def test_evaluation_leaves_out_what_cannot_be_read():
+    seen, masks = [], 0
+    batches = eval_batches(Shaky(bad=(0, 3), size=10), batch=4, rank=0, world=1, workers=0, pin=False)
+    for batch in batches:
+        assert len(batch["index"]) == 4
+        seen += batch["index"][batch["mask"]].tolist()
+        masks += batch["mask"].sum().item()
+    assert seen == [1, 2, 4, 5, 6, 7, 8, 9] and masks == 8 and batches.unreadable == {0, 3}
+
+
+@pytest.mark.slow
+def test_a_corrupt_picture_in_a_real_folder(tmp_path):
+    for split, count in (("train", 12), ("val", 4)):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "pictures" / split / label
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (20, 16), (i * 9, 70, 200 if label == "cat" else 0)).save(folder / f"{i}.jpg")
+    corrupt = [tmp_path / "pictures" / "train" / "cat" / "3.jpg", tmp_path / "pictures" / "val" / "dog" / "1.jpg"]
+    for path in corrupt:
+        path.write_bytes(path.read_bytes()[:200])
+    data = {"name": "imagefolder", "root": str(tmp_path / "pictures"), "image_size": [8, 8], "workers": 1}
+    path = tiny_recipe(tmp_path, data=data, trainer={"batch_size": 8, "log_every": 1})
+    done = command("train", path, "--no-eval")
+    assert done.returncode == 0, done.stderr
+    for path in corrupt:
+        assert f"unreadable, left out: {path} (" in done.stderr
+    assert [x.get("unreadable_samples", 0) for x in lines(tmp_path / "runs" / "tiny") if x["kind"] == "train"][-1] == 1
+    refused = command("train", tmp_path / "tiny.yaml", "trainer.faults.unreadable=0", "run.name=strict")
+    assert refused.returncode == 1 and refused.stderr.splitlines()[-1].startswith("error: unreadable: ")
+
+
+def limited(bytes_):
+    """For a child process: no file may grow beyond so many bytes, as under a quota."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, bytes_))
+
+    return limit
+
+
+def train_limited(path, *overrides, size):
+    call = [sys.executable, "-m", "tools", "train", str(path), *overrides]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        call, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, preexec_fn=limited(size)
+    )
+
+
+@pytest.mark.slow
+def test_a_file_that_may_not_grow_leaves_the_previous_checkpoint(tmp_path):
+    path = tiny_recipe(tmp_path, trainer={"steps": 12})
+    folder = tmp_path / "runs" / "tiny"
+    assert command("train", path, "--no-eval", "trainer.save_every=3").returncode == 0
+    for step, old in steps_of(folder, "last"):
+        if step > 9:
+            shutil.rmtree(old)
+    done = train_limited(path, "--no-eval", "trainer.save_every=1", size=60_000)
+    assert done.returncode == 1, done.stderr
+    assert "last-10 is not saved: " in done.stderr and "the checkpoint of step 9 is kept" in done.stderr
+    assert done.stderr.splitlines()[-1] == "error: step 12 could not be saved: the checkpoint of step 9 is kept"
+    assert newest(folder, "last").step == 9 and not list((folder / "checkpoints").glob(".*"))
+    assert command("train", path, "--no-eval").returncode == 0 and newest(folder, "last").step == 12
+
+
+def can_mount():
+    call = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs -o size=1m lion /mnt"]
+    return shutil.which("unshare") and subprocess.run(call, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_full_file_system_leaves_the_previous_checkpoint(tmp_path):
+    if not can_mount():
+        pytest.skip("no private mounts here")
+    path = tiny_recipe(tmp_path, trainer={"steps": 300, "save_every": 20, "eval_every": 100})
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    train = f"{sys.executable} -m tools train {path} --no-eval run.root={disk}"
+    script = f"""
+        mount -t tmpfs -o size=2m lion {disk}
+        {train} & until ls {disk}/tiny/checkpoints/last-* >&2; do sleep 0.05; done
+        cat /dev/zero >{disk}/filler; wait $!; echo "full $?"
+        {train}; echo "still full $?"
+        rm {disk}/filler; {train}; echo "free $?"
+        tail -n 1 {disk}/tiny/metrics.jsonl
+    """
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    for code in ("full 1", "still full 2", "free 0"):
+        assert f"\n{code}\n" in done.stdout, done.stdout + done.stderr
+    assert "is not saved: [Errno 28] No space left on device; the checkpoint of step" in done.stderr, done.stderr
+    assert "error: step 300 could not be saved: the checkpoint of step" in done.stderr
+    assert "error: run.root: checkpoints in" in done.stderr and "resuming at step" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["step"] == 300
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+SHORT_OF_MEMORY = """
+import resource, sys
+import sklearn.datasets, torch.utils.tensorboard
+from tools import __main__ as commands
+from tools.common import run_command
+held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + 600 * 2**20,) * 2)
+run_command(commands.main, sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory through /proc")
+def test_out_of_memory_names_the_micro_batch(tmp_path):
+    path = tiny_recipe(tmp_path, model={"dim": 256, "depth": 12}, trainer={"batch_size": 1024})
+    call = [sys.executable, "-c", SHORT_OF_MEMORY, "train", str(path)]
+    done = subprocess.run(call, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: out of memory at step 0 with trainer.micro_batch=1024: try trainer.micro_batch=512")
+
+
+def test_disk_need_is_checked_at_the_start(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        check_space(tmp_path / "run", 2**60, 2**58, keep=2)
+    for part in ("run.root: checkpoints in", "MiB are free", "trainer.keep_last=1"):
+        assert part in str(error.value)
+    check_space(tmp_path / "run", 1000, 100, keep=2)
+
+
+def test_memory_advice_names_a_micro_batch_that_fits_the_batch():
+    assert "trainer.micro_batch=6: try trainer.micro_batch=3" in str(memory_advice(7, 6))
+    assert "cannot be smaller" in str(memory_advice(7, 1))

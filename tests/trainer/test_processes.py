@@ -1,0 +1,179 @@
+"""Runs of several real processes: death, restart, sharding; signals that reach the compiler."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lion.config import ConfigError
+from lion.runs import open_run
+from lion.trainer.checkpoint import newest, steps_of
+from lion.trainer.runtime import missing_compiler
+from tests.helpers import ROOT, command, state_of, tiny_recipe
+from tests.trainer.helpers import lines, train
+from tools import consolidate
+from tools.soak import descendants, differing
+
+pytest.importorskip("sklearn")
+pytestmark = pytest.mark.slow
+
+
+def start(*args, **env):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tools", "train", *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, process, seconds=120):
+    deadline = time.time() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.time() < deadline
+        time.sleep(0.02)
+
+
+def ranks(pid):
+    """Process id by rank, of those that a launcher has started."""
+    found = {}
+    for child in descendants(pid):
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        rank = next((v for v in variables if v.startswith(b"RANK=")), None)
+        if rank is not None:
+            found.setdefault(int(rank[5:]), child)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
+    path = tiny_recipe(tmp_path, trainer={"steps": 60, "save_every": 10, "eval_every": 30})
+    flags = ("--processes", 2, "--no-eval")
+    peace = command("train", path, *flags, "run.name=peace")
+    assert peace.returncode == 0, peace.stderr
+    folder = tmp_path / "runs" / "tiny"
+    process = start(path, *flags)
+    wait_for(lambda: steps_of(folder, "last"), process)
+    os.kill(ranks(process.pid)[1], signal.SIGKILL)
+    died = time.time()
+    out, _ = process.communicate(timeout=60)
+    assert time.time() - died < 60
+    assert process.returncode == 1, out
+    assert "error: process 1 of 2 died (SIGKILL), the others were stopped; the same command goes on" in out
+    assert newest(folder, "last").step < 60
+    again = command("train", path, *flags)
+    assert again.returncode == 0 and "resuming at step" in again.stderr, again.stderr
+    assert "bit for bit" in again.stderr
+    assert not differing(state_of(tmp_path / "runs" / "peace"), state_of(folder))
+    assert lines(folder)[-1]["step"] == 60
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    path = tiny_recipe(tmp_path, trainer={"steps": 50_000, "save_every": 10})
+    process = start(path, "--processes", 2, "--no-eval")
+    wait_for(lambda: steps_of(tmp_path / "runs" / "tiny", "last"), process)
+    orphans = ranks(process.pid).values()
+    process.kill()
+    out, _ = process.communicate(timeout=60)  # until the last holder of its output has closed it
+    deadline = time.time() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in orphans) and time.time() < deadline:
+        time.sleep(0.1)
+    assert len(orphans) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in orphans)
+    assert "Traceback" not in out, out
+
+
+def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
+    changes = {"steps": 8, "ema": 0.9, "clip_grad": 1}
+    path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer=changes)
+    runs = tmp_path / "runs"
+    fsdp = ("--processes", 2, "trainer.parallel=fsdp", "--no-eval")
+    done = command("train", path, "run.name=sharded", *fsdp)
+    assert done.returncode == 0, done.stderr
+    assert newest(runs / "sharded", "last").sharded and not newest(runs / "sharded", "best").sharded
+
+    for name in ("again", "alone"):  # copies, as they were at step 6
+        shutil.copytree(runs / "sharded", runs / name)
+        shutil.rmtree(newest(runs / name, "last").path)
+        text = (runs / name / "recipe.yaml").read_text().replace("name: sharded", f"name: {name}")
+        (runs / name / "recipe.yaml").write_text(text)
+    done = command("train", path, "run.name=again", *fsdp)
+    assert done.returncode == 0 and "resuming at step 6" in done.stderr, done.stderr
+    train(path, runs / "alone")
+    train(path, runs / "one")
+
+    with pytest.raises(ConfigError, match=r"is sharded: \./run\.sh consolidate"):
+        open_run(runs / "sharded", checkpoint="last")
+    for name in ("sharded", "again"):
+        assert consolidate.main([str(runs / name)]) == 0 and "step 8" in capsys.readouterr().out
+        names = {p.name for p in newest(runs / name, "last").path.iterdir()}
+        assert names == {"consolidated.pt", "manifest.json"}
+    assert consolidate.main([str(runs / "again")]) == 0 and "is plain already" in capsys.readouterr().out
+    assert not differing(state_of(runs / "sharded")["optimizer"], state_of(runs / "again")["optimizer"])
+    assert not open_run(runs / "sharded", checkpoint="last", ema=True).model.training
+
+    expected = state_of(runs / "one")
+    for name in ("sharded", "again", "alone"):
+        got = state_of(runs / name)
+        assert got.keys() == expected.keys()
+        for part in ("model", "ema"):
+            for key, value in expected[part].items():
+                torch.testing.assert_close(got[part][key], value, rtol=1e-3, atol=2e-5)
+    shutil.rmtree(newest(runs / "again", "last").path)  # a plain checkpoint goes on sharded, too
+    shutil.rmtree(newest(runs / "again", "last").path)
+    shutil.copytree(runs / "one/checkpoints/last-6", runs / "again/checkpoints/last-6")
+    done = command("train", path, "run.name=again", *fsdp)
+    assert done.returncode == 0 and "resuming at step 6" in done.stderr, done.stderr
+    assert newest(runs / "again", "last").sharded
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.skipif(missing_compiler() is not None, reason="no compiler")
+def test_a_signal_to_the_whole_group_while_compiling(tmp_path, number):
+    """As Ctrl-C in a terminal and a cluster's scheduler send it: to g++, too."""
+    cache = str(tmp_path / "cache")
+    path = tiny_recipe(tmp_path, trainer={"compile": True})
+    process = start(path, TORCHINDUCTOR_CACHE_DIR=cache)
+
+    def compiling():
+        names = []
+        for pid in descendants(process.pid):
+            try:
+                names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+            except FileNotFoundError:
+                continue
+        return "cc1plus" in names
+
+    wait_for(compiling, process)
+    os.killpg(process.pid, number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on from there" in out, out
+    assert "Traceback" not in out, out
+    again = command("train", path, "--no-eval", "trainer.compile=false")
+    assert again.returncode == 0, again.stderr
+    assert newest(tmp_path / "runs" / "tiny", "last").step == 6
+
+
+def test_two_commands_do_not_train_one_run(tmp_path):
+    path = tiny_recipe(tmp_path, trainer={"steps": 50_000})
+    first = start(path)
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size, first)
+    for extra in ((), ("--fresh",)):
+        second = command("train", path, *extra)
+        assert second.returncode == 2 and f"process {first.pid} trains there now" in second.stderr, second.stderr
+    first.kill()
+    first.communicate()
+    third = start(path)  # the lock died with its owner
+    wait_for(lambda: metrics.read_text().count("\n") > 3, third)
+    third.kill()
+    third.communicate()

@@ -1,0 +1,197 @@
+"""What a stopped run keeps, and what it says about it."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from lion.config import ConfigError
+from lion.trainer.checkpoint import FOLDER, MANIFEST, STATE, damage, newest, steps_of
+from lion.trainer.faults import RunError
+from lion.trainer.resume import promise
+from tests.helpers import state_of, tiny_recipe
+from tests.trainer.helpers import lines, same, train, trainer
+from tools.common import resolve
+from tools.soak import differing
+
+pytest.importorskip("sklearn")
+
+
+def checkpoint(run, step, kind="last"):
+    return run / FOLDER / f"{kind}-{step}"
+
+
+def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
+    path = tiny_recipe(tmp_path, trainer={"steps": 24, "eval_every": 10, "ema": 0.9})
+    stopped = train(path, tmp_path / "run", stop_at=11)
+    before, upcoming, random = stopped.checkpoints.learner.state(), stopped.upcoming(), torch.get_rng_state()
+    torch.manual_seed(99)
+    resumed = trainer(resolve(path), tmp_path / "run")
+    with caplog.at_level(logging.INFO, "lion"):
+        resumed.prepare()
+    after = resumed.checkpoints.learner.state()
+    assert not differing(before, after) and resumed.upcoming() == upcoming
+    assert torch.equal(torch.get_rng_state(), random)
+    assert (resumed.step, resumed.best, resumed.evaluated) == (11, stopped.best, 10)
+    ids = ", ".join(map(str, upcoming["samples"]))
+    for part in (
+        "resuming at step 11 of 24: exact state",
+        f"samples {ids}",
+        "bit for bit what the run would have been",
+    ):
+        assert part in caplog.text
+    first = resumed.sampler(resumed.step)
+    assert [index for _, _, index in next(iter(first))][:8] == upcoming["samples"]
+
+
+def test_workers_may_change_at_every_stop(tmp_path):
+    path = tiny_recipe(tmp_path, trainer={"steps": 14})
+    straight = train(path, tmp_path / "a")
+    for stop, workers in ((3, 0), (6, 2), (10, 3)):  # three resumes within one epoch
+        train(path, tmp_path / "b", stop_at=stop, workers=workers)
+    assert same(straight.model.state_dict(), train(path, tmp_path / "b").model.state_dict())
+
+
+def test_what_is_promised_depends_on_what_is_the_same():
+    now = {"torch": "2.15", "device": "AVX512", "processes": 1, "threads": 2, "deterministic": True}
+    assert "bit for bit" in promise(now, now)
+    line = promise({**now, "threads": 1}, now)
+    assert "same data order, not the same bits (threads 1 -> 2)" in line
+    gpu = {**now, "deterministic": False}
+    assert "trainer.deterministic=true" in promise(gpu, gpu)
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "delete", "manifest"])
+def test_a_damaged_last_is_reported_and_the_one_before_it_used(tmp_path, caplog, harm):
+    path = tiny_recipe(tmp_path, trainer={"steps": 12})
+    straight = train(path, tmp_path / "a")
+    train(path, tmp_path / "b", stop_at=8)
+    assert [step for step, _ in steps_of(tmp_path / "b", "last")] == [8, 6]
+    broken = checkpoint(tmp_path / "b", 8)
+    content = bytearray((broken / STATE).read_bytes())
+    if harm == "truncate":
+        (broken / STATE).write_bytes(content[: len(content) // 2])
+    elif harm == "flip":
+        content[len(content) // 2] ^= 1
+        (broken / STATE).write_bytes(content)
+    elif harm == "delete":
+        (broken / STATE).unlink()
+    else:
+        (broken / MANIFEST).write_text("{")
+    resumed = train(path, tmp_path / "b")
+    assert f"{broken} is damaged" in caplog.text and "going back to last-6" in caplog.text
+    assert same(straight.model.state_dict(), resumed.model.state_dict())
+    assert checkpoint(tmp_path / "b", "8").with_name("damaged-last-8").is_dir()  # kept, out of the way
+    assert [x["step"] for x in lines(tmp_path / "b") if x["kind"] == "train"] == [2, 4, 6, 8, 10, 12]
+
+
+def test_nothing_whole_is_refused_and_left_as_it_is(tmp_path):
+    path = tiny_recipe(tmp_path)
+    train(path, tmp_path / "run")
+    for _, folder in steps_of(tmp_path / "run", "last"):
+        (folder / STATE).write_bytes(b"")
+    with pytest.raises(ConfigError, match="no 'last' checkpoint is whole"):
+        train(path, tmp_path / "run")
+    assert len(steps_of(tmp_path / "run", "last")) == 2
+
+
+def test_the_newest_few_are_kept_and_interrupted_saves_swept(tmp_path):
+    litter = tmp_path / "run" / FOLDER / ".last-1.tmp"
+    litter.mkdir(parents=True)
+    train(tiny_recipe(tmp_path, trainer={"steps": 12, "keep_last": 3}), tmp_path / "run")
+    assert [step for step, _ in steps_of(tmp_path / "run", "last")] == [12, 9, 6]
+    assert len(steps_of(tmp_path / "run", "best")) == 1 and not litter.exists()
+    assert all(damage(path) is None for _, path in steps_of(tmp_path / "run", "last"))
+
+
+def test_saving_by_the_clock(tmp_path):
+    changes = {"steps": 5, "save_every": "0.00001min", "keep_last": 9}
+    train(tiny_recipe(tmp_path, trainer=changes), tmp_path / "run")
+    assert [step for step, _ in steps_of(tmp_path / "run", "last")] == [5, 4, 3, 2, 1]
+    train(tiny_recipe(tmp_path, trainer={**changes, "save_every": "10min"}), tmp_path / "slow")
+    assert [step for step, _ in steps_of(tmp_path / "slow", "last")] == [5]
+
+
+def test_changed_data_is_noticed(tmp_path):
+    path = tiny_recipe(tmp_path)
+    train(path, tmp_path / "run", stop_at=3)
+    with pytest.raises(ConfigError, match="the training data has changed since step 3"):
+        train(path, tmp_path / "run", "data.val_split=0.1")
+
+
+def test_an_evaluation_made_again_is_logged_once(tmp_path):
+    """The process dies after an evaluation's line and before the next checkpoint."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    path = tiny_recipe(tmp_path, trainer={"log_every": 3})
+    train(path, tmp_path / "run", stop_at=3)  # saved with the evaluation of step 3 to be made
+    shutil.copytree(tmp_path / "run" / FOLDER, tmp_path / "copy")
+    train(path, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / FOLDER)
+    shutil.copytree(tmp_path / "copy", tmp_path / "run" / FOLDER)
+    train(path, tmp_path / "run")
+    assert [(x["step"], x["kind"]) for x in lines(tmp_path / "run")] == [
+        (3, "train"), (3, "val"), (6, "train"), (6, "val"),
+    ]  # fmt: skip
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    for tag in ("train/loss", "val/loss"):
+        assert [e.step for e in events.Scalars(tag)] == [3, 6]
+
+
+def test_the_best_of_a_lost_future_stays_the_best(tmp_path):
+    """`best` is written before `last`: a kill in between leaves it ahead, and it stays what it says."""
+    path = tiny_recipe(tmp_path, trainer={"steps": 6})
+    full = train(path, tmp_path / "run")
+    for step, folder in steps_of(tmp_path / "run", "last"):
+        if step == 6:
+            shutil.rmtree(folder)
+    resumed = trainer(resolve(path), tmp_path / "run")
+    resumed.prepare()
+    assert resumed.step == 3 and resumed.best == full.best
+    assert state_of(tmp_path / "run", "best")["best"] == full.best
+    again = train(path, tmp_path / "run")
+    assert again.best == full.best and newest(tmp_path / "run", "best").step == full.best["step"]
+
+
+def test_the_average_keeps_no_graph(tmp_path):
+    t = train(tiny_recipe(tmp_path, trainer={"ema": 0.9}), tmp_path / "run")
+    assert all(p.grad_fn is None and not p.requires_grad for p in t.ema.parameters())
+
+
+def poison(t, steps):
+    """Make the loss of some steps NaN, as a bad batch would."""
+    loss = t.task.loss
+
+    def poisoned(model, batch):
+        sums = loss(model, batch)
+        return sums._replace(loss=sums.loss * float("nan")) if t.step in steps else sums
+
+    t.task.loss = poisoned
+    return t
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_step_without_a_finite_loss_changes_nothing_and_is_counted(tmp_path, caplog, clip):
+    path = tiny_recipe(tmp_path, trainer={"steps": 4, "log_every": 1, "clip_grad": clip})
+    before = train(path, tmp_path / "a", stop_at=2).model.state_dict()
+    t = poison(trainer(resolve(path), tmp_path / "b"), {2, 3})
+    t.fit()
+    assert same(before, t.model.state_dict())
+    moments = [s for s in t.optimizer.state.values() if s]
+    assert moments and all(s["step"] == 2 and torch.isfinite(s["exp_avg"]).all() for s in moments)
+    assert [x.get("skipped_steps", 0) for x in lines(tmp_path / "b") if x["kind"] == "train"] == [0, 0, 1, 2]
+    assert "step 3: 1 steps skipped so far" in caplog.text
+    assert state_of(tmp_path / "b")["skipped"].tolist() == [2, 2]
+
+
+def test_too_many_such_steps_stop_the_run(tmp_path):
+    path = tiny_recipe(tmp_path, trainer={"steps": 40, "faults": {"nonfinite": 4}})
+    t = poison(trainer(resolve(path), tmp_path / "run"), range(5, 40))
+    with pytest.raises(RunError) as error:
+        t.fit()
+    for part in ("steps from 5 on", "the checkpoint of step 3 is kept", "trainer.clip_grad=1", "optim.lr"):
+        assert part in str(error.value), error.value
+    assert t.step <= 12 and newest(tmp_path / "run", "last").step == 3
+    assert lines(tmp_path / "run")[-1]["loss"] is None  # JSON has no NaN
