@@ -12,9 +12,12 @@ usage: ./run.sh                               train and evaluate recipes/quickst
        ./run.sh show RECIPE [key=value ...]   a recipe in full, its steps, parameters, memory
        ./run.sh predict RUN FILE ...          classify pictures
        ./run.sh bench ops                     time the operators against SDPA
+       ./run.sh consolidate RUN               one file of a sharded checkpoint
+       ./run.sh soak [--kills N] [key=value ...]  kill a run again and again; nothing may be lost
        ./run.sh logs                          TensorBoard over runs/
        ./run.sh test [pytest options]         the test suite
-options: --fresh (train: set an earlier run of this name aside), --debug (show tracebacks)
+options: --fresh (train: set an earlier run of this name aside), --no-eval (train only), --processes N,
+         --debug (show tracebacks)
 Paths are relative to this folder. Several visible GPUs are used through torchrun.
 environment: LION_DATA (data root), PYTHON (interpreter for .venv), CUDA_VISIBLE_DEVICES,
              LION_NO_INSTALL=1 (use the python on PATH as it is)

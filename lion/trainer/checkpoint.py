@@ -133,10 +133,10 @@ def steps_of(run: Path, kind: str) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def newest(run: Path, kind: str, *, set_aside: bool = False, quiet: bool = False) -> Checkpoint | None:
+def newest(run: Path, kind: str, *, repair: bool = False, quiet: bool = False) -> Checkpoint | None:
     """The newest checkpoint of a kind that is whole; None where there never was one.
 
-    A damaged one is reported, unless `quiet`, and with `set_aside` renamed so that its step can be saved again.
+    A damaged one is reported, unless `quiet`, and with `repair` set aside so that its step can be saved again.
 
     Raises:
         ConfigError: There are checkpoints, and all of them are damaged.
@@ -150,8 +150,8 @@ def newest(run: Path, kind: str, *, set_aside: bool = False, quiet: bool = False
         for bad, why in damaged.items():
             if not quiet:
                 log.warning("%s is damaged: %s; going back to %s", bad, why, path.name)
-            if set_aside:
-                os.rename(bad, unused(bad.with_name(f"damaged-{bad.name}")))
+            if repair:
+                set_aside(bad)
         manifest = json.loads((path / MANIFEST).read_text())
         name = CONSOLIDATED if CONSOLIDATED in manifest["files"] else STATE
         return Checkpoint(path, step, path / name, manifest["sharded"])
@@ -163,10 +163,10 @@ def newest(run: Path, kind: str, *, set_aside: bool = False, quiet: bool = False
     return None
 
 
-def unused(path: Path) -> Path:
-    """`path`, or the first free name that counts up from it."""
-    names = (path.with_name(f"{path.name}.{number}") for number in range(1, 10_000))
-    return path if not path.exists() else next(name for name in names if not name.exists())
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, so that its step can be saved again; nothing is deleted."""
+    names = (path.with_name(f"damaged-{path.name}{suffix}") for suffix in ("", *(f".{n}" for n in range(1, 10_000))))
+    os.rename(path, next(name for name in names if not name.exists()))
 
 
 def prune(newest: Path, keep: int) -> None:

@@ -327,7 +327,7 @@ class Trainer:
         else:
             seed_everything(derive(self.plan.seed, self.step, self.runtime.rank))
         upcoming = self.upcoming()
-        if upcoming != state["next"]:
+        if upcoming != state["next"] and self.runtime.main:  # the launcher ends the others
             raise ConfigError(
                 f"{self.folder}: the training data has changed since step {self.step}: expected the samples "
                 f"{state['next']}, found {upcoming}; restore it, or start anew with --fresh"
@@ -367,13 +367,15 @@ class Trainer:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Say which setting to change where memory runs out."""
+        """Say which setting to change where memory runs out or determinism cannot be had."""
         try:
             yield
         except Exception as error:
-            if not out_of_memory(error):
-                raise
-            raise memory_advice(self.step, self.plan.micro) from error
+            if out_of_memory(error):
+                raise memory_advice(self.step, self.plan.micro) from error
+            if "does not have a deterministic implementation" in str(error):
+                raise ConfigError(f"trainer.deterministic: {str(error).partition('.')[0]}; try false") from error
+            raise
 
     def sampler(self, start: int) -> StepSampler:
         return StepSampler(

@@ -10,7 +10,18 @@ from typing import Any
 
 import torch
 
-from lion.trainer.checkpoint import FOLDER, STATE, load_state, newest, prune, scratch_folder, seal
+from lion.config import ConfigError
+from lion.trainer.checkpoint import (
+    FOLDER,
+    STATE,
+    load_state,
+    newest,
+    prune,
+    scratch_folder,
+    seal,
+    set_aside,
+    steps_of,
+)
 from lion.trainer.faults import full_disk
 from lion.trainer.parallel import Learner, load_shards, save_shards
 from lion.trainer.runtime import Runtime
@@ -75,7 +86,7 @@ class Checkpointer:
 
     def resume(self) -> dict[str, Any] | None:
         """Take over the newest whole checkpoint, and return its plain part; None where there is none."""
-        found = newest(self.run, "last", set_aside=True) if self.runtime.main else None
+        found = newest(self.run, "last", repair=True) if self.runtime.main else None
         found = self.runtime.agree(found)
         if found is None:
             return None
@@ -90,7 +101,14 @@ class Checkpointer:
 
     def best(self) -> dict[str, Any] | None:
         """The plain part of the best checkpoint: the record of what is best is the checkpoint itself."""
-        found = newest(self.run, "best") if self.runtime.main else None
+        found = None
+        if self.runtime.main:
+            try:
+                found = newest(self.run, "best", repair=True)
+            except ConfigError as error:
+                log.warning("%s; the best is looked for anew from here on", error)
+                for _, path in steps_of(self.run, "best"):
+                    set_aside(path)
         found = self.runtime.agree(found)
         return None if found is None else load_state(found.state)
 

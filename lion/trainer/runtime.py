@@ -86,6 +86,8 @@ def start_runtime(device: str = "auto", *, deterministic: bool = False) -> Runti
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank > 0:
+        log.setLevel(logging.WARNING)  # news come from the first process
     if device == "cuda" and world > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = f"cuda:{os.environ['LOCAL_RANK']}"

@@ -96,6 +96,16 @@ def test_nothing_whole_is_refused_and_left_as_it_is(tmp_path):
     assert len(steps_of(tmp_path / "run", "last")) == 2
 
 
+def test_damaged_best_weights_stop_no_run(tmp_path, caplog):
+    path = tiny_recipe(tmp_path)
+    train(path, tmp_path / "run", stop_at=4)
+    (checkpoint(tmp_path / "run", 3, "best") / STATE).write_bytes(b"")
+    t = train(path, tmp_path / "run")
+    assert "the best is looked for anew" in caplog.text
+    assert t.best["step"] == 6 and newest(tmp_path / "run", "best").step == 6
+    assert (tmp_path / "run" / FOLDER / "damaged-best-3").is_dir()
+
+
 def test_the_newest_few_are_kept_and_interrupted_saves_swept(tmp_path):
     litter = tmp_path / "run" / FOLDER / ".last-1.tmp"
     litter.mkdir(parents=True)
