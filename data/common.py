@@ -20,7 +20,7 @@ class DataConfig:
 
     name: str = ""
     root: str | None = None
-    workers: int | None = setting(None, min=0, free=True)
+    workers: int | None = setting(None, min=0, max=1000, free=True)
 
 
 class DataSplits(NamedTuple):
@@ -35,13 +35,18 @@ class DataSplits(NamedTuple):
 def data_root() -> Path:
     """`$LION_DATA`, else the user's cache folder."""
     if os.environ.get("LION_DATA"):
-        return Path(os.environ["LION_DATA"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lion"
+        return user_path(os.environ["LION_DATA"])
+    return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lion"
+
+
+def user_path(path: str) -> Path:
+    """A path whose `~` is the home folder; one of an unknown user stays as it is."""
+    return Path(os.path.expanduser(path))
 
 
 def find_root(config: DataConfig, folder: str, how: str) -> Path:
     """The data set's folder; where it is missing, what is missing, where it was looked for, and `how` to get it."""
-    root = Path(config.root).expanduser() if config.root else data_root() / folder
+    root = user_path(config.root) if config.root else data_root() / folder
     if not root.is_dir():
         raise ConfigError(f"data set '{config.name}': no folder {root} (data.root=PATH or $LION_DATA set it); {how}")
     return root

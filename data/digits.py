@@ -24,8 +24,8 @@ class Config(DataConfig):
     """Shares of the pictures that are held out; the split is the same for every run."""
 
     name: str = "digits"
-    val_split: float = setting(0.15, above=0, max=0.4)
-    test_split: float = setting(0.25, above=0, max=0.4)
+    val_split: float = setting(0.15, min=0.001, max=0.4)
+    test_split: float = setting(0.25, min=0.001, max=0.4)
 
 
 def build(config: Config) -> DataSplits:

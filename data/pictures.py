@@ -31,6 +31,13 @@ class FolderConfig(DataConfig):
     random_erasing: float = setting(0.0, min=0, max=1)
     repeats: int = setting(1, min=1)
 
+    def __post_init__(self) -> None:
+        low, high = self.random_scale
+        if not all(1 <= side <= 65_536 for side in self.image_size):
+            raise ValueError(f"image_size: expected sides of 1 to 65536 pixels, got {self.image_size}")
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"random_scale: expected two shares of a picture, the smaller first, got {(low, high)}")
+
 
 def training_transform(config: FolderConfig) -> v2.Transform:
     return v2.Compose(

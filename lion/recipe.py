@@ -50,8 +50,8 @@ class RunConfig:
     root: str = setting("runs", free=True)
 
     def __post_init__(self) -> None:
-        if self.name is not None and not re.fullmatch(r"\w[\w.+-]*", self.name):
-            raise ValueError(f"name: expected letters, digits, '_', '-', '.' and '+', got {self.name!r}")
+        if self.name is not None and not re.fullmatch(r"\w[\w.+-]{0,99}", self.name):
+            raise ValueError(f"name: expected letters, digits, '_', '-', '.' and '+', 100 at most, got {self.name!r}")
         if os.path.expanduser(self.root).startswith("~"):
             raise ValueError(f"root: no such user, got {self.root!r}")
 

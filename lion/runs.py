@@ -11,8 +11,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import nn
 
-from lion.config import ConfigError, nearest, parse_yaml
-from lion.recipe import Recipe, load_recipe
+from lion.config import ConfigError, nearest
+from lion.recipe import Recipe, load_recipe, read_layers
 from lion.tasks import TASKS, Task
 from lion.trainer.checkpoint import load_state, newest
 
@@ -47,7 +47,7 @@ def find_run(run: str | Path) -> Path:
 
 def stored_recipe(folder: Path) -> dict[str, Any]:
     """The resolved recipe of a run, as plain data."""
-    return parse_yaml((folder / RECIPE).read_text(), source=str(folder / RECIPE))
+    return read_layers(folder / RECIPE)[-1][1]
 
 
 def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> LoadedRun:
@@ -55,12 +55,17 @@ def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
     folder = find_run(run)
     recipe = load_recipe(folder / RECIPE)
     state = read_checkpoint(folder, checkpoint)
-    weights = state.get("ema" if ema else "model")
+    weights = state.get("ema") if ema else state["model"]
     if not weights:
         raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint holds no {'EMA ' if ema else ''}weights")
     kind = TASKS[recipe.task.name]
-    task = kind(recipe.task, kind.Info.from_dict(state["info"]))
+    try:
+        info = kind.Info.from_dict(state["info"])
+    except (LookupError, TypeError) as error:
+        raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint does not say what data it is for") from error
+    task = kind(recipe.task, info)
     model = task.build_model(recipe.model)
+    check_weights(model, weights, f"{folder}: its {checkpoint!r} checkpoint")
     model.load_state_dict(weights)
     rest = {k: v for k, v in state.items() if k not in ("model", "ema", "optimizer", "random")}
     return LoadedRun(folder, recipe, task, model.eval(), rest)
@@ -70,7 +75,7 @@ def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
     """The newest whole checkpoint of a kind.
 
     Raises:
-        ConfigError: There is none, none is whole, or it is sharded.
+        ConfigError: There is none, none is whole, it is sharded, or it is no checkpoint of a run.
     """
     found = newest(folder, kind)
     if found is None:
@@ -79,7 +84,26 @@ def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
         raise ConfigError(f"{folder}: no {kind!r} checkpoint, {why}")
     if found.sharded:
         raise ConfigError(f"{found.path} is sharded: ./run.sh consolidate {folder} makes one file of it")
-    return load_state(found.state)
+    state = load_state(found.state)
+    for name, held in (("step", int), ("info", dict), ("model", dict)):
+        if not isinstance(state.get(name), held):
+            raise ConfigError(f"{found.state}: not a checkpoint of a run, it holds no {name!r}")
+    return state
+
+
+def check_weights(model: nn.Module, weights: Any, whose: str) -> None:
+    """Refuse weights that are not those of this model.
+
+    Raises:
+        ConfigError: A tensor is missing, of another shape, or one too many.
+    """
+    own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
+    for name in [*own, *(weights.keys() - own.keys())]:
+        shapes = [tuple(w[name].shape) if torch.is_tensor(w.get(name)) else "none" for w in (own, weights)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                f"{whose} holds another model than its {RECIPE}: {name} is {shapes[1]} there, {shapes[0]} by the recipe"
+            )
 
 
 def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> nn.Module:
@@ -102,7 +126,10 @@ def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
     fits = {
         name: value
         for name, value in state["model"].items()
-        if name in own and own[name].shape == value.shape and (same_data or not name.startswith("head."))
+        if name in own
+        and torch.is_tensor(value)
+        and own[name].shape == value.shape
+        and (same_data or not name.startswith("head."))
     }
     left = sorted(own.keys() - fits.keys())
     if len(left) > len(own) // 2:
@@ -117,7 +144,10 @@ def lock_run(folder: Path) -> IO[str]:
     Raises:
         ConfigError: Another process trains there.
     """
-    file = open(folder / ".lock", "a+")
+    try:
+        file = open(folder / ".lock", "a+")
+    except OSError as error:
+        raise ConfigError(f"{folder}: nothing can be written there ({error.strerror})") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loader workers
     except BlockingIOError:

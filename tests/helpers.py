@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from lion.config import merge
 from lion.trainer.checkpoint import load_state, newest
+from tools import __main__ as commands
+from tools.common import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,6 +43,16 @@ def tiny_recipe(folder: Path, name: str = "tiny", **changes) -> Path:
 def state_of(run: Path, kind: str = "last") -> dict:
     """What a run's newest checkpoint of a kind holds."""
     return load_state(newest(Path(run), kind).state)
+
+
+def refuse(capsys: pytest.CaptureFixture, *argv) -> str:
+    """Run a command that must fail with code 2 and a single line on stderr; returns the line."""
+    with pytest.raises(SystemExit) as error:
+        run_command(commands.main, [str(a) for a in argv])
+    out = capsys.readouterr()
+    assert error.value.code == 2, out.err
+    assert out.err.count("\n") == 1 and out.err.startswith("error: "), out.err
+    return out.err
 
 
 def command(*args: str, env: dict | None = None, timeout: float = 300) -> subprocess.CompletedProcess:

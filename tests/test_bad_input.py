@@ -2,23 +2,12 @@
 
 import pytest
 import yaml
+from PIL import Image
 
 from lion.config import merge
-from tests.helpers import TINY, tiny_recipe
-from tools import __main__ as commands
-from tools.common import run_command
+from tests.helpers import TINY, refuse, tiny_recipe
 
 pytest.importorskip("sklearn")
-
-
-def refuse(capsys, *argv) -> str:
-    """Run a command that must fail with code 2 and a single line on stderr; returns the line."""
-    with pytest.raises(SystemExit) as error:
-        run_command(commands.main, [str(a) for a in argv])
-    out = capsys.readouterr()
-    assert error.value.code == 2, out.err
-    assert out.err.count("\n") == 1 and out.err.startswith("error: "), out.err
-    return out.err
 
 
 @pytest.mark.parametrize(
@@ -141,3 +130,119 @@ def test_a_missing_data_set_says_what_where_and_how(tmp_path, capsys, monkeypatc
     line = refuse(capsys, "train", "recipes/deit_tiny_lion_s.yaml", f"data.root={tmp_path}/gone")
     assert f"no folder {tmp_path}/gone" in line
     assert not (tmp_path / "runs").exists()
+
+
+def pictures(root, layout):
+    """Files as given: a picture for every `.png`, text for others, folders for names that end with a slash."""
+    for name in layout:
+        path = root / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if name.endswith(".png"):
+            Image.new("RGB", (8, 8)).save(path)
+        elif not name.endswith("/"):
+            path.write_text("text")
+
+
+FOLDERS = {"data": {"name": "imagefolder", "image_size": [8, 8]}, "trainer": {"batch_size": 4}}
+WHOLE = ("train/a/1.png", "train/a/2.png", "train/b/1.png", "train/b/2.png", "val/a/1.png", "val/b/1.png")
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ([], "no folder"),
+        (WHOLE[:4], "/val; expected ROOT/train/CLASS"),
+        (WHOLE[4:], "/train; expected ROOT/train/CLASS"),
+        (["train", *WHOLE[4:]], "/train; expected ROOT/train/CLASS"),
+        ([*WHOLE, "train/c/"], "Found no valid file for the classes c."),
+        ([*WHOLE, "train/c/text", "val/c/1.png"], "Found no valid file for the classes c."),
+        ([*WHOLE, "train/c", "val/c/1.png"], "train and val differ in class folder 'c'"),
+        ([*WHOLE, "train/c/1.png"], "train and val differ in class folder 'c'"),
+        ([*WHOLE, "test/a/1.png"], "train and test differ in class folder 'b'"),
+        ([*WHOLE, "test/"], "Couldn't find any class folder in"),
+        (["train/1.png", "val/1.png"], "Couldn't find any class folder in"),
+        (["train/", "val/"], "Couldn't find any class folder in"),
+        (WHOLE[1:], "trainer.batch_size: 4 is more than the 3 training samples"),
+    ],
+)
+def test_folders_of_pictures(layout, message, tmp_path, capsys):
+    root = tmp_path / "root"
+    pictures(root, layout)
+    recipe = tiny_recipe(tmp_path, **merge(FOLDERS, {"data": {"root": str(root)}}))
+    assert message in refuse(capsys, "train", recipe)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.image_size=[0, 8]", "data.image_size: expected sides of 1"),
+        ("data.image_size=[8, -8]", "data.image_size: expected sides of 1"),
+        ("data.random_scale=[0.5, 0.1]", "data.random_scale: expected two shares"),
+        ("data.random_scale=[-1, 1]", "data.random_scale: expected two shares"),
+        ("data.root=/dev/null", "no folder /dev/null"),
+        ("data.root=~nobody-here", "no folder ~nobody-here"),
+        ("data.root=" + "x" * 5000, "xxx"),
+        ("task.mixup=1e-9", "task.mixup: expected 0 (off) or at least 1e-06"),
+        ("trainer.device=meta", "trainer.device: 'meta' is not available"),
+        ("trainer.device=hpu", "trainer.device: 'hpu' is not available"),
+        ("schedule.warmup=1e999ep", "schedule.warmup: expected steps"),
+        ("trainer.eval_every=1e999", "trainer.eval_every: expected steps"),
+        ("init_from=" + "x" * 5000, "xxx"),
+    ],
+    ids=lambda x: x[:30],
+)
+def test_values_that_only_look_right(change, message, tmp_path, capsys):
+    pictures(tmp_path / "root", WHOLE)
+    recipe = tiny_recipe(tmp_path, **merge(FOLDERS, {"data": {"root": str(tmp_path / "root")}}))
+    assert message in refuse(capsys, "train", recipe, change)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "'' is no command, valid: bench, "),
+        ("--form full", "'--form' is no command"),
+        ("trian x.yaml", "'trian' is no command, did you mean 'train'?"),
+        ("train", "required: recipe"),
+        ("train x.yaml --frsh", "unknown option --frsh: did you mean '--fresh'?"),
+        ("train x.yaml --processes", "--processes: expected one argument"),
+        ("train x.yaml --processes two", "--processes: expected a whole number, got 'two'"),
+        ("train x.yaml --processes -1", "--processes: expected at least 1, got -1"),
+        ("train x.yaml --fresh=yes", "--fresh: ignored explicit argument 'yes'"),
+        ("train x.yaml more", "x.yaml: no such file"),
+        ("show x.yaml", "x.yaml: no such file"),
+        ("show x.yaml --processes 0", "--processes: expected at least 1, got 0"),
+        ("show --from 3", "unknown option --from: "),
+        ("list --all", "unknown option --all: "),
+        ("eval", "required: run"),
+        ("eval x --form chunks", "--form: invalid choice: 'chunks' (choose from"),
+        ("eval x --from full", "unknown option --from full: did you mean '--form'?"),
+        ("eval x --chunk-size 1.5", "--chunk-size: expected a whole number, got '1.5'"),
+        ("eval x --chunk-size 8 --form full", "--chunk-size: the full form has no chunks"),
+        ("eval x --c 3", "ambiguous option: --c could match --chunk-size, --checkpoint"),
+        ("eval x --split train", "--split: invalid choice: 'train'"),
+        ("eval x y", "unrecognized arguments: y"),
+        ("eval " + "x" * 5000, "xxx"),
+        ("predict", "required: run, files"),
+        ("predict x", "required: files"),
+        ("predict x y.png --top 0", "--top: expected at least 1, got 0"),
+        ("predict x y.png --topp=2", "unknown option --topp=2: did you mean '--top'?"),
+        ("predict x y.png --form auto", "--form: invalid choice: 'auto'"),
+        ("consolidate", "required: run"),
+        ("consolidate x", "run 'x': no recipe.yaml"),
+        ("consolidate x --now", "unknown option --now: "),
+        ("soak --kills 0", "--kills: expected at least 1, got 0"),
+        ("bench", "required: what"),
+        ("bench op", "what: invalid choice: 'op'"),
+        ("bench ops --length 0", "--length: expected at least 1, got 0"),
+        ("bench ops --rounds x", "--rounds: expected a whole number, got 'x'"),
+        ("bench ops --mixer softmax", "--mixer: invalid choice: 'softmax'"),
+    ],
+    ids=lambda x: x[:30],
+)
+def test_command_lines(line, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in refuse(capsys, *line.split())
+    assert not list(tmp_path.iterdir())

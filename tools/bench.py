@@ -8,7 +8,6 @@ a ratio is the median of the rounds' own ratios.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -20,21 +19,21 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.ops import linear_attention, reference_attention
 from lion.trainer.runtime import missing_compiler
-from tools.common import run_command, table
+from tools.common import Parser, count, run_command, table
 
 TOKENS = 16 * 197  # about as many tokens at every length
 MIXERS = ("lit", "d", "s")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="run.sh bench", description=__doc__.splitlines()[0])
+    parser = Parser(prog="run.sh bench", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("ops",))
-    parser.add_argument("--length", type=int, nargs="+", default=[197, 1024, 4096])
+    parser.add_argument("--length", type=count, nargs="+", default=[197, 1024, 4096])
     parser.add_argument("--form", nargs="+", choices=("full", "chunk"), default=["full", "chunk"])
     parser.add_argument("--mixer", nargs="+", choices=MIXERS, default=list(MIXERS))
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--heads", type=count, default=6)
+    parser.add_argument("--dim", type=count, default=64)
+    parser.add_argument("--rounds", type=count, default=9)
     args = parser.parse_args(argv)
     if missing_compiler():
         raise ConfigError(f"bench: {missing_compiler()}")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 import data
 from data.common import DataSplits
-from lion.config import ConfigError
+from lion.config import ConfigError, nearest
 from lion.layers.attention import set_form
 from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
@@ -26,7 +29,7 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """A recipe with its `data` section checked by the data set that it names."""
-    if Path(path).resolve().parent == RECIPES / "base":
+    if Path(os.path.realpath(path)).parent == RECIPES / "base":
         name = Path(path).name
         raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{name}'")
     return load_recipe(path, overrides, data_config=lambda name: data.module(name).Config)
@@ -85,6 +88,29 @@ def loader_workers(recipe: Recipe) -> int:
     return getattr(data.module(recipe.data.name), "WORKERS", 4)
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses a command line as everything else is refused: in one line, with the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2]
+        if unknown.startswith("-"):
+            shown = [a for a in self._actions if a.help != argparse.SUPPRESS]
+            hint = nearest(unknown.split()[0].partition("=")[0], [o for a in shown for o in a.option_strings])
+            message = f"unknown option {unknown}: {hint}"
+        raise ConfigError(f"{self.prog}: {message.removeprefix('argument ')}")
+
+
+def count(text: str) -> int:
+    """An option's number, at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
 def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None) -> None:
     """Run a command's `main` and exit: 2 with one line for bad input, 1 with one for a run that cannot go on, 130
     when interrupted."""
@@ -96,7 +122,12 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     logging.getLogger("lion").setLevel(logging.INFO)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of nvcc without a GPU
     try:
-        code = main(argv)
+        try:
+            code = main(argv)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise ConfigError(f"{error.filename}: {error.strerror}") from error
     except (ConfigError, RunError) as error:
         if debug:
             traceback.print_exc()

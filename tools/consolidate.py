@@ -5,19 +5,17 @@ python -m tools.consolidate RUN
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 
 from lion.config import ConfigError
 from lion.runs import find_run, lock_run
 from lion.trainer.checkpoint import CONSOLIDATED, MANIFEST, load_state, newest, write_atomic, write_manifest
 from lion.trainer.parallel import join_shards
-from tools.common import run_command
+from tools.common import Parser, run_command
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="run.sh consolidate", description=__doc__.splitlines()[0])
+    parser = Parser(prog="run.sh consolidate", description=__doc__.splitlines()[0])
     parser.add_argument("run")
     args = parser.parse_args(argv)
     folder = find_run(args.run)

@@ -31,23 +31,21 @@ from lion.tasks.base import to_device
 from lion.trainer.batches import eval_batches
 from lion.trainer.evaluate import evaluate
 from lion.trainer.runtime import peak_memory, start_runtime
-from tools.common import build_data, choose_form, loader_workers, resolve_run, run_command, table
+from tools.common import Parser, build_data, choose_form, count, loader_workers, resolve_run, run_command, table
 
 DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="run.sh eval", description=__doc__.splitlines()[0])
+    parser = Parser(prog="run.sh eval", description=__doc__.splitlines()[0])
     parser.add_argument("run")
     parser.add_argument("--form", choices=(*FORMS, "all"), default="all")
-    parser.add_argument("--chunk-size", type=int, help="tokens a chunk (chunk) or a step (rnn)")
+    parser.add_argument("--chunk-size", type=count, help="tokens a chunk (chunk) or a step (rnn)")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
     parser.add_argument("--split", choices=("test", "val"), help="default: test, or val where there is no test")
     parser.add_argument("--ema", action="store_true", help="the averaged weights")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.chunk_size is not None and args.chunk_size < 1:
-        raise ConfigError(f"--chunk-size: expected at least 1, got {args.chunk_size}")
     if args.measure:
         measure(json.loads(args.measure))
         return 0

@@ -5,28 +5,25 @@ python -m tools.predict RUN FILE [FILE ...] [--form full|chunk|rnn] [--top K]
 
 from __future__ import annotations
 
-import argparse
+import warnings
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 import data
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import open_run
-from tools.common import choose_form, resolve_run, run_command, table
+from tools.common import Parser, choose_form, count, resolve_run, run_command, table
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="run.sh predict", description=__doc__.splitlines()[0])
+    parser = Parser(prog="run.sh predict", description=__doc__.splitlines()[0])
     parser.add_argument("run")
     parser.add_argument("files", nargs="+")
     parser.add_argument("--form", choices=FORMS, default="full")
-    parser.add_argument("--top", type=int, default=3, help="classes to show")
+    parser.add_argument("--top", type=count, default=3, help="classes to show")
     args = parser.parse_args(argv)
-    if args.top < 1:
-        raise ConfigError(f"--top: expected at least 1, got {args.top}")
-
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
     recipe = resolve_run(loaded.folder)
@@ -46,12 +43,12 @@ def main(argv: list[str]) -> int:
 
 def open_picture(path: str) -> Image.Image:
     try:
-        with Image.open(path) as picture:
+        with warnings.catch_warnings(action="ignore"), Image.open(path) as picture:
             picture.load()
             return picture
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (UnidentifiedImageError, OSError) as error:
+    except Exception as error:  # a broken file makes its reader raise anything
         raise ConfigError(f"{path}: not a readable picture ({type(error).__name__})") from None
 
 

@@ -6,21 +6,19 @@ python -m tools.show                        (the table)
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 
 from lion.recipe import Recipe, dump_recipe, make_plan
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
-from tools.common import RECIPES, describe_data, make_task, process_count, resolve, run_command, table
+from tools.common import RECIPES, Parser, count, describe_data, make_task, process_count, resolve, run_command, table
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="run.sh show", description=__doc__.splitlines()[0])
+    parser = Parser(prog="run.sh show", description=__doc__.splitlines()[0])
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--processes", type=int, help="as many as there will be GPUs (default: those visible)")
+    parser.add_argument("--processes", type=count, help="as many as there will be GPUs (default: those visible)")
     args = parser.parse_intermixed_args(argv)
     print(show(args.recipe, args.overrides, args.processes) if args.recipe else listing())
     return 0

@@ -176,7 +176,7 @@ def losses(folder: Path) -> list[tuple]:
 
 
 def report(args: argparse.Namespace, overrides: list[str], kills: list[dict], problems: list[str], spent: float) -> str:
-    count = Counter(k["when"] for k in kills)
+    moments = Counter(k["when"] for k in kills)
     steps = [k["step"] for k in kills]
     moved = sum(b > a for a, b in zip([0, *steps], steps))
     lines = [
@@ -187,7 +187,7 @@ def report(args: argparse.Namespace, overrides: list[str], kills: list[dict], pr
         "",
         "| | |",
         "|---|---|",
-        *(f"| killed {when} | {n} |" for when, n in sorted(count.items())),
+        *(f"| killed {when} | {n} |" for when, n in sorted(moments.items())),
         f"| kills that left a half-written checkpoint (hidden, never read) | {sum(k['scratch'] for k in kills)} |",
         f"| lives that brought a new checkpoint | {moved} |",
         f"| step of the newest checkpoint after each kill | {', '.join(map(str, steps))} |",

@@ -5,7 +5,6 @@ python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh] [--no-eval] [-
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -17,26 +16,32 @@ from torch import nn
 
 from lion.config import ConfigError
 from lion.recipe import Recipe, differences, dump_recipe, make_plan
-from lion.runs import ENVIRONMENT, RECIPE, SUMMARY, count_parameters, init_from, lock_run, stored_recipe
-from lion.trainer.checkpoint import check_space, save_json, save_text
+from lion.runs import (
+    ENVIRONMENT,
+    RECIPE,
+    SUMMARY,
+    check_weights,
+    count_parameters,
+    init_from,
+    lock_run,
+    stored_recipe,
+)
+from lion.trainer.checkpoint import check_space, load_state, newest, save_json, save_text, steps_of
 from lion.trainer.loop import Splits, Trainer
 from lion.trainer.runtime import environment, seed_everything, start_runtime
 from tools import evaluate
-from tools.common import build_data, loader_workers, make_task, process_count, resolve, run_command
+from tools.common import Parser, build_data, count, loader_workers, make_task, process_count, resolve, run_command
 from tools.launch import launch
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="run.sh", description="Train a recipe and evaluate it in every form.")
+    parser = Parser(prog="run.sh", description="Train a recipe and evaluate it in every form.")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--fresh", action="store_true", help="set an earlier run of this name aside and start anew")
     parser.add_argument("--no-eval", action="store_true", help="do not evaluate in the end; the same command will")
-    parser.add_argument("--processes", type=int, help="on this machine (default: one a visible GPU)")
+    parser.add_argument("--processes", type=count, help="on this machine (default: one a visible GPU)")
     args = parser.parse_intermixed_args(argv)
-
-    if args.processes is not None and args.processes < 1:
-        raise ConfigError(f"--processes: expected at least 1, got {args.processes}")
     recipe = resolve(args.recipe, args.overrides)
     launched = "RANK" in os.environ  # by torchrun, below
     if not launched and not args.fresh and finished(recipe):
@@ -51,6 +56,8 @@ def main(argv: list[str]) -> int:
         init_from(model, recipe.init_from, splits.info)
     if not launched:
         check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
+        if not args.fresh:
+            check_checkpoint(recipe.folder, model)
     runtime = None
     if launched or world == 1:
         runtime = start_runtime(recipe.trainer.device, deterministic=recipe.trainer.deterministic)
@@ -100,6 +107,13 @@ def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:
     return weights * (4 if ema else 3), weights * (2 if ema else 1)
 
 
+def check_checkpoint(folder: Path, model: nn.Module) -> None:
+    """Refuse a run that cannot go on, before anything is written there or another process is started."""
+    found = newest(folder, "last", quiet=True)
+    if found is not None and not found.sharded:
+        check_weights(model, load_state(found.state, mapped=True).get("model"), str(found.path))
+
+
 def set_aside(folder: Path) -> None:
     """Rename an earlier run's folder; nothing is deleted."""
     if not folder.exists():
@@ -116,6 +130,8 @@ def finished(recipe: Recipe) -> bool:
     """Whether the run is complete (prints its summary); refuses a folder that belongs to another recipe."""
     folder = recipe.folder
     if not (folder / RECIPE).exists():
+        if steps_of(folder, "last"):
+            raise ConfigError(f"{folder} holds checkpoints and no {RECIPE}: put it back, or start anew with --fresh")
         return False
     changed = differences(stored_recipe(folder), recipe)
     if changed:
@@ -125,7 +141,12 @@ def finished(recipe: Recipe) -> bool:
         )
     if not (folder / SUMMARY).exists():
         return False
-    print_summary(folder)
+    try:
+        print_summary(folder)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder / SUMMARY}: not a summary ({type(error).__name__}); without it the same command evaluates again"
+        ) from None
     return True
 
 

@@ -22,7 +22,7 @@ class EncoderConfig:
     num_heads: int = setting(min=1)
     preset: str = setting("paper", choices=("paper", "released"))
     mlp: str = setting("mlp", choices=MLPS)
-    mlp_ratio: float = setting(4.0, above=0)
+    mlp_ratio: float = setting(4.0, above=0, max=1000)
     norm: str = setting("layernorm", choices=NORMS)
     norm_eps: float = setting(1e-6, above=0)
     dropout: float = setting(0.0, min=0, max=1)

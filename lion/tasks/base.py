@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -80,6 +81,10 @@ def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> nn.Module:
         return build(*args, **kwargs)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("alloc|out of memory|overflow", str(error)):
+            raise
+        raise ConfigError("model: too large for this machine's memory, try a smaller dim or depth") from None
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

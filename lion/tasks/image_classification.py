@@ -22,9 +22,14 @@ class ImageClassificationConfig:
 
     name: str = "image_classification"
     label_smoothing: float = setting(0.0, min=0, max=0.99)
-    mixup: float = setting(0.0, min=0)
-    cutmix: float = setting(0.0, min=0)
+    mixup: float = setting(0.0, min=0, max=1000)
+    cutmix: float = setting(0.0, min=0, max=1000)
     switch: float = setting(0.5, min=0, max=1)
+
+    def __post_init__(self) -> None:
+        for name in ("mixup", "cutmix"):
+            if 0 < getattr(self, name) < 1e-6:
+                raise ValueError(f"{name}: expected 0 (off) or at least 1e-06, got {getattr(self, name)}")
 
 
 class ImageClassification(Task):

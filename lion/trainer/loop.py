@@ -315,7 +315,7 @@ class Trainer:
         """Continue from the newest whole checkpoint, if there is one, and say what that promises."""
         best, state = self.checkpoints.best(), self.checkpoints.resume()
         if best is not None:  # a run that lost its last steps may have seen a better one: it is still on the disk
-            self.best = best["best"]
+            self.best = best
         if state is None:
             return
         self.step, self.evaluated = state["step"], state["evaluated"]

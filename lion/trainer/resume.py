@@ -28,6 +28,9 @@ from lion.trainer.runtime import Runtime
 
 log = logging.getLogger("lion")
 
+PLAIN = ("step", "evaluated", "info", "skipped", "random", "next", "made")  # what `save_last` is given
+TENSORS = ("model", "ema", "optimizer")
+
 
 class Checkpointer:
     """The checkpoints of one run. `saved` is the step of the newest that it can go on from."""
@@ -91,26 +94,30 @@ class Checkpointer:
         if found is None:
             return None
         state = load_state(found.state)
+        parts = () if found.sharded else TENSORS
+        lacking = [name for name in (*PLAIN, *parts) if name not in state]
+        if lacking:
+            raise ConfigError(f"{found.state}: a run cannot go on from it, it holds no {lacking[0]!r}")
         if found.sharded:
             tensors = load_shards(found.path, into=self.learner.state())
         else:
-            tensors = {name: state.pop(name) for name in ("model", "ema", "optimizer")}
+            tensors = {name: state.pop(name) for name in TENSORS}
         self.learner.restore(tensors)
         self.saved = found.step
         return state
 
     def best(self) -> dict[str, Any] | None:
-        """The plain part of the best checkpoint: the record of what is best is the checkpoint itself."""
-        found = None
+        """The value and step of the best checkpoint: the record of what is best is the checkpoint itself."""
+        best = None
         if self.runtime.main:
             try:
                 found = newest(self.run, "best", repair=True)
-            except ConfigError as error:
+                best = found and load_state(found.state)["best"]
+            except (ConfigError, LookupError) as error:
                 log.warning("%s; the best is looked for anew from here on", error)
                 for _, path in steps_of(self.run, "best"):
                     set_aside(path)
-        found = self.runtime.agree(found)
-        return None if found is None else load_state(found.state)
+        return self.runtime.agree(best)
 
 
 class Clock:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lion.config import ConfigError
-from lion.trainer.checkpoint import FOLDER, MANIFEST, STATE, damage, newest, steps_of
+from lion.trainer.checkpoint import FOLDER, MANIFEST, STATE, damage, newest, scratch_folder, seal, steps_of
 from lion.trainer.faults import RunError
 from lion.trainer.resume import promise
 from tests.helpers import state_of, tiny_recipe
@@ -94,6 +94,18 @@ def test_nothing_whole_is_refused_and_left_as_it_is(tmp_path):
     with pytest.raises(ConfigError, match="no 'last' checkpoint is whole"):
         train(path, tmp_path / "run")
     assert len(steps_of(tmp_path / "run", "last")) == 2
+
+
+def test_a_whole_checkpoint_that_lacks_something_is_refused(tmp_path):
+    """Of another version, say."""
+    path = tiny_recipe(tmp_path)
+    train(path, tmp_path / "run", stop_at=4)
+    state = state_of(tmp_path / "run")
+    scratch = scratch_folder(tmp_path / "run", "last", 5)
+    torch.save({k: v for k, v in state.items() if k != "next"}, scratch / STATE)
+    seal(scratch)
+    with pytest.raises(ConfigError, match="a run cannot go on from it, it holds no 'next'"):
+        train(path, tmp_path / "run")
 
 
 def test_damaged_best_weights_stop_no_run(tmp_path, caplog):

@@ -1,0 +1,183 @@
+"""Runs whose files are damaged or forged: every command refuses them in one line, runs nothing, changes nothing."""
+
+import io
+import pickle
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from lion.config import ConfigError, merge
+from lion.trainer.checkpoint import MANIFEST, STATE, load_state, write_manifest
+from tests.helpers import refuse, tiny_recipe
+from tools import predict, train
+
+pytest.importorskip("sklearn")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A recipe, and the folder of its run of two steps, not evaluated."""
+    root = tmp_path_factory.mktemp("trained")
+    path = tiny_recipe(root, trainer={"steps": 2, "eval_every": 2, "save_every": 2})
+    train.main([str(path), "--no-eval"])
+    return path, root / "runs" / "tiny"
+
+
+@pytest.fixture
+def refuse_run(trained, tmp_path, capsys):
+    """Commands that need a run must refuse the copy in `tmp_path/tiny`, name it, and leave it as it is."""
+    recipe, run = trained
+    shutil.copytree(run, tmp_path / "tiny")
+
+    def files():
+        return {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
+
+    def refuse_all(*commands):
+        before, copy = files(), tmp_path / "tiny"
+        again = ("train", recipe, f"run.root={tmp_path}")
+        calls = {
+            "eval": ("eval", copy, "--form", "full"),
+            "predict": ("predict", copy, recipe),
+            "again": again,
+            "init": (*again, "run.name=new", f"init_from={copy}"),
+        }
+        for name in commands or calls:
+            line = refuse(capsys, *calls[name])
+            assert str(copy) in line or "init_from" in line
+        assert files() == before
+
+    return refuse_all
+
+
+def cut(share):
+    return lambda file: file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+
+
+def flip(seed):
+    def damage(file):
+        content, dice = bytearray(file.read_bytes()), random.Random(seed)
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        file.write_bytes(content)
+
+    return damage
+
+
+def manifest(text):
+    return lambda file: (file.parent / MANIFEST).write_text(text)
+
+
+MANIFESTS = (
+    "",
+    "{",
+    "[]",
+    "null",
+    "3",
+    "\0",
+    "[" * 9**5,
+    '{"files": {}}',
+    '{"sharded": false, "files": {"state.pt": 3}}',
+)
+DAMAGE = {
+    **{f"cut to {share}": cut(share) for share in (0, 0.001, 0.3, 0.9, 0.9999)},
+    **{f"flip {seed}": flip(seed) for seed in range(6)},
+    **{f"manifest {text[:20]!r}": manifest(text) for text in MANIFESTS},
+    "manifest of shards": manifest('{"sharded": true, "files": {"state.pt": {}}}'),
+    "no state": lambda file: file.unlink(),
+    "no manifest": lambda file: (file.parent / MANIFEST).unlink(),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_checkpoints(kind, refuse_run, tmp_path):
+    for file in tmp_path.glob(f"tiny/checkpoints/*/{STATE}"):
+        DAMAGE[kind](file)
+    refuse_run()
+
+
+class Touch:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def other_shapes(file, _):
+    state = load_state(file)
+    torch.save({**state, "model": {k: v[..., None] for k, v in state["model"].items()}}, file)
+
+
+FORGED = {
+    "pickle": lambda file, touched: file.write_bytes(pickle.dumps(Touch(touched))),
+    "torch pickle": lambda file, touched: torch.save({"model": Touch(touched)}, file),
+    "text": lambda file, _: file.write_text("text"),
+    "nothing": lambda file, _: file.write_bytes(b""),
+    "a list": lambda file, _: torch.save([1], file),
+    "a tensor": lambda file, _: torch.save(torch.ones(3), file),
+    "no keys": lambda file, _: torch.save({}, file),
+    "no weights": lambda file, _: torch.save({"model": [1], "info": {}, "step": 1}, file),
+    "no tensors": lambda file, _: torch.save({"model": {"cls": 1}, "info": {}, "step": 1}, file),
+    "other shapes": other_shapes,
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_checkpoints_of_something_else(kind, refuse_run, tmp_path):
+    for file in tmp_path.glob(f"tiny/checkpoints/*/{STATE}"):
+        FORGED[kind](file, tmp_path / "touched")
+        write_manifest(file.parent, [file], sharded=False)
+    refuse_run()
+    assert not (tmp_path / "touched").exists()
+
+
+def model(**values):
+    return lambda path: path.write_text(yaml.safe_dump(merge(yaml.safe_load(path.read_text()), {"model": values})))
+
+
+RECIPES = {
+    "another width": model(dim=32),
+    "another depth": model(depth=3),
+    "another mixer": model(mixer="softmax"),
+    "no width": model(dim="many"),
+    "cut": cut(0.5),
+    "empty": cut(0),
+    "binary": lambda path: path.write_bytes(bytes(range(256))),
+    "a list": lambda path: path.write_text("- a"),
+    "missing": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_runs_whose_recipe_is_not_theirs(kind, refuse_run, tmp_path):
+    RECIPES[kind](tmp_path / "tiny" / "recipe.yaml")
+    refuse_run("eval", "predict", "again")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "{", '{"forms": 3}', "\0"], ids=repr)
+def test_a_summary_that_is_none(text, refuse_run, tmp_path):
+    (tmp_path / "tiny" / "summary.json").write_text(text)
+    refuse_run("again")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF"])
+def test_damaged_pictures_are_classified_or_refused(kind, trained, tmp_path):
+    path, dice, file = tmp_path / "picture", random.Random(kind), io.BytesIO()
+    Image.linear_gradient("L").resize((16, 16)).save(file, kind)
+    for i in range(20):
+        content = bytearray(file.getvalue())
+        for _ in range(3):
+            content[dice.randrange(min(len(content), 64))] = dice.randrange(256)
+        path.write_bytes(content[: dice.randrange(len(content))] if i % 3 == 0 else content)
+        try:
+            predict.main([str(trained[1]), str(path)])
+        except ConfigError as error:
+            assert str(error).startswith(f"{path}: not a readable picture")
