@@ -18,7 +18,7 @@ from lion.trainer.checkpoint import load_state, newest
 
 log = logging.getLogger("lion")
 
-RECIPE, ENVIRONMENT, SUMMARY = "recipe.yaml", "environment.json", "summary.json"
+RECIPE, ENVIRONMENT, SUMMARY, LOCK = "recipe.yaml", "environment.json", "summary.json", ".lock"
 
 
 class LoadedRun(NamedTuple):
@@ -145,22 +145,36 @@ def lock_run(folder: Path) -> IO[str]:
         ConfigError: Another process trains there.
     """
     try:
-        file = open(folder / ".lock", "a+")
+        file = open(folder / LOCK, "a+")
     except OSError as error:
         raise ConfigError(f"{folder}: nothing can be written there ({error.strerror})") from None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loader workers
-    except BlockingIOError:
-        file.seek(0)
-        raise ConfigError(
-            f"{folder}: process {file.read().strip()} trains there now; wait, or use run.name=NAME"
-        ) from None
-    except OSError as error:
-        log.warning("%s: cannot be locked (%s); do not train there twice at once", folder, error.strerror)
+    _claim(file, folder)
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
     return file
+
+
+def check_unlocked(folder: Path) -> None:
+    """Refuse a run folder in which another process trains; nothing is written.
+
+    Raises:
+        ConfigError: One does.
+    """
+    if (folder / LOCK).exists() and os.access(folder / LOCK, os.W_OK):
+        with open(folder / LOCK, "a+") as file:
+            _claim(file, folder)
+
+
+def _claim(file: IO[str], folder: Path) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loader workers
+    except BlockingIOError:
+        file.seek(0)
+        other = file.read().strip()
+        raise ConfigError(f"{folder}: process {other} trains there now; wait, or use run.name=NAME") from None
+    except OSError as error:
+        log.warning("%s: cannot be locked (%s); do not train there twice at once", folder, error.strerror)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -138,6 +138,13 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         code = 130
     except BrokenPipeError:
         code = 141
+    except Exception as error:  # printed here: a traceback kept for the interpreter's end keeps loader workers alive
+        rank = os.environ.get("RANK")
+        if rank is not None and not debug and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore")):
+            print(f"process {rank} has lost the others", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        code = 1
     sys.exit(code)
 
 

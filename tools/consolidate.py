@@ -5,6 +5,8 @@ python -m tools.consolidate RUN
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from lion.config import ConfigError
@@ -24,17 +26,24 @@ def main(argv: list[str]) -> int:
         if found is None:
             raise ConfigError(f"{folder}: no checkpoint yet")
         if not found.sharded:
+            if found.state.name == CONSOLIDATED:
+                sweep(found.path)  # what an interrupted call has left
             print(f"{found.path} is plain already")
             return 0
         state = {**load_state(found.state), **join_shards(found.path)}
         target = found.path / CONSOLIDATED
         write_atomic(target, lambda file: torch.save(state, file))
         write_manifest(found.path, [target], sharded=False)  # from here on the checkpoint is this file
-        for path in found.path.iterdir():
-            if path.name not in (CONSOLIDATED, MANIFEST):
-                path.unlink()
+        sweep(found.path)
     print(f"{target}: {target.stat().st_size / 2**20:.1f} MiB, step {found.step}")
     return 0
+
+
+def sweep(folder: Path) -> None:
+    """Delete what the manifest of a consolidated checkpoint no longer names."""
+    for path in folder.iterdir():
+        if path.name not in (CONSOLIDATED, MANIFEST):
+            path.unlink()
 
 
 if __name__ == "__main__":

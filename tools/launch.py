@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lion.trainer.faults import RunError
 
+SECONDS_TO_SAVE = 50  # between a signal and the end of a process that does not heed it
 QUIET = 2  # what a process exits with when it has said itself what is wrong
 
 
@@ -21,7 +22,9 @@ def launch(processes: int, arguments: list[str]) -> int:
     Raises:
         RunError: One of them died.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
     call = ["--standalone", f"--nproc-per-node={processes}", "--module", "tools.train", *arguments]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     try:
@@ -29,7 +32,8 @@ def launch(processes: int, arguments: list[str]) -> int:
     except SignalException as error:
         return 130 if error.sigval in (signal.SIGINT, signal.SIGTERM) else 128 + error.sigval
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        killed = {rank: f for rank, f in error.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
+        rank, failure = next(iter(killed.items())) if killed else error.get_first_failure()
         if failure.exitcode == QUIET:
             return QUIET
         if failure.exitcode in (1, 130):

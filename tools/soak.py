@@ -43,6 +43,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--processes", type=count, default=1)
     parser.add_argument("--report", help="also write the result to this Markdown file")
     args = parser.parse_intermixed_args(argv)
+    if "trainer.parallel=fsdp" in args.overrides:
+        raise ConfigError("trainer.parallel: a soak compares plain checkpoints, use ddp")
     overrides = [*EVERY, f"trainer.steps={STEPS_A_KILL * args.kills}", *args.overrides]
     overrides = list({item.partition("=")[0]: item for item in overrides}.values())  # a later one replaces an earlier
     peace, killed = (

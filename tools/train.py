@@ -20,6 +20,7 @@ from lion.runs import (
     ENVIRONMENT,
     RECIPE,
     SUMMARY,
+    check_unlocked,
     check_weights,
     count_parameters,
     init_from,
@@ -28,7 +29,7 @@ from lion.runs import (
 )
 from lion.trainer.checkpoint import check_space, load_state, newest, save_json, save_text, steps_of
 from lion.trainer.loop import Splits, Trainer
-from lion.trainer.runtime import environment, seed_everything, start_runtime
+from lion.trainer.runtime import check_device, environment, seed_everything, start_runtime
 from tools import evaluate
 from tools.common import Parser, build_data, count, loader_workers, make_task, process_count, resolve, run_command
 from tools.launch import launch
@@ -44,8 +45,10 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     recipe = resolve(args.recipe, args.overrides)
     launched = "RANK" in os.environ  # by torchrun, below
-    if not launched and not args.fresh and finished(recipe):
-        return 0
+    if not launched:
+        check_unlocked(recipe.folder)
+        if not args.fresh and finished(recipe):
+            return 0
     world = int(os.environ.get("WORLD_SIZE", 0)) or args.processes or process_count(recipe)
     splits = build_data(recipe)
     plan = make_plan(recipe, samples=len(splits.train), world=world)
@@ -61,6 +64,8 @@ def main(argv: list[str]) -> int:
     runtime = None
     if launched or world == 1:
         runtime = start_runtime(recipe.trainer.device, deterministic=recipe.trainer.deterministic)
+    elif recipe.trainer.device != "auto":
+        check_device(recipe.trainer.device, world)
     if args.fresh:  # all that can be refused has been
         set_aside(recipe.folder)
     if runtime is None:
@@ -118,7 +123,6 @@ def set_aside(folder: Path) -> None:
     """Rename an earlier run's folder; nothing is deleted."""
     if not folder.exists():
         return
-    lock_run(folder).close()  # nobody trains there
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
         number += 1

@@ -10,6 +10,7 @@ from lion.ops import rnn
 from lion.ops.chunk import chunk_parts
 from lion.ops.decay import DIRECTIONS, GATES, make_clocks
 from lion.ops.full import masked_parts, product_parts
+from lion.ops.vector import chunk_vector_parts, full_vector_parts
 
 FORMS = ("full", "chunk", "rnn")
 NORMALIZE = ("sum", "none")
@@ -42,7 +43,8 @@ def linear_attention(
     Args:
         q, k: Queries and keys (B, H, L, D), feature map applied.
         v: Values (B, H, L, E).
-        log_decay: log lambda <= 0: None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S).
+        log_decay: log lambda <= 0: None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with a lambda for each
+            key dimension (H, D) or (B, H, L, D).
         form: "full", "chunk", "rnn" or "auto" (by length).
         direction: "both", "forward" or "backward"; the diagonal is counted once in each.
         normalize: "sum" divides each row by its sum (at least `eps`), for positive feature maps;
@@ -126,11 +128,7 @@ def linear_attention_parts(
     with no_autocast(q):
         plain = log_decay is None
         wide = torch.promote_types(q.dtype, torch.float32)
-        if plain:
-            log_decay = torch.zeros((1, 1, 1), dtype=wide, device=q.device)
-        elif log_decay.dim() == 1:
-            log_decay = log_decay[None, :, None]
-        log_decay = log_decay.to(wide).expand(-1, -1, q.shape[2])  # (B or 1, H or 1, L)
+        log_decay = _lanes(log_decay, q).to(wide)  # (B or 1, H or 1, L, D or 1)
         run, valid = _runs(valid, segments)
 
         if form == "rnn":
@@ -138,13 +136,17 @@ def linear_attention_parts(
                 q, k, v, log_decay, valid, run, gate=gate, direction=direction, rowsum=rowsum, chunk_size=chunk_size
             )
         if valid is not None:  # select, never multiply: padding may hold NaN
-            q, k, v = (x.masked_fill(~valid[:, None, :, None], 0) for x in (q, k, v))
-            log_decay = log_decay.masked_fill(~valid[:, None], 0)
+            q, k, v, log_decay = (x.masked_fill(~valid[:, None, :, None], 0) for x in (q, k, v, log_decay))
         if plain and form == "full" and not dropout_p:
             if direction == "both" and run is None:
                 return product_parts(q, k, v, rowsum=rowsum)
             form = "chunk"  # a product with borders: still never an L x L matrix
-        forward, backward = make_clocks(log_decay, run, gate=gate, direction=direction)
+        if log_decay.shape[-1] > 1:
+            forward, backward = make_clocks(log_decay.mT, run, gate=gate, direction=direction)
+            if form == "full":
+                return full_vector_parts(q, k, v, forward, backward, rowsum=rowsum, dropout_p=dropout_p)
+            return chunk_vector_parts(q, k, v, forward, backward, rowsum=rowsum, chunk_size=chunk_size)
+        forward, backward = make_clocks(log_decay[..., 0], run, gate=gate, direction=direction)
         if form == "full":
             return masked_parts(q, k, v, forward, backward, rowsum=rowsum, dropout_p=dropout_p)
         return chunk_parts(q, k, v, forward, backward, rowsum=rowsum, chunk_size=chunk_size)
@@ -167,7 +169,8 @@ def step(
     Args:
         state: `initial_state(k, v)` or what the last step returned. Under the `source` gate it is stored
             already decayed by the last token.
-        q, k: (B, H, C, D); v: (B, H, C, E), C = 1 for streaming; log_decay: None, (H,) or (B, H, C).
+        q, k: (B, H, C, D); v: (B, H, C, E), C = 1 for streaming; log_decay: None, (H,), (H, D), (B, H, C) or
+            (B, H, C, D).
 
     Returns:
         (B, H, C, E) in the dtype of `v`, and the new state.
@@ -175,15 +178,21 @@ def step(
     _check(q, k, v, log_decay, None, None)
     _choice("gate", gate, GATES)
     rowsum = _choice("normalize", normalize, NORMALIZE) == "sum"
-    if log_decay is None:
-        log_decay = q.new_zeros((1, 1, 1), dtype=state.z.dtype)
-    elif log_decay.dim() == 1:
-        log_decay = log_decay[None, :, None]
-    tokens = rnn.Tokens(q, k, v, log_decay.expand(-1, -1, q.shape[2]))
+    tokens = rnn.Tokens(q, k, v, _lanes(log_decay, q).to(state.z.dtype))
     flag = rnn.inclusive(gate, "forward")
     with no_autocast(q):
         y, row, state, _ = rnn.advance(state, None, tokens, inclusive=flag, diagonal=1, rowsum=rowsum)
     return finish(y, row, scale=q.shape[-1] ** -0.5 if scale is None else scale, eps=eps).to(v.dtype), state
+
+
+def _lanes(log_decay: Tensor | None, q: Tensor) -> Tensor:
+    """Every kind of decay as (B or 1, H or 1, L, D or 1): a number is a vector of one lane."""
+    if log_decay is None:
+        return q.new_zeros((), dtype=torch.float32).expand(1, 1, q.shape[2], 1)
+    if log_decay.dim() <= 2:  # (H,) or (H, D), the same for every token
+        per_head = log_decay[:, None] if log_decay.dim() == 1 else log_decay
+        return per_head[None, :, None].expand(-1, -1, q.shape[2], -1)
+    return log_decay[..., None] if log_decay.dim() == 3 else log_decay
 
 
 def no_autocast(x: Tensor) -> torch.autocast:
@@ -220,13 +229,10 @@ def _check(q, k, v, log_decay, valid, segments) -> None:
         v,
     )
     if log_decay is not None:
-        shapes = ((heads,), (batch, heads, length))
-        expect(
-            log_decay.shape in shapes and log_decay.is_floating_point(),
-            "log_decay",
-            f"floating point {shapes[0]} or {shapes[1]}",
-            log_decay,
-        )
+        dim = q.shape[3]
+        shapes = ((heads,), (heads, dim), (batch, heads, length), (batch, heads, length, dim))
+        expected = f"floating point {', '.join(map(str, shapes[:-1]))} or {shapes[-1]}"
+        expect(log_decay.shape in shapes and log_decay.is_floating_point(), "log_decay", expected, log_decay)
     if valid is not None:
         expect(valid.shape == (batch, length) and valid.dtype == torch.bool, "valid", f"bool {(batch, length)}", valid)
     if segments is not None:

@@ -109,10 +109,11 @@ def make_clocks(
 ) -> tuple[Clock | None, Clock | None]:
     """Clocks of the forward and the backward direction (None for a direction that is off).
 
-    `log_decay` (B or 1, H or 1, L) float32 or float64; `run` (B, L) non-decreasing, or None.
+    `log_decay` (B or 1, H or 1, L), of vectors (B or 1, H, D, L), float32 or float64; `run` (B, L)
+    non-decreasing, or None.
     """
     upto, before = prefix_sums(log_decay)
-    run = None if run is None else run[:, None]  # (B, 1, L)
+    run = None if run is None else run.unflatten(0, (-1, *[1] * (log_decay.dim() - 2)))  # (B, 1, .., L)
 
     forward = backward = None
     if direction != "backward":

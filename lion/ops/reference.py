@@ -26,7 +26,7 @@ def reference_attention(
 ) -> Tensor:
     """`lion.ops.linear_attention` by its definition, in the dtype given: float64 in, float64 out.
 
-    Shapes as there: q, k (B, H, L, D), v (B, H, L, E), log_decay None, (H,) or (B, H, L).
+    Shapes as there: q, k (B, H, L, D), v (B, H, L, E), log_decay None, (H,), (B, H, L), (H, D) or (B, H, L, D).
     """
     batch, heads, length, dim = q.shape
     if scale is None:
@@ -34,7 +34,11 @@ def reference_attention(
     if log_decay is None:
         log_decay = q.new_zeros(heads)
     if log_decay.dim() == 1:
-        log_decay = log_decay[:, None].expand(heads, length).expand(batch, heads, length)
+        log_decay = log_decay[:, None, None].expand(batch, heads, length, dim)
+    elif log_decay.dim() == 2:
+        log_decay = log_decay[:, None].expand(batch, heads, length, dim)
+    elif log_decay.dim() == 3:
+        log_decay = log_decay[..., None].expand(batch, heads, length, dim)  # one lambda for all key dimensions
 
     rows = []
     for b in range(batch):
@@ -60,7 +64,7 @@ def _sequences(b: int, length: int, valid: Tensor | None, segments: Tensor | Non
 
 
 def _one_sequence(q, k, v, log_decay, direction, gate):
-    """Numerator (H, n, E) and row sum (H, n) of one sequence; q, k (H, n, D), v (H, n, E), log_decay (H, n)."""
+    """Numerator (H, n, E) and row sum (H, n) of one sequence; q, k (H, n, D), v (H, n, E), log_decay (H, n, D)."""
     n = q.shape[1]
     lam = log_decay.exp()
     forward_target = gate in ("target", "symmetric")
@@ -87,8 +91,8 @@ def _scan(q, k, v, decays, order):
     z = q.new_zeros(q.shape[0], q.shape[2])
     y, c = {}, {}
     for i in order:
-        S = decays[i][:, None, None] * S + k[:, i, :, None] * v[:, i, None, :]
-        z = decays[i][:, None] * z + k[:, i]
+        S = decays[i][:, :, None] * S + k[:, i, :, None] * v[:, i, None, :]
+        z = decays[i] * z + k[:, i]
         y[i] = torch.einsum("hd,hde->he", q[:, i], S)
         c[i] = (q[:, i] * z).sum(-1)
     n = q.shape[1]

@@ -3,6 +3,7 @@
     S_i = lambda S_{i-1} + k_i v_i^T      z_i = lambda z_{i-1} + k_i
     y_i = (q_i S_i^F + q_i S_i^B) / (q_i z_i^F + q_i z_i^B)
 
+`lambda` is a number a head and token or a vector with one for each key dimension, which is a number in as many lanes.
 With both directions on, each counts half of `q_i k_i`, so the diagonal is counted once. Step t takes the
 next `chunk_size` tokens from the left and from the right; one token a step is the recurrence as printed.
 Beyond the outputs, memory is the states and one row sum a token.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lion.ops.decay import Clock, decay, exp_where, inclusive, prefix_sums
+from lion.ops.vector import pair_scores
 
 
 class State(NamedTuple):
@@ -47,7 +49,7 @@ def rnn_parts(
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L) of the sequential form.
 
-    `log_decay` (B or 1, H or 1, L); `valid` (B, L) and `run` (B, L) or None.
+    `log_decay` (B or 1, H or 1, L, D or 1); `valid` (B, L) and `run` (B, L) or None.
     """
     length = q.shape[2]
     names = [name for name in ("forward", "backward") if direction in (name, "both")]
@@ -79,7 +81,8 @@ def rnn_parts(
 
 
 class Tokens(NamedTuple):
-    """Consecutive tokens in order of travel: q, k (B, H, C, D), v (B, H, C, E), log_decay (b, h, C), (B, C) masks."""
+    """Consecutive tokens in order of travel: q, k (B, H, C, D), v (B, H, C, E), log_decay (b, h, C, D or 1),
+    masks (B, C)."""
 
     q: Tensor
     k: Tensor
@@ -109,41 +112,41 @@ def advance(
     q, k, v, log_decay, valid, run = tokens
     wide = state.z.dtype
     if valid is not None:
-        q, k, v = (x.masked_fill(~valid[:, None, :, None], 0) for x in (q, k, v))
-        log_decay = log_decay.masked_fill(~valid[:, None], 0)
+        q, k, v, log_decay = (x.masked_fill(~valid[:, None, :, None], 0) for x in (q, k, v, log_decay))
     q, k, v, log_decay = q.to(wide), k.to(wide), v.to(wide), log_decay.to(wide)
 
     if q.shape[2] == 1:
         return _advance_one(state, state_run, q, k, v, log_decay, run, inclusive, diagonal, rowsum)
 
-    upto, before = prefix_sums(log_decay)
-    clock_run = None if run is None else run[:, None]  # (B, 1, C)
+    upto, before = prefix_sums(log_decay.mT)  # (b, h, D or 1, C)
+    clock_run = None if run is None else run[:, None, None]  # (B, 1, 1, C)
     clock = Clock(upto if inclusive else before, clock_run)
     end = Clock(tuple(t[..., -1:] for t in upto), None if run is None else clock_run[..., -1:])
-    begin = Clock(tuple(torch.zeros_like(t) for t in end.terms), None if run is None else state_run[:, None, None])
+    begin = Clock(
+        tuple(torch.zeros_like(t) for t in end.terms), None if run is None else state_run[:, None, None, None]
+    )
 
-    i = torch.arange(q.shape[2], device=q.device)
-    weights = decay(clock.rows(), clock.columns(), i[:, None] >= i) * (q @ k.mT)  # (B, H, C, C)
+    weights = pair_scores(q, k, clock, None)  # (B, H, C, C)
     if diagonal != 1:
         weights.diagonal(dim1=-2, dim2=-1).mul_(diagonal)
-    read = decay(clock, begin)[..., None] * q  # (B, H, C, D)
-    write = decay(end, clock)[..., None] * k
-    kept = decay(end, begin)  # (b, h, 1)
+    read = decay(clock, begin).mT * q  # (B, H, C, D)
+    write = decay(end, clock).mT * k
+    kept = decay(end, begin)  # (b, h, D or 1, 1)
 
     y = weights @ v + read @ state.S
     row = weights.sum(-1) + (read @ state.z[..., None]).squeeze(-1) if rowsum else None
-    state = State(kept[..., None] * state.S + write.mT @ v, kept * state.z + write.sum(2))
+    state = State(kept * state.S + write.mT @ v, kept.squeeze(-1) * state.z + write.sum(2))
     return y, row, state, None if run is None else run[:, -1]
 
 
 def _advance_one(state, state_run, q, k, v, log_decay, run, inclusive, diagonal, rowsum):
     """`advance` for one token: the recurrence itself."""
-    same = None if run is None else run[:, None] == state_run[:, None, None]  # (B, 1, 1)
-    kept = exp_where(log_decay, same)  # (b, h, 1)
+    same = None if run is None else (run == state_run[:, None])[:, None, None]  # (B, 1, 1, 1)
+    kept = exp_where(log_decay.mT, same)  # (b, h, D or 1, 1)
     if inclusive:
-        S, z = kept[..., None] * state.S, kept * state.z
+        S, z = kept * state.S, kept.squeeze(-1) * state.z
     elif same is not None:
-        S, z = state.S.masked_fill(~same[..., None], 0), state.z.masked_fill(~same, 0)
+        S, z = state.S.masked_fill(~same, 0), state.z.masked_fill(~same[..., 0], 0)
     else:
         S, z = state
     own = (q * k).sum(-1)  # (B, H, 1)
@@ -151,6 +154,6 @@ def _advance_one(state, state_run, q, k, v, log_decay, run, inclusive, diagonal,
     row = (q @ z[..., None]).squeeze(-1) + diagonal * own if rowsum else None
     S, z = S + k.mT @ v, z + k.squeeze(2)
     if not inclusive:
-        after = log_decay.exp()
-        S, z = after[..., None] * S, after * z
+        after = log_decay.mT.exp()
+        S, z = after * S, after.squeeze(-1) * z
     return y, row, State(S, z), None if run is None else run[:, -1]

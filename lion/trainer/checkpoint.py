@@ -205,7 +205,7 @@ def check_space(run: Path, state: int, best: int, keep: int) -> None:
     Raises:
         ConfigError: The disk lacks the room.
     """
-    have = sum(p.stat().st_size for p in (run / FOLDER).rglob("*") if p.is_file())
+    have = sum(p.stat().st_size for _, folder in steps_of(run, "*") for p in folder.iterdir())
     place = next(p for p in (run.absolute(), *run.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(place).free + have
     need = state * (keep + 1) + best

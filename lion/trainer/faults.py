@@ -20,7 +20,8 @@ class RunError(Exception):
 @dataclass
 class FaultsConfig:
     """How much a run puts up with before it stops: steps in a row without a finite loss and gradient (each is
-    skipped), samples that cannot be read and loader workers that die (each process counts its own)."""
+    skipped; the device is asked as often), samples that cannot be read and loader workers that die (each process
+    counts its own)."""
 
     nonfinite: int = setting(10, min=1, free=True)
     unreadable: int = setting(100, min=0, free=True)
@@ -30,7 +31,7 @@ class FaultsConfig:
 class FiniteGuard:
     """Skips optimizer steps whose loss or gradient is not finite, without waiting for the device.
 
-    The decision is a tensor that the fused optimizer reads; the counts stay on the device until `check`.
+    The decision is a tensor that the fused optimizer reads; the counts stay on the device until `read`.
     """
 
     def __init__(self, device: torch.device) -> None:

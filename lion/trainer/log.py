@@ -38,7 +38,8 @@ class RunLog:
 
         path = folder / "metrics.jsonl"
         kept = cut_metrics(path, lambda line: line["step"] < start + (evaluated or line["kind"] == "train"))
-        self.file = open(path, "ab")  # buffered: what a full disk refuses is tried again with the next line
+        self.file = open(path, "ab", buffering=0)
+        self.pending = b""  # what a full disk has refused so far
         self.full = False
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + evaluated)
         self.bar = tqdm(total=total, initial=start, desc=folder.name, unit="step", dynamic_ncols=True)
@@ -60,11 +61,15 @@ class RunLog:
         """One line of `metrics.jsonl` and one TensorBoard point a value."""
         if not self.active:
             return
-        with self.space():
-            finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # JSON has no NaN
-            self.file.write((json.dumps({"step": step, "kind": kind, **more, **finite}) + "\n").encode())
-            self.file.flush()
+        finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # JSON has no NaN
+        self.pending += (json.dumps({"step": step, "kind": kind, **more, **finite}) + "\n").encode()
+        self.drain()
         self.scalars(step, kind, values)
+
+    def drain(self) -> None:
+        with self.space():
+            while self.pending:
+                self.pending = self.pending[self.file.write(self.pending) :]
 
     def scalars(self, step: int, kind: str, values: dict[str, float]) -> None:
         with self.space():
@@ -86,8 +91,8 @@ class RunLog:
     def flush(self) -> None:
         """Everything so far to the disk, so that no checkpoint is ahead of its metrics."""
         if self.active:
+            self.drain()
             with self.space():
-                self.file.flush()
                 os.fsync(self.file.fileno())
                 self.board.flush()
 
@@ -113,8 +118,8 @@ class RunLog:
             self.redirect.__exit__(None, None, None)
             with self.space():
                 self.board.close()
-            with self.space():
-                self.file.close()
+            self.drain()
+            self.file.close()
             threading.excepthook = self.hook
 
 

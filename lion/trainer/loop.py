@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,17 +88,22 @@ class Trainer:
             RunError: Training cannot go on, or its end cannot be saved.
             ConfigError: A setting does not fit the machine or what the run folder holds.
         """
-        self.prepare()
         started = time.perf_counter()
-        with catch_signals(self), contextlib.closing(self.open_log()) as out, self.explained():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.explained())
+            self.prepare()
+            stack.enter_context(catch_signals(self))
+            out = stack.enter_context(contextlib.closing(self.open_log()))
+            batches = stack.enter_context(contextlib.closing(iter(self.train_batches)))
             try:
-                complete = self.train(iter(self.train_batches), out)
+                complete = self.train(batches, out)
             except TorchDynamoException:  # a signal to the whole process group ends the compiler, too
                 if not self.stopping or self.runtime.world > 1:
                     raise
                 complete = False
-                self.save(out)
-        if self.checkpoints.saved != self.step:
+                if self.evaluation_due:  # cut short by it; a step that was, has changed nothing and is taken again
+                    self.save(out)
+        if self.step and self.checkpoints.saved != self.step:
             raise RunError(f"step {self.step} could not be saved: {self.checkpoints.kept}")
         if complete:
             log.info("trained %d steps in %.0f s", self.step, time.perf_counter() - started)
@@ -120,7 +126,7 @@ class Trainer:
 
     def train(self, batches: Iterator[Batch], out: RunLog) -> bool:
         """The loop; False when it was asked to stop."""
-        window, clock = Window(), Clock(self.plan.save_seconds)
+        window, clock, owed = Window(), Clock(self.plan.save_seconds), False
         complete = self.evaluate_if_due(out)  # a signal may have cut the last one short
         while complete and self.step < self.plan.total:
             lr = self.set_learning_rate()
@@ -137,9 +143,11 @@ class Trainer:
                 window = Window()
             stop, late = self.runtime.any(self.stopping, clock.late)
             last = stop or not complete or self.step == self.plan.total
-            if last or ((late or self.due(self.plan.save_every)) and not self.guard.read()[1]):
+            owed = owed or late or self.due(self.plan.save_every)
+            if last or (owed and not self.guard.read()[1]):
                 self.save(out)  # not while steps are skipped: the last checkpoint is a good one
                 clock.start()
+                owed = False
             if stop and self.step < self.plan.total:
                 complete = False
         return complete
@@ -151,12 +159,7 @@ class Trainer:
         """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        random = random_state()
-        try:
-            sums = self.accumulate(batches, window, out)
-        except TorchDynamoException:
-            restore_random_state(random)  # the step will be taken again
-            raise
+        sums = self.accumulate(batches, window, out)
         if self.runtime.world > 1:
             torch.distributed.all_reduce(sums)
         loss = sums[0] / sums[1]
@@ -214,6 +217,8 @@ class Trainer:
             return
         row = self.guard.read()[1]
         if row >= limit:
+            if not self.runtime.main:  # all see it, one says it
+                sys.exit(1)
             raise RunError(
                 f"no finite loss and gradient in the {row} steps from {self.step - row} on (trainer.faults.nonfinite), "
                 f"all skipped; {self.checkpoints.kept}. In a new run (run.name=NAME, init_from={self.folder} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -40,7 +42,10 @@ def replicate(model: nn.Module, runtime: Runtime) -> nn.Module:
     """The module whose forward pass makes gradients agree between processes."""
     if runtime.world == 1 or isinstance(model, FSDPModule):
         return model
-    return DistributedDataParallel(model)
+    # DDP lays gradients out anew after a process's first step, which changes the order in which more than two
+    # processes add them: a resumed run would differ in the last bit. It never does so while it looks for unused ones.
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+    return DistributedDataParallel(model, find_unused_parameters=runtime.world > 2)
 
 
 def synchronise(forward: nn.Module, now: bool) -> AbstractContextManager:
@@ -100,8 +105,16 @@ def is_sharded(tensors: dict[str, Tensor]) -> bool:
 
 
 def save_shards(folder: Path, tensors: dict[str, Any]) -> None:
-    """Every process writes its part into `folder`."""
-    dcp.save(tensors, checkpoint_id=folder)
+    """Every process writes its part into `folder`; all raise where one fails.
+
+    Raises:
+        OSError: What the first process that failed has met.
+    """
+    try:
+        dcp.save(tensors, checkpoint_id=folder)
+    except CheckpointException as error:  # no subclass of Exception
+        causes = [cause for cause, _ in error.failures.values()]
+        raise next((c for c in causes if isinstance(c, OSError)), RuntimeError(str(causes))) from error
 
 
 def load_shards(folder: Path, into: dict[str, Any]) -> dict[str, Any]:

@@ -68,17 +68,18 @@ class Checkpointer:
         try:
             if main:
                 scratch_folder(self.run, kind, step)
-            self.runtime.agree(None)  # the folder is there
-            if shards is not None:
+        except OSError as error:
+            problem = _no_room(error)
+        problem = self.runtime.agree(problem)  # every process leaves here, or none
+        try:
+            if problem is None and shards is not None:
                 save_shards(scratch, shards)
-            if main:
+            if problem is None and main:
                 with open(scratch / STATE, "wb") as file:
                     torch.save(state, file)
                 prune(seal(scratch, sharded=shards is not None), self.keep if kind == "last" else 1)
         except Exception as error:
-            if not full_disk(error):
-                raise
-            problem = str(error).splitlines()[0]
+            problem = _no_room(error)
         problem = self.runtime.agree(problem)
         if problem is None:
             return True
@@ -118,6 +119,13 @@ class Checkpointer:
                 for _, path in steps_of(self.run, "best"):
                     set_aside(path)
         return self.runtime.agree(best)
+
+
+def _no_room(error: Exception) -> str:
+    """The words of a full disk; every other error is raised again."""
+    if not full_disk(error):
+        raise error
+    return str(error).splitlines()[0]
 
 
 class Clock:

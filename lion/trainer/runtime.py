@@ -88,19 +88,34 @@ def start_runtime(device: str = "auto", *, deterministic: bool = False) -> Runti
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if rank > 0:
         log.setLevel(logging.WARNING)  # news come from the first process
-    if device == "cuda" and world > 1:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
-        kind = torch.device(device)
-        torch.zeros(1, device=kind).item()  # "meta" holds no values
-    except (RuntimeError, AssertionError, ImportError):
-        available = "cuda, cpu" if torch.cuda.is_available() else "cpu"
-        raise ConfigError(f"trainer.device: {device!r} is not available here, use one of {available}") from None
+    check_device(device, world)
+    kind = torch.device(device)
+    if kind.type == "cuda":
+        kind = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if world > 1 else kind.index or 0)
+        torch.cuda.set_device(kind)
     if world > 1:
         end_with_launcher()
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo")
     return Runtime(kind, rank, world)
+
+
+def check_device(device: str, world: int = 1) -> None:
+    """Refuse a device that is not there, or not once for each process.
+
+    Raises:
+        ConfigError: Names those that are there.
+    """
+    available = "cuda, cpu" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device)
+        if kind.type not in ("cuda", "cpu"):
+            raise RuntimeError
+        torch.zeros(1, device=kind).item()
+    except (RuntimeError, AssertionError, ImportError):
+        raise ConfigError(f"trainer.device: {device!r} is not available here, use one of {available}") from None
+    if kind.type == "cuda" and world > 1 and (kind.index is not None or world > torch.cuda.device_count()):
+        there = torch.cuda.device_count()
+        raise ConfigError(f"trainer.device: {device!r} is not there once for each of {world} processes, {there} are")
 
 
 def end_with_launcher() -> None:
@@ -121,7 +136,7 @@ def random_state() -> dict[str, Any]:
     name, keys, place, has_gauss, cached = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # of this process's device
         "python": [version, list(numbers), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), place, has_gauss, cached],
     }
@@ -129,8 +144,8 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if torch.cuda.is_available() and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]
@@ -167,7 +182,7 @@ def circumstances(runtime: Runtime) -> dict[str, Any]:
     cuda = runtime.device.type == "cuda"
     return {
         "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name(runtime.device) if cuda else torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(runtime.device) if cuda else cpu_name(),
         "processes": runtime.world,
         "threads": torch.get_num_threads(),
         "deterministic": not cuda or torch.are_deterministic_algorithms_enabled(),
@@ -202,6 +217,15 @@ def catch_signals(trainer: Any) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def cpu_name() -> str:
+    """Model and vector instructions: kernels are chosen by both."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def environment() -> dict[str, Any]:

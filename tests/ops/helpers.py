@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 GATES = ("source", "target", "symmetric")
 DIRECTIONS = ("both", "forward", "backward")
 NORMALIZE = ("sum", "none")
-DECAYS = ("lit", "D", "S", "extreme")
+DECAYS = ("lit", "D", "S", "extreme", "vector", "extreme vector")
 FORMS = {  # every exact form; small steps put many borders into short sequences
     "full": dict(form="full"),
     "chunk64": dict(form="chunk", chunk_size=64),
@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
         """The sequence made of some tokens of one batch row, with batch 1."""
         q, k, v, a = self
         q, k, v = (x[row : row + 1, :, index] for x in (q, k, v))
-        return Inputs(q, k, v, a[row : row + 1, :, index] if a is not None and a.dim() == 3 else a)
+        return Inputs(q, k, v, a[row : row + 1, :, index] if a is not None and a.dim() >= 3 else a)
 
 
 def make(
@@ -80,8 +80,13 @@ def make(
         log_decay = F.logsigmoid(normal(heads) + 1)
     elif decay == "S":
         log_decay = F.logsigmoid(2 * normal(batch, heads, length) + 2)
+    elif decay == "vector":
+        log_decay = F.logsigmoid(2 * normal(batch, heads, length, dim) + 2)
+    elif decay == "fixed vector":
+        log_decay = F.logsigmoid(normal(heads, dim) + 1)
     else:  # gates that forget everything among gates that forget nothing
-        forget = torch.rand(batch, heads, length, generator=rng) < 0.2
+        lanes = (dim,) if decay == "extreme vector" else ()
+        forget = torch.rand(batch, heads, length, *lanes, generator=rng) < 0.2
         log_decay = torch.where(forget, math.log(1e-30), math.log(0.99))
     return Inputs(q, k, v, log_decay).to(dtype)
 
@@ -130,18 +135,25 @@ def oracle_mask(lam: list[float], gate: str, direction: str) -> Tensor:
 
 
 def oracle_masks(inputs: Inputs, gate: str, direction: str) -> Tensor:
-    """(B, H, L, L)"""
-    batch, heads, length = inputs.q.shape[:3]
+    """(B, H, L, L), of vectors (B, H, D, L, L)"""
+    batch, heads, length, dim = inputs.q.shape
     log_decay = torch.zeros(heads) if inputs.log_decay is None else inputs.log_decay
     if log_decay.dim() == 1:
         log_decay = log_decay[None, :, None].expand(batch, heads, length)
-    lam = log_decay.double().exp().tolist()
-    return torch.stack([torch.stack([oracle_mask(row, gate, direction) for row in heads_]) for heads_ in lam])
+    if log_decay.dim() == 2:
+        log_decay = log_decay[None, :, None].expand(batch, heads, length, dim)
+    lam = log_decay.double().exp()
+    rows = (lam if lam.dim() == 3 else lam.transpose(2, 3)).flatten(0, -2).tolist()
+    shape = (batch, heads, length, length) if lam.dim() == 3 else (batch, heads, dim, length, length)
+    return torch.stack([oracle_mask(row, gate, direction) for row in rows]).view(shape)
 
 
 def oracle_parts(inputs: Inputs, masks: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = (x.double() for x in inputs[:3])
-    weights = (q @ k.transpose(-1, -2)) * masks
+    if masks.dim() == 4:
+        weights = (q @ k.transpose(-1, -2)) * masks
+    else:
+        weights = torch.einsum("bhid,bhjd,bhdij->bhij", q, k, masks)
     return weights @ v, weights.sum(-1)
 
 

@@ -18,7 +18,7 @@ def stream(inputs: Inputs, pieces: list[int], state: State | None = None, **argu
     for size in pieces:
         q, k, v = (x.narrow(2, start, size) for x in inputs[:3])
         a = inputs.log_decay
-        a = a.narrow(2, start, size) if a is not None and a.dim() == 3 else a
+        a = a.narrow(2, start, size) if a is not None and a.dim() >= 3 else a
         y, state = step(state, q, k, v, a, **arguments)
         out.append(y)
         start += size

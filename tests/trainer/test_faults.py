@@ -11,15 +11,18 @@ import sys
 import pytest
 import torch
 from PIL import Image
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
 from lion.tasks.base import Unreadable
+from lion.trainer import parallel, resume
 from lion.trainer.batches import StepSampler, eval_batches, train_batches
 from lion.trainer.checkpoint import check_space, newest, steps_of
 from lion.trainer.faults import FaultsConfig, RunError, memory_advice
+from lion.trainer.log import RunLog
 from tests.helpers import ROOT, command, tiny_recipe
-from tests.trainer.helpers import lines
+from tests.trainer.helpers import lines, train
 
 pytest.importorskip("sklearn")
 
@@ -213,6 +216,64 @@ def test_out_of_memory_names_the_micro_batch(tmp_path):
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: out of memory at step 0 with trainer.micro_batch=1024: try trainer.micro_batch=512")
+
+
+BUG = """
+import sys
+from lion.trainer.loop import Trainer
+from tools import __main__ as commands
+from tools.common import run_command
+
+def train_step(*args):
+    raise ValueError("a bug")
+
+Trainer.train_step = train_step
+run_command(commands.main, sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_an_error_ends_the_process_and_its_loader_workers(tmp_path):
+    path = tiny_recipe(tmp_path)
+    call = [sys.executable, "-c", BUG, "train", str(path), "data.workers=2"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "ValueError: a bug" in done.stderr
+
+
+def test_a_full_disk_in_a_sharded_save_is_its_os_error(monkeypatch, tmp_path):
+    def save(*args, **kwargs):
+        raise CheckpointException("failed", {1: (OSError(28, "No space left on device"), None)})
+
+    monkeypatch.setattr(parallel.dcp, "save", save)
+    with pytest.raises(OSError, match="No space left"):
+        parallel.save_shards(tmp_path, {})
+
+
+def test_a_full_disk_before_the_first_byte(tmp_path, monkeypatch, caplog):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    t = train(tiny_recipe(tmp_path), tmp_path / "run", stop_at=3)
+    monkeypatch.setattr(resume, "scratch_folder", full)
+    assert t.checkpoints.save_last(4, {}) is False and t.checkpoints.saved == 3
+    assert "last-4 is not saved: [Errno 28] No space left on device; the checkpoint of step 3 is kept" in caplog.text
+
+
+def test_metrics_wait_for_room_and_lose_no_line(tmp_path, monkeypatch):
+    log = RunLog(tmp_path, start=0, total=10)
+    file = log.file
+
+    class Full:
+        def write(self, content):
+            raise OSError(28, "No space left on device")
+
+    log.file = Full()
+    for step in range(1, 2000):
+        log.write(step, "train", {"loss": 1.0})
+    log.file = file
+    log.write(2000, "train", {"loss": 1.0})
+    log.close()
+    assert [x["step"] for x in lines(tmp_path)] == list(range(1, 2001))
 
 
 def test_disk_need_is_checked_at_the_start(tmp_path):

@@ -57,8 +57,9 @@ def ranks(pid):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
-    path = tiny_recipe(tmp_path, trainer={"steps": 60, "save_every": 10, "eval_every": 30})
-    flags = ("--processes", 2, "--no-eval")
+    """Three processes: the order in which more than two add up gradients must not change with a restart."""
+    path = tiny_recipe(tmp_path, trainer={"batch_size": 48, "steps": 60, "save_every": 10, "eval_every": 30})
+    flags = ("--processes", 3, "--no-eval")
     peace = command("train", path, *flags, "run.name=peace")
     assert peace.returncode == 0, peace.stderr
     folder = tmp_path / "runs" / "tiny"
@@ -69,7 +70,8 @@ def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     out, _ = process.communicate(timeout=60)
     assert time.time() - died < 60
     assert process.returncode == 1, out
-    assert "error: process 1 of 2 died (SIGKILL), the others were stopped; the same command goes on" in out
+    assert "error: process 1 of 3 died (SIGKILL), the others were stopped; the same command goes on" in out
+    assert "Traceback" not in out, out
     assert newest(folder, "last").step < 60
     again = command("train", path, *flags)
     assert again.returncode == 0 and "resuming at step" in again.stderr, again.stderr
@@ -158,9 +160,8 @@ def test_a_signal_to_the_whole_group_while_compiling(tmp_path, number):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "the same command goes on from there" in out, out
     assert "Traceback" not in out, out
-    again = command("train", path, "--no-eval", "trainer.compile=false")
-    assert again.returncode == 0, again.stderr
-    assert newest(tmp_path / "runs" / "tiny", "last").step == 6
+    found = newest(tmp_path / "runs" / "tiny", "last")  # a compiler that heeded the signal ended the step
+    assert f"stopped at step {found.step if found else 0} of 6" in out, out
 
 
 def test_two_commands_do_not_train_one_run(tmp_path):
