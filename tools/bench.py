@@ -1,6 +1,6 @@
 """Time the operators, compiled, forward and backward, as ratios to PyTorch's SDPA in the same run.
 
-    python -m tools.bench ops [--length 197 1024 4096] [--form full chunk] [--mixer lit d s]
+    python -m tools.bench ops [--length 197 1024 4096] [--form full chunk] [--mixer lit d s vector]
 
 Each form is verified against the definition first. Runs are interleaved, compilation and warm-up excluded;
 a ratio is the median of the rounds' own ratios.
@@ -22,7 +22,7 @@ from lion.trainer.runtime import missing_compiler
 from tools.common import Parser, count, run_command, table
 
 TOKENS = 16 * 197  # about as many tokens at every length
-MIXERS = ("lit", "d", "s")
+MIXERS = ("lit", "d", "s", "vector")  # the last: a lambda a key dimension
 
 
 def main(argv: list[str]) -> int:
@@ -58,12 +58,13 @@ def time_length(
         "lit": None,
         "d": F.logsigmoid(torch.randn(shape[1], device=device)).requires_grad_(),
         "s": F.logsigmoid(torch.randn(shape[:3], device=device)).requires_grad_(),
+        "vector": F.logsigmoid(torch.randn(shape, device=device)).requires_grad_(),
     }
     runs = {"sdpa": step(F.scaled_dot_product_attention, inputs, grad)}
     deviations = {"sdpa": "-"}
     for mixer in mixers:
         for form in forms:
-            name = f"lion_{mixer} {form}"
+            name = f"{label(mixer)} {form}"
             deviations[name] = f"{verify(mixer, form):.0e}"
             runs[name] = compiled_step(form, inputs, decays[mixer], grad)
     for run in runs.values():
@@ -77,6 +78,10 @@ def time_length(
         [str(shape), name, f"{1e3 * statistics.median(ts):.1f}", f"{ratios[name]:.2f}", deviations[name]]
         for name, ts in times.items()
     ]
+
+
+def label(mixer: str) -> str:
+    return "vector decay" if mixer == "vector" else f"lion_{mixer}"
 
 
 def compiled_step(form: str, inputs: list[Tensor], log_decay: Tensor | None, grad: Tensor) -> Callable[[], None]:
@@ -111,13 +116,13 @@ def verify(mixer: str, form: str, length: int = 130) -> float:
     """Largest error of a form over the largest value, against the definition in float64."""
     torch.manual_seed(0)
     q, k, v = (torch.rand(1, 2, length, 16, dtype=torch.float64) for _ in range(3))
-    decays = {"lit": None, "d": torch.randn(2), "s": torch.randn(1, 2, length)}
+    decays = {"lit": None, "d": torch.randn(2), "s": torch.randn(1, 2, length), "vector": torch.randn(1, 2, length, 16)}
     log_decay = None if decays[mixer] is None else F.logsigmoid(decays[mixer].double())
     expected = reference_attention(q, k, v, log_decay)
     got = linear_attention(*(x.float() for x in (q, k, v)), None if log_decay is None else log_decay.float(), form=form)
     error = ((got - expected).abs().max() / expected.abs().max()).item()
     if not error < 2e-5:
-        raise ConfigError(f"bench: lion_{mixer} in form {form} is off by {error:.1e}: not timed")
+        raise ConfigError(f"bench: {label(mixer)} in form {form} is off by {error:.1e}: not timed")
     return error
 
 
