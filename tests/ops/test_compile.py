@@ -45,13 +45,13 @@ def some(decay: str, length: int = LENGTH):
 
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))
 @pytest.mark.parametrize("direction", ("both", "forward"))
-@pytest.mark.parametrize("decay", ("lit", "D", "S"))
+@pytest.mark.parametrize("decay", ("lit", "D", "S", "vector"))
 @pytest.mark.parametrize("form", FORMS)
 def test_one_graph(form, decay, direction, backend):
     check(some(decay), backend, **FORMS[form], direction=direction)
 
 
-@pytest.mark.parametrize("decay", ("lit", "S"))
+@pytest.mark.parametrize("decay", ("lit", "S", "vector"))
 @pytest.mark.parametrize("form", FORMS)
 def test_one_graph_with_masks(form, decay):
     """Masks are data: the check that segments stand together must not break the graph."""
