@@ -72,9 +72,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def scratch_path(run: Path, kind: str, step: int) -> Path:
+    """Where a checkpoint is filled before it has its name."""
+    return run / FOLDER / f".{kind}-{step}.tmp"
+
+
 def scratch_folder(run: Path, kind: str, step: int) -> Path:
     """An empty hidden folder to fill and then to `seal`."""
-    path = run / FOLDER / f".{kind}-{step}.tmp"
+    path = scratch_path(run, kind, step)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path

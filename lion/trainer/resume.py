@@ -12,12 +12,12 @@ import torch
 
 from lion.config import ConfigError
 from lion.trainer.checkpoint import (
-    FOLDER,
     STATE,
     load_state,
     newest,
     prune,
     scratch_folder,
+    scratch_path,
     seal,
     set_aside,
     steps_of,
@@ -64,7 +64,7 @@ class Checkpointer:
 
     def _save(self, kind: str, step: int, state: dict[str, Any], shards: dict[str, Any] | None) -> bool:
         main, problem = self.runtime.main, None
-        scratch = self.run / FOLDER / f".{kind}-{step}.tmp"
+        scratch = scratch_path(self.run, kind, step)
         try:
             if main:
                 scratch_folder(self.run, kind, step)
