@@ -1,17 +1,28 @@
-"""Masked, scaled linear attention in its three exact forms, behind one entry."""
+"""Masked, scaled linear attention in its exact forms, behind one entry."""
 
-from lion.ops.attention import FORMS, linear_attention, linear_attention_parts, no_autocast, resolve_form, step
+from lion.ops.arguments import no_autocast
+from lion.ops.attention import FORMS, NORMALIZE, linear_attention, linear_attention_parts, resolve_form
+from lion.ops.decay import DIRECTIONS, GATES
 from lion.ops.reference import reference_attention
 from lion.ops.rnn import State, initial_state
+from lion.ops.rotary import rope_frequencies, rotary_angles, rotate
+from lion.ops.streaming import prefill, step
 
 __all__ = [
+    "DIRECTIONS",
     "FORMS",
+    "GATES",
+    "NORMALIZE",
     "State",
     "initial_state",
     "linear_attention",
     "linear_attention_parts",
     "no_autocast",
+    "prefill",
     "reference_attention",
     "resolve_form",
+    "rope_frequencies",
+    "rotary_angles",
+    "rotate",
     "step",
 ]

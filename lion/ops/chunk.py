@@ -16,53 +16,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.decay import Clock, decay, pair_mask
+from lion.ops.decay import Clock, Direction, decay
+from lion.ops.scores import hold, pair_scores
 
 GROUP = 32  # chunks mixed by one dense matrix; more are carried group by group, so cost stays linear in L
 
 
 def chunk_parts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    forward: Clock | None,
-    backward: Clock | None,
-    *,
-    rowsum: bool,
-    chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, directions: tuple[Direction, ...], *, own: bool, rowsum: bool, chunk_size: int
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L), with memory linear in L."""
     length = q.shape[2]
     size, count = chunk_grid(length, chunk_size)
     missing = size * count - length
+    wide = directions[0].key.terms[0].dtype
 
     def chunked(x: Tensor) -> Tensor:  # (B, H, L, D) -> (B, H, N, C, D); zero keys at the end add nothing
-        return F.pad(x, (0, 0, 0, missing)).unflatten(2, (count, size)) if missing else x.unflatten(2, (count, size))
+        return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(2, (count, size))
 
-    def chunked_clock(t: Tensor) -> Tensor:  # (b, H, L) -> (b, H, N, C); time stands still in the padding
-        return (hold(t, missing) if missing else t).unflatten(-1, (count, size))
+    def chunked_time(t: Tensor) -> Tensor:  # time stands still in the padding
+        return (hold(t, missing) if missing else t).unflatten(2, (count, size))
 
-    wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = chunked(q), chunked(k), chunked(v)
-    forward, backward = (None if c is None else c.map(chunked_clock) for c in (forward, backward))
+    directions = tuple(d.map(chunked_time) for d in directions)
 
     # 1. inside the chunks
-    weights = (q @ k.mT).to(wide) * pair_mask(forward, backward)  # (B, H, N, C, C)
+    weights = pair_scores(q, k, directions, own)  # (B, H, N, C, C)
     numerator = weights.to(v.dtype) @ v
     total = weights.sum(-1) if rowsum else None  # (B, H, N, C)
 
-    if count > 1:
-        for clock, back in ((forward, False), (backward, True)):
-            if clock is None:
-                continue
-            here = side(clock, back)
-            write = scale(k, decay(here.edge.map(last), clock))  # 2. what each chunk hands on
-            states = carry((write.to(v.dtype).mT @ v).to(wide), here)  # (B, H, N, D, E)
-            reach = decay(clock, here.before.map(last))  # 4. and how far its tokens look into what comes in
-            numerator = numerator + reach[..., None] * (q @ states.to(v.dtype))
-            if rowsum:
-                z = carry(write.sum(3)[..., None], here).mT  # (B, H, N, 1, D)
-                total = total + reach * (q * z).sum(-1)
+    for query, key, back in directions if count > 1 else ():
+        here = border(key, back)
+        write = k * decay(here.edge.map(last), key)  # 2. what each chunk hands on
+        states = carry((write.to(v.dtype).mT @ v).to(wide), here)  # (B, H, N, D, E)
+        reads = q * decay(query, here.before.map(last))  # 4. what its tokens see of what comes in
+        numerator = numerator + reads.to(v.dtype) @ states.to(v.dtype)
+        if rowsum:
+            z = carry(write.sum(3)[..., None], here).mT  # (B, H, N, 1, D)
+            total = total + (reads * z).sum(-1)
 
     numerator = numerator.to(v.dtype).flatten(2, 3)[:, :, :length]
     return numerator, total.flatten(2, 3)[..., :length] if rowsum else None
@@ -79,21 +70,21 @@ def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
     return size, count
 
 
-class Side(NamedTuple):
-    """One direction of travel, at each chunk's edge and at the edge before it (b, H, N)."""
+class Border(NamedTuple):
+    """Where states are handed on in one direction: each chunk's edge and the edge before it (b, H, N, D or 1)."""
 
     edge: Clock
     before: Clock
     back: bool
 
 
-def side(clock: Clock, back: bool) -> Side:
-    """Edges of chunks (b, H, N, C): the last token that a traveller forward sees, the first one backward."""
-    edge = clock.map(lambda t: t[..., 0] if back else t[..., -1])
-    return Side(edge, edge.map(lambda t: shift(t, back)), back)
+def border(clock: Clock, back: bool) -> Border:
+    """Of chunks (b, H, N, C, D or 1): the last token that a traveller forward sees, the first one backward."""
+    edge = clock.map(lambda t: t[..., 0, :] if back else t[..., -1, :])
+    return Border(edge, edge.map(lambda t: shift(t, back)), back)
 
 
-def carry(states: Tensor, here: Side) -> Tensor:
+def carry(states: Tensor, here: Border) -> Tensor:
     """States (B, H, N, D, E) that enter each chunk, decayed to the edge of the chunk before it.
 
     Up to 2 `GROUP` chunks are mixed by one (N, N) matrix; more are mixed inside groups, and the groups'
@@ -109,41 +100,34 @@ def carry(states: Tensor, here: Side) -> Tensor:
         states = F.pad(states, (0, 0, 0, 0, 0, missing))
         edge, before = (c.map(lambda t: hold(t, missing)) for c in (edge, before))
     states = states.unflatten(2, (-1, GROUP))  # (B, H, n, G, D, E)
-    edge, before = (c.map(lambda t: t.unflatten(-1, (-1, GROUP))) for c in (edge, before))  # (b, H, n, G)
-    group = side(edge, back)
+    edge, before = (c.map(lambda t: t.unflatten(2, (-1, GROUP))) for c in (edge, before))  # (b, H, n, G, D or 1)
+    group = border(edge, back)
 
     inside = mix(decay(before.rows(), edge.columns(), strict(GROUP, back, states.device)), states)
     total = mix(decay(group.edge.map(last).rows(), edge.columns()), states).squeeze(3)
     entering = carry(total, group)  # (B, H, n, D, E)
-    reach = decay(before, group.before.map(last))[..., None, None]  # (b, H, n, G, 1, 1)
+    reach = decay(before, group.before.map(last))[..., None]  # (b, H, n, G, D or 1, 1)
     return (inside + reach * entering[:, :, :, None]).flatten(2, 3)[:, :, :count]
 
 
 def mix(weights: Tensor, states: Tensor) -> Tensor:
-    """`sum_j weights[.., i, j] states[.., j, :, :]`."""
-    return (weights @ states.flatten(-2)).unflatten(-1, states.shape[-2:])
-
-
-def scale(x: Tensor, weights: Tensor) -> Tensor:
-    """`x` (.., D) times one float32 (or float64) weight a row."""
-    return x.to(weights.dtype) * weights[..., None]
+    """`sum_j weights[.., i, j, d] states[.., j, d, :]`, one lane or D of them."""
+    if weights.shape[-1] == 1:
+        return (weights.squeeze(-1) @ states.flatten(-2)).unflatten(-1, states.shape[-2:])
+    return (weights.movedim(-1, -3) @ states.transpose(-2, -3)).transpose(-2, -3)
 
 
 def shift(t: Tensor, back: bool) -> Tensor:
-    """The last axis one place earlier in the direction of travel; the first place repeats and is never read."""
-    return torch.cat([t[..., 1:], t[..., -1:]] if back else [t[..., :1], t[..., :-1]], -1)
-
-
-def hold(t: Tensor, missing: int) -> Tensor:
-    """Let time stand still for `missing` more places."""
-    return torch.cat([t, t[..., -1:].expand(*t.shape[:-1], missing)], -1)
+    """Chunks (.., N, D) one place earlier in the direction of travel; the first place repeats and is never read."""
+    return torch.cat([t[..., 1:, :], t[..., -1:, :]] if back else [t[..., :1, :], t[..., :-1, :]], -2)
 
 
 def last(t: Tensor) -> Tensor:
-    return t[..., None]
+    """An edge (.., D) as a time (.., 1, D)."""
+    return t[..., None, :]
 
 
 def strict(count: int, back: bool, device: torch.device) -> Tensor:
-    """Pairs (i, j) of places where j comes before i in the direction of travel."""
-    i, j = torch.arange(count, device=device)[:, None], torch.arange(count, device=device)
+    """Pairs (i, j, 1) of places where j comes before i in the direction of travel."""
+    i, j = torch.arange(count, device=device)[:, None, None], torch.arange(count, device=device)[:, None]
     return j > i if back else j < i

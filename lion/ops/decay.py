@@ -1,6 +1,6 @@
 """Decay masks in log space: the one place where index conventions live.
 
-Legend: B batch, H heads, L tokens, D key dim, E value dim, C chunk, N chunks; `a_k = log lambda_k <= 0`.
+Legend: B batch (b: B or 1), H heads, L tokens, D key dim, E value dim, C chunk, N chunks; `a_k = log lambda_k <= 0`.
 
 The mask `M_ij` is the product of the decays between tokens i and j. Which tokens count is the *gate*
 convention, and the paper prints several. For four tokens with decays a, b, c, d (row i reads column j):
@@ -18,8 +18,14 @@ convention, and the paper prints several. For four tokens with decays a, b, c, d
     below (i >= j)   source: X_i - X_j    target, symmetric: P_i - P_j
     above (i <= j)   target: X_j - X_i    source, symmetric: P_j - P_i
 
-so one direction is one *clock* `t` with decay `exp(t_query - t_key)`, the clock above the diagonal being
-the negated prefix sum. No exponent is positive, and none is ever exponentiated before it is masked.
+so one direction is a *clock* `t` with decay `exp(t_query - t_key)`, the clock above the diagonal being the negated
+prefix sum. No exponent is positive, and none is ever exponentiated before it is masked.
+
+A fourth convention, `between` (RWKV), counts only tokens strictly between the two: a token reads before the state
+decays and takes it in (X_i - P_j below, X_j - P_i above), and its own key comes in by a weight of its own, `bonus`.
+
+A lambda may be a vector, one number for each key dimension (a lane): every clock has lanes as its last axis, one
+or D of them, and one lane is the scalar case.
 """
 
 from __future__ import annotations
@@ -31,16 +37,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GATES = ("source", "target", "symmetric")
+GATES = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
 FORGOTTEN = -1e3  # exp of it is 0 in float64; anything below would only swallow its neighbours in a sum
 
 
 class Clock(NamedTuple):
-    """Log-time of every token in one direction, and the segment that it belongs to.
+    """Log-time of every token (b, H, .., L, D or 1) in one direction, and the segment that it belongs to.
 
-    `terms` add up to the time, the first being the larger by far (see `prefix_sums`).
-    `run` numbers the segments; None where there is only one.
+    `terms` add up to the time, the first being the larger by far (see `prefix_sums`). The last axis holds a
+    lane for each key dimension, or one for all. `run` (B, 1, .., L, 1) numbers the segments;
+    None where there is only one.
     """
 
     terms: tuple[Tensor, ...]
@@ -50,10 +57,22 @@ class Clock(NamedTuple):
         return Clock(tuple(fn(t) for t in self.terms), None if self.run is None else fn(self.run))
 
     def rows(self) -> Clock:
-        return self.map(lambda t: t[..., :, None])
+        return self.map(lambda t: t[..., :, None, :])
 
     def columns(self) -> Clock:
-        return self.map(lambda t: t[..., None, :])
+        return self.map(lambda t: t[..., None, :, :])
+
+
+class Direction(NamedTuple):
+    """One direction of travel: when a token reads (`query`) and when it was written (`key`)."""
+
+    query: Clock
+    key: Clock
+    back: bool
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Direction:
+        key = self.key.map(fn)
+        return Direction(key if self.query is self.key else self.query.map(fn), key, self.back)
 
 
 def exponent(query: Clock, key: Clock) -> Tensor:
@@ -82,54 +101,63 @@ def decay(query: Clock, key: Clock, allowed: Tensor | None = None) -> Tensor:
 
 
 def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Inclusive and exclusive prefix sums over the last axis, as terms whose differences lose nothing.
+    """Inclusive and exclusive prefix sums over tokens (.., L, D or 1), as terms whose differences lose nothing.
 
-    A float32 sum over a long or steep sequence is off by far more than its small differences. The gates
-    are few, so they are summed in float64 and kept as float32 (high, low) pairs; float64 gates keep the
-    rounding errors of their sum as the second term. Gradients flow through the first term.
+    A float32 sum over a long or steep sequence is off by far more than its small differences. So it is taken
+    in float64 and kept as float32 (high, low) pairs; float64 gates keep the rounding errors of their sum as
+    the second term. Gradients flow through the first term.
     """
     log_decay = log_decay.clamp_min(FORGOTTEN)
-    total = log_decay.double().cumsum(-1)
+    total = log_decay.double().cumsum(-2)
     with torch.no_grad():
         if log_decay.dtype == torch.float64:
-            rest = (log_decay - total.diff(prepend=torch.zeros_like(total[..., :1]))).cumsum(-1)
+            rest = (log_decay - total.diff(dim=-2, prepend=torch.zeros_like(total[..., :1, :]))).cumsum(-2)
         else:
             rest = (total - total.float().double()).float()
     upto = (total.to(log_decay.dtype), rest)
-    return upto, tuple(F.pad(t[..., :-1], (1, 0)) for t in upto)
+    return upto, tuple(F.pad(t[..., :-1, :], (0, 0, 1, 0)) for t in upto)
 
 
-def inclusive(gate: str, direction: str) -> bool:
-    """Whether a direction's clock is the inclusive prefix sum, in its own order of travel."""
-    return gate == "target" or (gate == "symmetric" and direction == "forward")
+def read_and_write(gate: str, direction: str, upto: _Terms, before: _Terms) -> tuple[_Terms, _Terms]:
+    """The times at which tokens read and are written, of sums in the order of travel."""
+    if gate == "between":
+        return before, upto
+    terms = upto if gate == "target" or (gate == "symmetric" and direction == "forward") else before
+    return terms, terms
 
 
-def make_clocks(
-    log_decay: Tensor, run: Tensor | None, *, gate: str, direction: str
-) -> tuple[Clock | None, Clock | None]:
-    """Clocks of the forward and the backward direction (None for a direction that is off).
+def make_directions(log_decay: Tensor, run: Tensor | None, *, gate: str, direction: str) -> tuple[Direction, ...]:
+    """The directions that are on, forward first.
 
-    `log_decay` (B or 1, H or 1, L), of vectors (B or 1, H, D, L), float32 or float64; `run` (B, L)
-    non-decreasing, or None.
+    `log_decay` (b, H, L, D or 1), float32 or float64; `run` (B, L) non-decreasing, or None.
     """
     upto, before = prefix_sums(log_decay)
-    run = None if run is None else run.unflatten(0, (-1, *[1] * (log_decay.dim() - 2)))  # (B, 1, .., L)
+    run = None if run is None else run[:, None, :, None]
+    made = []
+    for name in ("forward", "backward"):
+        if direction not in (name, "both"):
+            continue
+        back = name == "backward"
+        if back:  # a sum that is inclusive from the right is exclusive from the left
+            upto, before = (tuple(-t for t in terms) for terms in (before, upto))
+        query, key = read_and_write(gate, name, upto, before)
+        key_clock = Clock(key, run)
+        made.append(Direction(key_clock if query is key else Clock(query, run), key_clock, back))
+    return tuple(made)
 
-    forward = backward = None
-    if direction != "backward":
-        forward = Clock(upto if inclusive(gate, "forward") else before, run)
-    if direction != "forward":  # a sum that is inclusive from the right is exclusive from the left
-        backward = Clock(tuple(-t for t in (before if inclusive(gate, "backward") else upto)), run)
-    return forward, backward
+
+def pair_mask(directions: tuple[Direction, ...], own: bool = True, keys: slice = slice(None)) -> Tensor:
+    """The mask M of Eq. 14 and 30, (b, H, .., L, L, D or 1): diagonal 1, or 0 without `own`; some columns, or all."""
+    clock = directions[0].key
+    length, device = clock.terms[0].shape[-2], clock.terms[0].device
+    i = torch.arange(length, device=device)[:, None, None]
+    j = torch.arange(length, device=device)[keys, None]
+    pairs = [(d.query.rows(), d.key.map(lambda t: t[..., keys, :]).columns()) for d in directions]
+    if len(directions) == 1:
+        before = j > i if directions[0].back else j < i
+        return decay(*pairs[0], before | (i == j) if own else before)
+    below, above = (exponent(*pair) for pair in pairs)
+    return exp_where(torch.where(i >= j, below, above), same_run(*pairs[0]), None if own else i != j)
 
 
-def pair_mask(forward: Clock | None, backward: Clock | None) -> Tensor:
-    """The mask M of Eq. 14 and 30 for every pair of tokens: (B or 1, H, .., L, L), diagonal 1."""
-    length, device = (forward or backward).terms[0].shape[-1], (forward or backward).terms[0].device
-    i, j = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)
-    if backward is None:
-        return decay(forward.rows(), forward.columns(), i >= j)
-    if forward is None:
-        return decay(backward.rows(), backward.columns(), i <= j)
-    below, above = (exponent(c.rows(), c.columns()) for c in (forward, backward))
-    return exp_where(torch.where(i >= j, below, above), same_run(forward.rows(), forward.columns()))
+_Terms = tuple[Tensor, ...]

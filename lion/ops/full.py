@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.decay import Clock, pair_mask
+from lion.ops.decay import Direction
+from lion.ops.scores import pair_scores
 
 
 def masked_parts(
-    q: Tensor, k: Tensor, v: Tensor, forward: Clock | None, backward: Clock | None, *, rowsum: bool, dropout_p: float
+    q: Tensor, k: Tensor, v: Tensor, directions: tuple[Direction, ...], *, own: bool, rowsum: bool, dropout_p: float
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L) of the masked product, dense in L."""
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))  # (B, H, L, L)
-    weights = scores * pair_mask(forward, backward)
+    weights = pair_scores(q, k, directions, own)  # (B, H, L, L)
     total = weights.sum(-1) if rowsum else None
     if dropout_p:
         weights = F.dropout(weights, dropout_p)

@@ -16,6 +16,9 @@ def reference_attention(
     v: Tensor,
     log_decay: Tensor | None = None,
     *,
+    beta: Tensor | None = None,
+    bonus: Tensor | None = None,
+    angles: Tensor | None = None,
     direction: str = "both",
     normalize: str = "sum",
     gate: str = "source",
@@ -26,28 +29,42 @@ def reference_attention(
 ) -> Tensor:
     """`lion.ops.linear_attention` by its definition, in the dtype given: float64 in, float64 out.
 
-    Shapes as there: q, k (B, H, L, D), v (B, H, L, E), log_decay None, (H,), (B, H, L), (H, D) or (B, H, L, D).
+    Shapes as there.
     """
     batch, heads, length, dim = q.shape
-    if scale is None:
-        scale = dim**-0.5
-    if log_decay is None:
-        log_decay = q.new_zeros(heads)
+    scale = dim**-0.5 if scale is None else scale
+    log_decay = q.new_zeros(heads) if log_decay is None else log_decay
     if log_decay.dim() == 1:
         log_decay = log_decay[:, None, None].expand(batch, heads, length, dim)
     elif log_decay.dim() == 2:
         log_decay = log_decay[:, None].expand(batch, heads, length, dim)
     elif log_decay.dim() == 3:
         log_decay = log_decay[..., None].expand(batch, heads, length, dim)  # one lambda for all key dimensions
+    bonus = q.new_ones(heads, dim) if bonus is None else bonus.reshape(heads, -1).expand(heads, dim)
+    turned = (q, k) if angles is None else (_turn(q, angles), _turn(k, angles))
+    undecayed = torch.zeros_like(log_decay), torch.ones_like(bonus)
 
     rows = []
     for b in range(batch):
         out = [q.new_zeros(heads, v.shape[-1]) for _ in range(length)]
         for tokens in _sequences(b, length, valid, segments):
-            numerator, rowsum = _one_sequence(
-                q[b][:, tokens], k[b][:, tokens], v[b][:, tokens], log_decay[b][:, tokens], direction, gate
-            )
-            y = numerator * scale if normalize == "none" else numerator / rowsum.clamp_min(eps)[..., None]
+
+            def cut(x: Tensor, b=b, tokens=tokens) -> Tensor:
+                return x[b][:, tokens]
+
+            if beta is not None:
+                y = _delta(cut(turned[0]), cut(turned[1]), cut(v), cut(beta), direction) * scale
+            else:
+                numerator = _scan_all(*map(cut, (*turned, v, log_decay)), bonus, direction, gate)
+                ones = v.new_ones(*v.shape[:3], 1)
+                a, own = undecayed if normalize == "pre" else (log_decay, bonus)
+                rowsum = _scan_all(*map(cut, (q, k, ones, a)), own, direction, gate)  # (H, n, 1)
+                if normalize in ("sum", "pre"):
+                    y = numerator / rowsum.clamp_min(eps)
+                elif normalize == "max":
+                    y = scale * numerator / (scale * rowsum).abs().clamp_min(1)
+                else:
+                    y = scale * numerator
             for place, token in enumerate(tokens):
                 out[token] = y[:, place]
         rows.append(torch.stack(out, 1))
@@ -63,37 +80,53 @@ def _sequences(b: int, length: int, valid: Tensor | None, segments: Tensor | Non
     return [[t for t, s in zip(tokens, ids) if s == segment] for segment in dict.fromkeys(ids) if segment >= 0]
 
 
-def _one_sequence(q, k, v, log_decay, direction, gate):
-    """Numerator (H, n, E) and row sum (H, n) of one sequence; q, k (H, n, D), v (H, n, E), log_decay (H, n, D)."""
+def _turn(x: Tensor, angles: Tensor) -> Tensor:
+    """Pairs (p, p + D/2) as complex numbers, times exp(i angle)."""
+    real, imaginary = x.chunk(2, -1)
+    turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def _scan_all(q, k, v, log_decay, bonus, direction, gate):
+    """Numerator (H, n, E) of one sequence; q, k, log_decay (H, n, D), v (H, n, E), bonus (H, D)."""
     n = q.shape[1]
     lam = log_decay.exp()
-    forward_target = gate in ("target", "symmetric")
-    backward_target = gate == "target"
-    numerator, rowsum = 0, 0
-    if direction != "backward":
-        # lambda_i of the token that receives, or lambda_{i-1} of the token being left
-        decays = [lam[:, i] if forward_target else lam[:, i - 1] for i in range(n)]
-        y, c = _scan(q, k, v, decays, range(n))
-        numerator, rowsum = numerator + y, rowsum + c
-    if direction != "forward":
-        decays = [lam[:, i] if backward_target else lam[:, (i + 1) % n] for i in range(n)]
-        y, c = _scan(q, k, v, decays, range(n - 1, -1, -1))
-        numerator, rowsum = numerator + y, rowsum + c
-    if direction == "both":  # each direction counted the diagonal in full: take half of it off each
-        own = (q * k).sum(-1)
-        numerator, rowsum = numerator - own[..., None] * v, rowsum - own
-    return numerator, rowsum
+    numerator, counted = 0, 0  # and how often each token's own key has come in
+    for name, order in (("forward", range(n)), ("backward", range(n - 1, -1, -1))):
+        if direction not in (name, "both"):
+            continue
+        target = gate in ("target", "between") or (gate == "symmetric" and name == "forward")
+        before = -1 if name == "forward" else 1  # lambda of the token that receives, or of the one being left
+        decays = [lam[:, i] if target else lam[:, (i + before) % n] for i in range(n)]
+        numerator = numerator + _scan(q, k, v, decays, order, read_first=gate == "between")
+        counted += gate != "between"
+    own = (q * k * (bonus[:, None] - counted)).sum(-1)
+    return numerator + own[..., None] * v
 
 
-def _scan(q, k, v, decays, order):
-    """`S = lambda S + k v^T`, `z = lambda z + k`, `y = q S`, `c = q z` along `order` (the first decay meets S = 0)."""
+def _scan(q, k, v, decays, order, read_first):
+    """`S = lambda S + k v^T` and `y = q S`, after or before it, along `order` (the first decay meets S = 0)."""
     S = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
-    z = q.new_zeros(q.shape[0], q.shape[2])
-    y, c = {}, {}
+    y = {}
     for i in order:
-        S = decays[i][:, :, None] * S + k[:, i, :, None] * v[:, i, None, :]
-        z = decays[i] * z + k[:, i]
-        y[i] = torch.einsum("hd,hde->he", q[:, i], S)
-        c[i] = (q[:, i] * z).sum(-1)
+        new = decays[i][:, :, None] * S + k[:, i, :, None] * v[:, i, None, :]
+        y[i] = torch.einsum("hd,hde->he", q[:, i], S if read_first else new)
+        S = new
+    return torch.stack([y[i] for i in range(q.shape[1])], 1)
+
+
+def _delta(q, k, v, beta, direction):
+    """`S = (I - beta k k^T) S + beta k v^T` and `y = q S`; `beta q k v` counted once."""
     n = q.shape[1]
-    return torch.stack([y[i] for i in range(n)], 1), torch.stack([c[i] for i in range(n)], 1)
+    total = 0
+    for name, order in (("forward", range(n)), ("backward", range(n - 1, -1, -1))):
+        if direction not in (name, "both"):
+            continue
+        S = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
+        y = {}
+        for i in order:
+            held = torch.einsum("hd,hde->he", k[:, i], S)
+            S = S + torch.einsum("hd,he->hde", beta[:, i, None] * k[:, i], v[:, i] - held)
+            y[i] = torch.einsum("hd,hde->he", q[:, i], S)
+        total = total + torch.stack([y[i] for i in range(n)], 1)
+    return total - (beta * (q * k).sum(-1))[..., None] * v if direction == "both" else total

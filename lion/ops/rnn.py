@@ -3,7 +3,7 @@
     S_i = lambda S_{i-1} + k_i v_i^T      z_i = lambda z_{i-1} + k_i
     y_i = (q_i S_i^F + q_i S_i^B) / (q_i z_i^F + q_i z_i^B)
 
-`lambda` is a number a head and token or a vector with one for each key dimension, which is a number in as many lanes.
+`lambda` is a number a head and token, or a vector with one for each key dimension.
 With both directions on, each counts half of `q_i k_i`, so the diagonal is counted once. Step t takes the
 next `chunk_size` tokens from the left and from the right; one token a step is the recurrence as printed.
 Beyond the outputs, memory is the states and one row sum a token.
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lion.ops.decay import Clock, decay, exp_where, inclusive, prefix_sums
-from lion.ops.vector import pair_scores
+from lion.ops.decay import Clock, Direction, decay, exp_where, prefix_sums, read_and_write
+from lion.ops.scores import pair_scores
 
 
 class State(NamedTuple):
@@ -34,60 +34,16 @@ def initial_state(k: Tensor, v: Tensor) -> State:
     return State(k.new_zeros(shape, dtype=wide), k.new_zeros(shape[:-1], dtype=wide))
 
 
-def rnn_parts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    valid: Tensor | None,
-    run: Tensor | None,
-    *,
-    gate: str,
-    direction: str,
-    rowsum: bool,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Numerator (B, H, L, E) and row sum (B, H, L) of the sequential form.
-
-    `log_decay` (B or 1, H or 1, L, D or 1); `valid` (B, L) and `run` (B, L) or None.
-    """
-    length = q.shape[2]
-    names = [name for name in ("forward", "backward") if direction in (name, "both")]
-    flags = [inclusive(gate, name) for name in names]
-    diagonal = 1 / len(names)
-    states = [initial_state(k, v) for _ in names]
-    runs = [None if run is None else run[:, 0 if name == "forward" else -1] for name in names]
-    numerator = torch.zeros_like(v)
-    total = states[0].z.new_zeros(q.shape[:3]) if rowsum else None
-
-    everything = Tokens(q, k, v, log_decay, valid, run)
-    for start in range(0, length, chunk_size):
-        size = min(chunk_size, length - start)
-        for side, name in enumerate(names):
-            back = name == "backward"
-            begin = length - start - size if back else start
-            y, row, states[side], runs[side] = advance(
-                states[side],
-                runs[side],
-                everything.piece(begin, size, back),
-                inclusive=flags[side],
-                diagonal=diagonal,
-                rowsum=rowsum,
-            )
-            numerator[:, :, begin : begin + size] += turn(y, 2, back).to(v.dtype)
-            if rowsum:
-                total[:, :, begin : begin + size] += turn(row, 2, back)
-    return numerator, total
-
-
 class Tokens(NamedTuple):
-    """Consecutive tokens in order of travel: q, k (B, H, C, D), v (B, H, C, E), log_decay (b, h, C, D or 1),
-    masks (B, C)."""
+    """Consecutive tokens in order of travel: q, k (B, H, C, D), v (B, H, C, E), gate (b, h, C, D or 1), masks (B, C).
+
+    `gate` is the log decay, or the delta rule's beta.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    log_decay: Tensor
+    gate: Tensor
     valid: Tensor | None = None
     run: Tensor | None = None
 
@@ -96,64 +52,108 @@ class Tokens(NamedTuple):
         dims = (2, 2, 2, 2, 1, 1)
         return Tokens(*(x if x is None else turn(x.narrow(d, begin, size), d, back) for x, d in zip(self, dims)))
 
+    def kept(self) -> Tokens:
+        """Without what invalid tokens hold: a key of 0 that does not decay is as good as deleted."""
+        if self.valid is None:
+            return self
+        gone = ~self.valid[:, None, :, None]  # select, never multiply: padding may hold NaN
+        return Tokens(*(x.masked_fill(gone, 0) for x in self[:4]), run=self.run)
+
+    def to(self, dtype: torch.dtype) -> Tokens:
+        return Tokens(*(x.to(dtype) for x in self[:4]), *self[4:])
+
 
 def turn(x: Tensor, dim: int, back: bool) -> Tensor:
     return x.flip(dim) if back and x.shape[dim] > 1 else x
 
 
+class Recurrence(NamedTuple):
+    """How a state is read and updated: the index convention (`read_and_write`) of a direction, and the weight of a
+    token's own key, a number or one for each key dimension (H, 1, D)."""
+
+    gate: str
+    direction: str
+    own: float | Tensor
+    rowsum: bool
+
+
+def rnn_parts(
+    tokens: Tokens, *, gate: str, direction: str, bonus: Tensor | None, rowsum: bool, chunk_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Numerator (B, H, L, E) and row sum (B, H, L) of the sequential form."""
+    names = [name for name in ("forward", "backward") if direction in (name, "both")]
+    own = (1 if bonus is None else bonus) / len(names)
+    return travel(
+        {name: Recurrence(gate, name, own, rowsum) for name in names}, advance, tokens, rowsum=rowsum, size=chunk_size
+    )
+
+
+def travel(ways: dict, step, tokens: Tokens, *, rowsum: bool, size: int) -> tuple[Tensor, Tensor | None]:
+    """Send one traveller each way, `size` tokens a step; what they read at a token is added up."""
+    q, k, v, run = tokens.q, tokens.k, tokens.v, tokens.run
+    length = q.shape[2]
+    states = {name: initial_state(k, v) for name in ways}
+    runs = {name: None if run is None else run[:, 0 if name == "forward" else -1] for name in ways}
+    numerator = torch.zeros_like(v)
+    total = k.new_zeros(q.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32)) if rowsum else None
+    for start in range(0, length, size):
+        count = min(size, length - start)
+        for name, way in ways.items():
+            back = name == "backward"
+            begin = length - start - count if back else start
+            piece = tokens.piece(begin, count, back)
+            y, row, states[name], runs[name] = step(way, states[name], runs[name], piece)
+            numerator[:, :, begin : begin + count] += turn(y, 2, back).to(v.dtype)
+            if rowsum:
+                total[:, :, begin : begin + count] += turn(row, 2, back)
+    return numerator, total
+
+
 def advance(
-    state: State, state_run: Tensor | None, tokens: Tokens, *, inclusive: bool, diagonal: float, rowsum: bool
+    way: Recurrence, state: State, state_run: Tensor | None, tokens: Tokens
 ) -> tuple[Tensor, Tensor | None, State, Tensor | None]:
     """Read and update a state by C tokens; returns their numerators, row sums, and the new state with its segment.
 
-    `inclusive`: a token's own decay applies before it is read (the `target` gate), else after (`source`:
-    the state is kept already decayed).
+    Where a token's own decay applies after it is read (the `source` gate) the state is kept already decayed.
     """
-    q, k, v, log_decay, valid, run = tokens
-    wide = state.z.dtype
-    if valid is not None:
-        q, k, v, log_decay = (x.masked_fill(~valid[:, None, :, None], 0) for x in (q, k, v, log_decay))
-    q, k, v, log_decay = q.to(wide), k.to(wide), v.to(wide), log_decay.to(wide)
-
+    q, k, v, log_decay, _, run = tokens.kept().to(state.z.dtype)
     if q.shape[2] == 1:
-        return _advance_one(state, state_run, q, k, v, log_decay, run, inclusive, diagonal, rowsum)
+        return _advance_one(way, state, state_run, q, k, v, log_decay, run)
 
-    upto, before = prefix_sums(log_decay.mT)  # (b, h, D or 1, C)
-    clock_run = None if run is None else run[:, None, None]  # (B, 1, 1, C)
-    clock = Clock(upto if inclusive else before, clock_run)
-    end = Clock(tuple(t[..., -1:] for t in upto), None if run is None else clock_run[..., -1:])
-    begin = Clock(
-        tuple(torch.zeros_like(t) for t in end.terms), None if run is None else state_run[:, None, None, None]
-    )
+    upto, before = prefix_sums(log_decay)  # (b, h, C, D or 1)
+    clock_run = None if run is None else run[:, None, :, None]  # (B, 1, C, 1)
+    query, key = (Clock(terms, clock_run) for terms in read_and_write(way.gate, way.direction, upto, before))
+    end = Clock(tuple(t[..., -1:, :] for t in upto), None if run is None else clock_run[..., -1:, :])
+    start = None if run is None else state_run[:, None, None, None]
+    begin = Clock(tuple(torch.zeros_like(t) for t in end.terms), start)
 
-    weights = pair_scores(q, k, clock, None)  # (B, H, C, C)
-    if diagonal != 1:
-        weights.diagonal(dim1=-2, dim2=-1).mul_(diagonal)
-    read = decay(clock, begin).mT * q  # (B, H, C, D)
-    write = decay(end, clock).mT * k
-    kept = decay(end, begin)  # (b, h, D or 1, 1)
+    weights = pair_scores(q, k, (Direction(query, key, False),), own=False)  # (B, H, C, C)
+    weights.diagonal(dim1=-2, dim2=-1).add_((q * k * way.own).sum(-1))
+    read = decay(query, begin) * q  # (B, H, C, D)
+    write = decay(end, key) * k
+    kept = decay(end, begin).mT  # (b, h, D or 1, 1)
 
     y = weights @ v + read @ state.S
-    row = weights.sum(-1) + (read @ state.z[..., None]).squeeze(-1) if rowsum else None
+    row = weights.sum(-1) + (read @ state.z[..., None]).squeeze(-1) if way.rowsum else None
     state = State(kept * state.S + write.mT @ v, kept.squeeze(-1) * state.z + write.sum(2))
     return y, row, state, None if run is None else run[:, -1]
 
 
-def _advance_one(state, state_run, q, k, v, log_decay, run, inclusive, diagonal, rowsum):
+def _advance_one(way, state, state_run, q, k, v, log_decay, run):
     """`advance` for one token: the recurrence itself."""
-    same = None if run is None else (run == state_run[:, None])[:, None, None]  # (B, 1, 1, 1)
-    kept = exp_where(log_decay.mT, same)  # (b, h, D or 1, 1)
-    if inclusive:
-        S, z = kept * state.S, kept.squeeze(-1) * state.z
-    elif same is not None:
-        S, z = state.S.masked_fill(~same, 0), state.z.masked_fill(~same[..., 0], 0)
-    else:
-        S, z = state
-    own = (q * k).sum(-1)  # (B, H, 1)
-    y = q @ S + (diagonal * own)[..., None] * v
-    row = (q @ z[..., None]).squeeze(-1) + diagonal * own if rowsum else None
-    S, z = S + k.mT @ v, z + k.squeeze(2)
-    if not inclusive:
-        after = log_decay.mT.exp()
-        S, z = after * S, after.squeeze(-1) * z
-    return y, row, State(S, z), None if run is None else run[:, -1]
+    same = None if run is None else (run == state_run[:, None])[:, None, :, None]  # (B, 1, 1, 1)
+    decayed = _times(exp_where(log_decay.mT, same), state)
+    here = state if same is None else State(*(x.masked_fill(~m, 0) for x, m in zip(state, (same, same[..., 0]))))
+    read_decayed, write_decayed = (x == "upto" for x in read_and_write(way.gate, way.direction, "upto", "before"))
+    S, z = decayed if read_decayed else here
+    own = (q * k * way.own).sum(-1)  # (B, H, 1)
+    y = q @ S + own[..., None] * v
+    row = (q @ z[..., None]).squeeze(-1) + own if way.rowsum else None
+    S, z = decayed if write_decayed else here
+    state = State(S + k.mT @ v, z + k.squeeze(2))
+    return y, row, state if write_decayed else _times(log_decay.mT.exp(), state), None if run is None else run[:, -1]
+
+
+def _times(kept: Tensor, state: State) -> State:
+    """The state times a decay (b, h, D or 1, 1)."""
+    return State(kept * state.S, kept.squeeze(-1) * state.z)

@@ -76,7 +76,7 @@ def test_without_row_sum(decay, form):
     for direction in DIRECTIONS:
         how = SMALL_FORMS[form] | dict(direction=direction)
         numerator, _ = linear_attention_parts(*inputs, **how)
-        alone, nothing = linear_attention_parts(*inputs, **how, rowsum=False)
+        alone, nothing = linear_attention_parts(*inputs, **how, normalize="none")
         assert nothing is None
         assert torch.equal(alone, numerator)
         assert torch.equal(linear_attention(*inputs, **how, normalize="none", scale=0.5), alone * 0.5)

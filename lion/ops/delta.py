@@ -1,0 +1,111 @@
+"""The delta rule (DeltaNet, arXiv 2406.06484): a state corrects what it holds under a key before it writes.
+
+    S_i = (I - beta_i k_i k_i^T) S_{i-1} + beta_i k_i v_i^T        y_i = q_i S_i
+
+With keys of norm 1 and beta in [0, 1] a step never grows the state. In both directions `beta_i (q_i . k_i) v_i` is
+taken off once, so that a token's own value is written once.
+
+Over C tokens the corrections are a triangular system (the UT transform), `R = V - tril(B K K^T, -1) R - K S` with
+`R_i` what token i writes per beta; so with `A = I + tril(B K K^T, -1)`
+
+    W = A^-1 B K        U = A^-1 B V        N = U - W S        (N_i = beta_i R_i, the new values)
+    Y = Q S + tril(Q K^T) N                 S <- S + K^T N
+
+and over a whole sequence, S = 0, the full form is `tril(Q K^T) T_F V + triu(Q K^T) T_B V - diag(beta q k) V` with
+`T = A^-1 B`. The paper's versions are not this recurrence: appendix B.7 takes off `q_i . k_i` without its beta, and
+Table 1's `(Q K^T) T V` multiplies before it masks, with a `triu(., -1)` that should be `+1`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lion.ops.rnn import State, Tokens, initial_state, travel, turn
+
+
+def delta_parts(tokens: Tokens, *, form: str, direction: str, chunk_size: int) -> tuple[Tensor, None]:
+    """Numerator (B, H, L, E), without a row sum; `tokens.gate` is beta (B, H, L, 1)."""
+    names = [name for name in ("forward", "backward") if direction in (name, "both")]
+    if form == "rnn":
+        ways = dict.fromkeys(names)
+        y, _ = travel(ways, lambda _, *step: delta_advance(*step), tokens, rowsum=False, size=chunk_size)
+    else:
+        size = tokens.q.shape[2] if form == "full" else chunk_size  # one chunk is the full form
+        y = sum(delta_scan(tokens, size, name == "backward")[0] for name in names)
+    if direction == "both":
+        q, k, v, beta, *_ = tokens.kept()
+        y = y - ((q * k).sum(-1, keepdim=True) * beta) * v
+    return y.to(tokens.v.dtype), None
+
+
+def delta_scan(tokens: Tokens, size: int, back: bool) -> tuple[Tensor, State]:
+    """One direction: the transform of all chunks at once, then a loop over chunks that moves the state."""
+    length = tokens.q.shape[2]
+    tokens = tokens.piece(0, length, back).kept()
+    state = initial_state(tokens.k, tokens.v)
+    size = min(size, length)
+    missing = -length % size
+    q, k, v, beta = (
+        F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in tokens.to(state.z.dtype)[:4]
+    )  # (B, H, N, C, D)
+    run = enter = None
+    if tokens.run is not None:
+        run = torch.cat([tokens.run, tokens.run[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))  # (B, N, C)
+        enter = torch.cat([run[:, :1, 0], run[:, :-1, -1]], 1)  # (B, N), the segment a chunk's state comes from
+    chunk = transform(q, k, v, beta, run, enter)
+    S, out = state.S, []
+    for n in range(q.shape[2]):
+        y, S = move(S, Chunk(*(x if x is None else x[:, :, n] for x in chunk)))
+        out.append(y)
+    return turn(torch.cat(out, 2)[:, :, :length], 2, back), state._replace(S=S)
+
+
+def delta_advance(state: State, state_run: Tensor | None, tokens: Tokens):
+    """Read and update a state by C tokens, as `lion.ops.rnn.advance`."""
+    q, k, v, beta, _, run = tokens.kept().to(state.S.dtype)
+    y, S = move(state.S, transform(q, k, v, beta, run, state_run))
+    return y, None, state._replace(S=S), None if run is None else run[:, -1]
+
+
+class Chunk(NamedTuple):
+    """A chunk as a map of states: `q`, `W` (.., C, D) and `keep` (.., 1, 1) see the state that enters, `U` (.., C, E)
+    are its own new values, `scores` (.., C, C) read them, and `k` (.., C, D) writes them."""
+
+    q: Tensor
+    W: Tensor
+    U: Tensor
+    scores: Tensor
+    k: Tensor
+    keep: Tensor | None
+
+
+def transform(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, run: Tensor | None, enter: Tensor | None) -> Chunk:
+    """The UT transform of chunks (B, H, .., C, D); `run` (B, .., C), `enter` (B, ..) are the segments."""
+    gram, scores = k @ k.mT, (q @ k.mT).tril()
+    keep = None
+    seen, kept = k, k
+    if run is not None:  # a segment reads nothing but itself, and only the last one is handed on
+        run = run[:, None]  # (B, 1, .., C)
+        same = run[..., :, None] == run[..., None, :]
+        gram, scores = gram.masked_fill(~same, 0), scores.masked_fill(~same, 0)
+        first = (run == enter[:, None, ..., None])[..., None]  # (B, 1, .., C, 1)
+        final = run[..., -1:, None] == run[..., None]
+        q, seen, kept = q * first, k * first, k * final
+        keep = first[..., -1:, :]
+    lower = (beta * gram).tril(-1)
+    solved = torch.linalg.solve_triangular(  # the diagonal is taken as 1
+        lower, torch.cat([beta * seen, beta * v], -1), upper=False, unitriangular=True
+    )
+    W, U = solved.split([k.shape[-1], v.shape[-1]], -1)
+    return Chunk(q, W, U, scores, kept, keep)
+
+
+def move(S: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """What a chunk reads (B, H, C, E) from a state (B, H, D, E) and itself, and the state after it."""
+    new = chunk.U - chunk.W @ S
+    y = chunk.q @ S + chunk.scores @ new
+    return y, (S if chunk.keep is None else S * chunk.keep) + chunk.k.mT @ new

@@ -1,0 +1,43 @@
+"""Rotation of q and k by position: a complex decay is a real decay times a rotation.
+
+With `lambda = |lambda| exp(i theta)` the factor between two tokens is `|lambda|^n exp(i theta n)`, and its angle is
+a difference of positions. So pairs of key dimensions are turned by an angle for each token (RoPE, LRPE, the complex
+states of S4D and HiPPO), and the mask M stays real:
+
+    Re( q_i conj(k_j) exp(i (a_i - a_j)) ) = rotate(q_i, a_i) . rotate(k_j, a_j)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn the pair (x_p, x_{p + D/2}) of every token of x (B, H, L, D) by `angles` (.., L, D/2), in radians.
+
+    The angles broadcast to (B, H, L, D/2) and may be parameters. The result has the dtype of `x`.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    real, imaginary = x.to(wide).chunk(2, -1)
+    cos, sin = angles.to(wide).cos(), angles.to(wide).sin()
+    return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], -1).to(x.dtype)
+
+
+def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:
+    """Angles (.., L, D/2), the sum over all axes of place times frequency.
+
+    Args:
+        coords: Places (axes, L) or (B, axes, L); tokens without a place, -1 in all axes (cls), are not turned.
+        frequencies: (axes, D/2), or (H, axes, D/2) with some for each head, radians a place; fixed or learned.
+
+    Returns:
+        (L, D/2), (H, L, D/2) or, with coords of a batch, (B, 1 or H, L, D/2).
+    """
+    places = coords.masked_fill((coords < 0).all(-2, keepdim=True), 0).to(frequencies.dtype).mT  # (.., L, axes)
+    return (places[:, None] if places.dim() == 3 else places) @ frequencies
+
+
+def rope_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
+    """`base^(-2p / D)` for the D/2 pairs of one axis: (1, D/2)."""
+    return base ** -(torch.arange(0, dim, 2) / dim)[None]
