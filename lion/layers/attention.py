@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,20 @@ from lion.config import setting
 from lion.layers.decay import DECAYS
 from lion.layers.features import FEATURE_MAPS, feature_map
 from lion.layers.mixers import MIXERS, SOFTMAX
-from lion.ops import FORMS, linear_attention
-from lion.ops.decay import DIRECTIONS, GATES
+from lion.ops import (
+    DIRECTIONS,
+    FORMS,
+    GATES,
+    NORMALIZE,
+    State,
+    linear_attention,
+    prefill,
+    rope_frequencies,
+    rotary_angles,
+    step,
+)
 
+ALTERNATING = "alternating"  # forward in the first block, backward in the second, and so on (Table 16)
 NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 
 
@@ -23,9 +35,9 @@ class AttentionConfig:
     """Settings of an attention layer. None means: what the mixer's entry in `MIXERS` says."""
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
-    normalize: str | None = setting(None, choices=("sum", "none"))
+    normalize: str | None = setting(None, choices=NORMALIZE)
     gate: str | None = setting(None, choices=GATES)
-    direction: str = setting("both", choices=DIRECTIONS)
+    direction: str = setting("both", choices=(*DIRECTIONS, ALTERNATING))
     form: str = setting("auto", choices=("auto", *FORMS), free=True)
     chunk_size: int = setting(64, min=1, free=True)
     qkv_bias: bool = True
@@ -40,8 +52,10 @@ class AttentionConfig:
             ValueError: A pair that does not work.
         """
         if mixer == SOFTMAX:
-            if self.direction == "backward":
-                raise ValueError("direction 'backward' is not available with mixer 'softmax', use 'both' or 'forward'")
+            if self.direction not in ("both", "forward"):
+                raise ValueError(
+                    f"direction {self.direction!r} is not available with mixer 'softmax', use 'both' or 'forward'"
+                )
             if self.form not in ("auto", "full"):
                 raise ValueError(f"form {self.form!r} is not available with mixer 'softmax', which has only 'full'")
             for name in ("feature_map", "normalize", "gate"):
@@ -58,13 +72,26 @@ class AttentionConfig:
         if preset == "released":
             filled |= entry.released
         out = replace(self, **{k: v for k, v in filled.items() if getattr(self, k) is None})
-        if out.normalize == "sum" and not FEATURE_MAPS[out.feature_map].positive:
-            positive = ", ".join(name for name, m in FEATURE_MAPS.items() if m.positive)
-            raise ValueError(
-                f"normalize 'sum' divides by a row sum, which feature_map {out.feature_map!r} can make zero or "
-                f"negative; use normalize 'none' or one of {positive}"
-            )
+        if entry.decay and DECAYS[entry.decay].delta:
+            if out.normalize != "none":
+                raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
+            if self.score_dropout:
+                raise ValueError("score_dropout is not available with the delta rule, which has no scores")
+        maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
+        for name in maps:
+            if out.normalize in ("sum", "pre") and not FEATURE_MAPS[name].positive:
+                positive = ", ".join(n for n, m in FEATURE_MAPS.items() if m.positive)
+                raise ValueError(
+                    f"normalize {out.normalize!r} divides by a row sum, which feature_map {name!r} can make zero or "
+                    f"negative; use normalize 'none' or one of {positive}"
+                )
         return out
+
+    def at(self, layer: int) -> AttentionConfig:
+        """Of one block of a model: `alternating` becomes a direction."""
+        if self.direction != ALTERNATING:
+            return self
+        return replace(self, direction="backward" if layer % 2 else "forward")
 
 
 class Attention(nn.Module):
@@ -92,9 +119,17 @@ class Attention(nn.Module):
             coords: Integer (axes, L), the place of each token; -1 marks extra tokens (cls).
             valid, segments: (B, L), see `lion.ops.linear_attention`.
         """
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, L, D) each
+        q, k, v = self.heads(x)
         extra = None if coords is None else (coords < 0).all(0)
-        y = self.mix(x, q, k, v, extra, valid, segments).transpose(1, 2).flatten(2)  # (B, L, dim)
+        return self.merge(x, self.mix(x, q, k, v, extra, valid, segments))
+
+    def heads(self, x: Tensor) -> Tensor:
+        """q, k, v (3, B, H, L, D) of x (B, L, dim)."""
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+
+    def merge(self, x: Tensor, y: Tensor) -> Tensor:
+        """(B, H, L, D) -> (B, L, dim): heads side by side, norm, gate, projection."""
+        y = y.transpose(1, 2).flatten(2)
         if self.out_norm is not None:
             y = self.out_norm(y)
         if self.out_gate is not None:
@@ -105,16 +140,25 @@ class Attention(nn.Module):
         raise NotImplementedError
 
 
+class LayerState(NamedTuple):
+    """What a causal layer remembers: the operator's `S` and `z`, and the next token's `position` (B,)."""
+
+    S: Tensor
+    z: Tensor
+    position: Tensor
+
+
 class LionAttention(Attention):
     """Masked, scaled linear attention, `Y = scale(phi(Q) phi(K)^T * M) V` (Eq. 13), in any of its forms.
 
     Args:
         dim: Width of the tokens, a multiple of `num_heads`.
         num_heads: Heads H.
-        mixer: "lion_lit", "lion_d" or "lion_s": which decay makes the mask M.
+        mixer: An entry of `MIXERS`: which decay makes the mask M, and with what around it.
         config: The remaining settings; keyword arguments override them (`form="chunk"`, `chunk_size=32`, ..).
 
-    The form can be changed at any time with `set_form`; weights do not depend on it.
+    The form can be changed at any time with `set_form`; weights do not depend on it. With `direction="forward"`
+    the layer streams: `prefill` a prompt, then `step`.
     """
 
     def __init__(
@@ -123,25 +167,76 @@ class LionAttention(Attention):
         if mixer not in MIXERS:
             raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer!r}")
         super().__init__(dim, num_heads, replace(config or AttentionConfig(), **settings).resolved(mixer))
-        self.decay = DECAYS[MIXERS[mixer].decay](dim, num_heads) if MIXERS[mixer].decay else None
+        if self.config.direction == ALTERNATING:
+            raise ValueError(f"direction: {ALTERNATING!r} is that of a model, one layer goes forward or backward")
+        self.mixer = MIXERS[mixer]
+        self.decay = DECAYS[self.mixer.decay](dim, num_heads) if self.mixer.decay else None
+        if self.mixer.rotary:
+            if dim // num_heads % 2:
+                raise ValueError(f"num_heads: mixer {mixer!r} turns pairs, got an odd head dim {dim // num_heads}")
+            self.register_buffer("frequencies", rope_frequencies(dim // num_heads), persistent=False)
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
 
     def mix(self, x, q, k, v, extra, valid, segments) -> Tensor:
-        c = self.config
+        places = torch.arange(x.shape[1], device=x.device)[None] if valid is None else valid.cumsum(1) - 1
         return linear_attention(
-            feature_map(c.feature_map, q),
-            feature_map(c.feature_map, k),
-            v,
-            None if self.decay is None else self.decay(x, extra),
+            **self.arguments(x, q, k, v, places, extra),
             form=self.form,
-            direction=c.direction,
-            normalize=c.normalize,
-            gate=c.gate,
+            direction=self.config.direction,
             chunk_size=self.chunk_size,
             valid=valid,
             segments=segments,
-            dropout_p=c.score_dropout if self.training else 0.0,
+            dropout_p=self.config.score_dropout if self.training else 0.0,
         )
+
+    def arguments(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor, extra: Tensor | None = None
+    ) -> dict:
+        """The operator's arguments for tokens x (B, L, dim) at `places` (B or 1, L)."""
+        c, m = self.config, self.mixer
+        q, k = feature_map(c.feature_map, q), feature_map(m.key_map or c.feature_map, k)
+        given = {"k": k} if self.decay is None else self.decay(x, k, extra)._asdict()
+        angles = None
+        if m.rotary:  # (B, 1, L, D/2), the same for all rows unless padding shifts them
+            places = places.expand(x.shape[0], -1) if places.shape[0] > 1 else places[0]
+            angles = rotary_angles(places.unsqueeze(-2), self.frequencies)
+        return dict(q=q, v=v, angles=angles, normalize=c.normalize, gate=c.gate, scale=m.scale, **given)
+
+    def prefill(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, LayerState]:
+        """Mix a prompt x (B, L, dim) in the chunk form; the output (B, L, dim) and the state to go on from.
+
+        Raises:
+            ValueError: The layer is not causal.
+        """
+        self._causal()
+        count = torch.full((x.shape[0],), x.shape[1], device=x.device) if valid is None else valid.sum(1)
+        places = torch.arange(x.shape[1], device=x.device)[None] if valid is None else valid.cumsum(1) - 1
+        inputs = self.arguments(x, *self.heads(x), places)
+        y, state = prefill(**inputs, chunk_size=self.chunk_size, valid=valid)
+        return self.merge(x, y), LayerState(*state, count)
+
+    def step(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        """Mix the next token(s) x (B, C, dim), constant time and memory a token; the output and the new state.
+
+        Equal to `direction="forward"` over the whole sequence. A state is a tuple of tensors:
+        `torch.save(state._asdict(), path)`, `LayerState(**torch.load(path))`.
+        """
+        self._causal()
+        places = state.position[:, None] + torch.arange(x.shape[1], device=x.device)
+        y, new = step(State(state.S, state.z), **self.arguments(x, *self.heads(x), places))
+        return self.merge(x, y), LayerState(*new, state.position + x.shape[1])
+
+    def initial_state(self, batch: int) -> LayerState:
+        """The empty state, for a stream without a prompt."""
+        weight, width = self.proj.weight, self.proj.weight.shape[0] // self.num_heads
+        S = weight.new_zeros(
+            batch, self.num_heads, width, width, dtype=torch.promote_types(weight.dtype, torch.float32)
+        )
+        return LayerState(S, S[..., 0].clone(), torch.zeros(batch, dtype=torch.long, device=weight.device))
+
+    def _causal(self) -> None:
+        if self.config.direction != "forward":
+            raise ValueError(f"direction: only 'forward' streams, this layer has {self.config.direction!r}")
 
 
 class SoftmaxAttention(Attention):

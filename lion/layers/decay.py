@@ -1,9 +1,12 @@
-"""Decays: modules from tokens x (B, L, dim) to `log_decay` <= 0, always in float32.
+"""Decays and other gates: modules from tokens x (B, L, dim) and keys k (B, H, L, D) to what the operator takes.
 
-A new decay is one class here and its line in `DECAYS`.
+All gates are computed in float32. A new one is one class here and its line in `DECAYS`.
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,33 +15,231 @@ from torch import Tensor, nn
 from lion.ops import no_autocast
 
 
-class FixedDecay(nn.Module):
-    """Lion-D: `lambda = sigmoid(a)`, one learned `a ~ N(0, 1)` a head; log_decay (H,)."""
+class Gating(NamedTuple):
+    """Arguments of `lion.ops.linear_attention`: keys with their gates folded in, and one of the memories."""
+
+    k: Tensor
+    log_decay: Tensor | None = None
+    beta: Tensor | None = None
+    bonus: Tensor | None = None
+
+
+class Decay(nn.Module):
+    """A module (x, k, extra) -> `Gating`; `extra` (L,) marks tokens without a place (cls)."""
+
+    lanes = False  # one lambda for each key dimension
+    delta = False  # beta of the delta rule in place of a decay
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
+        self.dim, self.num_heads = dim, num_heads
+
+    def forward(self, x: Tensor, k: Tensor, extra: Tensor | None = None) -> Gating:
+        with no_autocast(x):
+            return self.gating(x.to(torch.promote_types(x.dtype, torch.float32)), k, extra)
+
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        raise NotImplementedError
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """(B, L, H D) -> (B, H, L, D)"""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer in the dtype of `x`, which is float32 or wider."""
+    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
+
+
+def fold(k: Tensor, gate: Tensor) -> Tensor:
+    """k (B, H, L, D) times a gate (B, H, L) or (B, H, L, D), in the dtype of k."""
+    return (k * (gate[..., None] if gate.dim() == 3 else gate)).to(k.dtype)
+
+
+class FixedDecay(Decay):
+    """Lion-D: `lambda = sigmoid(a)`, one learned `a ~ N(0, 1)` a head; log_decay (H,)."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
         self.a = nn.Parameter(torch.randn(num_heads))
 
-    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        return F.logsigmoid(self.a.to(torch.promote_types(self.a.dtype, torch.float32)))
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        return Gating(k, F.logsigmoid(self.a.to(x.dtype)))
 
 
-class SelectiveDecay(nn.Module):
+class SelectiveDecay(Decay):
     """Lion-S: `lambda_i = sigmoid(W x_i + b)`; log_decay (B, H, L).
 
     Extra tokens (cls) do not decay, lambda = 1, as in the released code.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
+        super().__init__(dim, num_heads)
         self.gate = nn.Linear(dim, num_heads)
 
-    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        with no_autocast(x):
-            wide = torch.promote_types(self.gate.weight.dtype, torch.float32)
-            logits = F.linear(x.to(wide), self.gate.weight.to(wide), self.gate.bias.to(wide))
-            log_decay = F.logsigmoid(logits).mT  # (B, H, L)
-        return log_decay if extra is None else log_decay.masked_fill(extra, 0)
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        log_decay = F.logsigmoid(linear(self.gate, x)).mT  # (B, H, L)
+        return Gating(k, log_decay if extra is None else log_decay.masked_fill(extra, 0))
 
 
-DECAYS = {"fixed": FixedDecay, "selective": SelectiveDecay}
+class RetentionDecay(Decay):
+    """RetNet (arXiv 2307.08621, Eq. 8): `gamma_h = 1 - 2^(-5-h)`, not learned; log_decay (H,)."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.register_buffer("log_gamma", torch.log1p(-(2.0 ** (-5 - torch.arange(num_heads)))), persistent=False)
+
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        return Gating(k, self.log_gamma.to(x.dtype))
+
+
+class RandomFeatureGate(Decay):
+    """Gated RFA (arXiv 2103.02143, section 3.2): `g_i = sigmoid(w x_i + b)`, `S = g S + (1 - g) k v^T`, z alike."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.gate = nn.Linear(dim, num_heads)
+
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        logits = linear(self.gate, x).mT  # (B, H, L)
+        return Gating(fold(k, torch.sigmoid(-logits)), F.logsigmoid(logits))
+
+
+class DiscreteDecay(Decay):
+    """Mamba-2 (arXiv 2405.21060): step `dt_i = softplus(W x_i + b)`, `S = exp(A dt) S + dt k v^T` with a number A < 0.
+
+    As published A = -exp(a) starts in [-16, -1] and dt, by its bias, in [0.001, 0.1].
+    """
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.step = nn.Linear(dim, num_heads, bias=False)
+        dt = torch.exp(torch.empty(num_heads).uniform_(math.log(0.001), math.log(0.1)))
+        self.step_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        self.a = nn.Parameter(self.start().log().flatten())  # of one dimension: spared from weight decay
+
+    def start(self) -> Tensor:
+        return torch.empty(self.num_heads, 1).uniform_(1, 16)
+
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        dt = F.softplus(linear(self.step, x) + self.step_bias.to(x.dtype)).mT  # (B, H, L)
+        A = -self.a.to(x.dtype).exp().view(self.num_heads, 1, -1)  # (H, 1, D or 1)
+        log_decay = A * dt[..., None]
+        return Gating(fold(k, dt), log_decay if self.lanes else log_decay.squeeze(-1))
+
+
+class DiscreteVectorDecay(DiscreteDecay):
+    """Mamba (arXiv 2312.00752, Algorithm 2): as Mamba-2 with an A for each state dimension, starting at -1, .., -D.
+
+    Mamba has a step for each value channel; here the channels of a head share one.
+    """
+
+    lanes = True
+
+    def start(self) -> Tensor:
+        head_dim = self.dim // self.num_heads
+        return torch.arange(1, head_dim + 1, dtype=torch.float32).expand(self.num_heads, -1)
+
+
+class ReceptanceDecay(Decay):
+    """RWKV-6 (arXiv 2404.05892): `lambda_i = exp(-exp(w + tanh(x_i A) B))` for each key dimension, and the bonus u.
+
+    The read-out is before the update, so the entry's gate is "between". A and B have rank 64.
+    """
+
+    lanes = True
+
+    def __init__(self, dim: int, num_heads: int, rank: int = 64) -> None:
+        super().__init__(dim, num_heads)
+        ratio = torch.linspace(0, 1, dim // num_heads).repeat(num_heads)
+        self.w = nn.Parameter(-6 + 5 * ratio)  # from almost 1 down to exp(-exp(-1)) = 0.69 in each head
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, dim, bias=False)
+        self.u = nn.Parameter(1 - ratio)
+
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        w = self.w.to(x.dtype) + linear(self.up, torch.tanh(linear(self.down, x)))
+        log_decay = -torch.exp(w.clamp(max=7))  # exp(-exp(7)) is 0 in float64
+        return Gating(k, self.by_head(log_decay), bonus=self.u.view(self.num_heads, -1))
+
+
+class LowRankDecay(Decay):
+    """GLA (arXiv 2312.06635, section 4.4): `lambda_i = sigmoid(x_i W1 W2 + b)^(1/16)`, a vector; W1 has rank 16."""
+
+    lanes = True
+
+    def __init__(self, dim: int, num_heads: int, rank: int = 16, temperature: float = 16.0) -> None:
+        super().__init__(dim, num_heads)
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, dim)
+        self.temperature = temperature
+
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        return Gating(k, self.by_head(F.logsigmoid(linear(self.up, linear(self.down, x)))) / self.temperature)
+
+
+class BoundedDecay(Decay):
+    """HGRN-2 (arXiv 2404.07904): `lambda_i = b + (1 - b) sigmoid(f_i)`, a vector, and the key `1 - lambda_i`.
+
+    The logits f come from what is the key's projection elsewhere. The lower bound b is learned for each layer;
+    in HGRN-2 the bounds of all layers are one cumulative softmax, so that they rise with depth.
+    """
+
+    lanes = True
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.bound = nn.Parameter(torch.full((dim,), -2.0))  # b = 0.12
+
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        bound = self.bound.to(x.dtype).view(self.num_heads, 1, -1)
+        logits = k.to(x.dtype)
+        rest = F.logsigmoid(-bound)  # log(1 - b)
+        log_decay = torch.logaddexp(F.logsigmoid(bound).expand_as(logits), rest + F.logsigmoid(logits))
+        return Gating((rest + F.logsigmoid(-logits)).exp().to(k.dtype), log_decay)
+
+
+class InputAndForgetGate(Decay):
+    """xLSTM's mLSTM (arXiv 2405.04517) with sigmoid gates: `S = f S + i k v^T`, `f_i`, `i_i = sigmoid(W x_i + b)`.
+
+    The exponential input gate needs a running maximum over both directions and is left out.
+    """
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.gates = nn.Linear(dim, 2 * num_heads, bias=False)
+        self.input_bias = nn.Parameter(torch.zeros(num_heads))
+        self.forget_bias = nn.Parameter(torch.linspace(3, 6, num_heads))
+
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        i, f = linear(self.gates, x).chunk(2, -1)
+        i, f = (i + self.input_bias.to(x.dtype)).mT, (f + self.forget_bias.to(x.dtype)).mT  # (B, H, L)
+        return Gating(fold(k, torch.sigmoid(i)), F.logsigmoid(f))
+
+
+class DeltaRule(Decay):
+    """DeltaNet (arXiv 2406.06484): `beta_i = sigmoid(W x_i)`, (B, H, L)."""
+
+    delta = True
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.gate = nn.Linear(dim, num_heads, bias=False)
+
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        return Gating(k, beta=torch.sigmoid(linear(self.gate, x)).mT)
+
+
+DECAYS = {
+    "fixed": FixedDecay,
+    "selective": SelectiveDecay,
+    "retention": RetentionDecay,
+    "random_feature_gate": RandomFeatureGate,
+    "discrete": DiscreteDecay,
+    "discrete_vector": DiscreteVectorDecay,
+    "receptance": ReceptanceDecay,
+    "low_rank": LowRankDecay,
+    "bounded": BoundedDecay,
+    "input_and_forget": InputAndForgetGate,
+    "delta": DeltaRule,
+}

@@ -18,6 +18,7 @@ class FeatureMap(NamedTuple):
 FEATURE_MAPS = {
     "silu_shifted": FeatureMap(lambda x: F.normalize(F.silu(x) + 0.5, dim=-1), True),  # the paper's (3.2)
     "silu": FeatureMap(F.silu, False),
+    "silu_unit": FeatureMap(lambda x: F.normalize(F.silu(x), dim=-1), False),  # of norm 1, for the delta rule
     "elu1": FeatureMap(lambda x: F.elu(x) + 1, True),  # the released code's for Lion-lit
     "relu": FeatureMap(F.relu, True),
     "sigmoid": FeatureMap(torch.sigmoid, True),

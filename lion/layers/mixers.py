@@ -9,22 +9,95 @@ from dataclasses import dataclass, field
 class Mixer:
     """A linear mixer as data.
 
-    `decay` names an entry of `DECAYS` (None: no decay), `feature_map` one of `FEATURE_MAPS`, `normalize` is
-    "sum" or "none". `gate` is the index convention in both directions, `causal_gate` in one (Eq. 5).
-    `released` is what the authors' code does otherwise (`model.preset=released`).
+    Attributes:
+        decay: An entry of `DECAYS`, with its gates on the key; None: no decay.
+        feature_map: Of queries and keys, an entry of `FEATURE_MAPS`.
+        key_map: Of keys, where it is another.
+        normalize: As in `lion.ops.linear_attention`.
+        scale: Factor on the scores where `normalize` takes one; None is 1/sqrt(D).
+        gate, causal_gate: Index convention of the decay in both directions, and in one. The linear Transformers
+            take "target" in each, so that every direction is their published recurrence (Theorem 3.1).
+        rotary: Whether q and k are turned by their position.
+        released: What the authors' code does otherwise (`model.preset=released`).
+        source: Where it was published.
+        left_out: What the published block has around its recurrence and this entry has not.
     """
 
     decay: str | None
-    feature_map: str = "silu_shifted"
-    normalize: str = "sum"
-    gate: str = "source"
+    feature_map: str = "identity"
+    key_map: str | None = None
+    normalize: str = "none"
+    scale: float | None = None
+    gate: str = "target"
     causal_gate: str = "target"
+    rotary: bool = False
     released: dict[str, str] = field(default_factory=dict)
+    source: str = ""
+    left_out: str = ""
 
+
+LION = {"feature_map": "silu_shifted", "normalize": "sum", "gate": "source", "source": "LION, 2502.16249"}
 
 MIXERS = {
-    "lion_lit": Mixer(decay=None, released={"feature_map": "elu1"}),
-    "lion_d": Mixer(decay="fixed"),
-    "lion_s": Mixer(decay="selective"),
+    "lion_lit": Mixer(None, released={"feature_map": "elu1"}, **LION),
+    "lion_d": Mixer("fixed", **LION),
+    "lion_s": Mixer("selective", **LION),
+    "linear_transformer": Mixer(
+        None, feature_map="elu1", normalize="sum", source="Katharopoulos et al., 2006.16236", left_out="nothing"
+    ),
+    "retnet": Mixer(
+        "retention", rotary=True, source="2307.08621", left_out="group norm, output gate, normalised scores"
+    ),
+    "gated_rfa": Mixer(
+        "random_feature_gate",
+        feature_map="elu1",
+        normalize="sum",
+        source="2103.02143",
+        left_out="random features (elu + 1 in their place)",
+    ),
+    "mamba2": Mixer(
+        "discrete",
+        feature_map="silu",
+        scale=1.0,
+        source="2405.21060",
+        left_out="short convolution, SiLU on v, skip D, gated norm",
+    ),
+    "mamba": Mixer(
+        "discrete_vector",
+        feature_map="silu",
+        scale=1.0,
+        source="2312.00752",
+        left_out="short convolution, a step for each channel (one a head), skip D, output gate",
+    ),
+    "rwkv6": Mixer(
+        "receptance",
+        scale=1.0,
+        gate="between",
+        causal_gate="between",
+        source="2404.05892",
+        left_out="token shift, group norm, output gate",
+    ),
+    "gla": Mixer("low_rank", source="2312.06635", left_out="head norm, output gate"),
+    "hgrn2": Mixer(
+        "bounded",
+        feature_map="silu",
+        key_map="identity",
+        scale=1.0,
+        source="2404.07904",
+        left_out="bounds that rise over layers, norm, output gate",
+    ),
+    "xlstm": Mixer(
+        "input_and_forget",
+        normalize="max",
+        source="mLSTM, 2405.04517",
+        left_out="exponential input gate, short convolution, head norm, output gate, skip",
+    ),
+    "deltanet": Mixer(
+        "delta",
+        feature_map="silu_unit",
+        scale=1.0,
+        source="2406.06484",
+        left_out="short convolution, SiLU on v, head norm",
+    ),
 }
 SOFTMAX = "softmax"  # the baseline: no feature map, no decay, PyTorch's SDPA

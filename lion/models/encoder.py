@@ -53,7 +53,7 @@ class Encoder(nn.Module):
                 c.dim,
                 c.num_heads,
                 mixer=c.mixer,
-                attention=c.attention,
+                attention=c.attention.at(layer),
                 mlp=c.mlp,
                 mlp_ratio=c.mlp_ratio,
                 norm=c.norm,
@@ -61,7 +61,7 @@ class Encoder(nn.Module):
                 dropout=c.dropout,
                 drop_path=rate,
             )
-            for rate in rates
+            for layer, rate in enumerate(rates)
         )
         self.norm = NORMS[c.norm](c.dim, eps=c.norm_eps)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from lion.layers.decay import DECAYS
+from lion.layers.decay import Decay, Gating
 from lion.tasks.base import Batch, Task, to_device
 from lion.trainer.runtime import Runtime
 
@@ -53,14 +53,14 @@ def decay_values(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple, log_decay: Tensor) -> None:
-            found[name.removeprefix("encoder.").removesuffix(".attention.decay")] = log_decay.exp().float().cpu()
+        def hook(module: nn.Module, inputs: tuple, gating: Gating) -> None:
+            if gating.log_decay is not None:
+                name_of_layer = name.removeprefix("encoder.").removesuffix(".attention.decay")
+                found[name_of_layer] = gating.log_decay.exp().float().cpu()
 
         return hook
 
-    hooks = [
-        m.register_forward_hook(keep(n)) for n, m in model.named_modules() if isinstance(m, tuple(DECAYS.values()))
-    ]
+    hooks = [m.register_forward_hook(keep(n)) for n, m in model.named_modules() if isinstance(m, Decay)]
     if not hooks:
         return {}
     training = model.training

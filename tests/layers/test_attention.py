@@ -51,18 +51,20 @@ def test_padding_and_segments_equal_the_sequences_alone(mixer, direction):
 
 def test_cls_does_not_decay_in_lion_s_alone():
     layer = LionAttention(12, 3, "lion_s")
-    log_decay = layer.decay(torch.randn(2, 7, 12), (COORDS < 0).all(0))
+    k = torch.randn(2, 3, 7, 4)
+    log_decay = layer.decay(torch.randn(2, 7, 12), k, (COORDS < 0).all(0)).log_decay
     assert log_decay.shape == (2, 3, 7) and (log_decay[..., 0] == 0).all() and (log_decay[..., 1:] < 0).all()
-    assert LionAttention(12, 3, "lion_d").decay(torch.randn(2, 7, 12), (COORDS < 0).all(0)).shape == (3,)
+    fixed = LionAttention(12, 3, "lion_d").decay(torch.randn(2, 7, 12), k, (COORDS < 0).all(0))
+    assert fixed.log_decay.shape == (3,)
 
 
 def test_gates_stay_float32_under_autocast():
-    layer, x = LionAttention(12, 3, "lion_s"), torch.randn(2, 7, 12)
+    layer, x, k = LionAttention(12, 3, "lion_s"), torch.randn(2, 7, 12), torch.randn(2, 3, 7, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        log_decay = layer.decay(x)
+        log_decay = layer.decay(x, k).log_decay
         assert layer(x).dtype == torch.bfloat16
     assert log_decay.dtype == torch.float32
-    torch.testing.assert_close(log_decay, layer.decay(x), rtol=0, atol=0)
+    torch.testing.assert_close(log_decay, layer.decay(x, k).log_decay, rtol=0, atol=0)
 
 
 def test_conventions_of_mixer_direction_and_preset():
