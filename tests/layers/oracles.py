@@ -1,0 +1,254 @@
+"""Every mixer as its paper prints it: one token after another in float64, from the weights alone (no code of lion).
+
+A cell takes the weights, a token x (B, dim) and its memory, and returns what it reads. H heads, D = dim / H; per head
+`S` is (D, E) with y = q S, and `z` (D) with the row sum q z. Both directions are two runs added up, less what a token
+wrote itself and both of them read (`own`).
+
+The LION entries differ from the others in both directions: a decay is that of the token being left (Eq. 14), so it
+comes `late`, after the read-out. A rotation runs with the places of the tokens, so it turns the other way (`turn`)
+for a traveller who meets them backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+class Way(NamedTuple):
+    heads: int
+    late: bool = False
+    turn: int = 1
+
+
+class Read(NamedTuple):
+    """Numerator (B, H, E) and row sum (B, H), and the weight (B, H) of the token's own value v (B, H, E) in both."""
+
+    numerator: Tensor
+    rowsum: Tensor
+    own: Tensor
+    v: Tensor
+
+    def flip(self) -> Read:
+        return Read(*(x.flip(1) for x in self))
+
+
+# Functions
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * sigmoid(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    return torch.log(1 + torch.exp(x))
+
+
+def elu1(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, torch.exp(x))
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x * x).sum(-1, keepdim=True).sqrt()
+
+
+def shifted(x: Tensor) -> Tensor:
+    """LION, section 3.2"""
+    return unit(silu(x) + 0.5)
+
+
+def linear(w: Weights, name: str, x: Tensor, bias: bool = True) -> Tensor:
+    y = x @ w[f"{name}.weight"].T
+    return y + w[f"{name}.bias"] if bias else y
+
+
+def split(x: Tensor, heads: int) -> Tensor:
+    """(.., H D) -> (.., H, D)"""
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+def project(w: Weights, x: Tensor, heads: int) -> list[Tensor]:
+    return [split(y, heads) for y in linear(w, "qkv", x).chunk(3, -1)]
+
+
+def outer(k: Tensor, v: Tensor) -> Tensor:
+    return k[..., :, None] * v[..., None, :]
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1)
+
+
+def apply(q: Tensor, S: Tensor) -> Tensor:
+    return (q[..., :, None] * S).sum(-2)
+
+
+def memory(state, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return (torch.zeros_like(outer(q, v)), torch.zeros_like(q)) if state is None else state
+
+
+# Cells: (weights, x (B, dim), state, way) -> Read, state
+
+
+def decayed(q: Tensor, k: Tensor, v: Tensor, f: Tensor | float, state):
+    """S = diag(f) S + k v^T, z = f z + k, and then y = q S; f (B, H, D), (.., 1) or a number"""
+    S, z = memory(state, q, v)
+    f = torch.as_tensor(f, dtype=q.dtype).expand_as(q)
+    S, z = f[..., None] * S + outer(k, v), f * z + k
+    return Read(apply(q, S), dot(q, z), dot(q, k), v), (S, z)
+
+
+def lion(f: Callable[[Weights, Tensor], Tensor]):
+    def cell(w: Weights, x: Tensor, state, way: Way):
+        q, k, v = project(w, x, way.heads)
+        q, k, kept = shifted(q), shifted(k), f(w, x)[..., None]
+        if not way.late:
+            return decayed(q, k, v, kept, state)
+        read, (S, z) = decayed(q, k, v, 1.0, state)
+        return read, (kept[..., None] * S, kept * z)
+
+    return cell
+
+
+def linear_transformer(w: Weights, x: Tensor, state, way: Way):
+    q, k, v = project(w, x, way.heads)
+    return decayed(elu1(q), elu1(k), v, 1.0, state)
+
+
+def retnet(w: Weights, x: Tensor, state, way: Way):
+    """S = gamma e^(i theta) S + conj(k) v^T, y = Re(q S) / sqrt(D), dimensions p and p + D/2 making one number"""
+    q, k, v = project(w, x, way.heads)
+    D = q.shape[-1]
+    q, k = (torch.complex(t[..., : D // 2], t[..., D // 2 :]) for t in (q, k))
+    rows = []
+    for h in range(way.heads):
+        theta = [way.turn * 10000.0 ** (-2 * p / D) for p in range(D // 2)]
+        rows.append([(1 - 2.0 ** (-5 - h)) * complex(math.cos(t), math.sin(t)) for t in theta])
+    A = torch.tensor(rows, dtype=q.dtype)  # (H, D/2)
+    S, _ = memory(state, q, v)
+    S = A[..., None] * S + outer(k.conj(), v)
+    own = dot(q, k.conj()).real / math.sqrt(D)
+    return Read(apply(q, S).real / math.sqrt(D), own, own, v), (S, None)
+
+
+def gated_rfa(w: Weights, x: Tensor, state, way: Way):
+    q, k, v = project(w, x, way.heads)
+    g = sigmoid(linear(w, "decay.gate", x))[..., None]
+    return decayed(elu1(q), (1 - g) * elu1(k), v, g, state)
+
+
+def mamba(w: Weights, x: Tensor, state, way: Way):
+    """A number A for each state dimension (Mamba) or one for all (Mamba-2)"""
+    q, k, v = project(w, x, way.heads)
+    dt = softplus(linear(w, "decay.step", x, False) + w["decay.step_bias"])[..., None]
+    A = -torch.exp(split(w["decay.a"], way.heads))  # (H, D or 1)
+    return decayed(silu(q), dt * silu(k), v, torch.exp(dt * A), state)
+
+
+def rwkv6(w: Weights, x: Tensor, state, way: Way):
+    """The read-out is before the update."""
+    q, k, v = project(w, x, way.heads)
+    d = w["decay.w"] + linear(w, "decay.up", torch.tanh(linear(w, "decay.down", x, False)), False)
+    f = torch.exp(-torch.exp(split(d, way.heads)))
+    u = split(w["decay.u"], way.heads)
+    S, _ = memory(state, q, v)
+    own = dot(q, u * k)
+    read = Read(apply(q, S + outer(u * k, v)), own, own, v)
+    return read, (f[..., None] * S + outer(k, v), None)
+
+
+def gla(w: Weights, x: Tensor, state, way: Way):
+    q, k, v = project(w, x, way.heads)
+    alpha = sigmoid(linear(w, "decay.up", linear(w, "decay.down", x, False))) ** (1 / 16)
+    return decayed(q / math.sqrt(q.shape[-1]), k, v, split(alpha, way.heads), state)
+
+
+def hgrn2(w: Weights, x: Tensor, state, way: Way):
+    q, logits, v = project(w, x, way.heads)
+    bound = split(sigmoid(w["decay.bound"]), way.heads)
+    f = bound + (1 - bound) * sigmoid(logits)
+    return decayed(silu(q), 1 - f, v, f, state)
+
+
+def mlstm(w: Weights, x: Tensor, state, way: Way):
+    q, k, v = project(w, x, way.heads)
+    i, f = linear(w, "decay.gates", x, False).chunk(2, -1)
+    i, f = sigmoid(i + w["decay.input_bias"])[..., None], sigmoid(f + w["decay.forget_bias"])[..., None]
+    return decayed(q, i * k / math.sqrt(k.shape[-1]), v, f, state)
+
+
+def deltanet(w: Weights, x: Tensor, state, way: Way):
+    """S = S (I - beta k k^T) + beta v k^T, with S as (E, D) in the paper and (D, E) here"""
+    q, k, v = project(w, x, way.heads)
+    q, k = unit(silu(q)), unit(silu(k))
+    beta = sigmoid(linear(w, "decay.gate", x, False))[..., None]
+    S, _ = memory(state, q, v)
+    S = S - outer(beta * k, apply(k, S)) + outer(beta * k, v)
+    own = dot(q, beta * k)
+    return Read(apply(q, S), own, own, v), (S, None)
+
+
+def plain(numerator: Tensor, rowsum: Tensor) -> Tensor:
+    return numerator
+
+
+def ratio(numerator: Tensor, rowsum: Tensor) -> Tensor:
+    return numerator / rowsum
+
+
+def bounded(numerator: Tensor, rowsum: Tensor) -> Tensor:
+    return numerator / torch.where(rowsum.abs() > 1, rowsum.abs(), torch.ones_like(rowsum))
+
+
+ORACLES = {
+    "lion_lit": (lion(lambda w, x: x.new_ones(())), ratio),
+    "lion_d": (lion(lambda w, x: sigmoid(w["decay.a"])), ratio),
+    "lion_s": (lion(lambda w, x: sigmoid(linear(w, "decay.gate", x))), ratio),
+    "linear_transformer": (linear_transformer, ratio),
+    "retnet": (retnet, plain),
+    "gated_rfa": (gated_rfa, ratio),
+    "mamba2": (mamba, plain),
+    "mamba": (mamba, plain),
+    "rwkv6": (rwkv6, plain),
+    "gla": (gla, plain),
+    "hgrn2": (hgrn2, plain),
+    "xlstm": (mlstm, bounded),
+    "deltanet": (deltanet, plain),
+}
+
+
+def scan(name: str, w: Weights, x: Tensor, way: Way) -> Read:
+    """Everything that a run over x (B, L, dim) reads, (B, L, ..)."""
+    state, reads = None, []
+    for t in range(x.shape[1]):
+        read, state = ORACLES[name][0](w, x[:, t], state, way)
+        reads.append(read)
+    return Read(*(torch.stack(parts, 1) for parts in zip(*reads)))
+
+
+def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forward") -> Tensor:
+    """The layer's output (B, L, dim) for x (B, L, dim)."""
+    late = direction == "both" and name.startswith("lion_")
+    if direction != "backward":
+        read = scan(name, w, x, Way(heads, late))
+    if direction != "forward":
+        back = scan(name, w, x.flip(1), Way(heads, late, -1)).flip()
+    if direction == "backward":
+        read = back
+    elif direction == "both":
+        own = read.own[..., None]
+        read = read._replace(
+            numerator=read.numerator + back.numerator - own * read.v, rowsum=read.rowsum + back.rowsum - read.own
+        )
+    y = ORACLES[name][1](read.numerator, read.rowsum[..., None])
+    return linear(w, "proj", y.flatten(2))
