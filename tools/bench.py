@@ -1,129 +1,388 @@
-"""Time the operators, compiled, forward and backward, as ratios to PyTorch's SDPA in the same run.
+"""Time the operators in every form against PyTorch's SDPA, beside the least time that they can take.
 
-    python -m tools.bench ops [--length 197 1024 4096] [--form full chunk] [--mixer lit d s vector]
+    ./run.sh bench ops [--mixer lion_s gla | all] [--form full chunk] [--length 197 1024] [--pass forward both]
 
-Each form is verified against the definition first. Runs are interleaved, compilation and warm-up excluded;
-a ratio is the median of the rounds' own ratios.
+Each form is verified against the definition first, as it is timed: compiled, but for loops over the sequence (`rnn`,
+`blockwise`). The operator gets what the mixer's layer hands over. Rounds are interleaved: each one times every form of
+a mixer and SDPA once, and a ratio is the median of the rounds' own ratios; compilation and warm-up are excluded.
+`rnn` is timed in inference only; a form with an L x L matrix is left out where that does not fit in memory.
+
+Results go to `reports/ops.json`, `ops.md` and `ops.png`, and are added to what is there (`--fresh` starts over): a long
+measurement can be done in pieces, and Ctrl-C keeps what was measured.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import logging
+import multiprocessing
+import os
+import shlex
+import signal
 import statistics
-import time
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lion.config import ConfigError
+from lion.layers.attention import LionAttention
+from lion.layers.mixers import MIXERS
 from lion.ops import linear_attention, reference_attention
-from lion.trainer.runtime import missing_compiler
-from tools.common import Parser, count, run_command, table
+from lion.trainer.runtime import cpu_name, missing_compiler
+from tools.bench_floors import Size, floor, flops, measure_rates, traffic
+from tools.bench_probe import free_bytes, peak_beyond, step, time_rounds, warm_up
+from tools.bench_report import FORMS, Report
+from tools.common import Parser, count, run_command
 
-TOKENS = 16 * 197  # about as many tokens at every length
-MIXERS = ("lit", "d", "s", "vector")  # the last: a lambda a key dimension
+DEFAULT = ("lion_lit", "lion_d", "lion_s", "gla")  # no decay, a number a head, a number a token, a vector a token
+LOOPS = ("rnn", "blockwise")  # compiled, a loop over the sequence would be unrolled
+DTYPES = ("float32", "bfloat16", "float16")
+CHECKED = 130  # tokens of the check against the definition: a few chunks, the last one not full
+TOLERANCE = 2e-5  # largest error over the largest value, float32
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process measures: a mixer, in every form, length and pass."""
+
+    mixer: str
+    forms: tuple[str, ...]
+    lengths: tuple[int, ...]
+    passes: tuple[str, ...]
+    chunk_sizes: tuple[int, ...]
+    heads: int
+    dim: int
+    tokens: int
+    rounds: int
+    seconds: float
+    dtype: str
+    eager: bool
+    threads: int
+    rates: dict[str, float]
+    command: str
+
+    def about(self) -> dict[str, Any]:
+        """What has to be the same for two measurements to stand in one table."""
+        cuda = torch.cuda.is_available()
+        return {
+            "device": torch.cuda.get_device_name() if cuda else cpu_name(),
+            "threads": self.threads,
+            "dtype": self.dtype,
+            "heads": self.heads,
+            "dim": self.dim,
+            "tokens": self.tokens,
+            "eager": self.eager,
+        }
+
+
+class Variant(NamedTuple):
+    """A form, and its tokens a chunk where it has chunks."""
+
+    form: str
+    chunk_size: int | None
+
+    def __str__(self) -> str:
+        return self.form if self.chunk_size is None else f"{self.form} {self.chunk_size}"
+
+
+SDPA = Variant("sdpa", None)
+Send = Callable[[dict[str, Any]], None]
 
 
 def main(argv: list[str]) -> int:
+    args = parse(argv)
+    if set(args.form) == {"rnn"} and "forward" not in args.passes:
+        raise ConfigError("--pass: 'rnn' is timed in inference only, add forward")
+    missing = missing_compiler()
+    if missing and not args.eager:
+        raise ConfigError(f"bench: {missing}, or add --eager")
+    report = Report.load(args.out, args.fresh)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    job = Job(
+        mixer="",
+        forms=tuple(dict.fromkeys(args.form)),
+        lengths=tuple(sorted(set(args.length))),
+        passes=tuple(p for p in ("forward", "both") if p in args.passes),
+        chunk_sizes=tuple(dict.fromkeys(args.chunk_size)),
+        heads=args.heads,
+        dim=args.dim,
+        tokens=args.tokens,
+        rounds=args.rounds,
+        seconds=args.seconds,
+        dtype=args.dtype,
+        eager=args.eager,
+        threads=torch.get_num_threads(),
+        rates=measure_rates(pick_device(), getattr(torch, args.dtype), args.heads, args.dim),
+        command=shlex.join(["./run.sh", "bench", *argv]),
+    )
+    report.add_rates(job.about(), job.rates)
+    say(report.rates_line(job.about()))
+    mixers = tuple(MIXERS) if "all" in args.mixer else tuple(m for m in MIXERS if m in args.mixer)
+    failed = False
+
+    def receive(message: dict[str, Any]) -> None:
+        nonlocal failed
+        kind = message.pop("kind")
+        if kind == "row":
+            report.add_row(message)
+            say(f"  {report.line(message)}")
+        elif kind == "note":
+            failed |= message.pop("failed")
+            report.add_note(message)
+            say(f"  {message['text']}")
+        elif kind == "saved":
+            report.save()
+        else:
+            say(message["text"])
+
+    try:
+        for place, mixer in enumerate(mixers, 1):
+            say(f"[{place}/{len(mixers)}] {mixer}")
+            in_a_process(replace(job, mixer=mixer), receive)
+    finally:  # also what was measured before Ctrl-C
+        if report.new:
+            report.save()
+            print(report.terminal())
+            print(report.draw())
+    if not report.new:
+        say("nothing was measured")
+    return 1 if failed or not report.new else 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="run.sh bench", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("ops",))
+    parser.add_argument("--mixer", nargs="+", choices=(*MIXERS, "all"), default=list(DEFAULT))
+    parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024, 4096])
-    parser.add_argument("--form", nargs="+", choices=("full", "chunk"), default=["full", "chunk"])
-    parser.add_argument("--mixer", nargs="+", choices=MIXERS, default=list(MIXERS))
+    parser.add_argument("--pass", dest="passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
+    parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="of chunk, rnn and blockwise")
     parser.add_argument("--heads", type=count, default=6)
-    parser.add_argument("--dim", type=count, default=64)
+    parser.add_argument("--dim", type=count, default=64, help="of a head")
+    parser.add_argument("--tokens", type=count, default=16 * 197, help="a batch at every length, at least one row")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="half precision as under autocast")
     parser.add_argument("--rounds", type=count, default=9)
-    args = parser.parse_args(argv)
-    if missing_compiler():
-        raise ConfigError(f"bench: {missing_compiler()}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = []
-    for length in args.length:
-        shape = (max(1, TOKENS // length), args.heads, length, args.dim)
-        rows += time_length(shape, args.mixer, args.form, args.rounds, device)
-    print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, float32, forward + backward")
-    print(table(["(B, H, L, D)", "what", "ms", "x SDPA", "worst deviation"], rows))
-    return 0
+    parser.add_argument("--seconds", type=count, default=600, help="end the rounds of a length and pass after these")
+    parser.add_argument("--threads", type=count)
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    return parser.parse_args(argv)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def pick_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
+
+
+def in_a_process(job: Job, receive: Send) -> None:
+    """Measure in a process of its own: many mixers in one exceed the compile cache, and one that dies is one line."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(job, theirs))
+    ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is the parent's to handle
+    process.start()
+    signal.signal(signal.SIGINT, ctrl_c)
+    theirs.close()
+    try:
+        with contextlib.suppress(EOFError):
+            while True:
+                receive(ours.recv())
+        process.join()
+        if process.exitcode:
+            how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"code {process.exitcode}"
+            hint = ", out of memory?" if process.exitcode == -signal.SIGKILL else ""
+            receive(note(job, f"its process ended with {how}{hint}", failed=True))
+    finally:
+        if process.is_alive():
+            process.terminate()
+            process.join(5)
+            process.kill()
+        ours.close()
+
+
+def child(job: Job, pipe: Any) -> None:
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of nvcc without a GPU
+    try:
+        measure(job, pipe.send)
+    except BrokenPipeError:  # the parent is gone
+        os._exit(1)
+    except Exception as error:
+        pipe.send(note(job, first_line(error), failed=True))
+
+
+def measure(job: Job, send: Send) -> None:
+    """Verify every form of a mixer, then time those that passed; messages are rows, notes and progress."""
+    torch.set_num_threads(job.threads)
+    torch._dynamo.config.recompile_limit = 64  # variants are closures of one function
+    device = pick_device()
+    errors = verify_all(job, device, send)
+    for length in job.lengths if errors else ():
+        for which in job.passes:
+            torch._dynamo.reset()  # the variants of one length fit the compile cache, those of all lengths do not
+            for row in time_length(job, length, which, errors, device, send):
+                send({"kind": "row", **row})
+            send({"kind": "saved"})
+
+
+def note(job: Job, text: str, failed: bool, variant: Variant | None = None, **where: Any) -> dict[str, Any]:
+    """What was not measured, and why."""
+    form, chunk_size = variant or (None, None)
+    what = " ".join(str(x) for x in (job.mixer, variant) if x)
+    if "length" in where:
+        what += f", {where['length']:,} tokens"
+    key = {"mixer": job.mixer, "form": form, "chunk_size": chunk_size, "length": None, "pass": None, **where}
+    return {"kind": "note", **job.about(), **key, "text": f"{what}: {text}", "failed": failed}
+
+
+def verify_all(job: Job, device: torch.device, send: Send) -> dict[Variant, float]:
+    """The error of each form against the definition; those that are off, or do not exist, are left out."""
+    found = {}
+    send({"kind": "progress", "text": f"  verifying {', '.join(job.forms)}"})
+    tensors, fixed = operator_inputs(job, 1, CHECKED, device, torch.float32)
+    exact = {name: t.detach().cpu().double() for name, t in tensors.items()}
+    expected = reference_attention(**exact, **fixed, direction="both")
+    for form in job.forms:
+        for size in job.chunk_sizes if form != "full" else (None,):
+            variant = Variant(form, size)
+            try:
+                with torch.inference_mode():
+                    got = build(job, variant, fixed)(tensors).cpu().double()
+            except ValueError as error:  # a pair that the operator refuses
+                send(note(job, first_line(error), failed=False, variant=variant))
+                continue
+            except Exception as error:
+                send(note(job, f"not verified: {first_line(error)}", failed=True, variant=variant))
+                continue
+            error = ((got - expected).abs().max() / expected.abs().max()).item()
+            if error <= TOLERANCE:  # False for nan
+                found[variant] = error
+            else:
+                send(note(job, f"off by {error:.1e} from the definition, not timed", failed=True, variant=variant))
+    return found
+
+
+def operator_inputs(
+    job: Job, batch: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What the mixer's layer hands to the operator for random tokens: tensors as leaves, contiguous, and the rest."""
+    torch.manual_seed(0)
+    layer = LionAttention(job.heads * job.dim, job.heads, job.mixer).to(device)
+    x = torch.randn(batch, length, job.heads * job.dim, device=device)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        given = layer.arguments(x, *layer.heads(x), torch.arange(length, device=device)[None])
+    tensors = {
+        name: t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(t.requires_grad)
+        for name, t in given.items()
+        if isinstance(t, Tensor)
+    }
+    return tensors, {name: value for name, value in given.items() if name not in tensors}
+
+
+def build(job: Job, variant: Variant, fixed: dict[str, Any]) -> Callable[[dict[str, Tensor]], Tensor]:
+    """The operator as a layer's `mix` calls it, compiled."""
+    how = dict(form=variant.form, direction="both", chunk_size=variant.chunk_size or 64)
+
+    def run(tensors: dict[str, Tensor]) -> Tensor:
+        return linear_attention(**tensors, **fixed, **how)
+
+    if job.eager or variant.form in LOOPS:
+        return run
+    return torch.compile(run, fullgraph=True, dynamic=False)
+
+
+def softmax(tensors: dict[str, Tensor]) -> Tensor:
+    return F.scaled_dot_product_attention(tensors["q"], tensors["k"], tensors["v"])
 
 
 def time_length(
-    shape: tuple, mixers: list[str], forms: list[str], rounds: int, device: torch.device
-) -> list[list[str]]:
-    torch._dynamo.reset()  # variants of one length fit the compile cache, those of all lengths do not
-    torch.manual_seed(0)
-    q, k, v, grad = (torch.randn(shape, device=device) for _ in range(4))
-    inputs = [q.softmax(-1).requires_grad_(), k.softmax(-1).requires_grad_(), v.requires_grad_()]
-    decays = {
-        "lit": None,
-        "d": F.logsigmoid(torch.randn(shape[1], device=device)).requires_grad_(),
-        "s": F.logsigmoid(torch.randn(shape[:3], device=device)).requires_grad_(),
-        "vector": F.logsigmoid(torch.randn(shape, device=device)).requires_grad_(),
-    }
-    runs = {"sdpa": step(F.scaled_dot_product_attention, inputs, grad)}
-    deviations = {"sdpa": "-"}
-    for mixer in mixers:
-        for form in forms:
-            name = f"{label(mixer)} {form}"
-            deviations[name] = f"{verify(mixer, form):.0e}"
-            runs[name] = compiled_step(form, inputs, decays[mixer], grad)
-    for run in runs.values():
-        run()
-    times = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(seconds(run, device))
-    ratios = {name: statistics.median(t / s for t, s in zip(ts, times["sdpa"])) for name, ts in times.items()}
-    return [
-        [str(shape), name, f"{1e3 * statistics.median(ts):.1f}", f"{ratios[name]:.2f}", deviations[name]]
-        for name, ts in times.items()
-    ]
+    job: Job, length: int, which: str, errors: dict[Variant, float], device: torch.device, send: Send
+) -> list[dict[str, Any]]:
+    """Rows of one length and pass, SDPA's first."""
+    batch = max(1, job.tokens // length)
+    tensors, fixed = operator_inputs(job, batch, length, device, getattr(torch, job.dtype))
+    where = {"length": length, "pass": which}
+    runs, rows = {}, {}
+    send({"kind": "progress", "text": f"  {length:,} tokens, {which}: {'warming up' if job.eager else 'compiling'}"})
+    for variant in (SDPA, *errors):
+        if variant.form == "rnn" and which == "both":
+            continue
+        square = square_bytes(variant, batch, tensors, which)
+        if square > 0.8 * free_bytes(device):
+            short = f"its L x L matrices take about {square / 2**30:.0f} GiB, more than is free"
+            send(note(job, short, failed=False, variant=variant, **where))
+            continue
+        run = softmax if variant is SDPA else build(job, variant, fixed)
+        used = tensors if variant is not SDPA else {n: tensors[n] for n in "qkv"}
+        try:
+            once, out = step(run, used, which)
+            warm_up(once, device)
+            peak = peak_beyond(once, device)
+        except Exception as error:
+            send(note(job, f"not timed ({which}): {first_line(error)}", failed=True, variant=variant, **where))
+            continue
+        runs[variant] = once
+        work = flops(variant.form, kind(tensors), which, Size(batch, *tensors["q"].shape[1:], variant.chunk_size or 1))
+        moved = traffic(used.values(), out, which)
+        rows[variant] = {
+            "mixer": "sdpa" if variant is SDPA else job.mixer,
+            "form": variant.form,
+            "chunk_size": variant.chunk_size,
+            **where,
+            **job.about(),
+            "batch": batch,
+            "compiled": not job.eager and variant.form not in (*LOOPS, "sdpa"),
+            "error": errors.get(variant),
+            "peak_bytes": peak,
+            "flops": work,
+            "bytes": moved,
+            **floor(work, moved, job.rates),
+            "torch": torch.__version__,
+            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": job.command,
+        }
+    if SDPA not in runs or len(runs) == 1:
+        return []
+    times = time_rounds(runs, job.rounds, job.seconds, device)
+    for variant, row in rows.items():
+        ratios = [t / s for t, s in zip(times[variant], times[SDPA])]
+        row["ms"] = 1e3 * statistics.median(times[variant])
+        row["sdpa_ms"] = 1e3 * statistics.median(times[SDPA])
+        row["ratio"] = statistics.median(ratios)
+        row["rounds"] = [round(r, 5) for r in ratios]
+    return list(rows.values())
 
 
-def label(mixer: str) -> str:
-    return "vector decay" if mixer == "vector" else f"lion_{mixer}"
+def kind(tensors: dict[str, Tensor]) -> str:
+    """Of a mixer's operator: "delta", "decay", or "plain" without one."""
+    return "delta" if "beta" in tensors else "decay" if "log_decay" in tensors else "plain"
 
 
-def compiled_step(form: str, inputs: list[Tensor], log_decay: Tensor | None, grad: Tensor) -> Callable[[], None]:
-    extra = [] if log_decay is None else [log_decay]
-    run = torch.compile(lambda q, k, v, *a: linear_attention(q, k, v, *a, form=form), fullgraph=True, dynamic=False)
-    once = step(run, [*inputs, *extra], grad)
-    for _ in range(3):
-        once()
-    return once
-
-
-def step(fn: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> Callable[[], None]:
-    def once() -> None:
-        for x in inputs:
-            x.grad = None
-        fn(*inputs).backward(grad)
-
-    return once
-
-
-def seconds(run: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def verify(mixer: str, form: str, length: int = 130) -> float:
-    """Largest error of a form over the largest value, against the definition in float64."""
-    torch.manual_seed(0)
-    q, k, v = (torch.rand(1, 2, length, 16, dtype=torch.float64) for _ in range(3))
-    decays = {"lit": None, "d": torch.randn(2), "s": torch.randn(1, 2, length), "vector": torch.randn(1, 2, length, 16)}
-    log_decay = None if decays[mixer] is None else F.logsigmoid(decays[mixer].double())
-    expected = reference_attention(q, k, v, log_decay)
-    got = linear_attention(*(x.float() for x in (q, k, v)), None if log_decay is None else log_decay.float(), form=form)
-    error = ((got - expected).abs().max() / expected.abs().max()).item()
-    if not error < 2e-5:
-        raise ConfigError(f"bench: {label(mixer)} in form {form} is off by {error:.1e}: not timed")
-    return error
+def square_bytes(variant: Variant, batch: int, tensors: dict[str, Tensor], which: str) -> int:
+    """About what the L x L matrices of a form take; vectors also keep keys re-based for every 64 queries."""
+    if variant.form != "full" or kind(tensors) == "plain":
+        return 0
+    _, heads, length, dim = tensors["q"].shape
+    vectors = "log_decay" in tensors and tensors["log_decay"].dim() in (2, 4)
+    copies = (8 if which == "both" else 4) * (1 + (dim / 32 if vectors else 0))
+    return int(4 * copies * batch * heads * length**2)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,263 @@
+"""`bench ops`: what it verifies, counts and reports. Times are not judged."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lion.layers.mixers import MIXERS
+from lion.ops import linear_attention
+from tests.helpers import ROOT, refuse
+from tools import bench, bench_report
+from tools.bench_floors import Size, floor, flops, traffic
+from tools.bench_report import Report, crossing, crossovers
+from tools.common import ConfigError
+
+RATES = {"flops": 1e9, "bytes": 1e9}
+JOB = bench.Job(
+    mixer="lion_s",
+    forms=("full", "chunk", "rnn"),
+    lengths=(24,),
+    passes=("forward", "both"),
+    chunk_sizes=(8,),
+    heads=2,
+    dim=8,
+    tokens=48,
+    rounds=2,
+    seconds=1,
+    dtype="float32",
+    eager=True,
+    threads=torch.get_num_threads(),
+    rates=RATES,
+    command="./run.sh bench ops",
+)
+
+
+def measure(**changes) -> tuple[list, list]:
+    """Rows and notes of a job in this process."""
+    sent = []
+    bench.measure(replace(JOB, **changes), sent.append)
+    return [m for m in sent if m["kind"] == "row"], [m for m in sent if m["kind"] == "note"]
+
+
+def row(length: int = 64, ratio: float = 2.0, **changes) -> dict:
+    made = {**JOB.about(), "mixer": "lion_s", "form": "chunk", "chunk_size": 8, "length": length, "pass": "forward"}
+    made |= {"ms": 4 * ratio, "sdpa_ms": 4.0, "ratio": ratio, "rounds": [ratio], "compiled": True, "error": 1e-7}
+    made |= {"arithmetic_ms": 2.0, "bytes_ms": 1.0, "floor_ms": 2.0, "peak_bytes": 3 * 2**20, "flops": 1, "bytes": 1}
+    return {**made, "batch": 1, "torch": "2", "date": "2026-01-01T00:00:00", "command": "x", **changes}
+
+
+def sdpa(**changes) -> dict:
+    return row(ratio=1.0, mixer="sdpa", form="sdpa", chunk_size=None, compiled=False, error=None, **changes)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_mixer_is_verified_and_measured(mixer):
+    rows, notes = measure(mixer=mixer, forms=("full", "chunk"), passes=("both",), rounds=1)
+    assert not notes
+    assert [(r["mixer"], r["form"], r["chunk_size"]) for r in rows] == [
+        ("sdpa", "sdpa", None),
+        (mixer, "full", None),
+        (mixer, "chunk", 8),
+    ]
+    assert all(r["error"] <= bench.TOLERANCE for r in rows[1:])
+
+
+def test_rows_hold_time_ratio_floor_and_memory():
+    rows, _ = measure(chunk_sizes=(8, 16))
+    assert [r["form"] for r in rows if r["pass"] == "both"] == ["sdpa", "full", "chunk", "chunk"]  # rnn: inference
+    assert [r["chunk_size"] for r in rows if r["form"] == "rnn"] == [8, 16]
+    for r in rows:
+        assert r["batch"] == 2 and len(r["rounds"]) == 2 and r["ms"] > 0 and not r["compiled"]
+        assert r["floor_ms"] == max(r["arithmetic_ms"], r["bytes_ms"]) > 0
+        assert r["peak_bytes"] is None or r["peak_bytes"] >= 0
+        assert r["ratio"] == pytest.approx(1) or r["form"] != "sdpa"
+    json.dumps(rows)
+
+
+def test_inputs_are_what_the_layer_hands_over():
+    cpu = torch.device("cpu")
+    tensors, fixed = bench.operator_inputs(replace(JOB, mixer="rwkv6"), 2, 24, cpu, torch.bfloat16)
+    assert tensors["q"].dtype == torch.bfloat16 and tensors["log_decay"].dtype == torch.float32
+    assert tensors["bonus"].shape == (2, 8) and fixed["gate"] == "between" and fixed["beta"] is None
+    assert all(t.is_leaf and t.is_contiguous() and t.requires_grad for t in tensors.values())
+    turned, _ = bench.operator_inputs(replace(JOB, mixer="retnet"), 1, 24, cpu, torch.float32)
+    assert not turned["angles"].requires_grad  # positions are not learned
+    assert bench.operator_inputs(replace(JOB, mixer="deltanet"), 1, 24, cpu, torch.float32)[0]["beta"].shape == (
+        1,
+        2,
+        24,
+    )
+
+
+@pytest.mark.parametrize("wrong", [1 + 1e-4, math.nan])
+def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
+    def off(*args, **kwargs):
+        return linear_attention(*args, **kwargs) * (wrong if kwargs["form"] == "chunk" else 1)
+
+    monkeypatch.setattr(bench, "linear_attention", off)
+    rows, (note,) = measure(passes=("forward",))
+    assert {r["form"] for r in rows} == {"sdpa", "full", "rnn"}
+    assert note["failed"] and "lion_s chunk 8: off by" in note["text"]
+
+
+def test_what_cannot_be_measured_is_a_line(monkeypatch):
+    rows, (note,) = measure(mixer="gla", forms=("full", "blockwise"), passes=("forward",))
+    assert len(rows) == 2 and "gla blockwise 8: form: 'blockwise' takes" in note["text"] and not note["failed"]
+    monkeypatch.setattr(bench, "free_bytes", lambda device: 1000.0)
+    rows, (note,) = measure(forms=("full", "chunk"), passes=("forward",))
+    assert [r["form"] for r in rows] == ["sdpa", "chunk"] and "more than is free" in note["text"]
+    assert not note["failed"] and note["length"] == 24
+    rows, notes = measure(mixer="lion_lit", forms=("full",), passes=("forward",))
+    assert len(rows) == 2 and not notes  # the product without decay has no L x L matrix
+
+
+def test_floors_by_hand():
+    n = Size(batch=1, heads=1, length=8, dim=2, chunk=4)
+    square, inside, state = 2 * 8 * 8 * 2, 2 * 8 * 4 * 2, 2 * 8 * 2 * 2
+    assert flops("sdpa", "plain", "forward", n) == flops("full", "decay", "forward", n) == 2 * square
+    assert flops("sdpa", "plain", "both", n) == 6 * square  # four products back: dV, dP, dQ, dK
+    assert flops("full", "plain", "forward", n) == 2 * state
+    assert flops("blockwise", "decay", "both", n) == 6 * square
+    carried = 2 * 2 * 2 * 2 * 2  # directions, multiply and add, chunks, D D
+    assert flops("chunk", "decay", "forward", n) == 2 * inside + 4 * state + carried
+    assert flops("rnn", "decay", "both", n) == 3 * (2 * inside + 4 * state + carried)
+    assert flops("chunk", "decay", "forward", n._replace(chunk=8)) == 2 * square  # one chunk is the full form
+    assert flops("full", "delta", "forward", n) == 3.5 * square
+    assert flops("chunk", "delta", "forward", n) == 4.5 * inside + 6 * state
+    tensors = [torch.zeros(4, requires_grad=True), torch.zeros(2)]
+    assert traffic(tensors, torch.zeros(3), "forward") == 4 * 9
+    assert traffic(tensors, torch.zeros(3), "both") == 4 * (9 + 4 + 3)
+    held = floor(2_000_000, 5_000_000, RATES)
+    assert held == {"arithmetic_ms": 2.0, "bytes_ms": 5.0, "floor_ms": 5.0}
+
+
+def test_crossover():
+    assert crossing([(100, 4.0), (400, 0.25)])["tokens"] == pytest.approx(200)
+    assert crossing([(100, 4.0), (400, 0.25)])["text"] == "200"
+    assert crossing([(100, 0.5), (1600, 2.0)])["text"] == "400 (slower above)"
+    assert crossing([(100, 0.5), (400, 0.2)]) == {"tokens": None, "text": "< 100"}
+    assert crossing([(100, 2.0), (4000, 1.5)]) == {"tokens": None, "text": "> 4,000"}
+    assert crossing([(100, 1.0), (200, 0.5)])["tokens"] == pytest.approx(100)
+    (found,) = crossovers([row(400, 0.25), sdpa(), row(100, 4.0)])
+    assert found["mixer"] == "lion_s" and found["pass"] == "forward" and found["text"] == "200"
+
+
+def test_reports_are_merged_by_key(tmp_path):
+    first = Report(tmp_path)
+    first.add_rates(JOB.about(), RATES)
+    for r in (row(), row(128), sdpa(), row(chunk_size=16)):
+        first.add_row(r)
+    first.add_note(bench.note(JOB, "not today", False, bench.Variant("full", None), length=64, **{"pass": "forward"}))
+    first.add_note(bench.note(JOB, "its process ended", True))
+    first.save()
+    again = Report.load(tmp_path)
+    assert len(again.rows) == 4 and not again.new and "not today" in again.markdown()
+    again.add_row(row(ratio=3.0))
+    again.add_row(row(form="full", chunk_size=None))
+    again.add_row(row(dtype="bfloat16"))
+    again.save()
+    held = json.loads((tmp_path / "ops.json").read_text())
+    assert held["schema"] == bench_report.SCHEMA and len(held["rows"]) == 6 and not held["notes"]
+    assert [r["ratio"] for r in held["rows"] if bench_report.key(r) == bench_report.key(row())] == [3.0]
+    assert {c["dtype"] for c in held["crossovers"]} == {"float32", "bfloat16"}
+    assert not Report.load(tmp_path, fresh=True).rows
+
+
+def test_markdown_and_table(tmp_path):
+    report = Report(tmp_path)
+    report.add_rates(JOB.about(), RATES)
+    for r in (row(128, 0.5), row(), sdpa(), row(**{"pass": "both"}, compiled=False, peak_bytes=None)):
+        report.add_row(r)
+    text = report.markdown()
+    assert "float32, 2 heads of 8, about 48 tokens a batch, without torch.compile" in text
+    assert "1 GFLOP/s in a large product, 1.0 GB/s in a large copy" in text
+    assert "| 64 | SDPA |  | 4.00 | 1.00 | 2.00 | 1.00 | 2.0 | 3.00 |  |" in text
+    assert "| 64 | lion_s | chunk 8 | 8.00 | 2.00 | 2.00 | 1.00 | 4.0 | 3.00 | 1e-07 |" in text
+    assert "| 64 | lion_s | chunk 8* | 8.00 | 2.00 | 2.00 | 1.00 | 4.0 | - | 1e-07 |" in text
+    assert text.index("### Forward\n") < text.index("### Forward and backward") < text.index("### Crossover")
+    assert "| lion_s | chunk 8 | 91 | > 64 |" in text
+    assert "Crossover with SDPA" in report.terminal() and "chunk 8*" in report.terminal()
+
+
+def test_pictures_need_matplotlib(tmp_path, monkeypatch):
+    report = Report(tmp_path)
+    for r in (row(128, 0.5), row(), sdpa(), sdpa(length=128), row(form="full", chunk_size=None)):
+        report.add_row(r)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "no picture, which needs matplotlib" in report.draw() and not (tmp_path / "ops.png").exists()
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    report.draw()
+    assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_input(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert "rnn' is timed in inference only" in refuse(capsys, "bench", "ops", "--form", "rnn", "--pass", "both")
+    assert "--mixer: invalid choice: 'lion'" in refuse(capsys, "bench", "ops", "--mixer", "lion")
+    out.write_text("")
+    assert "is no folder" in refuse(capsys, "bench", "ops", "--eager", "--out", out / "deeper")
+    out.unlink()
+    out.mkdir()
+    for text in ("{", "[]", '{"schema": 1}', '{"schema": 1, "rows": [{}], "notes": [], "rates": []}'):
+        (out / "ops.json").write_text(text)
+        assert "not a report of this command" in refuse(capsys, "bench", "ops", "--eager", "--out", out)
+    (out / "ops.json").write_text('{"schema": 0}')
+    with pytest.raises(ConfigError, match="schema 0"):
+        Report.load(out)
+
+
+SMALL = "--eager --length 24 --tokens 48 --heads 2 --dim 8 --chunk-size 8 --rounds".split()
+
+
+def test_the_command_in_pieces(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "measure_rates", lambda *args: RATES)
+    monkeypatch.setattr(bench, "in_a_process", bench.measure)
+    for mixer in ("lion_d", "lion_lit"):
+        assert (
+            bench.main(["ops", *SMALL, "2", "--form", "full", "chunk", "--mixer", mixer, "--out", str(tmp_path)]) == 0
+        )
+        out, err = capsys.readouterr()
+        assert "1 GFLOP/s" in out and "Crossover" in out and f"[1/1] {mixer}" in err
+    held = json.loads((tmp_path / "ops.json").read_text())
+    assert {r["mixer"] for r in held["rows"]} == {"lion_d", "lion_lit", "sdpa"}
+    assert len(held["rows"]) == 2 * (1 + 2 * 2)
+    assert "| lion_d | chunk 8* |" in (tmp_path / "ops.md").read_text()
+    monkeypatch.setattr(bench, "in_a_process", lambda job, receive: receive(bench.note(job, "died", failed=True)))
+    assert bench.main(["ops", *SMALL, "2", "--out", str(tmp_path / "none")]) == 1
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    command = [sys.executable, "-m", "tools", "bench", "ops", *SMALL, "1000000", "--seconds", "2", "--mixer", "all"]
+    run = subprocess.Popen(
+        [*command, "--out", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + 150
+    while not (tmp_path / "ops.json").exists() and time.monotonic() < end and run.poll() is None:
+        time.sleep(0.2)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and err.endswith("interrupted\n") and "Traceback" not in err
+    assert json.loads((tmp_path / "ops.json").read_text())["rows"] and "lion_lit" in out
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_one_line(monkeypatch):
+    monkeypatch.setattr(bench, "child", die)
+    got = []
+    bench.in_a_process(JOB, got.append)
+    assert [m["text"] for m in got] == ["lion_s: its process ended with code 3"] and got[0]["failed"]
+
+
+def die(job, pipe):
+    os._exit(3)
