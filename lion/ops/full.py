@@ -9,8 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.decay import Direction
-from lion.ops.scores import pair_scores
+from lion.ops.decay import Direction, pair_mask
+
+
+def pair_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], own: bool) -> Tensor:
+    """Decayed scores (B, H, .., L, L), float32 or wider; `own`: whether a token reads its own key here."""
+    return (q @ k.mT).to(directions[0].key.terms[0].dtype) * pair_mask(directions, own).squeeze(-1)
 
 
 def masked_parts(

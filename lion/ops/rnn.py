@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lion.ops.decay import Clock, Direction, decay, exp_where, prefix_sums, read_and_write
-from lion.ops.scores import pair_scores
+from lion.ops.full import pair_scores
+from lion.ops.halving import vector_scores
 
 
 class State(NamedTuple):
@@ -127,7 +128,11 @@ def advance(
     start = None if run is None else state_run[:, None, None, None]
     begin = Clock(tuple(torch.zeros_like(t) for t in end.terms), start)
 
-    weights = pair_scores(q, k, (Direction(query, key, False),), own=False)  # (B, H, C, C)
+    if log_decay.shape[-1] == 1:
+        weights = pair_scores(q, k, (Direction(query, key, False),), own=False)  # (B, H, C, C)
+    else:
+        gate = {"symmetric": {"forward": "target", "backward": "source"}[way.direction]}.get(way.gate, way.gate)
+        weights = vector_scores(q, k, log_decay, run, gate=gate, direction="forward", own=False)
     weights.diagonal(dim1=-2, dim2=-1).add_((q * k * way.own).sum(-1))
     read = decay(query, begin) * q  # (B, H, C, D)
     write = decay(end, key) * k
