@@ -171,10 +171,8 @@ class LionAttention(Attention):
             raise ValueError(f"direction: {ALTERNATING!r} is that of a model, one layer goes forward or backward")
         self.mixer = MIXERS[mixer]
         self.decay = DECAYS[self.mixer.decay](dim, num_heads) if self.mixer.decay else None
-        if self.mixer.rotary:
-            if dim // num_heads % 2:
-                raise ValueError(f"num_heads: mixer {mixer!r} turns pairs, got an odd head dim {dim // num_heads}")
-            self.register_buffer("frequencies", rope_frequencies(dim // num_heads), persistent=False)
+        if self.mixer.rotary and dim // num_heads % 2:
+            raise ValueError(f"num_heads: mixer {mixer!r} turns pairs, got an odd head dim {dim // num_heads}")
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
 
     def mix(self, x, q, k, v, extra, valid, segments) -> Tensor:
@@ -199,7 +197,8 @@ class LionAttention(Attention):
         angles = None
         if m.rotary:  # (B, 1, L, D/2), the same for all rows unless padding shifts them
             places = places.expand(x.shape[0], -1) if places.shape[0] > 1 else places[0]
-            angles = rotary_angles(places.unsqueeze(-2), self.frequencies)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            angles = rotary_angles(places.unsqueeze(-2), rope_frequencies(q.shape[-1], device=x.device, dtype=wide))
         return dict(q=q, v=v, angles=angles, normalize=c.normalize, gate=c.gate, scale=m.scale, **given)
 
     def prefill(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, LayerState]:

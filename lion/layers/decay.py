@@ -85,12 +85,9 @@ class SelectiveDecay(Decay):
 class RetentionDecay(Decay):
     """RetNet (arXiv 2307.08621, Eq. 8): `gamma_h = 1 - 2^(-5-h)`, not learned; log_decay (H,)."""
 
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__(dim, num_heads)
-        self.register_buffer("log_gamma", torch.log1p(-(2.0 ** (-5 - torch.arange(num_heads)))), persistent=False)
-
     def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
-        return Gating(k, self.log_gamma.to(x.dtype))
+        head = torch.arange(self.num_heads, device=x.device, dtype=x.dtype)  # no buffer: `.bfloat16()` would round it
+        return Gating(k, torch.log1p(-(2.0 ** (-5 - head))))
 
 
 class RandomFeatureGate(Decay):
@@ -138,7 +135,7 @@ class DiscreteVectorDecay(DiscreteDecay):
 
     def start(self) -> Tensor:
         head_dim = self.dim // self.num_heads
-        return torch.arange(1, head_dim + 1, dtype=torch.float32).expand(self.num_heads, -1)
+        return torch.arange(1, head_dim + 1, dtype=torch.get_default_dtype()).expand(self.num_heads, -1)
 
 
 class ReceptanceDecay(Decay):

@@ -16,7 +16,8 @@ class Mixer:
         normalize: As in `lion.ops.linear_attention`.
         scale: Factor on the scores where `normalize` takes one; None is 1/sqrt(D).
         gate, causal_gate: Index convention of the decay in both directions, and in one. The linear Transformers
-            take "target" in each, so that every direction is their published recurrence (Theorem 3.1).
+            take "target" in each, so that every direction is their published recurrence (Theorem 3.1), but for
+            RetNet's rotation, which goes by place and so turns the other way backward.
         rotary: Whether q and k are turned by their position.
         released: What the authors' code does otherwise (`model.preset=released`).
         source: Where it was published.
@@ -60,14 +61,14 @@ MIXERS = {
         feature_map="silu",
         scale=1.0,
         source="2405.21060",
-        left_out="short convolution, SiLU on v, skip D, gated norm",
+        left_out="short convolution, SiLU on v, B and C shared by heads, skip D, gated norm",
     ),
     "mamba": Mixer(
         "discrete_vector",
-        feature_map="silu",
         scale=1.0,
         source="2312.00752",
-        left_out="short convolution, a step for each channel (one a head), skip D, output gate",
+        left_out="short convolution, SiLU on v, A and a low-rank step for each channel and B, C for all (here for each "
+        "head), skip D, output gate",
     ),
     "rwkv6": Mixer(
         "receptance",
@@ -84,7 +85,7 @@ MIXERS = {
         key_map="identity",
         scale=1.0,
         source="2404.07904",
-        left_out="bounds that rise over layers, norm, output gate",
+        left_out="bounds that rise over layers, activation of v, norm, output gate",
     ),
     "xlstm": Mixer(
         "input_and_forget",

@@ -35,9 +35,12 @@ def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:
         (L, D/2), (H, L, D/2) or, with coords of a batch, (B, 1 or H, L, D/2).
     """
     places = coords.masked_fill((coords < 0).all(-2, keepdim=True), 0).to(frequencies.dtype).mT  # (.., L, axes)
-    return (places[:, None] if places.dim() == 3 else places) @ frequencies
+    places = places[:, None] if places.dim() == 3 else places
+    return (places[..., None] * frequencies[..., None, :, :]).sum(-2)  # no matmul: autocast would round the places
 
 
-def rope_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
+def rope_frequencies(
+    dim: int, base: float = 10_000.0, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """`base^(-2p / D)` for the D/2 pairs of one axis: (1, D/2)."""
-    return base ** -(torch.arange(0, dim, 2) / dim)[None]
+    return base ** -(torch.arange(0, dim, 2, device=device, dtype=dtype) / dim)[None]

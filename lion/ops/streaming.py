@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import as_lanes, as_runs, check_gates, check_masks, check_tokens, choice, no_autocast
+from lion.ops.arguments import as_lanes, as_runs, check_gates, check_masks, check_tokens, choice, expect, no_autocast
 from lion.ops.attention import NORMALIZE, check_pairs, default_scale, finish, linear_attention, separate_rowsum
 from lion.ops.decay import GATES, Clock, decay, prefix_sums, read_and_write
 from lion.ops.delta import delta_advance, delta_scan
@@ -39,6 +39,8 @@ def step(
         (B, H, C, E) in the dtype of `v`, and the new state.
     """
     _check(q, k, v, log_decay, beta, bonus, angles, normalize, gate)
+    shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
+    expect(state.S.shape == shape and state.z.shape == shape[:-1], "state", f"S {shape}, z {shape[:-1]}", state.S)
     with no_autocast(q):
         turned = (q, k) if angles is None else (rotate(q, angles), rotate(k, angles))
         if beta is not None:

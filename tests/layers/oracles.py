@@ -148,11 +148,13 @@ def gated_rfa(w: Weights, x: Tensor, state, way: Way):
 
 
 def mamba(w: Weights, x: Tensor, state, way: Way):
-    """A number A for each state dimension (Mamba) or one for all (Mamba-2)"""
+    """A number A for each state dimension (Mamba) or one for all, with SiLU on what are q and k (Mamba-2)"""
     q, k, v = project(w, x, way.heads)
+    if w["decay.a"].numel() == way.heads:
+        q, k = silu(q), silu(k)
     dt = softplus(linear(w, "decay.step", x, False) + w["decay.step_bias"])[..., None]
     A = -torch.exp(split(w["decay.a"], way.heads))  # (H, D or 1)
-    return decayed(silu(q), dt * silu(k), v, torch.exp(dt * A), state)
+    return decayed(q, dt * k, v, torch.exp(dt * A), state)
 
 
 def rwkv6(w: Weights, x: Tensor, state, way: Way):
