@@ -352,7 +352,7 @@ def test_states_are_float32_in_bf16(mixer):
 @torch.inference_mode()
 def test_long_sequences_stay_near_float32_in_bf16(mixer):
     """Places above 256 are no bf16 numbers."""
-    layer, x = make(mixer).float(), tokens(500, batch=1).float()
+    layer, x = make(mixer).bfloat16().float(), tokens(500, batch=1).bfloat16().float()  # the same weights in both
     set_form(layer, "chunk", 64)
     want = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
