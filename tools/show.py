@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from lion.layers.decay import DECAYS
+from lion.layers.mixers import MIXERS
 from lion.recipe import Recipe, dump_recipe, make_plan
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from tools.common import RECIPES, Parser, count, describe_data, make_task, process_count, resolve, run_command, table
+
+MIXER_COLUMNS = ("published in", "decay", "normalised by", "left out of the block")
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +36,19 @@ def listing() -> str:
         info, _, _ = describe_data(recipe, look=False)
         parameters = count_parameters(build_on_meta(make_task(recipe, info), recipe.model))
         rows.append([path.name, recipe.about.row, recipe.about.expected, f"{parameters / 1e6:.2f} M"])
-    return table(["recipe", "table row", "expected", "parameters"], rows)
+    recipes = table(["recipe", "table row", "expected", "parameters"], rows)
+    mixers = table(["model.mixer", *MIXER_COLUMNS[:-1]], [row[:-1] for row in mixer_rows()])
+    return f"{recipes}\n\n{mixers}"
+
+
+def mixer_rows() -> list[list[str]]:
+    """Every linear mixer: its name, and what the README's table says of it."""
+    normalized = {"sum": "row sum", "max": "max(abs(row sum), 1)", "none": "-"}
+    rows = []
+    for name, entry in MIXERS.items():
+        memory = "none" if entry.decay is None else DECAYS[entry.decay].per
+        rows.append([name, entry.source, memory, normalized[entry.normalize], entry.left_out or "-"])
+    return rows
 
 
 def show(path: str, overrides: list[str], processes: int | None = None) -> str:

@@ -27,7 +27,7 @@ class Gating(NamedTuple):
 class Decay(nn.Module):
     """A module (x, k, extra) -> `Gating`; `extra` (L,) marks tokens without a place (cls)."""
 
-    lanes = False  # one lambda for each key dimension
+    per = "a token and head"  # what has a lambda of its own
     delta = False  # beta of the delta rule in place of a decay
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -59,6 +59,8 @@ def fold(k: Tensor, gate: Tensor) -> Tensor:
 class FixedDecay(Decay):
     """Lion-D: `lambda = sigmoid(a)`, one learned `a ~ N(0, 1)` a head; log_decay (H,)."""
 
+    per = "a head"
+
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)
         self.a = nn.Parameter(torch.randn(num_heads))
@@ -84,6 +86,8 @@ class SelectiveDecay(Decay):
 
 class RetentionDecay(Decay):
     """RetNet (arXiv 2307.08621, Eq. 8): `gamma_h = 1 - 2^(-5-h)`, not learned; log_decay (H,)."""
+
+    per = "a head"
 
     def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
         head = torch.arange(self.num_heads, device=x.device, dtype=x.dtype)  # no buffer: `.bfloat16()` would round it
@@ -122,7 +126,7 @@ class DiscreteDecay(Decay):
         dt = F.softplus(linear(self.step, x) + self.step_bias.to(x.dtype)).mT  # (B, H, L)
         A = -self.a.to(x.dtype).exp().view(self.num_heads, 1, -1)  # (H, 1, D or 1)
         log_decay = A * dt[..., None]
-        return Gating(fold(k, dt), log_decay if self.lanes else log_decay.squeeze(-1))
+        return Gating(fold(k, dt), log_decay.squeeze(-1) if A.shape[-1] == 1 else log_decay)
 
 
 class DiscreteVectorDecay(DiscreteDecay):
@@ -131,7 +135,7 @@ class DiscreteVectorDecay(DiscreteDecay):
     Mamba has a step for each value channel; here the channels of a head share one.
     """
 
-    lanes = True
+    per = "a token and key dimension"
 
     def start(self) -> Tensor:
         head_dim = self.dim // self.num_heads
@@ -144,7 +148,7 @@ class ReceptanceDecay(Decay):
     The read-out is before the update, so the entry's gate is "between". A and B have rank 64.
     """
 
-    lanes = True
+    per = "a token and key dimension"
 
     def __init__(self, dim: int, num_heads: int, rank: int = 64) -> None:
         super().__init__(dim, num_heads)
@@ -163,7 +167,7 @@ class ReceptanceDecay(Decay):
 class LowRankDecay(Decay):
     """GLA (arXiv 2312.06635, section 4.4): `lambda_i = sigmoid(x_i W1 W2 + b)^(1/16)`, a vector; W1 has rank 16."""
 
-    lanes = True
+    per = "a token and key dimension"
 
     def __init__(self, dim: int, num_heads: int, rank: int = 16, temperature: float = 16.0) -> None:
         super().__init__(dim, num_heads)
@@ -182,7 +186,7 @@ class BoundedDecay(Decay):
     in HGRN-2 the bounds of all layers are one cumulative softmax, so that they rise with depth.
     """
 
-    lanes = True
+    per = "a token and key dimension"
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)
@@ -217,7 +221,7 @@ class InputAndForgetGate(Decay):
 class DeltaRule(Decay):
     """DeltaNet (arXiv 2406.06484): `beta_i = sigmoid(W x_i)`, (B, H, L)."""
 
-    delta = True
+    per, delta = "delta rule", True
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)

@@ -14,7 +14,7 @@ from PIL import Image
 import lion
 from tests.helpers import ROOT, command, state_of, tiny_recipe
 from tools.evaluate import forms_to_measure
-from tools.show import activation_bytes, listing, show
+from tools.show import activation_bytes, listing, mixer_rows, show
 
 pytest.importorskip("sklearn")
 
@@ -133,6 +133,13 @@ def test_show_and_list():
     for part in ("mixer: lion_s", "22,002,736", "375,300", "1024 = 4 processes x 1 accumulated x 256", "GiB"):
         assert part in text
     assert "Table 2, Lion-S, small" in listing() and "quickstart.yaml" in listing()
+    assert all(row[0] in listing() for row in mixer_rows())
+
+
+def test_the_readme_lists_every_mixer_and_what_it_leaves_out():
+    readme = (ROOT / "README.md").read_text()
+    for name, *rest in mixer_rows():
+        assert f"| `{name}` | {' | '.join(rest)} |" in readme, f"README: the row of {name} is missing or out of date"
 
 
 def test_activation_estimate_follows_the_batch(tmp_path):
