@@ -202,25 +202,19 @@ def _parts(
             return product_parts(q, k, v, rowsum=rowsum)
         form = "chunk"  # a product with borders: still never an L x L matrix
 
+    how = dict(own=own, rowsum=rowsum)
     if log_decay.shape[-1] > 1:
-        how = dict(gate=gate, direction=direction, own=own, rowsum=rowsum)
-        if form == "full":
-            numerator, total = full_vector_parts(q, k, v, log_decay, run, dropout_p=dropout_p, **how)
-        else:
-            numerator, total = chunk_vector_parts(q, k, v, log_decay, run, chunk_size=chunk_size, **how)
-        return _with_own(numerator, total, q, k, v, bonus, own, rowsum)
-    directions = make_directions(log_decay, run, gate=gate, direction=direction)
-    if form == "full":
-        numerator, total = masked_parts(q, k, v, directions, own=own, rowsum=rowsum, dropout_p=dropout_p)
+        full, chunked, decays = full_vector_parts, chunk_vector_parts, (log_decay, run)
+        how |= dict(gate=gate, direction=direction)
     else:
-        parts = chunk_parts if form == "chunk" else blockwise_parts
-        numerator, total = parts(q, k, v, directions, own=own, rowsum=rowsum, chunk_size=chunk_size)
-    return _with_own(numerator, total, q, k, v, bonus, own, rowsum)
-
-
-def _with_own(numerator, total, q, k, v, bonus, own, rowsum):
-    if not own:
-        weight = (q * k * (1 if bonus is None else bonus)).sum(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+        full, chunked = masked_parts, chunk_parts if form == "chunk" else blockwise_parts
+        decays = (make_directions(log_decay, run, gate=gate, direction=direction),)
+    if form == "full":
+        numerator, total = full(q, k, v, *decays, dropout_p=dropout_p, **how)
+    else:
+        numerator, total = chunked(q, k, v, *decays, chunk_size=chunk_size, **how)
+    if not own:  # the diagonal, by its own weight
+        weight = (q.to(log_decay.dtype) * k * (1 if bonus is None else bonus)).sum(-1)  # (B, H, L)
         numerator = (numerator + weight[..., None] * v).to(v.dtype)
         total = total + weight if rowsum else None
     return numerator, total
