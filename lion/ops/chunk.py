@@ -49,11 +49,11 @@ def chunk_parts(
         here = border(key, back)
         write = k * decay(here.edge.map(last), key)  # 2. what each chunk hands on
         states = carry((write.to(v.dtype).mT @ v).to(wide), here)  # (B, H, N, D, E)
-        reads = q * decay(query, here.before.map(last))  # 4. what its tokens see of what comes in
-        numerator = numerator + reads.to(v.dtype) @ states.to(v.dtype)
+        reach = decay(query, here.before.map(last))  # 4. how far its tokens look into what comes in
+        numerator = numerator + reach * (q @ states.to(v.dtype))
         if rowsum:
             z = carry(write.sum(3)[..., None], here).mT  # (B, H, N, 1, D)
-            total = total + (reads * z).sum(-1)
+            total = total + reach.squeeze(-1) * (q * z).sum(-1)
 
     numerator = numerator.to(v.dtype).flatten(2, 3)[:, :, :length]
     return numerator, total.flatten(2, 3)[..., :length] if rowsum else None
