@@ -21,7 +21,7 @@ from lion.trainer.batches import StepSampler, eval_batches, train_batches
 from lion.trainer.checkpoint import check_space, newest, steps_of
 from lion.trainer.faults import FaultsConfig, RunError, memory_advice
 from lion.trainer.log import RunLog
-from tests.helpers import ROOT, command, tiny_recipe
+from tests.helpers import ROOT, command, here, tiny_recipe
 from tests.trainer.helpers import lines, train
 
 pytest.importorskip("sklearn")
@@ -150,7 +150,7 @@ def train_limited(path, *overrides, size):
 def test_a_file_that_may_not_grow_leaves_the_previous_checkpoint(tmp_path):
     path = tiny_recipe(tmp_path, trainer={"steps": 12})
     folder = tmp_path / "runs" / "tiny"
-    assert command("train", path, "--no-eval", "trainer.save_every=3").returncode == 0
+    assert here("train", path, "--no-eval", "trainer.save_every=3") == 0
     for step, old in steps_of(folder, "last"):
         if step > 9:
             shutil.rmtree(old)
@@ -159,7 +159,7 @@ def test_a_file_that_may_not_grow_leaves_the_previous_checkpoint(tmp_path):
     assert "last-10 is not saved: " in done.stderr and "the checkpoint of step 9 is kept" in done.stderr
     assert done.stderr.splitlines()[-1] == "error: step 12 could not be saved: the checkpoint of step 9 is kept"
     assert newest(folder, "last").step == 9 and not list((folder / "checkpoints").glob(".*"))
-    assert command("train", path, "--no-eval").returncode == 0 and newest(folder, "last").step == 12
+    assert here("train", path, "--no-eval") == 0 and newest(folder, "last").step == 12
 
 
 def can_mount():
