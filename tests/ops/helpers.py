@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-GATES = ("source", "target", "symmetric")
+GATES = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
 NORMALIZE = ("sum", "none")
+ALL_NORMALIZE = ("sum", "max", "pre", "none")
 DECAYS = ("lit", "D", "S", "extreme", "vector", "extreme vector")
 FORMS = {  # every exact form; small steps put many borders into short sequences
     "full": dict(form="full"),
@@ -30,18 +31,29 @@ SMALL_FORMS = {  # the same with borders inside about twenty tokens
 }
 
 
+SCALARS = ("lit", "D", "S", "extreme")  # what "blockwise" takes
+BLOCKWISE = {"blockwise4": dict(form="blockwise", chunk_size=4), "blockwise64": dict(form="blockwise", chunk_size=64)}
+
+
+def forms_for(decay: str) -> dict[str, dict]:
+    return SMALL_FORMS | (BLOCKWISE if decay in SCALARS else {})
+
+
 class Inputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
 
+    def on(self, function, **arguments):
+        return function(*self, **arguments)
+
     def to(self, dtype: torch.dtype) -> Inputs:
-        return Inputs(*(None if x is None else x.to(dtype) for x in self))
+        return type(self)(*(None if x is None else x.to(dtype) for x in self))
 
     def leaves(self) -> Inputs:
         """Fresh tensors that collect gradients."""
-        return Inputs(*(None if x is None else x.detach().clone().requires_grad_() for x in self))
+        return type(self)(*(None if x is None else x.detach().clone().requires_grad_() for x in self))
 
     def grads(self) -> dict[str, Tensor]:
         """Of all leaves; zeros where the graph does not reach (the decay of a lone token)."""
@@ -53,6 +65,32 @@ class Inputs(NamedTuple):
         q, k, v, a = self
         q, k, v = (x[row : row + 1, :, index] for x in (q, k, v))
         return Inputs(q, k, v, a[row : row + 1, :, index] if a is not None and a.dim() >= 3 else a)
+
+
+class Case(NamedTuple):
+    """Inputs with what an operator takes besides: the same methods."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None = None
+    beta: Tensor | None = None
+    bonus: Tensor | None = None
+    angles: Tensor | None = None
+
+    def on(self, function, **arguments):
+        extras = {name: x for name, x in zip(self._fields[4:], self[4:]) if x is not None}
+        return function(*self[:4], **extras, **arguments)
+
+    to, leaves, grads = Inputs.to, Inputs.leaves, Inputs.grads
+
+    def tokens(self, row: int, index: Tensor) -> Case:
+        q, k, v, a = Inputs(*self[:4]).tokens(row, index)
+        beta, bonus, angles = self[4:]
+        beta = None if beta is None else beta[row : row + 1, :, index]
+        if angles is not None:
+            angles = (angles[row : row + 1] if angles.dim() == 4 else angles)[..., index, :]
+        return Case(q, k, v, a, beta, bonus, angles)
 
 
 def make(
@@ -91,6 +129,36 @@ def make(
     return Inputs(q, k, v, log_decay).to(dtype)
 
 
+def case(inputs: Inputs, what: str = "", seed: int = 3) -> Case:
+    """`inputs` with more beside them, by name and shape: "bonus H", "angles BHL", "beta"."""
+    (batch, heads, length, dim), rng = inputs.q.shape, torch.Generator().manual_seed(seed)
+    shapes = {
+        "beta": (batch, heads, length),
+        "bonus H": (heads,),
+        "bonus HD": (heads, dim),
+        "angles L": (length, dim // 2),
+        "angles HL": (heads, length, dim // 2),
+        "angles B1L": (batch, 1, length, dim // 2),
+        "angles BHL": (batch, heads, length, dim // 2),
+    }
+    made = {}
+    for one in filter(None, what.split(", ")):
+        name, x = one.split()[0], torch.rand(shapes[one], generator=rng)
+        made[name] = {"beta": x, "bonus": 0.2 + 2 * x, "angles": 6 * x - 3}[name].to(inputs.q.dtype)
+    return Case(*inputs, **made)
+
+
+def signed(inputs: Inputs) -> Inputs:
+    """Features of both signs, so that row sums may vanish."""
+    return inputs._replace(q=inputs.q - 0.7, k=inputs.k - 0.7)
+
+
+def unit_keys(inputs: Inputs) -> Inputs:
+    """Signed queries, and keys of norm 1, as the delta rule takes them."""
+    inputs = signed(inputs)
+    return inputs._replace(k=F.normalize(inputs.k.double(), dim=-1).to(inputs.k.dtype))
+
+
 def error(got: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Largest error over largest value (or `floor`, for gradients that vanish); NaN where anything is NaN."""
     assert got.shape == expected.shape
@@ -118,7 +186,9 @@ def oracle_entry(lam: list[float], i: int, j: int, gate: str) -> float:
     """M_ij of one sequence with decays `lam`: a product over the tokens that lie between i and j."""
     if i == j:
         return 1.0
-    if i > j:
+    if gate == "between":
+        between = range(min(i, j) + 1, max(i, j))
+    elif i > j:
         between = range(j, i) if gate == "source" else range(j + 1, i + 1)
     else:
         between = range(i, j) if gate == "target" else range(i + 1, j + 1)
@@ -148,17 +218,51 @@ def oracle_masks(inputs: Inputs, gate: str, direction: str) -> Tensor:
     return torch.stack([oracle_mask(row, gate, direction) for row in rows]).view(shape)
 
 
-def oracle_parts(inputs: Inputs, masks: Tensor) -> tuple[Tensor, Tensor]:
+def oracle_parts(inputs: Inputs | Case, masks: Tensor) -> tuple[Tensor, Tensor]:
+    """Numerator and row sum: the first of rotated scores, the second of those before."""
     q, k, v = (x.double() for x in inputs[:3])
-    if masks.dim() == 4:
-        weights = (q @ k.transpose(-1, -2)) * masks
-    else:
-        weights = torch.einsum("bhid,bhjd,bhdij->bhij", q, k, masks)
-    return weights @ v, weights.sum(-1)
+    case = Case(*inputs)
+    bonus = 1 if case.bonus is None else case.bonus.double().reshape(q.shape[1], 1, -1)
+
+    def weights(q: Tensor, k: Tensor) -> Tensor:
+        if masks.dim() == 4:
+            weights = (q @ k.transpose(-1, -2)) * masks
+        else:
+            weights = torch.einsum("bhid,bhjd,bhdij->bhij", q, k, masks)
+        return weights + torch.diag_embed((q * k * (bonus - 1)).sum(-1))
+
+    turned = (q, k) if case.angles is None else (oracle_rotate(q, case.angles), oracle_rotate(k, case.angles))
+    return weights(*turned) @ v, weights(q, k).sum(-1)
+
+
+def oracle_rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Pairs (p, p + D/2) as complex numbers, times exp(i angle)."""
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angles.double())
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def oracle_delta(case: Case, direction: str) -> Tensor:
+    """`S_i = (I - beta k k^T) S_{i-1} + beta k v^T` and `y = q S`, less `beta (q . k) v` once in both directions."""
+    q, k, v = (x.double() for x in case[:3])
+    if case.angles is not None:
+        q, k = oracle_rotate(q, case.angles), oracle_rotate(k, case.angles)
+    beta = case.beta.double()[..., None]
+    once = torch.eye(q.shape[-1], dtype=torch.float64)
+    out = torch.zeros_like(v)
+    for name, places in (("forward", range(q.shape[2])), ("backward", reversed(range(q.shape[2])))):
+        if direction not in (name, "both"):
+            continue
+        S = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+        for i in places:
+            row, b = k[:, :, i, None, :], beta[:, :, i, None]  # (B, H, 1, D), (B, H, 1, 1)
+            S = (once - b * row.mT @ row) @ S + b * row.mT @ v[:, :, i, None, :]
+            out[:, :, i] += (q[:, :, i, None, :] @ S).squeeze(2)
+    return out - (beta * (q * k).sum(-1, keepdim=True)) * v if direction == "both" else out
 
 
 def oracle_attention(
-    inputs: Inputs,
+    inputs: Inputs | Case,
     *,
     gate: str = "source",
     direction: str = "both",
@@ -166,10 +270,20 @@ def oracle_attention(
     scale: float | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    numerator, rowsum = oracle_parts(inputs, oracle_masks(inputs, gate, direction))
+    case = Case(*inputs)
+    scale = 1 / math.sqrt(case.q.shape[-1]) if scale is None else scale
+    if case.beta is not None:
+        return oracle_delta(case, direction) * scale
+    numerator, rowsum = oracle_parts(case, oracle_masks(case, gate, direction))
+    if normalize == "pre":  # row sums as they are before the mask
+        free = case._replace(log_decay=None, bonus=None)
+        rowsum = oracle_parts(free, oracle_masks(free, gate, direction))[1]
+    rowsum = rowsum.unsqueeze(-1)
     if normalize == "none":
-        return numerator * (1 / math.sqrt(inputs.q.shape[-1]) if scale is None else scale)
-    return numerator / rowsum.clamp_min(eps).unsqueeze(-1)
+        return numerator * scale
+    if normalize == "max":
+        return scale * numerator / (scale * rowsum).abs().clamp_min(1)
+    return numerator / rowsum.clamp_min(eps)
 
 
 # Memory

@@ -8,7 +8,7 @@ import torch
 import lion.ops.chunk
 from lion.ops import linear_attention
 
-from .helpers import assert_close, backward, make
+from .helpers import assert_close, backward, case, make, signed, unit_keys
 
 FORMS = {"full": dict(form="full"), "chunk": dict(form="chunk", chunk_size=8)}
 LENGTH = 43
@@ -24,8 +24,10 @@ def fresh_dynamo():
 def check(inputs, backend: str, tolerance: float = 1e-6, **arguments) -> None:
     """Compiled against eager on three sets of values, the later ones without compiling again."""
 
-    def attention(*x, **masks):
-        return linear_attention(*x, **masks, **arguments)
+    kind = type(inputs[0])
+
+    def attention(*x):
+        return kind(*x).on(linear_attention, **arguments)
 
     compiled = torch.compile(attention, fullgraph=True, dynamic=False, backend=backend)
     for call, some in enumerate(inputs):
@@ -58,6 +60,35 @@ def test_one_graph_with_masks(form, decay):
     segments = torch.tensor([[0] * 20 + [1] * (LENGTH - 20), [-1] * 5 + [7] * (LENGTH - 5)])
     valid = torch.arange(LENGTH).expand(2, -1) % 5 != 3
     check(some(decay), "aot_eager", **FORMS[form], segments=segments, valid=valid)
+
+
+EXTRAS = {
+    "between": ("S", "bonus HD", dict(gate="between")),
+    "max": ("S", "", dict(normalize="max")),
+    "pre": ("S", "", dict(normalize="pre")),
+    "angles": ("vector", "angles HL", dict(direction="forward")),
+    "delta": ("lit", "beta, angles L", dict(normalize="none")),
+}
+LITTLE = 19
+BREAKS = pytest.mark.xfail(strict=True, reason="decay.py: `query is key` on two different tuples breaks the graph")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=BREAKS if x == "between" else ()) for x in EXTRAS])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_graph_with_all_else(form, name):
+    decay, what, arguments = EXTRAS[name]
+    inputs = some(decay, LITTLE)
+    if name in ("max", "delta"):
+        inputs = [unit_keys(x) if name == "delta" else signed(x) for x in inputs]
+    cases = [case(x, what, seed) for seed, x in enumerate(inputs)]
+    segments = torch.tensor([[0] * 7 + [1] * (LITTLE - 7), [-1] * 5 + [7] * (LITTLE - 5)])
+    masks = dict(segments=segments) if name in ("delta", "pre") else {}
+    check(cases, "aot_eager", **FORMS[form], **arguments, **masks)
+
+
+@pytest.mark.parametrize("gate", ("source", pytest.param("between", marks=BREAKS)))
+def test_one_graph_in_blocks(gate):
+    check(some("S", LITTLE), "aot_eager", form="blockwise", chunk_size=8, gate=gate)
 
 
 def test_one_graph_with_two_levels_of_chunks():

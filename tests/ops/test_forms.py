@@ -6,6 +6,7 @@ import torch
 import lion.ops.chunk
 from lion.ops import linear_attention, reference_attention, resolve_form
 
+from .checks import LONE, check_gradients, check_outputs, gradcheck
 from .helpers import (
     DECAYS,
     DIRECTIONS,
@@ -15,7 +16,8 @@ from .helpers import (
     SMALL_FORMS,
     Inputs,
     assert_close,
-    backward,
+    case,
+    forms_for,
     make,
 )
 
@@ -44,26 +46,6 @@ def sized(decay: str, length: int) -> Inputs:
     return make(decay, length, batch=batch, heads=heads, dim=dim, value_dim=value_dim, seed=length)
 
 
-def check_outputs(inputs: Inputs, forms, **arguments) -> None:
-    expected = reference_attention(*inputs, **arguments)
-    for form, how in forms.items():
-        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
-            got = linear_attention(*inputs.to(dtype), **how, **arguments)
-            assert got.dtype == dtype
-            assert_close(got, expected, tolerance, f"{form} {dtype} {arguments}")
-
-
-def check_gradients(inputs: Inputs, forms, **arguments) -> None:
-    leaves = inputs.leaves()
-    expected = backward(reference_attention(*leaves, **arguments), leaves)
-    for form, how in forms.items():
-        for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
-            leaves = inputs.to(dtype).leaves()
-            grads = backward(linear_attention(*leaves, **how, **arguments), leaves)
-            for name, grad in grads.items():  # a single token has gradients of zero: compare with the loss weights
-                assert_close(grad, expected[name], tolerance, f"d{name} {form} {dtype} {arguments}", floor=0.1)
-
-
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
@@ -82,9 +64,31 @@ def test_outputs_long(decay, direction, gate):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_gradients(decay, direction, gate):
-    for length in (1, 7, 65):
+    lone = "vector" in decay and gate == "between"  # test_one_vector_that_reads_itself_apart
+    for length in (7, 65) if lone else (1, 7, 65):
         for normalize in NORMALIZE:
             check_gradients(sized(decay, length), FORMS, direction=direction, gate=gate, normalize=normalize)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("decay", ("vector", "extreme vector"))
+def test_every_length_of_vectors(decay, gate):
+    """Blocks are halved down to short ones: each length is cut and padded in another way."""
+    for length in range(1, 36):
+        inputs, forms = make(decay, length, batch=1, heads=1, dim=2, value_dim=1), {"full": dict(form="full")}
+        check_outputs(inputs, forms, gate=gate)
+        if length > 1:
+            check_gradients(inputs, forms, gate=gate)
+
+
+@LONE
+@pytest.mark.parametrize("form", ("full", "chunk1"))
+def test_one_vector_that_reads_itself_apart(form):
+    """A single token whose own key comes in by another way: by a bonus, or before the decay."""
+    how = {"full": dict(form="full"), "chunk1": dict(form="chunk", chunk_size=1)}[form]
+    for length in (1,) if form == "full" else (1, 3):
+        check_gradients(make("vector", length), {form: how}, gate="between")
+        check_gradients(case(make("vector", length), "bonus HD"), {form: how})
 
 
 @pytest.mark.parametrize("decay, direction, gate", LONG)
@@ -103,16 +107,44 @@ def test_signed_features(decay):
         check_gradients(inputs, SMALL_FORMS, direction=direction, normalize="none")
 
 
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_bonus(decay, direction, gate):
+    """A weight of the own key under every gate, in the numerator and in the row sum."""
+    arguments = dict(direction=direction, gate=gate)
+    for what, normalize in (("bonus H", "sum"), ("bonus HD", "sum"), ("bonus HD", "none")):
+        inputs = case(make(decay, 11, batch=1, heads=2), what)
+        check_outputs(inputs, forms_for(decay), **arguments, normalize=normalize)
+    if gate in ("between", "source"):
+        for what in ("bonus H", "bonus HD"):
+            check_gradients(case(make(decay, 11, batch=1, heads=2), what), forms_for(decay), **arguments)
+
+
+@pytest.mark.parametrize("decay", ("S", "vector"))
+@pytest.mark.parametrize("length", (1, 2, 65, 197))
+def test_bonus_at_other_lengths(length, decay):
+    for direction in DIRECTIONS:
+        check_outputs(case(sized(decay, length), "bonus HD"), FORMS, direction=direction, gate="between")
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_bonus_of_one_is_no_bonus(form):
+    for decay in DECAYS:
+        for gate in GATES:
+            inputs, how = make(decay, 11), SMALL_FORMS[form] | dict(gate=gate)
+            for bonus in (torch.ones(3), torch.ones(3, 4, dtype=torch.float64)):
+                got = linear_attention(*inputs, bonus=bonus, **how)
+                assert_close(got, linear_attention(*inputs, **how), 1e-12, f"{decay} {gate}")
+
+
 @pytest.mark.parametrize("form", SMALL_FORMS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_gradcheck(direction, form):
     for decay in ("lit", "D", "S"):
         for normalize in NORMALIZE:
             leaves = make(decay, 5, batch=1, heads=2, dim=2, value_dim=3).leaves()
-            how = SMALL_FORMS[form] | dict(direction=direction, normalize=normalize)
-            assert torch.autograd.gradcheck(
-                lambda *x, how=how: linear_attention(*x, **how), [x for x in leaves if x is not None]
-            )
+            gradcheck(leaves, **SMALL_FORMS[form], direction=direction, normalize=normalize)
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)

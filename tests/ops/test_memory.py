@@ -33,9 +33,10 @@ def test_lit_never_builds_a_square(masks, direction):
         "valid": dict(valid=torch.arange(length).expand(B, -1) < length - 100),
         "segments": dict(segments=(torch.arange(length) // 200).expand(B, -1)),
     }[masks]
-    allocations = recorded("lit", length, form="full", direction=direction, **arguments)
     product = direction == "both" and masks != "segments"
-    assert allocations.largest() <= B * H * length * (max(D, E) if product else chunk)  # length² would be 8 times more
+    for gate in ("source", "between"):
+        allocations = recorded("lit", length, form="full", direction=direction, gate=gate, **arguments)
+        assert allocations.largest() <= B * H * length * (max(D, E) if product else chunk)  # length² is 8 times more
 
 
 @pytest.mark.parametrize("direction", ("both", "forward"))

@@ -2,83 +2,23 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from lion.ops import linear_attention, reference_attention
 
-from .helpers import DECAYS, DIRECTIONS, GATES, NORMALIZE, SMALL_FORMS, Inputs, assert_close, backward, make
-
-LENGTH = 23
-HOLES = {0, 3, 4, 9, 15, 16, 17, 18, 19, 22}  # at both ends too, and one as long as a chunk
-VALID = torch.tensor(
-    [
-        [t < 13 for t in range(LENGTH)],  # padding right
-        [t >= 9 for t in range(LENGTH)],  # padding left
-        [t not in HOLES for t in range(LENGTH)],
-        [False] * LENGTH,  # an empty sequence
-        [True] * LENGTH,
-    ]
+from .checks import (
+    BATCH,
+    LENGTH,
+    LONE,
+    NOT_FINITE,
+    SEGMENTS,
+    VALID,
+    by_segments,
+    by_valid,
+    check_masked,
+    check_masks,
+    poisoned,
 )
-SEGMENTS = torch.tensor(
-    [
-        [4] * 7 + [2] + [9] * 15,  # ids in any order, a segment of one token
-        [-1] * 3 + [0] * 6 + [-1] * 2 + [1] * 8 + [-1] * 4,  # padding at both ends and between segments
-        [7, 7, -1, 7, -1, -1, -1, -1, -1, 7, 7] + [3, -1, 3, 3, -1, 3] + [5] * 6,  # holes inside segments
-        [-1] * LENGTH,
-        list(range(LENGTH)),  # every token alone
-    ]
-)
-BATCH = len(VALID)
-
-
-def poisoned(inputs: Inputs, valid: Tensor) -> Inputs:
-    """NaN and infinities at all padding."""
-    bad = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=inputs.q.dtype)
-    out = []
-    for x in inputs:
-        if x is not None and x.dim() >= 3:
-            mask = (~valid[:, None]).reshape(BATCH, 1, LENGTH, *[1] * (x.dim() - 3)).expand_as(x)
-            x = torch.where(mask, bad[torch.arange(x.numel()) % 3].reshape(x.shape), x)
-        out.append(x)
-    return Inputs(*out)
-
-
-def alone(inputs: Inputs, sequences: list[list[Tensor]], **arguments) -> Tensor:
-    """Every sequence (a list of token places for each batch row) run by itself, the rest 0."""
-    rows = []
-    for row, places in enumerate(sequences):
-        y = torch.zeros_like(inputs.v[:1])
-        for index in places:
-            y = y.index_add(2, index, linear_attention(*inputs.tokens(row, index), **arguments))
-        rows.append(y)
-    return torch.cat(rows)
-
-
-def by_valid(valid: Tensor) -> list[list[Tensor]]:
-    return [[row.nonzero()[:, 0]] if row.any() else [] for row in valid]
-
-
-def by_segments(segments: Tensor, valid: Tensor) -> list[list[Tensor]]:
-    return [[((row == i) & ok).nonzero()[:, 0] for i in row[ok].unique() if i >= 0] for row, ok in zip(segments, valid)]
-
-
-def check(inputs: Inputs, sequences, present: Tensor, how: dict, **masks) -> None:
-    """Poisoned and masked against clean and alone: values, gradients, exact zeros."""
-    leaves = inputs.leaves()
-    expected = alone(leaves, sequences, **how)
-    expected_grads = backward(expected, leaves) if expected.requires_grad else leaves.grads()
-
-    leaves = poisoned(inputs, present).leaves()
-    got = linear_attention(*leaves, **how, **masks)
-    absent = (~present)[:, None].expand(got.shape[:3])
-    assert_close(got, expected, 1e-12, f"{how}")
-    assert (got[absent] == 0).all()
-
-    for name, grad in backward(got, leaves).items():
-        assert grad.isfinite().all(), f"d{name} {how}"
-        assert_close(grad, expected_grads[name], 1e-10, f"d{name} {how}", floor=0.1)
-        if grad.dim() >= 3:
-            assert (grad[absent] == 0).all(), f"d{name} {how}"
+from .helpers import DECAYS, DIRECTIONS, GATES, NORMALIZE, SMALL_FORMS, assert_close, backward, case, make
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
@@ -88,7 +28,7 @@ def test_valid(decay, direction, form):
     inputs = make(decay, LENGTH, batch=BATCH, heads=2)
     for normalize in NORMALIZE:
         how = SMALL_FORMS[form] | dict(direction=direction, normalize=normalize)
-        check(inputs, by_valid(VALID), VALID, how, valid=VALID)
+        check_masked(inputs, by_valid(VALID), VALID, how, valid=VALID)
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
@@ -98,9 +38,9 @@ def test_segments(decay, direction, form):
     inputs = make(decay, LENGTH, batch=BATCH, heads=2)
     how = SMALL_FORMS[form] | dict(direction=direction)
     everything = torch.ones_like(VALID)
-    check(inputs, by_segments(SEGMENTS, everything), SEGMENTS >= 0, how, segments=SEGMENTS)
+    check_masked(inputs, by_segments(SEGMENTS, everything), SEGMENTS >= 0, how, segments=SEGMENTS)
     present = VALID & (SEGMENTS >= 0)
-    check(inputs, by_segments(SEGMENTS, VALID), present, how, segments=SEGMENTS, valid=VALID)
+    check_masked(inputs, by_segments(SEGMENTS, VALID), present, how, segments=SEGMENTS, valid=VALID)
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
@@ -110,9 +50,22 @@ def test_gates(gate, form):
     inputs = make("extreme", LENGTH, batch=BATCH, heads=2)
     for direction in DIRECTIONS:
         how = SMALL_FORMS[form] | dict(direction=direction, gate=gate)
-        check(inputs, by_valid(VALID), VALID, how, valid=VALID)
-        present = VALID & (SEGMENTS >= 0)
-        check(inputs, by_segments(SEGMENTS, VALID), present, how, segments=SEGMENTS, valid=VALID)
+        check_masks(inputs, how)
+
+
+@pytest.mark.parametrize(
+    "decay, form",
+    [
+        pytest.param(decay, form, marks=LONE if (decay, form) == ("vector", "full") else ())
+        for decay in ("lit", "S", "vector")
+        for form in SMALL_FORMS
+    ],
+)
+def test_bonus(decay, form):
+    """Which all rows share: what stands in the padding of one must not reach its gradient."""
+    inputs = case(make(decay, LENGTH, batch=BATCH, heads=2), "bonus HD")
+    for direction, gate in (("both", "between"), ("backward", "between"), ("both", "source")):
+        check_masks(inputs, SMALL_FORMS[form] | dict(direction=direction, gate=gate))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -145,7 +98,7 @@ def test_masks_that_hide_nothing_change_nothing(form):
 def test_padding_is_zero_in_every_dtype(dtype, form):
     """Also in float16, where 1 / eps is infinite."""
     for decay in DECAYS:
-        leaves = poisoned(make(decay, LENGTH, batch=BATCH, heads=2, dtype=dtype), VALID).leaves()
+        leaves = poisoned(make(decay, LENGTH, batch=BATCH, heads=2, dtype=dtype), VALID, NOT_FINITE).leaves()
         got = linear_attention(*leaves, **SMALL_FORMS[form], valid=VALID)
         assert (got[(~VALID)[:, None].expand(got.shape[:3])] == 0).all()
         assert got.isfinite().all()

@@ -8,15 +8,19 @@ import torch
 from lion.ops import linear_attention, reference_attention
 
 from .helpers import (
+    ALL_NORMALIZE,
     DECAYS,
     DIRECTIONS,
     GATES,
     NORMALIZE,
     SMALL_FORMS,
     assert_close,
+    case,
     make,
     oracle_attention,
     oracle_mask,
+    signed,
+    unit_keys,
 )
 
 # The examples in the docstring of lion.ops.decay: row i reads column j, letters are multiplied.
@@ -24,6 +28,7 @@ EXAMPLES = {
     "source": ("1 b bc bcd", "a 1 c cd", "ab b 1 d", "abc bc c 1"),
     "target": ("1 a ab abc", "b 1 b bc", "bc c 1 c", "bcd cd d 1"),
     "symmetric": ("1 b bc bcd", "b 1 c cd", "bc c 1 d", "bcd cd d 1"),
+    "between": ("1 1 b bc", "1 1 1 c", "b 1 1 1", "bc c 1 1"),
 }
 LETTERS = {"1": 1.0, "a": 0.5, "b": 0.3, "c": 0.7, "d": 0.2}
 
@@ -74,9 +79,43 @@ def test_reference_is_the_mathematics(decay, direction, gate, normalize):
         assert_close(got, oracle_attention(inputs, **arguments), 1e-12, f"L={length}")
 
 
+EXTRAS = ("", "bonus H", "bonus HD", "angles L", "angles HL", "angles B1L", "bonus HD, angles BHL")
+
+
+@pytest.mark.parametrize("normalize", ALL_NORMALIZE)
+@pytest.mark.parametrize("gate", GATES)
+def test_reference_is_the_mathematics_of_all_else(gate, normalize):
+    for decay in ("lit", "S", "fixed vector", "vector"):
+        for direction in DIRECTIONS:
+            for what in EXTRAS:
+                inputs = make(decay, 5, heads=2)
+                inputs = case(signed(inputs) if normalize in ("max", "none") else inputs, what)
+                arguments = dict(direction=direction, gate=gate, normalize=normalize)
+                got = inputs.on(reference_attention, **arguments)
+                assert_close(got, oracle_attention(inputs, **arguments), 1e-12, f"{decay} {direction} {what}")
+
+
+@pytest.mark.parametrize("what", ("beta", "beta, angles BHL"))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_reference_is_the_delta_rule(direction, what):
+    for length in (1, 2, 9):
+        inputs = case(unit_keys(make("lit", length)), what)
+        arguments = dict(direction=direction, normalize="none")
+        got = inputs.on(reference_attention, **arguments)
+        assert_close(got, oracle_attention(inputs, **arguments), 1e-12, f"L={length}")
+
+
 def test_scale_and_eps():
     inputs = make("S", 6, heads=2)
-    for arguments in (dict(normalize="none", scale=0.3), dict(normalize="sum", eps=20.0), dict(scale=7.0)):
+    for arguments in (
+        dict(normalize="none", scale=0.3),
+        dict(normalize="sum", eps=20.0),
+        dict(normalize="pre", eps=20.0),
+        dict(normalize="max", scale=0.3),
+        dict(normalize="max", scale=0.01),
+        dict(scale=7.0),
+        dict(normalize="pre", scale=7.0),
+    ):
         expected = oracle_attention(inputs, **arguments)
         assert_close(reference_attention(*inputs, **arguments), expected, 1e-12, f"reference {arguments}")
         for form, how in SMALL_FORMS.items():

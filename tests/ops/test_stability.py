@@ -5,7 +5,19 @@ import torch
 
 from lion.ops import linear_attention, linear_attention_parts, reference_attention
 
-from .helpers import DECAYS, DIRECTIONS, FORMS, GATES, NORMALIZE, assert_close, backward, error, make
+from .helpers import (
+    BLOCKWISE,
+    DECAYS,
+    DIRECTIONS,
+    FORMS,
+    GATES,
+    NORMALIZE,
+    SCALARS,
+    assert_close,
+    backward,
+    error,
+    make,
+)
 
 BF16 = 2.0**-8  # unit roundoff
 
@@ -27,18 +39,33 @@ def test_extreme_gates_have_finite_gradients(direction, form):
 def test_gates_below_every_float(closed_gate, form):
     """lambda = 0 in every dtype, however large its logarithm: the sums must not lose the other gates beside it."""
     for share in (0.3, 1.0):
-        inputs = make("S", 67, batch=1)
-        closed = torch.rand(inputs.log_decay.shape, generator=torch.Generator().manual_seed(4)) < share
-        inputs = inputs._replace(log_decay=inputs.log_decay.masked_fill(closed, closed_gate))
-        leaves = inputs.leaves()
-        expected = reference_attention(*leaves)
-        expected_grads = backward(expected, leaves)
-        for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
-            leaves = inputs.to(dtype).leaves()
-            got = linear_attention(*leaves, **FORMS[form])
-            assert_close(got, expected, tolerance, f"{dtype}")
-            for name, grad in backward(got, leaves).items():
-                assert_close(grad, expected_grads[name], tolerance, f"d{name} {dtype}", floor=0.1)
+        check_closed("S", closed_gate, share, FORMS[form])
+
+
+@pytest.mark.parametrize("form", (*FORMS, *BLOCKWISE))
+@pytest.mark.parametrize("decay", ("S", "vector"))
+def test_gates_of_zero_between_others(decay, form):
+    """Read before the decay: a closed gate parts what stands on either side of it, not its own token."""
+    if form in FORMS or decay in SCALARS:
+        for direction in DIRECTIONS:
+            how = (FORMS | BLOCKWISE)[form] | dict(gate="between", direction=direction)
+            check_closed(decay, -float("inf"), 0.3, how)
+
+
+def check_closed(decay: str, closed_gate: float, share: float, how: dict) -> None:
+    inputs = make(decay, 67, batch=1)
+    closed = torch.rand(inputs.log_decay.shape, generator=torch.Generator().manual_seed(4)) < share
+    inputs = inputs._replace(log_decay=inputs.log_decay.masked_fill(closed, closed_gate))
+    leaves = inputs.leaves()
+    arguments = {name: x for name, x in how.items() if name in ("gate", "direction")}
+    expected = reference_attention(*leaves, **arguments)
+    expected_grads = backward(expected, leaves)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
+        leaves = inputs.to(dtype).leaves()
+        got = linear_attention(*leaves, **how)
+        assert_close(got, expected, tolerance, f"{dtype}")
+        for name, grad in backward(got, leaves).items():
+            assert_close(grad, expected_grads[name], tolerance, f"d{name} {dtype}", floor=0.1)
 
 
 @pytest.mark.parametrize("form", FORMS)

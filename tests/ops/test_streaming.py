@@ -5,25 +5,31 @@ import torch
 
 from lion.ops import State, initial_state, linear_attention, step
 
-from .helpers import DECAYS, GATES, NORMALIZE, SMALL_FORMS, Inputs, assert_close, backward, make, oracle_attention
+from .helpers import DECAYS, GATES, NORMALIZE, SMALL_FORMS, Case, Inputs, assert_close, backward, make, oracle_attention
 
 LENGTH = 14
 PIECES = {"token by token": [1] * LENGTH, "pieces": [3, 1, 5, 1, 4], "whole": [LENGTH]}
 
 
-def stream(inputs: Inputs, pieces: list[int], state: State | None = None, **arguments):
-    """The outputs of consecutive pieces, and the last state."""
+def stream(inputs: Inputs | Case, pieces: list[int], state: State | None = None, start: int = 0, **arguments):
+    """The outputs of consecutive pieces from a place on, and the last state."""
     state = initial_state(inputs.k, inputs.v) if state is None else state
-    start, out = 0, []
+    out = []
     for size in pieces:
-        q, k, v = (x.narrow(2, start, size) for x in inputs[:3])
-        a = inputs.log_decay
-        a = a.narrow(2, start, size) if a is not None and a.dim() >= 3 else a
-        y, state = step(state, q, k, v, a, **arguments)
+        y, state = cut(inputs, start, start + size).on(lambda *x, state=state, **y: step(state, *x, **y), **arguments)
         out.append(y)
         start += size
     assert start == inputs.q.shape[2]
     return torch.cat(out, 2), state
+
+
+def cut(inputs: Inputs | Case, start: int, stop: int) -> Case:
+    """The tokens from `start` to `stop`."""
+    q, k, v, a, beta, bonus, angles = Case(*inputs)
+    q, k, v = (x[:, :, start:stop] for x in (q, k, v))
+    a = a[:, :, start:stop] if a is not None and a.dim() >= 3 else a
+    beta = None if beta is None else beta[:, :, start:stop]
+    return Case(q, k, v, a, beta, bonus, None if angles is None else angles[..., start:stop, :])
 
 
 @pytest.mark.parametrize("normalize", NORMALIZE)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lion.ops import initial_state, linear_attention, linear_attention_parts, step
+from lion.ops import initial_state, linear_attention, linear_attention_parts, prefill, step
 
 from .helpers import DECAYS, assert_close, make
 
@@ -26,6 +26,34 @@ BAD_TENSORS = {
         -torch.rand(1, H, L),
         -torch.ones(H, dtype=torch.int64),
     ],
+    "beta": [
+        torch.rand(B, L, H),
+        torch.rand(H),
+        torch.rand(1, H, L),
+        torch.rand(B, H, L, 1),
+        torch.ones(B, H, L, dtype=torch.int64),
+        torch.ones(B, H, L, dtype=torch.bool),
+    ],
+    "bonus": [
+        torch.rand(D),
+        torch.rand(1),
+        torch.rand(D, H),
+        torch.rand(H, 1),
+        torch.rand(B, H, D),
+        torch.tensor(1.0),
+        torch.ones(H, dtype=torch.int64),
+    ],
+    "angles": [
+        torch.rand(L, D),
+        torch.rand(L),
+        torch.rand(L + 1, D // 2),
+        torch.rand(B, L, D // 2),
+        torch.rand(1, L, D // 2),
+        torch.rand(1, H, L, D // 2),
+        torch.rand(B, H, L, D),
+        torch.zeros(L, D // 2, dtype=torch.int64),
+        torch.zeros(L, D // 2, dtype=torch.complex64),
+    ],
     "valid": [torch.ones(B, L), torch.ones(L, dtype=torch.bool), torch.ones(B, L + 1, dtype=torch.bool)],
     "segments": [torch.zeros(B, L), torch.zeros(L, dtype=torch.int64), torch.zeros(B, L, dtype=torch.bool)],
 }
@@ -39,6 +67,29 @@ BAD_CHOICES = [
     dict(chunk_size=-1),
     dict(dropout_p=0.1, form="chunk"),
     dict(dropout_p=0.1, form="rnn"),
+]
+
+
+STEP_TENSORS = ("q", "k", "v", "log_decay", "beta", "bonus", "angles")
+UNCHECKED = pytest.mark.xfail(strict=True, reason="prefill with beta does not check chunk_size")
+DELTA = dict(log_decay=None, beta=torch.rand(B, H, L))
+BAD_PAIRS = [  # the argument that the message names first, tensors, the rest
+    ("beta", dict(beta=DELTA["beta"]), dict(normalize="none")),  # beside the log_decay of good()
+    ("beta", DELTA | dict(bonus=torch.rand(H)), dict(normalize="none")),
+    ("beta", DELTA, dict(normalize="sum")),
+    ("beta", DELTA, {}),
+    ("beta", DELTA, dict(normalize="max")),
+    ("beta", DELTA, dict(normalize="pre")),
+    ("dropout_p", DELTA, dict(normalize="none", dropout_p=0.1)),
+    ("form", DELTA, dict(normalize="none", form="blockwise")),
+    ("form", dict(log_decay=-torch.rand(H, D)), dict(form="blockwise")),
+    ("form", dict(log_decay=-torch.rand(B, H, L, D)), dict(form="blockwise")),
+    ("dropout_p", {}, dict(form="blockwise", dropout_p=0.1)),
+    ("form", {}, dict(form="blocks")),
+    ("gate", {}, dict(gate="before")),
+    ("normalize", {}, dict(normalize="mean")),
+    ("chunk_size", {}, dict(form="blockwise", chunk_size=0)),
+    ("chunk_size", DELTA, dict(form="chunk", normalize="none", chunk_size=0)),
 ]
 
 
@@ -64,6 +115,19 @@ def test_tensors(name, form):
                 call(function, good(**{name: bad}), form=form)
 
 
+@pytest.mark.parametrize("name, tensors, arguments", BAD_PAIRS, ids=str)
+def test_pairs(name, tensors, arguments):
+    for function in (linear_attention, linear_attention_parts):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            call(function, good(**tensors), **arguments)
+
+
+def test_angles_turn_pairs():
+    odd = torch.rand(B, H, L, 5)
+    with pytest.raises(ValueError, match=r"^angles: .*odd D = 5"):
+        linear_attention(odd, odd, odd, angles=torch.rand(L, 2))
+
+
 def test_no_tokens():
     empty = torch.rand(B, H, 0, D)
     with pytest.raises(ValueError, match=r"^q: .*at least one token"):
@@ -84,16 +148,40 @@ def test_dropout_range(p):
             linear_attention(*make(decay, L), dropout_p=p)
 
 
-def test_step():
+def test_step_and_prefill():
     tensors = good()
     state = initial_state(tensors["k"], tensors["v"])
-    for name in ("q", "k", "v", "log_decay"):
-        for bad in BAD_TENSORS[name]:
+
+    def one(*x, **y):
+        return step(state, *x, **y)
+
+    for function, names in ((one, STEP_TENSORS), (prefill, BAD_TENSORS)):
+        for name in names:
+            for bad in BAD_TENSORS[name]:
+                with pytest.raises(ValueError, match=f"^{name}: "):
+                    call(function, good(**{name: bad}))
+        for bad in (dict(gate="eq14"), dict(normalize="softmax")):
+            with pytest.raises(ValueError, match=f"^{next(iter(bad))}: "):
+                call(function, good(), **bad)
+        for name, changes, arguments in BAD_PAIRS[:6]:
             with pytest.raises(ValueError, match=f"^{name}: "):
-                call(lambda *x, **y: step(state, *x, **y), good(**{name: bad}))
-    for bad in (dict(gate="eq14"), dict(normalize="softmax")):
-        with pytest.raises(ValueError, match=f"^{next(iter(bad))}: "):
-            call(lambda *x, **y: step(state, *x, **y), good(), **bad)
+                call(function, good(**changes), **arguments)
+
+
+def test_state_of_other_tokens():
+    tensors = good()
+    state = initial_state(tensors["k"], tensors["v"])
+    for bad in (state._replace(S=state.S[:1]), state._replace(S=state.S[..., :1]), state._replace(z=state.z[..., :1])):
+        with pytest.raises(ValueError, match=r"^state: "):
+            call(lambda *x, bad=bad, **y: step(bad, *x, **y), good())
+
+
+@pytest.mark.parametrize("size", (0, -1))
+@pytest.mark.parametrize("name", ("decay", pytest.param("delta", marks=UNCHECKED)))
+def test_chunk_size_of_a_prompt(name, size):
+    some = good() if name == "decay" else good(**DELTA)
+    with pytest.raises(ValueError, match=r"^chunk_size: "):
+        call(prefill, some, chunk_size=size, normalize="none")
 
 
 # Dropout

@@ -1,0 +1,83 @@
+"""What the operator is equal to, and what it is not: other ways to write it, and mistakes with their size."""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from lion.ops import linear_attention
+
+from .helpers import DIRECTIONS, GATES, SMALL_FORMS, assert_close, error, make, oracle_masks
+
+# Two directions added up
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_two_scans_added_up_count_the_diagonal_twice(form):
+    """The uncorrected sum, divided by the sum of both row sums, is off by this much against one direction `both`."""
+    ones = torch.ones(2, 3, 19, 1, dtype=torch.float64)
+    inputs, how = make("S", 19), SMALL_FORMS[form]
+
+    def summed(q, k, v, a, gate):
+        values = torch.cat([v, ones], -1)  # the row sum as one more value
+        y = sum(
+            linear_attention(q, k, values, a, direction=d, gate=gate, normalize="none", **how)
+            for d in ("forward", "backward")
+        )
+        return y[..., :-1], y[..., -1:]
+
+    for gate, size in zip(GATES, (0.309, 0.294, 0.324, 0.347)):
+        exact = linear_attention(*inputs, gate=gate, **how)
+        numerator, rowsum = summed(*inputs, gate)
+        assert error(numerator / rowsum, exact) == pytest.approx(size, abs=1e-3)
+        own = (inputs.q * inputs.k).sum(-1, keepdim=True) / 2  # the default scale of D = 4
+        assert_close((numerator - own * inputs.v) / (rowsum - own), exact, 1e-12)
+
+
+# Fused softmax: with positive scores, `softmax(log s + log M) V` is the masked form with its rows divided by their sums
+
+
+PADDED = torch.arange(16) < torch.tensor([[16], [11]])  # (B, L)
+
+
+@pytest.fixture(params=("lit", "D", "S"))
+def fused(request):
+    """A batch whose second row is padded, with `log M` under all padding."""
+
+    def of(direction: str):
+        inputs = make(request.param, 16)
+        log_mask = oracle_masks(inputs, "source", direction).log()  # -inf where the direction does not look
+        return inputs, log_mask.masked_fill(~PADDED[:, None, None], -torch.inf)
+
+    return of
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_softmax_of_logarithms(direction, fused):
+    (q, k, v, _), log_mask = inputs, log_mask = fused(direction)
+    weights = torch.softmax((q @ k.mT).log() + log_mask, -1)
+    for form, how in SMALL_FORMS.items():
+        got = linear_attention(*inputs, direction=direction, valid=PADDED, **how)
+        assert_close(got, (weights.nan_to_num(0) @ v).where(PADDED[:, None, :, None], 0), 1e-12, form)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_flex_attention(direction, fused):
+    """The same through a fused kernel's entry (run eagerly): the score is changed entry by entry."""
+    (q, k, v, _), log_mask = inputs, log_mask = fused(direction)
+
+    def score_mod(score, b, h, i, j):
+        return score.log() + log_mask[b, h, i, j]
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        fused_output = flex_attention(q, k, v, score_mod=score_mod, scale=1.0)
+    got = linear_attention(*inputs, direction=direction, valid=PADDED)
+    shown = PADDED[:, None, :, None]
+    assert_close(got, fused_output.where(shown, 0), 1e-12)
+
+
+def test_softmax_needs_positive_scores():
+    """A score of -1 has no logarithm: NaN, and not silently another number."""
+    assert torch.softmax(torch.tensor([[1.0, -1.0]]).log(), -1).isnan().all()

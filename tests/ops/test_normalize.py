@@ -1,0 +1,123 @@
+"""`max` and `pre`: other divisors than the row sum of the masked scores."""
+
+import pytest
+import torch
+
+from lion.ops import linear_attention, linear_attention_parts
+
+from .checks import BATCH, LENGTH, check_gradients, check_masks, check_outputs, gradcheck
+from .helpers import (
+    DECAYS,
+    DIRECTIONS,
+    FORMS,
+    GATES,
+    SMALL_FORMS,
+    Inputs,
+    assert_close,
+    case,
+    forms_for,
+    make,
+    oracle_attention,
+    oracle_masks,
+    oracle_parts,
+    signed,
+)
+
+
+def features(decay: str, length: int, normalize: str, **shape) -> Inputs:
+    """Signed ones for `max`, positive ones for `pre`."""
+    inputs = make(decay, length, **shape)
+    return signed(inputs) if normalize == "max" else inputs
+
+
+@pytest.mark.parametrize("normalize", ("max", "pre"))
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_forms(decay, direction, gate, normalize):
+    inputs = features(decay, 11, normalize, batch=1, heads=2)
+    arguments = dict(direction=direction, gate=gate, normalize=normalize)
+    check_outputs(inputs, forms_for(decay), **arguments)
+    check_outputs(case(inputs, "bonus HD"), forms_for(decay), **arguments)
+    if gate in ("source", "between"):
+        check_gradients(case(inputs, "bonus H"), forms_for(decay), **arguments)
+
+
+@pytest.mark.parametrize("normalize", ("max", "pre"))
+@pytest.mark.parametrize("length", (1, 2, 65, 197))
+def test_lengths(length, normalize):
+    for decay in ("S", "vector"):
+        inputs = features(decay, length, normalize, batch=1, heads=2)
+        check_outputs(inputs, FORMS, normalize=normalize)
+
+
+def test_max_has_both_sides():
+    """The inputs above have row sums within -1 .. 1 and beyond it on either side: no branch goes untested."""
+    inputs = signed(make("S", 11, batch=1, heads=2))
+    scaled = oracle_parts(inputs, oracle_masks(inputs, "source", "both"))[1] / 2
+    assert (scaled > 1).any() and (scaled < -1).any() and (scaled.abs() < 1).any()
+
+
+@pytest.mark.parametrize("normalize", ("max", "pre"))
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_masks(form, normalize):
+    for decay, what in (("lit", "bonus HD"), ("extreme", "bonus H"), ("vector", "")):
+        for direction, gate in (("both", "source"), ("both", "between"), ("backward", "target")):
+            if (decay, gate, form) == ("vector", "between", "full"):
+                continue  # test_forms.py: test_one_vector_that_reads_itself_apart
+            inputs = case(features(decay, LENGTH, normalize, batch=BATCH, heads=2), what)
+            check_masks(inputs, SMALL_FORMS[form] | dict(direction=direction, gate=gate, normalize=normalize))
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_gradcheck(form):
+    for normalize in ("max", "pre"):
+        inputs = features("S", 3, normalize, batch=1, heads=1, dim=2, value_dim=2)
+        gradcheck(case(inputs, "bonus H").leaves(), **SMALL_FORMS[form], gate="between", normalize=normalize)
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_pre_is_the_row_sum_of_the_plain_product(form):
+    """Under the decayed numerator; without decay it is `sum`."""
+    for direction in DIRECTIONS:
+        how = SMALL_FORMS[form] | dict(direction=direction)
+        inputs = make("S", 11)
+        _, plain = linear_attention_parts(*inputs._replace(log_decay=None), **how)
+        numerator, rowsum = linear_attention_parts(*inputs, **how, normalize="pre")
+        assert_close(rowsum, plain, 1e-14)
+        assert_close(numerator, linear_attention_parts(*inputs, **how)[0], 1e-14)
+        free = inputs._replace(log_decay=None)
+        assert_close(linear_attention(*free, **how, normalize="pre"), linear_attention(*free, **how), 1e-14)
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_max_bounds_the_divisor_after_both_directions_are_added(form):
+    """Two bounded halves added up would be another function, off by this much."""
+    inputs, how = signed(make("S", 11)), SMALL_FORMS[form] | dict(normalize="max")
+    apart = sum(linear_attention(*inputs, **how, direction=d) for d in ("forward", "backward"))
+    assert (apart - linear_attention(*inputs, **how)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_scale(form):
+    """`max` compares scaled row sums with 1; `pre` does not see the scale."""
+    inputs = signed(make("S", 11))
+    for scale in (0.05, 1.0, 20.0):
+        expected = oracle_attention(inputs, normalize="max", scale=scale)
+        assert_close(linear_attention(*inputs, **SMALL_FORMS[form], normalize="max", scale=scale), expected, 1e-12)
+    inputs, how = make("S", 11), SMALL_FORMS[form] | dict(normalize="pre")
+    assert torch.equal(linear_attention(*inputs, **how, scale=3.0), linear_attention(*inputs, **how))
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+@pytest.mark.parametrize("normalize", ("max", "pre"))
+def test_dtypes_and_inference(normalize, form):
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        inputs = case(features("S", 11, normalize, dtype=dtype), "bonus HD")
+        how = SMALL_FORMS[form] | dict(normalize=normalize, gate="between")
+        expected = inputs.on(linear_attention, **how)
+        assert expected.dtype == dtype
+        with torch.inference_mode():
+            assert torch.equal(inputs.on(linear_attention, **how), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(inputs.on(linear_attention, **how), expected)
