@@ -115,7 +115,7 @@ def test_tensors(name, form):
                 call(function, good(**{name: bad}), form=form)
 
 
-@pytest.mark.parametrize("name, tensors, arguments", BAD_PAIRS, ids=str)
+@pytest.mark.parametrize("name, tensors, arguments", BAD_PAIRS, ids=range(len(BAD_PAIRS)))
 def test_pairs(name, tensors, arguments):
     for function in (linear_attention, linear_attention_parts):
         with pytest.raises(ValueError, match=f"^{name}: "):
