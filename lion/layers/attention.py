@@ -176,9 +176,11 @@ class LionAttention(Attention):
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
 
     def mix(self, x, q, k, v, extra, valid, segments) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device)[None] if valid is None else valid.cumsum(1) - 1
+        kept = valid
+        if segments is not None:
+            kept = segments >= 0 if valid is None else valid & (segments >= 0)
         return linear_attention(
-            **self.arguments(x, q, k, v, places, extra),
+            **self.arguments(x, q, k, v, places_of(x, kept), extra),
             form=self.form,
             direction=self.config.direction,
             chunk_size=self.chunk_size,
@@ -209,8 +211,7 @@ class LionAttention(Attention):
         """
         self._causal()
         count = torch.full((x.shape[0],), x.shape[1], device=x.device) if valid is None else valid.sum(1)
-        places = torch.arange(x.shape[1], device=x.device)[None] if valid is None else valid.cumsum(1) - 1
-        inputs = self.arguments(x, *self.heads(x), places)
+        inputs = self.arguments(x, *self.heads(x), places_of(x, valid))
         y, state = prefill(**inputs, chunk_size=self.chunk_size, valid=valid)
         return self.merge(x, y), LayerState(*state, count)
 
@@ -236,6 +237,11 @@ class LionAttention(Attention):
     def _causal(self) -> None:
         if self.config.direction != "forward":
             raise ValueError(f"direction: only 'forward' streams, this layer has {self.config.direction!r}")
+
+
+def places_of(x: Tensor, valid: Tensor | None) -> Tensor:
+    """The place of each token of x (B, L, dim) in its sequence without padding, (B or 1, L)."""
+    return torch.arange(x.shape[1], device=x.device)[None] if valid is None else valid.cumsum(1) - 1
 
 
 class SoftmaxAttention(Attention):

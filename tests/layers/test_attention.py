@@ -49,6 +49,15 @@ def test_padding_and_segments_equal_the_sequences_alone(mixer, direction):
     torch.testing.assert_close(packed[:, 4:8], layer(x[:, 4:8]))
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_padding_inside_a_segment_moves_no_token(mixer):
+    torch.manual_seed(0)
+    layer, x = LionAttention(12, 3, mixer).double().eval(), torch.randn(1, 7, 12, dtype=torch.double)
+    segments = torch.tensor([[4, 4, -1, 4, -1, -1, 4]])
+    kept = segments[0] >= 0
+    torch.testing.assert_close(layer(x, segments=segments)[:, kept], layer(x[:, kept]))
+
+
 def test_cls_does_not_decay_in_lion_s_alone():
     layer = LionAttention(12, 3, "lion_s")
     k = torch.randn(2, 3, 7, 4)
