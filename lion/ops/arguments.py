@@ -59,6 +59,11 @@ def check_masks(q: Tensor, valid: Tensor | None, segments: Tensor | None) -> Non
         expect(segments.shape == (batch, length) and whole, "segments", f"integer {(batch, length)}", segments)
 
 
+def check_chunk_size(chunk_size: int) -> None:
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+
+
 def as_lanes(log_decay: Tensor | None, q: Tensor) -> Tensor:
     """Every kind of decay as (B or 1, H or 1, L, D or 1), float32 or wider: a number is a vector of one lane."""
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -5,14 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import as_lanes, as_runs, check_gates, check_masks, check_tokens, choice, no_autocast
+from lion.ops.arguments import (
+    as_lanes,
+    as_runs,
+    check_chunk_size,
+    check_gates,
+    check_masks,
+    check_tokens,
+    choice,
+    no_autocast,
+)
 from lion.ops.blockwise import blockwise_parts
 from lion.ops.chunk import chunk_parts
 from lion.ops.decay import DIRECTIONS, GATES, make_directions
 from lion.ops.delta import delta_parts
 from lion.ops.full import masked_parts, product_parts
 from lion.ops.rnn import Tokens, rnn_parts
-from lion.ops.rotary import rotate
+from lion.ops.rotary import rotate_pair
 from lion.ops.vector import chunk_vector_parts, full_vector_parts
 
 FORMS = ("full", "chunk", "rnn")
@@ -150,14 +159,13 @@ def linear_attention_parts(
     form = resolve_form(choice("form", form, (*FORMS, "blockwise", "auto")), q.shape[2], not plain, dropout_p)
     if dropout_p and form != "full":
         raise ValueError(f"dropout_p: score dropout exists in the full form only, got form={form!r}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    check_chunk_size(chunk_size)
     check_pairs(normalize, log_decay, beta, bonus, form, dropout_p)
 
     how = dict(form=form, direction=direction, gate=gate, chunk_size=chunk_size)
     with no_autocast(q):
         run, valid = as_runs(valid, segments)
-        turned = (q, k) if angles is None else (rotate(q, angles), rotate(k, angles))
+        turned = rotate_pair(q, k, angles, valid)
         if beta is not None:
             tokens = Tokens(*turned, v, beta[..., None], valid, run)
             return delta_parts(tokens, form=form, direction=direction, chunk_size=chunk_size)

@@ -71,8 +71,7 @@ class Direction(NamedTuple):
     back: bool
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Direction:
-        key = self.key.map(fn)
-        return Direction(key if self.query is self.key else self.query.map(fn), key, self.back)
+        return Direction(self.query.map(fn), self.key.map(fn), self.back)
 
 
 def exponent(query: Clock, key: Clock) -> Tensor:
@@ -141,8 +140,7 @@ def make_directions(log_decay: Tensor, run: Tensor | None, *, gate: str, directi
         if back:  # a sum that is inclusive from the right is exclusive from the left
             upto, before = (tuple(-t for t in terms) for terms in (before, upto))
         query, key = read_and_write(gate, name, upto, before)
-        key_clock = Clock(key, run)
-        made.append(Direction(key_clock if query is key else Clock(query, run), key_clock, back))
+        made.append(Direction(Clock(query, run), Clock(key, run), back))
     return tuple(made)
 
 

@@ -90,7 +90,7 @@ class _Scores(torch.autograd.Function):
         q, k, log_decay = ctx.saved_tensors
         lam, size = log_decay.exp(), q.shape[-2] >> halvings_of(q.shape[-2])
         (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, ctx.gate)
-        dq_early = dq_late = dk_early = dk_late = 0  # (.., L, D), of the folded ones
+        dq_early = dq_late = dk_early = dk_late = torch.zeros_like(q)  # (.., L, D), of the folded ones
         none, late = torch.zeros((), dtype=q.dtype, device=q.device), second_half(q.device)
 
         grad = grad[..., None, :, :]  # (.., M, 2n, 2n)

@@ -24,6 +24,17 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], -1).to(x.dtype)
 
 
+def rotate_pair(q: Tensor, k: Tensor, angles: Tensor | None, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """q and k (B, H, L, D), turned where there are angles; what invalid tokens hold does not reach shared angles."""
+    if angles is None:
+        return q, k
+    if valid is not None:
+        gone = ~valid[:, None, :, None]
+        q, k = q.masked_fill(gone, 0), k.masked_fill(gone, 0)
+        angles = angles.masked_fill(gone, 0) if angles.dim() == 4 else angles
+    return rotate(q, angles), rotate(k, angles)
+
+
 def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:
     """Angles (.., L, D/2), the sum over all axes of place times frequency.
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import as_lanes, as_runs, check_gates, check_masks, check_tokens, choice, expect, no_autocast
+from lion.ops.arguments import (
+    as_lanes,
+    as_runs,
+    check_chunk_size,
+    check_gates,
+    check_masks,
+    check_tokens,
+    choice,
+    expect,
+    no_autocast,
+)
 from lion.ops.attention import NORMALIZE, check_pairs, default_scale, finish, linear_attention, separate_rowsum
 from lion.ops.decay import GATES, Clock, decay, prefix_sums, read_and_write
 from lion.ops.delta import delta_advance, delta_scan
 from lion.ops.rnn import Recurrence, State, Tokens, advance
-from lion.ops.rotary import rotate
+from lion.ops.rotary import rotate_pair
 
 
 def step(
@@ -42,7 +52,7 @@ def step(
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
     expect(state.S.shape == shape and state.z.shape == shape[:-1], "state", f"S {shape}, z {shape[:-1]}", state.S)
     with no_autocast(q):
-        turned = (q, k) if angles is None else (rotate(q, angles), rotate(k, angles))
+        turned = rotate_pair(q, k, angles)
         if beta is not None:
             y, row, state, _ = delta_advance(state, None, Tokens(*turned, v, beta[..., None]))
         else:
@@ -84,14 +94,15 @@ def prefill(
     """
     _check(q, k, v, log_decay, beta, bonus, angles, normalize, gate)
     check_masks(q, valid, segments)
+    check_chunk_size(chunk_size)
     with no_autocast(q):
         run, kept = as_runs(valid, segments)
-        turned = k if angles is None else rotate(k, angles)
+        read, turned = rotate_pair(q, k, angles, kept)
         if beta is not None:
-            read = q if angles is None else rotate(q, angles)
             y, state = delta_scan(Tokens(read, turned, v, beta[..., None], kept, run), chunk_size, False)
             return finish(y, None, normalize, scale=default_scale(scale, q), eps=eps).to(v.dtype), state
-        tokens = Tokens(turned, k, v, as_lanes(log_decay, q), kept, run).kept()
+        summed = k if separate_rowsum(normalize, angles) else turned
+        tokens = Tokens(turned, summed, v, as_lanes(log_decay, q), kept, run).kept()
         turned, plain, values, decays, _, run = tokens.to(tokens.gate.dtype)
         S = _decayed(turned, decays, run, gate).mT @ values
         z = _decayed(plain, torch.zeros_like(decays) if normalize == "pre" else decays, run, gate).sum(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -33,7 +32,6 @@ SEGMENTS = torch.tensor(
 BATCH = len(VALID)
 NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
 FINITE = (1e4, -1e4, 3.0)
-LONE = pytest.mark.xfail(strict=True, reason="halving.py: backward of one token of vectors that reads itself apart")
 
 
 def check_outputs(inputs: Inputs | Case, forms, **arguments) -> None:

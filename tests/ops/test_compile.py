@@ -70,10 +70,9 @@ EXTRAS = {
     "delta": ("lit", "beta, angles L", dict(normalize="none")),
 }
 LITTLE = 19
-BREAKS = pytest.mark.xfail(strict=True, reason="decay.py: `query is key` on two different tuples breaks the graph")
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=BREAKS if x == "between" else ()) for x in EXTRAS])
+@pytest.mark.parametrize("name", EXTRAS)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_graph_with_all_else(form, name):
     decay, what, arguments = EXTRAS[name]
@@ -86,7 +85,7 @@ def test_one_graph_with_all_else(form, name):
     check(cases, "aot_eager", **FORMS[form], **arguments, **masks)
 
 
-@pytest.mark.parametrize("gate", ("source", pytest.param("between", marks=BREAKS)))
+@pytest.mark.parametrize("gate", ("source", "between"))
 def test_one_graph_in_blocks(gate):
     check(some("S", LITTLE), "aot_eager", form="blockwise", chunk_size=8, gate=gate)
 

@@ -6,7 +6,7 @@ import torch
 import lion.ops.chunk
 from lion.ops import linear_attention, reference_attention, resolve_form
 
-from .checks import LONE, check_gradients, check_outputs, gradcheck
+from .checks import check_gradients, check_outputs, gradcheck
 from .helpers import (
     DECAYS,
     DIRECTIONS,
@@ -81,7 +81,6 @@ def test_every_length_of_vectors(decay, gate):
             check_gradients(inputs, forms, gate=gate)
 
 
-@LONE
 @pytest.mark.parametrize("form", ("full", "chunk1"))
 def test_one_vector_that_reads_itself_apart(form):
     """A single token whose own key comes in by another way: by a bonus, or before the decay."""

@@ -66,9 +66,6 @@ def test_masks(form, normalize):
         check_masks(inputs, SMALL_FORMS[form] | dict(direction=direction, normalize=normalize), junk=FINITE)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="q, k and angles are rotated before padding is blanked: 0 * NaN in the gradients"
-)
 @pytest.mark.parametrize("what", SHAPES)
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_masks_over_nan(form, what):

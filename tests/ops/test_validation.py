@@ -71,7 +71,6 @@ BAD_CHOICES = [
 
 
 STEP_TENSORS = ("q", "k", "v", "log_decay", "beta", "bonus", "angles")
-UNCHECKED = pytest.mark.xfail(strict=True, reason="prefill with beta does not check chunk_size")
 DELTA = dict(log_decay=None, beta=torch.rand(B, H, L))
 BAD_PAIRS = [  # the argument that the message names first, tensors, the rest
     ("beta", dict(beta=DELTA["beta"]), dict(normalize="none")),  # beside the log_decay of good()
@@ -177,7 +176,7 @@ def test_state_of_other_tokens():
 
 
 @pytest.mark.parametrize("size", (0, -1))
-@pytest.mark.parametrize("name", ("decay", pytest.param("delta", marks=UNCHECKED)))
+@pytest.mark.parametrize("name", ("decay", "delta"))
 def test_chunk_size_of_a_prompt(name, size):
     some = good() if name == "decay" else good(**DELTA)
     with pytest.raises(ValueError, match=r"^chunk_size: "):
