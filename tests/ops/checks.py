@@ -30,8 +30,6 @@ SEGMENTS = torch.tensor(
     ]
 )
 BATCH = len(VALID)
-NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
-FINITE = (1e4, -1e4, 3.0)
 
 
 def check_outputs(inputs: Inputs | Case, forms, **arguments) -> None:
@@ -64,9 +62,9 @@ def gradcheck(leaves: Inputs | Case, **arguments) -> None:
     assert torch.autograd.gradcheck(attention, [x for x in leaves if x is not None])
 
 
-def poisoned(inputs: Inputs | Case, valid: Tensor, junk: tuple[float, ...]) -> Inputs | Case:
-    """Junk at all padding."""
-    bad = torch.tensor(junk, dtype=inputs.q.dtype)
+def poisoned(inputs: Inputs | Case, valid: Tensor) -> Inputs | Case:
+    """NaN and infinities at all padding."""
+    bad = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=inputs.q.dtype)
     out = []
     for x in inputs:
         if x is not None and x.dim() >= 3 and len(x) == BATCH:  # tokens of this batch, not what rows share
@@ -95,13 +93,13 @@ def by_segments(segments: Tensor, valid: Tensor) -> list[list[Tensor]]:
     return [[((row == i) & ok).nonzero()[:, 0] for i in row[ok].unique() if i >= 0] for row, ok in zip(segments, valid)]
 
 
-def check_masked(inputs: Inputs | Case, sequences, present: Tensor, how: dict, junk=NOT_FINITE, **masks) -> None:
+def check_masked(inputs: Inputs | Case, sequences, present: Tensor, how: dict, **masks) -> None:
     """Poisoned and masked against clean and alone: values, gradients, exact zeros."""
     leaves = inputs.leaves()
     expected = alone(leaves, sequences, **how)
     expected_grads = backward(expected, leaves) if expected.requires_grad else leaves.grads()
 
-    leaves = poisoned(inputs, present, junk).leaves()
+    leaves = poisoned(inputs, present).leaves()
     got = leaves.on(linear_attention, **how, **masks)
     absent = (~present)[:, None]
     assert_close(got, expected, 1e-12, f"{how}")
@@ -114,8 +112,8 @@ def check_masked(inputs: Inputs | Case, sequences, present: Tensor, how: dict, j
             assert (grad[absent.expand(grad.shape[:3])] == 0).all(), f"d{name} {how}"
 
 
-def check_masks(inputs: Inputs | Case, how: dict, junk: tuple[float, ...] = NOT_FINITE) -> None:
+def check_masks(inputs: Inputs | Case, how: dict) -> None:
     """Padding, and padding with segments."""
-    check_masked(inputs, by_valid(VALID), VALID, how, junk, valid=VALID)
+    check_masked(inputs, by_valid(VALID), VALID, how, valid=VALID)
     present = VALID & (SEGMENTS >= 0)
-    check_masked(inputs, by_segments(SEGMENTS, VALID), present, how, junk, segments=SEGMENTS, valid=VALID)
+    check_masked(inputs, by_segments(SEGMENTS, VALID), present, how, segments=SEGMENTS, valid=VALID)

@@ -63,8 +63,6 @@ def test_max_has_both_sides():
 def test_masks(form, normalize):
     for decay, what in (("lit", "bonus HD"), ("extreme", "bonus H"), ("vector", "")):
         for direction, gate in (("both", "source"), ("both", "between"), ("backward", "target")):
-            if (decay, gate, form) == ("vector", "between", "full"):
-                continue  # test_forms.py: test_one_vector_that_reads_itself_apart
             inputs = case(features(decay, LENGTH, normalize, batch=BATCH, heads=2), what)
             check_masks(inputs, SMALL_FORMS[form] | dict(direction=direction, gate=gate, normalize=normalize))
 

@@ -165,6 +165,18 @@ def test_padded_prompts(name):
             assert_close(got, expected, 1e-12, f"row {row}")
 
 
+@pytest.mark.parametrize("name", ("S", "between", "vector", "max"))
+def test_padding_of_a_prompt_leaves_gradients_alone(name):
+    """Those of angles and bonus too, which all rows share."""
+    inputs, arguments = of(name)
+    leaves = cut(inputs, 0, SPLIT).leaves()
+    expected = backward(leaves.on(linear_attention, direction="forward", valid=PADDED, **arguments), leaves)
+    leaves = cut(junk_at(inputs, ~PADDED), 0, SPLIT).leaves()
+    y, state = leaves.on(prefill, valid=PADDED, **arguments)
+    for key, grad in backward(y + 0 * (state.S.sum() + state.z.sum()), leaves).items():
+        assert_close(grad, expected[key], 1e-10, f"d{key}")
+
+
 SEGMENTS = torch.tensor([[5, 5, 5, 2, 2, 2, 2, 2, 2], [0, 0, -1, 0, 0, 1, -1, 1, -1], [-1, 3, 3, 3, 3, 3, 3, 3, -1]])
 
 
