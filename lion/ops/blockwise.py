@@ -6,8 +6,8 @@ Figures 1 and 4, and as a check.
 
 Block (i, j) of the mask of a fixed decay is `lambda^(C |i-j|) L (1/L)^T` with `L_c = lambda^c`, transposed above
 the diagonal of blocks. The printed versions are not: Eq. 82 is transposed and has `lambda^|i-j|` for
-`lambda^(C |i-j|)`, appendix B.9 lacks the C, and the blog's `Gamma * lambda^|i-j|` does too (errors of 0.52, 0.17
-and 0.21 at lambda 0.9, C 3). Eq. 218-220 mix `A_[i]` and `A_[ij]`, their second Tril should be Triu, and block i is
+`lambda^(C |i-j|)`, appendix B.9 lacks the C, and the blog's `Gamma * lambda^|i-j|` does too (errors of 0.17 to 0.52
+at lambda 0.9, C 3). Eq. 218-220 mix `A_[i]` and `A_[ij]`, their second Tril should be Triu, and block i is
 `iC+1 : (i+1)C`, not `iC+1 : i(C+1)`. Here a block is cut out of the exact mask, as differences of log-times.
 """
 
