@@ -9,17 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import setting
+from lion.config import nearest, setting
 from lion.layers.decay import DECAYS
 from lion.layers.features import FEATURE_MAPS, feature_map
 from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers.scans import AS_THEY_STAND, SCANS, Grid
 from lion.ops import (
     DIRECTIONS,
     FORMS,
     GATES,
     NORMALIZE,
+    SCAN_MERGES,
     State,
     linear_attention,
+    multi_scan_attention,
     prefill,
     rope_frequencies,
     rotary_angles,
@@ -32,12 +35,18 @@ NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 
 @dataclass
 class AttentionConfig:
-    """Settings of an attention layer. None means: what the mixer's entry in `MIXERS` says."""
+    """Settings of an attention layer. None means: what the mixer's entry in `MIXERS` says.
+
+    `scans` are the orders in which the patches of an image are visited, entries of `SCANS`, each with a decay of its
+    own; `scan_merge` is how several become one (`lion.ops.scans`).
+    """
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
     normalize: str | None = setting(None, choices=NORMALIZE)
     gate: str | None = setting(None, choices=GATES)
     direction: str = setting("both", choices=(*DIRECTIONS, ALTERNATING))
+    scans: tuple[str, ...] = AS_THEY_STAND
+    scan_merge: str = setting("masks", choices=SCAN_MERGES)
     form: str = setting("auto", choices=("auto", *FORMS), free=True)
     chunk_size: int = setting(64, min=1, free=True)
     qkv_bias: bool = True
@@ -51,6 +60,7 @@ class AttentionConfig:
         Raises:
             ValueError: A pair that does not work.
         """
+        self.check_scans(mixer)
         if mixer == SOFTMAX:
             if self.direction not in ("both", "forward"):
                 raise ValueError(
@@ -87,6 +97,17 @@ class AttentionConfig:
                 )
         return out
 
+    def check_scans(self, mixer: str) -> None:
+        for name in self.scans:
+            if name not in SCANS:
+                raise ValueError(f"scans: {name!r} is no scan, {nearest(name, SCANS)}")
+        if not self.scans:
+            raise ValueError("scans: expected at least one")
+        decay = None if mixer == SOFTMAX else MIXERS[mixer].decay
+        if self.scans != AS_THEY_STAND and not (decay and DECAYS[decay].scans):
+            fits = ", ".join(name for name, entry in MIXERS.items() if entry.decay and DECAYS[entry.decay].scans)
+            raise ValueError(f"scans: not available with mixer {mixer!r}, only with {fits}")
+
     def at(self, layer: int) -> AttentionConfig:
         """Of one block of a model: `alternating` becomes a direction."""
         if self.direction != ALTERNATING:
@@ -110,18 +131,17 @@ class Attention(nn.Module):
         self.out_gate = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim)) if rank else None
 
     def forward(
-        self, x: Tensor, coords: Tensor | None = None, valid: Tensor | None = None, segments: Tensor | None = None
+        self, x: Tensor, grid: Grid | None = None, valid: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:
         """Mix tokens.
 
         Args:
             x: (B, L, dim).
-            coords: Integer (axes, L), the place of each token; -1 marks extra tokens (cls).
+            grid: The places of the tokens, see `lion.layers.scans.make_grid`.
             valid, segments: (B, L), see `lion.ops.linear_attention`.
         """
         q, k, v = self.heads(x)
-        extra = None if coords is None else (coords < 0).all(0)
-        return self.merge(x, self.mix(x, q, k, v, extra, valid, segments))
+        return self.merge(x, self.mix(x, q, k, v, grid, valid, segments))
 
     def heads(self, x: Tensor) -> Tensor:
         """q, k, v (3, B, H, L, D) of x (B, L, dim)."""
@@ -136,7 +156,7 @@ class Attention(nn.Module):
             y = y * torch.sigmoid(self.out_gate(x))
         return self.proj(y)
 
-    def mix(self, x, q, k, v, extra, valid, segments) -> Tensor:
+    def mix(self, x, q, k, v, grid, valid, segments) -> Tensor:
         raise NotImplementedError
 
 
@@ -170,24 +190,39 @@ class LionAttention(Attention):
         if self.config.direction == ALTERNATING:
             raise ValueError(f"direction: {ALTERNATING!r} is that of a model, one layer goes forward or backward")
         self.mixer = MIXERS[mixer]
-        self.decay = DECAYS[self.mixer.decay](dim, num_heads) if self.mixer.decay else None
+        kinds = [DECAYS[self.mixer.decay]] * len(self.config.scans) if self.mixer.decay else []
+        self.decays = nn.ModuleList(kind(dim, num_heads) for kind in kinds)  # one of each scan
         if self.mixer.rotary and dim // num_heads % 2:
             raise ValueError(f"num_heads: mixer {mixer!r} turns pairs, got an odd head dim {dim // num_heads}")
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
 
-    def mix(self, x, q, k, v, extra, valid, segments) -> Tensor:
-        kept = valid
-        if segments is not None:
-            kept = segments >= 0 if valid is None else valid & (segments >= 0)
-        return linear_attention(
-            **self.arguments(x, q, k, v, places_of(x, kept), extra),
+    def mix(self, x, q, k, v, grid, valid, segments) -> Tensor:
+        extra = None if grid is None else grid.extra
+        how = dict(
             form=self.form,
             direction=self.config.direction,
             chunk_size=self.chunk_size,
             valid=valid,
-            segments=segments,
             dropout_p=self.config.score_dropout if self.training else 0.0,
         )
+        if self.config.scans != AS_THEY_STAND:
+            return self.mix_scans(x, q, k, v, grid, extra, segments, how)
+        kept = valid
+        if segments is not None:
+            kept = segments >= 0 if valid is None else valid & (segments >= 0)
+        given = self.arguments(x, q, k, v, places_of(x, kept), extra)
+        return linear_attention(**given, **how, segments=segments)
+
+    def mix_scans(self, x, q, k, v, grid, extra, segments, how) -> Tensor:
+        """Every scan with its own decays (B, H, L) or (H,), in the order in which the tokens stand."""
+        c = self.config
+        if grid is None or grid.orders is None or len(grid.orders) != len(c.scans):
+            raise ValueError(f"grid: scans {', '.join(c.scans)} need the orders of `make_grid`")
+        if segments is not None:
+            raise ValueError("segments: several scans go over one image a row, without segments")
+        q, k = feature_map(c.feature_map, q), feature_map(c.feature_map, k)
+        how |= dict(scan_merge=c.scan_merge, normalize=c.normalize, gate=c.gate, scale=self.mixer.scale)
+        return multi_scan_attention(q, k, v, [d(x, k, extra).log_decay for d in self.decays], grid.orders, **how)
 
     def arguments(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor, extra: Tensor | None = None
@@ -195,7 +230,7 @@ class LionAttention(Attention):
         """The operator's arguments for tokens x (B, L, dim) at `places` (B or 1, L)."""
         c, m = self.config, self.mixer
         q, k = feature_map(c.feature_map, q), feature_map(m.key_map or c.feature_map, k)
-        given = {"k": k} if self.decay is None else self.decay(x, k, extra)._asdict()
+        given = self.decays[0](x, k, extra)._asdict() if self.decays else {"k": k}
         angles = None
         if m.rotary:  # (B, 1, L, D/2), the same for all rows unless padding shifts them
             places = places.expand(x.shape[0], -1) if places.shape[0] > 1 else places[0]
@@ -237,6 +272,8 @@ class LionAttention(Attention):
     def _causal(self) -> None:
         if self.config.direction != "forward":
             raise ValueError(f"direction: only 'forward' streams, this layer has {self.config.direction!r}")
+        if self.config.scans != AS_THEY_STAND:
+            raise ValueError("scans: a stream has one order, that in which its tokens come")
 
 
 def places_of(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -250,7 +287,7 @@ class SoftmaxAttention(Attention):
     def __init__(self, dim: int, num_heads: int, config: AttentionConfig | None = None, **settings) -> None:
         super().__init__(dim, num_heads, replace(config or AttentionConfig(), **settings).resolved(SOFTMAX))
 
-    def mix(self, x, q, k, v, extra, valid, segments) -> Tensor:
+    def mix(self, x, q, k, v, grid, valid, segments) -> Tensor:
         causal = self.config.direction == "forward"
         mask = None
         if valid is not None or segments is not None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.attention import NORMS, AttentionConfig, make_attention
+from lion.layers.scans import Grid
 
 
 class Mlp(nn.Module):
@@ -84,8 +85,8 @@ class Block(nn.Module):
         self.drop_path = nn.Identity() if drop_path is None else DropPath(drop_path)
 
     def forward(
-        self, x: Tensor, coords: Tensor | None = None, valid: Tensor | None = None, segments: Tensor | None = None
+        self, x: Tensor, grid: Grid | None = None, valid: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:
         """(B, L, dim) -> (B, L, dim); the other arguments as in `Attention.forward`."""
-        x = x + self.drop_path(self.dropout(self.attention(self.norm1(x), coords, valid, segments)))
+        x = x + self.drop_path(self.dropout(self.attention(self.norm1(x), grid, valid, segments)))
         return x + self.drop_path(self.dropout(self.mlp(self.norm2(x))))

@@ -29,6 +29,7 @@ class Decay(nn.Module):
 
     per = "a token and head"  # what has a lambda of its own
     delta = False  # beta of the delta rule in place of a decay
+    scans = False  # whether several scans can share q, k and v: all that it gives is a decay
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -60,6 +61,7 @@ class FixedDecay(Decay):
     """Lion-D: `lambda = sigmoid(a)`, one learned `a ~ N(0, 1)` a head; log_decay (H,)."""
 
     per = "a head"
+    scans = True
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)
@@ -74,6 +76,8 @@ class SelectiveDecay(Decay):
 
     Extra tokens (cls) do not decay, lambda = 1, as in the released code.
     """
+
+    scans = True
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)

@@ -10,6 +10,7 @@ from lion.config import setting
 from lion.layers.attention import NORMS, AttentionConfig
 from lion.layers.block import MLPS, Block
 from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers.scans import Grid
 
 
 @dataclass
@@ -66,11 +67,11 @@ class Encoder(nn.Module):
         self.norm = NORMS[c.norm](c.dim, eps=c.norm_eps)
 
     def forward(
-        self, x: Tensor, coords: Tensor | None = None, valid: Tensor | None = None, segments: Tensor | None = None
+        self, x: Tensor, grid: Grid | None = None, valid: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:
         """(B, L, dim) -> (B, L, dim)."""
         for block in self.blocks:
-            x = block(x, coords, valid, segments)
+            x = block(x, grid, valid, segments)
         return self.norm(x)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lion.config import setting
 from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers.scans import Grid, make_grid
 from lion.models.encoder import Encoder, EncoderConfig, init_weights
 
 
@@ -65,8 +66,8 @@ class ViT(nn.Module):
         self.position = nn.Parameter(torch.zeros(1, length, config.dim)) if config.position_embedding else None
         self.encoder = Encoder(config)
         self.head = nn.Linear(config.dim, num_classes)
-        grid = torch.cartesian_prod(torch.arange(height), torch.arange(width)).reshape(-1, 2).mT  # (2, H W)
-        self.register_buffer("coords", torch.cat([torch.full((2, 1), -1), grid], 1), persistent=False)
+        for name, places in make_grid(height, width, config.attention.scans)._asdict().items():
+            self.register_buffer(name, places, persistent=False)
 
         init_weights(self, config.init_std)
         for parameter in (self.cls, self.position):
@@ -79,5 +80,5 @@ class ViT(nn.Module):
         x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1)
         if self.position is not None:
             x = x + self.position
-        x = self.encoder(x, self.coords)
+        x = self.encoder(x, Grid(self.coords, self.orders))
         return self.head(x[:, 0] if self.readout == "cls" else x.mean(1))

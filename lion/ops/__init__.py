@@ -6,6 +6,7 @@ from lion.ops.decay import DIRECTIONS, GATES
 from lion.ops.reference import reference_attention
 from lion.ops.rnn import State, initial_state
 from lion.ops.rotary import rope_frequencies, rotary_angles, rotate
+from lion.ops.scans import SCAN_MERGES, multi_scan_attention
 from lion.ops.streaming import prefill, step
 
 __all__ = [
@@ -13,10 +14,12 @@ __all__ = [
     "FORMS",
     "GATES",
     "NORMALIZE",
+    "SCAN_MERGES",
     "State",
     "initial_state",
     "linear_attention",
     "linear_attention_parts",
+    "multi_scan_attention",
     "no_autocast",
     "prefill",
     "reference_attention",

@@ -152,9 +152,7 @@ def linear_attention_parts(
     check_tokens(q, k, v)
     check_gates(q, log_decay, beta, bonus, angles)
     check_masks(q, valid, segments)
-    choice("direction", direction, DIRECTIONS)
-    choice("gate", gate, GATES)
-    choice("normalize", normalize, NORMALIZE)
+    check_names(direction, gate, normalize)
     plain = log_decay is None and beta is None
     form = resolve_form(choice("form", form, (*FORMS, "blockwise", "auto")), q.shape[2], not plain, dropout_p)
     if dropout_p and form != "full":
@@ -233,6 +231,12 @@ def resolve_form(form: str, length: int, decays: bool = True, dropout_p: float =
     if form != "auto":
         return form
     return "full" if length <= FULL_UP_TO or not decays or dropout_p else "chunk"
+
+
+def check_names(direction: str, gate: str, normalize: str) -> None:
+    choice("direction", direction, DIRECTIONS)
+    choice("gate", gate, GATES)
+    choice("normalize", normalize, NORMALIZE)
 
 
 def check_pairs(

@@ -144,12 +144,17 @@ def make_directions(log_decay: Tensor, run: Tensor | None, *, gate: str, directi
     return tuple(made)
 
 
-def pair_mask(directions: tuple[Direction, ...], own: bool = True, keys: slice = slice(None)) -> Tensor:
-    """The mask M of Eq. 14 and 30, (b, H, .., L, L, D or 1): diagonal 1, or 0 without `own`; some columns, or all."""
+def pair_mask(
+    directions: tuple[Direction, ...], own: bool = True, keys: slice = slice(None), places: Tensor | None = None
+) -> Tensor:
+    """The mask M of Eq. 14 and 30, (b, H, .., L, L, D or 1): diagonal 1, or 0 without `own`; some columns, or all.
+
+    `places` (L,) says as the how manieth each token is visited, where that is not the order in which they stand.
+    """
     clock = directions[0].key
-    length, device = clock.terms[0].shape[-2], clock.terms[0].device
-    i = torch.arange(length, device=device)[:, None, None]
-    j = torch.arange(length, device=device)[keys, None]
+    if places is None:
+        places = torch.arange(clock.terms[0].shape[-2], device=clock.terms[0].device)
+    i, j = places[:, None, None], places[keys, None]
     pairs = [(d.query.rows(), d.key.map(lambda t: t[..., keys, :]).columns()) for d in directions]
     if len(directions) == 1:
         before = j > i if directions[0].back else j < i

@@ -21,7 +21,11 @@ def masked_parts(
     q: Tensor, k: Tensor, v: Tensor, directions: tuple[Direction, ...], *, own: bool, rowsum: bool, dropout_p: float
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L) of the masked product, dense in L."""
-    weights = pair_scores(q, k, directions, own)  # (B, H, L, L)
+    return weighted_parts(pair_scores(q, k, directions, own), v, rowsum=rowsum, dropout_p=dropout_p)
+
+
+def weighted_parts(weights: Tensor, v: Tensor, *, rowsum: bool, dropout_p: float) -> tuple[Tensor, Tensor | None]:
+    """Numerator (B, H, L, E) and row sum (B, H, L) of decayed scores (B, H, L, L)."""
     total = weights.sum(-1) if rowsum else None
     if dropout_p:
         weights = F.dropout(weights, dropout_p)

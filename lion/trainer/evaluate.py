@@ -55,7 +55,7 @@ def decay_values(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple, gating: Gating) -> None:
             if gating.log_decay is not None:
-                name_of_layer = name.removeprefix("encoder.").removesuffix(".attention.decay")
+                name_of_layer = name.removeprefix("encoder.").replace(".attention.decays", "").removesuffix(".0")
                 found[name_of_layer] = gating.log_decay.exp().float().cpu()
 
         return hook

@@ -143,26 +143,26 @@ def retnet(w: Weights, x: Tensor, state, way: Way):
 
 def gated_rfa(w: Weights, x: Tensor, state, way: Way):
     q, k, v = project(w, x, way.heads)
-    g = sigmoid(linear(w, "decay.gate", x))[..., None]
+    g = sigmoid(linear(w, "decays.0.gate", x))[..., None]
     return decayed(elu1(q), (1 - g) * elu1(k), v, g, state)
 
 
 def mamba(w: Weights, x: Tensor, state, way: Way):
     """A number A for each state dimension (Mamba) or one for all, with SiLU on what are q and k (Mamba-2)"""
     q, k, v = project(w, x, way.heads)
-    if w["decay.a"].numel() == way.heads:
+    if w["decays.0.a"].numel() == way.heads:
         q, k = silu(q), silu(k)
-    dt = softplus(linear(w, "decay.step", x, False) + w["decay.step_bias"])[..., None]
-    A = -torch.exp(split(w["decay.a"], way.heads))  # (H, D or 1)
+    dt = softplus(linear(w, "decays.0.step", x, False) + w["decays.0.step_bias"])[..., None]
+    A = -torch.exp(split(w["decays.0.a"], way.heads))  # (H, D or 1)
     return decayed(q, dt * k, v, torch.exp(dt * A), state)
 
 
 def rwkv6(w: Weights, x: Tensor, state, way: Way):
     """The read-out is before the update."""
     q, k, v = project(w, x, way.heads)
-    d = w["decay.w"] + linear(w, "decay.up", torch.tanh(linear(w, "decay.down", x, False)), False)
+    d = w["decays.0.w"] + linear(w, "decays.0.up", torch.tanh(linear(w, "decays.0.down", x, False)), False)
     f = torch.exp(-torch.exp(split(d, way.heads)))
-    u = split(w["decay.u"], way.heads)
+    u = split(w["decays.0.u"], way.heads)
     S, _ = memory(state, q, v)
     own = dot(q, u * k)
     read = Read(apply(q, S + outer(u * k, v)), own, own, v)
@@ -171,21 +171,21 @@ def rwkv6(w: Weights, x: Tensor, state, way: Way):
 
 def gla(w: Weights, x: Tensor, state, way: Way):
     q, k, v = project(w, x, way.heads)
-    alpha = sigmoid(linear(w, "decay.up", linear(w, "decay.down", x, False))) ** (1 / 16)
+    alpha = sigmoid(linear(w, "decays.0.up", linear(w, "decays.0.down", x, False))) ** (1 / 16)
     return decayed(q / math.sqrt(q.shape[-1]), k, v, split(alpha, way.heads), state)
 
 
 def hgrn2(w: Weights, x: Tensor, state, way: Way):
     q, logits, v = project(w, x, way.heads)
-    bound = split(sigmoid(w["decay.bound"]), way.heads)
+    bound = split(sigmoid(w["decays.0.bound"]), way.heads)
     f = bound + (1 - bound) * sigmoid(logits)
     return decayed(silu(q), 1 - f, v, f, state)
 
 
 def mlstm(w: Weights, x: Tensor, state, way: Way):
     q, k, v = project(w, x, way.heads)
-    i, f = linear(w, "decay.gates", x, False).chunk(2, -1)
-    i, f = sigmoid(i + w["decay.input_bias"])[..., None], sigmoid(f + w["decay.forget_bias"])[..., None]
+    i, f = linear(w, "decays.0.gates", x, False).chunk(2, -1)
+    i, f = sigmoid(i + w["decays.0.input_bias"])[..., None], sigmoid(f + w["decays.0.forget_bias"])[..., None]
     return decayed(q, i * k / math.sqrt(k.shape[-1]), v, f, state)
 
 
@@ -193,7 +193,7 @@ def deltanet(w: Weights, x: Tensor, state, way: Way):
     """S = S (I - beta k k^T) + beta v k^T, with S as (E, D) in the paper and (D, E) here"""
     q, k, v = project(w, x, way.heads)
     q, k = unit(silu(q)), unit(silu(k))
-    beta = sigmoid(linear(w, "decay.gate", x, False))[..., None]
+    beta = sigmoid(linear(w, "decays.0.gate", x, False))[..., None]
     S, _ = memory(state, q, v)
     S = S - outer(beta * k, apply(k, S)) + outer(beta * k, v)
     own = dot(q, beta * k)
@@ -214,8 +214,8 @@ def bounded(numerator: Tensor, rowsum: Tensor) -> Tensor:
 
 ORACLES = {
     "lion_lit": (lion(lambda w, x: x.new_ones(())), ratio),
-    "lion_d": (lion(lambda w, x: sigmoid(w["decay.a"])), ratio),
-    "lion_s": (lion(lambda w, x: sigmoid(linear(w, "decay.gate", x))), ratio),
+    "lion_d": (lion(lambda w, x: sigmoid(w["decays.0.a"])), ratio),
+    "lion_s": (lion(lambda w, x: sigmoid(linear(w, "decays.0.gate", x))), ratio),
     "linear_transformer": (linear_transformer, ratio),
     "retnet": (retnet, plain),
     "gated_rfa": (gated_rfa, ratio),

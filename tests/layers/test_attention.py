@@ -4,8 +4,9 @@ import torch
 from lion.layers.attention import AttentionConfig, LionAttention, SoftmaxAttention, forms_of, make_attention, set_form
 from lion.layers.features import FEATURE_MAPS, feature_map
 from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers.scans import make_grid
 
-COORDS = torch.tensor([[-1, 0, 0, 1, 1, 2, 2], [-1, 0, 1, 0, 1, 0, 1]])
+GRID = make_grid(3, 2)
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
@@ -14,7 +15,7 @@ def test_every_parameter_learns(mixer, direction):
     torch.manual_seed(0)
     settings = AttentionConfig(direction=direction, out_norm="rmsnorm", out_gate_rank=2)
     layer = make_attention(mixer, 12, 3, settings)
-    layer(torch.randn(2, 7, 12), COORDS).square().sum().backward()
+    layer(torch.randn(2, 7, 12), GRID).square().sum().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
@@ -61,19 +62,19 @@ def test_padding_inside_a_segment_moves_no_token(mixer):
 def test_cls_does_not_decay_in_lion_s_alone():
     layer = LionAttention(12, 3, "lion_s")
     k = torch.randn(2, 3, 7, 4)
-    log_decay = layer.decay(torch.randn(2, 7, 12), k, (COORDS < 0).all(0)).log_decay
+    log_decay = layer.decays[0](torch.randn(2, 7, 12), k, GRID.extra).log_decay
     assert log_decay.shape == (2, 3, 7) and (log_decay[..., 0] == 0).all() and (log_decay[..., 1:] < 0).all()
-    fixed = LionAttention(12, 3, "lion_d").decay(torch.randn(2, 7, 12), k, (COORDS < 0).all(0))
+    fixed = LionAttention(12, 3, "lion_d").decays[0](torch.randn(2, 7, 12), k, GRID.extra)
     assert fixed.log_decay.shape == (3,)
 
 
 def test_gates_stay_float32_under_autocast():
     layer, x, k = LionAttention(12, 3, "lion_s"), torch.randn(2, 7, 12), torch.randn(2, 3, 7, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        log_decay = layer.decay(x, k).log_decay
+        log_decay = layer.decays[0](x, k).log_decay
         assert layer(x).dtype == torch.bfloat16
     assert log_decay.dtype == torch.float32
-    torch.testing.assert_close(log_decay, layer.decay(x, k).log_decay, rtol=0, atol=0)
+    torch.testing.assert_close(log_decay, layer.decays[0](x, k).log_decay, rtol=0, atol=0)
 
 
 def test_conventions_of_mixer_direction_and_preset():

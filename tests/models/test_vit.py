@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from lion.layers.attention import set_form
+from lion.layers.attention import AttentionConfig, set_form
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.models.vit import ViT, ViTConfig
+from lion.ops import SCAN_MERGES
 
 
 def vit(mixer="lion_s", size=(8, 8), channels=3, classes=5, **settings):
@@ -28,11 +29,15 @@ def test_conventions_follow_the_mixer():
     assert ViTConfig("lion_s", 12, 1, 3, position_embedding=True, readout="cls").readout == "cls"
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_forms_agree(mixer):
+SNAKES = {"scans": ("row_snake", "column_snake")}
+MULTISCAN = [(m, {**SNAKES, "scan_merge": merge}) for m in ("lion_d", "lion_s") for merge in SCAN_MERGES]
+
+
+@pytest.mark.parametrize(("mixer", "attention"), [*((m, {}) for m in MIXERS), *MULTISCAN])
+def test_forms_agree(mixer, attention):
     torch.manual_seed(0)
-    model = vit(mixer, (20, 20)).double().eval()
-    images = torch.randn(2, 3, 20, 20, dtype=torch.double)
+    model = vit(mixer, (20, 14), attention=AttentionConfig(**attention)).double().eval()
+    images = torch.randn(2, 3, 20, 14, dtype=torch.double)
     with torch.inference_mode():
         expected = model(images)
         for form, size in (("chunk", 16), ("rnn", 1), ("rnn", 16)):
@@ -46,10 +51,12 @@ def test_readout_of_cls_sees_the_patches():
     assert not torch.allclose(model(images), model(-images))
 
 
-def test_coordinates_flag_the_cls_token():
-    model = vit(size=(4, 6))
+def test_places_are_buffers_that_no_checkpoint_holds():
+    model = vit(size=(4, 6), attention=AttentionConfig(**SNAKES))
     assert model.coords.tolist() == [[-1, 0, 0, 0, 1, 1, 1], [-1, 0, 1, 2, 0, 1, 2]]
-    assert not any("coords" in name for name in model.state_dict())
+    assert model.orders.tolist() == [[0, 1, 2, 3, 6, 5, 4], [0, 1, 4, 5, 2, 3, 6]]
+    assert not any("coords" in name or "orders" in name for name in model.state_dict())
+    assert vit().orders is None
 
 
 def test_patches_must_fit():

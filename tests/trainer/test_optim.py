@@ -12,9 +12,9 @@ def model(mixer="lion_s"):
 
 def test_deit_spares_what_deit_spares():
     decayed, spared = split_decay(model(), "deit")
-    assert {"cls", "position", "encoder.norm.weight", "encoder.blocks.0.attention.decay.gate.bias"} <= spared.keys()
-    assert {"patch.weight", "encoder.blocks.0.attention.decay.gate.weight", "head.weight"} <= decayed.keys()
-    assert "encoder.blocks.0.attention.decay.a" in split_decay(model("lion_d"), "deit")[1]
+    assert {"cls", "position", "encoder.norm.weight", "encoder.blocks.0.attention.decays.0.gate.bias"} <= spared.keys()
+    assert {"patch.weight", "encoder.blocks.0.attention.decays.0.gate.weight", "head.weight"} <= decayed.keys()
+    assert "encoder.blocks.0.attention.decays.0.a" in split_decay(model("lion_d"), "deit")[1]
     everything = dict(model().named_parameters()).keys()
     assert decayed.keys() | spared.keys() == everything and not decayed.keys() & spared.keys()
 

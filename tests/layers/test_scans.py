@@ -1,0 +1,124 @@
+"""Scan orders, and layers that go over several of them."""
+
+import pytest
+import torch
+
+from lion.layers.attention import AttentionConfig, LionAttention, set_form
+from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers.scans import SCANS, make_grid
+from lion.ops import SCAN_MERGES
+from tests.ops.helpers import oracle_mask
+
+SNAKES = ("row_snake", "column_snake")
+S = [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10, 11, 15, 14, 13, 12]  # the 4 x 4 orders of the released code's curves
+SR = [0, 4, 8, 12, 13, 9, 5, 1, 2, 6, 10, 14, 15, 11, 7, 3]
+
+
+def test_orders_of_the_released_code():
+    grid = make_grid(4, 4, SNAKES, extra=0)
+    assert grid.orders.tolist() == [S, SR]
+    assert make_grid(4, 4, SNAKES).orders.tolist() == [[0, *(1 + i for i in s)] for s in (S, SR)]  # cls comes first
+    assert make_grid(4, 4).orders is None
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1), (2, 3), (7, 4), (14, 14)])
+@pytest.mark.parametrize("extra", [0, 1, 3])
+def test_every_order_visits_all_tokens_once(name, size, extra):
+    grid = make_grid(*size, (name, name), extra)
+    order = grid.orders[0]
+    assert order.sort().values.tolist() == list(range(extra + size[0] * size[1]))
+    assert order[:extra].tolist() == list(range(extra))
+    assert grid.extra.tolist() == [True] * extra + [False] * (size[0] * size[1])
+    if name != "row_major":  # a snake steps from a patch to its neighbour
+        places = grid.coords[:, order[extra:]]
+        assert all(step == 1 for step in (places[:, 1:] - places[:, :-1]).abs().sum(0).tolist())
+
+
+def layer_of(mixer: str, **settings) -> LionAttention:
+    torch.manual_seed(0)
+    layer = LionAttention(12, 3, mixer, scans=SNAKES, **settings).double()
+    for decay in layer.decays:  # far from each other
+        for parameter in decay.parameters():
+            torch.nn.init.normal_(parameter)
+    return layer
+
+
+def oracle(layer: LionAttention, x: torch.Tensor, grid, merge: str) -> torch.Tensor:
+    """One layer from its definition, scan by scan, with masks made pair by pair."""
+    q, k, v = layer.qkv(x).view(*x.shape[:2], 3, 3, 4).permute(2, 0, 3, 1, 4)
+    silu = torch.nn.functional.silu
+    q, k = ((silu(t) + 0.5) / (silu(t) + 0.5).norm(dim=-1, keepdim=True) for t in (q, k))
+    scores, masks = q @ k.mT, []
+    for decay, order in zip(layer.decays, grid.orders):
+        if hasattr(decay, "a"):
+            lam = torch.sigmoid(decay.a)[None, :, None].expand(x.shape[0], -1, x.shape[1])
+        else:
+            lam = torch.sigmoid(x @ decay.gate.weight.T + decay.gate.bias).mT.clone()
+            lam[:, :, 0] = 1  # cls
+        mask = torch.empty_like(scores)
+        for b in range(x.shape[0]):
+            for h in range(3):
+                along = oracle_mask(lam[b, h, order].tolist(), "source", layer.config.direction)
+                mask[b, h, order[:, None], order] = along
+        masks.append(mask)
+    if merge == "masks":
+        weights = scores * (masks[0] + masks[1])
+        y = weights / weights.sum(-1, keepdim=True) @ v
+    else:
+        y = sum((scores * m) / (scores * m).sum(-1, keepdim=True) @ v for m in masks) / 2
+    return layer.proj(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("mixer", ["lion_d", "lion_s"])
+@pytest.mark.parametrize("merge", SCAN_MERGES)
+@pytest.mark.parametrize("direction", ["both", "forward", "backward"])
+def test_layer_is_the_definition_in_every_form(mixer, merge, direction):
+    layer, grid = layer_of(mixer, scan_merge=merge, direction=direction, gate="source"), make_grid(4, 5, SNAKES)
+    x = torch.randn(2, 21, 12, dtype=torch.double)
+    with torch.no_grad():
+        want = oracle(layer, x, grid, merge)
+        for form, size in (("auto", 64), ("full", 64), ("chunk", 4), ("chunk", 64), ("rnn", 1), ("rnn", 16)):
+            set_form(layer, form, size)
+            assert (layer(x, grid) - want).abs().max() < 1e-12, (form, size)
+
+
+@pytest.mark.parametrize("mixer", ["lion_d", "lion_s"])
+@pytest.mark.parametrize("merge", SCAN_MERGES)
+def test_every_scan_learns_a_decay_of_its_own(mixer, merge):
+    layer, grid = layer_of(mixer, scan_merge=merge), make_grid(3, 3, SNAKES)
+    layer(torch.randn(2, 10, 12, dtype=torch.double), grid).square().sum().backward()
+    grads = [torch.cat([p.grad.flatten() for p in d.parameters()]) for d in layer.decays]
+    assert all(g.abs().max() > 1e-8 for g in grads) and not torch.allclose(*grads)
+
+
+def test_one_scan_in_another_order():
+    torch.manual_seed(0)
+    plain, snake = (LionAttention(12, 3, "lion_s", scans=s).double() for s in (("row_major",), ("row_snake",)))
+    snake.load_state_dict(plain.state_dict())
+    grid, x = make_grid(4, 4, ("row_snake",)), torch.randn(2, 17, 12, dtype=torch.double)
+    order = grid.orders[0]
+    torch.testing.assert_close(snake(x, grid)[:, order], plain(x[:, order], make_grid(4, 4)))
+
+
+@pytest.mark.parametrize("mixer", [m for m in (SOFTMAX, *MIXERS) if m not in ("lion_d", "lion_s")])
+def test_other_mixers_have_one_scan(mixer):
+    with pytest.raises(ValueError, match=f"scans: not available with mixer '{mixer}', only with lion_d, lion_s"):
+        AttentionConfig(scans=SNAKES).resolved(mixer)
+
+
+def test_bad_scans():
+    with pytest.raises(ValueError, match="scans: 'snake' is no scan, did you mean 'row_snake'"):
+        AttentionConfig(scans=("snake",)).resolved("lion_s")
+    with pytest.raises(ValueError, match="scans: expected at least one"):
+        AttentionConfig(scans=()).resolved("lion_s")
+    layer, x = layer_of("lion_s"), torch.randn(1, 10, 12, dtype=torch.double)
+    for grid in (None, make_grid(3, 3), make_grid(3, 3, ("row_snake",))):
+        with pytest.raises(ValueError, match="grid: scans row_snake, column_snake need the orders"):
+            layer(x, grid)
+    with pytest.raises(ValueError, match="segments: several scans"):
+        layer(x, make_grid(3, 3, SNAKES), segments=torch.zeros(1, 10, dtype=torch.long))
+    causal = layer_of("lion_s", direction="forward")
+    for stream in (lambda: causal.prefill(x), lambda: causal.step(x, causal.initial_state(1))):
+        with pytest.raises(ValueError, match="scans: a stream has one order"):
+            stream()
