@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import Dataset
+from tqdm import tqdm
 
 from lion.config import ConfigError, setting
 from lion.tasks.base import Unreadable
@@ -64,7 +67,7 @@ def split_indices(size: int, shares: tuple[float, ...], seed: int = 0) -> list[l
 
 
 class Images(Dataset):
-    """Samples {image, label} of a data set of (picture, label) under a transform; `indices` picks a part of it.
+    """Samples {image, label} of a source of (picture, label) under a transform; `indices` picks a part of it.
 
     What the source fails to give is `Unreadable`; an error of the transform is a bug and stays one.
     """
@@ -76,18 +79,43 @@ class Images(Dataset):
         return len(self.source) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        index = index if self.indices is None else self.indices[index]
-        try:
-            picture, label = self.source[index]
-        except Exception as error:
-            raise Unreadable(f"{self.name(index)} ({type(error).__name__}: {first_line(error)})") from error
+        picture, label = read_sample(self.source, index if self.indices is None else self.indices[index])
         return {"image": self.transform(picture), "label": label}
 
-    def name(self, index: int) -> str:
-        """What a person knows a sample by: its file, where it has one."""
-        files = getattr(self.source, "samples", None)
-        return files[index][0] if files else f"sample {index}"
+
+class Decoded:
+    """A source whose pictures were decoded once, into one block of memory that workers share."""
+
+    def __init__(self, source: Any, indices: list[int] | None = None) -> None:
+        self.classes = source.classes
+        indices = list(range(len(source))) if indices is None else indices
+        pixels, self.shapes, labels = [], [], []
+        for index in tqdm(indices, desc="decoding", unit="images", leave=False, dynamic_ncols=True):
+            picture, label = read_sample(source, index)
+            pixels.append(np.asarray(picture if picture.mode in ("L", "RGB") else picture.convert("RGB")))
+            self.shapes.append(pixels[-1].shape)
+            labels.append(label)
+        self.starts = np.cumsum([0, *(p.size for p in pixels)])
+        self.bytes, self.labels = np.concatenate([p.ravel() for p in pixels]), np.array(labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        pixels = self.bytes[self.starts[index] : self.starts[index + 1]].reshape(self.shapes[index])
+        return Image.fromarray(pixels), int(self.labels[index])
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no reason given"])[0]
+def read_sample(source: Any, index: int) -> tuple[Any, int]:
+    """`source[index]`.
+
+    Raises:
+        Unreadable: The source cannot give it; the message names its file, where it has one.
+    """
+    try:
+        return source[index]
+    except Exception as error:
+        files = getattr(source, "samples", None)
+        name = files[index][0] if files else f"sample {index}"
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise Unreadable(f"{name} ({type(error).__name__}: {reason})") from error

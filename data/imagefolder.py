@@ -1,22 +1,47 @@
-"""Any folder of pictures: `data.root/{train,val[,test]}/<class>/*`."""
+"""Any folder of pictures: `data.root/{train,val[,test]}/<class>/*`, or `data.root/<class>/*` with `data.val_split`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from torchvision.datasets import ImageFolder
 
 from data.common import DataSplits, find_root
-from data.pictures import FolderConfig, build_folders, load_picture
+from data.pictures import PictureConfig, build_pictures, load_picture, open_picture
+from lion.config import ConfigError
 
-HOW = "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg"
+HOW = "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or ROOT/CLASS/*.jpg with data.val_split=0.1"
 
 
 @dataclass
-class Config(FolderConfig):
+class Config(PictureConfig):
     name: str = "imagefolder"
 
 
 def build(config: Config) -> DataSplits:
     return build_folders(config, find_root(config, "imagefolder", HOW), HOW)
+
+
+def build_folders(config: PictureConfig, root: Path, how: str) -> DataSplits:
+    """Splits of `root`: train, and val and test where there are such folders; else all of it is train."""
+    if not (root / "train").is_dir():
+        if config.val_split is None:
+            raise ConfigError(f"data set '{config.name}': no folder {root / 'train'}; {how}")
+        return build_pictures(config, open_folder(root, config, how))
+    train = open_folder(root / "train", config, how)
+    if not (root / "val").is_dir() and config.val_split is None:
+        raise ConfigError(f"data set '{config.name}': no folder {root / 'val'}; {how}")
+    others = [open_folder(root / n, config, how) if (root / n).is_dir() else None for n in ("val", "test")]
+    return build_pictures(config, train, *others)
+
+
+def open_folder(path: Path, config: PictureConfig, how: str) -> ImageFolder:
+    """A split's ImageFolder; an empty one is explained."""
+    try:
+        return ImageFolder(str(path), loader=open_picture)
+    except FileNotFoundError as error:
+        raise ConfigError(f"data set '{config.name}': {path}: {str(error).splitlines()[0]}; {how}") from None
 
 
 __all__ = ["Config", "build", "load_picture"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data.common import DataSplits, find_root
-from data.pictures import FolderConfig, build_folders, load_picture
+from data.imagefolder import build_folders
+from data.pictures import PictureConfig, load_picture, published_info
 from lion.tasks.base import ImageInfo
 
 HOW = (
@@ -15,8 +16,9 @@ HOW = (
 
 
 @dataclass
-class Config(FolderConfig):
+class Config(PictureConfig):
     name: str = "imagenet"
+    image_size: tuple[int, int] | None = (224, 224)
 
 
 def build(config: Config) -> DataSplits:
@@ -25,7 +27,7 @@ def build(config: Config) -> DataSplits:
 
 def published(config: Config) -> tuple[ImageInfo, int]:
     """What the data set is known to hold: its info and the number of training pictures."""
-    return ImageInfo(tuple(config.image_size), 3, tuple(f"class {i}" for i in range(1000))), 1_281_167
+    return published_info(config, size=(224, 224), channels=3, classes=1000), 1_281_167
 
 
 __all__ = ["Config", "build", "load_picture", "published"]

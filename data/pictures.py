@@ -1,100 +1,227 @@
-"""Folders of pictures, `root/train/<class>/*` and `root/val/<class>/*`, with DeiT's geometry."""
+"""What all sets of pictures share: their settings, DeiT's transforms, and splits made of whatever sources there are.
+
+A source is a sequence of (PIL picture, label) with the names of its `classes`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
-from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from data.common import DataConfig, DataSplits, Images
+from data.augment import RandAugment
+from data.common import DataConfig, DataSplits, Decoded, Images, data_root, read_sample, split_indices, user_path
 from lion.config import ConfigError, setting
-from lion.tasks.base import ImageInfo
+from lion.tasks.base import ImageInfo, Unreadable
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PHOTO_SIZE = (224, 224)  # of pictures that have no common size
+PROBES = 256  # pictures of each split that are opened before anything starts
+SPLIT_SEED = 0  # `seed` in a recipe moves no picture between splits
 
 
 @dataclass
-class FolderConfig(DataConfig):
-    """Pictures are cropped to `image_size` (height, width): at random in training, and at test from the middle of
-    a picture whose shorter side is `image_size / crop`. `random_erasing` is the share of pictures that lose a
-    rectangle to noise; `repeats` is DeiT's repeated augmentation: how often a drawn picture stands in an epoch."""
+class PictureConfig(DataConfig):
+    """Settings of every set of pictures. Null means: as the data has it.
 
-    image_size: tuple[int, int] = (224, 224)
-    crop: float = setting(0.875, above=0, max=1)
+    image_size: (height, width) that the model sees; null: that of the pictures, 224 where they differ.
+    channels: 1 or 3; null: 1 where all pictures are grey.
+    mean, std: of the pixels, for each channel; null: those of the data set, else ImageNet's.
+    random_scale: share of a picture's area that a training crop keeps, then resized (bicubic).
+    pad: in place of that, pixels around a picture before a training crop of its whole size (CIFAR; DeiT up to 32 px).
+    crop: at test the middle of a picture whose shorter side is `image_size / crop`.
+    rand_augment: as timm writes it, "rand-m9-mstd0.5-inc1".
+    repeats: repeated augmentation, how often a drawn picture stands in an epoch.
+    val_split: share of the training pictures held out as `val`; null: the data's own, or its test pictures.
+    limit: training pictures at most, drawn once.
+    cache: decode all pictures once, into memory.
+    """
+
+    image_size: tuple[int, int] | None = None
+    channels: int | None = setting(None, choices=(1, 3))
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
     random_scale: tuple[float, float] = (0.08, 1.0)
+    pad: int = setting(0, min=0, max=1024)
     flip: float = setting(0.5, min=0, max=1)
-    random_erasing: float = setting(0.0, min=0, max=1)
+    rand_augment: str | None = None
+    crop: float = setting(0.875, above=0, max=1)
     repeats: int = setting(1, min=1)
+    val_split: float | None = setting(None, min=0.001, max=0.9)
+    limit: int | None = setting(None, min=1)
+    cache: bool = setting(False, free=True)
 
     def __post_init__(self) -> None:
         low, high = self.random_scale
-        if not all(1 <= side <= 65_536 for side in self.image_size):
+        if self.image_size and not all(1 <= side <= 65_536 for side in self.image_size):
             raise ValueError(f"image_size: expected sides of 1 to 65536 pixels, got {self.image_size}")
         if not 0 < low <= high <= 1:
             raise ValueError(f"random_scale: expected two shares of a picture, the smaller first, got {(low, high)}")
+        if self.std is not None and min(self.std, default=0) <= 0:
+            raise ValueError(f"std: expected more than 0, got {self.std}")
+        if self.rand_augment is not None:
+            try:
+                RandAugment.from_string(self.rand_augment)
+            except ValueError as error:
+                raise ValueError(f"rand_augment: {error}") from None
 
 
-def training_transform(config: FolderConfig) -> v2.Transform:
-    return v2.Compose(
-        [
-            v2.RandomResizedCrop(
-                config.image_size, scale=config.random_scale, interpolation=v2.InterpolationMode.BICUBIC
-            ),
-            v2.RandomHorizontalFlip(config.flip),
-            v2.PILToTensor(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
-            v2.RandomErasing(config.random_erasing, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3), value="random"),
-        ]
-    )
+def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any = None) -> DataSplits:
+    """Splits of the sources that there are. Without `val`, it is `val_split` of the training pictures, else `test`."""
+    info = describe(config, train, [s for s in (val, test) if s is not None])
+    kept, held = list(range(len(train))), None
+    if val is None and config.val_split:
+        kept, held = split_indices(len(train), (config.val_split,), SPLIT_SEED)
+        if not held or not kept:
+            raise ConfigError(f"data.val_split: {config.val_split} of {len(train)} pictures leaves a split empty")
+    elif val is None:
+        if test is None:
+            raise ConfigError(f"data set '{config.name}' has one split: data.val_split=0.1 holds out a tenth of it")
+        val, test = test, None
+    if config.limit is not None and config.limit < len(kept):
+        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(SPLIT_SEED))
+        kept = [kept[i] for i in order[: config.limit].tolist()]
+    plain = test_transform(config, info)
 
+    def split(source: Any, transform: Any, indices: list[int] | None = None) -> Images:
+        if config.cache:
+            source, indices = Decoded(source, indices), None
+        return Images(source, transform, indices)
 
-def test_transform(config: FolderConfig) -> v2.Transform:
-    short = int(min(config.image_size) / config.crop)
-    return v2.Compose(
-        [
-            v2.Resize(short, interpolation=v2.InterpolationMode.BICUBIC),
-            v2.CenterCrop(config.image_size),
-            v2.PILToTensor(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
-        ]
-    )
-
-
-def open_folder(path: Path, config: FolderConfig, how: str) -> ImageFolder:
-    """A split's ImageFolder; a missing or empty one is explained."""
-    if not path.is_dir():
-        raise ConfigError(f"data set '{config.name}': no folder {path}; {how}")
-    try:
-        return ImageFolder(str(path))
-    except FileNotFoundError as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"data set '{config.name}': {path}: {first}") from None
-
-
-def build_folders(config: FolderConfig, root: Path, how: str) -> DataSplits:
-    """Splits of `root`: train, val, and test where there is one."""
-    train, val = (open_folder(root / split, config, how) for split in ("train", "val"))
-    test = open_folder(root / "test", config, how) if (root / "test").is_dir() else None
-    for name, split in (("val", val), ("test", test)):
-        if split is not None and split.classes != train.classes:
-            odd = sorted(set(split.classes) ^ set(train.classes))[0]
-            raise ConfigError(f"data set '{config.name}': {root}: train and {name} differ in class folder {odd!r}")
-    plain = test_transform(config)
     return DataSplits(
-        train=Images(train, training_transform(config)),
-        val=Images(val, plain),
-        test=None if test is None else Images(test, plain),
-        info=ImageInfo(size=tuple(config.image_size), channels=3, classes=tuple(train.classes)),
+        train=split(train, training_transform(config, info), kept if held or len(kept) < len(train) else None),
+        val=split(train, plain, held) if held else split(val, plain),
+        test=None if test is None else split(test, plain),
+        info=info,
     )
 
 
-def load_picture(config: FolderConfig, picture: Any) -> Tensor:
-    """A PIL picture as the model's input."""
-    return test_transform(config)(picture.convert("RGB"))
+@dataclass
+class TorchvisionConfig(PictureConfig):
+    """Sets that torchvision knows. `download`: fetch the files that are not there."""
+
+    download: bool = setting(False, free=True)
+
+
+def build_torchvision(config: TorchvisionConfig, kind: Any) -> DataSplits:
+    """The training and test pictures of a torchvision class (root, train, download)."""
+    root = user_path(config.root) if config.root else data_root() / config.name
+    try:
+        train, test = (kind(str(root), train=train, download=config.download) for train in (True, False))
+    except (RuntimeError, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].partition(".")[0]
+        raise ConfigError(
+            f"data set '{config.name}': {reason} in {root} (data.root=PATH or $LION_DATA set it; data.download=true "
+            f"fetches it)"
+        ) from None
+    return build_pictures(config, train, test=test)
+
+
+def published_info(config: PictureConfig, *, size: tuple[int, int], channels: int, classes: int) -> ImageInfo:
+    """The info of a well-known set, without its files."""
+    names, channels = tuple(f"class {i}" for i in range(classes)), config.channels or channels
+    return ImageInfo(tuple(config.image_size or size), channels, names, *normalisation(config, channels))
+
+
+def describe(config: PictureConfig, train: Any, others: Sequence[Any]) -> ImageInfo:
+    """What the model must know, from the settings and from a look at some pictures.
+
+    Raises:
+        ConfigError: Fewer than two classes, splits whose classes differ, or a file that is no picture.
+    """
+    classes, whose = tuple(train.classes), f"data set '{config.name}'"
+    if len(classes) < 2:
+        raise ConfigError(f"{whose}: one class only ({classes[0] if classes else 'none'}), expected at least two")
+    for other in others:
+        odd = sorted(set(map(str, other.classes)) ^ set(map(str, classes)))
+        if odd:
+            raise ConfigError(f"{whose}: the splits differ in class {odd[0]!r}")
+    sizes, modes = set(), set()
+    for source in (train, *others):
+        if not len(source):
+            raise ConfigError(f"{whose}: a split without pictures")
+        for index in torch.linspace(0, len(source) - 1, min(PROBES, len(source))).long().tolist():
+            try:
+                picture = read_sample(source, index)[0]
+            except Unreadable as error:
+                raise ConfigError(f"{whose}: not a picture: {error}") from None
+            sizes.add((picture.height, picture.width))
+            modes.add(picture.mode)
+    size = config.image_size or (sizes.pop() if len(sizes) == 1 else PHOTO_SIZE)
+    channels = config.channels or (1 if modes <= {"L", "1", "I;16"} else 3)
+    return ImageInfo(tuple(size), channels, classes, *normalisation(config, channels))
+
+
+def normalisation(config: PictureConfig, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel, of pixels in [0, 1]."""
+    found = []
+    for name, usual in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
+        values = getattr(config, name) or (usual if channels == 3 else (round(sum(usual) / 3, 3),))
+        if len(values) != channels:
+            raise ConfigError(f"data.{name}: expected {channels} numbers, one a channel, got {list(values)}")
+        found.append(tuple(values))
+    return found[0], found[1]
+
+
+def open_picture(file: Any) -> Image.Image:
+    """A picture file (a path, or open) as it is, decoded."""
+    with Image.open(file) as picture:
+        picture.load()
+        return picture
+
+
+def training_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
+    """PIL picture -> uint8 (channels, height, width); what can be done to whole batches is the task's."""
+    if config.pad:
+        crop = [Resized(info.size), v2.RandomCrop(info.size, padding=config.pad)]
+    else:
+        crop = [v2.RandomResizedCrop(info.size, scale=config.random_scale, interpolation=BICUBIC)]
+    fill = tuple(min(255, round(255 * m)) for m in info.mean)
+    augment = [RandAugment.from_string(config.rand_augment, fill=fill)] if config.rand_augment else []
+    return v2.Compose([Channels(info.channels), *crop, v2.RandomHorizontalFlip(config.flip), *augment, TO_TENSOR])
+
+
+def test_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
+    """The same without chance: the middle of the picture."""
+    if config.pad:
+        return v2.Compose([Channels(info.channels), Resized(info.size), TO_TENSOR])
+    short = int(min(info.size) / config.crop)
+    resize = [v2.Resize(short, interpolation=BICUBIC), v2.CenterCrop(info.size)]
+    return v2.Compose([Channels(info.channels), *resize, TO_TENSOR])
+
+
+def load_picture(config: PictureConfig, info: ImageInfo, picture: Image.Image) -> Tensor:
+    """A PIL picture as the task's input, uint8 (channels, height, width)."""
+    return test_transform(config, info)(picture)
+
+
+class Channels(v2.Transform):
+    """A PIL picture as grey or RGB."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.mode = "L" if channels == 1 else "RGB"
+
+    def forward(self, picture: Image.Image) -> Image.Image:
+        return picture if picture.mode == self.mode else picture.convert(self.mode)
+
+
+class Resized(v2.Transform):
+    """A PIL picture of exactly this (height, width)."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, picture: Image.Image) -> Image.Image:
+        same = (picture.height, picture.width) == self.size
+        return picture if same else v2.functional.resize(picture, list(self.size), interpolation=BICUBIC)
+
+
+BICUBIC = v2.InterpolationMode.BICUBIC
+TO_TENSOR = v2.PILToTensor()

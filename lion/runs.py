@@ -53,22 +53,27 @@ def stored_recipe(folder: Path) -> dict[str, Any]:
 def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> LoadedRun:
     """Rebuild a run's model with the weights of `best` or `last`, in evaluation mode on the CPU."""
     folder = find_run(run)
-    recipe = load_recipe(folder / RECIPE)
-    state = read_checkpoint(folder, checkpoint)
+    recipe, task, state = read_run(folder, checkpoint)
     weights = state.get("ema") if ema else state["model"]
     if not weights:
         raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint holds no {'EMA ' if ema else ''}weights")
-    kind = TASKS[recipe.task.name]
-    try:
-        info = kind.Info.from_dict(state["info"])
-    except (LookupError, TypeError) as error:
-        raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint does not say what data it is for") from error
-    task = kind(recipe.task, info)
     model = task.build_model(recipe.model)
     check_weights(model, weights, f"{folder}: its {checkpoint!r} checkpoint")
     model.load_state_dict(weights)
     rest = {k: v for k, v in state.items() if k not in ("model", "ema", "optimizer", "random")}
     return LoadedRun(folder, recipe, task, model.eval(), rest)
+
+
+def read_run(folder: Path, checkpoint: str) -> tuple[Recipe, Task, dict[str, Any]]:
+    """A run's recipe, the task for its data, and a checkpoint."""
+    recipe = load_recipe(folder / RECIPE)
+    state = read_checkpoint(folder, checkpoint)
+    kind = TASKS[recipe.task.name]
+    try:
+        info = kind.Info.from_dict(state["info"])
+    except (LookupError, TypeError) as error:
+        raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint does not say what data it is for") from error
+    return recipe, kind(recipe.task, info), state
 
 
 def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
@@ -120,16 +125,22 @@ def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> nn.
 
 
 def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
-    """Start a model from a run's best weights; what does not fit, and the head of other data, starts anew."""
-    state = read_checkpoint(find_run(run), "best")
-    own, same_data = model.state_dict(), state["info"] == info.to_dict()
+    """Start a model from a run's best weights; what does not fit, and the head of other data, starts anew.
+
+    Raises:
+        ConfigError: No run there, or a model of which less than half fits.
+    """
+    folder = find_run(run)
+    recipe, task, state = read_run(folder, "best")
+    source = build_on_meta(task, recipe.model)
+    own, same_classes = model.state_dict(), state["info"].get("classes") == info.to_dict().get("classes")
     fits = {
         name: value
-        for name, value in state["model"].items()
+        for name, value in model.adapt(state["model"], source).items()
         if name in own
         and torch.is_tensor(value)
         and own[name].shape == value.shape
-        and (same_data or not name.startswith("head."))
+        and (same_classes or not name.startswith("head."))
     }
     left = sorted(own.keys() - fits.keys())
     if len(left) > len(own) // 2:

@@ -4,9 +4,8 @@ import pytest
 import torch
 import yaml
 
-import data
 from lion.layers.attention import Attention, LionAttention, SoftmaxAttention
-from lion.layers.decay import FixedDecay, SelectiveDecay
+from lion.layers.decay import FixedDecay, SelectiveDecay, SelectiveVectorDecay
 from lion.recipe import dump_recipe, load_recipe, make_plan
 from lion.runs import build_on_meta, count_parameters
 from lion.trainer.checkpoint import newest
@@ -16,7 +15,7 @@ from tests.helpers import ROOT
 from tools.common import describe_data, make_task, resolve
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-DEIT = [p for p in RECIPES if p.stem.startswith("deit_")]
+DEIT, CIFAR100 = ([p for p in RECIPES if p.stem.startswith(f"{name}_")] for name in ("deit", "cifar100"))
 
 # our count of the published shapes: recipes.md 1.1, in parameters; `position` of 197 tokens where it is on
 PARAMETERS = {
@@ -24,20 +23,27 @@ PARAMETERS = {
     "deit_tiny_lion_lit": 5_717_416,
     "deit_tiny_lion_d": 5_679_628,
     "deit_tiny_lion_s": 5_686_540,
+    "deit_tiny_lion_d_multiscan": 5_679_664,
+    "deit_tiny_lion_s_multiscan": 5_693_488,
     "deit_small_softmax": 22_050_664,
     "deit_small_lion_lit": 22_050_664,
     "deit_small_lion_d": 21_975_088,
     "deit_small_lion_s": 22_002_736,
+    "deit_small_lion_d_multiscan": 21_975_160,
+    "deit_small_lion_s_multiscan": 22_030_456,
     "deit_base_softmax": 86_567_656,
     "deit_base_lion_lit": 86_567_656,
     "deit_base_lion_d": 86_416_504,
     "deit_base_lion_s": 86_527_096,
+    "deit_base_lion_d_multiscan": 86_416_648,
+    "deit_base_lion_s_multiscan": 86_637_832,
 }
 MIXERS = {
-    "softmax": (SoftmaxAttention, type(None)),
-    "lion_lit": (LionAttention, type(None)),
+    "softmax": (SoftmaxAttention, None),
+    "lion_lit": (LionAttention, None),
     "lion_d": (LionAttention, FixedDecay),
     "lion_s": (LionAttention, SelectiveDecay),
+    "lion_s_vector": (LionAttention, SelectiveVectorDecay),
 }
 
 
@@ -56,9 +62,12 @@ def test_a_recipe_states_its_claim_and_builds_what_it_names(path):
     layers = [m for m in model.modules() if isinstance(m, Attention)]
     kind, decay = MIXERS[recipe.model.mixer]
     assert len(layers) == recipe.model.depth and all(type(m) is kind for m in layers)
-    assert all(isinstance(getattr(m, "decay", None), decay) for m in layers)
+    assert all(type(d) is decay for m in layers for d in getattr(m, "decays", ()))
+    scans = recipe.model.attention.scans
+    assert all(len(getattr(m, "decays", ())) == (len(scans) if decay else 0) for m in layers)
+    assert (len(scans) == 2) == ("multiscan" in path.stem)
     if path in DEIT:
-        assert recipe.model.mixer == path.stem.split("_", 2)[2]
+        assert recipe.model.mixer == path.stem.split("_", 2)[2].removesuffix("_multiscan")
         assert count_parameters(model) == PARAMETERS[path.stem]
         assert recipe.trainer.batch_size == 1024 and recipe.optim.peak(1024) == pytest.approx(1e-3)
         plan = make_plan(recipe, samples=samples, world=4)
@@ -66,9 +75,15 @@ def test_a_recipe_states_its_claim_and_builds_what_it_names(path):
         assert plan.micro * plan.accumulation * 4 == 1024
 
 
+def test_cifar100_holds_the_rows_of_its_tables():
+    rows = " ".join(resolve(path).about.row for path in CIFAR100)
+    assert all(f"[{i}]" in rows for i in range(1, 9))
+    assert len(CIFAR100) == 17
+
+
 def test_mixers_differ_by_one_line():
     for size in ("tiny", "small", "base"):
-        paths = [ROOT / f"recipes/deit_{size}_{m}.yaml" for m in MIXERS]
+        paths = [ROOT / f"recipes/deit_{size}_{m}.yaml" for m in MIXERS if m != "lion_s_vector"]
         trees = [yaml.safe_load(p.read_text()) for p in paths]
         for tree in trees:
             tree.pop("about"), tree["model"].pop("mixer")
@@ -97,10 +112,10 @@ class Noise(torch.utils.data.Dataset):
         return 8
 
     def __getitem__(self, index):
-        return {"image": torch.randn(3, 32, 32), "label": index % 10}
+        return {"image": torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8), "label": index % 10}
 
 
-@pytest.mark.parametrize("path", DEIT, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*DEIT, *CIFAR100], ids=lambda p: p.stem)
 def test_two_steps_of_a_shrunken_copy(path, tmp_path):
     shrink = ["model.dim=12", "model.depth=2", "model.num_heads=3", "data.image_size=[32, 32]", "trainer.device=cpu"]
     shorten = [
@@ -111,7 +126,7 @@ def test_two_steps_of_a_shrunken_copy(path, tmp_path):
         "schedule.warmup=1",
     ]
     recipe = resolve(path, [*shrink, *shorten])
-    task = make_task(recipe, data.module("imagenet").published(recipe.data)[0])
+    task = make_task(recipe, describe_data(recipe, look=False)[0])
     model = task.build_model(recipe.model)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     plan = make_plan(recipe, samples=8, world=1)

@@ -28,10 +28,11 @@ def main(argv: list[str]) -> int:
     choose_form(loaded.model, args.form)
     recipe = resolve_run(loaded.folder)
     load_picture = data.module(recipe.data.name).load_picture
-    pictures = torch.stack([load_picture(recipe.data, open_picture(path)) for path in args.files])
+    task, info = loaded.task, loaded.task.info
+    pictures = torch.stack([load_picture(recipe.data, info, open_picture(path)) for path in args.files])
     with torch.inference_mode():
-        shares = torch.cat([loaded.model(part).softmax(-1) for part in pictures.split(64)])
-    classes = loaded.task.info.classes
+        shares = torch.cat([loaded.model(task.normalise(part)).softmax(-1) for part in pictures.split(64)])
+    classes = info.classes
     top = shares.topk(min(args.top, len(classes)))
     rows = [
         [path, *(f"{classes[c]} {100 * p:.1f}%" for p, c in zip(values.tolist(), indices.tolist()))]

@@ -68,7 +68,7 @@ class AttentionConfig:
                 )
             if self.form not in ("auto", "full"):
                 raise ValueError(f"form {self.form!r} is not available with mixer 'softmax', which has only 'full'")
-            for name in ("feature_map", "normalize", "gate"):
+            for name in ("normalize", "gate"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} belongs to linear mixers, 'softmax' has none")
             return self
@@ -282,12 +282,15 @@ def places_of(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 class SoftmaxAttention(Attention):
-    """The baseline: softmax attention through `scaled_dot_product_attention`."""
+    """The baseline: softmax attention through `scaled_dot_product_attention`; a feature map only if one is asked for
+    (Table 14)."""
 
     def __init__(self, dim: int, num_heads: int, config: AttentionConfig | None = None, **settings) -> None:
         super().__init__(dim, num_heads, replace(config or AttentionConfig(), **settings).resolved(SOFTMAX))
 
     def mix(self, x, q, k, v, grid, valid, segments) -> Tensor:
+        if self.config.feature_map is not None:
+            q, k = feature_map(self.config.feature_map, q), feature_map(self.config.feature_map, k)
         causal = self.config.direction == "forward"
         mask = None
         if valid is not None or segments is not None:

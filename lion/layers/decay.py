@@ -88,6 +88,21 @@ class SelectiveDecay(Decay):
         return Gating(k, log_decay if extra is None else log_decay.masked_fill(extra, 0))
 
 
+class SelectiveVectorDecay(Decay):
+    """Lion-S with a vector (Table 13): `lambda_i = sigmoid(W x_i + b)` for each key dimension, (B, H, L, D)."""
+
+    per = "a token and key dimension"
+    scans = True
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.gate = nn.Linear(dim, dim)
+
+    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+        log_decay = self.by_head(F.logsigmoid(linear(self.gate, x)))
+        return Gating(k, log_decay if extra is None else log_decay.masked_fill(extra[:, None], 0))
+
+
 class RetentionDecay(Decay):
     """RetNet (arXiv 2307.08621, Eq. 8): `gamma_h = 1 - 2^(-5-h)`, not learned; log_decay (H,)."""
 
@@ -238,6 +253,7 @@ class DeltaRule(Decay):
 DECAYS = {
     "fixed": FixedDecay,
     "selective": SelectiveDecay,
+    "selective_vector": SelectiveVectorDecay,
     "retention": RetentionDecay,
     "random_feature_gate": RandomFeatureGate,
     "discrete": DiscreteDecay,

@@ -43,6 +43,7 @@ MIXERS = {
     "lion_lit": Mixer(None, released={"feature_map": "elu1"}, **LION),
     "lion_d": Mixer("fixed", **LION),
     "lion_s": Mixer("selective", **LION),
+    "lion_s_vector": Mixer("selective_vector", **LION),
     "linear_transformer": Mixer(
         None, feature_map="elu1", normalize="sum", source="Katharopoulos et al., 2006.16236", left_out="nothing"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
@@ -59,7 +60,7 @@ class ViT(nn.Module):
                 near = min(fits, key=lambda p: abs(p - patch))
                 raise ValueError(f"model.patch_size: {patch} does not divide image {side} {size}, nearest: {near}")
         self.readout = config.readout
-        height, width = (size // patch for size, patch in zip(image_size, config.patch_size))
+        self.patches = height, width = tuple(size // patch for size, patch in zip(image_size, config.patch_size))
         self.patch = nn.Conv2d(channels, config.dim, config.patch_size, config.patch_size)
         self.cls = nn.Parameter(torch.zeros(1, 1, config.dim))
         length = 1 + height * width
@@ -82,3 +83,13 @@ class ViT(nn.Module):
             x = x + self.position
         x = self.encoder(x, Grid(self.coords, self.orders))
         return self.head(x[:, 0] if self.readout == "cls" else x.mean(1))
+
+    def adapt(self, weights: dict[str, Tensor], source: ViT) -> dict[str, Tensor]:
+        """Weights of `source`, a model for images of another size, for this one: positions are interpolated."""
+        if self.position is None or source.position is None or self.patches == source.patches:
+            return weights
+        extra = self.position.shape[1] - self.patches[0] * self.patches[1]
+        own, places = weights["position"].split([extra, source.patches[0] * source.patches[1]], 1)
+        places = places.mT.unflatten(-1, source.patches)  # (1, dim, H, W)
+        places = F.interpolate(places.float(), self.patches, mode="bicubic", antialias=True).flatten(2).mT
+        return {**weights, "position": torch.cat([own, places.to(own.dtype)], 1)}

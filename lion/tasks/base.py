@@ -17,18 +17,22 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """What a model must know of image data: (height, width), channels, and the classes' names in label order."""
+    """What a model must know of image data: (height, width), channels, the classes' names in label order, and the
+    mean and deviation of each channel of pixels in [0, 1]."""
 
     size: tuple[int, int]
     channels: int
     classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> ImageInfo:
-        return ImageInfo(tuple(values["size"]), values["channels"], tuple(values["classes"]))
+        size, classes, mean, std = (tuple(values[name]) for name in ("size", "classes", "mean", "std"))
+        return ImageInfo(size, values["channels"], classes, mean, std)
 
 
 class Unreadable(Exception):
@@ -70,8 +74,8 @@ class Task(ABC):
     def example(self, size: int, device: torch.device | str) -> Batch:
         """A training batch of `size` empty samples, to measure with."""
 
-    def preview(self, batch: Batch) -> dict[str, Tensor]:
-        """Pictures (channels, height, width) of a training batch for TensorBoard."""
+    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Pictures (channels, height, width) of a model and a training batch for TensorBoard."""
         return {}
 
 

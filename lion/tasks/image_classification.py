@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.utils import make_grid
@@ -18,13 +20,14 @@ from lion.tasks.base import Batch, ImageInfo, Sums, Task, build_or_explain
 @dataclass
 class ImageClassificationConfig:
     """`mixup` and `cutmix` are the alphas of their Beta distributions (0: off); with both on, each batch takes
-    cutmix with probability `switch`."""
+    cutmix with probability `switch`. `random_erasing` is the share of pictures that lose a rectangle to noise."""
 
     name: str = "image_classification"
     label_smoothing: float = setting(0.0, min=0, max=0.99)
     mixup: float = setting(0.0, min=0, max=1000)
     cutmix: float = setting(0.0, min=0, max=1000)
     switch: float = setting(0.5, min=0, max=1)
+    random_erasing: float = setting(0.0, min=0, max=1)
 
     def __post_init__(self) -> None:
         for name in ("mixup", "cutmix"):
@@ -33,7 +36,10 @@ class ImageClassificationConfig:
 
 
 class ImageClassification(Task):
-    """Batches hold `image` (B, C, H, W) and `label` (B,); evaluation batches also `mask` (B,)."""
+    """Batches hold `image`, uint8 (B, C, H, W), and `label` (B,); evaluation batches also `mask` (B,).
+
+    What is done to whole batches is done here, on the device: pixels to mean 0 and deviation 1, erasing, mixing.
+    """
 
     Config = ImageClassificationConfig
     ModelConfig = ViTConfig
@@ -49,6 +55,11 @@ class ImageClassification(Task):
         kinds, shares = [k for k, _ in active], [p for _, p in active]
         self.mix = v2.RandomChoice(kinds, p=shares if len(kinds) > 1 else None) if kinds else None
 
+    def normalise(self, images: Tensor) -> Tensor:
+        """uint8 (B, C, H, W) as float32, each channel to mean 0 and deviation 1."""
+        mean, std = (images.new_tensor(x, dtype=torch.float32)[:, None, None] for x in (self.info.mean, self.info.std))
+        return (images.float() - 255 * mean) / (255 * std)
+
     def build_model(self, config: ViTConfig) -> ViT:
         info = self.info
         return build_or_explain(
@@ -56,7 +67,9 @@ class ImageClassification(Task):
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        images, labels = batch["image"], batch["label"]
+        images, labels = self.normalise(batch["image"]), batch["label"]
+        if self.config.random_erasing:
+            images = erase(images, self.config.random_erasing)
         if self.mix is not None:
             images, labels = self.mix(images, labels)  # labels become (B, classes) shares
         logits = model(images).float()
@@ -64,7 +77,7 @@ class ImageClassification(Task):
         return Sums(loss, loss.new_full((), len(images)))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
-        logits = model(batch["image"]).float()
+        logits = model(self.normalise(batch["image"])).float()
         mask, labels = batch["mask"], batch["label"]
         count = mask.sum()
         ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
@@ -76,8 +89,46 @@ class ImageClassification(Task):
         return {name: ((value * mask).sum(), count) for name, value in sums.items()}, logits
 
     def example(self, size: int, device: torch.device | str) -> Batch:
-        image = torch.zeros(size, self.info.channels, *self.info.size, device=device)
+        image = torch.zeros(size, self.info.channels, *self.info.size, dtype=torch.uint8, device=device)
         return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
 
-    def preview(self, batch: Batch) -> dict[str, Tensor]:
-        return {"inputs": make_grid(batch["image"][:32].float(), nrow=8, normalize=True, scale_each=True)}
+    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        orders = [] if model.orders is None else model.orders
+        scans = {f"scan_{i + 1}": draw_scan(model.coords, order) for i, order in enumerate(orders)}
+        return {"inputs": make_grid(batch["image"][:32], nrow=8), **scans}
+
+
+def erase(images: Tensor, share: float) -> Tensor:
+    """Random erasing in pixel mode (1708.04896, as DeiT sets it): that share of the normalised images (B, C, H, W)
+    has a rectangle of normal noise, of 2 % to a third of the area, sides in a ratio of 0.3 to 1 / 0.3.
+
+    A rectangle that does not fit is drawn again, ten times at most; then the image stays whole.
+    """
+    batch, _, height, width = images.shape
+    area, ratio, top, left = torch.rand(4, batch, 10, device=images.device)
+    area = (0.02 + (1 / 3 - 0.02) * area) * height * width
+    ratio = 0.3 ** (1 - 2 * ratio)
+    high, wide = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
+    fits = (high < height) & (wide < width)
+    first = fits.int().argmax(1, keepdim=True)
+    high, wide, top, left = (x.gather(1, first)[:, :, None] for x in (high, wide, top, left))  # (B, 1, 1)
+    top, left = (top * (height - high + 1)).floor(), (left * (width - wide + 1)).floor()
+    chosen = (torch.rand(batch, device=images.device) < share) & fits.any(1)
+    row, column = torch.arange(height, device=images.device)[:, None], torch.arange(width, device=images.device)
+    inside = (row >= top) & (row < top + high) & (column >= left) & (column < left + wide)  # (B, H, W)
+    return torch.where((inside & chosen[:, None, None])[:, None], torch.randn_like(images), images)
+
+
+def draw_scan(coords: Tensor, order: Tensor, scale: int = 24) -> Tensor:
+    """A picture (3, height, width) of a scan: its way from patch to patch, from blue to red."""
+    places = coords[:, order].T.tolist()
+    places = [(scale * x + scale // 2, scale * y + scale // 2) for y, x in places if y >= 0]
+    size = [scale * (int(side) + 1) for side in coords.amax(1).flip(0)]
+    picture = Image.new("RGB", size, "white")
+    pen = ImageDraw.Draw(picture)
+    for i, (a, b) in enumerate(pairwise(places)):
+        share = i / max(len(places) - 2, 1)
+        pen.line([a, b], fill=(int(255 * share), 0, int(255 * (1 - share))), width=3)
+    for place in places:
+        pen.circle(place, 3, fill="black")
+    return v2.functional.pil_to_tensor(picture)

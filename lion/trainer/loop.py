@@ -184,7 +184,7 @@ class Trainer:
             batch = to_device(next(batches), self.runtime.device)
             window.waited += time.perf_counter() - waited
             if self.step == 0 and micro == 0:
-                out.images(self.task.preview(batch))
+                out.images(self.task.preview(self.model, batch))
             with synchronise(self.forward, micro == self.plan.accumulation - 1):
                 with self.runtime.autocast(self.config.precision):
                     loss, weight = self.task.loss(self.forward, batch)

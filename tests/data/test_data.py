@@ -1,9 +1,18 @@
+import pickle
+from pathlib import Path
+
+import datasets
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+import torchvision
 from PIL import Image
+from torchvision.transforms import v2
 
 import data
 from data.common import data_root, split_indices
+from data.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
 from lion.config import ConfigError, build
 
 
@@ -17,7 +26,9 @@ def test_digits_are_real_and_split_once():
     assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
     again = digits.build(digits.Config())
     assert [s.indices for s in splits[:3]] == [s.indices for s in again[:3]]
-    pixels = torch.stack([splits.train[i]["image"] for i in range(1078)])
+    images = torch.stack([splits.train[i]["image"] for i in range(1078)])
+    assert images.dtype == torch.uint8
+    pixels = (images / 255 - splits.info.mean[0]) / splits.info.std[0]
     assert pixels.shape == (1078, 1, 8, 8) and abs(pixels.mean()) < 0.02 and abs(pixels.std() - 1) < 0.02
 
 
@@ -26,41 +37,281 @@ def test_split_indices_is_a_partition():
     assert [len(p) for p in parts] == [5, 2, 3] and sorted(i for p in parts for i in p) == list(range(10))
 
 
-def pictures(root, layout):
+def picture(seed: int, size=(30, 20), mode="RGB") -> Image.Image:
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).convert(mode)
+
+
+def pictures(root, layout, grey=False):
     for split, classes in layout.items():
         for name, count in classes.items():
             (root / split / name).mkdir(parents=True)
             for i in range(count):
-                Image.new("RGB" if i % 2 else "L", (30 + i, 20), i * 40).save(root / split / name / f"{i}.png")
+                mode = "L" if grey or i % 2 == 0 else "RGB"
+                picture(i, (30 + i, 20), mode).save(root / split / name / f"{i}.png")
+
+
+def make(name, **settings):
+    module = data.module(name)
+    return module.build(build(module.Config, settings, source=lambda key: "r.yaml", key="data"))
 
 
 def folder(root, **settings):
-    module = data.module("imagefolder")
-    values = {"root": str(root), "image_size": [16, 24], **settings}
-    return module.build(build(module.Config, values, source=lambda key: "r.yaml", key="data"))
+    return make("imagefolder", **{"root": str(root), "image_size": [16, 24], **settings})
+
+
+TWO = {"train": {"cat": 3, "dog": 2}, "val": {"cat": 1, "dog": 1}}
 
 
 def test_a_folder_of_pictures(tmp_path):
-    pictures(tmp_path, {"train": {"cat": 3, "dog": 2}, "val": {"cat": 1, "dog": 1}})
+    pictures(tmp_path, TWO)
     splits = folder(tmp_path)
     assert splits.info.classes == ("cat", "dog") and splits.info.size == (16, 24) and splits.test is None
+    assert splits.info.mean == IMAGENET_MEAN and splits.info.std == IMAGENET_STD
     sample = splits.train[4]
-    assert sample["image"].shape == (3, 16, 24) and sample["label"] == 1
+    assert sample["image"].shape == (3, 16, 24) and sample["image"].dtype == torch.uint8 and sample["label"] == 1
     assert torch.equal(splits.val[0]["image"], splits.val[0]["image"])
+
+
+def test_sizes_and_channels_come_from_the_data(tmp_path):
+    pictures(tmp_path / "photos", TWO)
+    info = folder(tmp_path / "photos", image_size=None).info
+    assert (info.size, info.channels) == ((224, 224), 3)  # pictures of several sizes
+    pictures(tmp_path / "grey", {"train": {"a": 1, "b": 1}, "val": {"a": 1, "b": 1}}, grey=True)
+    info = folder(tmp_path / "grey", image_size=None).info
+    assert (info.size, info.channels) == ((20, 30), 1) and len(info.mean) == len(info.std) == 1
+    assert folder(tmp_path / "grey", channels=3).val[0]["image"].shape == (3, 16, 24)
+    assert folder(tmp_path / "photos", channels=1, mean=[0.2], std=[0.3]).info.mean == (0.2,)
+    with pytest.raises(ConfigError, match=r"data.mean: expected 3 numbers, one a channel, got"):
+        folder(tmp_path / "photos", mean=[0.5])
+
+
+def test_one_folder_without_a_split(tmp_path):
+    pictures(tmp_path, {"": {"cat": 12, "dog": 8}})
+    splits = folder(tmp_path, val_split=0.25)
+    assert (len(splits.train), len(splits.val), splits.test) == (15, 5, None)
+    assert not set(splits.train.indices) & set(splits.val.indices)
+    assert folder(tmp_path, val_split=0.25).val.indices == splits.val.indices
+    assert splits.train.transform is not splits.val.transform
+    with pytest.raises(ConfigError, match=r"no folder .*/train; expected ROOT/train/CLASS.*data.val_split=0.1"):
+        folder(tmp_path)
+    with pytest.raises(ConfigError, match=r"data.val_split: 0.001 of 20 pictures leaves a split empty"):
+        folder(tmp_path, val_split=0.001)
+
+
+def test_fewer_pictures(tmp_path):
+    pictures(tmp_path, {"": {"cat": 12, "dog": 8}})
+    splits = folder(tmp_path, val_split=0.25, limit=6)
+    assert (len(splits.train), len(splits.val)) == (6, 5)
+    assert not set(splits.train.indices) & set(splits.val.indices)
+    assert splits.train.indices == folder(tmp_path, val_split=0.25, limit=6).train.indices
+    assert len(folder(tmp_path, val_split=0.25, limit=100).train) == 15
+
+
+@pytest.mark.parametrize("settings", [{}, {"pad": 4}, {"rand_augment": "rand-m9-mstd0.5-inc1"}, {"val_split": 0.4}])
+def test_decoding_once_changes_nothing(tmp_path, settings):
+    pictures(tmp_path, {"": {"cat": 6, "dog": 5}} if settings.get("val_split") else TWO)
+    plain, cached = (folder(tmp_path, cache=c, **settings) for c in (False, True))
+    assert cached.info == plain.info
+    for a, b in zip(plain[:2], cached[:2]):
+        assert len(a) == len(b)
+        for i in range(len(a)):
+            torch.manual_seed(i)
+            want = a[i]
+            torch.manual_seed(i)
+            got = b[i]
+            assert torch.equal(want["image"], got["image"]) and want["label"] == got["label"]
+
+
+def test_crops(tmp_path):
+    pictures(tmp_path, TWO)
+    whole = folder(tmp_path, pad=4, flip=0).train
+    small = v2.functional.resize(picture(1, (31, 20)), [16, 24], interpolation=v2.InterpolationMode.BICUBIC)
+    shifts = set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        got = whole[1]["image"]
+        padded = F.pad(v2.functional.pil_to_tensor(small), (4, 4, 4, 4))
+        found = [(y, x) for y in range(9) for x in range(9) if torch.equal(got, padded[:, y : y + 16, x : x + 24])]
+        assert found
+        shifts |= set(found)
+    assert len(shifts) > 20
+    plain = folder(tmp_path, pad=4).val[0]["image"]  # of 30 x 20, resized to all of 24 x 16
+    want = v2.functional.resize(picture(0, (30, 20), "L").convert("RGB"), [16, 24], v2.InterpolationMode.BICUBIC)
+    assert torch.equal(plain, v2.functional.pil_to_tensor(want))
+    middle = folder(tmp_path, image_size=[14, 14]).val[0]["image"]  # shorter side 14 / 0.875 = 16
+    want = v2.functional.resize(picture(0, (30, 20), "L").convert("RGB"), [16, 24], v2.InterpolationMode.BICUBIC)
+    assert torch.equal(middle, v2.functional.pil_to_tensor(want)[:, 1:15, 5:19])
+
+
+def test_augmentation_stands_between_crop_and_pixels(tmp_path, monkeypatch):
+    pictures(tmp_path, TWO)
+    train = folder(tmp_path, rand_augment="rand-m9-mstd0.5-inc1-p1.0").train
+    kinds = [type(t).__name__ for t in train.transform.transforms]
+    assert kinds == ["Channels", "RandomResizedCrop", "RandomHorizontalFlip", "RandAugment", "PILToTensor"]
+    assert train.transform.transforms[3].fill == (124, 116, 104)
+    assert not any("Rand" in type(t).__name__ for t in folder(tmp_path).val.transform.transforms)
+    with pytest.raises(ConfigError, match=r"data.rand_augment: .*rand-m9-mstd0.5-inc1"):
+        folder(tmp_path, rand_augment="rand-x9")
 
 
 def test_folders_that_do_not_fit(tmp_path):
     with pytest.raises(ConfigError, match=r"no folder .*; expected ROOT/train/CLASS"):
         folder(tmp_path / "gone")
-    pictures(tmp_path / "a", {"train": {"cat": 1}})
+    pictures(tmp_path / "a", {"train": {"cat": 1, "dog": 1}})
     with pytest.raises(ConfigError, match=r"no folder .*/val"):
         folder(tmp_path / "a")
     pictures(tmp_path / "b", {"train": {"cat": 1, "dog": 1}, "val": {"cat": 1}})
-    with pytest.raises(ConfigError, match="train and val differ in class folder 'dog'"):
+    with pytest.raises(ConfigError, match="the splits differ in class 'dog'"):
         folder(tmp_path / "b")
     pictures(tmp_path / "c", {"train": {"cat": 1, "dog": 0}, "val": {"cat": 1, "dog": 1}})
     with pytest.raises(ConfigError, match="Found no valid file for the classes dog"):
         folder(tmp_path / "c")
+    pictures(tmp_path / "d", {"train": {"cat": 2}, "val": {"cat": 1}})
+    with pytest.raises(ConfigError, match=r"one class only \(cat\), expected at least two"):
+        folder(tmp_path / "d")
+    pictures(tmp_path / "e", TWO)
+    (tmp_path / "e" / "train" / "dog" / "1.png").write_text("no picture")
+    with pytest.raises(ConfigError, match=r"not a picture: .*train/dog/1.png \(UnidentifiedImageError"):
+        folder(tmp_path / "e")
+
+
+# Sets with files of their own
+
+
+def idx(path, array):
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+@pytest.mark.parametrize("name, inner", [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
+def test_idx_files(tmp_path, name, inner):
+    rng = np.random.default_rng(0)
+    for part, n in (("train", 12), ("t10k", 5)):
+        idx(tmp_path / inner / "raw" / f"{part}-images-idx3-ubyte", rng.integers(0, 256, (n, 28, 28)))
+        idx(tmp_path / inner / "raw" / f"{part}-labels-idx1-ubyte", np.arange(n) % 10)
+    splits = make(name, root=str(tmp_path))
+    assert (splits.info.size, splits.info.channels, len(splits.info.classes)) == ((28, 28), 1, 10)
+    assert (len(splits.train), len(splits.val), splits.test) == (12, 5, None)
+    held = make(name, root=str(tmp_path), val_split=0.25)
+    assert (len(held.train), len(held.val), len(held.test)) == (9, 3, 5)
+    assert splits.info.mean == data.module(name).Config().mean
+
+
+@pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
+def test_cifar_as_torchvision_reads_it(tmp_path, monkeypatch, name, classes):
+    kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
+    rng, base = np.random.default_rng(0), tmp_path / kind.base_folder
+    base.mkdir()
+    label = "labels" if name == "cifar10" else "fine_labels"
+    for file, n in {"data_batch_1": 6, "test_batch": 4, "train": 6, "test": 4}.items():
+        rows = {"data": rng.integers(0, 256, (n, 3072), dtype=np.uint8), label: list(range(n))}
+        (base / file).write_bytes(pickle.dumps(rows))
+    (base / kind.meta["filename"]).write_bytes(pickle.dumps({kind.meta["key"]: [f"c{i}" for i in range(classes)]}))
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *args: True)  # of the real files' bytes
+    if name == "cifar10":
+        monkeypatch.setattr(kind, "train_list", [["data_batch_1", ""]])
+    splits = make(name, root=str(tmp_path))
+    assert (splits.info.size, splits.info.channels, len(splits.info.classes)) == ((32, 32), 3, classes)
+    assert (len(splits.train), len(splits.val)) == (6, 4) and splits.train[2]["label"] == 2
+    assert splits.val[0]["image"].shape == (3, 32, 32)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "fashion_mnist"])
+def test_files_that_are_not_there(tmp_path, name):
+    with pytest.raises(
+        ConfigError, match=rf"data set '{name}': Dataset not found.* in {tmp_path} .*data.download=true"
+    ):
+        make(name, root=str(tmp_path))
+    info, samples = data.module(name).published(data.module(name).Config())
+    assert samples in (50_000, 60_000) and len(info.classes) in (10, 100) and len(info.mean) == info.channels
+
+
+# Hugging Face
+
+
+def parquet(path, count, columns=("img", "label"), names=("cat", "dog"), **more):
+    label = datasets.ClassLabel(names=list(names)) if names else datasets.Value("string")
+    rows = {columns[0]: [picture(i, (9, 7)) for i in range(count)]}
+    rows[columns[1]] = [i % 2 if names else ("yes", "no")[i % 2] for i in range(count)]
+    features = {columns[0]: datasets.Image(), columns[1]: label} | {k: datasets.Image() for k in more}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_dict({**rows, **more}, features=datasets.Features(features)).to_parquet(str(path))
+
+
+@pytest.fixture(autouse=True)
+def hub_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def test_hf_parquet_with_splits_found(tmp_path):
+    parquet(tmp_path / "train.parquet", 7)
+    parquet(tmp_path / "test-00000-of-00001.parquet", 3)
+    splits = make("hf", path=str(tmp_path))
+    assert (len(splits.train), len(splits.val), splits.test) == (7, 3, None)
+    assert splits.info.classes == ("cat", "dog") and (splits.info.size, splits.info.channels) == ((7, 9), 3)
+    assert torch.equal(make("hf", path=str(tmp_path), crop=1.0).val[1]["image"], TO_TENSOR(picture(1, (9, 7))))
+    parquet(tmp_path / "validation.parquet", 4)
+    splits = make("hf", path=str(tmp_path))
+    assert [len(s) for s in splits[:3]] == [7, 4, 3]
+    splits = make("hf", path=str(tmp_path / "train.parquet"), val_split=0.3)
+    assert [len(s) for s in splits[:2]] == [5, 2]
+
+
+def test_hf_columns_named_and_labels_of_text(tmp_path):
+    parquet(tmp_path / "train.parquet", 6, ("photo", "answer"), names=None, second=[picture(9)] * 6)
+    with pytest.raises(ConfigError, match=r"data.image_column: name it, more than one of photo, second fits"):
+        make("hf", path=str(tmp_path), val_split=0.5)
+    with pytest.raises(ConfigError, match=r"data.label_column: name it, none of photo, answer, second fits"):
+        make("hf", path=str(tmp_path), val_split=0.5, image_column="photo")
+    with pytest.raises(ConfigError, match=r"data.label_column: no column 'answr', did you mean 'answer'"):
+        make("hf", path=str(tmp_path), image_column="photo", label_column="answr")
+    splits = make("hf", path=str(tmp_path), val_split=0.5, image_column="photo", label_column="answer")
+    assert splits.info.classes == ("no", "yes")
+    assert {splits.train[i]["label"] for i in range(3)} | {splits.val[i]["label"] for i in range(3)} == {0, 1}
+    order = [*splits.train.indices, *splits.val.indices]
+    labels = [splits.train.source[i][1] for i in sorted(order)]
+    assert labels == [1, 0, 1, 0, 1, 0]
+
+
+def test_hf_folders_of_pictures(tmp_path):
+    pictures(tmp_path, TWO)
+    splits = make("hf", path=str(tmp_path), image_size=[8, 8])
+    assert splits.info.classes == ("cat", "dog") and [len(s) for s in splits[:2]] == [5, 2]
+
+
+def test_hf_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"data.path: missing, a Hub id"):
+        make("hf")
+    with pytest.raises(
+        ConfigError, match=r"data.path: 'no/such_set' is no local folder and cannot be had from the Hub"
+    ):
+        make("hf", path="no/such_set")
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"data.path: .*bad.parquet' cannot be read"):
+        make("hf", path=str(tmp_path / "bad.parquet"))
+    parquet(tmp_path / "ok" / "train.parquet", 4)
+    with pytest.raises(ConfigError, match=r"data.val: .* has no split 'vall'"):
+        make("hf", path=str(tmp_path / "ok"), val="vall")
+    with pytest.raises(ConfigError, match=r"has one split: data.val_split=0.1 holds out a tenth"):
+        make("hf", path=str(tmp_path / "ok"))
+
+
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "images"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared pictures are not here")
+def test_real_sets():
+    cifar = make("hf", path=str(SHARED / "cifar10_jpeg"), val_split=0.1)
+    assert [len(s) for s in cifar[:3]] == [45_000, 5_000, 10_000] and cifar.info.size == (32, 32)
+    assert cifar.info.classes[:3] == ("airplane", "automobile", "bird")
+    tiny = make("imagefolder", root=str(SHARED / "tiny_imagenet_100"))
+    assert (tiny.info.size, tiny.info.channels, len(tiny.info.classes)) == ((64, 64), 3, 100)
+    assert [len(s) for s in tiny[:2]] == [6_000, 2_000]
+    digits = make("mnist", root=str(SHARED / "mnist_t10k"))
+    assert [len(s) for s in digits[:2]] == [8_000, 2_000]
 
 
 def test_the_data_root(monkeypatch, tmp_path):
@@ -72,7 +323,8 @@ def test_the_data_root(monkeypatch, tmp_path):
 
 
 def test_names_are_the_modules_that_build():
-    assert data.names() == ["digits", "imagefolder", "imagenet"]
+    own = ["cifar10", "cifar100", "digits", "fashion_mnist", "hf", "imagefolder", "imagenet", "mnist"]
+    assert data.names() == own
     for name in data.names():
         module = data.module(name)
         assert module.Config().name == name and callable(module.build) and callable(module.load_picture)

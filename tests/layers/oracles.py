@@ -108,10 +108,12 @@ def decayed(q: Tensor, k: Tensor, v: Tensor, f: Tensor | float, state):
     return Read(apply(q, S), dot(q, z), dot(q, k), v), (S, z)
 
 
-def lion(f: Callable[[Weights, Tensor], Tensor]):
+def lion(f: Callable[[Weights, Tensor, int], Tensor]):
+    """`f`: lambda of each head (B or 1, H, 1), or of each key dimension (B, H, D)"""
+
     def cell(w: Weights, x: Tensor, state, way: Way):
         q, k, v = project(w, x, way.heads)
-        q, k, kept = shifted(q), shifted(k), f(w, x)[..., None]
+        q, k, kept = shifted(q), shifted(k), f(w, x, way.heads)
         if not way.late:
             return decayed(q, k, v, kept, state)
         read, (S, z) = decayed(q, k, v, 1.0, state)
@@ -213,9 +215,10 @@ def bounded(numerator: Tensor, rowsum: Tensor) -> Tensor:
 
 
 ORACLES = {
-    "lion_lit": (lion(lambda w, x: x.new_ones(())), ratio),
-    "lion_d": (lion(lambda w, x: sigmoid(w["decays.0.a"])), ratio),
-    "lion_s": (lion(lambda w, x: sigmoid(linear(w, "decays.0.gate", x))), ratio),
+    "lion_lit": (lion(lambda w, x, heads: x.new_ones(1)), ratio),
+    "lion_d": (lion(lambda w, x, heads: sigmoid(w["decays.0.a"])[:, None]), ratio),
+    "lion_s": (lion(lambda w, x, heads: sigmoid(linear(w, "decays.0.gate", x))[..., None]), ratio),
+    "lion_s_vector": (lion(lambda w, x, heads: split(sigmoid(linear(w, "decays.0.gate", x)), heads)), ratio),
     "linear_transformer": (linear_transformer, ratio),
     "retnet": (retnet, plain),
     "gated_rfa": (gated_rfa, ratio),

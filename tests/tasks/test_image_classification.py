@@ -1,11 +1,16 @@
+import math
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from lion.layers.attention import AttentionConfig
+from lion.models.vit import ViT, ViTConfig
 from lion.tasks.base import ImageInfo
-from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig
+from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig, erase
 
-INFO = ImageInfo((4, 4), 1, tuple("abcdefg"))
+INFO = ImageInfo((4, 4), 1, tuple("abcdefg"), (0.0,), (1 / 255,))  # pixels as they are
 
 
 def task(**settings):
@@ -73,6 +78,83 @@ def test_a_switch_at_its_end_leaves_one_kind(switch):
     assert all(torch.equal(x.amin((1, 2, 3)), x.amax((1, 2, 3))) for x in mixed) == (switch == 0)
 
 
+def test_pixels_are_normalised_by_channel():
+    info = ImageInfo((2, 2), 2, ("a", "b"), (0.5, 0.2), (0.25, 0.1))
+    images = torch.tensor([[0, 255], [51, 128]], dtype=torch.uint8)[None, :, :, None].expand(1, 2, 2, 2)
+    got = ImageClassification(ImageClassificationConfig(), info).normalise(images)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got[0, :, :, 0], torch.tensor([[-2, 2], [0, (128 / 255 - 0.2) / 0.1]]))
+
+
 def test_preview_is_a_picture():
-    grid = task().preview({"image": torch.randn(5, 1, 4, 4)})["inputs"]
-    assert grid.dim() == 3 and 0 <= grid.min() and grid.max() <= 1
+    model = ViT(
+        ViTConfig("lion_s", 6, 1, 1, patch_size=1, attention=AttentionConfig(scans=("row_snake", "column_snake"))),
+        image_size=(3, 4),
+        channels=1,
+        num_classes=7,
+    )
+    shown = task().preview(model, {"image": torch.randint(0, 256, (5, 1, 4, 4), dtype=torch.uint8)})
+    assert shown["inputs"].dtype == torch.uint8 and shown["inputs"].shape[0] == 3
+    assert shown.keys() == {"inputs", "scan_1", "scan_2"}
+    assert shown["scan_1"].shape == (3, 3 * 24, 4 * 24) and not torch.equal(shown["scan_1"], shown["scan_2"])
+    rows, columns = ((shown[name] == 0).all(0) for name in ("scan_1", "scan_2"))  # black: the patches' centres
+    assert torch.equal(rows, columns)
+    first = shown["scan_1"][:, 12, 24]  # on the way from the first patch to its right neighbour: blue
+    assert first.tolist() == [0, 0, 255]
+    del model.orders
+    model.orders = None
+    assert task().preview(model, {"image": torch.zeros(1, 1, 4, 4, dtype=torch.uint8)}).keys() == {"inputs"}
+
+
+# Random erasing
+
+
+def rectangles(erased: torch.Tensor) -> list[tuple[int, int, int, int]]:
+    """(top, left, height, width) of what is erased of each image (B, H, W), checked to be a rectangle."""
+    found = []
+    for mask in erased:
+        if mask.any():
+            ys, xs = mask.any(1).nonzero()[:, 0], mask.any(0).nonzero()[:, 0]
+            top, left, height, width = ys[0].item(), xs[0].item(), len(ys), len(xs)
+            assert mask[top : top + height, left : left + width].all() and mask.sum() == height * width
+            found.append((top, left, height, width))
+    return found
+
+
+def test_erasing_is_a_rectangle_of_noise_in_all_channels():
+    torch.manual_seed(0)
+    images = torch.full((400, 3, 40, 60), 9.0)
+    got = erase(images, 0.25)
+    erased = (got != 9).any(1)
+    assert torch.equal((got != 9).all(1), erased) and images.eq(9).all()
+    boxes = rectangles(erased)
+    assert 70 < len(boxes) < 130  # of 400: five deviations
+    noise = got[got != 9]
+    assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
+    assert not erase(images, 0).ne(9).any() and len(rectangles((erase(images, 1) != 9).any(1))) == 400
+
+
+def test_erasing_draws_as_timm_does():
+    timm = pytest.importorskip("timm.data.random_erasing")
+    torch.manual_seed(0)
+    random.seed(0)
+    images, ours, theirs = torch.full((3000, 1, 30, 50), 9.0), [], []
+    ours = rectangles((erase(images, 1) != 9).any(1))
+    theirs = rectangles((timm.RandomErasing(1, mode="pixel", device="cpu")(images.clone()) != 9).any(1))
+    for of in (
+        lambda b: b[2] * b[3] / 1500,  # area
+        lambda b: math.log(b[2] / b[3]),  # shape
+        lambda b: b[0] / (31 - b[2]),  # place
+        lambda b: b[1] / (51 - b[3]),
+    ):
+        a, b = (torch.tensor([of(box) for box in boxes], dtype=torch.double).sort().values for boxes in (ours, theirs))
+        assert len(a) == len(b) == 3000
+        grid = torch.cat([a, b]).sort().values
+        gap = (torch.searchsorted(a, grid, right=True) - torch.searchsorted(b, grid, right=True)).abs().max() / 3000
+        assert gap < 0.05  # Kolmogorov and Smirnov: chance gives more once in 1,000 times
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 2), (8, 8)])
+def test_erasing_small_images_leaves_them_whole_or_fits(size):
+    torch.manual_seed(0)
+    rectangles((erase(torch.full((50, 1, *size), 9.0), 1) != 9).any(1))

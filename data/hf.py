@@ -1,0 +1,137 @@
+"""Any set of pictures that the `datasets` library reads: a Hub id, a folder or file of parquet, folders of pictures."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+from PIL import Image
+
+from data.common import DataSplits, user_path
+from data.pictures import PictureConfig, build_pictures, load_picture, open_picture
+from lion.config import ConfigError, nearest
+
+VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # what splits are called
+
+
+@dataclass
+class Config(PictureConfig):
+    """`path` is a Hub id or a local path, `subset` its configuration. Columns and splits are found, or named."""
+
+    name: str = "hf"
+    path: str | None = None
+    subset: str | None = None
+    image_column: str | None = None
+    label_column: str | None = None
+    train: str = "train"
+    val: str | None = None
+    test: str | None = None
+
+
+def build(config: Config) -> DataSplits:
+    found = load(config)
+    names = list(found)
+    train = pick(config, "train", config.train, names)
+    val = pick(config, "val", config.val, names) or next((n for n in VAL if n in names and n != train), None)
+    test = pick(config, "test", config.test, names) or next((n for n in TEST if n in names and n != train), None)
+    columns = Columns(config, found[train])
+    return build_pictures(config, *(Rows(found[n], columns) if n else None for n in (train, val, test)))
+
+
+def load(config: Config) -> Any:
+    """The data set's splits by name.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read.
+    """
+    if not config.path:
+        raise ConfigError("data.path: missing, a Hub id, or a local folder or parquet file")
+    path = user_path(config.path)
+    try:
+        if path.is_file():
+            return datasets.load_dataset("parquet", data_files={config.train: str(path)})
+        if path.is_dir() and (files := sorted(path.rglob("*.parquet"))):
+            return datasets.load_dataset("parquet", data_files=by_split(files, config.train))
+        if path.is_dir():
+            return datasets.load_dataset("imagefolder", data_dir=str(path))
+        return datasets.load_dataset(config.path, config.subset)
+    except Exception as error:  # what a missing network, a missing set and a broken file raise has no common type
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"data.path: {config.path!r} is no local folder and cannot be had from the Hub ({reason})"
+            if not path.exists()
+            else f"data.path: {config.path!r} cannot be read ({type(error).__name__}: {reason})"
+        ) from None
+
+
+def by_split(files: list[Path], train: str) -> dict[str, list[str]]:
+    """Parquet files by the split that their names begin with, as on the Hub; those of no known split are train."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        name = next((n for n in (train, *VAL, *TEST) if file.stem.startswith(n)), train)
+        found.setdefault(name, []).append(str(file))
+    return found
+
+
+def pick(config: Config, key: str, name: str | None, names: list[str]) -> str | None:
+    if name is not None and name not in names:
+        raise ConfigError(f"data.{key}: {config.path!r} has no split {name!r}, {nearest(name, names)}")
+    return name
+
+
+class Columns:
+    """Which columns hold the picture and the label, and the classes in label order."""
+
+    def __init__(self, config: Config, table: Any) -> None:
+        features = table.features
+        self.image = self.find(config, "image_column", config.image_column, features, is_picture)
+        self.label = self.find(config, "label_column", config.label_column, features, is_label)
+        names = getattr(features[self.label], "names", None)
+        self.values = None if names else sorted(set(table.unique(self.label)), key=lambda v: (str(type(v)), v))
+        self.classes = tuple(names or map(str, self.values))
+        self.place = None if names else {value: i for i, value in enumerate(self.values)}
+
+    @staticmethod
+    def find(config: Config, key: str, name: str | None, features: Any, fits: Any) -> str:
+        if name is not None:
+            if name not in features:
+                raise ConfigError(f"data.{key}: no column {name!r}, {nearest(name, list(features))}")
+            return name
+        found = [n for n, feature in features.items() if fits(n, feature)]
+        if len(found) != 1:
+            what = "none of" if not found else "more than one of"
+            raise ConfigError(f"data.{key}: name it, {what} {', '.join(found or features)} fits")
+        return found[0]
+
+
+def is_picture(name: str, feature: Any) -> bool:
+    return isinstance(feature, datasets.Image)
+
+
+def is_label(name: str, feature: Any) -> bool:
+    return isinstance(feature, datasets.ClassLabel) or name in ("label", "labels", "fine_label")
+
+
+class Rows:
+    """A split as a source of (picture, label)."""
+
+    def __init__(self, table: Any, columns: Columns) -> None:
+        raw = isinstance(table.features[columns.image], datasets.Image)
+        self.table = table.cast_column(columns.image, datasets.Image(decode=False)) if raw else table
+        self.columns, self.classes = columns, columns.classes
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        row, columns = self.table[index], self.columns
+        held = row[columns.image]
+        picture = open_picture(io.BytesIO(held["bytes"]) if held.get("bytes") else held["path"])
+        label = row[columns.label]
+        return picture, label if columns.place is None else columns.place[label]
+
+
+__all__ = ["Config", "build", "load_picture"]
