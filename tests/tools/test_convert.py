@@ -1,0 +1,361 @@
+"""Checkpoints of others become runs of ours: the logits are theirs, and what does not fit is refused."""
+
+import argparse
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+
+import lion
+from lion.runs import init_from, open_run
+from tests.helpers import ROOT, command, here, refuse, state_of
+
+KINDS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}
+CASES = [("Lit", "Normal"), ("Decay", "Normal"), ("Decay", "S"), ("Selective", "Normal"), ("Selective", "S")]
+DIM, HEADS, DEPTH, SIDE, PATCH, CLASSES = 48, 3, 2, 5, 8, 7
+SMALL = [f"model.dim={DIM}", f"model.num_heads={HEADS}", f"model.depth={DEPTH}", f"model.patch_size={PATCH}"]
+SMALL += [f"data.image_size=[{SIDE * PATCH},{SIDE * PATCH}]"]
+TWO_SCANS = "model.attention.scans=[row_snake,column_snake]"
+
+
+class Part(nn.Module):
+    """Modules and parameters under the names that they have in a checkpoint."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Theirs(nn.Module):
+    """The authors' vision model in its Attention format, from its description, with the names of its weights."""
+
+    def __init__(self, kind, order, *, position, readout):
+        super().__init__()
+        self.kind, self.order, self.readout = kind, order, readout
+        self.patch_embed = Part(proj=nn.Conv2d(3, DIM, PATCH, PATCH))
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, DIM))
+        if position:
+            self.pos_embed = nn.Parameter(torch.zeros(1, 1 + SIDE**2, DIM))
+        self.blocks = nn.ModuleList(
+            Part(
+                norm1=nn.LayerNorm(DIM, eps=1e-6),
+                attn=Part(qkv=nn.Linear(DIM, 3 * DIM), proj=nn.Linear(DIM, DIM), **self.decays()),
+                norm2=nn.LayerNorm(DIM, eps=1e-6),
+                mlp=Part(fc1=nn.Linear(DIM, 4 * DIM), fc2=nn.Linear(4 * DIM, DIM)),
+            )
+            for _ in range(DEPTH)
+        )
+        self.norm = nn.LayerNorm(DIM, eps=1e-6)
+        self.head = nn.Linear(DIM, CLASSES)
+        randomise(self)
+
+    def decays(self):
+        names = {"Normal": ["a_i"], "S": ["a_i", "a2_i"]}[self.order] if self.kind != "Lit" else []
+        return {n: nn.Parameter(torch.zeros(HEADS)) if self.kind == "Decay" else nn.Linear(DIM, HEADS) for n in names}
+
+    def forward(self, images):
+        x = self.patch_embed.proj(images).flatten(2).mT
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        if hasattr(self, "pos_embed"):
+            x = x + self.pos_embed
+        for block in self.blocks:
+            x = x + self.attention(block.attn, block.norm1(x))
+            x = x + block.mlp.fc2(F.gelu(block.mlp.fc1(block.norm2(x))))
+        x = self.norm(x)
+        return self.head(x[:, 0] if self.readout == "cls" else x.mean(1))
+
+    def attention(self, part, x):
+        q, k, v = part.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        q, k = self.phi(q), self.phi(k)
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        orders = {"a_i": snake(False), "a2_i": snake(True)} if self.order == "S" else {"a_i": range(1 + SIDE**2)}
+        masks = [pairwise(self.decay(getattr(part, n), x), list(o)) for n, o in orders.items() if hasattr(part, n)]
+        if masks:
+            scores = scores * sum(masks) / len(masks)
+        y = scores / (scores.sum(-1, keepdim=True) + 1e-6) @ v
+        return part.proj(y.transpose(1, 2).flatten(2))
+
+    def phi(self, x):
+        if self.kind == "Lit":
+            return F.elu(x) + 1
+        x = x * torch.sigmoid(x) + 0.5
+        return x / x.square().sum(-1, keepdim=True).sqrt()
+
+    def decay(self, a, x):
+        """(B, H, tokens)"""
+        if self.kind == "Decay":
+            return torch.sigmoid(a)[None, :, None].expand(len(x), -1, x.shape[1])
+        decay = (1 - torch.sigmoid(a(x))).mT.clone()
+        decay[..., 0] = 1  # cls
+        return decay
+
+
+def snake(columns):
+    """cls, then the patches in the order of curve 1, or of curve 2."""
+    places = [(line, at if line % 2 == 0 else SIDE - 1 - at) for line in range(SIDE) for at in range(SIDE)]
+    return [0, *(1 + (SIDE * at + line if columns else SIDE * line + at) for line, at in places)]
+
+
+def pairwise(decay, order):
+    """M_ij of tokens visited in this order: the decays of j .. i - 1 below the diagonal, of i + 1 .. j above it."""
+    n = len(order)
+    mask = torch.ones(*decay.shape, n)
+    for i in range(n):
+        for j in range(i + 1, n):
+            mask[..., order[j], order[i]] = mask[..., order[j - 1], order[i]] * decay[..., order[j - 1]]
+            mask[..., order[i], order[j]] = mask[..., order[i], order[j - 1]] * decay[..., order[j]]
+    return mask
+
+
+def randomise(model):
+    """Weights with which every part of a model shows in its logits."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            scale = 4.0 if ".a_i" in name or ".a2_i" in name else 1.5
+            nn.init.normal_(p, std=scale / p[0].numel() ** 0.5 if p.dim() > 1 and p.shape[0] > 1 else 0.5 * scale)
+            if "norm" in name and name.endswith("weight"):
+                p.add_(1)
+
+
+def theirs(kind="Selective", order="Normal", position=False, readout="mean", seed=0):
+    torch.manual_seed(seed)
+    return Theirs(kind, order, position=position, readout=readout).eval()
+
+
+def recipe_of(kind):
+    return ROOT / f"recipes/deit_tiny_{KINDS[kind]}.yaml"
+
+
+def convert(folder, held, *args, kind="Selective"):
+    """Save what is `held`, convert it by the command, and return the run folder."""
+    torch.save(held, folder / "their.pth")
+    assert here("convert", folder / "their.pth", recipe_of(kind), folder / "run", *SMALL, *args) == 0
+    return folder / "run"
+
+
+@torch.no_grad()
+def apart(model, other, seed=0):
+    """The largest difference of logits, on random pictures."""
+    images = torch.randn(2, 3, SIDE * PATCH, SIDE * PATCH, generator=torch.Generator().manual_seed(seed))
+    a, b = model(images), other(images)
+    assert a.shape == b.shape == (2, CLASSES) and b.std() > 0.3
+    return (a - b).abs().max().item()
+
+
+@pytest.mark.parametrize("readout", ["mean", "cls"])
+@pytest.mark.parametrize("position", [False, True])
+@pytest.mark.parametrize(("kind", "order"), CASES)
+def test_the_logits_are_those_of_the_authors_model(kind, order, position, readout, tmp_path, capsys):
+    model = theirs(kind, order, position, readout)
+    settings = [f"model.readout={readout}", *([TWO_SCANS] if order == "S" and kind != "Lit" else [])]
+    run = convert(tmp_path, model.state_dict(), *settings, kind=kind)
+    ours = lion.load(run)
+    assert apart(ours, model) < 1e-4
+    for form in ("chunk", "rnn"):
+        lion.set_form(ours, form)
+        assert apart(ours, model) < 1e-4
+    counted = f"{sum(p.numel() for p in model.parameters()):,} parameters, {CLASSES} classes"
+    said = capsys.readouterr().out
+    assert counted in said and ("with position" in said) is position and f"readout {readout}" in said
+
+
+def test_the_comparison_would_notice_every_mistake(tmp_path):
+    def loaded(kind, order, *settings):
+        (folder := tmp_path / f"{kind}{order}").mkdir()
+        model = theirs(kind, order, position=True)
+        return model, lion.load(convert(folder, model.state_dict(), *settings, kind=kind))
+
+    model, ours = loaded("Selective", "S", TWO_SCANS)
+    decays = [block.attention.decays for block in ours.encoder.blocks]
+    for pair in decays:
+        for gate in (d.gate for d in pair):
+            gate.weight.data.neg_()
+            gate.bias.data.neg_()
+    assert apart(ours, model) > 0.02  # the other sign
+    model, ours = loaded("Decay", "S", TWO_SCANS)
+    for block in ours.encoder.blocks:
+        block.attention.decays = block.attention.decays[::-1]
+    assert apart(ours, model) > 0.02  # the scans with each other's decays
+    ours.position.data.zero_()
+    assert apart(ours, model) > 0.02
+    model, ours = loaded("Lit", "Normal", "model.preset=paper")
+    assert apart(ours, model) > 0.02  # the other feature map
+    ours.readout = "cls"
+    assert apart(ours, theirs("Lit", position=True)) > 0.02
+
+
+def test_weights_are_found_where_they_are_kept(tmp_path):
+    plain, averaged = theirs(seed=1), theirs(seed=2)
+    state = {
+        "model": plain.state_dict(),
+        "model_ema": averaged.state_dict(),
+        "optimizer": {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"lr": 1e-3, "params": [0]}]},
+        "epoch": 299,
+        "args": argparse.Namespace(mask_type="Selective", output_dir="out"),
+    }
+    parallel = {f"module.{name}": value.half() for name, value in plain.state_dict().items()}
+    held = {"model": state, "ema": state, "parallel": {"state_dict": parallel}}
+    for name, content in held.items():
+        (folder := tmp_path / name).mkdir()
+        run = convert(folder, content, *(["--ema"] if name == "ema" else []))
+        ours = lion.load(run)
+        right, wrong = (averaged, plain) if name == "ema" else (plain, averaged)
+        assert apart(ours, right) < (0.05 if name == "parallel" else 1e-4) and apart(ours, wrong) > 0.1
+        assert all(value.dtype == torch.float32 for value in state_of(run, "best")["model"].values())
+
+
+def test_the_run_serves_every_command(tmp_path, capsys):
+    model = theirs()
+    torch.save(model.state_dict(), tmp_path / "their.pth")
+    data = tmp_path / "data"
+    for number in range(CLASSES):
+        for split in ("train", "val"):
+            (folder := data / split / f"n{number}").mkdir(parents=True)
+            Image.new("RGB", (50, 60), (30 * number, 90, 200)).save(folder / "0.png")
+    settings = [*SMALL, "data.workers=0", f"data.root={data}", "trainer.precision=fp32"]
+    run = tmp_path / "new" / "run"
+    done = command("convert", tmp_path / "their.pth", recipe_of("Selective"), run, *settings)
+    assert done.returncode == 0 and str(run) in done.stdout, done.stderr
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["run"]
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "environment.json", "recipe.yaml"]
+    converted = json.loads((run / "environment.json").read_text())["converted"]
+    assert converted["file"] == str(tmp_path / "their.pth") and len(converted["sha256"]) == 64
+
+    loaded = open_run(run)
+    assert loaded.task.info.classes == tuple(f"class {i}" for i in range(CLASSES))
+    assert loaded.recipe.folder == run and loaded.recipe.model.preset == "released"
+    fresh = loaded.task.build_model(loaded.recipe.model)
+    init_from(fresh, run, loaded.task.info)
+    assert apart(fresh.eval(), model) < 1e-4
+    picture = data / "val" / "n3" / "0.png"
+    assert here("predict", run, picture, "--top", CLASSES) == 0
+    assert capsys.readouterr().out.count("class ") == CLASSES
+    assert here("eval", run, "--form", "full") == 0
+    assert "top1 %" in capsys.readouterr().out
+
+
+def test_as_many_patches_in_another_shape_fit(tmp_path):
+    model = theirs("Lit", position=True)
+    ours = lion.load(convert(tmp_path, model.state_dict(), "data.image_size=[8,200]", kind="Lit"))
+    images = torch.randn(2, 3, 8, 200)
+    with torch.no_grad():
+        assert (ours(images) - model(images)).abs().max() < 1e-4
+
+
+A, A2, GATE = "blocks.0.attn.a_i", "blocks.0.attn.a2_i", "blocks.0.attn.a_i.weight"
+MISFITS = [
+    ("Decay", "Normal", "Selective", [], f"{A} is (3,): model.mixer is lion_d, not lion_s; try", "tiny_lion_d.yaml"),
+    ("Selective", "S", "Decay", [], f"{GATE} is (3, 48): model.mixer is lion_s, not lion_d; try", "tiny_lion_s.yaml"),
+    ("Lit", "Normal", "Selective", [], f"there is no {A}: model.mixer is softmax or lion_lit", "tiny_softmax.yaml or"),
+    ("Lit", "Normal", "Selective", ["model.mixer=mamba2"], "not mamba2", "try model.mixer=softmax or model.mixer=lion"),
+    ("Decay", "S", "Decay", [], f"{A2} is (3,): model.attention.scans is", f"try {TWO_SCANS}"),
+    ("Decay", "S", "Decay", ["model.attention.scans=[column_snake,row_snake]"], f"{A2} is (3,)", f"try {TWO_SCANS}"),
+    ("Decay", "Normal", "Decay", [TWO_SCANS], f"there is no {A2}", "try model.attention.scans=[row_major]"),
+    ("Decay", "Normal", "Decay", ["model.num_heads=6"], f"{A} is (3,)", "try model.num_heads=3"),
+    (
+        "Lit",
+        "Normal",
+        "Lit",
+        ["model.dim=96", "model.num_heads=6"],
+        "(48, 3, 8, 8)",
+        "try model.dim=48 model.num_heads=3",
+    ),
+    ("Lit", "Normal", "Lit", ["model.patch_size=4"], "proj.weight is (48, 3, 8, 8)", "try model.patch_size=[8,8]"),
+    ("Lit", "Normal", "Lit", ["data.channels=1"], "patch_embed.proj.weight is (48, 3, 8, 8)", "try data.channels=3"),
+    ("Lit", "Normal", "Lit", ["model.depth=3"], "blocks.1.", "model.depth is 2, not 3; try model.depth=2"),
+    ("Lit", "Normal", "Lit", ["data.image_size=[48,40]"], "pos_embed is (1, 26, 48)", "try data.image_size=[40,40]"),
+    ("Lit", "Normal", "Lit", ["model.mlp_ratio=2"], "mlp.fc1.weight is (192, 48) there, (96, 48) by", "their.pth"),
+    (
+        "Lit",
+        "Normal",
+        "Lit",
+        ["model.attention.qkv_bias=false"],
+        "qkv.bias is (144,) there, none",
+        "their.pth",
+    ),
+    ("Lit", "Normal", "Lit", ["--ema"], "--ema", "it holds no 'model_ema'"),
+    ("Lit", "Normal", "Lit", ["model.dimm=3"], "unknown key 'model.dimm'", "did you mean 'dim'?"),
+]
+
+
+@pytest.mark.parametrize(("kind", "order", "recipe", "settings", *("seen", "hint")), MISFITS)
+def test_a_recipe_of_another_model_is_refused(kind, order, recipe, settings, seen, hint, tmp_path, capsys):
+    torch.save(theirs(kind, order, position=True).state_dict(), tmp_path / "their.pth")
+    line = refuse(capsys, "convert", tmp_path / "their.pth", recipe_of(recipe), tmp_path / "a/run", *SMALL, *settings)
+    assert seen in line and hint in line
+    assert os.listdir(tmp_path) == ["their.pth"]
+
+
+DAMAGE = {
+    "head.weight": (None, "no head.weight of 2 axes"),
+    "cls_token": (torch.ones(DIM), "no cls_token of 3 axes"),
+    "head.bias": (None, "head.bias is none there, (7,) by the recipe"),
+    "blocks.1.attn.a_i": (None, "encoder.blocks.1.attention.decays.0.a is none there, (3,) by the recipe"),
+    "blocks.0.attn.a_i": (torch.tensor(1.0), "no place for blocks.0.attn.a_i"),
+    "head_dist.weight": (torch.ones(CLASSES, DIM), "no place for head_dist.weight: distilled"),
+    "blocks.0.ls1.gamma": (torch.ones(DIM), "no place for blocks.0.ls1.gamma"),
+    "blocks.0.attn.a3_i": (torch.ones(HEADS), "no place for blocks.0.attn.a3_i"),
+    "epoch": (3, "no place for epoch"),
+    "norm.bias": ("text", "no place for norm.bias"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_other_weights_are_refused(name, tmp_path, capsys):
+    value, message = DAMAGE[name]
+    held = {**theirs("Decay").state_dict(), name: value}
+    torch.save({k: v for k, v in held.items() if v is not None}, tmp_path / "their.pth")
+    line = refuse(capsys, "convert", tmp_path / "their.pth", recipe_of("Decay"), tmp_path / "run", *SMALL)
+    assert message in line and "their.pth" in line
+    assert os.listdir(tmp_path) == ["their.pth"]
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path, capsys):
+    their, run = tmp_path / "their.pth", tmp_path / "run"
+    assert "no such checkpoint" in refuse(capsys, "convert", their, recipe_of("Lit"), run)
+    their.write_text("not weights")
+    assert "their.pth: not a readable checkpoint" in refuse(capsys, "convert", their, recipe_of("Lit"), run)
+    model = theirs("Lit")
+    torch.save({"model": model}, their)  # a pickled module could run code
+    assert "their.pth: not a readable checkpoint" in refuse(capsys, "convert", their, recipe_of("Lit"), run)
+    torch.save(model.state_dict(), their)
+    assert "x.yaml: no such file" in refuse(capsys, "convert", their, tmp_path / "x.yaml", run)
+    assert "name: expected letters" in refuse(capsys, "convert", their, recipe_of("Lit"), tmp_path / "a b", *SMALL)
+    assert "cannot be written (" in refuse(capsys, "convert", their, recipe_of("Lit"), their / "run", *SMALL)
+    assert os.listdir(tmp_path) == ["their.pth"]
+    run.mkdir()
+    assert "run: is there already" in refuse(capsys, "convert", their, recipe_of("Lit"), run, *SMALL)
+    assert not list(run.iterdir())
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    from tools import convert as module
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "save_text", fail)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path, theirs().state_dict())
+    assert os.listdir(tmp_path) == ["their.pth"]
+
+
+def test_timms_deit(tmp_path):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("deit_tiny_patch16_224", pretrained=False).eval()
+    randomise(model)
+    torch.save({"model": model.state_dict()}, tmp_path / "deit.pth")
+    run = tmp_path / "run"
+    assert here("convert", tmp_path / "deit.pth", ROOT / "recipes/deit_tiny_softmax.yaml", run) == 0
+    images = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        expected, logits = model(images), lion.load(run)(images)
+    assert expected.std() > 0.3 and (logits - expected).abs().max() < 1e-4
+    info = open_run(run).task.info
+    assert len(info.classes) == 1000 and info.size == (224, 224) and info.mean == (0.485, 0.456, 0.406)
