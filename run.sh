@@ -12,6 +12,10 @@ usage: ./run.sh                               train and evaluate recipes/quickst
        ./run.sh show RECIPE [key=value ...]   a recipe in full, its steps, parameters, memory
        ./run.sh predict RUN FILE ...          classify pictures
        ./run.sh bench ops                     time the operators against SDPA
+       ./run.sh bench train RECIPE ...        time whole training steps against softmax
+       ./run.sh bench inference RUN           latency and memory by form and image size
+       ./run.sh convert FILE RECIPE OUT       a run of the authors', DeiT's or timm's checkpoint
+       ./run.sh report RUN ...                runs as one table, with curves
        ./run.sh consolidate RUN               one file of a sharded checkpoint
        ./run.sh soak [--kills N] [key=value ...]  kill a run again and again; nothing may be lost
        ./run.sh logs                          TensorBoard over runs/
@@ -48,7 +52,7 @@ if [ -z "${LION_NO_INSTALL:-}" ]; then export PATH="$PWD/.venv/bin:$PATH"; fi
 
 case "${1:-}" in
   "") exec python -m tools train recipes/quickstart.yaml ;;
-  eval | list | show | predict | bench | consolidate | soak) exec python -m tools "$@" ;;
+  eval | list | show | predict | bench | consolidate | convert | report | soak) exec python -m tools "$@" ;;
   logs) shift; exec tensorboard --logdir runs "$@" ;;
   test) shift; exec python -m pytest "$@" ;;
   -* | *=*) exec python -m tools train recipes/quickstart.yaml "$@" ;;

@@ -90,7 +90,7 @@ class Decoded:
         self.classes = source.classes
         indices = list(range(len(source))) if indices is None else indices
         pixels, self.shapes, labels = [], [], []
-        for index in tqdm(indices, desc="decoding", unit="images", leave=False, dynamic_ncols=True):
+        for index in tqdm(indices, desc="decoding", unit="images", leave=False, disable=None):
             picture, label = read_sample(source, index)
             pixels.append(np.asarray(picture if picture.mode in ("L", "RGB") else picture.convert("RGB")))
             self.shapes.append(pixels[-1].shape)

@@ -39,7 +39,7 @@ class PictureConfig(DataConfig):
     repeats: repeated augmentation, how often a drawn picture stands in an epoch.
     val_split: share of the training pictures held out as `val`; null: the data's own, or its test pictures.
     limit: training pictures at most, drawn once.
-    cache: decode all pictures once, into memory.
+    cache: decode the pictures of train and val once, into memory.
     """
 
     image_size: tuple[int, int] | None = None
@@ -96,7 +96,7 @@ def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any
     return DataSplits(
         train=split(train, training_transform(config, info), kept if held or len(kept) < len(train) else None),
         val=split(train, plain, held) if held else split(val, plain),
-        test=None if test is None else split(test, plain),
+        test=None if test is None else Images(test, plain),  # read once
         info=info,
     )
 

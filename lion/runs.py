@@ -133,7 +133,7 @@ def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
     folder = find_run(run)
     recipe, task, state = read_run(folder, "best")
     source = build_on_meta(task, recipe.model)
-    own, same_classes = model.state_dict(), state["info"].get("classes") == info.to_dict().get("classes")
+    own, same_classes = model.state_dict(), same_names(state["info"].get("classes"), info.to_dict().get("classes"))
     fits = {
         name: value
         for name, value in model.adapt(state["model"], source).items()
@@ -147,6 +147,12 @@ def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
         raise ConfigError(f"init_from: {run}: {len(left)} of {len(own)} tensors do not fit, e.g. {left[0]}")
     model.load_state_dict({**own, **fits})
     log.info("initialised from %s; new: %s", run, ", ".join(left) or "nothing")
+
+
+def same_names(old: Any, new: Any) -> bool:
+    """Whether two lists of classes are the same; those of a converted checkpoint are only numbered."""
+    numbered = [f"class {i}" for i in range(len(old or ()))]
+    return old == new or (old == numbered and len(old) == len(new or ()))
 
 
 def lock_run(folder: Path) -> IO[str]:

@@ -16,6 +16,7 @@ COMMANDS = {
     "predict": "tools.predict",
     "bench": "tools.bench",
     "consolidate": "tools.consolidate",
+    "convert": "tools.convert",
     "soak": "tools.soak",
 }
 

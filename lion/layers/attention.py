@@ -322,11 +322,14 @@ def make_attention(mixer: str, dim: int, num_heads: int, config: AttentionConfig
 def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
     """Run every linear attention of `model` in this form from now on; weights are untouched.
 
+    Besides "auto" and `FORMS` there is "blockwise", the paper's own Lion-chunk (`lion.ops.blockwise`).
+
     Raises:
         ValueError: An unknown form, or one that softmax attention does not have.
     """
-    if form not in ("auto", *FORMS):
-        raise ValueError(f"form: expected one of auto, {', '.join(FORMS)}, got {form!r}")
+    known = ("auto", *FORMS, "blockwise")
+    if form not in known:
+        raise ValueError(f"form: expected one of {', '.join(known)}, got {form!r}")
     for layer in model.modules():
         if isinstance(layer, SoftmaxAttention) and form not in ("auto", "full"):
             raise ValueError(f"form: softmax attention has only 'full', got {form!r}")

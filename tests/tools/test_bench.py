@@ -15,13 +15,14 @@ import torch
 from lion.layers.mixers import MIXERS
 from lion.ops import linear_attention
 from tests.helpers import ROOT, refuse
-from tools import bench, bench_report
-from tools.bench_floors import Size, floor, flops, traffic
-from tools.bench_report import Report, crossing, crossovers
+from tools.bench import child, ops
+from tools.bench import report as bench_report
+from tools.bench.floors import Size, floor, flops, traffic
+from tools.bench.report import Report, crossing, crossovers
 from tools.common import ConfigError
 
 RATES = {"flops": 1e9, "bytes": 1e9}
-JOB = bench.Job(
+JOB = ops.Job(
     mixer="lion_s",
     forms=("full", "chunk", "rnn"),
     lengths=(24,),
@@ -43,7 +44,7 @@ JOB = bench.Job(
 def measure(**changes) -> tuple[list, list]:
     """Rows and notes of a job in this process."""
     sent = []
-    bench.measure(replace(JOB, **changes), sent.append)
+    ops.measure(replace(JOB, **changes), sent.append)
     return [m for m in sent if m["kind"] == "row"], [m for m in sent if m["kind"] == "note"]
 
 
@@ -67,7 +68,7 @@ def test_every_mixer_is_verified_and_measured(mixer):
         (mixer, "full", None),
         (mixer, "chunk", 8),
     ]
-    assert all(r["error"] <= bench.TOLERANCE for r in rows[1:])
+    assert all(r["error"] <= ops.TOLERANCE for r in rows[1:])
 
 
 def test_rows_hold_time_ratio_floor_and_memory():
@@ -84,13 +85,13 @@ def test_rows_hold_time_ratio_floor_and_memory():
 
 def test_inputs_are_what_the_layer_hands_over():
     cpu = torch.device("cpu")
-    tensors, fixed = bench.operator_inputs(replace(JOB, mixer="rwkv6"), 2, 24, cpu, torch.bfloat16)
+    tensors, fixed = ops.operator_inputs(replace(JOB, mixer="rwkv6"), 2, 24, cpu, torch.bfloat16)
     assert tensors["q"].dtype == torch.bfloat16 and tensors["log_decay"].dtype == torch.float32
     assert tensors["bonus"].shape == (2, 8) and fixed["gate"] == "between" and fixed["beta"] is None
     assert all(t.is_leaf and t.is_contiguous() and t.requires_grad for t in tensors.values())
-    turned, _ = bench.operator_inputs(replace(JOB, mixer="retnet"), 1, 24, cpu, torch.float32)
+    turned, _ = ops.operator_inputs(replace(JOB, mixer="retnet"), 1, 24, cpu, torch.float32)
     assert not turned["angles"].requires_grad  # positions are not learned
-    assert bench.operator_inputs(replace(JOB, mixer="deltanet"), 1, 24, cpu, torch.float32)[0]["beta"].shape == (
+    assert ops.operator_inputs(replace(JOB, mixer="deltanet"), 1, 24, cpu, torch.float32)[0]["beta"].shape == (
         1,
         2,
         24,
@@ -102,7 +103,7 @@ def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
     def off(*args, **kwargs):
         return linear_attention(*args, **kwargs) * (wrong if kwargs["form"] == "chunk" else 1)
 
-    monkeypatch.setattr(bench, "linear_attention", off)
+    monkeypatch.setattr(ops, "linear_attention", off)
     rows, (note,) = measure(passes=("forward",))
     assert {r["form"] for r in rows} == {"sdpa", "full", "rnn"}
     assert note["failed"] and "lion_s chunk 8: off by" in note["text"]
@@ -111,7 +112,7 @@ def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
 def test_what_cannot_be_measured_is_a_line(monkeypatch):
     rows, (note,) = measure(mixer="gla", forms=("full", "blockwise"), passes=("forward",))
     assert len(rows) == 2 and "gla blockwise 8: form: 'blockwise' takes" in note["text"] and not note["failed"]
-    monkeypatch.setattr(bench, "free_bytes", lambda device: 1000.0)
+    monkeypatch.setattr(ops, "free_bytes", lambda device: 1000.0)
     rows, (note,) = measure(forms=("full", "chunk"), passes=("forward",))
     assert [r["form"] for r in rows] == ["sdpa", "chunk"] and "more than is free" in note["text"]
     assert not note["failed"] and note["length"] == 24
@@ -155,8 +156,8 @@ def test_reports_are_merged_by_key(tmp_path):
     first.add_rates(JOB.about(), RATES)
     for r in (row(), row(128), sdpa(), row(chunk_size=16)):
         first.add_row(r)
-    first.add_note(bench.note(JOB, "not today", False, bench.Variant("full", None), length=64, **{"pass": "forward"}))
-    first.add_note(bench.note(JOB, "its process ended", True))
+    first.add_note(ops.note(JOB, "not today", False, ops.Variant("full", None), length=64, **{"pass": "forward"}))
+    first.add_note(ops.note(JOB, "its process ended", True))
     first.save()
     again = Report.load(tmp_path)
     assert len(again.rows) == 4 and not again.new and "not today" in again.markdown()
@@ -219,20 +220,18 @@ SMALL = "--eager --length 24 --tokens 48 --heads 2 --dim 8 --chunk-size 8 --roun
 
 
 def test_the_command_in_pieces(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "measure_rates", lambda *args: RATES)
-    monkeypatch.setattr(bench, "in_a_process", bench.measure)
+    monkeypatch.setattr(ops, "measure_rates", lambda *args: RATES)
+    monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: measure(job, receive))
     for mixer in ("lion_d", "lion_lit"):
-        assert (
-            bench.main(["ops", *SMALL, "2", "--form", "full", "chunk", "--mixer", mixer, "--out", str(tmp_path)]) == 0
-        )
+        assert ops.main([*SMALL, "2", "--form", "full", "chunk", "--mixer", mixer, "--out", str(tmp_path)]) == 0
         out, err = capsys.readouterr()
         assert "1 GFLOP/s" in out and "Crossover" in out and f"[1/1] {mixer}" in err
     held = json.loads((tmp_path / "ops.json").read_text())
     assert {r["mixer"] for r in held["rows"]} == {"lion_d", "lion_lit", "sdpa"}
     assert len(held["rows"]) == 2 * (1 + 2 * 2)
     assert "| lion_d | chunk 8* |" in (tmp_path / "ops.md").read_text()
-    monkeypatch.setattr(bench, "in_a_process", lambda job, receive: receive(bench.note(job, "died", failed=True)))
-    assert bench.main(["ops", *SMALL, "2", "--out", str(tmp_path / "none")]) == 1
+    monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: "died")
+    assert ops.main([*SMALL, "2", "--out", str(tmp_path / "none")]) == 1
     assert not (tmp_path / "none").exists()
 
 
@@ -252,12 +251,14 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_one_line(monkeypatch):
-    monkeypatch.setattr(bench, "child", die)
-    got = []
-    bench.in_a_process(JOB, got.append)
-    assert [m["text"] for m in got] == ["lion_s: its process ended with code 3"] and got[0]["failed"]
+def test_a_process_that_dies_or_raises_is_one_line():
+    assert child.in_a_process(die, JOB, print) == "its process ended with code 3"
+    assert child.in_a_process(fail, JOB, print) == "no such thing"
 
 
-def die(job, pipe):
+def die(job, send):
     os._exit(3)
+
+
+def fail(job, send):
+    raise RuntimeError("no such thing\nand more")

@@ -13,6 +13,7 @@ from typing import Any
 from lion.config import ConfigError
 from lion.layers.mixers import MIXERS
 from lion.trainer.checkpoint import save_text, write_atomic
+from tools.bench.rows import digits, pipes
 from tools.common import table
 
 SCHEMA = 1
@@ -218,20 +219,6 @@ def cells(row: Row) -> list[str]:
         "-" if row["peak_bytes"] is None else digits(row["peak_bytes"] / 2**20),
         "" if row["error"] is None else f"{row['error']:.0e}",
     ]
-
-
-def digits(x: float) -> str:
-    """Three that count."""
-    return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 0.1 else f"{x:.3f}"
-
-
-def pipes(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    head = [
-        "|".join(["", *header, ""]),
-        "|".join(["", *("---" if h in ("mixer", "form") else "--:" for h in header), ""]),
-    ]
-    return "\n".join([*head, *("| " + " | ".join(r) + " |" for r in rows)])
 
 
 def crossovers(rows: Iterable[Row]) -> list[Row]:

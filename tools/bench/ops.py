@@ -14,14 +14,8 @@ measurement can be done in pieces, and Ctrl-C keeps what was measured.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
-import multiprocessing
-import os
 import shlex
-import signal
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -37,10 +31,11 @@ from lion.layers.attention import LionAttention
 from lion.layers.mixers import MIXERS
 from lion.ops import linear_attention, reference_attention
 from lion.trainer.runtime import cpu_name, missing_compiler
-from tools.bench_floors import Size, floor, flops, measure_rates, traffic
-from tools.bench_probe import free_bytes, peak_beyond, step, time_rounds, warm_up
-from tools.bench_report import FORMS, Report
-from tools.common import Parser, count, run_command
+from tools.bench.child import Send, first_line, in_a_process, pick_device, say
+from tools.bench.floors import Size, floor, flops, measure_rates, traffic
+from tools.bench.probe import free_bytes, peak_beyond, step, time_rounds, warm_up
+from tools.bench.report import FORMS, Report
+from tools.common import Parser, count
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "gla")  # no decay, a number a head, a number a token, a vector a token
 LOOPS = ("rnn", "blockwise")  # compiled, a loop over the sequence would be unrolled
@@ -94,7 +89,6 @@ class Variant(NamedTuple):
 
 
 SDPA = Variant("sdpa", None)
-Send = Callable[[dict[str, Any]], None]
 
 
 def main(argv: list[str]) -> int:
@@ -122,7 +116,7 @@ def main(argv: list[str]) -> int:
         eager=args.eager,
         threads=torch.get_num_threads(),
         rates=measure_rates(pick_device(), getattr(torch, args.dtype), args.heads, args.dim),
-        command=shlex.join(["./run.sh", "bench", *argv]),
+        command=shlex.join(["./run.sh", "bench", "ops", *argv]),
     )
     report.add_rates(job.about(), job.rates)
     say(report.rates_line(job.about()))
@@ -147,7 +141,10 @@ def main(argv: list[str]) -> int:
     try:
         for place, mixer in enumerate(mixers, 1):
             say(f"[{place}/{len(mixers)}] {mixer}")
-            in_a_process(replace(job, mixer=mixer), receive)
+            one = replace(job, mixer=mixer)  # many mixers in one process exceed the compile cache
+            problem = in_a_process(measure, one, receive)
+            if problem:
+                receive(note(one, problem, failed=True))
     finally:  # also what was measured before Ctrl-C
         if report.new:
             report.save()
@@ -159,8 +156,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="run.sh bench", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("ops",))
+    parser = Parser(prog="run.sh bench ops", description=__doc__.splitlines()[0])
     parser.add_argument("--mixer", nargs="+", choices=(*MIXERS, "all"), default=list(DEFAULT))
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024, 4096])
@@ -177,55 +173,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
     return parser.parse_args(argv)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def pick_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200]
-
-
-def in_a_process(job: Job, receive: Send) -> None:
-    """Measure in a process of its own: many mixers in one exceed the compile cache, and one that dies is one line."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=child, args=(job, theirs))
-    ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is the parent's to handle
-    process.start()
-    signal.signal(signal.SIGINT, ctrl_c)
-    theirs.close()
-    try:
-        with contextlib.suppress(EOFError):
-            while True:
-                receive(ours.recv())
-        process.join()
-        if process.exitcode:
-            how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"code {process.exitcode}"
-            hint = ", out of memory?" if process.exitcode == -signal.SIGKILL else ""
-            receive(note(job, f"its process ended with {how}{hint}", failed=True))
-    finally:
-        if process.is_alive():
-            process.terminate()
-            process.join(5)
-            process.kill()
-        ours.close()
-
-
-def child(job: Job, pipe: Any) -> None:
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of nvcc without a GPU
-    try:
-        measure(job, pipe.send)
-    except BrokenPipeError:  # the parent is gone
-        os._exit(1)
-    except Exception as error:
-        pipe.send(note(job, first_line(error), failed=True))
 
 
 def measure(job: Job, send: Send) -> None:
@@ -383,7 +330,3 @@ def square_bytes(variant: Variant, batch: int, tensors: dict[str, Tensor], which
     vectors = "log_decay" in tensors and tensors["log_decay"].dim() in (2, 4)
     copies = (8 if which == "both" else 4) * (1 + (dim / 32 if vectors else 0))
     return int(4 * copies * batch * heads * length**2)
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,0 +1,321 @@
+"""Latency and memory of a trained model by form and image size, beside softmax (the paper's Figures 1, 3, 4 and 10).
+
+    ./run.sh bench inference RUN [--sizes 224 384 512] [--form full chunk rnn blockwise] [--chunk-size 16 64] [--top1 N]
+
+The model of the run is taken to every size (positions are interpolated) and run eagerly, without gradients, each
+variant in a process of its own. `softmax` is the same model with softmax attention and random weights. Where the mixer
+has no decay, `quadratic` is its full form under decays of 1, with all L x L scores, as the paper draws Lion-lit.
+`mixer` is the peak memory of one attention layer's mixing beyond q, k and v, its output among it; `peak` that of the
+whole model beyond weights and images. `--top1 N` also classifies N pictures at every size, in the first variant.
+Results are added to `reports/inference.md`, `inference.json` and `inference.png`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shlex
+import statistics
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lion.config import ConfigError
+from lion.layers.attention import Attention, AttentionConfig, set_form
+from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers.scans import Grid
+from lion.runs import LoadedRun, open_run
+from lion.trainer.batches import eval_batches
+from lion.trainer.checkpoint import write_atomic
+from lion.trainer.evaluate import evaluate
+from lion.trainer.runtime import cpu_name, start_runtime
+from tools.bench.child import Send, first_line, in_a_process, pick_device, say
+from tools.bench.probe import free_bytes, peak_beyond, seconds
+from tools.bench.rows import Row, Rows, digits, pipes
+from tools.common import Parser, build_data, count, resolve_run, table
+
+FORMS = ("full", "blockwise", "chunk", "rnn")
+QUADRATIC = "quadratic"
+SETTING = ("device", "threads", "run", "batch")
+HEADER = ["px", "tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "of the attention matrix", "top-1 %"]
+SQUARES = {"full": 4, QUADRATIC: 4, SOFTMAX: 0}  # L x L matrices alive at once; SDPA on a CPU keeps none
+
+
+class Variant(NamedTuple):
+    """A form, and its tokens a chunk or step where it has them."""
+
+    form: str
+    chunk_size: int | None = None
+
+    def __str__(self) -> str:
+        return self.form if self.chunk_size is None else f"{self.form} {self.chunk_size}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one process measures: a variant at every size."""
+
+    run: str
+    variant: Variant
+    sizes: tuple[int, ...]
+    batch: int
+    rounds: int
+    threads: int
+    top1: int
+    command: str
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh bench inference", description=__doc__.splitlines()[0])
+    parser.add_argument("run")
+    parser.add_argument(
+        "--sizes", type=sizes, default=(224, 384, 512), help="pixels, as 224,384 (multiples of a patch)"
+    )
+    parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
+    parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="of blockwise, chunk and rnn")
+    parser.add_argument("--batch", type=count, default=1)
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--threads", type=count)
+    parser.add_argument("--top1", type=int, default=0, metavar="N", help="classify N pictures of the run's data")
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    args = parser.parse_args(argv)
+    loaded = open_run(args.run)
+    for size in args.sizes:
+        resized(loaded, size)
+    report = Rows.load(args.out, "inference", (*SETTING, "size", "form", "chunk_size"), args.fresh)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    failed = False
+
+    def receive(message: Row) -> None:
+        kind = message.pop("kind")
+        say(f"  {message['text'] if kind == 'note' else line(message)}")
+        if kind == "row":
+            report.add(message)
+
+    try:
+        for place, variant in enumerate(variants(loaded, args.form, args.chunk_size)):
+            say(str(variant))
+            job = Job(
+                run=str(loaded.folder),
+                variant=variant,
+                sizes=args.sizes,
+                batch=args.batch,
+                rounds=args.rounds,
+                threads=torch.get_num_threads(),
+                top1=args.top1 if place == 1 else 0,  # after softmax, whose weights are random
+                command=shlex.join(["./run.sh", "bench", "inference", *argv]),
+            )
+            problem = in_a_process(measure, job, receive)
+            if problem:
+                say(f"  {problem}")
+                failed = True
+    finally:  # also what was measured before Ctrl-C
+        if report.new:
+            report.save(markdown)
+            rows = [row for key, row in report.rows.items() if key in report.new]
+            print(f"{title(rows[0])}\n{table(HEADER, cells(rows))}\n\n{draw(report)}")
+    return 1 if failed or not report.new else 0
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({count(part) for part in text.split(",")}))
+
+
+def variants(loaded: LoadedRun, forms: list[str], chunk_sizes: list[int]) -> list[Variant]:
+    """Softmax first, then what was asked for and exists."""
+    if loaded.recipe.model.mixer == SOFTMAX:
+        return [Variant(SOFTMAX)]
+    found = [Variant(SOFTMAX)]
+    for form in FORMS:
+        if form in forms:
+            found += [Variant(form)] if form == "full" else [Variant(form, size) for size in chunk_sizes]
+    if MIXERS[loaded.recipe.model.mixer].decay is None:
+        found.append(Variant(QUADRATIC))
+    return found
+
+
+def resized(loaded: LoadedRun, size: int, mixer: str | None = None) -> tuple[Any, nn.Module]:
+    """The run's task and model for square images of `size` pixels; with another mixer, with random weights.
+
+    Raises:
+        ConfigError: The patches do not divide the size.
+    """
+    config = loaded.recipe.model
+    if mixer is not None and mixer != config.mixer:
+        config = dataclasses.replace(
+            config, mixer=mixer, attention=AttentionConfig(), position_embedding=None, readout=None
+        )
+    task = type(loaded.task)(loaded.task.config, dataclasses.replace(loaded.task.info, size=(size, size)))
+    model = task.build_model(config).eval()
+    if config is loaded.recipe.model:
+        model.load_state_dict(model.adapt(loaded.model.state_dict(), loaded.model))
+    return task, model
+
+
+def measure(job: Job, send: Send) -> None:
+    torch.set_num_threads(job.threads)
+    device, loaded = pick_device(), open_run(job.run)
+    for size in job.sizes:
+        softmax = job.variant.form == SOFTMAX
+        task, model = resized(loaded, size, SOFTMAX if softmax else None)
+        if not softmax:
+            use(model, job.variant)
+        model.to(device)
+        images = torch.randn(job.batch, task.info.channels, size, size, device=device)
+        tokens, heads = 1 + model.patches[0] * model.patches[1], loaded.recipe.model.num_heads
+        matrix = 4 * job.batch * heads * tokens**2
+        if SQUARES.get(job.variant.form, 0) * matrix > 0.8 * free_bytes(device):
+            send({"kind": "note", "text": f"{size} px: left out, its L x L matrices do not fit in memory"})
+            continue
+
+        def once(model: nn.Module = model, images: torch.Tensor = images) -> torch.Tensor:
+            with torch.inference_mode():
+                return model(images)
+
+        try:
+            once()
+            times = [seconds(once, device) for _ in range(job.rounds)]
+            row = {"peak_bytes": peak_beyond(once, device), "mixer_bytes": mixer_peak(model, images, device)}
+            row["top1"] = top1(job, size, task, model) if job.top1 else None
+        except (RuntimeError, ConfigError) as error:
+            send({"kind": "note", "text": f"{size} px: {first_line(error)}"})
+            continue
+        send(
+            {
+                "kind": "row",
+                "run": loaded.folder.name,
+                "mixer": SOFTMAX if softmax else loaded.recipe.model.mixer,
+                "form": job.variant.form,
+                "chunk_size": job.variant.chunk_size,
+                "size": size,
+                "tokens": tokens,
+                "batch": job.batch,
+                "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
+                "threads": job.threads,
+                "ms": 1e3 * statistics.median(times),
+                **row,
+                "matrix_bytes": matrix,
+                "torch": torch.__version__,
+                "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "command": job.command,
+            }
+        )
+
+
+def use(model: nn.Module, variant: Variant) -> None:
+    """Run every layer as the variant says."""
+    set_form(model, "full" if variant.form == QUADRATIC else variant.form, variant.chunk_size)
+    if variant.form == QUADRATIC:
+        for layer in layers(model):
+            layer.arguments = decayed(layer.arguments)
+
+
+def decayed(arguments: Any) -> Any:
+    """A layer's `arguments` with decays of 1, which keep the operator from multiplying right to left."""
+
+    def wrapped(x: torch.Tensor, q: torch.Tensor, *rest: Any) -> dict[str, Any]:
+        return {**arguments(x, q, *rest), "log_decay": q.new_zeros(q.shape[1])}
+
+    return wrapped
+
+
+def layers(model: nn.Module) -> list[Attention]:
+    return [m for m in model.modules() if isinstance(m, Attention)]
+
+
+def mixer_peak(model: nn.Module, images: torch.Tensor, device: torch.device) -> int | None:
+    """Of the first layer's mixing, beyond its q, k and v."""
+    layer, grid = layers(model)[0], Grid(model.coords, model.orders)
+    with torch.inference_mode():
+        x = torch.randn(len(images), grid.coords.shape[1], layer.proj.in_features, device=device)
+        q, k, v = (t.contiguous() for t in layer.heads(x))
+
+        def once() -> torch.Tensor:
+            with torch.inference_mode():
+                return layer.mix(x, q, k, v, grid, None, None)
+
+        once()
+        return peak_beyond(once, device)
+
+
+def top1(job: Job, size: int, task: Any, model: nn.Module) -> float:
+    """Of the first pictures of the run's test split (or val) at this size."""
+    recipe = resolve_run(Path(job.run))
+    splits = build_data(
+        dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, image_size=(size, size), cache=False))
+    )
+    data = splits.val if splits.test is None else splits.test
+    some = torch.utils.data.Subset(data, range(min(job.top1, len(data))))
+    batches = eval_batches(some, batch=min(16, len(some)), rank=0, world=1, workers=0, pin=False)
+    return evaluate(model, batches, task, start_runtime(str(pick_device())), precision="fp32")["top1"]
+
+
+def line(row: Row) -> str:
+    mixer = "" if row["mixer_bytes"] is None else f", mixer {digits(row['mixer_bytes'] / 2**20)} MiB"
+    return f"{row['size']} px, {row['tokens']:,} tokens: {digits(row['ms'])} ms{mixer}"
+
+
+def title(row: Row) -> str:
+    return f"{row['run']}, batch {row['batch']}: {row['device']}, {row['threads']} threads, float32, eager"
+
+
+def form_of(row: Row) -> str:
+    return str(Variant(row["form"], row["chunk_size"]))
+
+
+def cells(rows: list[Row]) -> list[list[str]]:
+    """A table by size, softmax first."""
+    softmax = {row["size"]: row["ms"] for row in rows if row["form"] == SOFTMAX}
+    out = []
+    for row in sorted(rows, key=lambda r: r["size"]):  # forms stay in the order in which they were measured
+        mib = ["-" if row[n] is None else digits(row[n] / 2**20) for n in ("peak_bytes", "mixer_bytes")]
+        share = "-" if row["mixer_bytes"] is None else f"{row['mixer_bytes'] / row['matrix_bytes']:.3f}"
+        ratio = f"{row['ms'] / softmax[row['size']]:.2f}" if row["size"] in softmax else "-"
+        best = "" if row["top1"] is None else f"{100 * row['top1']:.2f}"
+        out.append([str(row["size"]), f"{row['tokens']:,}", form_of(row), digits(row["ms"]), ratio, *mib, share, best])
+    return out
+
+
+def markdown(report: Rows) -> str:
+    parts = ["# Inference by form and image size", "Written by `./run.sh bench inference`.", __doc__.split("\n\n")[2]]
+    parts.append("![curves](inference.png)")
+    for rows in report.groups(SETTING):
+        parts += [f"## {title(rows[0])}", pipes(HEADER, cells(rows)), report.commands(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(report: Rows) -> str:
+    """Write `inference.png` of what was measured last; returns where everything is."""
+    written = f"written: {report.path.with_suffix('.md')}, {report.path}"
+    try:
+        figure = importlib.import_module("matplotlib.figure").Figure
+    except ImportError:
+        return f"{written}; no picture, which needs matplotlib (pip install matplotlib)"
+    rows, path = report.groups(SETTING)[0], report.path.with_suffix(".png")
+    panels = [("ms", 1, "latency, ms"), ("peak_bytes", 2**20, "peak memory, MiB")]
+    panels.append(("mixer_bytes", 2**20, "memory of one layer's mixing, MiB"))
+    fig = figure(figsize=(16, 4.8), layout="constrained")
+    forms = list(dict.fromkeys(form_of(row) for row in rows))
+    for ax, (value, scale, text) in zip(fig.subplots(1, 3), panels):
+        for form in forms:
+            own = sorted((r for r in rows if form_of(r) == form and r[value]), key=lambda r: r["size"])
+            style = {"color": "black", "linewidth": 2.2} if form == SOFTMAX else {"linewidth": 1.6}
+            ax.plot([r["size"] for r in own], [r[value] / scale for r in own], "o-", label=form, markersize=4, **style)
+        if value == "mixer_bytes":
+            own = {r["size"]: r["matrix_bytes"] / scale for r in sorted(rows, key=lambda r: r["size"])}
+            ax.plot(list(own), list(own.values()), ":", color="0.4", label="attention matrix")
+        ticks = sorted({row["size"] for row in rows})
+        ax.set(yscale="log", title=text, xlabel="image side, px")
+        ax.set_xticks(ticks, [str(t) for t in ticks], rotation=45)
+        ax.grid(True, which="both", color="0.9", linewidth=0.7)
+        ax.spines[["top", "right"]].set_visible(False)
+    handles, labels = ax.get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside right center", frameon=False)
+    fig.suptitle(f"{title(rows[0])}, torch {rows[0]['torch']}", fontsize=10)
+    write_atomic(path, lambda file: fig.savefig(file, format="png", dpi=120))
+    return f"{written}, {path}"

@@ -1,0 +1,237 @@
+"""Time whole training steps against softmax attention (the paper's Table 2), and against no mixer at all.
+
+    ./run.sh bench train RECIPE [RECIPE ...] [--size 224 512] [--batch N] [--set key=value ...]
+
+A step is what the trainer does: mixing of the batch, forward, backward, optimizer, compiled, in the recipe's precision
+on a GPU and in float32 on a CPU. All recipes must have one shape (dim, depth, heads, patches); beside them are timed
+the same model with softmax, which is 1, and with every mixer left out (its output is v), which is the floor. Rounds
+are interleaved; a multiplier is the median over rounds of a step's time over the softmax step's of that round.
+Results are added to `reports/train.md` and `train.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lion.config import ConfigError
+from lion.layers.attention import Attention, AttentionConfig
+from lion.layers.mixers import SOFTMAX
+from lion.recipe import Recipe
+from lion.runs import count_parameters
+from lion.tasks import Task
+from lion.trainer.optim import make_optimizer
+from lion.trainer.runtime import compile_blocks, cpu_name, missing_compiler
+from tools.bench.child import Send, in_a_process, pick_device, say
+from tools.bench.probe import peak_beyond, time_rounds, warm_up
+from tools.bench.rows import Rows, digits, pipes
+from tools.common import Parser, count, describe_data, make_task, resolve, table
+
+FLOOR = "without a mixer"
+SETTING = ("device", "threads", "precision", "compiled", "shape", "size", "batch")
+HEADER = ["mixer", "x softmax", "ms a step", "peak GiB"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one process times: all recipes at one image size."""
+
+    recipes: tuple[str, ...]
+    overrides: tuple[str, ...]
+    size: int
+    batch: int | None
+    precision: str | None
+    rounds: int
+    seconds: float
+    threads: int
+    eager: bool
+    command: str
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh bench train", description=__doc__.splitlines()[0])
+    parser.add_argument("recipes", nargs="+")
+    parser.add_argument("--size", type=count, nargs="+", default=[224], help="of the images, in pixels")
+    parser.add_argument("--batch", type=count, help="images a step (default: about 1,600 tokens, on a GPU 50,000)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the recipe's on a GPU, fp32 on a CPU")
+    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="overrides of every recipe")
+    parser.add_argument("--rounds", type=count, default=9)
+    parser.add_argument("--seconds", type=count, default=900, help="end the rounds of a size after these")
+    parser.add_argument("--threads", type=count)
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    args = parser.parse_args(argv)
+    missing = missing_compiler()
+    if missing and not args.eager:
+        raise ConfigError(f"bench: {missing}, or add --eager")
+    report = Rows.load(args.out, "train", (*SETTING, "mixer"), args.fresh)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    failed = False
+    for size in sorted(set(args.size)):
+        job = Job(
+            recipes=tuple(dict.fromkeys(args.recipes)),
+            overrides=tuple(args.set),
+            size=size,
+            batch=args.batch,
+            precision=args.precision,
+            rounds=args.rounds,
+            seconds=args.seconds,
+            threads=torch.get_num_threads(),
+            eager=args.eager,
+            command=shlex.join(["./run.sh", "bench", "train", *argv]),
+        )
+        models(job)  # refuses what cannot be, before anything is timed
+        new: list[dict[str, Any]] = []
+
+        def receive(message: dict[str, Any], new: list = new) -> None:
+            if message.pop("kind") == "row":
+                new.append(message)
+                report.add(message)
+            else:
+                say(message["text"])
+
+        say(f"{size} px")
+        problem = in_a_process(measure, job, receive)
+        if new:
+            report.save(markdown)
+            print(f"{title(new[0])}\n{table(HEADER, [cells(row) for row in new])}\n")
+        if problem:
+            say(f"{size} px: {problem}")
+        failed |= problem is not None or not new
+    if report.new:
+        print(f"written: {report.path.with_suffix('.md')}, {report.path}")
+    return 1 if failed else 0
+
+
+def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
+    """The recipes by name, at the job's size, and beside them softmax and the floor.
+
+    Raises:
+        ConfigError: A recipe is wrong, or their models differ in more than the mixer.
+    """
+    found: dict[str, tuple[Recipe, Task]] = {}
+    for path in job.recipes:
+        recipe = resolve(path, [*job.overrides, f"data.image_size=[{job.size}, {job.size}]"])
+        task = make_task(recipe, describe_data(recipe, look=False)[0])
+        if found and shape(recipe) != shape(next(iter(found.values()))[0]):
+            raise ConfigError(f"{path}: its model is {shape(recipe)}, that of {job.recipes[0]} is another")
+        found[name_of(recipe)] = (recipe, task)
+    recipe, task = next(iter(found.values()))
+    plain = dataclasses.replace(
+        recipe.model, mixer=SOFTMAX, attention=AttentionConfig(), position_embedding=None, readout=None
+    )
+    plain = dataclasses.replace(recipe, model=plain)
+    return {SOFTMAX: (plain, task), FLOOR: (plain, task), **{k: v for k, v in found.items() if k != SOFTMAX}}
+
+
+def name_of(recipe: Recipe) -> str:
+    """The mixer, with what Table 2 and 16 tell apart."""
+    attention = recipe.model.attention
+    parts = [recipe.model.mixer, "multiscan" if len(attention.scans) > 1 else ""]
+    parts += [attention.direction if attention.direction != "both" else ""]
+    parts += [attention.form if attention.form != "auto" else ""]
+    return " ".join(p for p in parts if p)
+
+
+def shape(recipe: Recipe) -> str:
+    m = recipe.model
+    return f"dim {m.dim}, depth {m.depth}, {m.num_heads} heads, patches of {m.patch_size[0]} x {m.patch_size[1]}"
+
+
+def measure(job: Job, send: Send) -> None:
+    """Build every model, warm its step up, and time the steps in rounds."""
+    torch.set_num_threads(job.threads)
+    torch._dynamo.config.recompile_limit = 64  # the models share the code of their blocks
+    device = pick_device()
+    runs: dict[str, Callable[[], object]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, (recipe, task) in models(job).items():
+        send({"kind": "progress", "text": f"  {name}: {'warming up' if job.eager else 'compiling'}"})
+        precision = job.precision or (recipe.trainer.precision if device.type == "cuda" else "fp32")
+        torch.manual_seed(0)
+        model = task.build_model(recipe.model).to(device)
+        if name == FLOOR:
+            leave_out(model)
+        tokens = 1 + model.patches[0] * model.patches[1]
+        batch = job.batch or max(1, round((50_000 if device.type == "cuda" else 1_600) / tokens))
+        if not job.eager:
+            compile_blocks(model)
+        runs[name] = training_step(model, task, recipe, batch, precision, device)
+        warm_up(runs[name], device)
+        rows[name] = {
+            "mixer": name,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
+            "threads": job.threads,
+            "precision": precision,
+            "compiled": not job.eager,
+            "shape": shape(recipe),
+            "size": job.size,
+            "batch": batch,
+            "tokens": tokens,
+            "parameters": count_parameters(model),
+            "peak_bytes": peak_beyond(runs[name], device),
+            "torch": torch.__version__,
+            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": job.command,
+        }
+    send({"kind": "progress", "text": f"  timing {', '.join(runs)}"})
+    times = time_rounds(runs, job.rounds, job.seconds, device)
+    for name, row in rows.items():
+        ratios = sorted(t / s for t, s in zip(times[name], times[SOFTMAX]))
+        middle = len(ratios) // 2
+        row |= {"ratio": ratios[middle], "ratios": ratios, "ms": 1e3 * sorted(times[name])[middle]}
+        send({"kind": "row", **row})
+
+
+def leave_out(model: nn.Module) -> None:
+    """Make every attention layer hand v on: projections and all else stay."""
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.mix = lambda x, q, k, v, *rest: v
+
+
+def training_step(
+    model: nn.Module, task: Task, recipe: Recipe, batch: int, precision: str, device: torch.device
+) -> Callable[[], object]:
+    optimizer = make_optimizer(model, recipe.optim)
+    example = task.example(batch, device)
+    example["image"].random_(0, 256)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+    def step() -> None:
+        with autocast:
+            loss, weight = task.loss(model, example)
+        (loss / weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def title(row: dict[str, Any]) -> str:
+    how = "compiled" if row["compiled"] else "eager"
+    return (
+        f"{row['size']} px ({row['tokens']:,} tokens), batch {row['batch']}, {row['shape']}: {row['device']}, "
+        f"{row['threads']} threads, {row['precision']}, {how}"
+    )
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
+    return [row["mixer"], f"{row['ratio']:.2f}", digits(row["ms"]), peak]
+
+
+def markdown(report: Rows) -> str:
+    parts = ["# Training steps against softmax", "Written by `./run.sh bench train`.", __doc__.split("\n\n")[2]]
+    for rows in report.groups(SETTING):
+        parts += [f"## {title(rows[0])}", pipes(HEADER, [cells(row) for row in rows]), report.commands(rows)]
+    return "\n\n".join(parts) + "\n"
