@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def load(config: Config) -> Any:
     if not config.path:
         raise ConfigError("data.path: missing, a Hub id, or a local folder or parquet file")
     path = user_path(config.path)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
     try:
         if path.is_file():
             return datasets.load_dataset("parquet", data_files={config.train: str(path)})

@@ -5,7 +5,6 @@ A source is a sequence of (PIL picture, label) with the names of its `classes`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +72,7 @@ class PictureConfig(DataConfig):
 
 def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any = None) -> DataSplits:
     """Splits of the sources that there are. Without `val`, it is `val_split` of the training pictures, else `test`."""
-    info = describe(config, train, [s for s in (val, test) if s is not None])
+    info = describe(config, {n: s for n, s in (("train", train), ("val", val), ("test", test)) if s is not None})
     kept, held = list(range(len(train))), None
     if val is None and config.val_split:
         kept, held = split_indices(len(train), (config.val_split,), SPLIT_SEED)
@@ -128,23 +127,23 @@ def published_info(config: PictureConfig, *, size: tuple[int, int], channels: in
     return ImageInfo(tuple(config.image_size or size), channels, names, *normalisation(config, channels))
 
 
-def describe(config: PictureConfig, train: Any, others: Sequence[Any]) -> ImageInfo:
+def describe(config: PictureConfig, sources: dict[str, Any]) -> ImageInfo:
     """What the model must know, from the settings and from a look at some pictures.
 
     Raises:
         ConfigError: Fewer than two classes, splits whose classes differ, or a file that is no picture.
     """
-    classes, whose = tuple(train.classes), f"data set '{config.name}'"
+    classes, whose = tuple(sources["train"].classes), f"data set '{config.name}'"
     if len(classes) < 2:
         raise ConfigError(f"{whose}: one class only ({classes[0] if classes else 'none'}), expected at least two")
-    for other in others:
-        odd = sorted(set(map(str, other.classes)) ^ set(map(str, classes)))
+    for name, source in sources.items():
+        odd = sorted(set(map(str, source.classes)) ^ set(map(str, classes)))
         if odd:
-            raise ConfigError(f"{whose}: the splits differ in class {odd[0]!r}")
+            raise ConfigError(f"{whose}: train and {name} differ in class {odd[0]!r}")
     sizes, modes = set(), set()
-    for source in (train, *others):
+    for name, source in sources.items():
         if not len(source):
-            raise ConfigError(f"{whose}: a split without pictures")
+            raise ConfigError(f"{whose}: no pictures in {name}")
         for index in torch.linspace(0, len(source) - 1, min(PROBES, len(source))).long().tolist():
             try:
                 picture = read_sample(source, index)[0]

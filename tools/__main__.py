@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": "tools.bench",
     "consolidate": "tools.consolidate",
     "convert": "tools.convert",
+    "report": "tools.report",
     "soak": "tools.soak",
 }
 

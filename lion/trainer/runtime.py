@@ -245,7 +245,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
         "devices": torch.cuda.device_count() if cuda else 0,
         "threads": torch.get_num_threads(),
         "commit": git("rev-parse", "HEAD"),

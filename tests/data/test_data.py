@@ -162,7 +162,7 @@ def test_folders_that_do_not_fit(tmp_path):
     with pytest.raises(ConfigError, match=r"no folder .*/val"):
         folder(tmp_path / "a")
     pictures(tmp_path / "b", {"train": {"cat": 1, "dog": 1}, "val": {"cat": 1}})
-    with pytest.raises(ConfigError, match="the splits differ in class 'dog'"):
+    with pytest.raises(ConfigError, match="train and val differ in class 'dog'"):
         folder(tmp_path / "b")
     pictures(tmp_path / "c", {"train": {"cat": 1, "dog": 0}, "val": {"cat": 1, "dog": 1}})
     with pytest.raises(ConfigError, match="Found no valid file for the classes dog"):

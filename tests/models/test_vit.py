@@ -64,3 +64,27 @@ def test_patches_must_fit():
         vit(patch_size=3)
     with pytest.raises(ValueError, match="num_heads 5 does not divide dim 12, nearest: 4"):
         ViTConfig("lion_s", 12, 1, 5)
+
+
+def test_positions_are_interpolated_to_another_grid():
+    source, target = vit("lion_lit", (8, 12)), vit("lion_lit", (16, 10))
+    with torch.no_grad():  # a plane over the grid
+        y, x = torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij")
+        source.position[:] = torch.cat([torch.full((1,), 9.0), (y + 10 * x).flatten()])[None, :, None]
+    weights = target.adapt(source.state_dict(), source)
+    assert weights.keys() == source.state_dict().keys() and weights["position"].shape == target.position.shape
+    assert weights["position"][0, 0].eq(9).all()  # that of cls is no place
+    got = weights["position"][0, 1:, 0].view(8, 5)
+    inner = got[2:-2, 1:-1]  # where nothing beyond the edge counts: pixel centres of the old grid
+    y, x = ((torch.arange(n) + 0.5) * old / n - 0.5 for n, old in ((8, 4), (5, 6)))
+    assert (inner - (y[2:-2, None] + 10 * x[1:-1])).abs().max() < 0.35
+    assert (got.diff(dim=0) > 0).all() and (got.diff(dim=1) > 0).all()
+    target.load_state_dict({**target.state_dict(), "position": weights["position"]})
+
+
+def test_nothing_is_interpolated_without_need():
+    a, b = vit("lion_lit", (8, 12)), vit("lion_s", (16, 10))
+    assert a.adapt(a.state_dict(), a)["position"] is not None
+    assert torch.equal(a.adapt(a.state_dict(), a)["position"], a.position)
+    assert "position" not in a.adapt(b.state_dict(), b)  # one of them has none
+    assert torch.equal(b.adapt(a.state_dict(), a)["position"], a.position)

@@ -126,6 +126,24 @@ def test_init_from_brings_another_head(tmp_path):
     assert all(torch.allclose(new[k], old[k], atol=1e-6) for k in old)
 
 
+def test_init_from_another_grid_interpolates_positions(tmp_path, caplog, capsys):
+    assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
+    first = lion.load(tmp_path / "runs" / "tiny")
+    changes = {"init_from": str(tmp_path / "runs" / "tiny"), "optim": {"lr": 1e-12}, "model": {"patch_size": 2}}
+    with caplog.at_level("INFO", "lion"):
+        assert here("train", tiny_recipe(tmp_path, "finer", **changes), "--no-eval") == 0
+    finer = lion.load(tmp_path / "runs" / "finer")
+    assert finer.position.shape == (1, 17, 16)
+    want = finer.adapt(first.state_dict(), first)["position"]
+    torch.testing.assert_close(finer.position.data, want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(finer.head.weight, first.head.weight, rtol=0, atol=1e-6)
+    assert "new: patch.weight" in caplog.text
+    other = tiny_recipe(tmp_path, "other", init_from=changes["init_from"], model={"dim": 8, "depth": 1})
+    capsys.readouterr()
+    assert "tensors do not fit" in refuse(capsys, "train", other)
+    assert not (tmp_path / "runs" / "other").exists()
+
+
 def test_show_and_list():
     text = show(str(ROOT / "recipes/deit_small_lion_s.yaml"), [], processes=4)
     for part in ("mixer: lion_s", "22,002,736", "375,300", "1024 = 4 processes x 1 accumulated x 256", "GiB"):

@@ -27,6 +27,7 @@ from lion.config import ConfigError
 from lion.layers.attention import Attention, AttentionConfig, set_form
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid
+from lion.recipe import Recipe
 from lion.runs import LoadedRun, open_run
 from lion.trainer.batches import eval_batches
 from lion.trainer.checkpoint import write_atomic
@@ -245,14 +246,22 @@ def mixer_peak(model: nn.Module, images: torch.Tensor, device: torch.device) -> 
 
 def top1(job: Job, size: int, task: Any, model: nn.Module) -> float:
     """Of the first pictures of the run's test split (or val) at this size."""
-    recipe = resolve_run(Path(job.run))
-    splits = build_data(
-        dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, image_size=(size, size), cache=False))
-    )
+    splits = build_data(with_size(resolve_run(Path(job.run)), size))
     data = splits.val if splits.test is None else splits.test
     some = torch.utils.data.Subset(data, range(min(job.top1, len(data))))
     batches = eval_batches(some, batch=min(16, len(some)), rank=0, world=1, workers=0, pin=False)
     return evaluate(model, batches, task, start_runtime(str(pick_device())), precision="fp32")["top1"]
+
+
+def with_size(recipe: Recipe, size: int) -> Recipe:
+    """The recipe with pictures of `size` pixels.
+
+    Raises:
+        ConfigError: Its data has one size only.
+    """
+    if not hasattr(recipe.data, "image_size"):
+        raise ConfigError(f"--top1: data set {recipe.data.name!r} has pictures of one size only")
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, image_size=(size, size), cache=False))
 
 
 def line(row: Row) -> str:

@@ -25,7 +25,7 @@ from lion.config import ConfigError
 from lion.layers.attention import Attention, AttentionConfig
 from lion.layers.mixers import SOFTMAX
 from lion.recipe import Recipe
-from lion.runs import count_parameters
+from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from lion.trainer.optim import make_optimizer
 from lion.trainer.runtime import compile_blocks, cpu_name, missing_compiler
@@ -75,9 +75,8 @@ def main(argv: list[str]) -> int:
     report = Rows.load(args.out, "train", (*SETTING, "mixer"), args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
-    failed = False
-    for size in sorted(set(args.size)):
-        job = Job(
+    jobs = [
+        Job(
             recipes=tuple(dict.fromkeys(args.recipes)),
             overrides=tuple(args.set),
             size=size,
@@ -89,7 +88,12 @@ def main(argv: list[str]) -> int:
             eager=args.eager,
             command=shlex.join(["./run.sh", "bench", "train", *argv]),
         )
-        models(job)  # refuses what cannot be, before anything is timed
+        for size in sorted(set(args.size))
+    ]
+    for job in jobs:  # refuses what cannot be, before anything is timed
+        models(job)
+    failed = False
+    for job in jobs:
         new: list[dict[str, Any]] = []
 
         def receive(message: dict[str, Any], new: list = new) -> None:
@@ -99,13 +103,13 @@ def main(argv: list[str]) -> int:
             else:
                 say(message["text"])
 
-        say(f"{size} px")
+        say(f"{job.size} px")
         problem = in_a_process(measure, job, receive)
         if new:
             report.save(markdown)
             print(f"{title(new[0])}\n{table(HEADER, [cells(row) for row in new])}\n")
         if problem:
-            say(f"{size} px: {problem}")
+            say(f"{job.size} px: {problem}")
         failed |= problem is not None or not new
     if report.new:
         print(f"written: {report.path.with_suffix('.md')}, {report.path}")
@@ -124,6 +128,7 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
         task = make_task(recipe, describe_data(recipe, look=False)[0])
         if found and shape(recipe) != shape(next(iter(found.values()))[0]):
             raise ConfigError(f"{path}: its model is {shape(recipe)}, that of {job.recipes[0]} is another")
+        build_on_meta(task, recipe.model)
         found[name_of(recipe)] = (recipe, task)
     recipe, task = next(iter(found.values()))
     plain = dataclasses.replace(

@@ -1,0 +1,258 @@
+"""`bench train` and `bench inference`: what they build, count and write. Times are not judged."""
+
+import json
+
+import pytest
+import torch
+
+from lion.config import ConfigError
+from lion.layers.attention import Attention
+from lion.runs import open_run
+from tests.helpers import ROOT, here, refuse, tiny_recipe
+from tools.bench import inference, train
+from tools.bench.inference import Variant
+from tools.bench.rows import Rows
+
+TINY = ["model.dim=12", "model.depth=2", "model.num_heads=3"]
+JOB = train.Job(
+    recipes=tuple(str(ROOT / f"recipes/deit_tiny_{m}.yaml") for m in ("lion_s", "softmax", "lion_d_multiscan")),
+    overrides=tuple(TINY),
+    size=32,
+    batch=3,
+    precision=None,
+    rounds=2,
+    seconds=60,
+    threads=torch.get_num_threads(),
+    eager=True,
+    command="x",
+)
+
+
+# Training steps
+
+
+def test_softmax_and_the_floor_stand_beside_the_recipes():
+    models = train.models(JOB)
+    assert list(models) == ["softmax", train.FLOOR, "lion_s", "lion_d multiscan"]
+    assert {name: recipe.model.mixer for name, (recipe, _) in models.items()} == {
+        "softmax": "softmax",
+        train.FLOOR: "softmax",
+        "lion_s": "lion_s",
+        "lion_d multiscan": "lion_d",
+    }
+    softmax = models["softmax"][0].model
+    assert softmax.position_embedding and softmax.readout == "cls" and softmax.dim == 12
+    assert all(task.info.size == (32, 32) for _, task in models.values())
+
+
+def test_the_floor_has_everything_but_the_mixing():
+    recipe, task = train.models(JOB)[train.FLOOR]
+    model = task.build_model(recipe.model).eval()
+    train.leave_out(model)
+    layer = next(m for m in model.modules() if isinstance(m, Attention))
+    x = torch.randn(2, 5, 12)
+    torch.testing.assert_close(layer(x), layer.proj(layer.qkv(x)[..., 24:]))
+
+
+def test_a_step_trains():
+    recipe, task = train.models(JOB)["lion_s"]
+    torch.manual_seed(0)
+    model = task.build_model(recipe.model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = train.training_step(model, task, recipe, 3, "fp32", torch.device("cpu"))
+    for _ in range(2):
+        step()
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_rows_of_training_steps():
+    sent = []
+    train.measure(JOB, sent.append)
+    rows = [m for m in sent if m["kind"] == "row"]
+    assert [r["mixer"] for r in rows] == ["softmax", train.FLOOR, "lion_s", "lion_d multiscan"]
+    assert rows[0]["ratio"] == 1 and all(r["ms"] > 0 and len(r["ratios"]) >= 2 for r in rows)
+    assert all((r["batch"], r["tokens"], r["size"]) == (3, 5, 32) for r in rows)
+    for row in rows:
+        assert row["ratio"] == sorted(row["ratios"])[len(row["ratios"]) // 2]
+    assert rows[2]["parameters"] != rows[0]["parameters"]
+
+
+def test_the_train_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "in_a_process", lambda measure, job, receive: measure(job, receive))
+    command = ["bench", "train", *JOB.recipes[:1], "--eager", "--size", "32", "--batch", "2", "--rounds", "2"]
+    command += ["--out", tmp_path, "--set", *TINY]
+    assert here(*command) == 0
+    out = capsys.readouterr().out
+    assert "lion_s" in out and train.FLOOR in out and "x softmax" in out
+    assert here(*command, "model.attention.form=chunk") == 0
+    held = json.loads((tmp_path / "train.json").read_text())["rows"]
+    assert sorted(r["mixer"] for r in held) == ["lion_s", "lion_s chunk", "softmax", train.FLOOR]
+    text = (tmp_path / "train.md").read_text()
+    assert "| lion_s chunk | " in text and "32 px (5 tokens), batch 2, dim 12" in text
+    (tmp_path / "train.json").write_text("[]")
+    capsys.readouterr()
+    assert "not a report of this command" in refuse(capsys, *command)
+
+
+def test_models_must_be_alike(capsys):
+    paths = [ROOT / f"recipes/deit_{size}_lion_s.yaml" for size in ("tiny", "small")]
+    assert "dim 384, depth 12, 6 heads" in refuse(capsys, "bench", "train", *paths, "--eager")
+    assert "no such file" in refuse(capsys, "bench", "train", "recipes/deit_tiny_lion_x.yaml", "--eager")
+    line = refuse(capsys, "bench", "train", paths[0], "--eager", "--size", "30")
+    assert "model.patch_size: 16 does not divide image height 30" in line
+    assert "bench: 'op' is nothing to measure, did you mean 'ops'" in refuse(capsys, "bench", "op")
+
+
+# Inference
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A trained run of Lion-S on digits (8 px, patches of 4)."""
+    folder = tmp_path_factory.mktemp("inference")
+    assert here("train", tiny_recipe(folder), "--no-eval") == 0
+    return folder / "runs" / "tiny"
+
+
+def job(run, **changes) -> inference.Job:
+    given = dict(variant=Variant("chunk", 8), sizes=(8, 16), batch=2, rounds=2, threads=torch.get_num_threads())
+    return inference.Job(run=str(run), **{**given, "top1": 0, "command": "x", **changes})
+
+
+def measured(run, **changes) -> tuple[list, list]:
+    sent = []
+    inference.measure(job(run, **changes), sent.append)
+    return [m for m in sent if m["kind"] == "row"], [m["text"] for m in sent if m["kind"] == "note"]
+
+
+def test_a_model_at_another_size_keeps_its_weights(run):
+    loaded = open_run(run)
+    _, same = inference.resized(loaded, 8)
+    images = torch.randn(2, 1, 8, 8)
+    with torch.inference_mode():
+        torch.testing.assert_close(same(images), loaded.model(images), rtol=0, atol=0)
+    task, larger = inference.resized(loaded, 24)
+    assert (
+        larger.patches == (6, 6) and task.info.size == (24, 24) and larger(torch.randn(1, 1, 24, 24)).shape == (1, 10)
+    )
+    own, grown = loaded.model.state_dict(), larger.state_dict()
+    assert all(torch.equal(own[name], grown[name]) for name in own if name != "position")
+    assert grown["position"].shape == (1, 37, 16)
+    assert inference.resized(loaded, 8, "softmax")[1].readout == "cls"
+
+
+@pytest.mark.parametrize(
+    "variant", [Variant("softmax"), Variant("full"), Variant("chunk", 8), Variant("rnn", 4), Variant("blockwise", 8)]
+)
+def test_rows_of_inference(run, variant):
+    rows, notes = measured(run, variant=variant)
+    assert not notes and [r["size"] for r in rows] == [8, 16] and [r["tokens"] for r in rows] == [5, 17]
+    assert all(r["ms"] > 0 and r["matrix_bytes"] == 4 * 2 * 2 * r["tokens"] ** 2 for r in rows)
+    assert all(r["mixer"] == ("softmax" if variant.form == "softmax" else "lion_s") for r in rows)
+
+
+def test_every_variant_is_the_same_function(run):
+    loaded = open_run(run)
+    images, found = torch.randn(2, 1, 16, 16), {}
+    for variant in (Variant("full"), Variant("chunk", 8), Variant("rnn", 4), Variant("blockwise", 8)):
+        _, model = inference.resized(loaded, 16)
+        inference.use(model, variant)
+        with torch.inference_mode():
+            found[variant] = model(images)
+    for logits in found.values():
+        torch.testing.assert_close(logits, found[Variant("full")])
+
+
+def test_lion_lit_under_decays_of_one(tmp_path):
+    here("train", tiny_recipe(tmp_path, model={"mixer": "lion_lit"}), "--no-eval")
+    loaded = open_run(tmp_path / "runs" / "tiny")
+    assert inference.variants(loaded, ["full"], [8]) == [Variant(f) for f in ("softmax", "full", "quadratic")]
+    images, found, shapes = torch.randn(2, 1, 24, 24), [], []
+    for variant in (Variant("full"), Variant("quadratic")):
+        _, model = inference.resized(loaded, 24)
+        inference.use(model, variant)
+        layer = inference.layers(model)[0]
+        given = layer.arguments(torch.randn(2, 37, 16), *layer.heads(torch.randn(2, 37, 16)), torch.arange(37)[None])
+        shapes.append(given.get("log_decay"))
+        with torch.inference_mode():
+            found.append(model(images))
+    assert shapes[0] is None and shapes[1].tolist() == [0, 0]
+    torch.testing.assert_close(*found)
+
+
+def test_mixer_memory_counts_the_scores(run):
+    """Shapes that the mixing allocates: L x L in full, none in the others."""
+    rows = {
+        v.form: measured(run, variant=v, sizes=(256,), batch=1)[0][0] for v in (Variant("full"), Variant("rnn", 64))
+    }
+    assert rows["full"]["tokens"] == 64 * 64 + 1
+    if rows["full"]["mixer_bytes"] is not None:
+        assert rows["full"]["mixer_bytes"] > rows["full"]["matrix_bytes"]
+        assert rows["rnn"]["mixer_bytes"] < rows["full"]["matrix_bytes"] / 10
+
+
+def test_no_memory_is_a_note(run, monkeypatch):
+    monkeypatch.setattr(inference, "free_bytes", lambda device: 1000.0)
+    rows, notes = measured(run, variant=Variant("full"))
+    assert not rows and len(notes) == 2 and "do not fit in memory" in notes[0]
+    assert len(measured(run)[0]) == 2
+
+
+def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(inference, "in_a_process", lambda measure, job, receive: measure(job, receive))
+    command = ["bench", "inference", run, "--sizes", "16,8", "--rounds", "1", "--out", tmp_path, "--chunk-size", "4"]
+    assert here(*command, "--form", "full", "chunk", "--top1", "0") == 0
+    out = capsys.readouterr().out
+    assert "chunk 4" in out and "softmax" in out
+    assert here(*command, "--form", "rnn") == 0
+    held = json.loads((tmp_path / "inference.json").read_text())["rows"]
+    assert {(r["form"], r["size"]) for r in held} == {
+        (f, s) for f in ("softmax", "full", "chunk", "rnn") for s in (8, 16)
+    }
+    text = (tmp_path / "inference.md").read_text()
+    assert "| 16 | 17 | rnn 4 |" in text and "inference.png" in text
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "inference.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_top1_at_the_trained_size(run, monkeypatch):
+    """Digits have one size, so their own is the only one with labels."""
+    from lion.trainer.evaluate import evaluate
+    from lion.trainer.runtime import start_runtime
+    from tools.common import build_data, resolve_run
+
+    data = build_data(resolve_run(run)).test
+    monkeypatch.setattr(inference, "with_size", lambda recipe, size: recipe)
+    rows, _ = measured(run, sizes=(8,), top1=10_000)
+    loaded = open_run(run)
+    batch = {k: torch.stack([torch.as_tensor(data[i][k]) for i in range(len(data))]) for k in ("image", "label")}
+    batch["mask"] = torch.ones(len(data), dtype=torch.bool)
+    want = evaluate(loaded.model, [batch], loaded.task, start_runtime("cpu"), precision="fp32")["top1"]
+    assert rows[0]["top1"] == pytest.approx(want)
+
+
+def test_refusals(run, tmp_path, capsys):
+    assert "model.patch_size: 4 does not divide image height 10" in refuse(
+        capsys, "bench", "inference", run, "--sizes", "10"
+    )
+    assert "no recipe.yaml" in refuse(capsys, "bench", "inference", tmp_path / "none")
+    assert "--sizes: expected a whole number" in refuse(capsys, "bench", "inference", run, "--sizes", "8,x")
+
+
+# Rows
+
+
+def test_rows_grow_and_are_replaced(tmp_path):
+    first = Rows.load(tmp_path, "r", ("a", "b"))
+    for a, ms in ((1, 5), (2, 6), (1, 7)):
+        first.add({"a": a, "b": 0, "ms": ms, "date": f"2026-01-0{ms - 4}", "torch": "2", "command": "c"})
+    first.save(lambda report: f"{len(report.rows)}")
+    assert (tmp_path / "r.md").read_text() == "2"
+    again = Rows.load(tmp_path, "r", ("a", "b"))
+    assert [row["ms"] for row in again.rows.values()] == [6, 7] and not again.new
+    assert [[row["a"] for row in rows] for rows in again.groups(("a",))] == [[1], [2]]  # the latest first
+    assert again.commands(again.rows.values()) == "- 2026-01-02, torch 2: `c`\n- 2026-01-03, torch 2: `c`"
+    assert not Rows.load(tmp_path, "r", ("a",), fresh=True).rows
+    with pytest.raises(ConfigError, match="not a report of this command"):
+        Rows.load(tmp_path, "r", ("a", "c"))

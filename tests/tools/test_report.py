@@ -1,0 +1,143 @@
+"""`report`: groups of seeds, their numbers beside the paper's, and what it refuses."""
+
+import json
+import shutil
+import statistics
+
+import pytest
+
+from lion.config import ConfigError
+from tests.helpers import here, refuse, tiny_recipe
+from tools import report
+from tools.report import claim_table, group, label, load, paper, place, result_table, verdict
+
+KINDS = {
+    "softmax": {"mixer": "softmax"},
+    "lion_s": {},
+    "lion_s forward": {"attention": {"direction": "forward"}},
+    "lion_s multiscan": {"attention": {"scans": ["row_snake", "column_snake"]}},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Finished runs of every kind and two seeds; those of Lion-S alone were evaluated."""
+    folder = tmp_path_factory.mktemp("report")
+    for name, model in KINDS.items():
+        for seed in (0, 1):
+            path = tiny_recipe(folder, f"{name.replace(' ', '_')}{seed}", model={**model, "position_embedding": None})
+            assert here("train", path, f"seed={seed}", "--no-eval") == 0
+    for seed in (0, 1):
+        (folder / "runs" / f"lion_s{seed}" / "summary.json").write_text(
+            json.dumps({"value": 0.5 + seed / 10, "split": "test", "metric": "top1", "forms": {}, "best_step": 3})
+        )
+    return folder / "runs"
+
+
+def of(runs, *names):
+    return [load(str(p)) for p in sorted(runs.iterdir()) if not names or p.name.rstrip("01") in names]
+
+
+def test_runs_of_one_recipe_are_one_row_in_the_papers_order(runs):
+    groups = group(of(runs))
+    assert list(groups) == ["softmax", "lion_s", "lion_s multiscan", "lion_s forward"]
+    assert all([run.recipe.seed for run in some] == [0, 1] for some in groups.values())
+
+
+def test_the_table_holds_what_the_runs_measured(runs):
+    groups = group(of(runs))
+    header, rows = result_table(groups)
+    by_name = {row[0]: dict(zip(header, row)) for row in rows}
+    values = []
+    for seed in (0, 1):
+        lines = (runs / f"lion_s{seed}" / "metrics.jsonl").read_text().splitlines()
+        values.append(max(line["top1"] for line in map(json.loads, lines) if line["kind"] == "val"))
+    row = by_name["lion_s"]
+    assert row["val top-1 %"] == f"{100 * statistics.mean(values):.2f} ± {100 * statistics.stdev(values):.2f}"
+    assert row["test top-1 %"] == "55.00 ± 7.07" and row["n"] == "2"
+    assert by_name["softmax"]["test top-1 %"] == "-"
+    assert row["paper: CIFAR-100"] == "77.56" and row["paper: ImageNet-1k, small"] == "74.0"
+    assert by_name["lion_s multiscan"]["paper: CIFAR-100"] == "80.07"
+    assert by_name["lion_s forward"]["paper: CIFAR-100"] == "71.08"
+    assert by_name["softmax"]["parameters"] != row["parameters"]
+
+
+def test_every_claim_of_the_cifar100_recipes_has_a_name_of_its_own():
+    claimed = {name: c["CIFAR-100"] for name, c in paper().items() if "CIFAR-100" in c}
+    assert len(claimed) == 17 and claimed["softmax without positions"] == "73.15"
+    assert {"lion_lit without positions", "softmax silu_shifted feature map", "lion_s_vector"} <= claimed.keys()
+
+
+def test_claims_compare_runs_of_one_seed(runs):
+    rows = claim_table(group(of(runs, "lion_s", "lion_s_forward", "softmax")))[1]
+    assert [row[0] for row in rows] == ["lion_s > lion_s forward", "lion_s > softmax"] and rows[0][2] == "2"
+    gaps = []
+    for seed in (0, 1):
+        forward = load(str(runs / f"lion_s_forward{seed}"))
+        gaps.append(0.5 + seed / 10 - forward.val)
+    assert rows[0][1] == f"{100 * statistics.mean(gaps):.2f} ± {100 * statistics.stdev(gaps):.2f}"
+    assert not claim_table(group(of(runs, "softmax")))[1]
+
+
+def test_two_standard_errors_decide():
+    assert verdict([0.02, 0.03, 0.025]) == "so here, too"
+    assert verdict([-0.02, -0.03, -0.025]) == "the other way round here"
+    assert verdict([-0.02, 0.03, 0.01]) == "undecided, within the noise"
+    assert verdict([0.5]) == "one seed decides nothing"
+
+
+def test_rows_stand_in_the_papers_order():
+    names = [
+        "lion_s forward",
+        "gla",
+        "lion_d",
+        "softmax",
+        "lion_s",
+        "lion_s multiscan",
+        "lion_s alternating",
+        "lion_lit",
+    ]
+    assert sorted(names, key=place) == [
+        "softmax",
+        "lion_lit",
+        "lion_d",
+        "lion_s",
+        "lion_s multiscan",
+        "lion_s alternating",
+        "lion_s forward",
+        "gla",
+    ]
+
+
+def test_the_command(runs, tmp_path, capsys):
+    assert here("report", *sorted(runs.iterdir()), "--out", tmp_path, "--name", "tiny") == 0
+    out = capsys.readouterr().out
+    assert "lion_s multiscan > lion_s" in out and "written: " in out
+    text = (tmp_path / "tiny.md").read_text()
+    assert "| lion_s | 55.00 ± 7.07 |" in text and "digits" in text and "`model.attention.direction`" in text
+    assert "6 steps in batches of 64" in text and "What the paper claims" in text
+    held = json.loads((tmp_path / "tiny.json").read_text())
+    assert held["lion_s"][1]["test"] == 0.6 and len(held["softmax"][0]["curve"]) == 2
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG") and "](tiny.png)" in text
+
+
+def test_what_cannot_be_compared(runs, tmp_path, capsys):
+    assert here("train", tiny_recipe(tmp_path, "longer", trainer={"steps": 8}), "--no-eval") == 0
+    capsys.readouterr()
+    line = refuse(capsys, "report", runs / "softmax0", tmp_path / "runs" / "longer", "--out", tmp_path / "out")
+    assert "not comparable with" in line and "they differ in trainer.steps" in line
+    shutil.copytree(runs / "softmax0", tmp_path / "copy")
+    with pytest.raises(ConfigError, match="a second run of 'softmax' with seed 0"):
+        group([load(str(runs / "softmax0")), load(str(tmp_path / "copy"))])
+    (tmp_path / "copy" / "metrics.jsonl").write_text("")
+    assert "not validated yet" in refuse(capsys, "report", tmp_path / "copy", "--out", tmp_path / "out")
+    (tmp_path / "copy" / "metrics.jsonl").write_text("{")
+    assert "its metrics cannot be read" in refuse(capsys, "report", tmp_path / "copy", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_labels_tell_merges_apart(runs):
+    recipe = load(str(runs / "lion_s_multiscan0")).recipe
+    recipe.model.attention.scan_merge = "outputs"
+    assert label(recipe) == "lion_s multiscan (outputs)" and report.place(label(recipe))[0] == 3
