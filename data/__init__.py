@@ -11,7 +11,9 @@ from lion.config import ConfigError, nearest
 
 def names() -> list[str]:
     """The data sets that exist: the modules that say how to build one."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in ("augment", "common", "pictures"))
+    return sorted(
+        m.name for m in pkgutil.iter_modules(__path__) if m.name not in ("augment", "common", "pictures", "resident")
+    )
 
 
 def module(name: str) -> ModuleType:

@@ -15,12 +15,13 @@ from torchvision.transforms import v2
 
 from data.augment import RandAugment
 from data.common import DataConfig, DataSplits, Decoded, Images, data_root, read_sample, split_indices, user_path
+from data.resident import ResidentImages
 from lion.config import ConfigError, setting
 from lion.tasks.base import ImageInfo, Unreadable
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PHOTO_SIZE = (224, 224)  # of pictures that have no common size
-PROBES = 256  # pictures of each split that are opened before anything starts
+PROBES = 64  # pictures of each split that are opened before anything starts
 SPLIT_SEED = 0  # `seed` in a recipe moves no picture between splits
 
 
@@ -38,7 +39,8 @@ class PictureConfig(DataConfig):
     repeats: repeated augmentation, how often a drawn picture stands in an epoch.
     val_split: share of the training pictures held out as `val`; null: the data's own, or its test pictures.
     limit: training pictures at most, drawn once.
-    cache: decode the pictures of train and val once, into memory.
+    cache: decode the pictures of train and val once, into `memory`, or onto the `device`, where whole batches are then
+        cropped and flipped: with `pad`, without `rand_augment`.
     """
 
     image_size: tuple[int, int] | None = None
@@ -53,7 +55,7 @@ class PictureConfig(DataConfig):
     repeats: int = setting(1, min=1)
     val_split: float | None = setting(None, min=0.001, max=0.9)
     limit: int | None = setting(None, min=1)
-    cache: bool = setting(False, free=True)
+    cache: str | None = setting(None, choices=("memory", "device"))
 
     def __post_init__(self) -> None:
         low, high = self.random_scale
@@ -63,6 +65,10 @@ class PictureConfig(DataConfig):
             raise ValueError(f"random_scale: expected two shares of a picture, the smaller first, got {(low, high)}")
         if self.std is not None and min(self.std, default=0) <= 0:
             raise ValueError(f"std: expected more than 0, got {self.std}")
+        if self.cache == "device" and (self.rand_augment or not self.pad):
+            raise ValueError(
+                "cache: on the device whole batches are cropped and flipped: give pad, and no rand_augment"
+            )
         if self.rand_augment is not None:
             try:
                 RandAugment.from_string(self.rand_augment)
@@ -87,8 +93,11 @@ def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any
         kept = [kept[i] for i in order[: config.limit].tolist()]
     plain = test_transform(config, info)
 
-    def split(source: Any, transform: Any, indices: list[int] | None = None) -> Images:
-        if config.cache:
+    def split(source: Any, transform: Any, indices: list[int] | None = None) -> Images | ResidentImages:
+        if config.cache == "device":
+            chance = {} if transform is plain else {"pad": config.pad, "flip": config.flip}
+            return ResidentImages(source, plain, indices, **chance)
+        if config.cache == "memory":
             source, indices = Decoded(source, indices), None
         return Images(source, transform, indices)
 

@@ -117,9 +117,8 @@ def measure(request: dict[str, Any]) -> None:
     model, task = loaded.model.to(runtime.device), loaded.task
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
     precision = recipe.trainer.precision
-    loader = eval_batches(
-        dataset, batch=batch, rank=0, world=1, workers=loader_workers(recipe), pin=False, faults=recipe.trainer.faults
-    )
+    how = {"workers": loader_workers(recipe), "faults": recipe.trainer.faults, "device": runtime.device}
+    loader = eval_batches(dataset, batch=batch, rank=0, world=1, pin=False, **how)
     first = next(iter(loader))
     size = sum(x.nbytes for x in first.values()) * -(-len(dataset) // batch)
     batches = list(loader) if size < 2**28 else loader  # small data is loaded ahead, and not timed

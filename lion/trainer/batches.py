@@ -116,6 +116,11 @@ class SeededDataset(Dataset):
         finally:
             generator.set_state(state)
 
+    def batch(self, keys: list[tuple[int, int, int]], device: torch.device) -> Batch:
+        """Of a data set that makes its own batches; its chance depends on (seed, epoch, first place)."""
+        generator = torch.Generator(device).manual_seed(derive(self.seed, *keys[0][:2]))
+        return self.dataset.batch([index for *_, index in keys], device, generator)
+
 
 class PaddedDataset(Dataset):
     """An evaluation split padded to whole batches; `mask` is False for padding and for what cannot be read."""
@@ -130,6 +135,12 @@ class PaddedDataset(Dataset):
             sample, itself = samples.read(self.dataset, index if real else 0)
             samples.append(None if sample is None else {**sample, "mask": torch.tensor(real and itself)})
         return samples
+
+    def batch(self, indices: list[int], device: torch.device) -> Batch:
+        """Of a data set that makes its own batches."""
+        real = [index < len(self.dataset) for index in indices]
+        batch = self.dataset.batch([index if ok else 0 for index, ok in zip(indices, real)], device)
+        return {**batch, "mask": torch.tensor(real, device=device)}
 
 
 def leave_signals(_: int) -> None:
@@ -149,10 +160,21 @@ def steps_per_epoch(size: int, batch: int) -> int:
 class Batches:
     """Batches of a loader, whose faults are named, counted and limited; `unreadable` samples are counted once.
 
-    A worker that dies is replaced, with all others, at the batch that was due.
+    A worker that dies is replaced, with all others, at the batch that was due. A data set with a method
+    `batch(indices, device, generator)` is no loader's work: it is asked for whole batches on the device.
     """
 
-    def __init__(self, dataset: Dataset, sampler: Any, *, workers: int, pin: bool, faults: FaultsConfig) -> None:
+    def __init__(
+        self,
+        dataset: SeededDataset | PaddedDataset,
+        sampler: Any,
+        *,
+        workers: int,
+        pin: bool,
+        faults: FaultsConfig,
+        device: torch.device | str,
+    ) -> None:
+        self.device = torch.device(device)
         self.dataset, self.sampler, self.workers, self.pin, self.faults = dataset, sampler, workers, pin, faults
         self.unreadable: set[int] = set()
         self.died = 0
@@ -169,6 +191,9 @@ class Batches:
         )
 
     def __iter__(self) -> Iterator[Batch]:
+        if hasattr(self.dataset.dataset, "batch"):
+            yield from (self.dataset.batch(list(keys), self.device) for keys in self.sampler)
+            return
         done = 0
         while True:
             batches = iter(self.loader(done))
@@ -223,18 +248,33 @@ class _From(Sampler):
 
 
 def train_batches(
-    dataset: Dataset, sampler: StepSampler, *, workers: int, pin: bool, faults: FaultsConfig | None = None
+    dataset: Dataset,
+    sampler: StepSampler,
+    *,
+    workers: int,
+    pin: bool,
+    faults: FaultsConfig | None = None,
+    device: torch.device | str = "cpu",
 ) -> Batches:
     """All micro-batches of this process for the sampler's steps, across epochs."""
     seeded = SeededDataset(dataset, sampler.seed)
-    return Batches(seeded, sampler, workers=workers, pin=pin, faults=faults or FaultsConfig())
+    return Batches(seeded, sampler, workers=workers, pin=pin, faults=faults or FaultsConfig(), device=device)
 
 
 def eval_batches(
-    dataset: Dataset, *, batch: int, rank: int, world: int, workers: int, pin: bool, faults: FaultsConfig | None = None
+    dataset: Dataset,
+    *,
+    batch: int,
+    rank: int,
+    world: int,
+    workers: int,
+    pin: bool,
+    faults: FaultsConfig | None = None,
+    device: torch.device | str = "cpu",
 ) -> Batches:
     """This process's share of a split in batches of one shape."""
     rounds = -(-len(dataset) // (batch * world))
     first = rank * batch * rounds
     share = [range(start, start + batch) for start in range(first, first + batch * rounds, batch)]
-    return Batches(PaddedDataset(dataset), share, workers=workers, pin=pin, faults=faults or FaultsConfig())
+    padded = PaddedDataset(dataset)
+    return Batches(padded, share, workers=workers, pin=pin, faults=faults or FaultsConfig(), device=device)

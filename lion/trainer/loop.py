@@ -115,8 +115,7 @@ class Trainer:
             self.compiled = all(compile_blocks(model) for model in filter(None, (self.model, self.ema)))
         self.resume()
         self.forward = replicate(self.model, self.runtime)
-        settings = {"workers": self.splits.workers, "pin": self.pin, "faults": self.config.faults}
-        self.train_batches = train_batches(self.splits.train, self.sampler(self.step), **settings)
+        self.train_batches = train_batches(self.splits.train, self.sampler(self.step), **self.loading())
 
     def open_log(self) -> RunLog:
         evaluated = not self.evaluation_due
@@ -290,15 +289,12 @@ class Trainer:
         return True
 
     def eval_batches(self, split: Dataset) -> Batches:
-        return eval_batches(
-            split,
-            batch=self.plan.micro,
-            rank=self.runtime.rank,
-            world=self.runtime.world,
-            workers=self.splits.workers,
-            pin=self.pin,
-            faults=self.config.faults,
-        )
+        where = {"rank": self.runtime.rank, "world": self.runtime.world}
+        return eval_batches(split, batch=self.plan.micro, **where, **self.loading())
+
+    def loading(self) -> dict[str, Any]:
+        workers, faults = self.splits.workers, self.config.faults
+        return {"workers": workers, "pin": self.pin, "faults": faults, "device": self.runtime.device}
 
     def save(self, out: RunLog) -> None:
         """Write a checkpoint to go on from; a full disk is reported and leaves the previous one."""

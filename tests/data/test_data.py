@@ -111,7 +111,7 @@ def test_fewer_pictures(tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"pad": 4}, {"rand_augment": "rand-m9-mstd0.5-inc1"}, {"val_split": 0.4}])
 def test_decoding_once_changes_nothing(tmp_path, settings):
     pictures(tmp_path, {"": {"cat": 6, "dog": 5}} if settings.get("val_split") else TWO)
-    plain, cached = (folder(tmp_path, cache=c, **settings) for c in (False, True))
+    plain, cached = (folder(tmp_path, cache=c, **settings) for c in (None, "memory"))
     assert cached.info == plain.info
     for a, b in zip(plain[:2], cached[:2]):
         assert len(a) == len(b)
@@ -121,6 +121,36 @@ def test_decoding_once_changes_nothing(tmp_path, settings):
             torch.manual_seed(i)
             got = b[i]
             assert torch.equal(want["image"], got["image"]) and want["label"] == got["label"]
+
+
+def test_pictures_that_stay_on_the_device(tmp_path):
+    pictures(tmp_path, TWO)
+    plain, kept = (folder(tmp_path, pad=3, flip=0.5, cache=c) for c in (None, "device"))
+    assert kept.info == plain.info and [len(s) for s in kept[:2]] == [5, 2]
+    for i in range(2):
+        assert torch.equal(kept.val[i]["image"], plain.val[i]["image"])
+    batch = kept.val.batch([1, 0, 1], "cpu")
+    assert torch.equal(batch["image"], torch.stack([plain.val[i]["image"] for i in (1, 0, 1)]))
+    assert batch["label"].tolist() == [1, 0, 1] and batch["image"].dtype == torch.uint8
+
+    def draw(seed, indices):
+        return kept.train.batch(indices, "cpu", torch.Generator().manual_seed(seed))["image"]
+
+    assert torch.equal(draw(1, [0, 1, 2]), draw(1, [0, 1, 2])) and not torch.equal(draw(1, [0] * 9), draw(2, [0] * 9))
+    seen, whole = set(), F.pad(kept.train.pixels[4], (3, 3, 3, 3))
+    for image in draw(0, [4] * 300):
+        for mirrored in (False, True):
+            straight = image.flip(-1) if mirrored else image
+            seen |= {
+                (y, x, mirrored)
+                for y in range(7)
+                for x in range(7)
+                if torch.equal(straight, whole[:, y : y + 16, x : x + 24])
+            }
+    assert len(seen) > 90 and {m for *_, m in seen} == {True, False}  # of 98
+    for bad in ({"pad": 0}, {"rand_augment": "rand-m9-mstd0.5-inc1"}):
+        with pytest.raises(ConfigError, match=r"data.cache: on the device whole batches are cropped"):
+            folder(tmp_path, **{"pad": 3, "cache": "device", **bad})
 
 
 def test_crops(tmp_path):

@@ -91,3 +91,35 @@ def test_repeated_augmentation():
 def test_order_depends_on_seed_and_epoch_alone():
     assert torch.equal(epoch_order(9, 1, 2), epoch_order(9, 1, 2))
     assert not torch.equal(epoch_order(50, 1, 2), epoch_order(50, 2, 1))
+
+
+class Whole(torch.utils.data.Dataset):
+    """Makes batches of its own, as pictures on a device do."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        raise AssertionError("no sample is asked for")
+
+    def batch(self, indices, device, generator=None):
+        noise = None if generator is None else torch.rand(len(indices), generator=generator, device=device)
+        index = torch.tensor(indices, device=device)
+        return {"index": index} | ({} if noise is None else {"noise": noise})
+
+
+def test_a_data_set_that_makes_its_own_batches():
+    def batches(start, seed=3):
+        sampler = StepSampler(10, batch=4, micro=2, seed=seed, start=start, total=5, rank=0, world=1)
+        return list(train_batches(Whole(), sampler, workers=2, pin=False)), sampler
+
+    found, sampler = batches(0)
+    steps = [torch.cat([b["index"] for b in found[2 * s : 2 * s + 2]]).tolist() for s in range(5)]
+    assert steps == [sampler.samples(step) for step in range(5)]
+    assert len({tuple(b["noise"].tolist()) for b in found}) == 10  # every micro-batch draws for itself
+    for a, b in zip(found[6:], batches(3)[0]):  # and a resumed run draws the same
+        assert torch.equal(a["noise"], b["noise"]) and torch.equal(a["index"], b["index"])
+    assert not torch.equal(batches(0, seed=4)[0][0]["noise"], found[0]["noise"])
+    parts = [list(eval_batches(Whole(), batch=4, rank=r, world=2, workers=0, pin=False)) for r in (0, 1)]
+    kept = [i for part in parts for b in part for i, m in zip(b["index"].tolist(), b["mask"].tolist()) if m]
+    assert sorted(kept) == list(range(10)) and all("noise" not in b for part in parts for b in part)

@@ -1,0 +1,67 @@
+"""Pictures of one size that stay on the device: batches are gathered, cropped and flipped there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from data.common import read_sample
+
+
+class ResidentImages(Dataset):
+    """A data set of {image, label} whose batches are made as a whole (see `lion.trainer.batches.Batches`).
+
+    Args:
+        source: Of (picture, label).
+        transform: Picture -> uint8 (C, H, W), one size for all.
+        indices: Which part of the source, or all.
+        pad: Pixels around a picture before a crop of its size at a random place, as `v2.RandomCrop`.
+        flip: The share of pictures that are mirrored.
+    """
+
+    def __init__(
+        self, source: Any, transform: Any, indices: list[int] | None = None, *, pad: int = 0, flip: float = 0.0
+    ) -> None:
+        indices = list(range(len(source))) if indices is None else indices
+        samples = (read_sample(source, i) for i in tqdm(indices, "decoding", unit="images", leave=False, disable=None))
+        pixels, labels = zip(*((transform(picture), label) for picture, label in samples))
+        self.pixels, self.labels = torch.stack(pixels), torch.tensor(labels)  # (N, C, H, W), (N,)
+        self.indices, self.pad, self.flip = indices, pad, flip
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": self.pixels[index], "label": int(self.labels[index])}
+
+    def batch(
+        self, indices: list[int], device: torch.device | str, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """image (B, C, H, W) and label (B,) on `device`; without a generator nothing is left to chance."""
+        if self.pixels.device != torch.device(device):
+            self.pixels, self.labels = self.pixels.to(device), self.labels.to(device)
+        chosen = torch.tensor(indices, device=device)
+        images = self.pixels[chosen]
+        if generator is not None:
+            images = crop(images, self.pad, generator)
+            mirrored = torch.rand(len(images), generator=generator, device=device) < self.flip
+            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        return {"image": images, "label": self.labels[chosen]}
+
+
+def crop(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
+    """A window of its own for each image (B, C, H, W), `pad` black pixels around."""
+    if not pad:
+        return images
+    batch, _, height, width = images.shape
+    top, left = torch.randint(2 * pad + 1, (2, batch), generator=generator, device=images.device)
+    rows = top[:, None] + torch.arange(height, device=images.device)  # (B, H)
+    columns = left[:, None] + torch.arange(width, device=images.device)
+    each = torch.arange(batch, device=images.device)[:, None, None]
+    padded = F.pad(images, (pad, pad, pad, pad)).permute(0, 2, 3, 1)
+    return padded[each, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
