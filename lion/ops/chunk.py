@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.decay import Clock, Direction, decay
+from lion.ops.decay import Clock, Direction, decay, hold
 from lion.ops.full import pair_scores
 
 GROUP = 32  # chunks mixed by one dense matrix; more are carried group by group, so cost stays linear in L
@@ -120,11 +120,6 @@ def mix(weights: Tensor, states: Tensor) -> Tensor:
 def shift(t: Tensor, back: bool) -> Tensor:
     """Chunks (.., N, D) one place earlier in the direction of travel; the first place repeats and is never read."""
     return torch.cat([t[..., 1:, :], t[..., -1:, :]] if back else [t[..., :1, :], t[..., :-1, :]], -2)
-
-
-def hold(t: Tensor, missing: int) -> Tensor:
-    """Let time (.., L, D) stand still for `missing` more places."""
-    return torch.cat([t, t[..., -1:, :].expand(*t.shape[:-2], missing, t.shape[-1])], -2)
 
 
 def last(t: Tensor) -> Tensor:

@@ -144,6 +144,11 @@ def make_directions(log_decay: Tensor, run: Tensor | None, *, gate: str, directi
     return tuple(made)
 
 
+def hold(t: Tensor, missing: int) -> Tensor:
+    """Let time (.., L, D) stand still for `missing` more places."""
+    return torch.cat([t, t[..., -1:, :].expand(*t.shape[:-2], missing, t.shape[-1])], -2)
+
+
 def pair_mask(
     directions: tuple[Direction, ...], own: bool = True, keys: slice = slice(None), places: Tensor | None = None
 ) -> Tensor:

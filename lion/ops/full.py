@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.decay import Direction, pair_mask
+from lion.ops.decay import Direction, hold, pair_mask
+
+ALIGNMENT = 8  # products of 200 tokens take three quarters of the time of 197 here, and GPUs ask for as much
+ALIGNED_ABOVE = 64  # tokens; not worth a copy below
 
 
 def pair_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], own: bool) -> Tensor:
@@ -21,15 +24,28 @@ def masked_parts(
     q: Tensor, k: Tensor, v: Tensor, directions: tuple[Direction, ...], *, own: bool, rowsum: bool, dropout_p: float
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L) of the masked product, dense in L."""
-    return weighted_parts(pair_scores(q, k, directions, own), v, rowsum=rowsum, dropout_p=dropout_p)
+    length = q.shape[2]
+    q, k, v, missing = aligned(q, k, v)
+    if missing:
+        directions = tuple(d.map(lambda t: hold(t, missing)) for d in directions)
+    weights = pair_scores(q, k, directions, own)  # (B, H, L, L)
+    return weighted_parts(weights, v, length, rowsum=rowsum, dropout_p=dropout_p)
 
 
-def weighted_parts(weights: Tensor, v: Tensor, *, rowsum: bool, dropout_p: float) -> tuple[Tensor, Tensor | None]:
-    """Numerator (B, H, L, E) and row sum (B, H, L) of decayed scores (B, H, L, L)."""
-    total = weights.sum(-1) if rowsum else None
+def aligned(*xs: Tensor) -> tuple:
+    """Tokens (B, H, L, D) with zeros behind them, to a length that matrix products are fast at, and how many."""
+    missing = -xs[0].shape[2] % ALIGNMENT if xs[0].shape[2] > ALIGNED_ABOVE else 0
+    return (*(F.pad(x, (0, 0, 0, missing)) if missing else x for x in xs), missing)
+
+
+def weighted_parts(
+    weights: Tensor, v: Tensor, length: int, *, rowsum: bool, dropout_p: float
+) -> tuple[Tensor, Tensor | None]:
+    """Numerator (B, H, L, E) and row sum (B, H, L) of decayed scores, their first `length` rows."""
+    total = weights.sum(-1)[..., :length] if rowsum else None
     if dropout_p:
         weights = F.dropout(weights, dropout_p)
-    return weights.to(v.dtype) @ v, total
+    return (weights.to(v.dtype) @ v)[:, :, :length], total
 
 
 def product_parts(q: Tensor, k: Tensor, v: Tensor, *, rowsum: bool) -> tuple[Tensor, Tensor | None]:

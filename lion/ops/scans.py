@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lion.ops.arguments import as_lanes, check_gates, check_masks, check_tokens, choice, no_autocast
 from lion.ops.attention import check_names, default_scale, finish, linear_attention_parts, resolve_form
-from lion.ops.decay import make_directions, pair_mask
-from lion.ops.full import weighted_parts
+from lion.ops.decay import hold, make_directions, pair_mask
+from lion.ops.full import aligned, weighted_parts
 from lion.ops.rnn import Tokens
 
 SCAN_MERGES = ("masks", "outputs")
@@ -114,16 +114,21 @@ def mean_mask_parts(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor | None]:
     """The same under the mean of all scans' masks: no token moves, only the times of its decays do."""
-    masks = []
+    masks, length = [], q.shape[2]
     with no_autocast(q):
         for log_decay, order in zip(log_decays, orders):
             tokens = Tokens(q, k, v, as_lanes(log_decay, q), valid).kept()
             back, lanes = places(order), tokens.gate.index_select(2, order)
             ways = make_directions(lanes, None, gate=gate, direction=direction)
             ways = tuple(way.map(lambda t, back=back: t.index_select(2, back)) for way in ways)
+            *inputs, missing = aligned(tokens.q, tokens.k, tokens.v)
+            if missing:
+                ways = tuple(way.map(lambda t, n=missing: hold(t, n)) for way in ways)
+                back = torch.cat([back, torch.arange(length, length + missing, device=q.device)])
             masks.append(pair_mask(ways, places=back).squeeze(-1))  # (b, H, L, L)
-        scores = (tokens.q @ tokens.k.mT).to(masks[0].dtype)
-        return weighted_parts(scores * mean(masks), tokens.v, rowsum=normalize != "none", dropout_p=dropout_p)
+        q, k, v = inputs
+        weights = (q @ k.mT).to(masks[0].dtype) * mean(masks)
+        return weighted_parts(weights, v, length, rowsum=normalize != "none", dropout_p=dropout_p)
 
 
 def along(log_decay: Tensor, order: Tensor) -> Tensor:

@@ -101,9 +101,9 @@ def test_one_scan_in_another_order():
     torch.testing.assert_close(snake(x, grid)[:, order], plain(x[:, order], make_grid(4, 4)))
 
 
-@pytest.mark.parametrize("mixer", [m for m in (SOFTMAX, *MIXERS) if m not in ("lion_d", "lion_s")])
+@pytest.mark.parametrize("mixer", [m for m in (SOFTMAX, *MIXERS) if m not in ("lion_d", "lion_s", "lion_s_vector")])
 def test_other_mixers_have_one_scan(mixer):
-    with pytest.raises(ValueError, match=f"scans: not available with mixer '{mixer}', only with lion_d, lion_s"):
+    with pytest.raises(ValueError, match=f"scans: not available with mixer '{mixer}', only with lion_d, lion_s, lion_s_vector"):
         AttentionConfig(scans=SNAKES).resolved(mixer)
 
 
