@@ -40,23 +40,39 @@ def chunk_parts(
     q, k, v = chunked(q), chunked(k), chunked(v)
     directions = tuple(d.map(chunked_time) for d in directions)
 
-    # 1. inside the chunks
-    weights = pair_scores(q, k, directions, own)  # (B, H, N, C, C)
-    numerator = weights.to(v.dtype) @ v
-    total = weights.sum(-1) if rowsum else None  # (B, H, N, C)
-
-    for query, key, back in directions if count > 1 else ():
-        here = border(key, back)
-        write = k * decay(here.edge.map(last), key)  # 2. what each chunk hands on
-        states = carry((write.to(v.dtype).mT @ v).to(wide), here)  # (B, H, N, D, E)
-        reach = decay(query, here.before.map(last))  # 4. how far its tokens look into what comes in
-        numerator = numerator + reach * (q @ states.to(v.dtype))
-        if rowsum:
-            z = carry(write.sum(3)[..., None], here).mT  # (B, H, N, 1, D)
-            total = total + reach.squeeze(-1) * (q * z).sum(-1)
+    numerator, total = inside(q, k, v, directions, own, rowsum)
+    for direction in directions if count > 1 else ():
+        more, row = outside(q, k, v, direction, rowsum, wide)
+        numerator = numerator + more
+        total = total + row if rowsum else None
+        del more  # not held beside the next direction's
 
     numerator = numerator.to(v.dtype).flatten(2, 3)[:, :, :length]
     return numerator, total.flatten(2, 3)[..., :length] if rowsum else None
+
+
+def inside(
+    q: Tensor, k: Tensor, v: Tensor, directions: tuple[Direction, ...], own: bool, rowsum: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What tokens of a chunk give to each other: (B, H, N, C, E), and the row sum (B, H, N, C)."""
+    weights = pair_scores(q, k, directions, own)  # (B, H, N, C, C)
+    return weights.to(v.dtype) @ v, weights.sum(-1) if rowsum else None
+
+
+def outside(
+    q: Tensor, k: Tensor, v: Tensor, direction: Direction, rowsum: bool, wide: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """What comes into the chunks from one side. Its own function: what it needs on the way is freed on return."""
+    query, key, back = direction
+    here = border(key, back)
+    write = k * decay(here.edge.map(last), key)  # 2. what each chunk hands on
+    z = carry(write.sum(3)[..., None], here).mT if rowsum else None  # (B, H, N, 1, D)
+    write = (write.to(v.dtype).mT @ v).to(wide)
+    states = carry(write, here)  # (B, H, N, D, E)
+    del write
+    reach = decay(query, here.before.map(last))  # 4. how far its tokens look into what comes in
+    row = reach.squeeze(-1) * (q * z).sum(-1) if rowsum else None
+    return reach * (q @ states.to(v.dtype)), row
 
 
 def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
@@ -103,11 +119,12 @@ def carry(states: Tensor, here: Border) -> Tensor:
     edge, before = (c.map(lambda t: t.unflatten(2, (-1, GROUP))) for c in (edge, before))  # (b, H, n, G, D or 1)
     group = border(edge, back)
 
-    inside = mix(decay(before.rows(), edge.columns(), strict(GROUP, back, states.device)), states)
+    within = mix(decay(before.rows(), edge.columns(), strict(GROUP, back, states.device)), states)
     total = mix(decay(group.edge.map(last).rows(), edge.columns()), states).squeeze(3)
-    entering = carry(total, group)  # (B, H, n, D, E)
+    entering = carry(total, group)[:, :, :, None]  # (B, H, n, 1, D, E)
     reach = decay(before, group.before.map(last))[..., None]  # (b, H, n, G, D or 1, 1)
-    return (inside + reach * entering[:, :, :, None]).flatten(2, 3)[:, :, :count]
+    within = torch.addcmul(within, reach.expand_as(within), entering.expand_as(within))
+    return within.flatten(2, 3)[:, :, :count]
 
 
 def mix(weights: Tensor, states: Tensor) -> Tensor:

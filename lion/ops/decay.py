@@ -75,8 +75,12 @@ class Direction(NamedTuple):
 
 
 def exponent(query: Clock, key: Clock) -> Tensor:
-    """`log M` between two broadcastable clocks, at most 0."""
+    """`log M` between two broadcastable clocks, at most 0; without gradients in the memory of one result."""
     difference = query.terms[0] - key.terms[0]
+    if not torch.is_grad_enabled():
+        for q, k in zip(query.terms[1:], key.terms[1:]):
+            difference += q - k
+        return difference.clamp_(max=0)
     for q, k in zip(query.terms[1:], key.terms[1:]):
         difference = difference + (q - k)
     return difference - difference.detach().clamp(min=0)  # rounding up is cut, its gradient is not
@@ -87,10 +91,17 @@ def same_run(query: Clock, key: Clock) -> Tensor | None:
 
 
 def exp_where(log_decay: Tensor, *masks: Tensor | None) -> Tensor:
-    """`exp(log_decay)`, 0 where a mask is False: masked before `exp`, so that gradients stay finite."""
-    for mask in masks:
-        if mask is not None:
-            log_decay = log_decay.masked_fill(~mask, -torch.inf)
+    """`exp(log_decay)`, 0 where a mask is False: masked before `exp`, so that gradients stay finite.
+
+    Without gradients the result takes the memory of `log_decay`.
+    """
+    masks = tuple(~mask for mask in masks if mask is not None)
+    if not torch.is_grad_enabled():
+        for gone in masks:
+            log_decay.masked_fill_(gone, -torch.inf)
+        return log_decay.exp_()
+    for gone in masks:
+        log_decay = log_decay.masked_fill(gone, -torch.inf)
     return log_decay.exp()
 
 
@@ -164,8 +175,8 @@ def pair_mask(
     if len(directions) == 1:
         before = j > i if directions[0].back else j < i
         return decay(*pairs[0], before | (i == j) if own else before)
-    below, above = (exponent(*pair) for pair in pairs)
-    return exp_where(torch.where(i >= j, below, above), same_run(*pairs[0]), None if own else i != j)
+    log_mask = torch.where(i >= j, exponent(*pairs[0]), exponent(*pairs[1]))
+    return exp_where(log_mask, same_run(*pairs[0]), None if own else i != j)
 
 
 _Terms = tuple[Tensor, ...]

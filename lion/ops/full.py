@@ -17,7 +17,9 @@ ALIGNED_ABOVE = 64  # tokens; not worth a copy below
 
 def pair_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], own: bool) -> Tensor:
     """Decayed scores (B, H, .., L, L), float32 or wider; `own`: whether a token reads its own key here."""
-    return (q @ k.mT).to(directions[0].key.terms[0].dtype) * pair_mask(directions, own).squeeze(-1)
+    mask = pair_mask(directions, own).squeeze(-1)
+    scores = (q @ k.mT).to(mask.dtype)
+    return scores * mask if torch.is_grad_enabled() else scores.mul_(mask)
 
 
 def masked_parts(

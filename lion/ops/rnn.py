@@ -147,7 +147,7 @@ def advance(
 def _advance_one(way, state, state_run, q, k, v, log_decay, run):
     """`advance` for one token: the recurrence itself."""
     same = None if run is None else (run == state_run[:, None])[:, None, :, None]  # (B, 1, 1, 1)
-    decayed = _times(exp_where(log_decay.mT, same), state)
+    decayed = _times(exp_where(log_decay.mT.clone(), same), state)
     here = state if same is None else State(*(x.masked_fill(~m, 0) for x, m in zip(state, (same, same[..., 0]))))
     read_decayed, write_decayed = (x == "upto" for x in read_and_write(way.gate, way.direction, "upto", "before"))
     S, z = decayed if read_decayed else here

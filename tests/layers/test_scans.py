@@ -103,7 +103,9 @@ def test_one_scan_in_another_order():
 
 @pytest.mark.parametrize("mixer", [m for m in (SOFTMAX, *MIXERS) if m not in ("lion_d", "lion_s", "lion_s_vector")])
 def test_other_mixers_have_one_scan(mixer):
-    with pytest.raises(ValueError, match=f"scans: not available with mixer '{mixer}', only with lion_d, lion_s, lion_s_vector"):
+    with pytest.raises(
+        ValueError, match=f"scans: not available with mixer '{mixer}', only with lion_d, lion_s, lion_s_vector"
+    ):
         AttentionConfig(scans=SNAKES).resolved(mixer)
 
 

@@ -211,9 +211,9 @@ def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
         (f, s) for f in ("softmax", "full", "chunk", "rnn") for s in (8, 16)
     }
     text = (tmp_path / "inference.md").read_text()
-    assert "| 16 | 17 | rnn 4 |" in text and "inference.png" in text
+    assert "| 16 | 17 | rnn 4 |" in text and "](inference_tiny.png)" in text
     pytest.importorskip("matplotlib")
-    assert (tmp_path / "inference.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "inference_tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_top1_at_the_trained_size(run, monkeypatch):

@@ -19,6 +19,7 @@ Send = Callable[[Message], None]
 
 def in_a_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) -> str | None:
     """`measure(job, send)` in a process; what it sends is received here. Returns how it failed, if it did."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # PyTorch's profiler reports that there is no GPU
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=child, args=(measure, job, theirs))

@@ -6,8 +6,9 @@ The model of the run is taken to every size (positions are interpolated) and run
 variant in a process of its own. `softmax` is the same model with softmax attention and random weights. Where the mixer
 has no decay, `quadratic` is its full form under decays of 1, with all L x L scores, as the paper draws Lion-lit.
 `mixer` is the peak memory of one attention layer's mixing beyond q, k and v, its output among it; `peak` that of the
-whole model beyond weights and images. `--top1 N` also classifies N pictures at every size, in the first variant.
-Results are added to `reports/inference.md`, `inference.json` and `inference.png`.
+whole model beyond weights and images; both count the bytes of tensors. `--top1 N` also classifies N pictures at every
+size, in the first variant of the run's own weights.
+Results are added to `reports/inference.md`, `inference.json` and `inference_RUN.png`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lion.trainer.checkpoint import write_atomic
 from lion.trainer.evaluate import evaluate
 from lion.trainer.runtime import cpu_name, start_runtime
 from tools.bench.child import Send, first_line, in_a_process, pick_device, say
-from tools.bench.probe import free_bytes, peak_beyond, seconds
+from tools.bench.probe import allocated_beyond, free_bytes, seconds
 from tools.bench.rows import Row, Rows, digits, pipes
 from tools.common import Parser, build_data, count, resolve_run, table
 
@@ -42,7 +43,7 @@ FORMS = ("full", "blockwise", "chunk", "rnn")
 QUADRATIC = "quadratic"
 SETTING = ("device", "threads", "run", "batch")
 HEADER = ["px", "tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "of the attention matrix", "top-1 %"]
-SQUARES = {"full": 4, QUADRATIC: 4, SOFTMAX: 0}  # L x L matrices alive at once; SDPA on a CPU keeps none
+SQUARES = {"full": 5, QUADRATIC: 5, SOFTMAX: 0}  # L x L matrices alive at once, eager; SDPA keeps none
 
 
 class Variant(NamedTuple):
@@ -181,7 +182,7 @@ def measure(job: Job, send: Send) -> None:
         try:
             once()
             times = [seconds(once, device) for _ in range(job.rounds)]
-            row = {"peak_bytes": peak_beyond(once, device), "mixer_bytes": mixer_peak(model, images, device)}
+            row = {"peak_bytes": allocated_beyond(once, device), "mixer_bytes": mixer_peak(model, images, device)}
             row["top1"] = top1(job, size, task, model) if job.top1 else None
         except (RuntimeError, ConfigError) as error:
             send({"kind": "note", "text": f"{size} px: {first_line(error)}"})
@@ -241,7 +242,7 @@ def mixer_peak(model: nn.Module, images: torch.Tensor, device: torch.device) -> 
                 return layer.mix(x, q, k, v, grid, None, None)
 
         once()
-        return peak_beyond(once, device)
+        return allocated_beyond(once, device)
 
 
 def top1(job: Job, size: int, task: Any, model: nn.Module) -> float:
@@ -292,20 +293,25 @@ def cells(rows: list[Row]) -> list[list[str]]:
 
 def markdown(report: Rows) -> str:
     parts = ["# Inference by form and image size", "Written by `./run.sh bench inference`.", __doc__.split("\n\n")[2]]
-    parts.append("![curves](inference.png)")
     for rows in report.groups(SETTING):
-        parts += [f"## {title(rows[0])}", pipes(HEADER, cells(rows)), report.commands(rows)]
+        picture = picture_of(report, rows).name
+        parts += [f"## {title(rows[0])}", f"![curves]({picture})", pipes(HEADER, cells(rows)), report.commands(rows)]
     return "\n\n".join(parts) + "\n"
 
 
+def picture_of(report: Rows, rows: list[Row]) -> Path:
+    return report.path.with_name(f"inference_{rows[0]['run']}.png")
+
+
 def draw(report: Rows) -> str:
-    """Write `inference.png` of what was measured last; returns where everything is."""
+    """Draw what was measured last; returns where everything is."""
     written = f"written: {report.path.with_suffix('.md')}, {report.path}"
     try:
         figure = importlib.import_module("matplotlib.figure").Figure
     except ImportError:
         return f"{written}; no picture, which needs matplotlib (pip install matplotlib)"
-    rows, path = report.groups(SETTING)[0], report.path.with_suffix(".png")
+    rows = report.groups(SETTING)[0]
+    path = picture_of(report, rows)
     panels = [("ms", 1, "latency, ms"), ("peak_bytes", 2**20, "peak memory, MiB")]
     panels.append(("mixer_bytes", 2**20, "memory of one layer's mixing, MiB"))
     fig = figure(figsize=(16, 4.8), layout="constrained")

@@ -83,6 +83,21 @@ def peak_beyond(once: Callable[[], object], device: torch.device) -> int | None:
     return max(0, held("VmHWM") - before)
 
 
+def allocated_beyond(once: Callable[[], object], device: torch.device) -> int | None:
+    """Most bytes of tensors that one call held at a time beyond what was there, its outputs among them: exact, of what
+    PyTorch's allocator gave out, where `peak_beyond` sees what the process took from the system."""
+    if device.type == "cuda":
+        return peak_beyond(once, device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        once()
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
 def held(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
