@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -63,6 +63,9 @@ class PictureConfig(DataConfig):
             raise ValueError(f"image_size: expected sides of 1 to 65536 pixels, got {self.image_size}")
         if not 0 < low <= high <= 1:
             raise ValueError(f"random_scale: expected two shares of a picture, the smaller first, got {(low, high)}")
+        for name in ("mean", "std"):
+            if getattr(self, name) is not None and len(getattr(self, name)) not in (1, 3):
+                raise ValueError(f"{name}: expected 1 or 3 numbers, one a channel, got {getattr(self, name)}")
         if self.std is not None and min(self.std, default=0) <= 0:
             raise ValueError(f"std: expected more than 0, got {self.std}")
         if self.cache == "device" and (self.rand_augment or not self.pad):
@@ -157,6 +160,8 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> ImageInfo:
             try:
                 picture = read_sample(source, index)[0]
             except Unreadable as error:
+                if not isinstance(error.__cause__, UnidentifiedImageError):
+                    continue  # a damaged picture is the trainer's to count
                 raise ConfigError(f"{whose}: not a picture: {error}") from None
             sizes.add((picture.height, picture.width))
             modes.add(picture.mode)

@@ -49,7 +49,7 @@ def setting(
 
 def nearest(name: str, names: typing.Iterable[str]) -> str:
     """A hint naming the closest valid name, else all of them."""
-    names = sorted(names)
+    names = sorted(map(str, names))
     close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -44,6 +44,8 @@ def wrong_values(hint):
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = typing.get_args(hint) if union else (hint,)
     lists = [WRONG[typing.get_origin(m) or m] for m in members if m is not type(None)]
+    if any(typing.get_args(m) == (float, ...) for m in members):  # of any length
+        lists = [[v for v in values if v not in ([1], [1, 2, 3])] for values in lists]
     wrong = [v for v in lists[0] if all(repr(v) in map(repr, values) for values in lists)]
     return wrong if type(None) in members else [*wrong, None]
 
@@ -62,6 +64,7 @@ def values_outside(field):
 
 def misspelt(name):
     """The name with two letters swapped, or without one."""
+    name = str(name)
     i = len(name) // 2
     swapped = name[: i - 1] + name[i] + name[i - 1] + name[i + 1 :]
     return swapped if swapped != name else name[:i] + name[i + 1 :]
