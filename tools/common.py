@@ -82,10 +82,11 @@ def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> N
 
 
 def loader_workers(recipe: Recipe) -> int:
-    """`data.workers`, or what suits: none for data in memory, else a few."""
-    if recipe.data.workers is not None:
-        return recipe.data.workers
-    return getattr(data.module(recipe.data.name), "WORKERS", 4)
+    """`data.workers`, or what suits: none for data in memory, else a few; no more than there are cores."""
+    asked = recipe.data.workers
+    if asked is None:
+        asked = getattr(data.module(recipe.data.name), "WORKERS", 4)
+    return min(asked, os.cpu_count() or 1)
 
 
 class Parser(argparse.ArgumentParser):

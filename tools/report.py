@@ -69,7 +69,9 @@ def main(argv: list[str]) -> int:
     drawn = draw(groups, path.with_suffix(".png"))
     save_text(path.with_suffix(".md"), markdown(groups, f"{args.name}.png" if drawn else None))
     save_text(path.with_suffix(".json"), json.dumps({n: as_data(runs) for n, runs in groups.items()}, indent=1) + "\n")
-    print(f"{table(header, rows)}\n\n{table(*claim_table(groups))}\n\nwritten: {path}.md, {path}.json", end="")
+    claims = claim_table(groups)
+    print(table(header, rows), *([table(*claims)] if claims[1] else []), sep="\n\n")
+    print(f"\nwritten: {path}.md, {path}.json", end="")
     print(f", {path}.png" if drawn else "; no picture, which needs matplotlib (pip install matplotlib)")
     return 0
 

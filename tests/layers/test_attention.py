@@ -132,3 +132,15 @@ def test_bad_arguments():
         LionAttention(12, 3, "lion_x")
     with pytest.raises(ValueError, match="multiple of num_heads=5"):
         LionAttention(12, 5)
+
+
+def test_softmax_takes_a_feature_map_only_if_asked():
+    torch.manual_seed(0)
+    plain, mapped = (SoftmaxAttention(12, 3, feature_map=name) for name in (None, "silu_shifted"))
+    mapped.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 7, 12)
+    q, k, v = plain.heads(x)
+    q, k = (feature_map("silu_shifted", t) for t in (q, k))
+    want = mapped.merge(x, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    torch.testing.assert_close(mapped(x), want)
+    assert not torch.allclose(mapped(x), plain(x), atol=1e-3)

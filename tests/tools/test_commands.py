@@ -13,6 +13,7 @@ from PIL import Image
 
 import lion
 from tests.helpers import ROOT, command, here, refuse, state_of, tiny_recipe
+from tools.common import loader_workers, resolve
 from tools.evaluate import forms_to_measure
 from tools.show import activation_bytes, listing, mixer_rows, show
 
@@ -181,3 +182,11 @@ def test_help_names_every_command():
     for name in ("eval", "list", "show", "predict", "bench", "logs", "test", "--fresh"):
         assert name in done.stdout
     assert run_sh("quickstrt").returncode == 2
+
+
+def test_no_more_loader_workers_than_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    path = ROOT / "recipes/deit_tiny_lion_s.yaml"
+    assert loader_workers(resolve(path)) == 3 and loader_workers(resolve(path, ["data.workers=2"])) == 2
+    assert loader_workers(resolve(path, ["data.workers=null"])) == 3
+    assert loader_workers(resolve(ROOT / "recipes/quickstart.yaml")) == 0
