@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lion.config import ConfigError, flatten, to_dict
+from lion.layers.attention import AttentionConfig
 from lion.recipe import Recipe, free_keys
 from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_checkpoint
 from lion.tasks import TASKS
@@ -61,13 +62,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--name", default="vision")
+    parser.add_argument("--notes", type=Path, help="Markdown to end the report with")
     args = parser.parse_args(argv)
+    notes = read_notes(args.notes)
     groups = group([load(run) for run in dict.fromkeys(args.runs)])
     header, rows = result_table(groups)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / args.name
     drawn = draw(groups, path.with_suffix(".png"))
-    save_text(path.with_suffix(".md"), markdown(groups, f"{args.name}.png" if drawn else None))
+    save_text(path.with_suffix(".md"), markdown(groups, f"{args.name}.png" if drawn else None, notes))
     save_text(path.with_suffix(".json"), json.dumps({n: as_data(runs) for n, runs in groups.items()}, indent=1) + "\n")
     claims = claim_table(groups)
     print(table(header, rows), *([table(*claims)] if claims[1] else []), sep="\n\n")
@@ -127,11 +130,13 @@ def label(recipe: Recipe) -> str:
         parts.append("multiscan" if attention.scan_merge == "masks" else f"multiscan ({attention.scan_merge})")
     if attention.direction != "both":
         parts.append(attention.direction)
-    plain = type(model)(**{f: getattr(model, f) for f in ("mixer", "dim", "depth", "num_heads", "preset")})
+    same = {f: getattr(model, f) for f in ("mixer", "dim", "depth", "num_heads", "preset")}
+    plain = type(model)(**same, attention=AttentionConfig(direction=attention.direction))
     for name, value, usual in (
         ("positions", model.position_embedding, plain.position_embedding),
         ("feature map", attention.feature_map, plain.attention.feature_map),
         ("row sum", attention.normalize, plain.attention.normalize),
+        ("gate", attention.gate, plain.attention.gate),
     ):
         if value != usual:
             parts.append(f"{'with' if value is True else 'without' if not value or value == 'none' else value} {name}")
@@ -193,7 +198,7 @@ def mean_and_deviation(values: list[float]) -> str:
 def claim_table(groups: dict[str, list[Run]]) -> tuple[list[str], list[list[str]]]:
     """Each claim whose two rows are here, by the differences of runs with the same seed."""
     rows = []
-    for better, worse in CLAIMS:
+    for better, worse in ((a + b, c + b) for b in ("", " with positions") for a, c in CLAIMS):
         if better in groups and worse in groups:
             pairs = {r.recipe.seed: score(r) for r in groups[better]}
             gaps = [pairs[r.recipe.seed] - score(r) for r in groups[worse] if r.recipe.seed in pairs]
@@ -216,7 +221,14 @@ def verdict(gaps: list[float]) -> str:
     return "so here, too" if gap > 0 else "the other way round here"
 
 
-def markdown(groups: dict[str, list[Run]], picture: str | None) -> str:
+def read_notes(path: Path | None) -> str:
+    try:
+        return "" if path is None else path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--notes: {path} cannot be read ({error})") from None
+
+
+def markdown(groups: dict[str, list[Run]], picture: str | None, notes: str = "") -> str:
     runs = [run for some in groups.values() for run in some]
     header, rows = result_table(groups)
     parts = ["# Vision: runs at one budget", "Written by `./run.sh report`.", budget(runs)]
@@ -233,6 +245,8 @@ def markdown(groups: dict[str, list[Run]], picture: str | None) -> str:
         )
     if picture:
         parts += ["## Curves", f"![validation curves]({picture})", "Mean over seeds, from the lowest to the highest."]
+    if notes:
+        parts += ["## Notes", notes]
     return "\n\n".join(parts) + "\n"
 
 

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lion.ops import linear_attention
 
-from .helpers import DIRECTIONS, GATES, SMALL_FORMS, assert_close, error, make, oracle_masks
+from .helpers import DIRECTIONS, GATES, SMALL_FORMS, Inputs, assert_close, error, make, oracle_masks
 
 # Two directions added up
 
@@ -81,3 +81,20 @@ def test_flex_attention(direction, fused):
 def test_softmax_needs_positive_scores():
     """A score of -1 has no logarithm: NaN, and not silently another number."""
     assert torch.softmax(torch.tensor([[1.0, -1.0]]).log(), -1).isnan().all()
+
+
+@pytest.mark.parametrize("gate", ["source", "target", "between", "symmetric"])
+@pytest.mark.parametrize("decay", ["D", "S", "vector"])
+def test_both_directions_cannot_tell_an_order_from_its_reverse(gate, decay):
+    """A model of them without position embedding sees an image as it sees the one turned by half a circle."""
+    inputs = make(decay, 17)
+    a = inputs.log_decay
+    turned = Inputs(*(x.flip(2) for x in inputs[:3]), a if a.dim() < 3 else a.flip(2))
+
+    def difference(direction):
+        how = dict(gate=gate, direction=direction)
+        return error(turned.on(linear_attention, **how).flip(2), inputs.on(linear_attention, **how))
+
+    same = gate != "symmetric" or decay == "D"  # whose halves are of two conventions
+    assert (difference("both") < 1e-13) == same
+    assert difference("forward") > 1e-2

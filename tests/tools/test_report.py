@@ -112,8 +112,18 @@ def test_rows_stand_in_the_papers_order():
 def test_the_command(runs, tmp_path, capsys):
     assert here("report", *sorted(runs.iterdir()), "--out", tmp_path, "--name", "tiny") == 0
     out = capsys.readouterr().out
-    assert "lion_s multiscan > lion_s" in out and "written: " in out
+    assert (
+        "lion_s multiscan > lion_s" in out
+        and "written: " in out
+        and "## Notes" not in (tmp_path / "tiny.md").read_text()
+    )
+    (tmp_path / "why.md").write_text("Because.\n")
+    assert (
+        here("report", *sorted(runs.iterdir()), "--out", tmp_path, "--name", "tiny", "--notes", tmp_path / "why.md")
+        == 0
+    )
     text = (tmp_path / "tiny.md").read_text()
+    assert text.endswith("## Notes\n\nBecause.\n")
     assert "| lion_s | 55.00 ± 7.07 |" in text and "digits" in text and "`model.attention.direction`" in text
     assert "6 steps in batches of 64" in text and "What the paper claims" in text
     held = json.loads((tmp_path / "tiny.json").read_text())
@@ -141,3 +151,6 @@ def test_labels_tell_merges_apart(runs):
     recipe = load(str(runs / "lion_s_multiscan0")).recipe
     recipe.model.attention.scan_merge = "outputs"
     assert label(recipe) == "lion_s multiscan (outputs)" and report.place(label(recipe))[0] == 3
+    recipe = load(str(runs / "lion_s_forward0")).recipe
+    recipe.model.position_embedding, recipe.model.attention.gate = True, "source"
+    assert label(recipe) == "lion_s forward with positions source gate"
