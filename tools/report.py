@@ -39,7 +39,7 @@ CLAIMS = (  # what the paper says is better, in names of `label`: Table 16, and 
 )
 SHARED = ("data.", "task.", "optim.", "schedule.")
 BUDGET = ("trainer.epochs", "trainer.steps", "trainer.batch_size")
-SIGMAS = 2  # standard errors of a difference that count as one
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided 95 %, of 1, 2, .. degrees
 
 
 class Run(NamedTuple):
@@ -212,11 +212,11 @@ def score(run: Run) -> float:
 
 
 def verdict(gaps: list[float]) -> str:
-    """Two standard errors decide."""
+    """Whether the mean of paired differences is other than 0, by Student's t at 95 %."""
     if len(gaps) < 2:
         return "one seed decides nothing"
     error, gap = statistics.stdev(gaps) / len(gaps) ** 0.5, statistics.mean(gaps)
-    if abs(gap) <= SIGMAS * error:
+    if abs(gap) <= T95[min(len(gaps) - 1, len(T95)) - 1] * error:
         return "undecided, within the noise"
     return "so here, too" if gap > 0 else "the other way round here"
 
@@ -241,7 +241,7 @@ def markdown(groups: dict[str, list[Run]], picture: str | None, notes: str = "")
     if rows:
         parts += ["## What the paper claims", pipes(header, rows, text=("the paper: ", "here"))]
         parts.append(
-            f"Differences are between runs of one seed; one of more than {SIGMAS} standard errors of their mean counts."
+            "Differences are between runs of one seed; Student's t at 95 % decides whether they are more than noise."
         )
     if picture:
         parts += ["## Curves", f"![validation curves]({picture})", "Mean over seeds, from the lowest to the highest."]

@@ -79,7 +79,10 @@ def test_claims_compare_runs_of_one_seed(runs):
     assert not claim_table(group(of(runs, "softmax")))[1]
 
 
-def test_two_standard_errors_decide():
+def test_students_t_decides():
+    assert verdict([0.02, 0.03]) == "undecided, within the noise"  # 5 standard errors, of two runs
+    assert verdict([0.0299, 0.03]) == "so here, too"
+    assert verdict([0.01, 0.02] * 10) == "so here, too"
     assert verdict([0.02, 0.03, 0.025]) == "so here, too"
     assert verdict([-0.02, -0.03, -0.025]) == "the other way round here"
     assert verdict([-0.02, 0.03, 0.01]) == "undecided, within the noise"
