@@ -116,17 +116,18 @@ def mean_mask_parts(
     """The same under the mean of all scans' masks: no token moves, only the times of its decays do."""
     masks, length = [], q.shape[2]
     with no_autocast(q):
+        tokens = Tokens(q, k, v, as_lanes(None, q), valid).kept()
+        q, k, v, missing = aligned(*tokens[:3])
         for log_decay, order in zip(log_decays, orders):
-            tokens = Tokens(q, k, v, as_lanes(log_decay, q), valid).kept()
-            back, lanes = places(order), tokens.gate.index_select(2, order)
-            ways = make_directions(lanes, None, gate=gate, direction=direction)
+            back, lanes = places(order), as_lanes(log_decay, tokens.q)
+            if valid is not None:
+                lanes = lanes.masked_fill(~valid[:, None, :, None], 0)
+            ways = make_directions(lanes.index_select(2, order), None, gate=gate, direction=direction)
             ways = tuple(way.map(lambda t, back=back: t.index_select(2, back)) for way in ways)
-            *inputs, missing = aligned(tokens.q, tokens.k, tokens.v)
             if missing:
-                ways = tuple(way.map(lambda t, n=missing: hold(t, n)) for way in ways)
+                ways = tuple(way.map(lambda t: hold(t, missing)) for way in ways)
                 back = torch.cat([back, torch.arange(length, length + missing, device=q.device)])
             masks.append(pair_mask(ways, places=back).squeeze(-1))  # (b, H, L, L)
-        q, k, v = inputs
         weights = (q @ k.mT).to(masks[0].dtype) * mean(masks)
         return weighted_parts(weights, v, length, rowsum=normalize != "none", dropout_p=dropout_p)
 
