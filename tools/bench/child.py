@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from lion.config import ConfigError
+from lion.trainer.runtime import missing_compiler
+
 Message = dict[str, Any]
 Send = Callable[[Message], None]
 
@@ -55,6 +58,13 @@ def child(measure: Callable[[Any, Send], None], job: Any, pipe: Any) -> None:
         os._exit(1)
     except Exception as error:
         pipe.send({"kind": "failed", "text": first_line(error)})
+
+
+def check_compiler(eager: bool) -> None:
+    """Raises ConfigError: There is no compiler, and compiled code is to be timed."""
+    missing = missing_compiler()
+    if missing and not eager:
+        raise ConfigError(f"bench: {missing}, or add --eager")
 
 
 def say(text: str) -> None:

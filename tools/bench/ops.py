@@ -30,8 +30,8 @@ from lion.config import ConfigError
 from lion.layers.attention import LionAttention
 from lion.layers.mixers import MIXERS
 from lion.ops import linear_attention, reference_attention
-from lion.trainer.runtime import cpu_name, missing_compiler
-from tools.bench.child import Send, first_line, in_a_process, pick_device, say
+from lion.trainer.runtime import cpu_name
+from tools.bench.child import Send, check_compiler, first_line, in_a_process, pick_device, say
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
 from tools.bench.probe import free_bytes, peak_beyond, step, time_rounds, warm_up
 from tools.bench.report import FORMS, Report
@@ -95,9 +95,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if set(args.form) == {"rnn"} and "forward" not in args.passes:
         raise ConfigError("--pass: 'rnn' is timed in inference only, add forward")
-    missing = missing_compiler()
-    if missing and not args.eager:
-        raise ConfigError(f"bench: {missing}, or add --eager")
+    check_compiler(args.eager)
     report = Report.load(args.out, args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -10,13 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lion.config import ConfigError
 from lion.layers.mixers import MIXERS
 from lion.trainer.checkpoint import save_text, write_atomic
-from tools.bench.rows import digits, pipes
+from tools.bench.rows import SCHEMA, digits, pipes, read_report
 from tools.common import table
 
-SCHEMA = 1
 FORMS = ("full", "chunk", "rnn", "blockwise")
 PASSES = {"forward": "Forward", "both": "Forward and backward"}
 SETTING = ("device", "threads", "dtype", "heads", "dim", "tokens", "eager")  # the same within one table
@@ -54,20 +52,14 @@ class Report:
         Raises:
             ConfigError: No place for a report, or one that cannot be read.
         """
-        report, path = cls(folder), folder / "ops.json"
-        if any(p.exists() and not p.is_dir() for p in (folder, *folder.parents)):
-            raise ConfigError(f"--out: {folder} is no folder")
-        if fresh or not path.exists():
-            return report
-        try:
-            held = json.loads(path.read_text())
-            if held["schema"] != SCHEMA:
-                raise ConfigError(f"{path}: schema {held['schema']}, this is {SCHEMA}; --fresh starts over")
+        report = cls(folder)
+
+        def take(held: dict[str, Any]) -> None:
             report.rows = {key(r): r for r in held["rows"]}
             report.notes = {key(r): r for r in held["notes"]}
             report.rates = {setting(r): r for r in held["rates"]}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{path}: not a report of this command; --fresh starts over") from None
+
+        read_report(folder / "ops.json", fresh, take)
         return report
 
     def add_rates(self, about: Row, rates: dict[str, float]) -> None:

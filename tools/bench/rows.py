@@ -30,17 +30,11 @@ class Rows:
             ConfigError: No place for a report, or one that cannot be read.
         """
         report = cls(folder, name, key)
-        if any(p.exists() and not p.is_dir() for p in (folder, *folder.parents)):
-            raise ConfigError(f"--out: {folder} is no folder")
-        if fresh or not report.path.exists():
-            return report
-        try:
-            held = json.loads(report.path.read_text())
-            if held["schema"] != SCHEMA:
-                raise ConfigError(f"{report.path}: schema {held['schema']}, this is {SCHEMA}; --fresh starts over")
+
+        def take(held: dict[str, Any]) -> None:
             report.rows = {report.key_of(row): row for row in held["rows"]}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{report.path}: not a report of this command; --fresh starts over") from None
+
+        read_report(report.path, fresh, take)
         return report
 
     def key_of(self, row: Row) -> tuple:
@@ -69,6 +63,26 @@ class Rows:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         save_text(self.path, json.dumps({"schema": SCHEMA, "rows": list(self.rows.values())}, indent=1) + "\n")
         save_text(self.path.with_suffix(".md"), markdown(self))
+
+
+def read_report(path: Path, fresh: bool, take: Callable[[dict[str, Any]], None]) -> None:
+    """Hand what an earlier run wrote to `take`, unless it is to be forgotten.
+
+    Raises:
+        ConfigError: No place for a report, or one that cannot be read.
+    """
+    folder = path.parent
+    if any(p.exists() and not p.is_dir() for p in (folder, *folder.parents)):
+        raise ConfigError(f"--out: {folder} is no folder")
+    if fresh or not path.exists():
+        return
+    try:
+        held = json.loads(path.read_text())
+        if held["schema"] != SCHEMA:
+            raise ConfigError(f"{path}: schema {held['schema']}, this is {SCHEMA}; --fresh starts over")
+        take(held)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{path}: not a report of this command; --fresh starts over") from None
 
 
 def digits(x: float) -> str:

@@ -28,8 +28,8 @@ from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from lion.trainer.optim import make_optimizer
-from lion.trainer.runtime import compile_blocks, cpu_name, missing_compiler
-from tools.bench.child import Send, in_a_process, pick_device, say
+from lion.trainer.runtime import compile_blocks, cpu_name
+from tools.bench.child import Send, check_compiler, in_a_process, pick_device, say
 from tools.bench.probe import peak_beyond, time_rounds, warm_up
 from tools.bench.rows import Rows, digits, pipes
 from tools.common import Parser, count, describe_data, make_task, resolve, table
@@ -69,9 +69,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
     args = parser.parse_args(argv)
-    missing = missing_compiler()
-    if missing and not args.eager:
-        raise ConfigError(f"bench: {missing}, or add --eager")
+    check_compiler(args.eager)
     report = Rows.load(args.out, "train", (*SETTING, "mixer"), args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
