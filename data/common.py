@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,10 +89,8 @@ class Decoded:
 
     def __init__(self, source: Any, indices: list[int] | None = None) -> None:
         self.classes = source.classes
-        indices = list(range(len(source))) if indices is None else indices
         pixels, self.shapes, labels = [], [], []
-        for index in tqdm(indices, desc="decoding", unit="images", leave=False, disable=None):
-            picture, label = read_sample(source, index)
+        for picture, label in decode(source, indices):
             pixels.append(np.asarray(picture if picture.mode in ("L", "RGB") else picture.convert("RGB")))
             self.shapes.append(pixels[-1].shape)
             labels.append(label)
@@ -104,6 +103,20 @@ class Decoded:
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         pixels = self.bytes[self.starts[index] : self.starts[index + 1]].reshape(self.shapes[index])
         return Image.fromarray(pixels), int(self.labels[index])
+
+
+def decode(source: Any, indices: list[int] | None = None) -> Iterator[tuple[Any, int]]:
+    """All of a source, or a part, for `data.cache`, with a progress bar.
+
+    Raises:
+        ConfigError: One cannot be read: a cache has no place for the neighbour that would stand in for it.
+    """
+    indices = range(len(source)) if indices is None else indices
+    for index in tqdm(indices, desc="decoding", unit="images", leave=False, disable=None):
+        try:
+            yield read_sample(source, index)
+        except Unreadable as error:
+            raise ConfigError(f"data.cache: {error}; without a cache such pictures are left out") from None
 
 
 def read_sample(source: Any, index: int) -> tuple[Any, int]:

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
-from data.common import read_sample
+from data.common import decode
 
 
 class ResidentImages(Dataset):
@@ -27,11 +26,9 @@ class ResidentImages(Dataset):
     def __init__(
         self, source: Any, transform: Any, indices: list[int] | None = None, *, pad: int = 0, flip: float = 0.0
     ) -> None:
-        indices = list(range(len(source))) if indices is None else indices
-        samples = (read_sample(source, i) for i in tqdm(indices, "decoding", unit="images", leave=False, disable=None))
-        pixels, labels = zip(*((transform(picture), label) for picture, label in samples))
+        pixels, labels = zip(*((transform(picture), label) for picture, label in decode(source, indices)))
         self.pixels, self.labels = torch.stack(pixels), torch.tensor(labels)  # (N, C, H, W), (N,)
-        self.indices, self.pad, self.flip = indices, pad, flip
+        self.pad, self.flip = pad, flip
 
     def __len__(self) -> int:
         return len(self.labels)

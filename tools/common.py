@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,8 +40,12 @@ def resolve_run(folder: Path) -> Recipe:
     return resolve(folder / RECIPE)
 
 
-def build_data(recipe: Recipe) -> DataSplits:
-    return data.module(recipe.data.name).build(recipe.data)
+def build_data(recipe: Recipe, *, cached: bool = False) -> DataSplits:
+    """The recipe's data; `data.cache` is for those who read it again and again."""
+    config = recipe.data
+    if not cached and getattr(config, "cache", None):
+        config = replace(config, cache=None)
+    return data.module(config.name).build(config)
 
 
 def make_task(recipe: Recipe, info: Any) -> Task:

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         if not args.fresh and finished(recipe):
             return 0
     world = int(os.environ.get("WORLD_SIZE", 0)) or args.processes or process_count(recipe)
-    splits = build_data(recipe)
+    splits = build_data(recipe, cached=True)
     plan = make_plan(recipe, samples=len(splits.train), world=world)
     task = make_task(recipe, splits.info)
     seed_everything(recipe.seed)

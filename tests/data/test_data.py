@@ -123,6 +123,16 @@ def test_decoding_once_changes_nothing(tmp_path, settings):
             assert torch.equal(want["image"], got["image"]) and want["label"] == got["label"]
 
 
+@pytest.mark.parametrize("cache", ["memory", "device"])
+def test_a_damaged_picture_has_no_place_in_a_cache(tmp_path, cache):
+    pictures(tmp_path, TWO)
+    file = tmp_path / "train" / "dog" / "1.png"
+    file.write_bytes(file.read_bytes()[:200])
+    assert len(folder(tmp_path, pad=3).train) == 5  # the trainer counts it
+    with pytest.raises(ConfigError, match=r"data.cache: .*train/dog/1.png \(.*; without a cache"):
+        folder(tmp_path, pad=3, cache=cache)
+
+
 def test_pictures_that_stay_on_the_device(tmp_path):
     pictures(tmp_path, TWO)
     plain, kept = (folder(tmp_path, pad=3, flip=0.5, cache=c) for c in (None, "device"))

@@ -13,7 +13,7 @@ from PIL import Image
 
 import lion
 from tests.helpers import ROOT, command, here, refuse, state_of, tiny_recipe
-from tools.common import loader_workers, resolve
+from tools.common import build_data, loader_workers, resolve
 from tools.evaluate import forms_to_measure
 from tools.show import activation_bytes, listing, mixer_rows, show
 
@@ -190,3 +190,15 @@ def test_no_more_loader_workers_than_cores(monkeypatch):
     assert loader_workers(resolve(path)) == 3 and loader_workers(resolve(path, ["data.workers=2"])) == 2
     assert loader_workers(resolve(path, ["data.workers=null"])) == 3
     assert loader_workers(resolve(ROOT / "recipes/quickstart.yaml")) == 0
+
+
+def test_only_training_pays_for_a_cache(tmp_path):
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            (tmp_path / split / label).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / split / label / "1.png")
+    data = {"name": "imagefolder", "root": str(tmp_path), "cache": "memory"}
+    recipe = resolve(tiny_recipe(tmp_path, data=data))
+    assert type(build_data(recipe, cached=True).train.source).__name__ == "Decoded"
+    assert type(build_data(recipe).train.source).__name__ == "ImageFolder"
+    assert recipe.data.cache == "memory"

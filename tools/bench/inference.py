@@ -262,7 +262,7 @@ def with_size(recipe: Recipe, size: int) -> Recipe:
     """
     if not hasattr(recipe.data, "image_size"):
         raise ConfigError(f"--top1: data set {recipe.data.name!r} has pictures of one size only")
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, image_size=(size, size), cache=None))
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, image_size=(size, size)))
 
 
 def line(row: Row) -> str:
