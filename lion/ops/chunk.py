@@ -82,8 +82,15 @@ def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
     size = min(chunk_size, -(-even // 8) * 8)
     count = -(-length // size)
     if count > 2 * GROUP:
-        count = -(-count // GROUP) * GROUP
+        groups, members = group_grid(count)
+        count = groups * members
     return size, count
+
+
+def group_grid(count: int) -> tuple[int, int]:
+    """(groups, chunks a group): at most `GROUP`, evened out like the chunks."""
+    groups = -(-count // GROUP)
+    return groups, -(-count // groups)
 
 
 class Border(NamedTuple):
@@ -111,15 +118,16 @@ def carry(states: Tensor, here: Border) -> Tensor:
     if count <= 2 * GROUP:
         return mix(decay(before.rows(), edge.columns(), strict(count, back, states.device)), states)
 
-    missing = -count % GROUP
+    groups, members = group_grid(count)
+    missing = groups * members - count
     if missing:  # only in upper levels: `chunk_grid` rounds the first
         states = F.pad(states, (0, 0, 0, 0, 0, missing))
         edge, before = (c.map(lambda t: hold(t, missing)) for c in (edge, before))
-    states = states.unflatten(2, (-1, GROUP))  # (B, H, n, G, D, E)
-    edge, before = (c.map(lambda t: t.unflatten(2, (-1, GROUP))) for c in (edge, before))  # (b, H, n, G, D or 1)
+    states = states.unflatten(2, (groups, members))  # (B, H, n, G, D, E)
+    edge, before = (c.map(lambda t: t.unflatten(2, (groups, members))) for c in (edge, before))  # (b, H, n, G, D or 1)
     group = border(edge, back)
 
-    within = mix(decay(before.rows(), edge.columns(), strict(GROUP, back, states.device)), states)
+    within = mix(decay(before.rows(), edge.columns(), strict(members, back, states.device)), states)
     total = mix(decay(group.edge.map(last).rows(), edge.columns()), states).squeeze(3)
     entering = carry(total, group)[:, :, :, None]  # (B, H, n, 1, D, E)
     reach = decay(before, group.before.map(last))[..., None]  # (b, H, n, G, D or 1, 1)

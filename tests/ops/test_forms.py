@@ -239,7 +239,9 @@ def test_chunk_grid():
         for size in (1, 3, 8, 64):
             tokens, count = lion.ops.chunk.chunk_grid(length, size)
             assert tokens <= size and tokens * count >= length
-            assert count <= -(-length // tokens) + lion.ops.chunk.GROUP  # padding is bounded
+            needed = -(-length // tokens)
+            assert 0 <= count - needed < -(-needed // lion.ops.chunk.GROUP)  # padding: less than one chunk a group
+    assert lion.ops.chunk.chunk_grid(4097, 64) == (64, 66)  # an image of 64 x 64 patches and its cls token
 
 
 # The choice of form
