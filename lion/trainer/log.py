@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from lion.trainer.checkpoint import write_atomic
 from lion.trainer.faults import full_disk
 
 log = logging.getLogger("lion")
+IN_A_FILE = 30.0  # seconds between two states of the progress bar where nobody watches it
 
 
 class RunLog:
@@ -42,7 +44,9 @@ class RunLog:
         self.pending = b""  # what a full disk has refused so far
         self.full = False
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + evaluated)
-        self.bar = tqdm(total=total, initial=start, desc=folder.name, unit="step", dynamic_ncols=True)
+        pause = 0.1 if sys.stderr.isatty() else IN_A_FILE  # a log file keeps every state of the bar
+        shown = dict(desc=folder.name, unit="step", dynamic_ncols=True, mininterval=pause, maxinterval=max(10, pause))
+        self.bar = tqdm(total=total, initial=start, **shown)
         self.redirect = logging_redirect_tqdm([log])
         self.redirect.__enter__()
         self.hook, threading.excepthook = threading.excepthook, self.thread_failed
