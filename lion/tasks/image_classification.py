@@ -70,8 +70,9 @@ class ImageClassification(Task):
         images, labels = self.normalise(batch["image"]), batch["label"]
         if self.config.random_erasing:
             images = erase(images, self.config.random_erasing)
-        if self.mix is not None:
-            images, labels = self.mix(images, labels)  # labels become (B, classes) shares
+        if self.mix is not None:  # it pairs neighbours, which under repeated augmentation are views of one picture
+            order = torch.randperm(len(images), device=images.device)
+            images, labels = self.mix(images[order], labels[order])  # labels become (B, classes) shares
         logits = model(images).float()
         loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing, reduction="sum")
         return Sums(loss, loss.new_full((), len(images)))

@@ -70,6 +70,40 @@ def test_two_kinds_of_mixing_switch():
     assert 5 < sum(whole) < 35  # mixup keeps constant pictures constant, cutmix does not
 
 
+def test_views_of_one_picture_are_not_mixed_with_each_other():
+    """Repeated augmentation puts them side by side, and torchvision mixes neighbours."""
+    model, t, seen = Table(), task(mixup=0.8), []
+    mix, images = t.mix, torch.arange(8).repeat_interleave(12)  # 8 pictures, 12 views each
+    t.mix = lambda *both: mix(*(seen.append(both[0]) or both))
+    torch.manual_seed(0)
+    for _ in range(20):
+        t.loss(model, {"image": images[:, None, None, None].expand(-1, 1, 4, 4), "label": images % 7})
+    alike = torch.stack([(x == x.roll(1, 0)).all((1, 2, 3)) for x in seen]).float().mean()
+    assert 0.05 < alike < 0.2  # 11 / 95 by chance
+
+
+def test_mixed_labels_are_smoothed():
+    model, b, t = Table(), batch(), task(mixup=0.8, label_smoothing=0.1)
+    shares = torch.rand(6, 7).softmax(1)
+    t.mix = lambda images, labels: (b["image"], shares)
+    got = t.loss(model, b).loss
+    targets = 0.9 * shares + 0.1 / 7
+    torch.testing.assert_close(got, -(targets * model(b["image"]).log_softmax(1)).sum())
+
+
+def test_the_loss_erases_where_asked():
+    seen = []
+
+    def model(images):
+        seen.append(images)
+        return torch.zeros(len(images), 7)
+
+    images = torch.full((20, 1, 16, 16), 9, dtype=torch.uint8)
+    for share in (0.0, 1.0):
+        task(random_erasing=share).loss(model, {"image": images, "label": torch.zeros(20, dtype=torch.long)})
+    assert seen[0].eq(9).all() and seen[1].ne(9).flatten(1).any(1).all()
+
+
 @pytest.mark.parametrize("switch", [0, 1])
 def test_a_switch_at_its_end_leaves_one_kind(switch):
     torch.manual_seed(0)
