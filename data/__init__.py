@@ -8,12 +8,12 @@ from types import ModuleType
 
 from lion.config import ConfigError, nearest
 
+HELPERS = ("augment", "common", "pictures", "resident")  # modules that are no data set
+
 
 def names() -> list[str]:
-    """The data sets that exist: the modules that say how to build one."""
-    return sorted(
-        m.name for m in pkgutil.iter_modules(__path__) if m.name not in ("augment", "common", "pictures", "resident")
-    )
+    """The data sets that exist."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in HELPERS)
 
 
 def module(name: str) -> ModuleType:

@@ -8,6 +8,7 @@ from torchvision.datasets import FashionMNIST
 
 from data.common import DataSplits
 from data.pictures import TorchvisionConfig, build_torchvision, load_picture, published_info
+from lion.config import setting
 from lion.tasks.base import ImageInfo
 
 
@@ -16,6 +17,7 @@ class Config(TorchvisionConfig):
     name: str = "fashion_mnist"
     mean: tuple[float, ...] | None = (0.2860,)
     std: tuple[float, ...] | None = (0.3530,)
+    pad: int = setting(2, min=0, max=1024)
 
 
 def build(config: Config) -> DataSplits:

@@ -15,6 +15,8 @@ from data.common import DataSplits, user_path
 from data.pictures import PictureConfig, build_pictures, load_picture, open_picture
 from lion.config import ConfigError, nearest
 
+log = logging.getLogger("lion")
+
 VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # what splits are called
 
 
@@ -39,7 +41,17 @@ def build(config: Config) -> DataSplits:
     val = pick(config, "val", config.val, names) or next((n for n in VAL if n in names and n != train), None)
     test = pick(config, "test", config.test, names) or next((n for n in TEST if n in names and n != train), None)
     columns = Columns(config, found[train])
-    return build_pictures(config, *(Rows(found[n], columns) if n else None for n in (train, val, test)))
+    sources = []
+    for key, name in (("train", train), ("val", val), ("test", test)):
+        labels = set(found[name].unique(columns.label)) if name else set()
+        odd = labels - columns.place.keys()
+        if odd and odd == labels and getattr(config, key) is None:  # test sets of the Hub often hide their labels
+            log.warning("data.path: split %r is left out, none of its labels is a class", name)
+            name = None
+        elif odd:
+            raise ConfigError(f"data.label_column: {min(odd, key=str)!r} in split {name!r} is no class of {train!r}")
+        sources.append(Rows(found[name], columns) if name else None)
+    return build_pictures(config, *sources)
 
 
 def load(config: Config) -> Any:
@@ -55,8 +67,8 @@ def load(config: Config) -> Any:
     try:
         if path.is_file():
             return datasets.load_dataset("parquet", data_files={config.train: str(path)})
-        if path.is_dir() and (files := sorted(path.rglob("*.parquet"))):
-            return datasets.load_dataset("parquet", data_files=by_split(files, config.train))
+        if path.is_dir() and (files := by_split(path, config.train)):
+            return datasets.load_dataset("parquet", data_files=files)
         if path.is_dir():
             return datasets.load_dataset("imagefolder", data_dir=str(path))
         return datasets.load_dataset(config.path, config.subset)
@@ -69,11 +81,13 @@ def load(config: Config) -> Any:
         ) from None
 
 
-def by_split(files: list[Path], train: str) -> dict[str, list[str]]:
-    """Parquet files by the split that their names begin with, as on the Hub; those of no known split are train."""
+def by_split(root: Path, train: str) -> dict[str, list[str]]:
+    """Parquet files under `root` by the split that their names, or else their folders', begin with, as on the Hub;
+    those of no known split are train."""
     found: dict[str, list[str]] = {}
-    for file in files:
-        name = next((n for n in (train, *VAL, *TEST) if file.stem.startswith(n)), train)
+    for file in sorted(root.rglob("*.parquet")):
+        parts = reversed(file.relative_to(root).parts)
+        name = next((n for part in parts for n in (train, *VAL, *TEST) if part.startswith(n)), train)
         found.setdefault(name, []).append(str(file))
     return found
 
@@ -91,10 +105,12 @@ class Columns:
         features = table.features
         self.image = self.find(config, "image_column", config.image_column, features, is_picture)
         self.label = self.find(config, "label_column", config.label_column, features, is_label)
+        if not isinstance(features[self.label], datasets.ClassLabel | datasets.Value):
+            raise ConfigError(f"data.label_column: {self.label!r} holds no numbers or names")
         names = getattr(features[self.label], "names", None)
-        self.values = None if names else sorted(set(table.unique(self.label)), key=lambda v: (str(type(v)), v))
-        self.classes = tuple(names or map(str, self.values))
-        self.place = None if names else {value: i for i, value in enumerate(self.values)}
+        values = range(len(names)) if names else sorted(set(table.unique(self.label)) - {None})
+        self.classes = tuple(names or map(str, values))
+        self.place = {value: i for i, value in enumerate(values)}
 
     @staticmethod
     def find(config: Config, key: str, name: str | None, features: Any, fits: Any) -> str:
@@ -132,8 +148,7 @@ class Rows:
         row, columns = self.table[index], self.columns
         held = row[columns.image]
         picture = open_picture(io.BytesIO(held["bytes"]) if held.get("bytes") else held["path"])
-        label = row[columns.label]
-        return picture, label if columns.place is None else columns.place[label]
+        return picture, columns.place[row[columns.label]]
 
 
 __all__ = ["Config", "build", "load_picture"]

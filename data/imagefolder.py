@@ -1,4 +1,5 @@
-"""Any folder of pictures: `data.root/{train,val[,test]}/<class>/*`, or `data.root/<class>/*` with `data.val_split`."""
+"""Any folder of pictures: `data.root/{train,val,test}/<class>/*`, one of `val` and `test` being enough, or
+`data.root/<class>/*` with `data.val_split`."""
 
 from __future__ import annotations
 
@@ -29,10 +30,11 @@ def build_folders(config: PictureConfig, root: Path, how: str) -> DataSplits:
         if config.val_split is None:
             raise ConfigError(f"data set '{config.name}': no folder {root / 'train'}; {how}")
         return build_pictures(config, open_folder(root, config, how))
-    train = open_folder(root / "train", config, how)
-    if not (root / "val").is_dir() and config.val_split is None:
+    there = [(root / name).is_dir() for name in ("val", "test")]
+    if not any(there) and config.val_split is None:
         raise ConfigError(f"data set '{config.name}': no folder {root / 'val'}; {how}")
-    others = [open_folder(root / n, config, how) if (root / n).is_dir() else None for n in ("val", "test")]
+    train = open_folder(root / "train", config, how)
+    others = [open_folder(root / n, config, how) if ok else None for n, ok in zip(("val", "test"), there)]
     return build_pictures(config, train, *others)
 
 

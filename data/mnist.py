@@ -8,6 +8,7 @@ from torchvision.datasets import MNIST
 
 from data.common import DataSplits
 from data.pictures import TorchvisionConfig, build_torchvision, load_picture, published_info
+from lion.config import setting
 from lion.tasks.base import ImageInfo
 
 
@@ -16,6 +17,8 @@ class Config(TorchvisionConfig):
     name: str = "mnist"
     mean: tuple[float, ...] | None = (0.1307,)
     std: tuple[float, ...] | None = (0.3081,)
+    pad: int = setting(2, min=0, max=1024)
+    flip: float = setting(0.0, min=0, max=1)  # a mirrored digit is another, or none
 
 
 def build(config: Config) -> DataSplits:

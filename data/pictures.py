@@ -5,9 +5,11 @@ A source is a sequence of (PIL picture, label) with the names of its `classes`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
@@ -37,7 +39,7 @@ class PictureConfig(DataConfig):
     crop: at test the middle of a picture whose shorter side is `image_size / crop`.
     rand_augment: as timm writes it, "rand-m9-mstd0.5-inc1".
     repeats: repeated augmentation, how often a drawn picture stands in an epoch.
-    val_split: share of the training pictures held out as `val`; null: the data's own, or its test pictures.
+    val_split: share of the training pictures held out as `val`, where the data has none; null: its test pictures.
     limit: training pictures at most, drawn once.
     cache: decode the pictures of train and val once, into `memory`, or onto the `device`, where whole batches are then
         cropped and flipped: with `pad`, without `rand_augment`.
@@ -83,6 +85,8 @@ def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any
     """Splits of the sources that there are. Without `val`, it is `val_split` of the training pictures, else `test`."""
     info = describe(config, {n: s for n, s in (("train", train), ("val", val), ("test", test)) if s is not None})
     kept, held = list(range(len(train))), None
+    if val is not None and config.val_split:
+        raise ConfigError(f"data.val_split: data set '{config.name}' has validation pictures of its own, leave it null")
     if val is None and config.val_split:
         kept, held = split_indices(len(train), (config.val_split,), SPLIT_SEED)
         if not held or not kept:
@@ -143,7 +147,8 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> ImageInfo:
     """What the model must know, from the settings and from a look at some pictures.
 
     Raises:
-        ConfigError: Fewer than two classes, splits whose classes differ, or a file that is no picture.
+        ConfigError: Fewer than two classes, splits whose classes differ, a file that is no picture, or no file that
+            can be read.
     """
     classes, whose = tuple(sources["train"].classes), f"data set '{config.name}'"
     if len(classes) < 2:
@@ -156,17 +161,21 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> ImageInfo:
     for name, source in sources.items():
         if not len(source):
             raise ConfigError(f"{whose}: no pictures in {name}")
+        found = set()
         for index in torch.linspace(0, len(source) - 1, min(PROBES, len(source))).long().tolist():
             try:
                 picture = read_sample(source, index)[0]
+                found.add(((picture.height, picture.width), picture.mode))
             except Unreadable as error:
-                if not isinstance(error.__cause__, UnidentifiedImageError):
-                    continue  # a damaged picture is the trainer's to count
-                raise ConfigError(f"{whose}: not a picture: {error}") from None
-            sizes.add((picture.height, picture.width))
-            modes.add(picture.mode)
+                if isinstance(error.__cause__, UnidentifiedImageError):
+                    raise ConfigError(f"{whose}: not a picture: {error}") from None
+                damaged = error  # some are the trainer's to count
+        if not found:
+            raise ConfigError(f"{whose}: no picture of {name} can be read, e.g. {damaged}")
+        sizes |= {size for size, _ in found}
+        modes |= {mode for _, mode in found}
     size = config.image_size or (sizes.pop() if len(sizes) == 1 else PHOTO_SIZE)
-    channels = config.channels or (1 if modes <= {"L", "1", "I;16"} else 3)
+    channels = config.channels or (1 if modes <= {"L", "1"} else 3)
     return ImageInfo(tuple(size), channels, classes, *normalisation(config, channels))
 
 
@@ -175,16 +184,20 @@ def normalisation(config: PictureConfig, channels: int) -> tuple[tuple[float, ..
     found = []
     for name, usual in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
         values = getattr(config, name) or (usual if channels == 3 else (round(sum(usual) / 3, 3),))
+        if len(values) == 1:  # grey, shown as RGB
+            values = values * channels
         if len(values) != channels:
-            raise ConfigError(f"data.{name}: expected {channels} numbers, one a channel, got {list(values)}")
+            raise ConfigError(f"data.{name}: expected one number a channel, {channels}, got {list(values)}")
         found.append(tuple(values))
     return found[0], found[1]
 
 
 def open_picture(file: Any) -> Image.Image:
-    """A picture file (a path, or open) as it is, decoded."""
+    """A picture file (a path, or open), decoded; of 16 bits a pixel the upper 8, where Pillow would cut at 255."""
     with Image.open(file) as picture:
         picture.load()
+        if picture.mode.startswith("I"):
+            return Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
         return picture
 
 
@@ -203,9 +216,8 @@ def test_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
     """The same without chance: the middle of the picture."""
     if config.pad:
         return v2.Compose([Channels(info.channels), Resized(info.size), TO_TENSOR])
-    short = int(min(info.size) / config.crop)
-    resize = [v2.Resize(short, interpolation=BICUBIC), v2.CenterCrop(info.size)]
-    return v2.Compose([Channels(info.channels), *resize, TO_TENSOR])
+    middle = [Covering(info.size, config.crop), v2.CenterCrop(info.size)]
+    return v2.Compose([Channels(info.channels), *middle, TO_TENSOR])
 
 
 def load_picture(config: PictureConfig, info: ImageInfo, picture: Image.Image) -> Tensor:
@@ -234,6 +246,19 @@ class Resized(v2.Transform):
     def forward(self, picture: Image.Image) -> Image.Image:
         same = (picture.height, picture.width) == self.size
         return picture if same else v2.functional.resize(picture, list(self.size), interpolation=BICUBIC)
+
+
+class Covering(v2.Transform):
+    """A PIL picture scaled to cover (height, width) / `crop`; of a square the shorter side, as DeiT does."""
+
+    def __init__(self, size: tuple[int, int], crop: float) -> None:
+        super().__init__()
+        self.size, self.crop = size, crop
+
+    def forward(self, picture: Image.Image) -> Image.Image:
+        sides = picture.height, picture.width
+        short = max(size * min(sides) / side for size, side in zip(self.size, sides))
+        return v2.functional.resize(picture, [max(int(short / self.crop), math.ceil(short))], interpolation=BICUBIC)
 
 
 BICUBIC = v2.InterpolationMode.BICUBIC

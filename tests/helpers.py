@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from lion.config import merge
 from lion.trainer.checkpoint import load_state, newest
@@ -38,6 +40,21 @@ def tiny_recipe(folder: Path, name: str = "tiny", **changes) -> Path:
     path = Path(folder) / f"{name}.yaml"
     path.write_text(yaml.safe_dump(merge(merge(TINY, {"run": {"root": str(Path(folder) / "runs")}}), changes)))
     return path
+
+
+def picture(seed: int, size=(30, 20), mode="RGB") -> Image.Image:
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).convert(mode)
+
+
+def pictures(root, layout, grey=False):
+    """Files of noise, `layout` being {split: {class: count}}, of several sizes."""
+    for split, classes in layout.items():
+        for name, count in classes.items():
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                mode = "L" if grey or i % 2 == 0 else "RGB"
+                picture(i, (30 + i, 20), mode).save(root / split / name / f"{i}.png")
 
 
 def state_of(run: Path, kind: str = "last") -> dict:

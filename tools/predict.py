@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import data
+from data import pictures
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import open_run
@@ -29,9 +30,9 @@ def main(argv: list[str]) -> int:
     recipe = resolve_run(loaded.folder)
     load_picture = data.module(recipe.data.name).load_picture
     task, info = loaded.task, loaded.task.info
-    pictures = torch.stack([load_picture(recipe.data, info, open_picture(path)) for path in args.files])
+    images = torch.stack([load_picture(recipe.data, info, open_picture(path)) for path in args.files])
     with torch.inference_mode():
-        shares = torch.cat([loaded.model(task.normalise(part)).softmax(-1) for part in pictures.split(64)])
+        shares = torch.cat([loaded.model(task.normalise(part)).softmax(-1) for part in images.split(64)])
     classes = info.classes
     top = shares.topk(min(args.top, len(classes)))
     rows = [
@@ -44,9 +45,8 @@ def main(argv: list[str]) -> int:
 
 def open_picture(path: str) -> Image.Image:
     try:
-        with warnings.catch_warnings(action="ignore"), Image.open(path) as picture:
-            picture.load()
-            return picture
+        with warnings.catch_warnings(action="ignore"):
+            return pictures.open_picture(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except Exception as error:  # a broken file makes its reader raise anything

@@ -14,6 +14,7 @@ import data
 from data.common import data_root, split_indices
 from data.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
 from lion.config import ConfigError, build
+from tests.helpers import picture, pictures
 
 
 def test_digits_are_real_and_split_once():
@@ -35,20 +36,6 @@ def test_digits_are_real_and_split_once():
 def test_split_indices_is_a_partition():
     parts = split_indices(10, (0.2, 0.3))
     assert [len(p) for p in parts] == [5, 2, 3] and sorted(i for p in parts for i in p) == list(range(10))
-
-
-def picture(seed: int, size=(30, 20), mode="RGB") -> Image.Image:
-    rng = np.random.default_rng(seed)
-    return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).convert(mode)
-
-
-def pictures(root, layout, grey=False):
-    for split, classes in layout.items():
-        for name, count in classes.items():
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                mode = "L" if grey or i % 2 == 0 else "RGB"
-                picture(i, (30 + i, 20), mode).save(root / split / name / f"{i}.png")
 
 
 def make(name, **settings):
@@ -82,8 +69,56 @@ def test_sizes_and_channels_come_from_the_data(tmp_path):
     assert (info.size, info.channels) == ((20, 30), 1) and len(info.mean) == len(info.std) == 1
     assert folder(tmp_path / "grey", channels=3).val[0]["image"].shape == (3, 16, 24)
     assert folder(tmp_path / "photos", channels=1, mean=[0.2], std=[0.3]).info.mean == (0.2,)
-    with pytest.raises(ConfigError, match=r"data.mean: expected 3 numbers, one a channel, got"):
-        folder(tmp_path / "photos", mean=[0.5])
+    assert folder(tmp_path / "photos", mean=[0.5]).info.mean == (0.5, 0.5, 0.5)
+    with pytest.raises(ConfigError, match=r"data.mean: expected one number a channel, 1, got"):
+        folder(tmp_path / "photos", channels=1, mean=[0.5, 0.4, 0.3])
+
+
+def test_pictures_of_sixteen_bits(tmp_path):
+    """Pillow's own conversion to eight cuts at 255."""
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / split / name).mkdir(parents=True)
+            ramp = np.arange(0, 65_536, 128, dtype=np.uint16).reshape(16, 32)[:, :24]
+            Image.fromarray(ramp).save(tmp_path / split / name / "0.png")
+    for cache in (None, "memory"):
+        splits = folder(tmp_path, crop=1.0, cache=cache)
+        assert splits.info.channels == 1
+        assert torch.equal(splits.val[0]["image"][0], torch.from_numpy((ramp >> 8).astype(np.uint8)))
+
+
+@pytest.mark.parametrize("size", [(64, 128), (32, 8), (30, 20)])
+@pytest.mark.parametrize("crop", (0.875, 1.0))
+def test_the_middle_of_a_picture_fills_the_frame(tmp_path, size, crop):
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i, shape in enumerate([(100, 100), (101, 100), (40, 90), (7, 90)]):
+                Image.new("L", shape, 255).save(tmp_path / split / name / f"{i}.png")
+    val = folder(tmp_path, image_size=list(size), crop=crop).val
+    for i in range(len(val)):
+        assert val[i]["image"].shape[1:] == size and val[i]["image"].min() == 255
+
+
+def test_no_picture_can_be_read(tmp_path):
+    pictures(tmp_path, TWO)
+    for path in tmp_path.glob("val/*/*.png"):
+        path.write_bytes(path.read_bytes()[:80])
+    with pytest.raises(ConfigError, match=r"no picture of val can be read, e.g. .*png \("):
+        folder(tmp_path)
+
+
+def test_val_split_beside_a_val_of_its_own(tmp_path):
+    pictures(tmp_path, TWO)
+    with pytest.raises(ConfigError, match=r"data.val_split: data set 'imagefolder' has validation pictures of its own"):
+        folder(tmp_path, val_split=0.5)
+
+
+def test_folders_for_training_and_test_alone(tmp_path):
+    pictures(tmp_path, {"train": {"a": 8, "b": 8}, "test": {"a": 2, "b": 1}})
+    splits = folder(tmp_path)
+    assert (len(splits.train), len(splits.val), splits.test) == (16, 3, None)
+    assert [len(s) for s in folder(tmp_path, val_split=0.25)[:3]] == [12, 4, 3]
 
 
 def test_one_folder_without_a_split(tmp_path):
@@ -271,10 +306,10 @@ def test_files_that_are_not_there(tmp_path, name):
 # Hugging Face
 
 
-def parquet(path, count, columns=("img", "label"), names=("cat", "dog"), **more):
+def parquet(path, count, columns=("img", "label"), names=("cat", "dog"), labels=None, **more):
     label = datasets.ClassLabel(names=list(names)) if names else datasets.Value("string")
     rows = {columns[0]: [picture(i, (9, 7)) for i in range(count)]}
-    rows[columns[1]] = [i % 2 if names else ("yes", "no")[i % 2] for i in range(count)]
+    rows[columns[1]] = labels or [i % 2 if names else ("yes", "no")[i % 2] for i in range(count)]
     features = {columns[0]: datasets.Image(), columns[1]: label} | {k: datasets.Image() for k in more}
     path.parent.mkdir(parents=True, exist_ok=True)
     datasets.Dataset.from_dict({**rows, **more}, features=datasets.Features(features)).to_parquet(str(path))
@@ -298,6 +333,30 @@ def test_hf_parquet_with_splits_found(tmp_path):
     assert [len(s) for s in splits[:3]] == [7, 4, 3]
     splits = make("hf", path=str(tmp_path / "train.parquet"), val_split=0.3)
     assert [len(s) for s in splits[:2]] == [5, 2]
+
+
+def test_hf_parquet_in_split_folders(tmp_path):
+    for split, count in (("train", 6), ("test", 4), ("validation", 2)):
+        parquet(tmp_path / "default" / split / "0000.parquet", count)
+    assert [len(s) for s in make("hf", path=str(tmp_path))[:3]] == [6, 2, 4]
+
+
+def test_hf_labels_that_are_no_class(tmp_path, caplog):
+    parquet(tmp_path / "train.parquet", 6)
+    parquet(tmp_path / "validation.parquet", 4)
+    parquet(tmp_path / "test.parquet", 4, labels=[-1] * 4)
+    splits = make("hf", path=str(tmp_path))
+    assert splits.test is None and len(splits.val) == 4
+    assert "split 'test' is left out, none of its labels is a class" in caplog.text
+    with pytest.raises(ConfigError, match=r"data.label_column: -1 in split 'test' is no class of 'train'"):
+        make("hf", path=str(tmp_path), test="test")
+    parquet(tmp_path / "train.parquet", 6, labels=[0, 1, None, 0, 1, 1])
+    with pytest.raises(ConfigError, match=r"data.label_column: None in split 'train' is no class"):
+        make("hf", path=str(tmp_path))
+    parquet(tmp_path / "words" / "train.parquet", 4, names=None)
+    parquet(tmp_path / "words" / "val.parquet", 4, names=None, labels=["yes", "no", "maybe", "no"])
+    with pytest.raises(ConfigError, match=r"data.label_column: 'maybe' in split 'val' is no class of 'train'"):
+        make("hf", path=str(tmp_path / "words"))
 
 
 def test_hf_columns_named_and_labels_of_text(tmp_path):
