@@ -19,7 +19,8 @@ class ViTConfig(EncoderConfig):
     """A ViT. None in `position_embedding` and `readout` stands for the convention of the mixer.
 
     Position embedding: on where the mixer itself knows no order (softmax, Lion-lit), off for decays (Table 14).
-    Readout: cls for softmax (DeiT), the mean of all tokens, cls included, for linear mixers (released code).
+    Readout: cls for softmax (DeiT), the mean of all tokens, cls included, for linear mixers (released code) and where
+    cls, which comes first, sees nothing else.
     """
 
     patch_size: tuple[int, int] | int = 16
@@ -35,8 +36,11 @@ class ViTConfig(EncoderConfig):
         knows_order = self.mixer != SOFTMAX and MIXERS[self.mixer].decay is not None
         if self.position_embedding is None:
             self.position_embedding = not knows_order
+        blind = all(self.attention.at(layer).direction == "forward" for layer in range(self.depth))
         if self.readout is None:
-            self.readout = "cls" if self.mixer == SOFTMAX else "mean"
+            self.readout = "cls" if self.mixer == SOFTMAX and not blind else "mean"
+        if self.readout == "cls" and blind:
+            raise ValueError("readout 'cls' sees no patch, all layers go forward from it; use 'mean'")
 
 
 class ViT(nn.Module):

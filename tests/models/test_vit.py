@@ -51,6 +51,26 @@ def test_readout_of_cls_sees_the_patches():
     assert not torch.allclose(model(images), model(-images))
 
 
+@pytest.mark.parametrize(
+    ("mixer", "direction", "depth"), [(SOFTMAX, "forward", 2), ("lion_s", "forward", 2), ("lion_s", "alternating", 1)]
+)
+def test_cls_is_not_read_where_it_sees_no_patch(mixer, direction, depth):
+    attention = AttentionConfig(direction=direction)
+    assert ViTConfig(mixer, 12, depth, 3, attention=attention).readout == "mean"
+    with pytest.raises(ValueError, match="readout 'cls' sees no patch, all layers go forward from it; use 'mean'"):
+        ViTConfig(mixer, 12, depth, 3, attention=attention, readout="cls")
+    again = AttentionConfig(direction="alternating")
+    assert ViTConfig("lion_s", 12, 2, 3, attention=again, readout="cls").readout == "cls"
+
+
+def test_drop_path_rises_over_the_layers():
+    config = ViTConfig("lion_s", 12, 5, 3, drop_path=0.2)
+    rates = [
+        b.drop_path.rate.item() for b in ViT(config, image_size=(16, 16), channels=1, num_classes=2).encoder.blocks
+    ]
+    assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+
+
 def test_places_are_buffers_that_no_checkpoint_holds():
     model = vit(size=(4, 6), attention=AttentionConfig(**SNAKES))
     assert model.coords.tolist() == [[-1, 0, 0, 0, 1, 1, 1], [-1, 0, 1, 2, 0, 1, 2]]
