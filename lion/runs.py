@@ -14,6 +14,7 @@ from torch import nn
 from lion.config import ConfigError, nearest
 from lion.recipe import Recipe, load_recipe, read_layers
 from lion.tasks import TASKS, Task
+from lion.tasks.base import same_names
 from lion.trainer.checkpoint import load_state, newest
 
 log = logging.getLogger("lion")
@@ -147,12 +148,6 @@ def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
         raise ConfigError(f"init_from: {run}: {len(left)} of {len(own)} tensors do not fit, e.g. {left[0]}")
     model.load_state_dict({**own, **fits})
     log.info("initialised from %s; new: %s", run, ", ".join(left) or "nothing")
-
-
-def same_names(old: Any, new: Any) -> bool:
-    """Whether two lists of classes are the same; those of a converted checkpoint are only numbered."""
-    numbered = [f"class {i}" for i in range(len(old or ()))]
-    return old == new or (old == numbered and len(old) == len(new or ()))
 
 
 def lock_run(folder: Path) -> IO[str]:

@@ -27,7 +27,7 @@ from lion.config import ConfigError
 from lion.layers.attention import forms_of
 from lion.ops import FORMS
 from lion.runs import count_parameters, find_run, open_run
-from lion.tasks.base import to_device
+from lion.tasks.base import check_same_data, to_device
 from lion.trainer.batches import eval_batches
 from lion.trainer.evaluate import evaluate
 from lion.trainer.runtime import peak_memory, start_runtime
@@ -108,6 +108,7 @@ def measure(request: dict[str, Any]) -> None:
     loaded = open_run(request["run"], checkpoint=request["checkpoint"], ema=request["ema"])
     recipe = resolve_run(find_run(request["run"]))
     splits = build_data(recipe)
+    check_same_data(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"], splits.info.to_dict())
     split = request["split"] or ("val" if splits.test is None else "test")
     dataset = getattr(splits, split)
     if dataset is None:

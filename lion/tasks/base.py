@@ -35,6 +35,29 @@ class ImageInfo:
         return ImageInfo(size, values["channels"], classes, mean, std)
 
 
+def same_names(old: Any, new: Any) -> bool:
+    """Whether two lists of classes are the same; those of a converted checkpoint are only numbered."""
+    numbered = [f"class {i}" for i in range(len(old or ()))]
+    return old == new or (old == numbered and len(old) == len(new or ()))
+
+
+def check_same_data(whose: str, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse data of other classes or shapes than those that a checkpoint was made with: its labels mean others.
+
+    Raises:
+        ConfigError: What differs.
+    """
+    for name in now:
+        old, new = then.get(name), now[name]
+        if old == new or (name == "classes" and same_names(old, new)):
+            continue
+        if name == "classes":
+            odd = next((i for i, (a, b) in enumerate(zip(old or (), new)) if a != b), None)
+            counts = "number of classes", len(old or ()), len(new)
+            name, old, new = counts if odd is None else (f"class {odd}", old[odd], new[odd])
+        raise ConfigError(f"{whose} is of other data: {name} was {old!r}, and is {new!r} now")
+
+
 class Unreadable(Exception):
     """A data set's sample cannot be read; the message names its file and the reason."""
 

@@ -17,7 +17,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.tasks.base import Batch, Task, to_device
+from lion.tasks.base import Batch, Task, check_same_data, to_device
 from lion.trainer.batches import Batches, StepSampler, derive, eval_batches, train_batches
 from lion.trainer.config import Plan
 from lion.trainer.evaluate import decay_values, evaluate
@@ -319,6 +319,7 @@ class Trainer:
             self.best = best
         if state is None:
             return
+        check_same_data(f"{self.folder}: its checkpoint", state["info"], self.task.info.to_dict())
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.guard.counts.copy_(state["skipped"])
         then, now = state["made"], self.circumstances()

@@ -1,9 +1,13 @@
 """`bench train` and `bench inference`: what they build, count and write. Times are not judged."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torchvision.transforms import v2
 
 from lion.config import ConfigError
 from lion.layers.attention import Attention
@@ -43,6 +47,13 @@ def test_softmax_and_the_floor_stand_beside_the_recipes():
     softmax = models["softmax"][0].model
     assert softmax.position_embedding and softmax.readout == "cls" and softmax.dim == 12
     assert all(task.info.size == (32, 32) for _, task in models.values())
+
+
+def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
+    names = ("lion_lit", "linear", "linear_feature_map", "linear_positions", "softmax_no_positions", "lion_s_forward")
+    models = train.models(replace(JOB, recipes=tuple(str(ROOT / f"recipes/cifar100_{n}.yaml") for n in names)))
+    assert len(models) == 2 + len(names)
+    assert not models["softmax without positions"][0].model.position_embedding
 
 
 def test_the_floor_has_everything_but_the_mixing():
@@ -101,6 +112,9 @@ def test_models_must_be_alike(capsys):
     assert "no such file" in refuse(capsys, "bench", "train", "recipes/deit_tiny_lion_x.yaml", "--eager")
     line = refuse(capsys, "bench", "train", paths[0], "--eager", "--size", "30")
     assert "model.patch_size: 16 does not divide image height 30" in line
+    twins = [ROOT / f"recipes/cifar100_lion_s{more}.yaml" for more in ("", "_multiscan")]
+    line = refuse(capsys, "bench", "train", *twins, "--eager", "--set", "model.attention.scans=[row_major]")
+    assert "cifar100_lion_s_multiscan.yaml: a second lion_s, by all that is timed here" in line
     assert "bench: 'op' is nothing to measure, did you mean 'ops'" in refuse(capsys, "bench", "op")
 
 
@@ -117,7 +131,7 @@ def run(tmp_path_factory):
 
 def job(run, **changes) -> inference.Job:
     given = dict(variant=Variant("chunk", 8), sizes=(8, 16), batch=2, rounds=2, threads=torch.get_num_threads())
-    return inference.Job(run=str(run), **{**given, "top1": 0, "command": "x", **changes})
+    return inference.Job(run=str(run), **{**given, "top1": None, "command": "x", **changes})
 
 
 def measured(run, **changes) -> tuple[list, list]:
@@ -202,7 +216,7 @@ def test_no_memory_is_a_note(run, monkeypatch):
 def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inference, "in_a_process", lambda measure, job, receive: measure(job, receive))
     command = ["bench", "inference", run, "--sizes", "16,8", "--rounds", "1", "--out", tmp_path, "--chunk-size", "4"]
-    assert here(*command, "--form", "full", "chunk", "--top1", "0") == 0
+    assert here(*command, "--form", "full", "chunk") == 0
     out = capsys.readouterr().out
     assert "chunk 4" in out and "softmax" in out
     assert here(*command, "--form", "rnn") == 0
@@ -216,20 +230,53 @@ def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "inference_tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_top1_at_the_trained_size(run, monkeypatch):
-    """Digits have one size, so their own is the only one with labels."""
-    from lion.trainer.evaluate import evaluate
-    from lion.trainer.runtime import start_runtime
-    from tools.common import build_data, resolve_run
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A run on a folder of pictures of 12 px, seen at 8 px."""
+    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 5)):
+        for name, bright in (("dark", 60), ("light", 190)):
+            (folder / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = (bright + rng.integers(-60, 60, (12, 12, 3))).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / split / name / f"{i}.png")
+    data = {"name": "imagefolder", "root": str(folder), "image_size": [8, 8], "workers": 0}
+    recipe = tiny_recipe(folder, data=data, trainer={"batch_size": 8, "steps": 2, "eval_every": 1})
+    assert here("train", recipe, "--no-eval") == 0
+    return folder / "runs" / "tiny"
 
-    data = build_data(resolve_run(run)).test
-    monkeypatch.setattr(inference, "with_size", lambda recipe, size: recipe)
-    rows, _ = measured(run, sizes=(8,), top1=10_000)
-    loaded = open_run(run)
-    batch = {k: torch.stack([torch.as_tensor(data[i][k]) for i in range(len(data))]) for k in ("image", "label")}
-    batch["mask"] = torch.ones(len(data), dtype=torch.bool)
-    want = evaluate(loaded.model, [batch], loaded.task, start_runtime("cpu"), precision="fp32")["top1"]
-    assert rows[0]["top1"] == pytest.approx(want)
+
+@pytest.mark.parametrize("form", ("chunk", "rnn"))
+def test_top1_at_every_size(photos, tmp_path, monkeypatch, form):
+    """Against pictures resized and classified one by one."""
+    monkeypatch.setattr(inference, "in_a_process", lambda measure, job, receive: measure(job, receive))
+    command = ["bench", "inference", photos, "--sizes", "8,16", "--rounds", "1", "--out", tmp_path]
+    assert here(*command, "--form", form, "--chunk-size", "4", "--top1", "7") == 0
+    rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
+    assert all(row["top1"] is None for row in rows if row["form"] == "softmax")
+    loaded, files = open_run(photos), sorted((photos.parents[1] / "val").glob("*/*.png"))[:7]
+    for size in (8, 16):
+        right = 0
+        for path in files:
+            resize = v2.Resize(int(size / 0.875), interpolation=v2.InterpolationMode.BICUBIC)
+            picture = v2.CenterCrop(size)(resize(Image.open(path)))
+            task, model = inference.resized(loaded, size)
+            with torch.inference_mode():
+                logits = model(task.normalise(v2.functional.pil_to_tensor(picture)[None]))
+            right += task.info.classes[logits.argmax()] == path.parent.name
+        (row,) = (row for row in rows if row["form"] == form and row["size"] == size)
+        assert row["top1"] == pytest.approx(right / 7)
+
+
+def test_top1_needs_the_pictures_before_anything_is_measured(run, photos, capsys):
+    assert "--top1: data set 'digits' has pictures of one size only" in refuse(
+        capsys, "bench", "inference", run, "--sizes", "8", "--top1", "5"
+    )
+    folder = photos.parents[1] / "val" / "light"
+    folder.rename(folder.with_name("airy"))
+    line = refuse(capsys, "bench", "inference", photos, "--sizes", "8", "--top1", "5")
+    folder.with_name("airy").rename(folder)
+    assert "train and val differ in class 'airy'" in line
 
 
 def test_refusals(run, tmp_path, capsys):

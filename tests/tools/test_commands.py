@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 import lion
-from tests.helpers import ROOT, command, here, refuse, state_of, tiny_recipe
+from lion.trainer.checkpoint import load_state
+from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
 from tools.common import build_data, loader_workers, resolve
 from tools.evaluate import forms_to_measure
 from tools.show import activation_bytes, listing, mixer_rows, show
@@ -203,3 +204,34 @@ def test_only_training_pays_for_a_cache(tmp_path):
     assert type(build_data(recipe, cached=True).train.source).__name__ == "Decoded"
     assert type(build_data(recipe).train.source).__name__ == "ImageFolder"
     assert recipe.data.cache == "memory"
+
+
+def photo_recipe(folder, **changes):
+    pictures(folder, {split: {"cat": 6, "dog": 6} for split in ("train", "val")})
+    data = {"name": "imagefolder", "root": str(folder), "image_size": [8, 8], "workers": 0, **changes}
+    return tiny_recipe(folder, data=data, trainer={"batch_size": 6, "steps": 3, "eval_every": 3, "save_every": 1})
+
+
+def test_repeated_augmentation_reaches_the_trainer(tmp_path):
+    assert here("train", photo_recipe(tmp_path, repeats=3), "--no-eval") == 0
+    upcoming = load_state(tmp_path / "runs" / "tiny" / "checkpoints" / "last-2" / "state.pt")["next"]["samples"]
+    assert len(upcoming) >= 3 and upcoming[:3] == upcoming[:1] * 3
+
+
+def test_data_of_other_classes_is_refused(tmp_path, capsys):
+    """The labels of a run mean its own classes: renamed folders would change them without a word."""
+    recipe, run = photo_recipe(tmp_path), tmp_path / "runs" / "tiny"
+    assert here("train", recipe, "--no-eval") == 0
+    for split in ("train", "val"):
+        (tmp_path / split / "dog").rename(tmp_path / split / "bird")
+    wrong = "checkpoint is of other data: class 0 was 'cat', and is 'bird' now"
+    capsys.readouterr()
+    assert wrong in refuse(capsys, "bench", "inference", run, "--sizes", "8", "--top1", "3")
+    assert wrong in command("eval", run).stderr
+    shutil.rmtree(run / "checkpoints" / "last-3")
+    done = command("train", recipe)
+    assert done.returncode == 2 and wrong in done.stderr
+    for split in ("train", "val"):
+        (tmp_path / split / "bird").rename(tmp_path / split / "dog")
+        pictures(tmp_path, {split: {"eel": 2}})
+    assert "is of other data: number of classes was 2, and is 3 now" in command("eval", run).stderr

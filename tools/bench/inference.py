@@ -1,6 +1,6 @@
 """Latency and memory of a trained model by form and image size, beside softmax (the paper's Figures 1, 3, 4 and 10).
 
-    ./run.sh bench inference RUN [--sizes 224 384 512] [--form full chunk rnn blockwise] [--chunk-size 16 64] [--top1 N]
+    ./run.sh bench inference RUN [--sizes 224,384,512] [--form full chunk rnn blockwise] [--chunk-size 16 64] [--top1 N]
 
 The model of the run is taken to every size (positions are interpolated) and run eagerly, without gradients, each
 variant in a process of its own. `softmax` is the same model with softmax attention and random weights. Where the mixer
@@ -30,6 +30,7 @@ from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, open_run
+from lion.tasks.base import check_same_data
 from lion.trainer.batches import eval_batches
 from lion.trainer.checkpoint import write_atomic
 from lion.trainer.evaluate import evaluate
@@ -66,7 +67,7 @@ class Job:
     batch: int
     rounds: int
     threads: int
-    top1: int
+    top1: int | None
     command: str
 
 
@@ -81,13 +82,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch", type=count, default=1)
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--threads", type=count)
-    parser.add_argument("--top1", type=int, default=0, metavar="N", help="classify N pictures of the run's data")
+    parser.add_argument("--top1", type=count, metavar="N", help="classify N pictures of the run's data")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
-    for size in args.sizes:
+    for size in args.sizes:  # what cannot be is refused before anything is measured
         resized(loaded, size)
+    if args.top1:
+        pictures(loaded, args.sizes[0])
     report = Rows.load(args.out, "inference", (*SETTING, "size", "form", "chunk_size"), args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -100,7 +103,9 @@ def main(argv: list[str]) -> int:
             report.add(message)
 
     try:
-        for place, variant in enumerate(variants(loaded, args.form, args.chunk_size)):
+        wanted = variants(loaded, args.form, args.chunk_size)
+        trained = next((v for v in wanted if v.form != SOFTMAX), wanted[0])  # the first with the run's own weights
+        for variant in wanted:
             say(str(variant))
             job = Job(
                 run=str(loaded.folder),
@@ -109,7 +114,7 @@ def main(argv: list[str]) -> int:
                 batch=args.batch,
                 rounds=args.rounds,
                 threads=torch.get_num_threads(),
-                top1=args.top1 if place == 1 else 0,  # after softmax, whose weights are random
+                top1=args.top1 if variant == trained else None,
                 command=shlex.join(["./run.sh", "bench", "inference", *argv]),
             )
             problem = in_a_process(measure, job, receive)
@@ -171,7 +176,8 @@ def measure(job: Job, send: Send) -> None:
         images = torch.randn(job.batch, task.info.channels, size, size, device=device)
         tokens, heads = 1 + model.patches[0] * model.patches[1], loaded.recipe.model.num_heads
         matrix = 4 * job.batch * heads * tokens**2
-        if SQUARES.get(job.variant.form, 0) * matrix > 0.8 * free_bytes(device):
+        linear = job.variant.form == "full" and MIXERS[loaded.recipe.model.mixer].decay is None  # Q (K^T V)
+        if not linear and SQUARES.get(job.variant.form, 0) * matrix > 0.8 * free_bytes(device):
             send({"kind": "note", "text": f"{size} px: left out, its L x L matrices do not fit in memory"})
             continue
 
@@ -183,7 +189,7 @@ def measure(job: Job, send: Send) -> None:
             once()
             times = [seconds(once, device) for _ in range(job.rounds)]
             row = {"peak_bytes": allocated_beyond(once, device), "mixer_bytes": mixer_peak(model, images, device)}
-            row["top1"] = top1(job, size, task, model) if job.top1 else None
+            row["top1"] = top1(loaded, size, task, model, job.top1) if job.top1 else None
         except (RuntimeError, ConfigError) as error:
             send({"kind": "note", "text": f"{size} px: {first_line(error)}"})
             continue
@@ -245,11 +251,18 @@ def mixer_peak(model: nn.Module, images: torch.Tensor, device: torch.device) -> 
         return allocated_beyond(once, device)
 
 
-def top1(job: Job, size: int, task: Any, model: nn.Module) -> float:
-    """Of the first pictures of the run's test split (or val) at this size."""
-    splits = build_data(with_size(resolve_run(Path(job.run)), size))
-    data = splits.val if splits.test is None else splits.test
-    some = torch.utils.data.Subset(data, range(min(job.top1, len(data))))
+def pictures(loaded: LoadedRun, size: int) -> torch.utils.data.Dataset:
+    """The run's test split (or val) at this size."""
+    splits = build_data(with_size(resolve_run(loaded.folder), size))
+    then = {**loaded.checkpoint["info"], "size": [size, size]}
+    check_same_data(f"{loaded.folder}: its checkpoint", then, splits.info.to_dict())
+    return splits.val if splits.test is None else splits.test
+
+
+def top1(loaded: LoadedRun, size: int, task: Any, model: nn.Module, limit: int) -> float:
+    """Of the first pictures, `limit` at most."""
+    data = pictures(loaded, size)
+    some = torch.utils.data.Subset(data, range(min(limit, len(data))))
     batches = eval_batches(some, batch=min(16, len(some)), rank=0, world=1, workers=0, pin=False)
     return evaluate(model, batches, task, start_runtime(str(pick_device())), precision="fp32")["top1"]
 

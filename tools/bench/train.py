@@ -32,7 +32,7 @@ from lion.trainer.runtime import compile_blocks, cpu_name
 from tools.bench.child import Send, check_compiler, in_a_process, pick_device, say
 from tools.bench.probe import peak_beyond, time_rounds, warm_up
 from tools.bench.rows import Rows, digits, pipes
-from tools.common import Parser, count, describe_data, make_task, resolve, table
+from tools.common import Parser, count, describe_data, label, make_task, resolve, table
 
 FLOOR = "without a mixer"
 SETTING = ("device", "threads", "precision", "compiled", "shape", "size", "batch")
@@ -126,6 +126,8 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
         task = make_task(recipe, describe_data(recipe, look=False)[0])
         if found and shape(recipe) != shape(next(iter(found.values()))[0]):
             raise ConfigError(f"{path}: its model is {shape(recipe)}, that of {job.recipes[0]} is another")
+        if name_of(recipe) in found:
+            raise ConfigError(f"{path}: a second {name_of(recipe)}, by all that is timed here; leave one out")
         build_on_meta(task, recipe.model)
         found[name_of(recipe)] = (recipe, task)
     recipe, task = next(iter(found.values()))
@@ -137,12 +139,9 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
 
 
 def name_of(recipe: Recipe) -> str:
-    """The mixer, with what Table 2 and 16 tell apart."""
-    attention = recipe.model.attention
-    parts = [recipe.model.mixer, "multiscan" if len(attention.scans) > 1 else ""]
-    parts += [attention.direction if attention.direction != "both" else ""]
-    parts += [attention.form if attention.form != "auto" else ""]
-    return " ".join(p for p in parts if p)
+    """What the paper tells rows apart by, and the form."""
+    form = recipe.model.attention.form
+    return label(recipe) + ("" if form == "auto" else f" {form}")
 
 
 def shape(recipe: Recipe) -> str:
