@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lion.config import ConfigError, flatten, to_dict
-from lion.layers.attention import AttentionConfig
 from lion.recipe import Recipe, free_keys
 from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_checkpoint
 from lion.tasks import TASKS
 from lion.trainer.checkpoint import save_text, write_atomic
 from tools.bench.rows import pipes
-from tools.common import RECIPES, Parser, resolve, resolve_run, run_command, table
+from tools.common import RECIPES, Parser, label, resolve, resolve_run, run_command, table
 
-CLAIMS = (  # what the paper says is better, in names of `label`: Table 16, and the multi-scan rows of Table 2
+CLAIMS = (  # what the paper says is better, in names of `label`: Table 16, multi-scan rows of Table 2, Tables 13 and 14
     ("lion_s", "lion_s alternating"),
     ("lion_s alternating", "lion_s forward"),
     ("lion_s alternating", "lion_s backward"),
@@ -80,23 +79,32 @@ def main(argv: list[str]) -> int:
 
 
 def load(name: str) -> Run:
-    """Raises ConfigError: no run there, or one that has not been validated."""
+    """Raises ConfigError: no run there, or one that is not finished."""
     folder = find_run(name)
     recipe = resolve_run(folder)
     kind = TASKS[recipe.task.name]
     try:
         lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-        curve = [(line["epoch"], line[kind.metric]) for line in lines if line["kind"] == "val"]
+        lines = [line for line in lines if line["kind"] == "val"]
+        curve = [(line["epoch"], line[kind.metric]) for line in lines]
         environment = json.loads((folder / ENVIRONMENT).read_text())
         summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{folder}: its metrics cannot be read ({error})") from None
     if not curve:
         raise ConfigError(f"{folder}: not validated yet, train it first")
+    if not finished(recipe, lines[-1]):
+        raise ConfigError(f"{folder}: stopped at step {lines[-1]['step']:,}, train it to its end first")
     info = kind.Info.from_dict(read_checkpoint(folder, "best")["info"])
     parameters = count_parameters(build_on_meta(kind(recipe.task, info), recipe.model))
     test = summary["value"] if summary and summary["split"] == "test" else None
     return Run(folder, recipe, curve, test, parameters, environment)
+
+
+def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
+    """Whether the last validation was that of the last step."""
+    c, step = recipe.trainer, last["step"]
+    return step >= (c.steps if c.steps is not None else round(c.epochs * step / last["epoch"]))
 
 
 def group(runs: list[Run]) -> dict[str, list[Run]]:
@@ -120,27 +128,6 @@ def group(runs: list[Run]) -> dict[str, list[Run]]:
             raise ConfigError(f"{run.folder}: a second run of {name!r} with seed {run.recipe.seed}")
         found.setdefault(name, []).append(run)
     return {name: sorted(found[name], key=lambda r: r.recipe.seed) for name in sorted(found, key=place)}
-
-
-def label(recipe: Recipe) -> str:
-    """What the paper tells its rows apart by."""
-    model, attention = recipe.model, recipe.model.attention
-    parts = [model.mixer]
-    if len(attention.scans) > 1:
-        parts.append("multiscan" if attention.scan_merge == "masks" else f"multiscan ({attention.scan_merge})")
-    if attention.direction != "both":
-        parts.append(attention.direction)
-    same = {f: getattr(model, f) for f in ("mixer", "dim", "depth", "num_heads", "preset")}
-    plain = type(model)(**same, attention=AttentionConfig(direction=attention.direction))
-    for name, value, usual in (
-        ("positions", model.position_embedding, plain.position_embedding),
-        ("feature map", attention.feature_map, plain.attention.feature_map),
-        ("row sum", attention.normalize, plain.attention.normalize),
-        ("gate", attention.gate, plain.attention.gate),
-    ):
-        if value != usual:
-            parts.append(f"{'with' if value is True else 'without' if not value or value == 'none' else value} {name}")
-    return " ".join(parts)
 
 
 def place(name: str) -> tuple:
@@ -196,19 +183,18 @@ def mean_and_deviation(values: list[float]) -> str:
 
 
 def claim_table(groups: dict[str, list[Run]]) -> tuple[list[str], list[list[str]]]:
-    """Each claim whose two rows are here, by the differences of runs with the same seed."""
+    """Each claim whose two rows are here, by the differences of runs with the same seed: on test where all of both
+    rows have been tested, else on val."""
     rows = []
     for better, worse in ((a + b, c + b) for b in ("", " with positions") for a, c in CLAIMS):
         if better in groups and worse in groups:
-            pairs = {r.recipe.seed: score(r) for r in groups[better]}
-            gaps = [pairs[r.recipe.seed] - score(r) for r in groups[worse] if r.recipe.seed in pairs]
+            split = "test" if all(r.test is not None for r in (*groups[better], *groups[worse])) else "val"
+            pairs = {r.recipe.seed: getattr(r, split) for r in groups[better]}
+            gaps = [pairs[r.recipe.seed] - getattr(r, split) for r in groups[worse] if r.recipe.seed in pairs]
             if gaps:
-                rows.append([f"{better} > {worse}", mean_and_deviation(gaps), str(len(gaps)), verdict(gaps)])
-    return ["the paper: ", "difference, points", "n", "here"], rows
-
-
-def score(run: Run) -> float:
-    return run.val if run.test is None else run.test
+                claim = [f"{better} > {worse}", split, mean_and_deviation(gaps), str(len(gaps)), verdict(gaps)]
+                rows.append(claim)
+    return ["the paper: ", "on", "difference, points", "n", "here"], rows
 
 
 def verdict(gaps: list[float]) -> str:
@@ -239,7 +225,7 @@ def markdown(groups: dict[str, list[Run]], picture: str | None, notes: str = "")
     )
     header, rows = claim_table(groups)
     if rows:
-        parts += ["## What the paper claims", pipes(header, rows, text=("the paper: ", "here"))]
+        parts += ["## What the paper claims", pipes(header, rows, text=("the paper: ", "on", "here"))]
         parts.append(
             "Differences are between runs of one seed; Student's t at 95 % decides whether they are more than noise."
         )

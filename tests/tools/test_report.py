@@ -69,14 +69,23 @@ def test_every_claim_of_the_cifar100_recipes_has_a_name_of_its_own():
 
 
 def test_claims_compare_runs_of_one_seed(runs):
-    rows = claim_table(group(of(runs, "lion_s", "lion_s_forward", "softmax")))[1]
-    assert [row[0] for row in rows] == ["lion_s > lion_s forward", "lion_s > softmax"] and rows[0][2] == "2"
-    gaps = []
-    for seed in (0, 1):
-        forward = load(str(runs / f"lion_s_forward{seed}"))
-        gaps.append(0.5 + seed / 10 - forward.val)
-    assert rows[0][1] == f"{100 * statistics.mean(gaps):.2f} ± {100 * statistics.stdev(gaps):.2f}"
+    groups = group(of(runs, "lion_s", "lion_s_forward", "softmax"))
+    rows = claim_table(groups)[1]
+    assert [row[0] for row in rows] == ["lion_s > lion_s forward", "lion_s > softmax"]
+    gaps = [a.val - b.val for a, b in zip(groups["lion_s"], groups["lion_s forward"])]  # not all have been tested
+    assert rows[0][1:4] == ["val", f"{100 * statistics.mean(gaps):.2f} ± {100 * statistics.stdev(gaps):.2f}", "2"]
+    groups["lion_s forward"] = [r._replace(test=0.3) for r in groups["lion_s forward"]]
+    assert claim_table(groups)[1][0][1:3] == ["test", "25.00 ± 7.07"]
     assert not claim_table(group(of(runs, "softmax")))[1]
+
+
+def test_a_run_that_is_not_finished(runs, tmp_path):
+    shutil.copytree(runs / "lion_s0", tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["kind"] == "val"
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines[: len(lines) // 2]))
+    with pytest.raises(ConfigError, match=r"run: stopped at step \d+, train it to its end first"):
+        load(str(tmp_path / "run"))
 
 
 def test_students_t_decides():
