@@ -190,7 +190,8 @@ def make_plan(recipe: Recipe, *, samples: int, world: int) -> Plan:
     """Lengths in steps and the accumulation that makes the recipe's global batch of micro-batches.
 
     Raises:
-        ConfigError: The batch cannot be made of such micro-batches on so many processes.
+        ConfigError: The batch cannot be made of such micro-batches on so many processes, or the learning rate of such
+            a batch would rise where it should fall.
     """
     c = recipe.trainer
     per_epoch = steps_per_epoch(samples, c.batch_size)
@@ -208,6 +209,13 @@ def make_plan(recipe: Recipe, *, samples: int, world: int) -> Plan:
             f"trainer.micro_batch: {micro} does not divide the {share} samples of a process, nearest: {below}, {above}"
         )
     total = c.steps if c.steps is not None else max(1, round(c.epochs * per_epoch))
+    peak = recipe.optim.peak(c.batch_size)
+    for name, value in (("min_lr", recipe.schedule.min_lr), ("warmup_lr", recipe.schedule.warmup_lr)):
+        if value > peak:
+            raise ConfigError(
+                f"schedule.{name}: {value:g} is above the highest learning rate, {peak:.3g} for batches of "
+                f"{c.batch_size}; lower it, or raise optim.lr"
+            )
 
     def every(duration: str | int) -> int:
         return max(1, to_steps(duration, steps_per_epoch=per_epoch, total=total))

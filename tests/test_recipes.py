@@ -4,6 +4,7 @@ import pytest
 import torch
 import yaml
 
+from lion.config import ConfigError
 from lion.layers.attention import Attention, LionAttention, SoftmaxAttention
 from lion.layers.decay import FixedDecay, SelectiveDecay, SelectiveVectorDecay
 from lion.recipe import dump_recipe, load_recipe, make_plan
@@ -75,6 +76,45 @@ def test_a_recipe_states_its_claim_and_builds_what_it_names(path):
         assert plan.micro * plan.accumulation * 4 == 1024
 
 
+def test_deit_is_trained_as_published():
+    """recipes.md 1.2, read from the resolved recipe."""
+    recipe = resolve(ROOT / "recipes/deit_base_lion_s.yaml")
+    data, task, optim, schedule, trainer = (
+        getattr(recipe, part) for part in ("data", "task", "optim", "schedule", "trainer")
+    )
+    assert (data.rand_augment, data.repeats, data.crop) == ("rand-m9-mstd0.5-inc1", 3, 0.875)
+    assert (data.random_scale, data.flip, data.image_size) == ((0.08, 1.0), 0.5, (224, 224))
+    assert (task.label_smoothing, task.mixup, task.cutmix, task.switch) == (0.1, 0.8, 1.0, 0.5)
+    assert task.random_erasing == 0.25 and recipe.model.drop_path == 0.1 and recipe.model.dropout == 0
+    assert (optim.lr, optim.lr_batch, optim.weight_decay, optim.no_decay) == (5e-4, 512, 0.05, "deit")
+    assert (optim.betas, optim.eps) == ((0.9, 0.999), 1e-8)
+    assert (schedule.kind, schedule.warmup, schedule.warmup_lr, schedule.min_lr) == ("cosine", "5ep", 1e-6, 1e-5)
+    assert schedule.overlay and (trainer.epochs, trainer.ema, trainer.clip_grad) == (300, 0.99996, None)
+
+
+EXPECTED = {  # Tables 2 and 12; DeiT's own for softmax
+    "tiny": {"softmax": 72.2, "lion_lit": 68.9, "lion_d": 72.4, "lion_d♮": 74.2, "lion_s": 72.4, "lion_s♮": 73.5},
+    "small": {"softmax": 79.8, "lion_lit": 72.4, "lion_d": 73.5, "lion_d♮": 79.9, "lion_s": 74.0, "lion_s♮": 79.6},
+    "base": {"softmax": 81.8, "lion_lit": 74.7, "lion_d": 77.8, "lion_d♮": 80.2, "lion_s": 76.3, "lion_s♮": 79.9},
+}
+
+
+@pytest.mark.parametrize("path", [*DEIT, *CIFAR100], ids=lambda p: p.stem)
+def test_a_claim_is_that_of_its_table_and_said_once(path):
+    recipe, text = resolve(path), path.read_text()
+    if path in DEIT:
+        size, mixer = path.stem.removeprefix("deit_").split("_", 1)
+        expected = EXPECTED[size][mixer.replace("_multiscan", "♮")]
+        assert recipe.about.expected == f"{expected:.1f} top-1"
+    assert text.startswith(f"# {recipe.about.row}: {recipe.about.expected} on ")
+
+
+def test_an_end_above_the_beginning(tmp_path):
+    recipe = resolve(ROOT / "recipes/deit_tiny_lion_s.yaml", ["trainer.batch_size=8", "trainer.micro_batch=8"])
+    with pytest.raises(ConfigError, match=r"schedule.min_lr: 1e-05 is above the highest learning rate, 7.81e-06 for"):
+        make_plan(recipe, samples=100, world=1)
+
+
 def test_cifar100_holds_the_rows_of_its_tables():
     rows = " ".join(resolve(path).about.row for path in CIFAR100)
     assert all(f"[{i}]" in rows for i in range(1, 9))
@@ -124,6 +164,7 @@ def test_two_steps_of_a_shrunken_copy(path, tmp_path):
         "trainer.micro_batch=2",
         "trainer.compile=false",
         "schedule.warmup=1",
+        "schedule.min_lr=0",  # of such a batch the learning rate is below DeiT's
     ]
     recipe = resolve(path, [*shrink, *shorten])
     task = make_task(recipe, describe_data(recipe, look=False)[0])

@@ -35,6 +35,21 @@ def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path, ema):
     assert losses[0] == losses[1]
 
 
+def test_the_average_follows_the_weights(tmp_path):
+    t = trainer(resolve(tiny_recipe(tmp_path, trainer={"steps": 2, "ema": 0.9})), tmp_path / "run")
+    weights, step = [[p.detach().clone() for p in t.model.parameters()]], t.train_step
+
+    def train_step(*args):
+        out = step(*args)
+        weights.append([p.detach().clone() for p in t.model.parameters()])
+        return out
+
+    t.train_step = train_step
+    t.fit()
+    for start, one, two, average in zip(*weights, t.ema.parameters()):
+        torch.testing.assert_close(average, 0.81 * start + 0.09 * one + 0.1 * two)
+
+
 @pytest.mark.parametrize("micro", [8, 16, 64])
 def test_accumulation_equals_the_big_batch(tmp_path, micro):
     path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer={"clip_grad": 1.0})
