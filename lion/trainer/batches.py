@@ -1,7 +1,8 @@
 """Which samples a step sees, as a pure function of (seed, epoch, position).
 
-The global batch of a step does not depend on the number of processes, loader workers or micro-batches, and
-a sample's augmentation depends on (seed, epoch, sample) alone: a run can stop and go on anywhere.
+The global batch of a step does not depend on the number of processes, loader workers or micro-batches, and a sample's
+augmentation depends on (seed, epoch, position, sample) alone (of a data set that makes its own batches, on that of its
+micro-batch): a run can stop and go on anywhere.
 """
 
 from __future__ import annotations
