@@ -23,7 +23,7 @@ class DataConfig:
     """Settings of every data set. `root` is where its files are (null: its folder under the data root)."""
 
     name: str = ""
-    root: str | None = None
+    root: str | None = setting(None, free=True)
     workers: int | None = setting(None, min=0, max=1000, free=True)
 
 
@@ -116,7 +116,7 @@ def decode(source: Any, indices: list[int] | None = None) -> Iterator[tuple[Any,
         try:
             yield read_sample(source, index)
         except Unreadable as error:
-            raise ConfigError(f"data.cache: {error}; without a cache such pictures are left out") from None
+            raise ConfigError(f"data.cache: {error}; without a cache such pictures are passed over") from None
 
 
 def read_sample(source: Any, index: int) -> tuple[Any, int]:

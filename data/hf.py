@@ -64,6 +64,7 @@ def load(config: Config) -> Any:
         raise ConfigError("data.path: missing, a Hub id, or a local folder or parquet file")
     path = user_path(config.path)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it cannot read is said below
     try:
         if path.is_file():
             return datasets.load_dataset("parquet", data_files={config.train: str(path)})

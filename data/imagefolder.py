@@ -12,7 +12,10 @@ from data.common import DataSplits, find_root
 from data.pictures import PictureConfig, build_pictures, load_picture, open_picture
 from lion.config import ConfigError
 
-HOW = "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or ROOT/CLASS/*.jpg with data.val_split=0.1"
+HOW = (
+    "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or, with data.val_split=0.1, the first alone or "
+    "ROOT/CLASS/*.jpg"
+)
 
 
 @dataclass
@@ -28,7 +31,8 @@ def build_folders(config: PictureConfig, root: Path, how: str) -> DataSplits:
     """Splits of `root`: train, and val and test where there are such folders; else all of it is train."""
     if not (root / "train").is_dir():
         if config.val_split is None:
-            raise ConfigError(f"data set '{config.name}': no folder {root / 'train'}; {how}")
+            above = f"did you mean data.root={root.parent}? " if (root.parent / "train").is_dir() else ""
+            raise ConfigError(f"data set '{config.name}': no folder {root / 'train'}; {above}{how}")
         return build_pictures(config, open_folder(root, config, how))
     there = [(root / name).is_dir() for name in ("val", "test")]
     if not any(there) and config.val_split is None:

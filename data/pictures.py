@@ -72,7 +72,7 @@ class PictureConfig(DataConfig):
             raise ValueError(f"std: expected more than 0, got {self.std}")
         if self.cache == "device" and (self.rand_augment or not self.pad):
             raise ValueError(
-                "cache: on the device whole batches are cropped and flipped: give pad, and no rand_augment"
+                "cache: on the device whole batches are cropped and flipped: take data.pad=4 data.rand_augment=null"
             )
         if self.rand_augment is not None:
             try:
@@ -90,7 +90,10 @@ def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any
     if val is None and config.val_split:
         kept, held = split_indices(len(train), (config.val_split,), SPLIT_SEED)
         if not held or not kept:
-            raise ConfigError(f"data.val_split: {config.val_split} of {len(train)} pictures leaves a split empty")
+            empty, one = "train" if held else "val", f"one picture is {1 / len(train):.2g}"
+            raise ConfigError(
+                f"data.val_split: {config.val_split} of {len(train)} pictures leaves {empty} empty, {one}"
+            )
     elif val is None:
         if test is None:
             raise ConfigError(f"data set '{config.name}' has one split: data.val_split=0.1 holds out a tenth of it")
@@ -130,9 +133,10 @@ def build_torchvision(config: TorchvisionConfig, kind: Any) -> DataSplits:
         train, test = (kind(str(root), train=train, download=config.download) for train in (True, False))
     except (RuntimeError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].partition(".")[0]
+        folder = root / getattr(kind, "base_folder", f"{kind.__name__}/raw")
         raise ConfigError(
-            f"data set '{config.name}': {reason} in {root} (data.root=PATH or $LION_DATA set it; data.download=true "
-            f"fetches it)"
+            f"data set '{config.name}': {reason} in {folder} (data.root=PATH or $LION_DATA set what comes before; "
+            f"data.download=true fetches it)"
         ) from None
     return build_pictures(config, train, test=test)
 
@@ -154,9 +158,12 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> ImageInfo:
     if len(classes) < 2:
         raise ConfigError(f"{whose}: one class only ({classes[0] if classes else 'none'}), expected at least two")
     for name, source in sources.items():
-        odd = sorted(set(map(str, source.classes)) ^ set(map(str, classes)))
+        there, here = (set(map(str, c)) for c in (source.classes, classes))
+        odd = [
+            f"{n} alone has class {min(more)!r}" for n, more in ((name, there - here), ("train", here - there)) if more
+        ]
         if odd:
-            raise ConfigError(f"{whose}: train and {name} differ in class {odd[0]!r}")
+            raise ConfigError(f"{whose}: train and {name} have other classes: {', '.join(odd)}")
     sizes, modes = set(), set()
     for name, source in sources.items():
         if not len(source):

@@ -113,10 +113,10 @@ def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
         return build(hint, value, source=source, key=key)
     if origin in (list, tuple):
         if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{source(key)}: {key}: expected a list, got {value!r}")
+            raise ConfigError(f"{source(key)}: {key}: expected a list such as [{value}, {value}], got {value!r}")
         kinds = args if origin is tuple and Ellipsis not in args else [args[0]] * len(value)
         if len(kinds) != len(value):
-            raise ConfigError(f"{source(key)}: {key}: expected {len(kinds)} values, got {len(value)}")
+            raise ConfigError(f"{source(key)}: {key}: expected {len(kinds)} values with commas between, got {value!r}")
         return origin(convert(t, v, source=source, key=f"{key}[{i}]") for i, (t, v) in enumerate(zip(kinds, value)))
     if origin is dict or hint is dict:
         if not isinstance(value, dict):

@@ -41,9 +41,12 @@ def find_run(run: str | Path) -> Path:
     for folder in (Path(run), Path("runs") / run):
         if (folder / RECIPE).is_file():
             return folder
+    if Path(run).is_file():
+        raise ConfigError(f"run {str(run)!r}: a file, not a run's folder; ./run.sh convert makes a run of a checkpoint")
     known = sorted(p.parent.name for p in Path("runs").glob(f"*/{RECIPE}"))
     hint = nearest(Path(run).name, known) if known else "there are none under runs/ yet"
-    raise ConfigError(f"run {str(run)!r}: no {RECIPE} in {Path(run)} or {Path('runs') / run}, {hint}")
+    places = " or ".join(dict.fromkeys([str(Path(run)), str(Path("runs") / run)]))
+    raise ConfigError(f"run {str(run)!r}: no {RECIPE} in {places}, {hint}")
 
 
 def stored_recipe(folder: Path) -> dict[str, Any]:
@@ -143,11 +146,14 @@ def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
         and own[name].shape == value.shape
         and (same_classes or not name.startswith("head."))
     }
-    left = sorted(own.keys() - fits.keys())
+    left, unused = sorted(own.keys() - fits.keys()), sorted(state["model"].keys() - fits.keys())
     if len(left) > len(own) // 2:
-        raise ConfigError(f"init_from: {run}: {len(left)} of {len(own)} tensors do not fit, e.g. {left[0]}")
+        here, there = (tuple(w[left[0]].shape) if left[0] in w else "missing" for w in (own, state["model"]))
+        example = f"{left[0]} is {here} here and {there} there"
+        raise ConfigError(f"init_from: {run}: {len(left)} of {len(own)} tensors do not fit, e.g. {example}")
     model.load_state_dict({**own, **fits})
-    log.info("initialised from %s; new: %s", run, ", ".join(left) or "nothing")
+    new, unused = (", ".join(names) or "nothing" for names in (left, unused))
+    log.info("initialised from %s; new: %s; not used: %s", run, new, unused)
 
 
 def lock_run(folder: Path) -> IO[str]:

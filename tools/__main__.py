@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from lion.config import ConfigError, nearest
-from tools.common import run_command
+from tools.common import RECIPES, run_command
 
 COMMANDS = {
     "train": "tools.train",
@@ -24,9 +24,11 @@ COMMANDS = {
 
 def main(argv: list[str]) -> int:
     name = argv[0] if argv else ""
-    if name not in COMMANDS:
+    if (RECIPES / f"{name}.yaml").is_file():
+        argv = ["train", *argv]
+    elif name not in COMMANDS:
         raise ConfigError(f"{name!r} is no command, {nearest(name, COMMANDS)}")
-    return importlib.import_module(COMMANDS[name]).main(argv[1:])
+    return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
 
 
 if __name__ == "__main__":

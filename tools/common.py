@@ -23,21 +23,34 @@ from lion.layers.attention import AttentionConfig, set_form
 from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
+from lion.trainer.config import Plan
 from lion.trainer.faults import RunError
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
 def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe with its `data` section checked by the data set that it names."""
+    """A recipe with its `data` section checked by the data set that it names; a bare name is one of ours."""
+    if (shipped := RECIPES / f"{Path(path).stem}.yaml").is_file() and str(path) in (shipped.stem, shipped.name):
+        path = path if Path(path).exists() else shipped
     if Path(os.path.realpath(path)).parent == RECIPES / "base":
         name = Path(path).name
         raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{name}'")
     return load_recipe(path, overrides, data_config=lambda name: data.module(name).Config)
 
 
-def resolve_run(folder: Path) -> Recipe:
-    return resolve(folder / RECIPE)
+def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
+    """A run's recipe; what may be overridden is where its data are.
+
+    Raises:
+        ConfigError: An override of something else.
+    """
+    for item in overrides:
+        if not item.startswith(("data.root=", "data.path=", "data.workers=")):
+            raise ConfigError(
+                f"{item!r}: a run keeps its recipe, only data.root, data.path and data.workers may be given"
+            )
+    return resolve(folder / RECIPE, overrides)
 
 
 def build_data(recipe: Recipe, *, cached: bool = False) -> DataSplits:
@@ -76,6 +89,11 @@ def process_count(recipe: Recipe) -> int:
         return 1
     visible = max(1, torch.cuda.device_count())
     return max(n for n in range(1, visible + 1) if recipe.trainer.batch_size % n == 0)
+
+
+def describe_warmup(plan: Plan) -> str:
+    more = ", and the run ends before: the peak is not reached" if plan.warmup >= plan.total else ""
+    return f"{plan.warmup:,} steps of warm-up{more}"
 
 
 def label(recipe: Recipe) -> str:

@@ -1,6 +1,6 @@
 """Evaluate a run as full attention, chunks and an RNN: metric, speed, memory, deviation.
 
-    python -m tools.evaluate RUN [--form full|chunk|rnn|all] [--chunk-size N]
+    python -m tools.evaluate RUN [data.root=PATH] [--form full|chunk|rnn|all] [--chunk-size N]
 
 Every form is measured in a process of its own, eager, so that its peak memory is its own.
 """
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,21 @@ DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh eval", description=__doc__.splitlines()[0])
     parser.add_argument("run")
+    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where its data are now")
     parser.add_argument("--form", choices=(*FORMS, "all"), default="all")
     parser.add_argument("--chunk-size", type=count, help="tokens a chunk (chunk) or a step (rnn)")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
     parser.add_argument("--split", choices=("test", "val"), help="default: test, or val where there is no test")
     parser.add_argument("--ema", action="store_true", help="the averaged weights")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.measure:
         measure(json.loads(args.measure))
         return 0
     if args.chunk_size and args.form == "full":
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
     wanted = {"checkpoint": args.checkpoint, "split": args.split, "ema": args.ema}
-    results = measure_forms(args.run, args.form, args.chunk_size, **wanted)
+    results = measure_forms(args.run, args.form, args.chunk_size, overrides=args.overrides, **wanted)
     print(as_table(results, results[0]))
     return 0
 
@@ -71,17 +73,20 @@ def measure_forms(
     form: str = "all",
     chunk_size: int | None = None,
     *,
+    overrides: Sequence[str] = (),
     checkpoint: str = "best",
     split: str | None = None,
     ema: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure a run in one form, or in all that its mixer has, with the deviation from the full one."""
+    resolve_run(find_run(run), overrides)
     loaded = open_run(run, checkpoint=checkpoint, ema=ema)
     if form != "all":
         choose_form(loaded.model, form)
     forms = forms_to_measure(form, chunk_size, forms_of(loaded.model))
     wanted = [*forms] if ("full", None) in forms else [("full", None), *forms]  # the deviation needs it
     common = {"run": str(loaded.folder), "checkpoint": checkpoint, "split": split, "ema": ema}
+    common["overrides"] = list(overrides)
     results, logits = {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         for form, size in tqdm(wanted, desc="evaluating", unit="form", leave=False, disable=None):
@@ -106,7 +111,7 @@ def measure_forms(
 def measure(request: dict[str, Any]) -> None:
     """Evaluate one form in this process; the result and the logits go to the file `out`."""
     loaded = open_run(request["run"], checkpoint=request["checkpoint"], ema=request["ema"])
-    recipe = resolve_run(find_run(request["run"]))
+    recipe = resolve_run(find_run(request["run"]), request["overrides"])
     splits = build_data(recipe)
     check_same_data(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"], splits.info.to_dict())
     split = request["split"] or ("val" if splits.test is None else "test")

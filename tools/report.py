@@ -1,6 +1,6 @@
 """Runs as one table beside the paper's numbers: mean and deviation over seeds, what the paper claims, and curves.
 
-    ./run.sh report RUN [RUN ...] [--out reports --name vision]
+    ./run.sh report RUN [RUN ...] [--out reports] [--name vision] [--notes FILE] [--fresh]
 
 Runs whose recipes agree but for the seed are one row. All runs must have the same data and budget (epochs or steps,
 batch), and what else differs is listed. The paper's numbers are those that `recipes/cifar100_*.yaml` and
@@ -62,12 +62,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--name", default="vision")
     parser.add_argument("--notes", type=Path, help="Markdown to end the report with")
+    parser.add_argument("--fresh", action="store_true", help="write over a report of other runs")
     args = parser.parse_args(argv)
     notes = read_notes(args.notes)
     groups = group([load(run) for run in dict.fromkeys(args.runs)])
     header, rows = result_table(groups)
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / args.name
+    if not args.fresh:
+        check_earlier(path.with_suffix(".json"), {run.folder.name for runs in groups.values() for run in runs})
+    args.out.mkdir(parents=True, exist_ok=True)
     drawn = draw(groups, path.with_suffix(".png"))
     save_text(path.with_suffix(".md"), markdown(groups, f"{args.name}.png" if drawn else None, notes))
     save_text(path.with_suffix(".json"), json.dumps({n: as_data(runs) for n, runs in groups.items()}, indent=1) + "\n")
@@ -76,6 +79,24 @@ def main(argv: list[str]) -> int:
     print(f"\nwritten: {path}.md, {path}.json", end="")
     print(f", {path}.png" if drawn else "; no picture, which needs matplotlib (pip install matplotlib)")
     return 0
+
+
+def check_earlier(path: Path, runs: set[str]) -> None:
+    """Refuse to lose a report.
+
+    Raises:
+        ConfigError: There is one of runs that are not among these.
+    """
+    try:
+        earlier = {row["run"] for rows in json.loads(path.read_text()).values() for row in rows}
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        earlier = {path.name}
+    if earlier - runs:
+        raise ConfigError(
+            f"{path}: holds {min(earlier - runs)}, not given here; --name NAME starts another, --fresh this"
+        )
 
 
 def load(name: str) -> Run:

@@ -9,11 +9,22 @@ from __future__ import annotations
 import torch
 
 from lion.layers.decay import DECAYS
-from lion.layers.mixers import MIXERS
+from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.recipe import Recipe, dump_recipe, make_plan
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
-from tools.common import RECIPES, Parser, count, describe_data, make_task, process_count, resolve, run_command, table
+from tools.common import (
+    RECIPES,
+    Parser,
+    count,
+    describe_data,
+    describe_warmup,
+    make_task,
+    process_count,
+    resolve,
+    run_command,
+    table,
+)
 
 MIXER_COLUMNS = ("published in", "decay", "normalised by", "left out of the block")
 
@@ -37,7 +48,8 @@ def listing() -> str:
         parameters = count_parameters(build_on_meta(make_task(recipe, info), recipe.model))
         rows.append([path.name, recipe.about.row, recipe.about.expected, f"{parameters / 1e6:.2f} M"])
     recipes = table(["recipe", "table row", "expected", "parameters"], rows)
-    mixers = table(["model.mixer", *MIXER_COLUMNS[:-1]], [row[:-1] for row in mixer_rows()])
+    softmax = [SOFTMAX, "1706.03762, the baseline", "-", "softmax"]
+    mixers = table(["model.mixer", *MIXER_COLUMNS[:-1]], [softmax, *(row[:-1] for row in mixer_rows())])
     return f"{recipes}\n\n{mixers}"
 
 
@@ -68,7 +80,7 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
         ("training samples", f"{samples:,}{'' if note is None else ' (published; data not found)'}"),
         ("steps", f"{plan.total:,} = {plan.total / plan.steps_per_epoch:g} epochs of {plan.steps_per_epoch:,}"),
         ("batch", f"{c.batch_size} = {processes} processes x {plan.accumulation} accumulated x {plan.micro}"),
-        ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {plan.warmup:,} steps of warm-up"),
+        ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
         ("memory, state", f"{state / 2**30:.2f} GiB"),
         (
             "memory, activations",

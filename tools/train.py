@@ -31,7 +31,17 @@ from lion.trainer.checkpoint import check_space, load_state, newest, save_json, 
 from lion.trainer.loop import Splits, Trainer
 from lion.trainer.runtime import check_device, environment, seed_everything, start_runtime
 from tools import evaluate
-from tools.common import Parser, build_data, count, loader_workers, make_task, process_count, resolve, run_command
+from tools.common import (
+    Parser,
+    build_data,
+    count,
+    describe_warmup,
+    loader_workers,
+    make_task,
+    process_count,
+    resolve,
+    run_command,
+)
 from tools.launch import launch
 
 
@@ -79,7 +89,8 @@ def main(argv: list[str]) -> int:
             f"{recipe.run.name}: {recipe.model.mixer}, {count_parameters(model):,} parameters, {runtime.device}"
             f"{f' x {world} ({recipe.trainer.parallel})' if world > 1 else ''}\n"
             f"{len(splits.train):,} training {task.unit}, {plan.total:,} steps of {recipe.trainer.batch_size}"
-            f" = {world} x {plan.accumulation} x {plan.micro}, {plan.steps_per_epoch} steps an epoch"
+            f" = {world} x {plan.accumulation} x {plan.micro}, {plan.steps_per_epoch} steps an epoch, "
+            f"{describe_warmup(plan)}"
         )
     runtime.agree(None)  # the folder is there, and ours
     seed_everything(recipe.seed + runtime.rank)

@@ -71,6 +71,7 @@ class ViT(nn.Module):
         self.position = nn.Parameter(torch.zeros(1, length, config.dim)) if config.position_embedding else None
         self.encoder = Encoder(config)
         self.head = nn.Linear(config.dim, num_classes)
+        self.scans = config.attention.scans
         for name, places in make_grid(height, width, config.attention.scans)._asdict().items():
             self.register_buffer(name, places, persistent=False)
 

@@ -95,7 +95,7 @@ class ImageClassification(Task):
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         orders = [] if model.orders is None else model.orders
-        scans = {f"scan_{i + 1}": draw_scan(model.coords, order) for i, order in enumerate(orders)}
+        scans = {f"scan_{name}": draw_scan(model.coords, order) for name, order in zip(model.scans, orders)}
         return {"inputs": make_grid(batch["image"][:32], nrow=8), **scans}
 
 

@@ -231,7 +231,7 @@ class Batches:
             count = f"{len(self.unreadable)} of at most {limit}"
             if len(self.unreadable) > limit:
                 raise RunError(f"unreadable: {reason}; {count} such samples (trainer.faults.unreadable)")
-            log.warning("unreadable, left out: %s (%s)", reason, count)
+            log.warning("unreadable, passed over: %s (%s)", reason, count)
 
 
 def ignore(number: int, frame: Any) -> None:

@@ -198,7 +198,9 @@ def load_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such checkpoint") from None
     except Exception as error:
-        raise ConfigError(f"{path}: not a readable checkpoint ({type(error).__name__})") from None
+        raise ConfigError(
+            f"{path}: not a readable checkpoint, which torch.save writes ({type(error).__name__})"
+        ) from None
     if not isinstance(state, dict):
         raise ConfigError(f"{path}: not a readable checkpoint (it holds a {type(state).__name__})")
     return state

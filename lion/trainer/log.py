@@ -47,7 +47,7 @@ class RunLog:
         pause = 0.1 if sys.stderr.isatty() else IN_A_FILE  # a log file keeps every state of the bar
         shown = dict(desc=folder.name, unit="step", dynamic_ncols=True, mininterval=pause, maxinterval=max(10, pause))
         self.bar = tqdm(total=total, initial=start, **shown)
-        self.redirect = logging_redirect_tqdm([log])
+        self.redirect = logging_redirect_tqdm()
         self.redirect.__enter__()
         self.hook, threading.excepthook = threading.excepthook, self.thread_failed
         if not evaluated:

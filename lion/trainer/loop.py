@@ -113,6 +113,8 @@ class Trainer:
         """Compile, resume, and find the place in the data."""
         if self.config.compile:
             self.compiled = all(compile_blocks(model) for model in filter(None, (self.model, self.ema)))
+        if self.compiled:
+            log.info("compiling: the first steps and the first evaluation take longer")
         self.resume()
         self.forward = replicate(self.model, self.runtime)
         self.train_batches = train_batches(self.splits.train, self.sampler(self.step), **self.loading())

@@ -130,7 +130,9 @@ def test_one_folder_without_a_split(tmp_path):
     assert splits.train.transform is not splits.val.transform
     with pytest.raises(ConfigError, match=r"no folder .*/train; expected ROOT/train/CLASS.*data.val_split=0.1"):
         folder(tmp_path)
-    with pytest.raises(ConfigError, match=r"data.val_split: 0.001 of 20 pictures leaves a split empty"):
+    with pytest.raises(
+        ConfigError, match=r"data.val_split: 0.001 of 20 pictures leaves val empty, one picture is 0.05"
+    ):
         folder(tmp_path, val_split=0.001)
 
 
@@ -237,7 +239,7 @@ def test_folders_that_do_not_fit(tmp_path):
     with pytest.raises(ConfigError, match=r"no folder .*/val"):
         folder(tmp_path / "a")
     pictures(tmp_path / "b", {"train": {"cat": 1, "dog": 1}, "val": {"cat": 1}})
-    with pytest.raises(ConfigError, match="train and val differ in class 'dog'"):
+    with pytest.raises(ConfigError, match="train and val have other classes: train alone has class 'dog'"):
         folder(tmp_path / "b")
     pictures(tmp_path / "c", {"train": {"cat": 1, "dog": 0}, "val": {"cat": 1, "dog": 1}})
     with pytest.raises(ConfigError, match="Found no valid file for the classes dog"):
@@ -296,7 +298,8 @@ def test_cifar_as_torchvision_reads_it(tmp_path, monkeypatch, name, classes):
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "fashion_mnist"])
 def test_files_that_are_not_there(tmp_path, name):
     with pytest.raises(
-        ConfigError, match=rf"data set '{name}': Dataset not found.* in {tmp_path} .*data.download=true"
+        ConfigError,
+        match=rf"data set '{name}': Dataset not found.* in {tmp_path}/.*(raw|py|python) .*data.download=true",
     ):
         make(name, root=str(tmp_path))
     info, samples = data.module(name).published(data.module(name).Config())

@@ -129,11 +129,15 @@ def test_preview_is_a_picture():
     )
     shown = task().preview(model, {"image": torch.randint(0, 256, (5, 1, 4, 4), dtype=torch.uint8)})
     assert shown["inputs"].dtype == torch.uint8 and shown["inputs"].shape[0] == 3
-    assert shown.keys() == {"inputs", "scan_1", "scan_2"}
-    assert shown["scan_1"].shape == (3, 3 * 24, 4 * 24) and not torch.equal(shown["scan_1"], shown["scan_2"])
-    rows, columns = ((shown[name] == 0).all(0) for name in ("scan_1", "scan_2"))  # black: the patches' centres
+    assert shown.keys() == {"inputs", "scan_row_snake", "scan_column_snake"}
+    assert shown["scan_row_snake"].shape == (3, 3 * 24, 4 * 24) and not torch.equal(
+        shown["scan_row_snake"], shown["scan_column_snake"]
+    )
+    rows, columns = (
+        (shown[name] == 0).all(0) for name in ("scan_row_snake", "scan_column_snake")
+    )  # black: the patches' centres
     assert torch.equal(rows, columns)
-    first = shown["scan_1"][:, 12, 24]  # on the way from the first patch to its right neighbour: blue
+    first = shown["scan_row_snake"][:, 12, 24]  # on the way from the first patch to its right neighbour: blue
     assert first.tolist() == [0, 0, 255]
     del model.orders
     model.orders = None

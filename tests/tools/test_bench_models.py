@@ -97,6 +97,9 @@ def test_the_train_command(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "lion_s" in out and train.FLOOR in out and "x softmax" in out
     assert here(*command, "model.attention.form=chunk") == 0
+    plain = [part for part in command if part not in ("--size", "32")]
+    assert here(*plain[:-4], "--out", tmp_path / "own", "--set", *TINY, "data.image_size=[48, 48]") == 0
+    assert {r["size"] for r in json.loads((tmp_path / "own" / "train.json").read_text())["rows"]} == {48}
     held = json.loads((tmp_path / "train.json").read_text())["rows"]
     assert sorted(r["mixer"] for r in held) == ["lion_s", "lion_s chunk", "softmax", train.FLOOR]
     text = (tmp_path / "train.md").read_text()
@@ -217,7 +220,8 @@ def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inference, "in_a_process", lambda measure, job, receive: measure(job, receive))
     command = ["bench", "inference", run, "--sizes", "16,8", "--rounds", "1", "--out", tmp_path, "--chunk-size", "4"]
     assert here(*command, "--form", "full", "chunk") == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "profiler" not in err
     assert "chunk 4" in out and "softmax" in out
     assert here(*command, "--form", "rnn") == 0
     held = json.loads((tmp_path / "inference.json").read_text())["rows"]
@@ -276,13 +280,12 @@ def test_top1_needs_the_pictures_before_anything_is_measured(run, photos, capsys
     folder.rename(folder.with_name("airy"))
     line = refuse(capsys, "bench", "inference", photos, "--sizes", "8", "--top1", "5")
     folder.with_name("airy").rename(folder)
-    assert "train and val differ in class 'airy'" in line
+    assert "val alone has class 'airy', train alone has class 'light'" in line
 
 
 def test_refusals(run, tmp_path, capsys):
-    assert "model.patch_size: 4 does not divide image height 10" in refuse(
-        capsys, "bench", "inference", run, "--sizes", "10"
-    )
+    line = refuse(capsys, "bench", "inference", run, "--sizes", "11")
+    assert "--sizes: 11 is no multiple of the run's patches of 4, nearest: 12" in line
     assert "no recipe.yaml" in refuse(capsys, "bench", "inference", tmp_path / "none")
     assert "--sizes: expected a whole number" in refuse(capsys, "bench", "inference", run, "--sizes", "8,x")
 

@@ -140,10 +140,10 @@ def test_init_from_another_grid_interpolates_positions(tmp_path, caplog, capsys)
     want = finer.adapt(first.state_dict(), first)["position"]
     torch.testing.assert_close(finer.position.data, want, rtol=0, atol=1e-6)
     torch.testing.assert_close(finer.head.weight, first.head.weight, rtol=0, atol=1e-6)
-    assert "new: patch.weight" in caplog.text
+    assert "new: patch.weight; not used: patch.weight" in caplog.text
     other = tiny_recipe(tmp_path, "other", init_from=changes["init_from"], model={"dim": 8, "depth": 1})
     capsys.readouterr()
-    assert "tensors do not fit" in refuse(capsys, "train", other)
+    assert "tensors do not fit, e.g. cls is (1, 1, 8) here and (1, 1, 16) there" in refuse(capsys, "train", other)
     assert not (tmp_path / "runs" / "other").exists()
 
 
@@ -184,6 +184,23 @@ def test_help_names_every_command():
     for name in ("eval", "list", "show", "predict", "bench", "logs", "test", "--fresh"):
         assert name in done.stdout
     assert run_sh("quickstrt").returncode == 2
+
+
+def test_a_bare_name_is_that_of_a_shipped_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        resolve("deit_tiny_lion_s")
+        == resolve("deit_tiny_lion_s.yaml")
+        == resolve(ROOT / "recipes/deit_tiny_lion_s.yaml")
+    )
+    assert here("quickstart", f"run.root={tmp_path}", "trainer.steps=1", "trainer.compile=false", "--no-eval") == 0
+    capsys.readouterr()
+    assert "'quickstrat' is no command" in refuse(capsys, "quickstrat")
+
+
+def test_a_warm_up_beyond_the_end_is_said(tmp_path):
+    text = show(str(tiny_recipe(tmp_path, schedule={"warmup": 7})), [])
+    assert "7 steps of warm-up, and the run ends before: the peak is not reached" in text
 
 
 def test_no_more_loader_workers_than_cores(monkeypatch):
@@ -231,7 +248,15 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
     shutil.rmtree(run / "checkpoints" / "last-3")
     done = command("train", recipe)
     assert done.returncode == 2 and wrong in done.stderr
+    (tmp_path / "moved").mkdir()
     for split in ("train", "val"):
-        (tmp_path / split / "bird").rename(tmp_path / split / "dog")
-        pictures(tmp_path, {split: {"eel": 2}})
+        shutil.copytree(tmp_path / split / "bird", tmp_path / "moved" / split / "dog")
+        shutil.copytree(tmp_path / split / "cat", tmp_path / "moved" / split / "cat")
+    assert command("eval", run, f"data.root={tmp_path / 'moved'}", "--form", "full").returncode == 0
+    assert "'seed=1': a run keeps its recipe, only data.root" in refuse(capsys, "eval", run, "seed=1")
+    done = command("train", recipe, f"data.root={tmp_path / 'moved'}", "--no-eval")  # the place alone has changed
+    assert done.returncode == 0 and "resuming at step 2 of 3" in done.stderr, done.stderr
+    assert "a file, not a run's folder; ./run.sh convert makes" in refuse(capsys, "eval", run / "recipe.yaml")
+    for split in ("train", "val"):
+        pictures(tmp_path / "moved", {split: {"eel": 2}})
     assert "is of other data: number of classes was 2, and is 3 now" in command("eval", run).stderr

@@ -159,6 +159,18 @@ def test_what_cannot_be_compared(runs, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
+    assert here("report", runs / "softmax0", "--out", tmp_path) == 0
+    assert here("report", runs / "softmax0", runs / "lion_s0", "--out", tmp_path) == 0
+    before = (tmp_path / "vision.md").read_text()
+    capsys.readouterr()
+    line = refuse(capsys, "report", runs / "softmax0", "--out", tmp_path)
+    assert "vision.json: holds lion_s0, not given here; --name NAME starts another, --fresh this" in line
+    assert (tmp_path / "vision.md").read_text() == before
+    assert here("report", runs / "softmax0", "--out", tmp_path, "--fresh") == 0
+    assert (tmp_path / "vision.md").read_text() != before
+
+
 def test_labels_tell_merges_apart(runs):
     recipe = load(str(runs / "lion_s_multiscan0")).recipe
     recipe.model.attention.scan_merge = "outputs"

@@ -153,6 +153,10 @@ def resized(loaded: LoadedRun, size: int, mixer: str | None = None) -> tuple[Any
         ConfigError: The patches do not divide the size.
     """
     config = loaded.recipe.model
+    for patch in config.patch_size:
+        if size % patch:
+            near = max(patch, round(size / patch) * patch)
+            raise ConfigError(f"--sizes: {size} is no multiple of the run's patches of {patch}, nearest: {near}")
     if mixer is not None and mixer != config.mixer:
         config = dataclasses.replace(
             config, mixer=mixer, attention=AttentionConfig(), position_embedding=None, readout=None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
+import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 import torch
@@ -88,7 +90,8 @@ def allocated_beyond(once: Callable[[], object], device: torch.device) -> int | 
     PyTorch's allocator gave out, where `peak_beyond` sees what the process took from the system."""
     if device.type == "cuda":
         return peak_beyond(once, device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with without_stderr(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         once()
     now = most = 0
     for event in profiler.profiler.kineto_results.events():
@@ -96,6 +99,20 @@ def allocated_beyond(once: Callable[[], object], device: torch.device) -> int | 
             now += event.nbytes()
             most = max(most, now)
     return most
+
+
+@contextlib.contextmanager
+def without_stderr() -> Iterator[None]:
+    """For what a C++ library prints on its way: PyTorch's profiler says when it starts and stops."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def held(name: str) -> int:

@@ -58,7 +58,7 @@ class Job:
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench train", description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="+")
-    parser.add_argument("--size", type=count, nargs="+", default=[224], help="of the images, in pixels")
+    parser.add_argument("--size", type=count, nargs="+", help="of the images, in pixels (default: the first recipe's)")
     parser.add_argument("--batch", type=count, help="images a step (default: about 1,600 tokens, on a GPU 50,000)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the recipe's on a GPU, fp32 on a CPU")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="overrides of every recipe")
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
             eager=args.eager,
             command=shlex.join(["./run.sh", "bench", "train", *argv]),
         )
-        for size in sorted(set(args.size))
+        for size in sorted(set(args.size or [size_of(args.recipes[0], args.set)]))
     ]
     for job in jobs:  # refuses what cannot be, before anything is timed
         models(job)
@@ -112,6 +112,18 @@ def main(argv: list[str]) -> int:
     if report.new:
         print(f"written: {report.path.with_suffix('.md')}, {report.path}")
     return 1 if failed else 0
+
+
+def size_of(path: str, overrides: list[str]) -> int:
+    """The side of a recipe's pictures.
+
+    Raises:
+        ConfigError: They are not square.
+    """
+    height, width = describe_data(resolve(path, overrides), look=False)[0].size
+    if height != width:
+        raise ConfigError(f"{path}: its pictures are {height} x {width}, give --size, one side of a square")
+    return height
 
 
 def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
