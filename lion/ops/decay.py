@@ -169,7 +169,7 @@ def pair_mask(
     """
     clock = directions[0].key
     if places is None:
-        places = torch.arange(clock.terms[0].shape[-2], device=clock.terms[0].device)
+        places = torch.arange(clock.terms[0].shape[-2], device=clock.terms[0].device, dtype=torch.int32)
     i, j = places[:, None, None], places[keys, None]
     pairs = [(d.query.rows(), d.key.map(lambda t: t[..., keys, :]).columns()) for d in directions]
     if len(directions) == 1:
