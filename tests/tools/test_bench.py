@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -233,6 +234,26 @@ def test_the_command_in_pieces(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: "died")
     assert ops.main([*SMALL, "2", "--out", str(tmp_path / "none")]) == 1
     assert not (tmp_path / "none").exists()
+
+
+def endless(job, send):
+    time.sleep(1000)
+
+
+def test_ctrl_c_while_a_process_starts_is_not_lost(monkeypatch):
+    kind, started = multiprocessing.get_context("spawn").Process, []
+    start = kind.start
+
+    def start_and_interrupt(self):
+        start(self)
+        started.append(self)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(kind, "start", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        child.in_a_process(endless, None, print)
+    started[0].join(10)
+    assert started[0].exitcode == -signal.SIGTERM
 
 
 @pytest.mark.slow

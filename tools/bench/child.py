@@ -26,11 +26,11 @@ def in_a_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=child, args=(measure, job, theirs))
-    ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is the parent's to handle
-    process.start()
-    signal.signal(signal.SIGINT, ctrl_c)
-    theirs.close()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is the parent's to handle
     try:
+        process.start()
+        theirs.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # one that came meanwhile is raised here
         with contextlib.suppress(EOFError):
             while True:
                 message = ours.recv()
@@ -43,6 +43,7 @@ def in_a_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) 
         how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"code {process.exitcode}"
         return f"its process ended with {how}{', out of memory?' if process.exitcode == -signal.SIGKILL else ''}"
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if process.is_alive():
             process.terminate()
             process.join(5)
