@@ -236,11 +236,19 @@ def test_the_command_in_pieces(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "none").exists()
 
 
-def endless(job, send):
-    time.sleep(1000)
+@pytest.fixture
+def ctrl_c():
+    """A shell starts background jobs, as a CI may be, with Ctrl-C ignored, and their children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_while_a_process_starts_is_not_lost(monkeypatch):
+def sleepy(job, send):
+    time.sleep(60)
+
+
+def test_ctrl_c_while_a_process_starts_is_not_lost(ctrl_c, monkeypatch):
     kind, started = multiprocessing.get_context("spawn").Process, []
     start = kind.start
 
@@ -251,13 +259,13 @@ def test_ctrl_c_while_a_process_starts_is_not_lost(monkeypatch):
 
     monkeypatch.setattr(kind, "start", start_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        child.in_a_process(endless, None, print)
+        child.in_a_process(sleepy, None, print)
     started[0].join(10)
     assert started[0].exitcode == -signal.SIGTERM
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_measured(tmp_path):
+def test_ctrl_c_keeps_what_was_measured(ctrl_c, tmp_path):
     command = [sys.executable, "-m", "tools", "bench", "ops", *SMALL, "1000000", "--seconds", "2", "--mixer", "all"]
     run = subprocess.Popen(
         [*command, "--out", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
