@@ -8,7 +8,8 @@ the product `E_ij` of the lambdas strictly between i and j, the same for both di
 a query in one half and a key in the other, E is what lies between each and the middle, two factors <= 1, and all
 pairs across the middle are one matrix product. What is left are short blocks on the diagonal, done one distance
 after the other. No lambda is divided by, and lambdas are multiplied, not summed up and subtracted as logarithms, so
-steep decays lose nothing.
+steep decays lose nothing. A token's lambda and the two factors are 0 where a product of three such numbers could be
+denormal.
 
 The backward pass computes all products again instead of storing them, and needs no gradient of E: for a pair with
 weight w the derivative by every log lambda between is w itself, so that of all pairs is a sum over the tokens at
@@ -17,6 +18,7 @@ which pairs begin less one over those at which they end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -24,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lion.ops.decay import FORGOTTEN
+from lion.ops.decay import FORGOTTEN, exp_where, least_decay
 
+FACTORS = 3  # decays multiplied with each other: a token's own, and from each token of a pair to the middle
 SHORT = 8  # tokens of a block at most that is done by distance; measured at 4, 8, 16
 FOLDS = {  # whether lambda is folded into q, into k, of the earlier and of the later token of a pair
     "source": ((False, False), (True, True)),
@@ -63,7 +66,7 @@ class _Scores(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, log_decay: Tensor, gate: str, own: bool) -> Tensor:
         ctx.save_for_backward(q, k, log_decay)
         ctx.gate, ctx.own = gate, own
-        lam, size = log_decay.exp(), q.shape[-2] >> halvings_of(q.shape[-2])
+        lam, size = lambdas(log_decay), q.shape[-2] >> halvings_of(q.shape[-2])
         (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, gate)
 
         qe, ql, ke, kl, l = (blocks(x, size) for x in (q_early, q_late, k_early, k_late, lam))  # (.., M, S, D)
@@ -88,7 +91,7 @@ class _Scores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         q, k, log_decay = ctx.saved_tensors
-        lam, size = log_decay.exp(), q.shape[-2] >> halvings_of(q.shape[-2])
+        lam, size = lambdas(log_decay), q.shape[-2] >> halvings_of(q.shape[-2])
         (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, ctx.gate)
         dq_early = dq_late = dk_early = dk_late = torch.zeros_like(q)  # (.., L, D), of the folded ones
         none, late = torch.zeros((), dtype=q.dtype, device=q.device), second_half(q.device)
@@ -121,6 +124,16 @@ class _Scores(torch.autograd.Function):
             own = grad.diagonal(0, -2, -1).flatten(-2)[..., None]
             dq, dk = dq + own * k, dk + own * q
         return dq, dk, da.sum_to_size(log_decay.shape), None, None
+
+
+def lambdas(log_decay: Tensor) -> Tensor:
+    """Each token's own decay (.., L, D); the logarithms stay as they are."""
+    return exp_where(log_decay.clone() if not torch.is_grad_enabled() else log_decay, factors=FACTORS)
+
+
+def flushed(decay: Tensor) -> Tensor:
+    """Products of decays, 0 where they have become too small."""
+    return decay.masked_fill(decay < math.exp(least_decay(decay.dtype, FACTORS)), 0)
 
 
 def halvings_of(length: int) -> int:
@@ -156,7 +169,7 @@ def distances(lam: Tensor) -> Iterator[tuple[int, Tensor | float]]:
     E = 1.0
     for far in range(1, lam.shape[-2]):
         if far > 1:
-            E = E * down(lam, far - 1)
+            E = flushed(E * down(lam, far - 1))
         yield far, E
 
 
@@ -166,16 +179,17 @@ def halvings(lam: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
     l = blocks(lam, size)
     since, until = [torch.ones_like(l[..., 0, :])], [torch.ones_like(l[..., 0, :])]  # to the ends of a block
     for i in range(size - 1):
-        since.append(since[-1] * l[..., i, :])
-        until.append(until[-1] * l[..., size - 1 - i, :])
-    total = since[-1] * l[..., size - 1, :]  # (.., M, D)
+        since.append(flushed(since[-1] * l[..., i, :]))
+        until.append(flushed(until[-1] * l[..., size - 1 - i, :]))
+    total = flushed(since[-1] * l[..., size - 1, :])  # (.., M, D)
     since, until = torch.stack(since, -2).flatten(-3, -2), torch.stack(until[::-1], -2).flatten(-3, -2)
     while size < lam.shape[-2]:
         since, until = (x.unflatten(-2, (-1, 2, size)) for x in (since, until))
         yield size, torch.where(late, since, until)
         first, second = total.unflatten(-2, (-1, 2))[..., None, :].split(1, -3)  # (.., M, 1, 1, D)
-        since, until = joined(since * torch.where(late, first, one)), joined(until * torch.where(late, one, second))
-        total = (first * second)[..., 0, 0, :]
+        since = joined(flushed(since * torch.where(late, first, one)))
+        until = joined(flushed(until * torch.where(late, one, second)))
+        total = flushed(first * second)[..., 0, 0, :]
         size *= 2
 
 

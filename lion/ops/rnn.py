@@ -156,7 +156,9 @@ def _advance_one(way, state, state_run, q, k, v, log_decay, run):
     row = (q @ z[..., None]).squeeze(-1) + own if way.rowsum else None
     S, z = decayed if write_decayed else here
     state = State(S + k.mT @ v, z + k.squeeze(2))
-    return y, row, state if write_decayed else _times(log_decay.mT.exp(), state), None if run is None else run[:, -1]
+    if not write_decayed:
+        state = _times(exp_where(log_decay.mT.clone()), state)
+    return y, row, state, None if run is None else run[:, -1]
 
 
 def _times(kept: Tensor, state: State) -> State:

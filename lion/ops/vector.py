@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops import chunk
-from lion.ops.decay import FORGOTTEN, Clock, prefix_sums
-from lion.ops.halving import fold_both, halvings_of, pad, vector_scores
+from lion.ops.decay import FORGOTTEN, Clock, exp_where, prefix_sums
+from lion.ops.halving import FACTORS, fold_both, halvings_of, lambdas, pad, vector_scores
 
 
 def full_vector_parts(
@@ -65,8 +65,9 @@ def chunk_vector_parts(
     total = weights.sum(-1) if rowsum else None
 
     if count > 1:
-        (q_early, q_late), (k_early, k_late) = fold_both(q, k, log_decay.exp(), gate)
-        since, until = before(log_decay).exp(), before(log_decay.flip(-2)).flip(-2).exp()  # to the chunk's ends
+        (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), gate)
+        to_start, to_end = before(log_decay), before(log_decay.flip(-2)).flip(-2)
+        since, until = (exp_where(x, factors=FACTORS) for x in (to_start, to_end))  # decays to the chunk's ends
         upto, start = prefix_sums(log_decay.sum(-2))  # (b, H, N, D), of whole chunks
         ways = []
         if direction != "backward":

@@ -306,3 +306,20 @@ class Allocations(TorchDispatchMode):
 
     def largest(self) -> int:
         return max(math.prod(shape) for shape in self.shapes)
+
+
+class Denormals(TorchDispatchMode):
+    """How many denormal numbers operators write while the mode is on, backward passes included, by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out) if "empty" not in func.__name__ else ():  # whose memory holds anything
+            if isinstance(x, Tensor) and x.is_floating_point():
+                count = ((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum().item()
+                if count:
+                    self.counts[func.__name__] = self.counts.get(func.__name__, 0) + count
+        return out
