@@ -56,6 +56,38 @@ def find_root(config: DataConfig, folder: str, how: str) -> Path:
     return root
 
 
+def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """`root` and every folder below it, each with the names of its files; links are followed.
+
+    Hidden names (`._1.jpg`, `.ipynb_checkpoints`) and what is no file (pipes, devices) are passed over. A link to
+    nothing counts as a file: who reads it says so.
+
+    Raises:
+        ConfigError: A folder is reached twice, or lies above itself, or cannot be read.
+    """
+    top = Path(os.path.realpath(root))
+    reached = {str(path): str(path) for path in (top, *top.parents)}
+    todo = [str(root)]
+    while todo:
+        folder, files = todo.pop(), []
+        try:
+            for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    real = os.path.realpath(entry.path)
+                    if real in reached:
+                        again = f"the same folder as {reached[real]}"
+                        raise ConfigError(f"{entry.path}: {again}, its files would count twice; remove the link")
+                    reached[real] = entry.path
+                    todo.append(entry.path)
+                elif entry.is_file() or not os.path.exists(entry.path):
+                    files.append(entry.name)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        yield folder, files
+
+
 def split_indices(size: int, shares: tuple[float, ...], seed: int = 0) -> list[list[int]]:
     """A fixed random partition of `range(size)`: as many parts as `shares`, and the rest first."""
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()

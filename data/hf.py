@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def load(config: Config) -> Any:
     if not config.path:
         raise ConfigError("data.path: missing, a Hub id, or a local folder or parquet file")
     path = user_path(config.path)
+    check_links(path)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it cannot read is said below
     try:
@@ -86,11 +88,24 @@ def by_split(root: Path, train: str) -> dict[str, list[str]]:
     """Parquet files under `root` by the split that their names, or else their folders', begin with, as on the Hub;
     those of no known split are train."""
     found: dict[str, list[str]] = {}
-    for file in sorted(root.rglob("*.parquet")):
+    for file in sorted(f for f in root.rglob("*.parquet") if f.is_file() or not f.exists()):  # no folders, no pipes
         parts = reversed(file.relative_to(root).parts)
         name = next((n for part in parts for n in (train, *VAL, *TEST) if part.startswith(n)), train)
         found.setdefault(name, []).append(str(file))
     return found
+
+
+def check_links(root: Path) -> None:
+    """Refuse links to folders below `root`: they are not followed, and what they hold would be missing without a word.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for folder, names, _ in os.walk(root):
+        names[:] = [name for name in names if not name.startswith(".")]
+        for link in (os.path.join(folder, name) for name in names):
+            if os.path.islink(link):
+                raise ConfigError(f"data.path: {link} is a link to a folder; data.name=imagefolder alone follows them")
 
 
 def pick(config: Config, key: str, name: str | None, names: list[str]) -> str | None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchvision.datasets import ImageFolder
+from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from data.common import DataSplits, find_root
+from data.common import DataSplits, find_root, walk
 from data.pictures import PictureConfig, build_pictures, load_picture, open_picture
 from lion.config import ConfigError
 
@@ -42,12 +44,40 @@ def build_folders(config: PictureConfig, root: Path, how: str) -> DataSplits:
     return build_pictures(config, train, *others)
 
 
-def open_folder(path: Path, config: PictureConfig, how: str) -> ImageFolder:
-    """A split's ImageFolder; an empty one is explained."""
-    try:
-        return ImageFolder(str(path), loader=open_picture)
-    except FileNotFoundError as error:
-        raise ConfigError(f"data set '{config.name}': {path}: {str(error).splitlines()[0]}; {how}") from None
+def open_folder(path: Path, config: PictureConfig, how: str) -> ClassFolders:
+    """The pictures of a split; an empty one is explained."""
+    source = ClassFolders(path)
+    empty = sorted(set(source.classes) - {source.classes[label] for _, label in source.samples})
+    if not source.classes or empty:
+        what = f"no pictures of class {', '.join(empty)}" if empty else "no class folders"
+        raise ConfigError(f"data set '{config.name}': {path}: {what}; {how}")
+    return source
+
+
+class ClassFolders:
+    """A source of the pictures in `root/<class>/` and below, in the order of torchvision's ImageFolder."""
+
+    def __init__(self, root: Path) -> None:
+        folders = sorted(
+            (os.path.relpath(folder, root).split(os.sep)[0], folder, names)
+            for folder, names in walk(root)
+            if folder != str(root)
+        )
+        self.classes = list(dict.fromkeys(name for name, *_ in folders))
+        label = {name: i for i, name in enumerate(self.classes)}
+        self.samples = [
+            (os.path.join(folder, file), label[name])
+            for name, folder, files in folders
+            for file in files
+            if file.lower().endswith(IMG_EXTENSIONS)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        path, label = self.samples[index]
+        return open_picture(path), label
 
 
 __all__ = ["Config", "build", "load_picture"]

@@ -1,4 +1,6 @@
+import os
 import pickle
+import re
 from pathlib import Path
 
 import datasets
@@ -12,6 +14,7 @@ from torchvision.transforms import v2
 
 import data
 from data.common import data_root, split_indices
+from data.imagefolder import ClassFolders
 from data.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
 from lion.config import ConfigError, build
 from tests.helpers import picture, pictures
@@ -242,7 +245,7 @@ def test_folders_that_do_not_fit(tmp_path):
     with pytest.raises(ConfigError, match="train and val have other classes: train alone has class 'dog'"):
         folder(tmp_path / "b")
     pictures(tmp_path / "c", {"train": {"cat": 1, "dog": 0}, "val": {"cat": 1, "dog": 1}})
-    with pytest.raises(ConfigError, match="Found no valid file for the classes dog"):
+    with pytest.raises(ConfigError, match="/train: no pictures of class dog; expected ROOT"):
         folder(tmp_path / "c")
     pictures(tmp_path / "d", {"train": {"cat": 2}, "val": {"cat": 1}})
     with pytest.raises(ConfigError, match=r"one class only \(cat\), expected at least two"):
@@ -251,6 +254,60 @@ def test_folders_that_do_not_fit(tmp_path):
     (tmp_path / "e" / "train" / "dog" / "1.png").write_text("no picture")
     with pytest.raises(ConfigError, match=r"not a picture: .*train/dog/1.png \(UnidentifiedImageError"):
         folder(tmp_path / "e")
+
+
+def test_folders_are_read_in_torchvisions_order(tmp_path):
+    """The order of the samples decides the splits, and what a resumed run reads next."""
+    names = "b/2.png b/10.PNG a/x/z/1.png a/x-y/1.png a/x/1.png a/1.webp a-b/1.jpg a-b/text B/1.png".split()
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "b" / "gone.jpg").symlink_to("nowhere")  # for the trainer to name and count
+    (tmp_path / "b" / "one.png").symlink_to("2.png")
+    want, got = torchvision.datasets.ImageFolder(str(tmp_path)), ClassFolders(tmp_path)
+    assert (got.samples, got.classes) == (want.samples, want.classes) and len(got) == 10
+
+
+def test_links_between_folders(tmp_path):
+    """A loop once made many pictures of few, with labels of other classes."""
+    pictures(tmp_path / "root", TWO)
+    pictures(tmp_path / "new", {"": {"eel": 3, "more": 1}})
+    root, new = tmp_path / "root", tmp_path / "new"
+    for split in ("train", "val"):
+        (root / split / "eel").symlink_to(new / "eel")
+    (root / "train" / "cat" / "more").symlink_to("../../../new/more")
+    splits = folder(root)
+    assert splits.info.classes == ("cat", "dog", "eel") and [len(s) for s in splits[:2]] == [3 + 1 + 2 + 3, 1 + 1 + 3]
+    for name, target, same in (
+        ("train/cat/loop", "..", "train/cat/loop: the same folder as {root}/train,"),
+        ("train/cat/loop", "/", "train/cat/loop: the same folder as /,"),
+        ("train/eel2", new / "eel", "train/eel2: the same folder as {root}/train/eel,"),
+        ("train/cat/dog", "../dog", "the same folder as {root}/train/"),
+        ("train/fox", "fox", "train/fox: Too many levels of symbolic links"),
+    ):
+        (root / name).symlink_to(target)
+        with pytest.raises(ConfigError, match=re.escape(same.format(root=root))):
+            folder(root)
+        (root / name).unlink()
+    with pytest.raises(ConfigError, match=r"data.path: .*/(cat/more|eel) is a link to a folder; data.name=imagefolder"):
+        make("hf", path=str(root))
+
+
+def odd_files(folder):
+    """What lies between pictures and is none: a device and a pipe (to open it is to wait), and hidden names."""
+    (folder / "null.png").symlink_to("/dev/null")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "._1.png").write_text("of macOS")
+    pictures(folder, {"": {".ipynb_checkpoints": 1}})
+
+
+@pytest.mark.parametrize("name, key", [("imagefolder", "root"), ("hf", "path")])
+def test_only_files_are_pictures_and_hidden_folders_are_no_classes(tmp_path, name, key):
+    pictures(tmp_path, TWO)
+    odd_files(tmp_path / "train")
+    odd_files(tmp_path / "val" / "cat")
+    splits = make(name, **{key: str(tmp_path), "image_size": [8, 8]})
+    assert splits.info.classes == ("cat", "dog") and [len(s) for s in splits[:2]] == [5, 2]
 
 
 # Sets with files of their own

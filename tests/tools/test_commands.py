@@ -219,7 +219,7 @@ def test_only_training_pays_for_a_cache(tmp_path):
     data = {"name": "imagefolder", "root": str(tmp_path), "cache": "memory"}
     recipe = resolve(tiny_recipe(tmp_path, data=data))
     assert type(build_data(recipe, cached=True).train.source).__name__ == "Decoded"
-    assert type(build_data(recipe).train.source).__name__ == "ImageFolder"
+    assert type(build_data(recipe).train.source).__name__ == "ClassFolders"
     assert recipe.data.cache == "memory"
 
 
