@@ -19,6 +19,8 @@ from typing import Any
 import yaml
 
 LARGEST_INT = 2**63 - 1  # what seeds and counters hold
+_NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
+_YAML_1_1 = re.compile(r"[-+]?0[0-9_]+|.*:.*|\d{4}-.*")
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # stands in no file and no path
 
 
@@ -47,12 +49,14 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def nearest(name: str, names: typing.Iterable[str]) -> str:
-    """A hint naming the closest valid name, else all of them."""
+def nearest(name: str, names: typing.Iterable[str], otherwise: str | None = None) -> str:
+    """A hint naming the closest valid name, else `otherwise`, or all of them."""
     names = sorted(map(str, names))
     close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
+    if otherwise is not None:
+        return otherwise
     return f"valid: {', '.join(names)}" if names else "nothing is valid here"
 
 
@@ -179,8 +183,15 @@ def flatten(values: dict, key: str = "") -> dict[str, Any]:
     return flat
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key given twice, and aliases, with which a short text is endless."""
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, and aliases, with which a short text is endless; numbers are what people
+    read in them."""
+
+    def resolve(self, kind: type, value: Any, implicit: Any) -> str:
+        """A node's tag. What YAML 1.1 alone takes for a number or a date (010 for 8, 1:30 for 90) stays text, of which
+        `convert` makes what is asked for: 10, or an error."""
+        tag = super().resolve(kind, value, implicit)
+        return self.DEFAULT_SCALAR_TAG if tag in _NUMBERS and _YAML_1_1.fullmatch(value) else tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -205,7 +216,7 @@ class _UniqueKeys(yaml.SafeLoader):
 def parse_yaml(text: str, *, source: str) -> Any:
     """Plain YAML data; a syntax error names its line."""
     try:
-        return yaml.load(text, Loader=_UniqueKeys)
+        return yaml.load(text, Loader=_Loader)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     except yaml.YAMLError as error:

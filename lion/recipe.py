@@ -129,11 +129,12 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
     """The recipe's own mapping preceded by those it extends, each with the name of its file."""
     try:
         place, text = os.path.realpath(path), path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+    except FileNotFoundError:
         others = [str(p) for p in path.parent.glob("*.yaml")] if os.path.isdir(path.parent) else []
         hint = f", {nearest(str(path), others)}" if others else ""
-        raise ConfigError(f"{path}: {reason}{hint}") from None
+        raise ConfigError(f"{path}: no such file{hint}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if place in seen:
         raise ConfigError(f"{path}: extends itself")
     values = parse_yaml(text, source=str(path))

@@ -98,6 +98,8 @@ def test_files_that_are_no_recipe(text, message, tmp_path, capsys):
         ("model.dim=15", "override: model.num_heads 2 does not divide dim 15, nearest: 1"),
         ("optim.betas=[a, 0.9]", "override: optim.betas[0]: expected a number, got 'a'"),
         ("trainer.steps=many", "override: trainer.steps: expected a whole number, got 'many'"),
+        ("trainer.steps=1:30", "override: trainer.steps: expected a whole number, got '1:30'"),
+        ("trainer.save_every=1:30", "override: trainer.save_every: expected steps (2000), epochs ('5ep')"),
         ("model=3", "missing section 'model'"),
     ],
 )
@@ -118,6 +120,12 @@ def test_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "'evaluate' is no command, did you mean" in refuse(capsys, "evaluate")
     assert "no such file, did you mean" in refuse(capsys, "train", tiny_recipe(tmp_path).with_name("tinny.yaml"))
+    (tmp_path / "latin.yaml").write_bytes(b"\xe9")
+    (tmp_path / "folder.yaml").mkdir()
+    for name, reason in (("latin", "'utf-8' codec can't decode"), ("folder", "Is a directory)")):
+        line = refuse(capsys, "show", f"{name}.yaml")
+        assert f"{name}.yaml: cannot be read ({reason}" in line and "did you mean" not in line
+    assert "tinny.yaml: no such file, did you mean 'tiny.yaml'?" in refuse(capsys, "show", "tinny.yaml")
     assert "there are none under runs/ yet" in refuse(capsys, "eval", "nothing")
     assert "--chunk-size: expected at least 1" in refuse(capsys, "eval", "nothing", "--chunk-size", "0")
     assert "no recipe.yaml" in refuse(capsys, "predict", "nothing", "x.png")
@@ -207,7 +215,9 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("", "'' is no command, valid: bench, "),
         ("--form full", "'--form' is no command"),
         ("trian x.yaml", "'trian' is no command, did you mean 'train'?"),
-        ("train", "required: recipe"),
+        ("quickstrt", "'quickstrt' is no command, did you mean 'quickstart'?"),
+        ("zz", "valid: bench, consolidate, convert, eval, list, predict, report, show, soak, train, or a recipe of"),
+        ("train", "required: recipe\n"),
         ("train x.yaml --frsh", "unknown option --frsh: did you mean '--fresh'?"),
         ("train x.yaml --processes", "--processes: expected one argument"),
         ("train x.yaml --processes two", "--processes: expected a whole number, got 'two'"),
@@ -215,10 +225,13 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("train x.yaml --fresh=yes", "--fresh: ignored explicit argument 'yes'"),
         ("train x.yaml more", "x.yaml: no such file"),
         ("show x.yaml", "x.yaml: no such file"),
+        ("show zz", "zz: no such file, ./run.sh list prints the recipes"),
+        ("show deit_tiny_lions", "deit_tiny_lions: no such file, did you mean 'deit_tiny_lion_s'?"),
+        ("train cifar10_mni.yaml", "cifar10_mni.yaml: no such file, did you mean 'cifar10_mini'?"),
         ("show x.yaml --processes 0", "--processes: expected at least 1, got 0"),
         ("show --from 3", "unknown option --from: "),
         ("list --all", "unknown option --all: "),
-        ("eval", "required: run"),
+        ("eval", "required: run\n"),
         ("eval x --form chunks", "--form: invalid choice: 'chunks' (choose from"),
         ("eval x --from full", "unknown option --from full: did you mean '--form'?"),
         ("eval x --chunk-size 1.5", "--chunk-size: expected a whole number, got '1.5'"),
@@ -242,10 +255,12 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("bench train x.yaml --eager", "x.yaml: no such file"),
         ("bench inference x", "run 'x': no recipe.yaml"),
         ("bench inference x --sizes 8,", "--sizes: expected a whole number, got ''"),
-        ("convert x.pth y.yaml", "required: out"),
+        ("convert x.pth y.yaml", "required: out\n"),
         ("convert x.pth y.yaml z", "y.yaml: no such file"),
         ("report", "required: runs"),
         ("report x", "run 'x': no recipe.yaml"),
+        ("report x --name ../x", "--name: expected a name without folders (--out has them), got '../x'"),
+        ("report x --name ..", "--name: expected a name without folders"),
         ("bench ops --length 0", "--length: expected at least 1, got 0"),
         ("bench ops --rounds x", "--rounds: expected a whole number, got 'x'"),
         ("bench ops --mixer softmax", "--mixer: invalid choice: 'softmax'"),

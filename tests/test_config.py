@@ -1,6 +1,7 @@
 from dataclasses import dataclass, field
 
 import pytest
+import yaml
 
 from lion.config import ConfigError, build, flatten, merge, parse_overrides, parse_yaml, setting, to_dict
 
@@ -67,6 +68,27 @@ def test_overrides_are_yaml_and_nest():
         parse_overrides(["a=1", "a.b=2"])
     with pytest.raises(ConfigError, match="value and keys"):
         parse_overrides(["a.b=2", "a=1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("010", 10), ("-010", -10), ("0_8", 8), ("00", 0), ("1_000", 1000), ("0x10", 16), ("0b11", 3), ("1e3", 1000)],
+)
+def test_whole_numbers_are_what_people_read(text, value):
+    """YAML 1.1 takes 010 for 8."""
+    assert make(parse_yaml(f"size: {text}", source="r.yaml")).size == value
+    assert make({"size": 1, "inner": parse_overrides(["rate=01"])}).inner.rate == 1
+
+
+def test_what_is_no_number_is_not_made_one():
+    """YAML 1.1 takes 1:30 for 90, and 2026-11-22 for a day."""
+    for text in ("1:30", "-1:30", "1:30.5", "2026-11-22", "0o10"):
+        with pytest.raises(ConfigError, match=f"size: expected a whole number, got '{text}'"):
+            make(parse_overrides([f"size={text}"]))
+    for text in ("1:30", "2026-11-22", "010", "0o10"):
+        out = make(parse_overrides(["size=1", f"name={text}"]))
+        assert out.name == text
+        assert make(parse_yaml(yaml.safe_dump(to_dict(out)), source="r.yaml")) == out  # as a run keeps it
 
 
 def test_yaml_errors_have_a_line():

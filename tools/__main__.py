@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from lion.config import ConfigError, nearest
-from tools.common import RECIPES, run_command
+from tools.common import RECIPES, run_command, shipped_recipes
 
 COMMANDS = {
     "train": "tools.train",
@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
     if (RECIPES / f"{name}.yaml").is_file():
         argv = ["train", *argv]
     elif name not in COMMANDS:
-        raise ConfigError(f"{name!r} is no command, {nearest(name, COMMANDS)}")
+        otherwise = f"valid: {', '.join(sorted(COMMANDS))}, or a recipe of ./run.sh list"
+        raise ConfigError(f"{name!r} is no command, {nearest(name, [*COMMANDS, *shipped_recipes()], otherwise)}")
     return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
 
 

@@ -33,10 +33,18 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """A recipe with its `data` section checked by the data set that it names; a bare name is one of ours."""
     if (shipped := RECIPES / f"{Path(path).stem}.yaml").is_file() and str(path) in (shipped.stem, shipped.name):
         path = path if Path(path).exists() else shipped
+    elif Path(path).name == str(path) and not os.path.lexists(path):
+        names = [*shipped_recipes(), *(p.name for p in Path().glob("*.yaml"))]
+        raise ConfigError(f"{path}: no such file, {nearest(str(path), names, './run.sh list prints the recipes')}")
     if Path(os.path.realpath(path)).parent == RECIPES / "base":
         name = Path(path).name
         raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{name}'")
     return load_recipe(path, overrides, data_config=lambda name: data.module(name).Config)
+
+
+def shipped_recipes() -> list[str]:
+    """The bare names of our recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -135,6 +143,11 @@ def loader_workers(recipe: Recipe) -> int:
 
 class Parser(argparse.ArgumentParser):
     """Refuses a command line as everything else is refused: in one line, with the nearest option."""
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        if settings.get("nargs") == "*":
+            settings.setdefault("default", [])  # without one, argparse calls it required
+        return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2]

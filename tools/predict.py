@@ -1,10 +1,13 @@
 """Classify picture files with a trained run.
 
 python -m tools.predict RUN FILE [FILE ...] [--form full|chunk|rnn] [--top K]
+
+A file that is no picture is named on stderr; the others are classified, and the exit code is 2.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
@@ -30,17 +33,27 @@ def main(argv: list[str]) -> int:
     recipe = resolve_run(loaded.folder)
     load_picture = data.module(recipe.data.name).load_picture
     task, info = loaded.task, loaded.task.info
-    images = torch.stack([load_picture(recipe.data, info, open_picture(path)) for path in args.files])
+    files, read = [], []
+    for path in args.files:
+        try:
+            read.append(load_picture(recipe.data, info, open_picture(path)))
+            files.append(path)
+        except ConfigError as error:  # keeps no other file from being classified
+            print(f"error: {error}", file=sys.stderr)
+    code = 0 if files == args.files else 2
+    if not files:
+        return code
+    images = torch.stack(read)
     with torch.inference_mode():
         shares = torch.cat([loaded.model(task.normalise(part)).softmax(-1) for part in images.split(64)])
     classes = info.classes
     top = shares.topk(min(args.top, len(classes)))
     rows = [
         [path, *(f"{classes[c]} {100 * p:.1f}%" for p, c in zip(values.tolist(), indices.tolist()))]
-        for path, values, indices in zip(args.files, top.values, top.indices)
+        for path, values, indices in zip(files, top.values, top.indices)
     ]
     print(table(["file", *(f"top {i + 1}" for i in range(top.values.shape[1]))], rows))
-    return 0
+    return code
 
 
 def open_picture(path: str) -> Image.Image:

@@ -10,6 +10,7 @@ Writes NAME.md, NAME.json and NAME.png.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import statistics
@@ -60,25 +61,32 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--name", default="vision")
+    parser.add_argument("--name", type=file_name, default="vision", help="of its files")
     parser.add_argument("--notes", type=Path, help="Markdown to end the report with")
     parser.add_argument("--fresh", action="store_true", help="write over a report of other runs")
     args = parser.parse_args(argv)
     notes = read_notes(args.notes)
     groups = group([load(run) for run in dict.fromkeys(args.runs)])
     header, rows = result_table(groups)
-    path = args.out / args.name
+    path = args.out / f"{args.name}.md"
     if not args.fresh:
         check_earlier(path.with_suffix(".json"), {run.folder.name for runs in groups.values() for run in runs})
     args.out.mkdir(parents=True, exist_ok=True)
     drawn = draw(groups, path.with_suffix(".png"))
-    save_text(path.with_suffix(".md"), markdown(groups, f"{args.name}.png" if drawn else None, notes))
+    save_text(path, markdown(groups, f"{args.name}.png" if drawn else None, notes))
     save_text(path.with_suffix(".json"), json.dumps({n: as_data(runs) for n, runs in groups.items()}, indent=1) + "\n")
     claims = claim_table(groups)
     print(table(header, rows), *([table(*claims)] if claims[1] else []), sep="\n\n")
-    print(f"\nwritten: {path}.md, {path}.json", end="")
-    print(f", {path}.png" if drawn else "; no picture, which needs matplotlib (pip install matplotlib)")
+    print(f"\nwritten: {path}, {path.with_suffix('.json')}", end="")
+    print(f", {path.with_suffix('.png')}" if drawn else "; no picture, which needs matplotlib (pip install matplotlib)")
     return 0
+
+
+def file_name(text: str) -> str:
+    """An option's name of a file, without folders."""
+    if text in ("", "..") or text != Path(text).name:
+        raise argparse.ArgumentTypeError(f"expected a name without folders (--out has them), got {text!r}")
+    return text
 
 
 def check_earlier(path: Path, runs: set[str]) -> None:

@@ -98,6 +98,11 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     assert sum(g == y for g, y in zip(guesses, labels)) >= 4
     (tmp_path / "no.png").write_text("text")
     assert "not a readable picture" in refuse(capsys, "predict", folder, tmp_path / "no.png")
+    table = done.stdout.splitlines()
+    assert here("predict", folder, files[0], tmp_path / "no.png", files[1], tmp_path / "gone.png", "--form", "rnn") == 2
+    some = capsys.readouterr()  # the bad ones keep no other from being classified
+    assert [line.split()[:2] for line in some.out.splitlines()[2:]] == [line.split()[:2] for line in table[2:4]]
+    assert [line.split(": ", 2)[1] for line in some.err.splitlines()] == [f"{tmp_path}/no.png", f"{tmp_path}/gone.png"]
 
     model = lion.load(folder)
     lion.set_form(model, "rnn")

@@ -169,6 +169,8 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
     assert (tmp_path / "vision.md").read_text() == before
     assert here("report", runs / "softmax0", "--out", tmp_path, "--fresh") == 0
     assert (tmp_path / "vision.md").read_text() != before
+    assert here("report", runs / "lion_s0", "--out", tmp_path, "--name", "v1.2") == 0
+    assert {p.name for p in tmp_path.iterdir()} >= {"v1.2.md", "v1.2.json"} and not (tmp_path / "v1.md").exists()
 
 
 def test_labels_tell_merges_apart(runs):
