@@ -1,8 +1,12 @@
-"""ImageNet-1k as class folders, `data.root/{train,val}/<wnid>/*.JPEG`."""
+"""ImageNet-1k as class folders, `data.root/{train,val}/<wnid>/*.JPEG`; its classes go by their names, as torchvision
+has them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
+
+from torchvision.models import ResNet18_Weights
 
 from data.common import DataSplits, find_root
 from data.imagefolder import build_folders
@@ -13,6 +17,8 @@ HOW = (
     "get ILSVRC2012 from https://image-net.org/download, unpack it to ROOT/train/WNID/*.JPEG and sort the "
     "validation pictures into ROOT/val/WNID/*.JPEG"
 )
+NAMES = tuple(ResNet18_Weights.IMAGENET1K_V1.meta["categories"])  # in the order of the sorted wnids
+WNIDS = "385e0240499426c022b773be1ae4da780f057b89c9694c7f47199f62746b6edd"  # SHA-256 of these, a line each
 
 
 @dataclass
@@ -22,12 +28,19 @@ class Config(PictureConfig):
 
 
 def build(config: Config) -> DataSplits:
-    return build_folders(config, find_root(config, "imagenet", HOW), HOW)
+    splits = build_folders(config, find_root(config, "imagenet", HOW), HOW)
+    return splits._replace(info=replace(splits.info, classes=named(splits.info.classes)))
+
+
+def named(folders: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of ImageNet-1k's classes for its folders; others, those of a part of it, too, stay as they are."""
+    return NAMES if hashlib.sha256("\n".join(folders).encode()).hexdigest() == WNIDS else folders
 
 
 def published(config: Config) -> tuple[ImageInfo, int]:
     """What the data set is known to hold: its info and the number of training pictures."""
-    return published_info(config, size=(224, 224), channels=3, classes=1000), 1_281_167
+    info = published_info(config, size=(224, 224), channels=3, classes=len(NAMES))
+    return replace(info, classes=NAMES), 1_281_167
 
 
 __all__ = ["Config", "build", "load_picture", "published"]

@@ -19,7 +19,7 @@ from data.augment import RandAugment
 from data.common import DataConfig, DataSplits, Decoded, Images, data_root, read_sample, split_indices, user_path
 from data.resident import ResidentImages
 from lion.config import ConfigError, setting
-from lion.tasks.base import ImageInfo, Unreadable
+from lion.tasks.base import ImageInfo, Unreadable, numbered
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PHOTO_SIZE = (224, 224)  # of pictures that have no common size
@@ -143,8 +143,8 @@ def build_torchvision(config: TorchvisionConfig, kind: Any) -> DataSplits:
 
 def published_info(config: PictureConfig, *, size: tuple[int, int], channels: int, classes: int) -> ImageInfo:
     """The info of a well-known set, without its files."""
-    names, channels = tuple(f"class {i}" for i in range(classes)), config.channels or channels
-    return ImageInfo(tuple(config.image_size or size), channels, names, *normalisation(config, channels))
+    channels = config.channels or channels
+    return ImageInfo(tuple(config.image_size or size), channels, numbered(classes), *normalisation(config, channels))
 
 
 def describe(config: PictureConfig, sources: dict[str, Any]) -> ImageInfo:

@@ -123,7 +123,8 @@ def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> nn.
         checkpoint: "best" (on the validation split) or "last".
         ema: The averaged weights instead of the raw ones.
 
-    `lion.set_form(model, "rnn")` changes the form it runs in.
+    It takes pictures as they are, uint8 (B, channels, height, width), and gives logits (B, classes), named by
+    `model.classes`. `lion.set_form(model, "rnn")` changes the form it runs in.
     """
     return open_run(run, checkpoint=checkpoint, ema=ema).model
 

@@ -32,6 +32,7 @@ from lion.layers.mixers import SOFTMAX
 from lion.layers.scans import AS_THEY_STAND
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import ENVIRONMENT, RECIPE, build_on_meta, check_weights
+from lion.tasks.base import numbered
 from lion.trainer.checkpoint import STATE, digest, load_state, save_json, save_text, scratch_folder, seal, sync
 from lion.trainer.runtime import environment
 from tools.common import Parser, describe_data, make_task, resolve, run_command
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
     compare(theirs, recipe, info, args)
     classes = len(ours["head.weight"])
     if classes != len(info.classes):
-        info = dataclasses.replace(info, classes=tuple(f"class {i}" for i in range(classes)))
+        info = dataclasses.replace(info, classes=numbered(classes))
     recipe.model.position_embedding = "position" in ours
     check_weights(build_on_meta(make_task(recipe, info), recipe.model), ours, str(args.checkpoint))
     source = {"file": str(args.checkpoint), "sha256": digest(args.checkpoint), "ema": args.ema}

@@ -32,11 +32,10 @@ def main(argv: list[str]) -> int:
     choose_form(loaded.model, args.form)
     recipe = resolve_run(loaded.folder)
     load_picture = data.module(recipe.data.name).load_picture
-    task, info = loaded.task, loaded.task.info
     files, read = [], []
     for path in args.files:
         try:
-            read.append(load_picture(recipe.data, info, open_picture(path)))
+            read.append(load_picture(recipe.data, loaded.task.info, open_picture(path)))
             files.append(path)
         except ConfigError as error:  # keeps no other file from being classified
             print(f"error: {error}", file=sys.stderr)
@@ -45,8 +44,8 @@ def main(argv: list[str]) -> int:
         return code
     images = torch.stack(read)
     with torch.inference_mode():
-        shares = torch.cat([loaded.model(task.normalise(part)).softmax(-1) for part in images.split(64)])
-    classes = info.classes
+        shares = torch.cat([loaded.model(part).softmax(-1) for part in images.split(64)])
+    classes = loaded.model.classes
     top = shares.topk(min(args.top, len(classes)))
     rows = [
         [path, *(f"{classes[c]} {100 * p:.1f}%" for p, c in zip(values.tolist(), indices.tolist()))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,26 +45,43 @@ class ViTConfig(EncoderConfig):
 
 
 class ViT(nn.Module):
-    """Image classifier: patches, cls token, encoder, readout, linear head.
+    """Image classifier: normalisation, patches, cls token, encoder, readout, linear head.
 
     Args:
         config: Shape of the model.
         image_size: (height, width) in pixels, multiples of the patch size.
         channels: Of the images.
         num_classes: Width of the head.
+        classes: Their names, in the order of the logits, where they are known.
+        mean, std: Of each channel (or one for all), of pixels in [0, 1]; what is known of the data, not learned, and
+            so in no checkpoint's weights.
 
     Raises:
         ValueError: The patch size does not divide the image.
     """
 
-    def __init__(self, config: ViTConfig, *, image_size: tuple[int, int], channels: int, num_classes: int) -> None:
+    def __init__(
+        self,
+        config: ViTConfig,
+        *,
+        image_size: tuple[int, int],
+        channels: int,
+        num_classes: int,
+        classes: Sequence[str] = (),
+        mean: Sequence[float] = (0.0,),
+        std: Sequence[float] = (1.0,),
+    ) -> None:
         super().__init__()
         for side, size, patch in zip(("height", "width"), image_size, config.patch_size):
             if size % patch:
                 fits = [p for p in range(1, size + 1) if size % p == 0]
                 near = min(fits, key=lambda p: abs(p - patch))
                 raise ValueError(f"model.patch_size: {patch} does not divide image {side} {size}, nearest: {near}")
-        self.readout = config.readout
+        self.readout, self.classes = config.readout, tuple(classes)
+        self.image_shape = (channels, *image_size)
+        for name, values in (("mean", mean), ("std", std)):
+            each = torch.tensor(values, dtype=torch.float32).expand(channels)[:, None, None]
+            self.register_buffer(name, each.clone(), persistent=False)  # (channels, 1, 1)
         self.patches = height, width = tuple(size // patch for size, patch in zip(image_size, config.patch_size))
         self.patch = nn.Conv2d(channels, config.dim, config.patch_size, config.patch_size)
         self.cls = nn.Parameter(torch.zeros(1, 1, config.dim))
@@ -80,8 +98,22 @@ class ViT(nn.Module):
             if parameter is not None:
                 nn.init.trunc_normal_(parameter, std=config.init_std)
 
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """uint8 (B, channels, height, width) as float32, each channel to mean 0 and deviation 1."""
+        return (pixels.float() - 255 * self.mean) / (255 * self.std)
+
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, channels, height, width)."""
+        """Logits (B, classes) of images (B, channels, height, width): uint8 as pictures have it, or floating point
+        that went through `normalise` already.
+
+        Raises:
+            ValueError: Images of another size, number of channels or type.
+        """
+        if images.shape[1:] != self.image_shape or not (images.dtype == torch.uint8 or images.is_floating_point()):
+            expected = f"(B, {', '.join(map(str, self.image_shape))}), uint8 or normalised floating point"
+            raise ValueError(f"images: expected {expected}, got {tuple(images.shape)}, {str(images.dtype)[6:]}")
+        if images.dtype == torch.uint8:
+            images = self.normalise(images).to(self.patch.weight.dtype)
         x = self.patch(images).flatten(2).mT  # (B, H W, dim)
         x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1)
         if self.position is not None:

@@ -35,10 +35,14 @@ class ImageInfo:
         return ImageInfo(size, values["channels"], classes, mean, std)
 
 
+def numbered(count: int) -> tuple[str, ...]:
+    """Names of classes that nothing names."""
+    return tuple(f"class {i}" for i in range(count))
+
+
 def same_names(old: Any, new: Any) -> bool:
-    """Whether two lists of classes are the same; those of a converted checkpoint are only numbered."""
-    numbered = [f"class {i}" for i in range(len(old or ()))]
-    return old == new or (old == numbered and len(old) == len(new or ()))
+    """Whether two lists of classes are the same; those of a converted checkpoint may be only numbered."""
+    return old == new or (old == list(numbered(len(old or ()))) and len(old) == len(new or ()))
 
 
 def check_same_data(whose: str, then: dict[str, Any], now: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ class ImageClassificationConfig:
 class ImageClassification(Task):
     """Batches hold `image`, uint8 (B, C, H, W), and `label` (B,); evaluation batches also `mask` (B,).
 
-    What is done to whole batches is done here, on the device: pixels to mean 0 and deviation 1, erasing, mixing.
+    What training does to whole batches is done here, on the device: the model's own normalisation, erasing, mixing.
     """
 
     Config = ImageClassificationConfig
@@ -55,19 +55,22 @@ class ImageClassification(Task):
         kinds, shares = [k for k, _ in active], [p for _, p in active]
         self.mix = v2.RandomChoice(kinds, p=shares if len(kinds) > 1 else None) if kinds else None
 
-    def normalise(self, images: Tensor) -> Tensor:
-        """uint8 (B, C, H, W) as float32, each channel to mean 0 and deviation 1."""
-        mean, std = (images.new_tensor(x, dtype=torch.float32)[:, None, None] for x in (self.info.mean, self.info.std))
-        return (images.float() - 255 * mean) / (255 * std)
-
     def build_model(self, config: ViTConfig) -> ViT:
         info = self.info
         return build_or_explain(
-            ViT, config, image_size=info.size, channels=info.channels, num_classes=len(info.classes)
+            ViT,
+            config,
+            image_size=info.size,
+            channels=info.channels,
+            num_classes=len(info.classes),
+            classes=info.classes,
+            mean=info.mean,
+            std=info.std,
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        images, labels = self.normalise(batch["image"]), batch["label"]
+        plain = getattr(model, "module", model)  # DDP wraps it
+        images, labels = plain.normalise(batch["image"]), batch["label"]
         if self.config.random_erasing:
             images = erase(images, self.config.random_erasing)
         if self.mix is not None:  # it pairs neighbours, which under repeated augmentation are views of one picture
@@ -78,7 +81,7 @@ class ImageClassification(Task):
         return Sums(loss, loss.new_full((), len(images)))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
-        logits = model(self.normalise(batch["image"])).float()
+        logits = model(batch["image"]).float()
         mask, labels = batch["mask"], batch["label"]
         count = mask.sum()
         ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import pickle
 import re
@@ -17,6 +18,7 @@ from data.common import data_root, split_indices
 from data.imagefolder import ClassFolders
 from data.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
 from lion.config import ConfigError, build
+from lion.tasks.base import check_same_data, numbered
 from tests.helpers import picture, pictures
 
 
@@ -361,6 +363,32 @@ def test_files_that_are_not_there(tmp_path, name):
         make(name, root=str(tmp_path))
     info, samples = data.module(name).published(data.module(name).Config())
     assert samples in (50_000, 60_000) and len(info.classes) in (10, 100) and len(info.mean) == info.channels
+
+
+# ImageNet
+
+
+def test_imagenet_is_known_by_its_folders_and_has_their_names(tmp_path):
+    wnids = pytest.importorskip("timm.data").ImageNetInfo().label_names()
+    picture(0, (8, 8)).save(tmp_path / "one.png")
+
+    def folders(root, names):
+        for split in ("train", "val"):
+            for name in names:
+                (tmp_path / root / split / name).mkdir(parents=True)
+                os.link(tmp_path / "one.png", tmp_path / root / split / name / "0.png")
+        return make("imagenet", root=str(tmp_path / root)).info
+
+    whole, published = folders("whole", wnids), data.module("imagenet").published(data.module("imagenet").Config())[0]
+    assert whole == published and whole.classes[281] == "tabby" and whole.classes[::999] == ("tench", "toilet tissue")
+    check_same_data("a converted checkpoint", published.to_dict(), whole.to_dict())
+    unnamed = dataclasses.replace(published, classes=numbered(1000))
+    check_same_data("one converted before there were names", unnamed.to_dict(), whole.to_dict())
+    other = folders("other", [*wnids[:-1], "n15102894"])  # as many, and one is another
+    assert other.classes[-1] == "n15102894"
+    with pytest.raises(ConfigError, match="class 0 was 'tench', and is 'n01440764' now"):
+        check_same_data("it", published.to_dict(), other.to_dict())
+    assert folders("part", wnids[:10]).classes == tuple(wnids[:10])
 
 
 # Hugging Face

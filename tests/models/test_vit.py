@@ -7,9 +7,9 @@ from lion.models.vit import ViT, ViTConfig
 from lion.ops import SCAN_MERGES
 
 
-def vit(mixer="lion_s", size=(8, 8), channels=3, classes=5, **settings):
+def vit(mixer="lion_s", size=(8, 8), channels=3, classes=5, known=None, **settings):
     config = ViTConfig(mixer=mixer, dim=12, depth=2, num_heads=3, **{"patch_size": 2, **settings})
-    return ViT(config, image_size=size, channels=channels, num_classes=classes)
+    return ViT(config, image_size=size, channels=channels, num_classes=classes, **(known or {}))
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
@@ -77,6 +77,53 @@ def test_places_are_buffers_that_no_checkpoint_holds():
     assert model.orders.tolist() == [[0, 1, 2, 3, 6, 5, 4], [0, 1, 4, 5, 2, 3, 6]]
     assert not any("coords" in name or "orders" in name for name in model.state_dict())
     assert vit().orders is None
+
+
+KNOWN = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "classes": tuple("abcde")}
+
+
+def test_pictures_go_in_as_they_are():
+    model = vit(known=KNOWN).eval()
+    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    by_hand = (pixels.double().movedim(1, -1) / 255 - torch.tensor(KNOWN["mean"])) / torch.tensor(KNOWN["std"])
+    by_hand = by_hand.movedim(-1, 1).float()
+    with torch.inference_mode():
+        logits = model(pixels)
+        assert model.normalise(pixels).dtype == torch.float32
+        torch.testing.assert_close(model.normalise(pixels), by_hand)
+        assert torch.equal(logits, model(model.normalise(pixels)))  # floating point is taken as normalised
+        torch.testing.assert_close(logits, model(by_hand))
+        for dtype in (torch.double, torch.bfloat16):
+            assert model.to(dtype)(pixels).dtype == dtype
+            torch.testing.assert_close(
+                model(pixels).float(), logits, rtol=0, atol=2e-6 if dtype == torch.double else 0.05
+            )
+
+
+def test_what_is_known_of_the_data_is_in_no_weights():
+    """Checkpoints from before it stood in the model load, and weights files do not change."""
+    plain, model = vit(), vit(known=KNOWN)
+    assert model.classes == KNOWN["classes"] and plain.classes == ()
+    assert plain.state_dict().keys() == model.state_dict().keys()
+    model.load_state_dict(plain.state_dict())
+    assert model.mean.flatten().tolist() == pytest.approx(KNOWN["mean"])
+    assert vit(known={"mean": [0.5]}).mean.shape == (3, 1, 1)  # one for all
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        torch.zeros(2, 1, 8, 8, dtype=torch.uint8),
+        torch.zeros(2, 3, 8, 10),
+        torch.zeros(3, 8, 8, dtype=torch.uint8),
+        torch.zeros(2, 8, 8, 3, dtype=torch.uint8),
+        torch.zeros(2, 3, 8, 8, dtype=torch.long),
+    ],
+)
+def test_other_images_are_refused(images):
+    got = rf"got \({', '.join(map(str, images.shape))}\), {str(images.dtype)[6:]}"
+    with pytest.raises(ValueError, match=rf"expected \(B, 3, 8, 8\), uint8 or normalised floating point, {got}"):
+        vit()(images)
 
 
 def test_patches_must_fit():

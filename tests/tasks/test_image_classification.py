@@ -24,6 +24,9 @@ class Table(torch.nn.Module):
         super().__init__()
         self.logits = torch.nn.Parameter(torch.randn(10, 7, generator=torch.Generator().manual_seed(0)))
 
+    def normalise(self, pixels):
+        return pixels.float()
+
     def forward(self, images):
         return self.logits[images[:, 0, 0, 0].long()]
 
@@ -92,12 +95,8 @@ def test_mixed_labels_are_smoothed():
 
 
 def test_the_loss_erases_where_asked():
-    seen = []
-
-    def model(images):
-        seen.append(images)
-        return torch.zeros(len(images), 7)
-
+    model, seen = Table(), []
+    model.register_forward_pre_hook(lambda _, images: seen.append(images[0]))
     images = torch.full((20, 1, 16, 16), 9, dtype=torch.uint8)
     for share in (0.0, 1.0):
         task(random_erasing=share).loss(model, {"image": images, "label": torch.zeros(20, dtype=torch.long)})
@@ -112,12 +111,20 @@ def test_a_switch_at_its_end_leaves_one_kind(switch):
     assert all(torch.equal(x.amin((1, 2, 3)), x.amax((1, 2, 3))) for x in mixed) == (switch == 0)
 
 
-def test_pixels_are_normalised_by_channel():
+def test_the_model_has_the_data_s_normalisation_and_names():
     info = ImageInfo((2, 2), 2, ("a", "b"), (0.5, 0.2), (0.25, 0.1))
+    t = ImageClassification(ImageClassificationConfig(label_smoothing=0.1), info)
+    model = t.build_model(ViTConfig("lion_s", 6, 1, 1, patch_size=1)).eval()
+    assert model.classes == ("a", "b") and model.image_shape == (2, 2, 2)
     images = torch.tensor([[0, 255], [51, 128]], dtype=torch.uint8)[None, :, :, None].expand(1, 2, 2, 2)
-    got = ImageClassification(ImageClassificationConfig(), info).normalise(images)
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got[0, :, :, 0], torch.tensor([[-2, 2], [0, (128 / 255 - 0.2) / 0.1]]))
+    expected = torch.tensor([[-2, 2], [0, (128 / 255 - 0.2) / 0.1]])[None, :, :, None].expand(1, 2, 2, 2)
+    torch.testing.assert_close(model.normalise(images), expected)
+    b = {"image": images, "label": torch.tensor([1]), "mask": torch.tensor([True])}
+    with torch.no_grad():
+        logits = t.evaluate(model, b)[1]
+        loss = F.cross_entropy(logits, b["label"], label_smoothing=0.1)
+        torch.testing.assert_close(logits, model(expected))
+        assert torch.equal(t.loss(model, b).loss, loss)  # training sees the same pixels
 
 
 def test_preview_is_a_picture():

@@ -357,5 +357,6 @@ def test_timms_deit(tmp_path):
     with torch.no_grad():
         expected, logits = model(images), lion.load(run)(images)
     assert expected.std() > 0.3 and (logits - expected).abs().max() < 1e-4
-    info = open_run(run).task.info
-    assert len(info.classes) == 1000 and info.size == (224, 224) and info.mean == (0.485, 0.456, 0.406)
+    info, classes = open_run(run).task.info, lion.load(run).classes
+    assert info.classes == classes and len(classes) == 1000 and classes[281] == "tabby"
+    assert info.size == (224, 224) and info.mean == (0.485, 0.456, 0.406)
