@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import zipfile
 
 import pytest
 import torch
@@ -161,7 +162,10 @@ def test_the_logits_are_those_of_the_authors_model(kind, order, position, readou
         assert apart(ours, model) < 1e-4
     counted = f"{sum(p.numel() for p in model.parameters()):,} parameters, {CLASSES} classes"
     said = capsys.readouterr().out
-    assert counted in said and ("with position" in said) is position and f"readout {readout}" in said
+    assert counted in said and ("with position" in said) is position and f"{HEADS} heads, readout {readout}" in said
+    hidden = ["model.mixer=lion_lit", f"model.num_heads={HEADS}"] if kind == "Lit" else []
+    hidden = ", ".join([*hidden, f"model.readout={readout}", "data.mean", "data.std"])
+    assert said.endswith(f"\nthe file does not show, and the recipe was trusted with: {hidden}\n")
 
 
 def test_the_comparison_would_notice_every_mistake(tmp_path):
@@ -199,7 +203,9 @@ def test_weights_are_found_where_they_are_kept(tmp_path):
         "args": argparse.Namespace(mask_type="Selective", output_dir="out"),
     }
     parallel = {f"module.{name}": value.half() for name, value in plain.state_dict().items()}
-    held = {"model": state, "ema": state, "parallel": {"state_dict": parallel}}
+    compiled = {f"module._orig_mod.{name}": value for name, value in plain.state_dict().items()}
+    blocks = {name.replace("blocks.0.", "blocks.0._orig_mod."): value for name, value in plain.state_dict().items()}
+    held = {"model": state, "ema": state, "parallel": {"state_dict": parallel}, "compiled": compiled, "blocks": blocks}
     for name, content in held.items():
         (folder := tmp_path / name).mkdir()
         run = convert(folder, content, *(["--ema"] if name == "ema" else []))
@@ -245,6 +251,64 @@ def test_as_many_patches_in_another_shape_fit(tmp_path):
     images = torch.randn(2, 3, 8, 200)
     with torch.no_grad():
         assert (ours(images) - model(images)).abs().max() < 1e-4
+
+
+TOLD = [  # kind, order, recipe, settings, what the arguments of the training were, and what is said
+    (
+        "Selective",
+        "Normal",
+        "Selective",
+        [],
+        {"cls_tok": True},
+        "cls_tok True: model.readout is cls, not mean; try model.readout=cls",
+    ),
+    ("Decay", "S", "Decay", [TWO_SCANS, "model.readout=cls"], {}, "cls_tok False: model.readout is mean, not cls"),
+    ("Lit", "Normal", "softmax", [], {}, "mask_type Lit: model.mixer is lion_lit, not softmax; try"),
+    (
+        "Lit",
+        "Normal",
+        "Lit",
+        [],
+        {"model": "deit_tiny_patch16_224"},
+        "tiny_patch16_224: model.mixer is softmax, not lion_lit; try",
+    ),
+    (
+        "Lit",
+        "Normal",
+        "softmax",
+        ["model.readout=mean"],
+        {"model": "deit_tiny_patch16_224"},
+        "model.readout is cls, not mean",
+    ),
+    (
+        "Lit",
+        "Normal",
+        "Lit",
+        ["model.num_heads=6"],
+        {},
+        "model lion_tiny_patch16_224: model.num_heads is 3, not 6; try",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "order", "recipe", "settings", "said", "message"), TOLD)
+def test_what_the_training_was_told_is_held_against_the_recipe(
+    kind, order, recipe, settings, said, message, tmp_path, capsys
+):
+    said = {"model": "lion_tiny_patch16_224", "mask_type": kind, "order": order, "cls_tok": False, **said}
+    if said["model"].startswith("deit"):
+        del said["mask_type"], said["cls_tok"]
+    torch.save(
+        {"model": theirs(kind, order, True).state_dict(), "args": argparse.Namespace(**said)}, tmp_path / "their.pth"
+    )
+    path = ROOT / f"recipes/deit_tiny_{KINDS.get(recipe, recipe)}.yaml"
+    assert message in refuse(capsys, "convert", tmp_path / "their.pth", path, tmp_path / "run", *SMALL, *settings)
+    assert os.listdir(tmp_path) == ["their.pth"]
+    fits = [TWO_SCANS] if order == "S" else []
+    fits += ["model.readout=cls"] if said.get("cls_tok") else []
+    path = path.with_name("deit_tiny_softmax.yaml") if said["model"].startswith("deit") else recipe_of(kind)
+    assert here("convert", tmp_path / "their.pth", path, tmp_path / "run", *SMALL, *fits) == 0
+    assert capsys.readouterr().out.endswith("trusted with: data.mean, data.std\n")
 
 
 A, A2, GATE = "blocks.0.attn.a_i", "blocks.0.attn.a2_i", "blocks.0.attn.a_i.weight"
@@ -302,6 +366,12 @@ DAMAGE = {
     "blocks.0.attn.a3_i": (torch.ones(HEADS), "no place for blocks.0.attn.a3_i"),
     "epoch": (3, "no place for epoch"),
     "norm.bias": ("text", "no place for norm.bias"),
+    "blocks.0.norm1.bias": (torch.ones(DIM, dtype=torch.int8), "no place for blocks.0.norm1.bias"),
+    "blocks.1.norm2.weight": (
+        torch.ones(DIM).index_fill(0, torch.tensor(7), torch.nan),
+        "blocks.1.norm2.weight holds NaN",
+    ),
+    "blocks.1.norm2.bias": (torch.ones(DIM).div(0), "blocks.1.norm2.bias holds NaN or infinity: no trained model"),
 }
 
 
@@ -313,6 +383,39 @@ def test_other_weights_are_refused(name, tmp_path, capsys):
     line = refuse(capsys, "convert", tmp_path / "their.pth", recipe_of("Decay"), tmp_path / "run", *SMALL)
     assert message in line and "their.pth" in line
     assert os.listdir(tmp_path) == ["their.pth"]
+
+
+def test_damaged_files_are_refused_by_their_checksums(tmp_path, capsys):
+    weights = theirs("Lit").state_dict()
+    torch.save(weights, tmp_path / "whole.pth")
+    whole, their = (tmp_path / "whole.pth").read_bytes(), tmp_path / "their.pth"
+    place = whole.index(weights["head.weight"].numpy().tobytes())
+    with zipfile.ZipFile(tmp_path / "whole.pth") as file:
+        contents = file.start_dir
+
+    def damaged(begin, end, change):
+        their.write_bytes(whole[:begin] + bytes(change(b) for b in whole[begin:end]) + whole[end:])
+        return refuse(capsys, "convert", their, recipe_of("Lit"), tmp_path / "run", *SMALL)
+
+    assert "their.pth: damaged, its checksums do not fit (" in damaged(place + 5, place + 6, lambda byte: byte ^ 16)
+    assert "checksums do not fit (whole/data/" in damaged(place, place + 64, lambda byte: 0)
+    assert "damaged" in damaged(contents, contents + 40, lambda byte: byte ^ 255)  # the list of contents
+    assert "their.pth" in damaged(len(whole) - 22, len(whole), lambda byte: 0)  # where it is
+    assert sorted(os.listdir(tmp_path)) == ["their.pth", "whole.pth"]
+
+
+def test_files_without_checksums_are_taken(tmp_path):
+    model = theirs("Lit")
+    torch.save(model.state_dict(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    sums = torch.serialization.get_crc32_options()
+    try:
+        torch.serialization.set_crc32_options(False)
+        torch.save(model.state_dict(), tmp_path / "quick.pth")
+    finally:
+        torch.serialization.set_crc32_options(sums)
+    for name in ("old", "quick"):
+        assert here("convert", tmp_path / f"{name}.pth", recipe_of("Lit"), tmp_path / name, *SMALL) == 0
+        assert apart(lion.load(tmp_path / name), model) < 1e-4
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path, capsys):
