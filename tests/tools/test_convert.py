@@ -253,61 +253,38 @@ def test_as_many_patches_in_another_shape_fit(tmp_path):
         assert (ours(images) - model(images)).abs().max() < 1e-4
 
 
-TOLD = [  # kind, order, recipe, settings, what the arguments of the training were, and what is said
+DEIT = {"model": "deit_tiny_patch16_224"}
+TOLD = [  # what the arguments of a training were that belie the recipe
     (
         "Selective",
-        "Normal",
         "Selective",
         [],
         {"cls_tok": True},
-        "cls_tok True: model.readout is cls, not mean; try model.readout=cls",
+        "cls_tok True: model.readout is cls, not mean; try model.readout",
     ),
-    ("Decay", "S", "Decay", [TWO_SCANS, "model.readout=cls"], {}, "cls_tok False: model.readout is mean, not cls"),
-    ("Lit", "Normal", "softmax", [], {}, "mask_type Lit: model.mixer is lion_lit, not softmax; try"),
-    (
-        "Lit",
-        "Normal",
-        "Lit",
-        [],
-        {"model": "deit_tiny_patch16_224"},
-        "tiny_patch16_224: model.mixer is softmax, not lion_lit; try",
-    ),
-    (
-        "Lit",
-        "Normal",
-        "softmax",
-        ["model.readout=mean"],
-        {"model": "deit_tiny_patch16_224"},
-        "model.readout is cls, not mean",
-    ),
-    (
-        "Lit",
-        "Normal",
-        "Lit",
-        ["model.num_heads=6"],
-        {},
-        "model lion_tiny_patch16_224: model.num_heads is 3, not 6; try",
-    ),
+    ("Decay", "Decay", ["model.readout=cls"], {}, "cls_tok False: model.readout is mean, not cls"),
+    ("Lit", "softmax", [], {}, "mask_type Lit: model.mixer is lion_lit, not softmax; try"),
+    ("Lit", "Lit", [], DEIT, "deit_tiny_patch16_224: model.mixer is softmax, not lion_lit; try"),
+    ("Lit", "softmax", ["model.readout=mean"], DEIT, "deit_tiny_patch16_224: model.readout is cls, not mean"),
+    ("Lit", "Lit", ["model.num_heads=6"], {}, "model lion_tiny_patch16_224: model.num_heads is 3, not 6; try"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "order", "recipe", "settings", "said", "message"), TOLD)
+@pytest.mark.parametrize(("kind", "recipe", "settings", "changes", "message"), TOLD)
 def test_what_the_training_was_told_is_held_against_the_recipe(
-    kind, order, recipe, settings, said, message, tmp_path, capsys
+    kind, recipe, settings, changes, message, tmp_path, capsys
 ):
-    said = {"model": "lion_tiny_patch16_224", "mask_type": kind, "order": order, "cls_tok": False, **said}
-    if said["model"].startswith("deit"):
-        del said["mask_type"], said["cls_tok"]
-    torch.save(
-        {"model": theirs(kind, order, True).state_dict(), "args": argparse.Namespace(**said)}, tmp_path / "their.pth"
+    their, run = tmp_path / "their.pth", tmp_path / "run"
+    told = (
+        DEIT if changes is DEIT else {"model": "lion_tiny_patch16_224", "mask_type": kind, "cls_tok": False, **changes}
     )
+    torch.save({"model": theirs(kind, position=True).state_dict(), "args": argparse.Namespace(**told)}, their)
     path = ROOT / f"recipes/deit_tiny_{KINDS.get(recipe, recipe)}.yaml"
-    assert message in refuse(capsys, "convert", tmp_path / "their.pth", path, tmp_path / "run", *SMALL, *settings)
+    assert message in refuse(capsys, "convert", their, path, run, *SMALL, *settings)
     assert os.listdir(tmp_path) == ["their.pth"]
-    fits = [TWO_SCANS] if order == "S" else []
-    fits += ["model.readout=cls"] if said.get("cls_tok") else []
-    path = path.with_name("deit_tiny_softmax.yaml") if said["model"].startswith("deit") else recipe_of(kind)
-    assert here("convert", tmp_path / "their.pth", path, tmp_path / "run", *SMALL, *fits) == 0
+    path = ROOT / "recipes/deit_tiny_softmax.yaml" if told is DEIT else recipe_of(kind)
+    fits = [f"model.readout={'cls' if told is DEIT or told['cls_tok'] else 'mean'}"]
+    assert here("convert", their, path, run, *SMALL, *fits) == 0
     assert capsys.readouterr().out.endswith("trusted with: data.mean, data.std\n")
 
 
