@@ -139,9 +139,9 @@ def rename(theirs: dict[str, Any], path: Path) -> dict[str, Tensor]:
         match, our, sign = next((m for m in matches if m[0]), (None, "", 1))
         if match is None or not torch.is_tensor(value) or not value.dim() or not value.is_floating_point():
             raise ConfigError(f"{path}: our ViT has no place for {name}: distilled, or of another architecture?")
-        if not value.isfinite().all():
-            raise ConfigError(f"{path}: {name} holds NaN or infinity: no trained model")
         ours[match.expand(our)] = sign * value.float()
+        if not ours[match.expand(our)].isfinite().all():
+            raise ConfigError(f"{path}: {name} holds NaN or infinity: no trained model")
     return ours
 
 
@@ -193,7 +193,7 @@ def settings(theirs: dict[str, Tensor], recipe: Recipe, info: Any) -> Iterator[t
 
 def arguments(said: dict[str, Any], recipe: Recipe) -> Iterator[tuple[str, Any, Any, str]]:
     """The same of what the arguments of the authors' training, or of DeiT's, say of the model."""
-    c, name, mask = recipe.model, str(said.get("model")), said.get("mask_type")
+    c, name, mask = recipe.model, str(said.get("model")), str(said.get("mask_type"))
     if mask in MASKS:
         yield "model.mixer", MASKS[mask], c.mixer, f"its args have mask_type {mask}"
         cls = bool(said.get("cls_tok"))

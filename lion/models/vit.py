@@ -57,7 +57,7 @@ class ViT(nn.Module):
             so in no checkpoint's weights.
 
     Raises:
-        ValueError: The patch size does not divide the image.
+        ValueError: The patch size does not divide the image, or `mean` or `std` is for other channels.
     """
 
     def __init__(
@@ -80,6 +80,8 @@ class ViT(nn.Module):
         self.readout, self.classes = config.readout, tuple(classes)
         self.image_shape = (channels, *image_size)
         for name, values in (("mean", mean), ("std", std)):
+            if len(values) not in (1, channels):
+                raise ValueError(f"{name}: expected one number a channel, {channels}, got {list(values)}")
             each = torch.tensor(values, dtype=torch.float32).expand(channels)[:, None, None]
             self.register_buffer(name, each.clone(), persistent=False)  # (channels, 1, 1)
         self.patches = height, width = tuple(size // patch for size, patch in zip(image_size, config.patch_size))

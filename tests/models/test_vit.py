@@ -108,6 +108,8 @@ def test_what_is_known_of_the_data_is_in_no_weights():
     model.load_state_dict(plain.state_dict())
     assert model.mean.flatten().tolist() == pytest.approx(KNOWN["mean"])
     assert vit(known={"mean": [0.5]}).mean.shape == (3, 1, 1)  # one for all
+    with pytest.raises(ValueError, match=r"std: expected one number a channel, 3, got \[0.2, 0.3\]"):
+        vit(known={"std": [0.2, 0.3]})
 
 
 @pytest.mark.parametrize(
