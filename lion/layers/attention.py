@@ -21,6 +21,7 @@ from lion.ops import (
     NORMALIZE,
     SCAN_MERGES,
     State,
+    check_masks,
     linear_attention,
     multi_scan_attention,
     prefill,
@@ -138,10 +139,12 @@ class Attention(nn.Module):
         Args:
             x: (B, L, dim).
             grid: The places of the tokens, see `lion.layers.scans.make_grid`.
-            valid, segments: (B, L), see `lion.ops.linear_attention`.
+            valid, segments: (B, L), see `lion.ops.linear_attention`. What padding holds reaches neither tokens nor
+                parameters; the output there means nothing, but is finite.
         """
+        x, kept = without_padding(x, valid, segments)
         q, k, v = self.heads(x)
-        return self.merge(x, self.mix(x, q, k, v, grid, valid, segments))
+        return self.merge(x, self.mix(x, q, k, v, grid, kept, segments))
 
     def heads(self, x: Tensor) -> Tensor:
         """q, k, v (3, B, H, L, D) of x (B, L, dim)."""
@@ -156,8 +159,19 @@ class Attention(nn.Module):
             y = y * torch.sigmoid(self.out_gate(x))
         return self.proj(y)
 
-    def mix(self, x, q, k, v, grid, valid, segments) -> Tensor:
+    def mix(self, x, q, k, v, grid, kept, segments) -> Tensor:
         raise NotImplementedError
+
+
+def without_padding(x: Tensor, valid: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """x (B, L, dim) with zeros for padding, and which tokens are none (B, L), or None for all.
+
+    Where a layer begins: behind it a NaN would meet gradients of zero, in the weights of every Linear.
+    """
+    check_masks(x[:, None], valid, segments)
+    if segments is not None:
+        valid = segments >= 0 if valid is None else valid & (segments >= 0)
+    return (x if valid is None else x.masked_fill(~valid[..., None], 0)), valid
 
 
 class LayerState(NamedTuple):
@@ -196,20 +210,17 @@ class LionAttention(Attention):
             raise ValueError(f"num_heads: mixer {mixer!r} turns pairs, got an odd head dim {dim // num_heads}")
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
 
-    def mix(self, x, q, k, v, grid, valid, segments) -> Tensor:
+    def mix(self, x, q, k, v, grid, kept, segments) -> Tensor:
         extra = None if grid is None else grid.extra
         how = dict(
             form=self.form,
             direction=self.config.direction,
             chunk_size=self.chunk_size,
-            valid=valid,
+            valid=kept,
             dropout_p=self.config.score_dropout if self.training else 0.0,
         )
         if self.config.scans != AS_THEY_STAND:
             return self.mix_scans(x, q, k, v, grid, extra, segments, how)
-        kept = valid
-        if segments is not None:
-            kept = segments >= 0 if valid is None else valid & (segments >= 0)
         given = self.arguments(x, q, k, v, places_of(x, kept), extra)
         return linear_attention(**given, **how, segments=segments)
 
@@ -245,6 +256,7 @@ class LionAttention(Attention):
             ValueError: The layer is not causal.
         """
         self._causal()
+        x, valid = without_padding(x, valid, None)
         count = torch.full((x.shape[0],), x.shape[1], device=x.device) if valid is None else valid.sum(1)
         inputs = self.arguments(x, *self.heads(x), places_of(x, valid))
         y, state = prefill(**inputs, chunk_size=self.chunk_size, valid=valid)
@@ -288,19 +300,17 @@ class SoftmaxAttention(Attention):
     def __init__(self, dim: int, num_heads: int, config: AttentionConfig | None = None, **settings) -> None:
         super().__init__(dim, num_heads, replace(config or AttentionConfig(), **settings).resolved(SOFTMAX))
 
-    def mix(self, x, q, k, v, grid, valid, segments) -> Tensor:
+    def mix(self, x, q, k, v, grid, kept, segments) -> Tensor:
         if self.config.feature_map is not None:
             q, k = feature_map(self.config.feature_map, q), feature_map(self.config.feature_map, k)
         causal = self.config.direction == "forward"
         mask = None
-        if valid is not None or segments is not None:
-            ids = torch.zeros_like(valid, dtype=torch.int) if segments is None else segments
-            kept = ids >= 0 if valid is None else valid & (ids >= 0)
+        if kept is not None:
+            ids = torch.zeros_like(kept, dtype=torch.int) if segments is None else segments
             mask = (ids[:, None, :, None] == ids[:, None, None, :]) & kept[:, None, None, :]
             if causal:
                 mask = mask.tril()
             mask = mask | ~kept[:, None, :, None]  # a padding row reads anything, so that it is finite
-            q, k, v = (t.masked_fill(~kept[:, None, :, None], 0) for t in (q, k, v))
         y = F.scaled_dot_product_attention(
             q,
             k,

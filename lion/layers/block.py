@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.layers.attention import NORMS, AttentionConfig, make_attention
+from lion.layers.attention import NORMS, AttentionConfig, make_attention, without_padding
 from lion.layers.scans import Grid
 
 
@@ -87,6 +87,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, grid: Grid | None = None, valid: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:
-        """(B, L, dim) -> (B, L, dim); the other arguments as in `Attention.forward`."""
+        """(B, L, dim) -> (B, L, dim); the other arguments, and padding, as in `Attention.forward`."""
+        x, valid = without_padding(x, valid, segments)
         x = x + self.drop_path(self.dropout(self.attention(self.norm1(x), grid, valid, segments)))
         return x + self.drop_path(self.dropout(self.mlp(self.norm2(x))))

@@ -1,6 +1,6 @@
 """Masked, scaled linear attention in its exact forms, behind one entry."""
 
-from lion.ops.arguments import no_autocast
+from lion.ops.arguments import check_masks, no_autocast
 from lion.ops.attention import FORMS, NORMALIZE, linear_attention, linear_attention_parts, resolve_form
 from lion.ops.decay import DIRECTIONS, GATES
 from lion.ops.reference import reference_attention
@@ -16,6 +16,7 @@ __all__ = [
     "NORMALIZE",
     "SCAN_MERGES",
     "State",
+    "check_masks",
     "initial_state",
     "linear_attention",
     "linear_attention_parts",

@@ -50,6 +50,66 @@ def test_padding_and_segments_equal_the_sequences_alone(mixer, direction):
     torch.testing.assert_close(packed[:, 4:8], layer(x[:, 4:8]))
 
 
+PADDED = torch.tensor([[False, True, True, True, False, True, True, False], [True] * 5 + [False] * 3])
+PACKED = torch.tensor([[-1, 4, 4, 4, 4, 2, 2, 2], [0, 0, 1, 1, 1, -1, 1, 1]])
+
+
+def check_padding(module, valid, segments, *gives) -> None:
+    """NaN and infinities in padding against every sequence by itself: outputs, and gradients of all there is."""
+    x = torch.randn(2, 8, 12, dtype=torch.double)
+    kept = torch.ones(2, 8, dtype=torch.bool) if valid is None else valid
+    ids = torch.zeros(2, 8, dtype=torch.long) if segments is None else segments
+    kept = kept & (ids >= 0)
+    bad = x.masked_fill(~kept[..., None], torch.nan)
+    bad[~kept, ::2] = torch.inf
+    weight = torch.randn(2, 8, 12, dtype=torch.double)
+
+    def gradients(run, x):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        run(leaf).backward()
+        return {name: p.grad for name, p in module.named_parameters()} | {"x": leaf.grad}
+
+    def alone(x):
+        total = 0
+        for row in range(2):
+            for i in ids[row][kept[row]].unique():
+                own = kept[row] & (ids[row] == i)
+                total = total + (weight[row, own] * module(x[row, own][None])).sum()
+        return total
+
+    want = gradients(alone, x)
+    for give in gives or (lambda x: module(x, valid=valid, segments=segments),):
+        assert give(bad).isfinite().all()
+        got = gradients(lambda x, give=give: (weight * give(x))[kept].sum(), bad)
+        torch.testing.assert_close((weight * give(bad))[kept].sum(), alone(x))
+        for name, grad in got.items():
+            torch.testing.assert_close(grad, want[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+        assert not got["x"][~kept].any()
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("direction", ["both", "forward"])
+@pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
+def test_what_padding_holds_reaches_no_parameter(mixer, direction, valid, segments):
+    torch.manual_seed(0)
+    config = AttentionConfig(direction=direction, out_norm="layernorm", out_gate_rank=2)
+    layer = make_attention(mixer, 12, 3, config).double()
+    gives = [lambda x: layer(x, valid=valid, segments=segments)]
+    if mixer != SOFTMAX and direction == "forward" and segments is None:
+        gives.append(lambda x: layer.prefill(x, valid)[0])
+    check_padding(layer, valid, segments, *gives)
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s"])
+def test_bad_masks(mixer):
+    layer, x = make_attention(mixer, 12, 3, AttentionConfig()), torch.randn(2, 8, 12)
+    with pytest.raises(ValueError, match=r"valid: expected bool \(2, 8\), got float32 \(2, 8\)"):
+        layer(x, valid=torch.ones(2, 8))
+    with pytest.raises(ValueError, match=r"segments: expected integer \(2, 8\), got int64 \(8,\)"):
+        layer(x, segments=torch.zeros(8, dtype=torch.long))
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_padding_inside_a_segment_moves_no_token(mixer):
     torch.manual_seed(0)

@@ -1,7 +1,9 @@
+import pytest
 import torch
 
 from lion.layers.attention import AttentionConfig
 from lion.layers.block import Block, DropPath
+from tests.layers.test_attention import PACKED, PADDED, check_padding
 
 
 def test_drop_path_drops_whole_samples_and_keeps_the_mean():
@@ -23,3 +25,13 @@ def test_variants_of_the_block():
             block = Block(12, 3, mixer="lion_d", attention=AttentionConfig(), mlp=mlp, norm=norm, drop_path=0.1)
             block(x).sum().backward()
             assert all(p.grad is not None for p in block.parameters())
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "lion_s"])
+@pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
+def test_what_padding_holds_reaches_no_parameter(mixer, valid, segments):
+    """Neither through the residual, which goes around the attention."""
+    torch.manual_seed(0)
+    for mlp, norm in (("mlp", "layernorm"), ("glu", "rmsnorm")):
+        block = Block(12, 3, mixer=mixer, attention=AttentionConfig(), mlp=mlp, norm=norm).double()
+        check_padding(block, valid, segments)
