@@ -38,6 +38,9 @@ NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 class AttentionConfig:
     """Settings of an attention layer. None means: what the mixer's entry in `MIXERS` says.
 
+    `direction` is more than what is seen: the mixers of LION take `gate="source"` in "both" and "target" in one, as the
+    paper does (`lion.ops.decay`), so the same weights make other masks; a `gate` that is given holds in each.
+
     `scans` are the orders in which the patches of an image are visited, entries of `SCANS`, each with a decay of its
     own; `scan_merge` is how several become one (`lion.ops.scans`).
     """
@@ -192,7 +195,8 @@ class LionAttention(Attention):
         config: The remaining settings; keyword arguments override them (`form="chunk"`, `chunk_size=32`, ..).
 
     The form can be changed at any time with `set_form`; weights do not depend on it. With `direction="forward"`
-    the layer streams: `prefill` a prompt, then `step`.
+    the layer streams: `prefill` a prompt, then `step`. The mixers of LION have another `gate` in one direction than in
+    both (`AttentionConfig`).
     """
 
     def __init__(

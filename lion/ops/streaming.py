@@ -34,11 +34,13 @@ def step(
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
     normalize: str = "sum",
-    gate: str = "target",
+    gate: str = "source",
     scale: float | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, State]:
     """One causal step: the output of `direction="forward"` for the next token(s), and the state after it.
+
+    Defaults are those of `linear_attention`.
 
     Args:
         state: `initial_state(k, v)`, or what `prefill` or the last step returned. Under the `source` gate it is
@@ -81,7 +83,7 @@ def prefill(
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
     normalize: str = "sum",
-    gate: str = "target",
+    gate: str = "source",
     scale: float | None = None,
     chunk_size: int = 64,
     valid: Tensor | None = None,

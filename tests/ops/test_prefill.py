@@ -75,11 +75,14 @@ def test_scale_and_eps():
         check(some("S", arguments.get("normalize", "sum"), "angles L"), gate="target", **arguments)
 
 
-def test_default_gate_is_target():
-    for decay in ("S", "vector"):
-        inputs = some(decay, "sum", "")
-        (y, state), (same, other) = inputs.on(prefill), inputs.on(prefill, gate="target")
-        assert torch.equal(y, same) and torch.equal(state.S, other.S)
+@pytest.mark.parametrize("decay", EVERY_DECAY)
+def test_defaults_are_those_of_the_whole(decay):
+    inputs = some(decay, "sum", "bonus H, angles L")
+    expected = inputs.on(linear_attention, direction="forward")
+    prompt, state = cut(inputs, 0, SPLIT).on(prefill)
+    rest, _ = stream(inputs, REST, state, SPLIT)
+    assert_close(torch.cat([prompt, rest], 2), expected, 1e-12)
+    assert_close(stream(inputs, PIECES["pieces"])[0], expected, 1e-12)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
@@ -93,7 +96,7 @@ def test_dtypes(dtype):
     ):
         y, state = inputs.on(prefill, **arguments)
         assert y.dtype == dtype and state.S.dtype == state.z.dtype == torch.float32
-        exact = oracle_attention(inputs, direction="forward", **({"gate": "target"} | arguments))
+        exact = oracle_attention(inputs, direction="forward", **arguments)
         tolerance = 0.02 if dtype == torch.bfloat16 else 2e-5
         assert_close(y, exact, tolerance)
         assert_close(stream(inputs, PIECES["pieces"], **arguments)[0], exact, tolerance)

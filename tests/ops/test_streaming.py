@@ -71,15 +71,10 @@ def test_gradients_flow_through_the_state(gate):
             assert_close(grad, expected[key], 1e-10, f"d{key} {name}")
 
 
-def test_default_gate_is_target():
-    inputs = make("S", LENGTH)
-    assert torch.equal(stream(inputs, [1] * LENGTH)[0], stream(inputs, [1] * LENGTH, gate="target")[0])
-
-
 def test_scale_and_eps():
     inputs = make("S", LENGTH)
     for arguments in (dict(normalize="none", scale=0.3), dict(eps=20.0)):
-        expected = oracle_attention(inputs, direction="forward", gate="target", **arguments)
+        expected = oracle_attention(inputs, direction="forward", **arguments)
         assert_close(stream(inputs, [1] * LENGTH, **arguments)[0], expected, 1e-12, f"{arguments}")
 
 
