@@ -64,15 +64,20 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
 
 
-def as_lanes(log_decay: Tensor | None, q: Tensor) -> Tensor:
-    """Every kind of decay as (B or 1, H or 1, L, D or 1), float32 or wider: a number is a vector of one lane."""
+def as_lanes(log_decay: Tensor | None, q: Tensor, cut: bool = True) -> Tensor:
+    """Every kind of decay as (B or 1, H or 1, L, D or 1), float32 or wider: a number is a vector of one lane.
+
+    What is above 0 is cut, for forms would disagree on a lambda above 1; at 0 itself the gradient flows. Without `cut`
+    the gates are not copied: the rnn form cuts a piece at a time.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     if log_decay is None:
         return q.new_zeros((), dtype=wide).expand(1, 1, q.shape[2], 1)
+    log_decay = log_decay.to(wide).clamp_max(0) if cut else log_decay.to(wide)
     if log_decay.dim() <= 2:  # (H,) or (H, D), the same for every token
         per_head = log_decay[:, None] if log_decay.dim() == 1 else log_decay
         log_decay = per_head[None, :, None].expand(-1, -1, q.shape[2], -1)
-    return (log_decay[..., None] if log_decay.dim() == 3 else log_decay).to(wide)
+    return log_decay[..., None] if log_decay.dim() == 3 else log_decay
 
 
 def as_runs(valid: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -59,7 +59,7 @@ def linear_attention(
         q, k: Queries and keys (B, H, L, D), feature map applied. Gates on the key are folded into k.
         v: Values (B, H, L, E).
         log_decay: log lambda <= 0: None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with a lambda for each
-            key dimension (H, D) or (B, H, L, D).
+            key dimension (H, D) or (B, H, L, D). What is above 0 counts as 0: a lambda is at most 1.
         beta: (B, H, L) in [0, 1]: the delta rule (see `lion.ops.delta`) in place of decays, for keys of norm 1.
             Takes `normalize="none"`.
         bonus: (H,) or (H, D): weight of a token's own key, `sum_d bonus_d q_id k_id` on the diagonal, in place of 1.
@@ -167,7 +167,7 @@ def linear_attention_parts(
         if beta is not None:
             tokens = Tokens(*turned, v, beta[..., None], valid, run)
             return delta_parts(tokens, form=form, direction=direction, chunk_size=chunk_size)
-        tokens = Tokens(*turned, v, as_lanes(log_decay, q), valid, run)
+        tokens = Tokens(*turned, v, as_lanes(log_decay, q, cut=form != "rnn"), valid, run)
         apart = separate_rowsum(normalize, angles)
         rowsum = normalize != "none" and not apart
         numerator, total = _parts(tokens, bonus, plain, rowsum=rowsum, dropout_p=dropout_p, **how)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lion.ops.arguments import as_lanes
+
 
 def reference_attention(
     q: Tensor,
@@ -33,13 +35,7 @@ def reference_attention(
     """
     batch, heads, length, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
-    log_decay = q.new_zeros(heads) if log_decay is None else log_decay
-    if log_decay.dim() == 1:
-        log_decay = log_decay[:, None, None].expand(batch, heads, length, dim)
-    elif log_decay.dim() == 2:
-        log_decay = log_decay[:, None].expand(batch, heads, length, dim)
-    elif log_decay.dim() == 3:
-        log_decay = log_decay[..., None].expand(batch, heads, length, dim)  # one lambda for all key dimensions
+    log_decay = as_lanes(log_decay, q).to(q.dtype).expand(batch, heads, length, dim)
     bonus = q.new_ones(heads, dim) if bonus is None else bonus.reshape(heads, -1).expand(heads, dim)
     turned = (q, k) if angles is None else (_turn(q, angles), _turn(k, angles))
     undecayed = torch.zeros_like(log_decay), torch.ones_like(bonus)

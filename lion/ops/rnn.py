@@ -118,6 +118,7 @@ def advance(
     Where a token's own decay applies after it is read (the `source` gate) the state is kept already decayed.
     """
     q, k, v, log_decay, _, run = tokens.kept().to(state.z.dtype)
+    log_decay = log_decay.clamp_max(0)  # see `as_lanes`
     if q.shape[2] == 1:
         return _advance_one(way, state, state_run, q, k, v, log_decay, run)
 

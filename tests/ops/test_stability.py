@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from lion.ops import linear_attention, linear_attention_parts, reference_attention
+from lion.ops import (
+    SCAN_MERGES,
+    linear_attention,
+    linear_attention_parts,
+    multi_scan_attention,
+    prefill,
+    reference_attention,
+)
 
 from .helpers import (
     BLOCKWISE,
@@ -13,13 +20,17 @@ from .helpers import (
     GATES,
     NORMALIZE,
     SCALARS,
+    SMALL_FORMS,
     Denormals,
     Inputs,
     assert_close,
     backward,
     error,
+    forms_for,
     make,
+    oracle_attention,
 )
+from .test_streaming import stream
 
 BF16 = 2.0**-8  # unit roundoff
 
@@ -105,6 +116,48 @@ def test_gates_that_keep_everything_still_learn(steep, flat, form):
         leaves = inputs.to(dtype).leaves()
         got = backward(linear_attention(*leaves, **FORMS[form]), leaves)["log_decay"]
         assert_close(got, expected, tolerance, f"{dtype}")
+
+
+@pytest.mark.parametrize("decay", ("D", "S", "fixed vector", "vector"))
+@pytest.mark.parametrize("gate", GATES)
+def test_gates_above_zero_count_as_zero(gate, decay):
+    """In every form, in streams and in the definition alike; no gradient comes back to them."""
+    inputs = make(decay, 23)
+    above = inputs.log_decay > inputs.log_decay.median()
+    cut = inputs._replace(log_decay=inputs.log_decay.masked_fill(above, 0))
+    inputs = inputs._replace(log_decay=inputs.log_decay.where(~above, -inputs.log_decay))
+    inputs.log_decay.view(-1)[0] = torch.inf
+    above.view(-1)[0], cut.log_decay.view(-1)[0] = True, 0
+    how = dict(gate=gate)
+    for direction in DIRECTIONS:
+        expected = oracle_attention(cut, direction=direction, **how)
+        assert_close(reference_attention(*inputs, direction=direction, **how), expected, 1e-12, "reference")
+        leaves = cut.leaves()
+        grads = backward(reference_attention(*leaves, direction=direction, **how), leaves)
+        for form, more in forms_for(decay).items():
+            leaves = inputs.leaves()
+            got = linear_attention(*leaves, direction=direction, **how, **more)
+            assert_close(got, expected, 1e-12, f"{form} {direction}")
+            for name, grad in backward(got, leaves).items():
+                want = grads[name].masked_fill(above, 0) if name == "log_decay" else grads[name]
+                assert_close(grad, want, 1e-10, f"d{name} {form} {direction}", floor=0.1)
+    expected = oracle_attention(cut, direction="forward", **how)
+    for pieces in ([1] * 23, [3, 1, 19]):
+        assert_close(stream(inputs, pieces, **how)[0], expected, 1e-12, f"step {pieces}")
+    (y, state), (_, same) = prefill(*inputs, **how), prefill(*cut, **how)
+    assert_close(y, expected, 1e-12, "prefill")
+    assert torch.equal(state.S, same.S) and torch.equal(state.z, same.z)
+
+
+@pytest.mark.parametrize("merge", SCAN_MERGES)
+def test_gates_above_zero_in_several_scans(merge):
+    inputs, orders = make("S", 9), torch.stack([torch.arange(9), torch.arange(9).flip(0)])
+    decays = [1 + make("S", 9, seed=s).log_decay for s in range(2)]
+    assert all((a > 0).any() for a in decays)
+    expected = multi_scan_attention(*inputs[:3], [a.clamp(max=0) for a in decays], orders, scan_merge=merge)
+    for form, how in SMALL_FORMS.items():
+        got = multi_scan_attention(*inputs[:3], decays, orders, scan_merge=merge, **how)
+        assert_close(got, expected, 1e-12, form)
 
 
 def test_long_sums_lose_nothing():
