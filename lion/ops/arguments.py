@@ -13,18 +13,20 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     return value
 
 
-def expect(ok: bool, name: str, expected: str, x: Tensor) -> None:
-    if not ok:
-        raise ValueError(f"{name}: expected {expected}, got {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}")
+def mismatch(name: str, expected: str, x: Tensor) -> ValueError:
+    return ValueError(f"{name}: expected {expected}, got {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}")
 
 
 def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
-    expect(q.dim() == 4 and q.is_floating_point(), "q", "floating point (B, H, L, D)", q)
-    batch, heads, length = q.shape[:3]
-    expect(length > 0, "q", "at least one token", q)
-    expect(k.shape == q.shape and k.dtype == q.dtype, "k", f"{q.dtype} {tuple(q.shape)}, as q", k)
-    expected = f"{q.dtype} {(batch, heads, length)} + (E,)"
-    expect(v.dim() == 4 and v.shape[:3] == q.shape[:3] and v.dtype == q.dtype, "v", expected, v)
+    """Here and below messages are made where a check fails: a graph of all lengths cannot print them."""
+    if q.dim() != 4 or not q.is_floating_point():
+        raise mismatch("q", "floating point (B, H, L, D)", q)
+    if q.shape[2] == 0:
+        raise mismatch("q", "at least one token", q)
+    if k.shape != q.shape or k.dtype != q.dtype:
+        raise mismatch("k", f"{q.dtype} {tuple(q.shape)}, as q", k)
+    if v.dim() != 4 or v.shape[:3] != q.shape[:3] or v.dtype != q.dtype:
+        raise mismatch("v", f"{q.dtype} {tuple(q.shape[:3])} + (E,)", v)
 
 
 def check_gates(
@@ -32,31 +34,32 @@ def check_gates(
 ) -> None:
     batch, heads, length, dim = q.shape
     if log_decay is not None:
-        shapes = ((heads,), (heads, dim), (batch, heads, length), (batch, heads, length, dim))
-        expected = f"floating point {', '.join(map(str, shapes[:-1]))} or {shapes[-1]}"
-        expect(log_decay.shape in shapes and log_decay.is_floating_point(), "log_decay", expected, log_decay)
+        check_floats("log_decay", log_decay, (heads,), (heads, dim), (batch, heads, length), tuple(q.shape))
     if beta is not None:
-        expected = f"floating point {(batch, heads, length)}"
-        expect(beta.shape == (batch, heads, length) and beta.is_floating_point(), "beta", expected, beta)
+        check_floats("beta", beta, (batch, heads, length))
     if bonus is not None:
-        expected = f"floating point {(heads,)} or {(heads, dim)}"
-        expect(bonus.shape in ((heads,), (heads, dim)) and bonus.is_floating_point(), "bonus", expected, bonus)
+        check_floats("bonus", bonus, (heads,), (heads, dim))
     if angles is not None:
         if dim % 2:
             raise ValueError(f"angles: rotation turns pairs of key dimensions, got an odd D = {dim}")
-        shapes = ((length, dim // 2), (heads, length, dim // 2), (batch, 1, length, dim // 2))
-        shapes += ((batch, heads, length, dim // 2),)
-        expected = f"floating point {', '.join(map(str, shapes[:-1]))} or {shapes[-1]}"
-        expect(angles.shape in shapes and angles.is_floating_point(), "angles", expected, angles)
+        places = (length, dim // 2)
+        check_floats("angles", angles, places, (heads, *places), (batch, 1, *places), (batch, heads, *places))
+
+
+def check_floats(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
+    if x.shape not in shapes or not x.is_floating_point():
+        *others, last = map(str, shapes)
+        raise mismatch(name, f"floating point {' or '.join([', '.join(others)] * bool(others) + [last])}", x)
 
 
 def check_masks(q: Tensor, valid: Tensor | None, segments: Tensor | None) -> None:
-    batch, length = q.shape[0], q.shape[2]
-    if valid is not None:
-        expect(valid.shape == (batch, length) and valid.dtype == torch.bool, "valid", f"bool {(batch, length)}", valid)
+    shape = (q.shape[0], q.shape[2])
+    if valid is not None and (valid.shape != shape or valid.dtype != torch.bool):
+        raise mismatch("valid", f"bool {shape}", valid)
     if segments is not None:
         whole = not (segments.is_floating_point() or segments.is_complex() or segments.dtype == torch.bool)
-        expect(segments.shape == (batch, length) and whole, "segments", f"integer {(batch, length)}", segments)
+        if segments.shape != shape or not whole:
+            raise mismatch("segments", f"integer {shape}", segments)
 
 
 def check_chunk_size(chunk_size: int) -> None:

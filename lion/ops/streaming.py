@@ -13,7 +13,7 @@ from lion.ops.arguments import (
     check_masks,
     check_tokens,
     choice,
-    expect,
+    mismatch,
     no_autocast,
 )
 from lion.ops.attention import NORMALIZE, check_pairs, default_scale, finish, linear_attention, separate_rowsum
@@ -52,7 +52,8 @@ def step(
     """
     _check(q, k, v, log_decay, beta, bonus, angles, normalize, gate)
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
-    expect(state.S.shape == shape and state.z.shape == shape[:-1], "state", f"S {shape}, z {shape[:-1]}", state.S)
+    if state.S.shape != shape or state.z.shape != shape[:-1]:
+        raise mismatch("state", f"S {shape}, z {shape[:-1]}", state.S)
     with no_autocast(q):
         turned = rotate_pair(q, k, angles)
         if beta is not None:
