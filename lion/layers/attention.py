@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lion.config import nearest, setting
 from lion.layers.decay import DECAYS
-from lion.layers.features import FEATURE_MAPS, feature_map
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import AS_THEY_STAND, SCANS, Grid
 from lion.ops import (
@@ -29,6 +28,7 @@ from lion.ops import (
     rotary_angles,
     step,
 )
+from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
 ALTERNATING = "alternating"  # forward in the first block, backward in the second, and so on (Table 16)
 NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
@@ -235,7 +235,7 @@ class LionAttention(Attention):
             raise ValueError(f"grid: scans {', '.join(c.scans)} need the orders of `make_grid`")
         if segments is not None:
             raise ValueError("segments: several scans go over one image a row, without segments")
-        q, k = feature_map(c.feature_map, q), feature_map(c.feature_map, k)
+        q, k = apply_feature_map(c.feature_map, q), apply_feature_map(c.feature_map, k)
         how |= dict(scan_merge=c.scan_merge, normalize=c.normalize, gate=c.gate, scale=self.mixer.scale)
         return multi_scan_attention(q, k, v, [d(x, k, extra).log_decay for d in self.decays], grid.orders, **how)
 
@@ -243,15 +243,18 @@ class LionAttention(Attention):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor, extra: Tensor | None = None
     ) -> dict:
         """The operator's arguments for tokens x (B, L, dim) at `places` (B or 1, L)."""
-        c, m = self.config, self.mixer
-        q, k = feature_map(c.feature_map, q), feature_map(m.key_map or c.feature_map, k)
+        c, m, phi = self.config, self.mixer, self.config.feature_map
+        if self.decays and not self.decays[0].scans:  # it has to do with keys
+            q, k, phi = apply_feature_map(phi, q), apply_feature_map(m.key_map or phi, k), None
         given = self.decays[0](x, k, extra)._asdict() if self.decays else {"k": k}
         angles = None
         if m.rotary:  # (B, 1, L, D/2), the same for all rows unless padding shifts them
             places = places.expand(x.shape[0], -1) if places.shape[0] > 1 else places[0]
             wide = torch.promote_types(x.dtype, torch.float32)
             angles = rotary_angles(places.unsqueeze(-2), rope_frequencies(q.shape[-1], device=x.device, dtype=wide))
-        return dict(q=q, v=v, angles=angles, normalize=c.normalize, gate=c.gate, scale=m.scale, **given)
+        return dict(
+            q=q, v=v, angles=angles, feature_map=phi, normalize=c.normalize, gate=c.gate, scale=m.scale, **given
+        )
 
     def prefill(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, LayerState]:
         """Mix a prompt x (B, L, dim) in the chunk form; the output (B, L, dim) and the state to go on from.
@@ -306,7 +309,7 @@ class SoftmaxAttention(Attention):
 
     def mix(self, x, q, k, v, grid, kept, segments) -> Tensor:
         if self.config.feature_map is not None:
-            q, k = feature_map(self.config.feature_map, q), feature_map(self.config.feature_map, k)
+            q, k = (apply_feature_map(self.config.feature_map, x) for x in (q, k))
         causal = self.config.direction == "forward"
         mask = None
         if kept is not None:

@@ -16,13 +16,14 @@ from lion.ops.arguments import (
     no_autocast,
 )
 from lion.ops.blockwise import blockwise_parts
-from lion.ops.chunk import chunk_parts
 from lion.ops.decay import DIRECTIONS, GATES, make_directions
 from lion.ops.delta import delta_parts
-from lion.ops.full import masked_parts, product_parts
-from lion.ops.rnn import Tokens, rnn_parts
+from lion.ops.features import check_feature_map
+from lion.ops.full import add_diagonal, masked_parts, product_parts
+from lion.ops.piecewise import How, in_pieces
+from lion.ops.rnn import Tokens
 from lion.ops.rotary import rotate_pair
-from lion.ops.vector import chunk_vector_parts, full_vector_parts
+from lion.ops.vector import full_vector_parts
 
 FORMS = ("full", "chunk", "rnn")
 NORMALIZE = ("sum", "max", "pre", "none")
@@ -38,6 +39,7 @@ def linear_attention(
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
+    feature_map: str | None = None,
     form: str = "full",
     direction: str = "both",
     normalize: str = "sum",
@@ -56,7 +58,8 @@ def linear_attention(
     memory that does not grow with L. `full` and `chunk` are static graphs for `torch.compile`.
 
     Args:
-        q, k: Queries and keys (B, H, L, D), feature map applied. Gates on the key are folded into k.
+        q, k: Queries and keys (B, H, L, D), through the feature map unless it is given. Gates on the key are folded
+            into k.
         v: Values (B, H, L, E).
         log_decay: log lambda <= 0: None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with a lambda for each
             key dimension (H, D) or (B, H, L, D). What is above 0 counts as 0: a lambda is at most 1.
@@ -65,6 +68,8 @@ def linear_attention(
         bonus: (H,) or (H, D): weight of a token's own key, `sum_d bonus_d q_id k_id` on the diagonal, in place of 1.
         angles: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2): rotation of q and k (`lion.ops.rotary`). Row sums are
             those of the unrotated scores; rotate q and k before the call where they should not be.
+        feature_map: An entry of `lion.ops.features` that q and k have yet to go through; without gradients, chunks and
+            steps then hold no copy of them.
         form: "full", "chunk", "rnn", "auto" (by length), or "blockwise" (`lion.ops.blockwise`).
         direction: "both", "forward" or "backward"; the diagonal is counted once in each.
         normalize: "sum" divides each row by its sum c (at least `eps`), for positive feature maps; "max" by
@@ -95,6 +100,7 @@ def linear_attention(
         beta=beta,
         bonus=bonus,
         angles=angles,
+        feature_map=feature_map,
         form=form,
         direction=direction,
         normalize=normalize,
@@ -136,6 +142,7 @@ def linear_attention_parts(
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
+    feature_map: str | None = None,
     form: str = "full",
     direction: str = "both",
     normalize: str = "sum",
@@ -153,6 +160,7 @@ def linear_attention_parts(
     check_gates(q, log_decay, beta, bonus, angles)
     check_masks(q, valid, segments)
     check_names(direction, gate, normalize)
+    check_feature_map(feature_map)
     plain = log_decay is None and beta is None
     form = resolve_form(choice("form", form, (*FORMS, "blockwise", "auto")), q.shape[2], not plain, dropout_p)
     if dropout_p and form != "full":
@@ -163,11 +171,15 @@ def linear_attention_parts(
     how = dict(form=form, direction=direction, gate=gate, chunk_size=chunk_size)
     with no_autocast(q):
         run, valid = as_runs(valid, segments)
+        if angles is not None and feature_map is not None:  # rotation comes after it
+            q, k, feature_map = *Tokens(q, k, v, v, valid, phi=feature_map).mapped()[:2], None
         turned = rotate_pair(q, k, angles, valid)
         if beta is not None:
-            tokens = Tokens(*turned, v, beta[..., None], valid, run)
+            tokens = Tokens(*turned, v, beta[..., None], valid, run, feature_map)
+            if form == "rnn":
+                return in_pieces(tokens, None, How("delta", gate, direction, True, False, chunk_size))
             return delta_parts(tokens, form=form, direction=direction, chunk_size=chunk_size)
-        tokens = Tokens(*turned, v, as_lanes(log_decay, q, cut=form != "rnn"), valid, run)
+        tokens = Tokens(*turned, v, as_lanes(log_decay, q, cut=form != "rnn"), valid, run, feature_map)
         apart = separate_rowsum(normalize, angles)
         rowsum = normalize != "none" and not apart
         numerator, total = _parts(tokens, bonus, plain, rowsum=rowsum, dropout_p=dropout_p, **how)
@@ -199,30 +211,28 @@ def _parts(
     """Numerator and row sum of one set of scores; `plain`: no decay."""
     if bonus is not None:
         bonus = bonus.to(tokens.gate.dtype).reshape(bonus.shape[0], 1, -1)  # (H, 1, D or 1)
-    if form == "rnn":
-        return rnn_parts(tokens, gate=gate, direction=direction, bonus=bonus, rowsum=rowsum, chunk_size=chunk_size)
-    q, k, v, log_decay, _, run = tokens.kept()
     own = bonus is None and (plain or gate != "between")
-    if plain and own and form == "full" and not dropout_p:
-        if direction == "both" and run is None:
-            return product_parts(q, k, v, rowsum=rowsum)
+    product = plain and own and form == "full" and not dropout_p
+    if product and not (direction == "both" and tokens.run is None):
         form = "chunk"  # a product with borders: still never an L x L matrix
+    if form in ("chunk", "rnn"):
+        return in_pieces(tokens, bonus, How(form, gate, direction, own, rowsum, chunk_size))
+    q, k, v, log_decay, _, run, _ = tokens.kept()
+    if product:
+        return product_parts(q, k, v, rowsum=rowsum)
 
     how = dict(own=own, rowsum=rowsum)
     if log_decay.shape[-1] > 1:
-        full, chunked, decays = full_vector_parts, chunk_vector_parts, (log_decay, run)
-        how |= dict(gate=gate, direction=direction)
+        how |= dict(gate=gate, direction=direction, dropout_p=dropout_p)
+        numerator, total = full_vector_parts(q, k, v, log_decay, run, **how)
     else:
-        full, chunked = masked_parts, chunk_parts if form == "chunk" else blockwise_parts
-        decays = (make_directions(log_decay, run, gate=gate, direction=direction),)
-    if form == "full":
-        numerator, total = full(q, k, v, *decays, dropout_p=dropout_p, **how)
-    else:
-        numerator, total = chunked(q, k, v, *decays, chunk_size=chunk_size, **how)
-    if not own:  # the diagonal, by its own weight
-        weight = (q.to(log_decay.dtype) * k * (1 if bonus is None else bonus)).sum(-1)  # (B, H, L)
-        numerator = (numerator + weight[..., None] * v).to(v.dtype)
-        total = total + weight if rowsum else None
+        directions = make_directions(log_decay, run, gate=gate, direction=direction)
+        if form == "full":
+            numerator, total = masked_parts(q, k, v, directions, dropout_p=dropout_p, **how)
+        else:
+            numerator, total = blockwise_parts(q, k, v, directions, chunk_size=chunk_size, **how)
+    if not own:
+        numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype)
     return numerator, total
 
 

@@ -58,6 +58,10 @@ class Clock(NamedTuple):
     def map(self, fn: Callable[[Tensor], Tensor]) -> Clock:
         return Clock(tuple(fn(t) for t in self.terms), None if self.run is None else fn(self.run))
 
+    def entered(self, run: Tensor | None) -> Clock:
+        """A time (b, H, 1, D or 1) at which something of a segment (B,) comes in."""
+        return Clock(self.terms, None if run is None else run[:, None, None, None])
+
     def rows(self) -> Clock:
         return self.map(lambda t: t[..., :, None, :])
 
@@ -66,14 +70,18 @@ class Clock(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """One direction of travel: when a token reads (`query`) and when it was written (`key`)."""
+    """One direction of travel: when a token reads (`query`) and when it was written (`key`), and the times before its
+    first token (`begin`) and after its last one (`end`), (b, H, 1, D or 1), in the order of travel."""
 
     query: Clock
     key: Clock
+    begin: Clock
+    end: Clock
     back: bool
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Direction:
-        return Direction(self.query.map(fn), self.key.map(fn), self.back)
+        """With the tokens' times changed."""
+        return self._replace(query=self.query.map(fn), key=self.key.map(fn))
 
 
 def exponent(query: Clock, key: Clock) -> Tensor:
@@ -165,7 +173,11 @@ def make_directions(log_decay: Tensor, run: Tensor | None, *, gate: str, directi
         if back:  # a sum that is inclusive from the right is exclusive from the left
             upto, before = (tuple(-t for t in terms) for terms in (before, upto))
         query, key = read_and_write(gate, name, upto, before)
-        made.append(Direction(Clock(query, run), Clock(key, run), back))
+        first, last = (Clock(before, run), Clock(upto, run))
+        ends = (first.map(lambda t: t[..., :1, :]), last.map(lambda t: t[..., -1:, :]))
+        if back:
+            ends = (first.map(lambda t: t[..., -1:, :]), last.map(lambda t: t[..., :1, :]))
+        made.append(Direction(Clock(query, run), Clock(key, run), *ends, back))
     return tuple(made)
 
 

@@ -24,15 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.rnn import State, Tokens, initial_state, travel, turn
+from lion.ops.rnn import State, Tokens, Wrap, initial_state, travel, turn, ways
 
 
-def delta_parts(tokens: Tokens, *, form: str, direction: str, chunk_size: int) -> tuple[Tensor, None]:
+def delta_parts(
+    tokens: Tokens, *, form: str, direction: str, chunk_size: int, wrap: Wrap = lambda step: step
+) -> tuple[Tensor, None]:
     """Numerator (B, H, L, E), without a row sum; `tokens.gate` is beta (B, H, L, 1)."""
-    names = [name for name in ("forward", "backward") if direction in (name, "both")]
+    names = ways(direction)
     if form == "rnn":
-        ways = dict.fromkeys(names)
-        y, _ = travel(ways, lambda _, *step: delta_advance(*step), tokens, rowsum=False, size=chunk_size)
+        y, _ = travel(dict.fromkeys(names), delta_advance, tokens, rowsum=False, size=chunk_size, wrap=wrap)
     else:
         size = tokens.q.shape[2] if form == "full" else chunk_size  # one chunk is the full form
         y = sum(delta_scan(tokens, size, name == "backward")[0] for name in names)
@@ -64,9 +65,9 @@ def delta_scan(tokens: Tokens, size: int, back: bool) -> tuple[Tensor, State]:
     return turn(torch.cat(out, 2)[:, :, :length], 2, back), state._replace(S=S)
 
 
-def delta_advance(state: State, state_run: Tensor | None, tokens: Tokens):
+def delta_advance(_: None, state: State, state_run: Tensor | None, tokens: Tokens):
     """Read and update a state by C tokens, as `lion.ops.rnn.advance`."""
-    q, k, v, beta, _, run = tokens.kept().to(state.S.dtype)
+    q, k, v, beta, _, run, _ = tokens.kept().to(state.S.dtype)
     y, S = move(state.S, transform(q, k, v, beta, run, state_run))
     return y, None, state._replace(S=S), None if run is None else run[:, -1]
 

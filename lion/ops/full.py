@@ -50,6 +50,14 @@ def weighted_parts(
     return (weights.to(v.dtype) @ v)[:, :, :length], total
 
 
+def add_diagonal(
+    numerator: Tensor, total: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bonus: Tensor | None, wide: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """What a token reads of itself, weighted by `bonus` (H, 1, D or 1) or 1, where the form has left it out."""
+    weight = (q.to(wide) * k * (1 if bonus is None else bonus)).sum(-1)  # (B, H, L)
+    return (numerator + weight[..., None] * v).to(v.dtype), None if total is None else total + weight
+
+
 def product_parts(q: Tensor, k: Tensor, v: Tensor, *, rowsum: bool) -> tuple[Tensor, Tensor | None]:
     """The same without mask: `Q (K^T V)` and `Q sum(K)`, linear in L (Lion-lit, both directions)."""
     wide = torch.promote_types(q.dtype, torch.float32)

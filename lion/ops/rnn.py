@@ -11,14 +11,19 @@ Beyond the outputs, memory is the states and one row sum a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.decay import Clock, Direction, decay, exp_where, prefix_sums, read_and_write
+from lion.ops.decay import Direction, decay, exp_where, make_directions, read_and_write
+from lion.ops.features import apply_feature_map
 from lion.ops.full import pair_scores
 from lion.ops.halving import vector_scores
+
+Wrap = Callable[[Callable], Callable]  # what is done to the function that is called for every piece
 
 
 class State(NamedTuple):
@@ -38,7 +43,7 @@ def initial_state(k: Tensor, v: Tensor) -> State:
 class Tokens(NamedTuple):
     """Consecutive tokens in order of travel: q, k (B, H, C, D), v (B, H, C, E), gate (b, h, C, D or 1), masks (B, C).
 
-    `gate` is the log decay, or the delta rule's beta.
+    `gate` is the log decay, or the delta rule's beta; `phi` the feature map that q and k have yet to go through.
     """
 
     q: Tensor
@@ -47,18 +52,39 @@ class Tokens(NamedTuple):
     gate: Tensor
     valid: Tensor | None = None
     run: Tensor | None = None
+    phi: str | None = None
 
-    def piece(self, begin: int, size: int, back: bool) -> Tokens:
+    def piece(self, begin: int, size: int, back: bool = False) -> Tokens:
         """`size` tokens from `begin`, last one first for a traveller backward."""
         dims = (2, 2, 2, 2, 1, 1)
-        return Tokens(*(x if x is None else turn(x.narrow(d, begin, size), d, back) for x, d in zip(self, dims)))
+        parts = (x if x is None else turn(x.narrow(d, begin, size), d, back) for x, d in zip(self, dims))
+        return Tokens(*parts, phi=self.phi)
+
+    def contiguous(self) -> Tokens:
+        """With strides that do not tell how long the whole sequence is: a compiled step looks at them."""
+        return Tokens(*(x if x is None else x.contiguous() for x in self[:6]), phi=self.phi)
+
+    def mapped(self) -> Tokens:
+        """With the feature map applied; what invalid tokens hold does not go through it."""
+        if self.phi is None:
+            return self
+        gone = None if self.valid is None else ~self.valid[:, None, :, None]
+        q, k = (apply_feature_map(self.phi, x if gone is None else x.masked_fill(gone, 0)) for x in self[:2])
+        return self._replace(q=q, k=k, phi=None)
 
     def kept(self) -> Tokens:
-        """Without what invalid tokens hold: a key of 0 that does not decay is as good as deleted."""
+        """The same, and without what invalid tokens hold: a key of 0 that does not decay is as good as deleted."""
+        tokens = self.mapped()
         if self.valid is None:
-            return self
+            return tokens
         gone = ~self.valid[:, None, :, None]  # select, never multiply: padding may hold NaN
-        return Tokens(*(x.masked_fill(gone, 0) for x in self[:4]), run=self.run)
+        return Tokens(*(x.masked_fill(gone, 0) for x in tokens[:4]), run=self.run)
+
+    def extended(self, missing: int) -> Tokens:
+        """With tokens behind them that are not valid."""
+        run = None if self.run is None else torch.cat([self.run, self.run[:, -1:].expand(-1, missing)], 1)
+        wide = (F.pad(x, (0, 0, 0, missing)) for x in self[:4])
+        return Tokens(*wide, F.pad(self.valid, (0, missing)), run, self.phi)
 
     def to(self, dtype: torch.dtype) -> Tokens:
         return Tokens(*(x.to(dtype) for x in self[:4]), *self[4:])
@@ -79,31 +105,40 @@ class Recurrence(NamedTuple):
 
 
 def rnn_parts(
-    tokens: Tokens, *, gate: str, direction: str, bonus: Tensor | None, rowsum: bool, chunk_size: int
+    tokens: Tokens, bonus: Tensor | None, *, gate: str, direction: str, rowsum: bool, chunk_size: int, wrap: Wrap
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L) of the sequential form."""
-    names = [name for name in ("forward", "backward") if direction in (name, "both")]
+    names = ways(direction)
     own = (1 if bonus is None else bonus) / len(names)
-    return travel(
-        {name: Recurrence(gate, name, own, rowsum) for name in names}, advance, tokens, rowsum=rowsum, size=chunk_size
-    )
+    how = {name: Recurrence(gate, name, own, rowsum) for name in names}
+    return travel(how, advance, tokens, rowsum=rowsum, size=chunk_size, wrap=wrap)
 
 
-def travel(ways: dict, step, tokens: Tokens, *, rowsum: bool, size: int) -> tuple[Tensor, Tensor | None]:
-    """Send one traveller each way, `size` tokens a step; what they read at a token is added up."""
+def ways(direction: str) -> list[str]:
+    return [name for name in ("forward", "backward") if direction in (name, "both")]
+
+
+def travel(
+    ways: dict, step: Callable, tokens: Tokens, *, rowsum: bool, size: int, wrap: Wrap
+) -> tuple[Tensor, Tensor | None]:
+    """Send one traveller each way, `size` tokens a step; what they read at a token is added up.
+
+    A step of that many tokens is `wrap(step)`, so that what compiles it sees one shape.
+    """
     q, k, v, run = tokens.q, tokens.k, tokens.v, tokens.run
     length = q.shape[2]
     states = {name: initial_state(k, v) for name in ways}
-    runs = {name: None if run is None else run[:, 0 if name == "forward" else -1] for name in ways}
-    numerator = torch.zeros_like(v)
+    runs = {name: None if run is None else run[:, 0 if name == "forward" else -1].contiguous() for name in ways}
+    numerator = torch.zeros_like(v, memory_format=torch.contiguous_format)
     total = k.new_zeros(q.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32)) if rowsum else None
     for start in range(0, length, size):
         count = min(size, length - start)
         for name, way in ways.items():
             back = name == "backward"
             begin = length - start - count if back else start
-            piece = tokens.piece(begin, count, back)
-            y, row, states[name], runs[name] = step(way, states[name], runs[name], piece)
+            piece = tokens.piece(begin, count, back).contiguous()
+            one = wrap(step) if count == size else step
+            y, row, states[name], runs[name] = one(way, states[name], runs[name], piece)
             numerator[:, :, begin : begin + count] += turn(y, 2, back).to(v.dtype)
             if rowsum:
                 total[:, :, begin : begin + count] += turn(row, 2, back)
@@ -117,32 +152,31 @@ def advance(
 
     Where a token's own decay applies after it is read (the `source` gate) the state is kept already decayed.
     """
-    q, k, v, log_decay, _, run = tokens.kept().to(state.z.dtype)
+    q, k, v, log_decay, _, run, _ = tokens.kept().to(state.z.dtype)
     log_decay = log_decay.clamp_max(0)  # see `as_lanes`
     if q.shape[2] == 1:
         return _advance_one(way, state, state_run, q, k, v, log_decay, run)
 
-    upto, before = prefix_sums(log_decay)  # (b, h, C, D or 1)
-    clock_run = None if run is None else run[:, None, :, None]  # (B, 1, C, 1)
-    query, key = (Clock(terms, clock_run) for terms in read_and_write(way.gate, way.direction, upto, before))
-    end = Clock(tuple(t[..., -1:, :] for t in upto), None if run is None else clock_run[..., -1:, :])
-    start = None if run is None else state_run[:, None, None, None]
-    begin = Clock(tuple(torch.zeros_like(t) for t in end.terms), start)
-
+    gate = way.gate
+    if gate == "symmetric":  # in the order of travel it is one of the two
+        gate = "target" if way.direction == "forward" else "source"
+    (times,) = make_directions(log_decay, run, gate=gate, direction="forward")  # (b, h, C, D or 1)
+    times = times._replace(begin=times.begin.entered(state_run))
     if log_decay.shape[-1] == 1:
-        weights = pair_scores(q, k, (Direction(query, key, False),), own=False)  # (B, H, C, C)
+        weights = pair_scores(q, k, (times,), own=False)  # (B, H, C, C)
     else:
-        gate = {"symmetric": {"forward": "target", "backward": "source"}[way.direction]}.get(way.gate, way.gate)
         weights = vector_scores(q, k, log_decay, run, gate=gate, direction="forward", own=False)
     weights.diagonal(dim1=-2, dim2=-1).add_((q * k * way.own).sum(-1))
-    read = decay(query, begin) * q  # (B, H, C, D)
-    write = decay(end, key) * k
-    kept = decay(end, begin).mT  # (b, h, D or 1, 1)
-
+    read = decay(times.query, times.begin) * q  # (B, H, C, D)
     y = weights @ v + read @ state.S
     row = weights.sum(-1) + (read @ state.z[..., None]).squeeze(-1) if way.rowsum else None
-    state = State(kept * state.S + write.mT @ v, kept.squeeze(-1) * state.z + write.sum(2))
-    return y, row, state, None if run is None else run[:, -1]
+    return y, row, hand_on(times, k, v, state), None if run is None else run[:, -1]
+
+
+def hand_on(times: Direction, k: Tensor, v: Tensor, state: State) -> State:
+    """The state after these tokens."""
+    write, kept = decay(times.end, times.key) * k, decay(times.end, times.begin).mT  # (B, H, C, D), (b, h, D or 1, 1)
+    return State(kept * state.S + write.mT @ v, kept.squeeze(-1) * state.z + write.sum(2))
 
 
 def _advance_one(way, state, state_run, q, k, v, log_decay, run):

@@ -19,6 +19,7 @@ from lion.ops.arguments import (
 from lion.ops.attention import NORMALIZE, check_pairs, default_scale, finish, linear_attention, separate_rowsum
 from lion.ops.decay import GATES, Clock, decay, prefix_sums, read_and_write
 from lion.ops.delta import delta_advance, delta_scan
+from lion.ops.features import apply_feature_map, check_feature_map
 from lion.ops.rnn import Recurrence, State, Tokens, advance
 from lion.ops.rotary import rotate_pair
 
@@ -33,6 +34,7 @@ def step(
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
+    feature_map: str | None = None,
     normalize: str = "sum",
     gate: str = "source",
     scale: float | None = None,
@@ -50,14 +52,15 @@ def step(
     Returns:
         (B, H, C, E) in the dtype of `v`, and the new state.
     """
-    _check(q, k, v, log_decay, beta, bonus, angles, normalize, gate)
+    _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, gate)
+    q, k = apply_feature_map(feature_map, q), apply_feature_map(feature_map, k)
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
     if state.S.shape != shape or state.z.shape != shape[:-1]:
         raise mismatch("state", f"S {shape}, z {shape[:-1]}", state.S)
     with no_autocast(q):
         turned = rotate_pair(q, k, angles)
         if beta is not None:
-            y, row, state, _ = delta_advance(state, None, Tokens(*turned, v, beta[..., None]))
+            y, row, state, _ = delta_advance(None, state, None, Tokens(*turned, v, beta[..., None]))
         else:
             own = 1.0 if bonus is None else bonus.to(state.z.dtype).reshape(bonus.shape[0], 1, -1)
             apart = separate_rowsum(normalize, angles)
@@ -83,6 +86,7 @@ def prefill(
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
+    feature_map: str | None = None,
     normalize: str = "sum",
     gate: str = "source",
     scale: float | None = None,
@@ -95,18 +99,19 @@ def prefill(
 
     Arguments and output as in `linear_attention`. With `segments` the state is that of the last one.
     """
-    _check(q, k, v, log_decay, beta, bonus, angles, normalize, gate)
+    _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, gate)
     check_masks(q, valid, segments)
     check_chunk_size(chunk_size)
     with no_autocast(q):
         run, kept = as_runs(valid, segments)
+        q, k = Tokens(q, k, v, v, kept, phi=feature_map).mapped()[:2]
         read, turned = rotate_pair(q, k, angles, kept)
         if beta is not None:
             y, state = delta_scan(Tokens(read, turned, v, beta[..., None], kept, run), chunk_size, False)
             return finish(y, None, normalize, scale=default_scale(scale, q), eps=eps).to(v.dtype), state
         summed = k if separate_rowsum(normalize, angles) else turned
         tokens = Tokens(turned, summed, v, as_lanes(log_decay, q), kept, run).kept()
-        turned, plain, values, decays, _, run = tokens.to(tokens.gate.dtype)
+        turned, plain, values, decays, _, run, _ = tokens.to(tokens.gate.dtype)
         S = _decayed(turned, decays, run, gate).mT @ values
         z = _decayed(plain, torch.zeros_like(decays) if normalize == "pre" else decays, run, gate).sum(2)
     y = linear_attention(
@@ -138,8 +143,9 @@ def _decayed(k: Tensor, log_decay: Tensor, run: Tensor | None, gate: str) -> Ten
     return k * decay(Clock(upto, run).map(lambda t: t[:, :, -1:]), key)
 
 
-def _check(q, k, v, log_decay, beta, bonus, angles, normalize, gate) -> None:
+def _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, gate) -> None:
     check_tokens(q, k, v)
     check_gates(q, log_decay, beta, bonus, angles)
+    check_feature_map(feature_map)
     choice("gate", gate, GATES)
     check_pairs(choice("normalize", normalize, NORMALIZE), log_decay, beta, bonus)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops import chunk
+from lion.ops.chunk import Entering
 from lion.ops.decay import FORGOTTEN, Clock, exp_where, prefix_sums
 from lion.ops.halving import FACTORS, fold_both, halvings_of, lambdas, pad, vector_scores
+from lion.ops.rnn import State
 
 
 def full_vector_parts(
@@ -48,7 +52,8 @@ def chunk_vector_parts(
     own: bool,
     rowsum: bool,
     chunk_size: int,
-) -> tuple[Tensor, Tensor | None]:
+    enter: tuple[Entering, ...] = (),
+) -> tuple[Tensor, Tensor | None, list[State]]:
     """The same, linear in L: what `lion.ops.chunk` does, every key dimension decaying on its own."""
     length, wide = q.shape[2], log_decay.dtype
     size, count = chunk.chunk_grid(length, chunk_size)
@@ -64,7 +69,8 @@ def chunk_vector_parts(
     numerator = weights.to(v.dtype) @ v
     total = weights.sum(-1) if rowsum else None
 
-    if count > 1:
+    leave = []
+    if count > 1 or enter:
         (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), gate)
         to_start, to_end = before(log_decay), before(log_decay.flip(-2)).flip(-2)
         since, until = (exp_where(x, factors=FACTORS) for x in (to_start, to_end))  # decays to the chunk's ends
@@ -74,23 +80,29 @@ def chunk_vector_parts(
             ways.append((q_late * since, k_early * until, upto, start, False))
         if direction != "forward":
             negated = (tuple(-t for t in terms) for terms in (start, upto))
-            ways.append((q_early * until, k_late * since, *negated, True))
-        for reads, write, *times, back in ways:
-            here = None
+            ways.append((q_early * until, k_late * since, *negated, True))  # edge, and the one behind it
+        for (reads, write, edge, behind, back), entering in zip_longest(ways, enter):
+            edge_run = None
             if run is not None:
-                edge = run[..., 0] if back else run[..., -1]  # (B, N)
-                behind = torch.cat([edge[:, 1:], edge[:, -1:]] if back else [edge[:, :1], edge[:, :-1]], 1)
-                write = write.masked_fill((run != edge[..., None])[:, None, ..., None], 0)
-                reads = reads.masked_fill((run != behind[..., None])[:, None, ..., None], 0)
-                here = [x[:, None, :, None] for x in (edge, behind)]
-            border = chunk.Border(*(Clock(t, here and here[i]) for i, t in enumerate(times)), back)
-            states = chunk.carry((write.to(v.dtype).mT @ v).to(wide), border)  # (B, H, N, D, E)
-            numerator = numerator + reads.to(v.dtype) @ states.to(v.dtype)
-            if rowsum:
-                z = chunk.carry(write.sum(3)[..., None], border).mT  # (B, H, N, 1, D)
-                total = total + (reads * z).sum(-1)
+                edge_run = (run[..., 0] if back else run[..., -1])[:, None, :, None]  # (B, 1, N, 1)
+                write = write.masked_fill(run[:, None, ..., None] != edge_run[..., None], 0)
+            edge, begin, end = Clock(edge, edge_run), None, None
+            if entering is not None:
+                ends = (slice(-1, None), slice(0, 1)) if back else (slice(0, 1), slice(-1, None))
+                begin = Clock(tuple(t[..., ends[0], :] for t in behind), None).entered(entering.run)
+                end = edge.map(lambda t, last=ends[1]: t[..., last, :])
+            behind = Clock(behind, chunk.earlier(edge, back, begin).run)
+            if run is not None:
+                reads = reads.masked_fill(run[:, None, ..., None] != behind.run[..., None], 0)
+            border = chunk.Border(edge, behind, back, begin, end)
+            S, S_on = chunk.carry((write.to(v.dtype).mT @ v).to(wide), border, entering and entering.S)
+            numerator = numerator + reads.to(v.dtype) @ S.to(v.dtype)  # S (B, H, N, D, E)
+            if rowsum or entering:
+                z, z_on = chunk.carry(write.sum(3)[..., None], border, entering and entering.z[..., None])
+                total = total + (reads * z.mT).sum(-1) if rowsum else None  # z (B, H, N, D, 1)
+                leave.append(entering and State(S_on, z_on.squeeze(-1)))
     numerator = numerator.to(v.dtype).flatten(2, 3)[:, :, :length]
-    return numerator, total.flatten(2, 3)[..., :length] if rowsum else None
+    return numerator, total.flatten(2, 3)[..., :length] if rowsum else None, leave
 
 
 def before(x: Tensor) -> Tensor:

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from lion.layers.attention import AttentionConfig, LionAttention, SoftmaxAttention, forms_of, make_attention, set_form
-from lion.layers.features import FEATURE_MAPS, feature_map
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import make_grid
+from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
 GRID = make_grid(3, 2)
 
@@ -159,11 +159,11 @@ def test_a_row_sum_needs_a_sign(name):
 def test_feature_maps():
     x = torch.randn(2, 3, 5, 8) * 5
     for name, entry in FEATURE_MAPS.items():
-        y = feature_map(name, x.bfloat16())
+        y = apply_feature_map(name, x.bfloat16())
         assert y.dtype == torch.bfloat16
-        assert entry.positive == bool((feature_map(name, x) >= 0).all()), name
+        assert entry.positive == bool((apply_feature_map(name, x) >= 0).all()), name
     silu = x * torch.sigmoid(x) + 0.5
-    torch.testing.assert_close(feature_map("silu_shifted", x), silu / silu.norm(dim=-1, keepdim=True))
+    torch.testing.assert_close(apply_feature_map("silu_shifted", x), silu / silu.norm(dim=-1, keepdim=True))
 
 
 def test_score_dropout_is_for_training_in_full_form():
@@ -200,7 +200,7 @@ def test_softmax_takes_a_feature_map_only_if_asked():
     mapped.load_state_dict(plain.state_dict())
     x = torch.randn(2, 7, 12)
     q, k, v = plain.heads(x)
-    q, k = (feature_map("silu_shifted", t) for t in (q, k))
+    q, k = (apply_feature_map("silu_shifted", t) for t in (q, k))
     want = mapped.merge(x, torch.nn.functional.scaled_dot_product_attention(q, k, v))
     torch.testing.assert_close(mapped(x), want)
     assert not torch.allclose(mapped(x), plain(x), atol=1e-3)

@@ -222,9 +222,9 @@ def test_more_levels_of_chunks(direction, decay, monkeypatch):
     monkeypatch.setattr(lion.ops.chunk, "GROUP", 2)
     levels, carry = [], lion.ops.chunk.carry
 
-    def counted(states, here):
+    def counted(states, *rest):
         levels.append(states.shape[2])
-        return carry(states, here)
+        return carry(states, *rest)
 
     monkeypatch.setattr(lion.ops.chunk, "carry", counted)
     forms = {f"chunk {size}": dict(form="chunk", chunk_size=size) for size in (3, 4)}

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.ops.arguments import choice
+
 
 class FeatureMap(NamedTuple):
     apply: Callable[[Tensor], Tensor]
@@ -26,7 +28,14 @@ FEATURE_MAPS = {
 }
 
 
-def feature_map(name: str, x: Tensor) -> Tensor:
-    """phi(x) in the dtype of `x`."""
+def apply_feature_map(name: str | None, x: Tensor) -> Tensor:
+    """phi(x) in the dtype of `x`; x itself without a name."""
+    if name is None:
+        return x
     wide = torch.promote_types(x.dtype, torch.float32)
     return FEATURE_MAPS[name].apply(x.to(wide)).to(x.dtype)
+
+
+def check_feature_map(name: str | None) -> None:
+    if name is not None:
+        choice("feature_map", name, tuple(FEATURE_MAPS))

@@ -1,0 +1,118 @@
+"""Long sequences without gradients: loops over pieces against the definition, eager and as one operator of a graph."""
+
+import pytest
+import torch
+
+from lion.ops import linear_attention, piecewise, reference_attention
+from lion.ops.features import FEATURE_MAPS, apply_feature_map
+
+from .helpers import DIRECTIONS, GATES, Allocations, assert_close, case, make, unit_keys
+
+FORMS = {"chunk": dict(form="chunk", chunk_size=2), "rnn": dict(form="rnn", chunk_size=8)}
+LENGTHS = (33, 64, 75)  # of pieces of 32: a piece and a token, two whole ones, a part of a third
+SEGMENTS = torch.tensor([[0] * 20 + [-1] * 13 + [4] * 42, [-1] * 3 + [2] * 29 + [1] * 30 + [7] * 13])
+VALID = torch.arange(75) % 5 != torch.tensor([[1], [3]])
+
+
+@pytest.fixture(params=("eager", "compiled"))
+def attention(request, monkeypatch):
+    """The operator without gradients."""
+    monkeypatch.setattr(piecewise, "BACKEND", "eager")
+    piecewise.compiled.cache_clear()
+    torch._dynamo.reset()
+
+    def run(*inputs, **arguments):
+        with torch.no_grad():
+            if request.param == "eager":
+                return linear_attention(*inputs, **arguments)
+            return torch.compile(linear_attention, backend="eager", fullgraph=True, dynamic=False)(*inputs, **arguments)
+
+    with torch._dynamo.config.patch(recompile_limit=100):  # one function in all its kinds
+        yield run
+    piecewise.compiled.cache_clear()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", ("lit", "S", "extreme", "vector", "extreme vector"))
+def test_gates_and_directions(attention, decay, form):
+    for i, gate in enumerate(GATES):
+        for direction in DIRECTIONS if gate == "symmetric" else DIRECTIONS[:1]:
+            inputs, how = make(decay, LENGTHS[i % 3]), dict(gate=gate, direction=direction)
+            expected = inputs.on(reference_attention, **how)
+            dtype, tolerance = ((torch.float64, 1e-12), (torch.float32, 2e-5))[i % 2]
+            got = attention(*inputs.to(dtype), **FORMS[form], **how)
+            assert got.dtype == dtype
+            assert_close(got, expected, tolerance, f"{gate} {direction} {dtype}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", ("lit", "S", "vector"))
+@pytest.mark.parametrize("masks", (dict(segments=SEGMENTS), dict(valid=VALID), dict(segments=SEGMENTS, valid=VALID)))
+def test_masks(attention, masks, decay, form):
+    inputs = make(decay, 75)
+    for direction in DIRECTIONS:
+        expected = inputs.on(reference_attention, direction=direction, **masks)
+        assert_close(attention(*inputs, **FORMS[form], direction=direction, **masks), expected, 1e-12, direction)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_everything_else(attention, form):
+    inputs = make("vector", 75)
+    for what, how in (
+        ("bonus HD", dict(gate="between")),
+        ("angles HL", dict(direction="forward")),
+        ("", dict(normalize="max")),
+        ("", dict(normalize="pre")),
+        ("", dict(normalize="none", segments=SEGMENTS)),
+    ):
+        given = case(inputs, what)
+        expected = given.on(reference_attention, **how)
+        extras = {name: x for name, x in given._asdict().items() if x is not None}
+        assert_close(attention(**extras, **FORMS[form], **how), expected, 1e-12, f"{what} {how}")
+
+
+def test_delta_rule(attention):
+    given = case(unit_keys(make("lit", 75)), "beta")
+    expected = given.on(reference_attention, normalize="none", segments=SEGMENTS)
+    got = attention(*given[:4], beta=given.beta, form="rnn", chunk_size=8, normalize="none", segments=SEGMENTS)
+    assert_close(got, expected, 1e-12)
+
+
+@pytest.mark.parametrize("form", ("full", "chunk", "rnn"))
+def test_feature_maps(attention, form):
+    """Applied by the operator, piece by piece, or before it."""
+    q, k, v, log_decay = make("S", 75)
+    how = dict(form=form, chunk_size=2, valid=VALID)
+    for name, entry in FEATURE_MAPS.items():
+        how["normalize"] = "sum" if entry.positive else "none"
+        expected = linear_attention(apply_feature_map(name, q), apply_feature_map(name, k), v, log_decay, **how)
+        assert_close(attention(q, k, v, log_decay, feature_map=name, **how), expected, 1e-12, name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_graph_for_all_lengths(form, monkeypatch):
+    """The loop is one operator, and what it does to a piece is compiled once."""
+    monkeypatch.setattr(piecewise, "BACKEND", "eager")
+    piecewise.compiled.cache_clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_attention, backend="eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for length in (96, 128, 160, 192, 224, 256, 288):
+            inputs = make("S", length, dtype=torch.float32)
+            with torch._dynamo.config.patch(error_on_recompile=length > 96):
+                got = compiled(*inputs, **FORMS[form])
+            assert_close(got, inputs.on(reference_attention), 2e-5, str(length))
+    piecewise.compiled.cache_clear()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", ("S", "vector"))
+def test_memory_is_that_of_a_piece(decay, form):
+    """Beside output, row sums and the sums of gates nothing grows with the sequence, and no copy of q and k is made."""
+    largest = {}
+    for length in (256, 1024):
+        q, k, v, log_decay = make(decay, length, heads=1, batch=1, dim=16, value_dim=16, dtype=torch.float32)
+        with torch.no_grad(), Allocations() as allocations:
+            linear_attention(q, k, v, log_decay, feature_map="silu_shifted", **FORMS[form])
+        largest[length] = sum(shape == (1, 1, length, 16) for shape in allocations.shapes)
+    assert largest[256] == largest[1024] <= (1 if decay == "S" else 2)
