@@ -250,11 +250,10 @@ class LionAttention(Attention):
         angles = None
         if m.rotary:  # (B, 1, L, D/2), the same for all rows unless padding shifts them
             places = places.expand(x.shape[0], -1) if places.shape[0] > 1 else places[0]
-            wide = torch.promote_types(x.dtype, torch.float32)
-            angles = rotary_angles(places.unsqueeze(-2), rope_frequencies(q.shape[-1], device=x.device, dtype=wide))
-        return dict(
-            q=q, v=v, angles=angles, feature_map=phi, normalize=c.normalize, gate=c.gate, scale=m.scale, **given
-        )
+            frequencies = rope_frequencies(q.shape[-1], device=x.device, dtype=torch.float64)
+            angles = rotary_angles(places.unsqueeze(-2), frequencies)
+        how = dict(feature_map=phi, normalize=c.normalize, gate=c.gate, scale=m.scale)
+        return dict(q=q, v=v, angles=angles, **how, **given)
 
     def prefill(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, LayerState]:
         """Mix a prompt x (B, L, dim) in the chunk form; the output (B, L, dim) and the state to go on from.

@@ -16,11 +16,13 @@ from torch import Tensor
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn the pair (x_p, x_{p + D/2}) of every token of x (B, H, L, D) by `angles` (.., L, D/2), in radians.
 
-    The angles broadcast to (B, H, L, D/2) and may be parameters. The result has the dtype of `x`.
+    The angles broadcast to (B, H, L, D/2) and may be parameters. The result has the dtype of `x`; large angles come
+    in float64, where a whole turn more changes nothing.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     real, imaginary = x.to(wide).chunk(2, -1)
-    cos, sin = angles.to(wide).cos(), angles.to(wide).sin()
+    angles = angles.to(torch.promote_types(angles.dtype, wide))
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], -1).to(x.dtype)
 
 
@@ -36,7 +38,9 @@ def rotate_pair(q: Tensor, k: Tensor, angles: Tensor | None, valid: Tensor | Non
 
 
 def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:
-    """Angles (.., L, D/2), the sum over all axes of place times frequency.
+    """Angles (.., L, D/2) in float64, the sum over all axes of place times frequency.
+
+    A float32 angle is off by 4e-3 at place 100,000 and by 1 at 10 million; here by 1e-9.
 
     Args:
         coords: Places (axes, L) or (B, axes, L); tokens without a place, -1 in all axes (cls), are not turned.
@@ -45,9 +49,9 @@ def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:
     Returns:
         (L, D/2), (H, L, D/2) or, with coords of a batch, (B, 1 or H, L, D/2).
     """
-    places = coords.masked_fill((coords < 0).all(-2, keepdim=True), 0).to(frequencies.dtype).mT  # (.., L, axes)
+    places = coords.masked_fill((coords < 0).all(-2, keepdim=True), 0).double().mT  # (.., L, axes)
     places = places[:, None] if places.dim() == 3 else places
-    return (places[..., None] * frequencies[..., None, :, :]).sum(-2)  # no matmul: autocast would round the places
+    return (places[..., None] * frequencies.double()[..., None, :, :]).sum(-2)
 
 
 def rope_frequencies(

@@ -181,6 +181,19 @@ def test_streaming_is_the_forward_direction(mixer):
             assert error(torch.cat([start, rest], 1), want) < tolerance, prompt
 
 
+@torch.inference_mode()
+def test_a_stream_loses_nothing_with_its_position():
+    """RetNet turns by place: ten million tokens on it must be as exact as at the start."""
+    x, want, double = tokens(30), None, make("retnet")
+    for position in (0, 100_000, 10_000_000):
+        for layer, tolerance in ((double, 1e-8), (make("retnet").float(), 2e-5)):
+            start = layer.initial_state(2)._replace(position=torch.tensor([position, position + 5]))
+            y, state = stream(layer, x.to(layer.proj.weight.dtype), [1] * 10 + [20], start)
+            want = y if want is None else want
+            assert error(y, want) < tolerance, position  # only differences of places count
+            assert state.position.tolist() == [position + 30, position + 35]
+
+
 @every_mixer
 @torch.inference_mode()
 def test_prefill_skips_padding_wherever_it_is(mixer):

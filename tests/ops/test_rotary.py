@@ -217,7 +217,25 @@ def test_rotary_angles(batch, heads, axes):
 
 def test_float_places():
     coords = torch.tensor([[0.5, -1.0, 2.25]])
-    assert torch.equal(rotary_angles(coords, torch.tensor([[2.0]])), torch.tensor([[1.0], [0.0], [4.5]]))
+    assert torch.equal(rotary_angles(coords, torch.tensor([[2.0]])), torch.tensor([[1.0], [0.0], [4.5]]).double())
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_far_places(form):
+    """Ten million places on, float32 tokens are turned as float64 ones are at the start; frequencies still learn."""
+    inputs, frequencies = make("S", 11, batch=1, heads=2), torch.tensor([[1.0, 0.3]])
+
+    def attention(dtype, start):
+        learned = frequencies.to(dtype, copy=True).requires_grad_()
+        angles = rotary_angles(start + torch.arange(11)[None], learned)
+        y = linear_attention(*inputs.to(dtype), angles=angles, **SMALL_FORMS[form])
+        y.square().sum().backward()
+        assert y.dtype == learned.grad.dtype == dtype
+        return y, learned.grad
+
+    expected, expected_grad = attention(torch.float64, 0)
+    assert_close(attention(torch.float32, 10_000_000)[0], expected, 2e-5)
+    assert_close(attention(torch.float32, 0)[1], expected_grad, 5e-5)
 
 
 def test_autocast_does_not_round_places():
