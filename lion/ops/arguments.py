@@ -83,6 +83,11 @@ def as_lanes(log_decay: Tensor | None, q: Tensor, cut: bool = True) -> Tensor:
     return log_decay[..., None] if log_decay.dim() == 3 else log_decay
 
 
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """Of what is summed over tokens before it is divided: that of x, but float16 ends at 65,504."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
+
+
 def as_runs(valid: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Segments as a non-decreasing count (B, L), padding belonging to the segment before it; and all valid tokens."""
     if segments is None:

@@ -14,6 +14,7 @@ from lion.ops.arguments import (
     check_tokens,
     choice,
     no_autocast,
+    sum_dtype,
 )
 from lion.ops.blockwise import blockwise_parts
 from lion.ops.decay import DIRECTIONS, GATES, make_directions
@@ -60,7 +61,7 @@ def linear_attention(
     Args:
         q, k: Queries and keys (B, H, L, D), through the feature map unless it is given. Gates on the key are folded
             into k.
-        v: Values (B, H, L, E).
+        v: Values (B, H, L, E). Float16 is computed in float32, as its sums would overflow; bfloat16 is not.
         log_decay: log lambda <= 0: None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with a lambda for each
             key dimension (H, D) or (B, H, L, D). What is above 0 counts as 0: a lambda is at most 1.
         beta: (B, H, L) in [0, 1]: the delta rule (see `lion.ops.delta`) in place of decays, for keys of norm 1.
@@ -110,7 +111,7 @@ def linear_attention(
         segments=segments,
         dropout_p=dropout_p,
     )
-    return finish(numerator, rowsum, normalize, scale=default_scale(scale, q), eps=eps)
+    return finish(numerator, rowsum, normalize, scale=default_scale(scale, q), eps=eps).to(v.dtype)
 
 
 def default_scale(scale: float | None, q: Tensor) -> float:
@@ -154,7 +155,8 @@ def linear_attention_parts(
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and float32 row sum (B, H, L), undivided: several scans can be added up first.
 
-    Arguments as in `linear_attention`; with `normalize="none"` there is no row sum (None).
+    Arguments as in `linear_attention`; with `normalize="none"` there is no row sum (None). Beside float16 tokens the
+    numerator is float32.
     """
     check_tokens(q, k, v)
     check_gates(q, log_decay, beta, bonus, angles)
@@ -171,6 +173,8 @@ def linear_attention_parts(
     how = dict(form=form, direction=direction, gate=gate, chunk_size=chunk_size)
     with no_autocast(q):
         run, valid = as_runs(valid, segments)
+        if form != "rnn":  # which widens a piece at a time
+            q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
         if angles is not None and feature_map is not None:  # rotation comes after it
             q, k, feature_map = *Tokens(q, k, v, v, valid, phi=feature_map).mapped()[:2], None
         turned = rotate_pair(q, k, angles, valid)

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.ops.arguments import sum_dtype
 from lion.ops.rnn import State, Tokens, Wrap, initial_state, travel, turn, ways
 
 
@@ -40,7 +41,7 @@ def delta_parts(
     if direction == "both":
         q, k, v, beta, *_ = tokens.kept()
         y = y - ((q * k).sum(-1, keepdim=True) * beta) * v
-    return y.to(tokens.v.dtype), None
+    return y.to(sum_dtype(tokens.v)), None
 
 
 def delta_scan(tokens: Tokens, size: int, back: bool) -> tuple[Tensor, State]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lion.ops.arguments import sum_dtype
 from lion.ops.chunk import Entering, chunk_parts
 from lion.ops.decay import make_directions
 from lion.ops.delta import delta_parts
@@ -156,4 +157,4 @@ def loop(
 @loop.register_fake
 def _(q, k, v, decay, valid, run, phi, bonus, form, gate, direction, own, rowsum, chunk_size):
     total = k.new_empty(k.shape[:3] if rowsum else (0,), dtype=decay.dtype if rowsum else k.dtype)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), total
+    return torch.empty_like(v, dtype=sum_dtype(v), memory_format=torch.contiguous_format), total

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.ops.arguments import sum_dtype
 from lion.ops.decay import Direction, decay, exp_where, make_directions, read_and_write
 from lion.ops.features import apply_feature_map
 from lion.ops.full import pair_scores
@@ -129,7 +130,7 @@ def travel(
     length = q.shape[2]
     states = {name: initial_state(k, v) for name in ways}
     runs = {name: None if run is None else run[:, 0 if name == "forward" else -1].contiguous() for name in ways}
-    numerator = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    numerator = torch.zeros_like(v, dtype=sum_dtype(v), memory_format=torch.contiguous_format)
     total = k.new_zeros(q.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32)) if rowsum else None
     for start in range(0, length, size):
         count = min(size, length - start)
@@ -139,7 +140,7 @@ def travel(
             piece = tokens.piece(begin, count, back).contiguous()
             one = wrap(step) if count == size else step
             y, row, states[name], runs[name] = one(way, states[name], runs[name], piece)
-            numerator[:, :, begin : begin + count] += turn(y, 2, back).to(v.dtype)
+            numerator[:, :, begin : begin + count] += turn(y, 2, back).to(numerator.dtype)
             if rowsum:
                 total[:, :, begin : begin + count] += turn(row, 2, back)
     return numerator, total

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import as_lanes, check_gates, check_masks, check_tokens, choice, no_autocast
+from lion.ops.arguments import as_lanes, check_gates, check_masks, check_tokens, choice, no_autocast, sum_dtype
 from lion.ops.attention import check_names, default_scale, finish, linear_attention_parts, resolve_form
 from lion.ops.decay import hold, make_directions, pair_mask
 from lion.ops.full import aligned, weighted_parts
@@ -80,13 +80,14 @@ def multi_scan_attention(
     one_product = scalar and scan_merge == "masks" and gate != "between" and normalize != "pre"
     if one_product and resolve_form(form, length, True, dropout_p) == "full":
         parts = mean_mask_parts(q, k, v, log_decays, orders, valid=valid, dropout_p=dropout_p, **how)
-        return finish(*parts, normalize, **close)
+        return finish(*parts, normalize, **close).to(v.dtype)
     how |= dict(form=form, chunk_size=chunk_size, dropout_p=dropout_p)
     scans = [scan_parts(q, k, v, *scan, valid=valid, **how) for scan in zip(log_decays, orders)]
     if scan_merge == "outputs":
-        return mean([finish(*parts, normalize, **close) for parts in scans])
+        return mean([finish(*parts, normalize, **close) for parts in scans]).to(v.dtype)
     numerators, totals = zip(*scans)
-    return finish(mean(numerators), None if totals[0] is None else mean(totals), normalize, **close)
+    total = None if totals[0] is None else mean(totals)
+    return finish(mean(numerators), total, normalize, **close).to(v.dtype)
 
 
 def scan_parts(
@@ -117,7 +118,7 @@ def mean_mask_parts(
     masks, length = [], q.shape[2]
     with no_autocast(q):
         tokens = Tokens(q, k, v, as_lanes(None, q), valid).kept()
-        q, k, v, missing = aligned(*tokens[:3])
+        q, k, v, missing = aligned(*(x.to(sum_dtype(x)) for x in tokens[:3]))
         for log_decay, order in zip(log_decays, orders):
             back, lanes = places(order), as_lanes(log_decay, tokens.q)
             if valid is not None:

@@ -32,7 +32,7 @@ from .helpers import (
 )
 from .test_streaming import stream
 
-BF16 = 2.0**-8  # unit roundoff
+BF16, FP16 = 2.0**-8, 2.0**-11  # unit roundoff
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -205,6 +205,73 @@ def test_bf16_accuracy(decay, length):
                 got = linear_attention(*inputs, **how, **arguments)
                 assert got.dtype == torch.bfloat16
                 assert_close(got, exact, budget, f"{form} {arguments}")
+
+
+@pytest.mark.parametrize("normalize", ("sum", "max", "pre"))
+@pytest.mark.parametrize("decay", ("lit", "D", "S", "vector"))
+def test_float16_sums_beyond_its_range(decay, normalize):
+    """Numerators beyond 100,000 are divided before they are rounded.
+
+    An output is rounded once; gradients come from weights that are rounded, too, and may partly cancel.
+    """
+    inputs = long_float16(decay, 512)
+    for direction in DIRECTIONS:
+        how = dict(direction=direction, normalize=normalize)
+        exact = inputs.to(torch.float64).leaves()
+        numerator, _ = linear_attention_parts(*exact, **how)
+        assert numerator.abs().max() > 1e5
+        expected = linear_attention(*exact, **how)
+        grads = backward(expected, exact)
+        for form in ("full", "chunk64", "rnn64", *(["blockwise64"] if decay in SCALARS else [])):
+            leaves = inputs.leaves()
+            got = linear_attention(*leaves, **(FORMS | BLOCKWISE)[form], **how)
+            assert got.dtype == torch.float16
+            assert_close(got, expected, 2 * FP16, f"{form} {how}")
+            for name, grad in backward(got, leaves).items():
+                if normalize != "pre" or "rnn" not in form:  # there two gradients that cancel are rounded one by one
+                    assert_close(grad, grads[name], 8 * FP16, f"d{name} {form} {how}")
+                assert grad.isfinite().all()
+            with torch.inference_mode():
+                assert_close(linear_attention(*inputs, **(FORMS | BLOCKWISE)[form], **how), expected, 2 * FP16, form)
+    with torch.inference_mode():
+        expected = linear_attention(*inputs.to(torch.float64), direction="forward", normalize=normalize)
+        got, _ = prefill(*inputs, normalize=normalize)
+        assert_close(got, expected, 2 * FP16, "prefill")
+        assert_close(stream(inputs, [256, 255, 1], normalize=normalize)[0], expected, 2 * FP16, "step")
+
+
+def test_float16_sums_of_many_tokens():
+    """A state of 16,384 keys is beyond the range by itself."""
+    inputs = long_float16("lit", 16_384)
+    assert inputs.to(torch.float64).k.sum(2).max() > torch.finfo(torch.float16).max
+    for form, how in (
+        ("full", {}),
+        ("chunk", {}),
+        ("chunk", dict(direction="forward")),
+        ("rnn", dict(chunk_size=1024)),
+    ):
+        expected = linear_attention(*inputs.to(torch.float64), **how)
+        with torch.inference_mode():
+            assert_close(linear_attention(*inputs, form=form, **how), expected, 2 * FP16, f"{form} {how}")
+
+
+@pytest.mark.parametrize("merge", SCAN_MERGES)
+def test_float16_sums_of_several_scans(merge):
+    inputs = long_float16("S", 512)
+    decays, orders = [inputs.log_decay, inputs.log_decay.flip(2)], torch.stack([torch.arange(512), torch.randperm(512)])
+    expected = multi_scan_attention(*inputs.to(torch.float64)[:3], decays, orders, scan_merge=merge)
+    for form in SMALL_FORMS.values():
+        if form.get("chunk_size") != 1:
+            got = multi_scan_attention(*inputs[:3], decays, orders, scan_merge=merge, **form)
+            assert got.dtype == torch.float16
+            assert_close(got, expected, 2 * FP16)
+
+
+def long_float16(decay: str, length: int):
+    """Large features, values away from zero and gates that forget little: nothing cancels in a sum."""
+    inputs = make(decay, length, batch=1, heads=1, value_dim=2, dtype=torch.float16)
+    gates = None if inputs.log_decay is None else inputs.log_decay.float() / 1000
+    return inputs._replace(q=8 * inputs.q, k=8 * inputs.k, v=inputs.v.abs() + 2, log_decay=gates)
 
 
 @pytest.mark.parametrize("form", FORMS)
