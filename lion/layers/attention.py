@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lion.config import nearest, setting
 from lion.layers.decay import DECAYS
 from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers.padding import places_of, without_padding
 from lion.layers.scans import AS_THEY_STAND, SCANS, Grid
 from lion.ops import (
     DIRECTIONS,
@@ -20,7 +21,6 @@ from lion.ops import (
     NORMALIZE,
     SCAN_MERGES,
     State,
-    check_masks,
     linear_attention,
     multi_scan_attention,
     prefill,
@@ -166,17 +166,6 @@ class Attention(nn.Module):
         raise NotImplementedError
 
 
-def without_padding(x: Tensor, valid: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """x (B, L, dim) with zeros for padding, and which tokens are none (B, L), or None for all.
-
-    Where a layer begins: behind it a NaN would meet gradients of zero, in the weights of every Linear.
-    """
-    check_masks(x[:, None], valid, segments)
-    if segments is not None:
-        valid = segments >= 0 if valid is None else valid & (segments >= 0)
-    return (x if valid is None else x.masked_fill(~valid[..., None], 0)), valid
-
-
 class LayerState(NamedTuple):
     """What a causal layer remembers: the operator's `S` and `z`, and the next token's `position` (B,)."""
 
@@ -292,11 +281,6 @@ class LionAttention(Attention):
             raise ValueError(f"direction: only 'forward' streams, this layer has {self.config.direction!r}")
         if self.config.scans != AS_THEY_STAND:
             raise ValueError("scans: a stream has one order, that in which its tokens come")
-
-
-def places_of(x: Tensor, valid: Tensor | None) -> Tensor:
-    """The place of each token of x (B, L, dim) in its sequence without padding, (B or 1, L)."""
-    return torch.arange(x.shape[1], device=x.device)[None] if valid is None else valid.cumsum(1) - 1
 
 
 class SoftmaxAttention(Attention):

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.layers.attention import NORMS, AttentionConfig, make_attention, without_padding
+from lion.layers.attention import NORMS, AttentionConfig, make_attention
+from lion.layers.padding import without_padding
 from lion.layers.scans import Grid
 
 
