@@ -47,7 +47,7 @@ def check_gates(
 
 
 def check_floats(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
-    if x.shape not in shapes or not x.is_floating_point():
+    if not x.is_floating_point() or not any(x.dim() == len(shape) and x.shape == shape for shape in shapes):
         *others, last = map(str, shapes)
         raise mismatch(name, f"floating point {' or '.join([', '.join(others)] * bool(others) + [last])}", x)
 
@@ -106,6 +106,20 @@ def as_runs(valid: Tensor | None, segments: Tensor | None) -> tuple[Tensor | Non
     elif not together:
         raise ValueError(f"{message}, got an id that comes back")
     return starts.cumsum(1), valid
+
+
+def is_number(size: int) -> bool:
+    """False for a symbol, which stands for all sizes in a graph of `torch.compile` or `torch.export`."""
+    if not torch.compiler.is_compiling():
+        return True
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # brings sympy: only to those who compile
+
+    return has_static_value(size)
+
+
+def rounded(length: int, multiple: int) -> int:
+    """Up to a multiple; a symbol to the next one above it, for a graph that asks whether it is one would be split."""
+    return -(-length // multiple) * multiple if is_number(length) else (length // multiple + 1) * multiple
 
 
 def no_autocast(x: Tensor) -> torch.autocast:
