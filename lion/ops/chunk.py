@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.ops.arguments import is_number, rounded
 from lion.ops.decay import Clock, Direction, decay, hold
 from lion.ops.full import pair_scores
 from lion.ops.rnn import State
@@ -104,6 +105,8 @@ def outside(
 
 def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
     """(tokens per chunk, chunks): at most `chunk_size` tokens, evened out so that little is padding."""
+    if not is_number(length):
+        return chunk_size, rounded(length, chunk_size) // chunk_size
     count = -(-length // chunk_size)
     even = -(-length // count)
     size = min(chunk_size, -(-even // 8) * 8)
@@ -116,6 +119,8 @@ def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
 
 def group_grid(count: int) -> tuple[int, int]:
     """(groups, chunks a group): at most `GROUP`, evened out like the chunks."""
+    if not is_number(count):
+        return rounded(count, GROUP) // GROUP, GROUP
     groups = -(-count // GROUP)
     return groups, -(-count // groups)
 
@@ -145,13 +150,12 @@ def earlier(edge: Clock, back: bool, begin: Clock | None = None) -> Clock:
     """The edges (b, H, N, D or 1) one place earlier in the direction of travel; before the first is `begin`, or that
     edge again, which is never read."""
     first = edge.map(lambda t: t[..., -1:, :] if back else t[..., :1, :]) if begin is None else begin
-    rest = edge.map(lambda t: t[..., 1:, :] if back else t[..., :-1, :])
 
-    def joined(a: Tensor, b: Tensor) -> Tensor:
-        return torch.cat([b, a] if back else [a, b], -2)
+    def shifted(t: Tensor, first: Tensor) -> Tensor:  # cut last: graphs would ask whether one place is left
+        return torch.cat([t, first], -2)[..., 1:, :] if back else torch.cat([first, t], -2)[..., :-1, :]
 
-    run = None if edge.run is None else joined(first.run, rest.run)
-    return Clock(tuple(joined(a, b) for a, b in zip(first.terms, rest.terms)), run)
+    run = None if edge.run is None else shifted(edge.run, first.run)
+    return Clock(tuple(shifted(*pair) for pair in zip(edge.terms, first.terms)), run)
 
 
 def carry(states: Tensor, here: Border, enter: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
