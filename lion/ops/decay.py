@@ -147,7 +147,7 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
         else:
             rest = (total - total.float().double()).float()
     upto = (total.to(log_decay.dtype), rest)
-    return upto, tuple(F.pad(t[..., :-1, :], (0, 0, 1, 0)) for t in upto)
+    return upto, tuple(F.pad(t, (0, 0, 1, 0))[..., :-1, :] for t in upto)
 
 
 def read_and_write(gate: str, direction: str, upto: _Terms, before: _Terms) -> tuple[_Terms, _Terms]:
@@ -183,7 +183,9 @@ def make_directions(log_decay: Tensor, run: Tensor | None, *, gate: str, directi
 
 def hold(t: Tensor, missing: int) -> Tensor:
     """Let time (.., L, D) stand still for `missing` more places."""
-    return torch.cat([t, t[..., -1:, :].expand(*t.shape[:-2], missing, t.shape[-1])], -2)
+    length = t.shape[-2]
+    known = torch.arange(length + missing, device=t.device)[:, None] < length  # a graph asks whether 1 is `expand`ed
+    return torch.where(known, F.pad(t, (0, 0, 0, missing)), t[..., -1:, :])
 
 
 def pair_mask(
