@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lion.ops.arguments import is_number
 from lion.ops.decay import FORGOTTEN, exp_where, least_decay
 
 FACTORS = 3  # decays multiplied with each other: a token's own, and from each token of a pair to the middle
@@ -47,7 +48,7 @@ def vector_scores(
     """
     length = q.shape[-2]
     q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp_min(FORGOTTEN)
-    padded = pad(-length % 2 ** halvings_of(length), q, k, log_decay)
+    padded = pad(missing_of(length), q, k, log_decay)
     scores = _Scores.apply(*padded, gate, own)[..., :length, :length]
     if direction != "both":
         scores = scores.tril() if direction == "forward" else scores.triu()
@@ -139,6 +140,17 @@ def flushed(decay: Tensor) -> Tensor:
 def halvings_of(length: int) -> int:
     """How often `length` is halved until a block is short."""
     return (-(-length // SHORT) - 1).bit_length()
+
+
+def missing_of(length: int) -> int:
+    """How many places more make a length that halves into short blocks; of a symbol up to a power of two, so that
+    there is one graph for each of these."""
+    if is_number(length):
+        return -length % 2 ** halvings_of(length)
+    size = SHORT
+    while size <= length:
+        size *= 2
+    return size - length
 
 
 def fold_both(q: Tensor, k: Tensor, lam: Tensor, gate: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

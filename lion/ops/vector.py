@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops import chunk
 from lion.ops.chunk import Entering
-from lion.ops.decay import FORGOTTEN, Clock, exp_where, prefix_sums
-from lion.ops.halving import FACTORS, fold_both, halvings_of, lambdas, pad, vector_scores
+from lion.ops.decay import FORGOTTEN, Clock, exp_where, hold, prefix_sums
+from lion.ops.halving import FACTORS, fold_both, lambdas, missing_of, pad, vector_scores
 from lion.ops.rnn import State
 
 
@@ -30,7 +29,7 @@ def full_vector_parts(
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L), dense in L; log_decay (b, H, L, D), run (B, L) or None."""
     length = q.shape[2]
-    missing = -length % 2 ** halvings_of(length)
+    missing = missing_of(length)
     q, k, v, log_decay = pad(missing, q, k, v, log_decay)
     run = pad_run(run, missing)
     weights = vector_scores(q, k, log_decay, run, gate=gate, direction=direction, own=own)
@@ -57,7 +56,7 @@ def chunk_vector_parts(
     """The same, linear in L: what `lion.ops.chunk` does, every key dimension decaying on its own."""
     length, wide = q.shape[2], log_decay.dtype
     size, count = chunk.chunk_grid(length, chunk_size)
-    size += -size % 2 ** halvings_of(size)
+    size += missing_of(size)
     missing = size * count - length
     q, k, v, log_decay = (
         x.unflatten(2, (count, size)) for x in pad(missing, q, k, v, log_decay.clamp_min(FORGOTTEN))
@@ -111,4 +110,4 @@ def before(x: Tensor) -> Tensor:
 
 
 def pad_run(run: Tensor | None, missing: int) -> Tensor | None:
-    return None if run is None else torch.cat([run, run[:, -1:].expand(-1, missing)], 1)
+    return None if run is None else hold(run[..., None], missing).squeeze(-1)
