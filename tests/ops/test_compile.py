@@ -1,11 +1,13 @@
-"""Full and chunk are single static graphs for torch.compile, and are compiled once per shape."""
+"""Full and chunk are single static graphs for torch.compile, compiled once per shape, or once for all lengths."""
 
 import shutil
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import lion.ops.chunk
+from lion.layers.attention import LionAttention
 from lion.ops import linear_attention
 
 from .helpers import assert_close, backward, case, make, signed, unit_keys
@@ -93,6 +95,100 @@ def test_one_graph_in_blocks(gate):
 def test_one_graph_with_two_levels_of_chunks():
     length = 2 * lion.ops.chunk.GROUP + 1
     check(some("S", length), "aot_eager", form="chunk", chunk_size=1)
+
+
+LENGTHS = (100, 65, 127, 128, 197, 256, 300, 500)  # multiples of a chunk, and one less, among them
+
+
+def check_lengths(function, cases, backend: str, graphs: int = 1, **arguments) -> None:
+    """One compiled graph, or so many, for cases of all lengths; values and gradients against eager."""
+
+    def attention(*x):
+        return kind(*x).on(function, **arguments)
+
+    kind, counter, counts = type(cases[0]), CompileCounterWithBackend(backend), []
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counter)
+    for some in cases:
+        leaves, same = some.leaves(), some.leaves()
+        what, expected, got = f"{some.q.shape[2]} tokens", attention(*same), compiled(*leaves)
+        counts.append(counter.frame_count)
+        assert_close(got, expected, 1e-12, what)
+        expected_grads = backward(expected, same)
+        for name, grad in backward(got, leaves).items():
+            assert_close(grad, expected_grads[name], 1e-12, f"d{name} {what}")
+    assert len(set(counts)) == graphs, counts  # AOT may count the first one twice
+
+
+@pytest.mark.parametrize(
+    "form, decay", [(form, decay) for form in ("full", "chunk") for decay in ("lit", "D", "S")] + [("chunk", "vector")]
+)
+def test_one_graph_of_all_lengths(form, decay):
+    check_lengths(linear_attention, [make(decay, length) for length in LENGTHS], "eager", form=form)
+
+
+def test_graphs_of_vectors_in_full():
+    """They are halved: a graph for each doubling of the length."""
+    cases = [make("vector", length) for length in (100, 65, 127, 128, 197)]
+    check_lengths(linear_attention, cases, "eager", graphs=2, form="full")
+
+
+@pytest.mark.parametrize("form", ("full", "chunk"))
+def test_one_graph_of_all_lengths_backward(form):
+    cases = [make("S", length) for length in (100, 127, 192)]
+    check_lengths(linear_attention, cases, "aot_eager", form=form)
+
+
+def test_one_graph_of_all_lengths_of_the_delta_rule():
+    cases = [case(unit_keys(make("lit", length)), "beta") for length in LENGTHS[:4]]
+    check_lengths(linear_attention, cases, "eager", form="full", normalize="none")
+
+
+def test_graphs_of_lengths_by_default():
+    """Without being told: one of the first length, one of all others, and one where "auto" takes another form."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(linear_attention, fullgraph=True, backend=counter)
+    counts = []
+    for length in (*LENGTHS, 40, 5_000):  # one chunk, and two levels of chunks
+        inputs = make("S", length)
+        assert_close(compiled(*inputs, form="auto"), linear_attention(*inputs, form="chunk"), 1e-12, str(length))
+        counts.append(counter.frame_count)
+    assert counts == [1, 2, 2, 2, 2, 2, 3, 3, 3, 4]
+
+
+@pytest.mark.parametrize("form", ("full", "chunk"))
+def test_one_graph_of_all_lengths_with_masks(form):
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(linear_attention, fullgraph=True, dynamic=True, backend=counter)
+    for length in LENGTHS:
+        place = torch.arange(length).expand(2, -1)
+        inputs, masks = make("S", length), dict(valid=place % 7 != 3, segments=place // 30)
+        expected = linear_attention(*inputs, form=form, **masks)
+        assert_close(compiled(*inputs, form=form, **masks), expected, 1e-12, f"{length} tokens")
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("mixer", ("lion_s", "retnet", "rwkv6"))
+def test_layer_is_one_graph_of_all_lengths(mixer):
+    """Rotary positions and padding, a bonus, gates of tokens: all that a layer puts around the operator."""
+    layer, counter = LionAttention(16, 2, mixer=mixer, form="chunk"), CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for length in LENGTHS:
+        x, valid = torch.randn(3, length, 16), torch.arange(length).expand(3, -1) % 5 != 3
+        assert_close(compiled(x, valid=valid), layer(x, valid=valid), 5e-6, f"{length} tokens")
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("mixer", ("lion_s", "retnet", "rwkv6", "deltanet"))
+def test_step_is_one_graph_of_all_batches(mixer):
+    layer, counter = LionAttention(16, 2, mixer=mixer, direction="forward"), CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer.step, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad():
+        for batch in (3, 5, 2):
+            x = torch.randn(batch, 2, 16)
+            y, state = compiled(x[:, :1], layer.initial_state(batch))
+            y = torch.cat([y, compiled(x[:, 1:], state)[0]], 1)
+            assert_close(y, layer(x), 1e-6, f"batch {batch}")
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("form", FORMS)
