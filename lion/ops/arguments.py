@@ -19,6 +19,8 @@ def mismatch(name: str, expected: str, x: Tensor) -> ValueError:
 
 def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Here and below messages are made where a check fails: a graph of all lengths cannot print them."""
+    if torch.jit.is_tracing():  # padding, chunks and steps would stay those of the example
+        raise RuntimeError("torch.jit.trace: the trace would be wrong at other lengths, use torch.export")
     if q.dim() != 4 or not q.is_floating_point():
         raise mismatch("q", "floating point (B, H, L, D)", q)
     if q.shape[2] == 0:

@@ -92,6 +92,7 @@ def linear_attention(
 
     Raises:
         ValueError: An argument of the wrong shape, dtype or name, or two that do not go together.
+        RuntimeError: Under `torch.jit.trace`.
     """
     numerator, rowsum = linear_attention_parts(
         q,
