@@ -1,0 +1,135 @@
+"""`torch.export` and ONNX: layers, models and steps with a batch, and a length, that change; no traces."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, export
+
+import lion
+from lion.layers.attention import AttentionConfig, LayerState
+from lion.models.vit import ViT, ViTConfig
+
+from ..ops.helpers import assert_close
+
+MIXERS = ("lion_lit", "lion_s", "retnet", "rwkv6")
+BATCH, BATCHES = {0: Dim("batch")}, (1, 2, 5)
+BOTH = {0: Dim.AUTO, 1: Dim.AUTO}
+LENGTHS = (65, 127, 128, 300)
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+class Step(nn.Module):
+    """A step of a layer as a function of tensors."""
+
+    def __init__(self, layer: lion.LionAttention) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, S, z, position):
+        y, state = self.layer.step(x, LayerState(S, z, position))
+        return y, *state
+
+
+def vit(mixer: str, **attention) -> ViT:
+    config = ViTConfig(mixer=mixer, dim=16, depth=1, num_heads=2, patch_size=2, attention=AttentionConfig(**attention))
+    return ViT(config, image_size=(18, 18), channels=1, num_classes=3).eval()  # 82 tokens
+
+
+@pytest.mark.parametrize("form", ("full", "chunk", "rnn"))
+@pytest.mark.parametrize("mixer", (*MIXERS, "deltanet"))
+def test_layer_of_all_batches(mixer, form):
+    length = 12 if form == "rnn" else 100  # unrolled
+    layer = lion.LionAttention(16, 2, mixer=mixer, form=form)
+    exported = export(layer, (torch.randn(3, length, 16),), dynamic_shapes=(BATCH,)).module()
+    for batch in BATCHES:
+        x = torch.randn(batch, length, 16)
+        assert_close(exported(x), layer(x), 1e-6, f"batch {batch}")
+
+
+@pytest.mark.parametrize("form, mixer", [("chunk", "lion_s"), ("chunk", "rwkv6"), ("full", "lion_s")])
+def test_layer_of_all_lengths(form, mixer):
+    layer = lion.LionAttention(16, 2, mixer=mixer, form=form)
+    exported = export(layer, (torch.randn(3, 100, 16),), dynamic_shapes=(BOTH,)).module()
+    for length in LENGTHS:
+        x = torch.randn(2, length, 16)
+        assert_close(exported(x), layer(x), 2e-6, f"{length} tokens")
+
+
+@pytest.mark.parametrize("mixer", (*MIXERS, "deltanet"))
+def test_step(mixer):
+    layer = lion.LionAttention(16, 2, mixer=mixer, direction="forward")
+    example = (torch.randn(3, 1, 16), *layer.initial_state(3))
+    exported = export(Step(layer), example, dynamic_shapes=(BATCH,) * 4).module()
+    for batch in BATCHES:
+        x, state, outputs = torch.randn(batch, 4, 16), layer.initial_state(batch), []
+        for token in x.split(1, 1):
+            y, *state = exported(token, *state)
+            outputs.append(y)
+        assert_close(torch.cat(outputs, 1), layer(x), 1e-6, f"batch {batch}")
+
+
+@pytest.mark.parametrize(
+    "mixer, attention", [("lion_s", dict(form="chunk")), ("lion_d", dict(scans=("row_snake", "column_snake")))]
+)
+def test_vit(mixer, attention):
+    model = vit(mixer, **attention)
+    exported = export(model, (torch.randn(3, 1, 18, 18),), dynamic_shapes=(BATCH,)).module()
+    for batch in BATCHES:
+        images = torch.randn(batch, 1, 18, 18)
+        assert_close(exported(images), model(images), 1e-6, f"batch {batch}")
+
+
+def run_onnx(module: nn.Module, example: torch.Tensor, dynamic: dict, inputs: list[torch.Tensor]) -> None:
+    """An ONNX graph of a module of one tensor, against the module."""
+    for name in ("onnx", "onnxscript"):
+        pytest.importorskip(name)
+    runtime = pytest.importorskip("onnxruntime")
+    program = torch.onnx.export(module, (example,), dynamo=True, dynamic_shapes=(dynamic,), verbose=False)
+    session = runtime.InferenceSession(program.model_proto.SerializeToString())
+    for x in inputs:
+        (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        assert_close(torch.from_numpy(y), module(x), 5e-6, str(tuple(x.shape)))
+
+
+@pytest.mark.slow
+def test_onnx_of_all_lengths():
+    layer = lion.LionAttention(16, 2, form="chunk").eval()
+    inputs = [torch.randn(2, length, 16) for length in LENGTHS] + [torch.randn(5, 100, 16)]
+    run_onnx(layer, torch.randn(3, 100, 16), {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}, inputs)
+
+
+@pytest.mark.slow
+def test_onnx_of_a_vector_decay():
+    layer = lion.LionAttention(16, 2, mixer="rwkv6", form="chunk").eval()
+    run_onnx(layer, torch.randn(3, 100, 16), {0: Dim.DYNAMIC}, [torch.randn(batch, 100, 16) for batch in BATCHES])
+
+
+@pytest.mark.slow
+def test_onnx_of_a_model():
+    inputs = [torch.randn(batch, 1, 18, 18) for batch in BATCHES]
+    run_onnx(vit("lion_s", form="chunk"), torch.randn(3, 1, 18, 18), {0: Dim.DYNAMIC}, inputs)
+
+
+@pytest.mark.filterwarnings("ignore")  # that traces are deprecated
+@pytest.mark.parametrize("form", ("full", "chunk", "rnn"))
+def test_no_trace(form):
+    """A trace would keep the length of its example, silently."""
+    with pytest.raises(RuntimeError, match=r"^torch\.jit\.trace: .*use torch\.export"):
+        torch.jit.trace(lion.LionAttention(16, 2, form=form), torch.randn(2, 12, 16))
+
+
+@pytest.mark.filterwarnings("ignore")  # that traces are deprecated
+def test_no_trace_of_steps_and_scans():
+    layer = lion.LionAttention(16, 2, direction="forward")
+    for module, example in (
+        (Step(layer), (torch.randn(2, 1, 16), *layer.initial_state(2))),
+        (vit("lion_d", scans=("row_snake", "column_snake")), torch.randn(2, 1, 18, 18)),
+    ):
+        with pytest.raises(RuntimeError, match=r"^torch\.jit\.trace: "):
+            torch.jit.trace(module, example)
