@@ -16,6 +16,7 @@ from lion.recipe import Recipe, load_recipe, read_layers
 from lion.tasks import TASKS, Task
 from lion.tasks.base import same_names
 from lion.trainer.checkpoint import load_state, newest
+from lion.trainer.runtime import compile_blocks
 
 log = logging.getLogger("lion")
 
@@ -115,18 +116,23 @@ def check_weights(model: nn.Module, weights: Any, whose: str) -> None:
             )
 
 
-def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> nn.Module:
+def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False, compile: bool = True) -> nn.Module:
     """The trained module of a run, in evaluation mode on the CPU.
 
     Args:
         run: Run folder, or the name of one under `runs/`.
         checkpoint: "best" (on the validation split) or "last".
         ema: The averaged weights instead of the raw ones.
+        compile: Compile its blocks at the first call (`torch.compile`); eager where there is no compiler. Without it
+            for a few pictures only, and for `torch.export`.
 
     It takes pictures as they are, uint8 (B, channels, height, width), and gives logits (B, classes), named by
     `model.classes`. `lion.set_form(model, "rnn")` changes the form it runs in.
     """
-    return open_run(run, checkpoint=checkpoint, ema=ema).model
+    model = open_run(run, checkpoint=checkpoint, ema=ema).model
+    if compile:
+        compile_blocks(model, dynamic=None)
+    return model
 
 
 def init_from(model: nn.Module, run: str | Path, info: Any) -> None:

@@ -18,7 +18,10 @@ from data import pictures
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import open_run
+from lion.trainer.runtime import compile_blocks
 from tools.common import Parser, choose_form, count, resolve_run, run_command, table
+
+SIZES = (1, 8, 64)  # of batches: few, so that compiled code comes out of Inductor's cache
 
 
 def main(argv: list[str]) -> int:
@@ -26,6 +29,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run")
     parser.add_argument("files", nargs="+")
     parser.add_argument("--form", choices=FORMS, default="full")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile, for a few pictures only")
     parser.add_argument("--top", type=count, default=3, help="classes to show")
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
@@ -42,9 +46,13 @@ def main(argv: list[str]) -> int:
     code = 0 if files == args.files else 2
     if not files:
         return code
-    images = torch.stack(read)
+    size = next(n for n in SIZES if n >= min(len(files), SIZES[-1]))
+    if not args.eager:
+        compile_blocks(loaded.model)
+    missing = [torch.zeros_like(read[0])] * (-len(files) % size)  # batches of one shape
     with torch.inference_mode():
-        shares = torch.cat([loaded.model(part).softmax(-1) for part in images.split(64)])
+        parts = torch.stack([*read, *missing]).split(size)
+        shares = torch.cat([loaded.model(part).softmax(-1) for part in parts])
     classes = loaded.model.classes
     top = shares.topk(min(args.top, len(classes)))
     rows = [

@@ -29,7 +29,7 @@ from lion.runs import (
 )
 from lion.trainer.checkpoint import check_space, load_state, newest, save_json, save_text, steps_of
 from lion.trainer.loop import Splits, Trainer
-from lion.trainer.runtime import check_device, environment, seed_everything, start_runtime
+from lion.trainer.runtime import Runtime, check_device, environment, seed_everything, start_runtime
 from tools import evaluate
 from tools.common import (
     Parser,
@@ -73,7 +73,9 @@ def main(argv: list[str]) -> int:
             check_checkpoint(recipe.folder, model)
     runtime = None
     if launched or world == 1:
-        runtime = start_runtime(recipe.trainer.device, deterministic=recipe.trainer.deterministic)
+        runtime = start_runtime(
+            recipe.trainer.device, deterministic=recipe.trainer.deterministic, matmul=recipe.trainer.matmul
+        )
     elif recipe.trainer.device != "auto":
         check_device(recipe.trainer.device, world)
     if args.fresh:  # all that can be refused has been
@@ -107,11 +109,11 @@ def main(argv: list[str]) -> int:
         return 130
     if not runtime.main or args.no_eval:
         return 0
-    del trainer, model  # the forms are measured by processes of their own, on the same device
+    del trainer, model
     gc.collect()
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
-    summarise(recipe.folder)
+    summarise(recipe.folder, Runtime(runtime.device))
     print_summary(recipe.folder)
     del lock
     return 0
@@ -177,9 +179,9 @@ def describe_folder(recipe: Recipe) -> None:
     save_json(recipe.folder / ENVIRONMENT, environment())
 
 
-def summarise(folder: Path) -> None:
+def summarise(folder: Path, runtime: Runtime) -> None:
     """Evaluate the best checkpoint in every form into `summary.json`."""
-    results = evaluate.measure_forms(folder)
+    results = evaluate.measure_forms(folder, runtime=runtime)
     first = results[0]
     forms = {}
     for result in results:

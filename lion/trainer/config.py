@@ -8,6 +8,7 @@ from lion.config import setting
 from lion.trainer.faults import FaultsConfig
 from lion.trainer.optim import OptimConfig
 from lion.trainer.parallel import KINDS
+from lion.trainer.runtime import MATMUL
 from lion.trainer.schedule import ScheduleConfig, to_seconds, to_steps
 
 
@@ -18,7 +19,9 @@ class TrainerConfig:
     `batch_size` is the global batch of a step and part of the recipe. `micro_batch` is what one process takes
     in one pass (null: its whole share); accumulation follows from both. `save_every` may also be minutes
     ("30min"); of the checkpoints that a run can go on from, the newest `keep_last` are kept. `parallel` is what
-    several processes do with the model: each holds all of it (`ddp`) or a part (`fsdp`). `deterministic` makes a
+    several processes do with the model: each holds all of it (`ddp`) or a part (`fsdp`). `precision=bf16` is autocast,
+    which leaves gates, masks and row sums in float32; `matmul` is how products of float32 are computed, all of them
+    (`high`: TF32 on a GPU that has it; `medium`: bf16 products on a CPU that has them). `deterministic` makes a
     GPU give the same bits each time, where PyTorch can.
     """
 
@@ -27,6 +30,7 @@ class TrainerConfig:
     steps: int | None = setting(None, min=1)
     micro_batch: int | None = setting(None, min=1, free=True)
     precision: str = setting("fp32", choices=("fp32", "bf16"))
+    matmul: str = setting("highest", choices=MATMUL)
     compile: bool = setting(True, free=True)
     clip_grad: float | None = setting(None, above=0)
     ema: float | None = setting(None, min=0, max=1)

@@ -77,8 +77,15 @@ class Runtime:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def start_runtime(device: str = "auto", *, deterministic: bool = False) -> Runtime:
-    """This process's runtime; joins the process group when started by `torchrun`."""
+MATMUL = ("highest", "high", "medium")
+
+
+def start_runtime(device: str = "auto", *, deterministic: bool = False, matmul: str = "highest") -> Runtime:
+    """This process's runtime; joins the process group when started by `torchrun`.
+
+    `matmul`: how float32 products are computed (`torch.set_float32_matmul_precision`).
+    """
+    torch.set_float32_matmul_precision(matmul)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
@@ -152,10 +159,11 @@ def restore_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
 
 
-def compile_blocks(model: nn.Module, backend: Any = "inductor") -> bool:
+def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool | None = False) -> bool:
     """Compile every block of the model in place, with static shapes; eager, with a line, without a compiler.
 
-    In place (`Module.compile`) the names in checkpoints stay as they are. Equal blocks share their graphs.
+    In place (`Module.compile`) the names in checkpoints stay as they are. Equal blocks share their graphs. With
+    `dynamic=None` a size that changes between calls becomes a symbol, for callers whose batches are not all alike.
     """
     missing = missing_compiler() if backend == "inductor" else None
     if missing:
@@ -163,7 +171,7 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor") -> bool:
         return False
     torch._dynamo.config.recompile_limit = 32  # train, evaluation and each form are graphs of their own
     for block in model.encoder.blocks:
-        block.compile(backend=backend, fullgraph=True, dynamic=False)
+        block.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return True
 
 
@@ -186,6 +194,7 @@ def circumstances(runtime: Runtime) -> dict[str, Any]:
         "processes": runtime.world,
         "threads": torch.get_num_threads(),
         "deterministic": not cuda or torch.are_deterministic_algorithms_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
     }
 
 

@@ -132,15 +132,14 @@ def run(tmp_path_factory):
     return folder / "runs" / "tiny"
 
 
-def job(run, **changes) -> inference.Job:
-    given = dict(variant=Variant("chunk", 8), sizes=(8, 16), batch=2, rounds=2, threads=torch.get_num_threads())
-    return inference.Job(run=str(run), **{**given, "top1": None, "command": "x", **changes})
-
-
-def measured(run, **changes) -> tuple[list, list]:
+def measured(run, *variants, sizes=(8, 16), **changes):
+    """Rows and notes of some variants, eager."""
     sent = []
-    inference.measure(job(run, **changes), sent.append)
-    return [m for m in sent if m["kind"] == "row"], [m["text"] for m in sent if m["kind"] == "note"]
+    for size in sizes:
+        given = dict(variants=variants, size=size, batch=2, rounds=1, seconds=60, threads=1, eager=True, top1=None)
+        inference.measure(inference.Job(run=str(run), command="x", **{**given, **changes}), sent.append)
+    rows = [m for m in sent if m["kind"] == "row"]
+    return rows, [m["text"] for m in sent if m["kind"] == "note" and "warming up" not in m["text"]]
 
 
 def test_a_model_at_another_size_keeps_its_weights(run):
@@ -163,7 +162,9 @@ def test_a_model_at_another_size_keeps_its_weights(run):
     "variant", [Variant("softmax"), Variant("full"), Variant("chunk", 8), Variant("rnn", 4), Variant("blockwise", 8)]
 )
 def test_rows_of_inference(run, variant):
-    rows, notes = measured(run, variant=variant)
+    rows, notes = measured(run, Variant("softmax"), variant)
+    rows = [r for r in rows if r["form"] == variant.form]
+    assert all((r["ratio"] == 1) == (variant.form == "softmax") and r["ratio"] > 0 for r in rows)
     assert not notes and [r["size"] for r in rows] == [8, 16] and [r["tokens"] for r in rows] == [5, 17]
     assert all(r["ms"] > 0 and r["matrix_bytes"] == 4 * 2 * 2 * r["tokens"] ** 2 for r in rows)
     assert all(r["mixer"] == ("softmax" if variant.form == "softmax" else "lion_s") for r in rows)
@@ -200,9 +201,7 @@ def test_lion_lit_under_decays_of_one(tmp_path):
 
 def test_mixer_memory_counts_the_scores(run):
     """Shapes that the mixing allocates: L x L in full, none in the others."""
-    rows = {
-        v.form: measured(run, variant=v, sizes=(256,), batch=1)[0][0] for v in (Variant("full"), Variant("rnn", 64))
-    }
+    rows = {v.form: measured(run, v, sizes=(256,), batch=1)[0][0] for v in (Variant("full"), Variant("rnn", 64))}
     assert rows["full"]["tokens"] == 64 * 64 + 1
     if rows["full"]["mixer_bytes"] is not None:
         assert rows["full"]["mixer_bytes"] > rows["full"]["matrix_bytes"]
@@ -211,14 +210,15 @@ def test_mixer_memory_counts_the_scores(run):
 
 def test_no_memory_is_a_note(run, monkeypatch):
     monkeypatch.setattr(inference, "free_bytes", lambda device: 1000.0)
-    rows, notes = measured(run, variant=Variant("full"))
+    rows, notes = measured(run, Variant("full"))
     assert not rows and len(notes) == 2 and "do not fit in memory" in notes[0]
-    assert len(measured(run)[0]) == 2
+    assert len(measured(run, Variant("softmax"))[0]) == 2
 
 
 def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inference, "in_a_process", lambda measure, job, receive: measure(job, receive))
-    command = ["bench", "inference", run, "--sizes", "16,8", "--rounds", "1", "--out", tmp_path, "--chunk-size", "4"]
+    command = ["bench", "inference", run, "--sizes", "16,8", "--rounds", "1", "--out", tmp_path, "--eager"]
+    command += ["--chunk-size", "4"]
     assert here(*command, "--form", "full", "chunk") == 0
     out, err = capsys.readouterr()
     assert "profiler" not in err
@@ -254,7 +254,7 @@ def photos(tmp_path_factory):
 def test_top1_at_every_size(photos, tmp_path, monkeypatch, form):
     """Against pictures resized and classified one by one."""
     monkeypatch.setattr(inference, "in_a_process", lambda measure, job, receive: measure(job, receive))
-    command = ["bench", "inference", photos, "--sizes", "8,16", "--rounds", "1", "--out", tmp_path]
+    command = ["bench", "inference", photos, "--sizes", "8,16", "--rounds", "1", "--eager", "--out", tmp_path]
     assert here(*command, "--form", form, "--chunk-size", "4", "--top1", "7") == 0
     rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
     assert all(row["top1"] is None for row in rows if row["form"] == "softmax")

@@ -2,12 +2,14 @@
 
     ./run.sh bench inference RUN [--sizes 224,384,512] [--form full chunk rnn blockwise] [--chunk-size 16 64] [--top1 N]
 
-The model of the run is taken to every size (positions are interpolated) and run eagerly, without gradients, each
-variant in a process of its own. `softmax` is the same model with softmax attention and random weights. Where the mixer
-has no decay, `quadratic` is its full form under decays of 1, with all L x L scores, as the paper draws Lion-lit.
-`mixer` is the peak memory of one attention layer's mixing beyond q, k and v, its output among it; `peak` that of the
-whole model beyond weights and images; both count the bytes of tensors. `--top1 N` also classifies N pictures at every
-size, in the first variant of the run's own weights.
+The model of the run is taken to every size (positions are interpolated) and run without gradients, compiled (but for
+`blockwise`; `--eager` compiles nothing); each size in a process of its own, where rounds are interleaved: `x softmax`
+is the median over rounds of the time over that of softmax, the same model with softmax attention (PyTorch's SDPA) and
+random weights. Where the mixer has no decay, `quadratic` is its full form under decays of 1, with all L x L scores,
+as the paper draws Lion-lit. `mixer` is the peak memory of one attention layer's mixing beyond q, k and v, its output
+among it, also over that of SDPA, and over an attention matrix, which SDPA does not build; `peak` is that of the whole
+model beyond weights and images; both count the bytes of tensors. `--top1 N` also classifies N pictures at every size,
+in the first variant of the run's own weights.
 Results are added to `reports/inference.md`, `inference.json` and `inference_RUN.png`.
 """
 
@@ -17,6 +19,7 @@ import dataclasses
 import importlib
 import shlex
 import statistics
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,16 +37,16 @@ from lion.tasks.base import check_same_data
 from lion.trainer.batches import eval_batches
 from lion.trainer.checkpoint import write_atomic
 from lion.trainer.evaluate import evaluate
-from lion.trainer.runtime import cpu_name, start_runtime
-from tools.bench.child import Send, first_line, in_a_process, pick_device, say
-from tools.bench.probe import allocated_beyond, free_bytes, seconds
+from lion.trainer.runtime import compile_blocks, cpu_name, start_runtime
+from tools.bench.child import Send, check_compiler, first_line, in_a_process, pick_device, say
+from tools.bench.probe import allocated_beyond, free_bytes, time_rounds, warm_up
 from tools.bench.rows import Row, Rows, digits, pipes
 from tools.common import Parser, build_data, count, resolve_run, table
 
 FORMS = ("full", "blockwise", "chunk", "rnn")
 QUADRATIC = "quadratic"
-SETTING = ("device", "threads", "run", "batch")
-HEADER = ["px", "tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "of the attention matrix", "top-1 %"]
+SETTING = ("device", "threads", "run", "batch", "compiled")
+HEADER = ["px", "tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix", "top-1 %"]
 SQUARES = {"full": 5, QUADRATIC: 5, SOFTMAX: 0}  # L x L matrices alive at once, eager; SDPA keeps none
 
 
@@ -59,14 +62,16 @@ class Variant(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process measures: a variant at every size."""
+    """What one process measures: all variants at one size."""
 
     run: str
-    variant: Variant
-    sizes: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    size: int
     batch: int
     rounds: int
+    seconds: float
     threads: int
+    eager: bool
     top1: int | None
     command: str
 
@@ -80,12 +85,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
     parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="of blockwise, chunk and rnn")
     parser.add_argument("--batch", type=count, default=1)
-    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--rounds", type=count, default=9)
+    parser.add_argument("--seconds", type=count, default=300, help="end the rounds of a size after these")
     parser.add_argument("--threads", type=count)
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--top1", type=count, metavar="N", help="classify N pictures of the run's data")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
     args = parser.parse_args(argv)
+    check_compiler(args.eager)
     loaded = open_run(args.run)
     for size in args.sizes:  # what cannot be is refused before anything is measured
         resized(loaded, size)
@@ -103,18 +111,18 @@ def main(argv: list[str]) -> int:
             report.add(message)
 
     try:
-        wanted = variants(loaded, args.form, args.chunk_size)
-        trained = next((v for v in wanted if v.form != SOFTMAX), wanted[0])  # the first with the run's own weights
-        for variant in wanted:
-            say(str(variant))
+        for size in args.sizes:
+            say(f"{size} px")
             job = Job(
                 run=str(loaded.folder),
-                variant=variant,
-                sizes=args.sizes,
+                variants=tuple(variants(loaded, args.form, args.chunk_size)),
+                size=size,
                 batch=args.batch,
                 rounds=args.rounds,
+                seconds=args.seconds,
                 threads=torch.get_num_threads(),
-                top1=args.top1 if variant == trained else None,
+                eager=args.eager,
+                top1=args.top1,
                 command=shlex.join(["./run.sh", "bench", "inference", *argv]),
             )
             problem = in_a_process(measure, job, receive)
@@ -169,54 +177,65 @@ def resized(loaded: LoadedRun, size: int, mixer: str | None = None) -> tuple[Any
 
 
 def measure(job: Job, send: Send) -> None:
+    """Warm every variant up, time them in rounds, and then ask for memory and accuracy."""
     torch.set_num_threads(job.threads)
     device, loaded = pick_device(), open_run(job.run)
-    for size in job.sizes:
-        softmax = job.variant.form == SOFTMAX
-        task, model = resized(loaded, size, SOFTMAX if softmax else None)
-        if not softmax:
-            use(model, job.variant)
-        model.to(device)
-        images = torch.randn(job.batch, task.info.channels, size, size, device=device)
+    runs: dict[Variant, Callable[[], torch.Tensor]] = {}
+    rows: dict[Variant, Row] = {}
+    trained = next(
+        (v for v in job.variants if v.form != SOFTMAX), job.variants[0]
+    )  # the first of the run's own weights
+    for variant in job.variants:
+        softmax = variant.form == SOFTMAX
+        task, model = resized(loaded, job.size, SOFTMAX if softmax else None)
         tokens, heads = 1 + model.patches[0] * model.patches[1], loaded.recipe.model.num_heads
         matrix = 4 * job.batch * heads * tokens**2
-        linear = job.variant.form == "full" and MIXERS[loaded.recipe.model.mixer].decay is None  # Q (K^T V)
-        if not linear and SQUARES.get(job.variant.form, 0) * matrix > 0.8 * free_bytes(device):
-            send({"kind": "note", "text": f"{size} px: left out, its L x L matrices do not fit in memory"})
+        linear = variant.form == "full" and MIXERS[loaded.recipe.model.mixer].decay is None  # Q (K^T V)
+        if not linear and SQUARES.get(variant.form, 0) * matrix > 0.8 * free_bytes(device):
+            send({"kind": "note", "text": f"{variant}: left out, its L x L matrices do not fit in memory"})
             continue
+        if not softmax:
+            use(model, variant)
+        compiled = not job.eager and variant.form != "blockwise" and compile_blocks(model.to(device))
+        images = torch.randn(job.batch, task.info.channels, job.size, job.size, device=device)
 
         def once(model: nn.Module = model, images: torch.Tensor = images) -> torch.Tensor:
             with torch.inference_mode():
                 return model(images)
 
+        send({"kind": "note", "text": f"{variant}: {'compiling' if compiled else 'warming up'}"})
         try:
-            once()
-            times = [seconds(once, device) for _ in range(job.rounds)]
-            row = {"peak_bytes": allocated_beyond(once, device), "mixer_bytes": mixer_peak(model, images, device)}
-            row["top1"] = top1(loaded, size, task, model, job.top1) if job.top1 else None
+            warm_up(once, device)
+            row = {"peak_bytes": allocated_beyond(once, device)}
+            row["mixer_bytes"] = mixer_peak(model, images, device, compiled)
+            row["top1"] = top1(loaded, job.size, task, model, job.top1) if job.top1 and variant == trained else None
         except (RuntimeError, ConfigError) as error:
-            send({"kind": "note", "text": f"{size} px: {first_line(error)}"})
+            send({"kind": "note", "text": f"{variant}: {first_line(error)}"})
             continue
-        send(
-            {
-                "kind": "row",
-                "run": loaded.folder.name,
-                "mixer": SOFTMAX if softmax else loaded.recipe.model.mixer,
-                "form": job.variant.form,
-                "chunk_size": job.variant.chunk_size,
-                "size": size,
-                "tokens": tokens,
-                "batch": job.batch,
-                "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
-                "threads": job.threads,
-                "ms": 1e3 * statistics.median(times),
-                **row,
-                "matrix_bytes": matrix,
-                "torch": torch.__version__,
-                "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-                "command": job.command,
-            }
-        )
+        runs[variant] = once
+        rows[variant] = {
+            "run": loaded.folder.name,
+            "mixer": SOFTMAX if softmax else loaded.recipe.model.mixer,
+            "form": variant.form,
+            "chunk_size": variant.chunk_size,
+            "size": job.size,
+            "tokens": tokens,
+            "batch": job.batch,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
+            "threads": job.threads,
+            "compiled": not job.eager,
+            **row,
+            "matrix_bytes": matrix,
+            "torch": torch.__version__,
+            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": job.command,
+        }
+    times = time_rounds(runs, job.rounds, job.seconds, device)
+    base = times.get(Variant(SOFTMAX))
+    for variant, row in rows.items():
+        row["ms"] = 1e3 * statistics.median(times[variant])
+        row["ratio"] = statistics.median(t / s for t, s in zip(times[variant], base)) if base else None
+        send({"kind": "row", **row})
 
 
 def use(model: nn.Module, variant: Variant) -> None:
@@ -240,16 +259,17 @@ def layers(model: nn.Module) -> list[Attention]:
     return [m for m in model.modules() if isinstance(m, Attention)]
 
 
-def mixer_peak(model: nn.Module, images: torch.Tensor, device: torch.device) -> int | None:
+def mixer_peak(model: nn.Module, images: torch.Tensor, device: torch.device, compiled: bool) -> int | None:
     """Of the first layer's mixing, beyond its q, k and v."""
     layer, grid = layers(model)[0], Grid(model.coords, model.orders)
+    mix = torch.compile(layer.mix, fullgraph=True, dynamic=False) if compiled else layer.mix
     with torch.inference_mode():
         x = torch.randn(len(images), grid.coords.shape[1], layer.proj.in_features, device=device)
         q, k, v = (t.contiguous() for t in layer.heads(x))
 
         def once() -> torch.Tensor:
             with torch.inference_mode():
-                return layer.mix(x, q, k, v, grid, None, None)
+                return mix(x, q, k, v, grid, None, None)
 
         once()
         return allocated_beyond(once, device)
@@ -284,11 +304,13 @@ def with_size(recipe: Recipe, size: int) -> Recipe:
 
 def line(row: Row) -> str:
     mixer = "" if row["mixer_bytes"] is None else f", mixer {digits(row['mixer_bytes'] / 2**20)} MiB"
-    return f"{row['size']} px, {row['tokens']:,} tokens: {digits(row['ms'])} ms{mixer}"
+    ratio = "" if row["ratio"] is None else f", {row['ratio']:.2f} x softmax"
+    return f"{form_of(row)}, {row['tokens']:,} tokens: {digits(row['ms'])} ms{ratio}{mixer}"
 
 
 def title(row: Row) -> str:
-    return f"{row['run']}, batch {row['batch']}: {row['device']}, {row['threads']} threads, float32, eager"
+    how = "compiled" if row["compiled"] else "eager"
+    return f"{row['run']}, batch {row['batch']}: {row['device']}, {row['threads']} threads, float32, {how}"
 
 
 def form_of(row: Row) -> str:
@@ -297,14 +319,16 @@ def form_of(row: Row) -> str:
 
 def cells(rows: list[Row]) -> list[list[str]]:
     """A table by size, softmax first."""
-    softmax = {row["size"]: row["ms"] for row in rows if row["form"] == SOFTMAX}
+    softmax = {row["size"]: row["mixer_bytes"] for row in rows if row["form"] == SOFTMAX}
     out = []
     for row in sorted(rows, key=lambda r: r["size"]):  # forms stay in the order in which they were measured
         mib = ["-" if row[n] is None else digits(row[n] / 2**20) for n in ("peak_bytes", "mixer_bytes")]
-        share = "-" if row["mixer_bytes"] is None else f"{row['mixer_bytes'] / row['matrix_bytes']:.3f}"
-        ratio = f"{row['ms'] / softmax[row['size']]:.2f}" if row["size"] in softmax else "-"
+        bases = (softmax.get(row["size"]), row["matrix_bytes"])
+        shares = [digits(row["mixer_bytes"] / base) if row["mixer_bytes"] and base else "-" for base in bases]
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         best = "" if row["top1"] is None else f"{100 * row['top1']:.2f}"
-        out.append([str(row["size"]), f"{row['tokens']:,}", form_of(row), digits(row["ms"]), ratio, *mib, share, best])
+        px = [str(row["size"]), f"{row['tokens']:,}", form_of(row)]
+        out.append([*px, digits(row["ms"]), ratio, *mib, *shares, best])
     return out
 
 
