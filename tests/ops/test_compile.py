@@ -132,10 +132,10 @@ def test_graphs_of_vectors_in_full():
     check_lengths(linear_attention, cases, "eager", graphs=2, form="full")
 
 
-@pytest.mark.parametrize("form", ("full", "chunk"))
-def test_one_graph_of_all_lengths_backward(form):
+@pytest.mark.slow
+def test_one_graph_of_all_lengths_backward():
     cases = [make("S", length) for length in (100, 127, 192)]
-    check_lengths(linear_attention, cases, "aot_eager", form=form)
+    check_lengths(linear_attention, cases, "aot_eager", form="chunk")
 
 
 def test_one_graph_of_all_lengths_of_the_delta_rule():
@@ -167,9 +167,9 @@ def test_one_graph_of_all_lengths_with_masks(form):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("mixer", ("lion_s", "retnet", "rwkv6"))
+@pytest.mark.parametrize("mixer", ("lion_s", "retnet"))
 def test_layer_is_one_graph_of_all_lengths(mixer):
-    """Rotary positions and padding, a bonus, gates of tokens: all that a layer puts around the operator."""
+    """Gates of tokens, rotary positions and padding: what a layer puts around the operator."""
     layer, counter = LionAttention(16, 2, mixer=mixer, form="chunk"), CompileCounterWithBackend("eager")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for length in LENGTHS:
