@@ -128,6 +128,7 @@ def travel(
     """
     q, k, v, run = tokens.q, tokens.k, tokens.v, tokens.run
     length = q.shape[2]
+    size = min(size, length)
     states = {name: initial_state(k, v) for name in ways}
     runs = {name: None if run is None else run[:, 0 if name == "forward" else -1].contiguous() for name in ways}
     numerator = torch.zeros_like(v, dtype=sum_dtype(v), memory_format=torch.contiguous_format)

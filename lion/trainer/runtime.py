@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +170,7 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool
     if missing:
         log.warning("running eager, without torch.compile: %s", missing)
         return False
+    warnings.filterwarnings("ignore", message=".*_prims_common.check.*", category=FutureWarning)  # torch 2.14's own
     torch._dynamo.config.recompile_limit = 32  # train, evaluation and each form are graphs of their own
     for block in model.encoder.blocks:
         block.compile(backend=backend, fullgraph=True, dynamic=dynamic)
