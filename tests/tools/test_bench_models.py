@@ -23,6 +23,7 @@ JOB = train.Job(
     overrides=tuple(TINY),
     size=32,
     batch=3,
+    matmul="highest",
     precision=None,
     rounds=2,
     seconds=60,

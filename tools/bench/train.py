@@ -28,14 +28,14 @@ from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from lion.trainer.optim import make_optimizer
-from lion.trainer.runtime import compile_blocks, cpu_name
+from lion.trainer.runtime import MATMUL, compile_blocks, cpu_name
 from tools.bench.child import Send, check_compiler, in_a_process, pick_device, say
 from tools.bench.probe import peak_beyond, time_rounds, warm_up
 from tools.bench.rows import Rows, digits, pipes
 from tools.common import Parser, count, describe_data, label, make_task, resolve, table
 
 FLOOR = "without a mixer"
-SETTING = ("device", "threads", "precision", "compiled", "shape", "size", "batch")
+SETTING = ("device", "threads", "precision", "matmul", "compiled", "shape", "size", "batch")
 HEADER = ["mixer", "x softmax", "ms a step", "peak GiB"]
 
 
@@ -48,6 +48,7 @@ class Job:
     size: int
     batch: int | None
     precision: str | None
+    matmul: str
     rounds: int
     seconds: float
     threads: int
@@ -61,6 +62,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--size", type=count, nargs="+", help="of the images, in pixels (default: the first recipe's)")
     parser.add_argument("--batch", type=count, help="images a step (default: about 1,600 tokens, on a GPU 50,000)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the recipe's on a GPU, fp32 on a CPU")
+    parser.add_argument("--matmul", choices=MATMUL, default="highest", help="of float32, see trainer.matmul")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="overrides of every recipe")
     parser.add_argument("--rounds", type=count, default=9)
     parser.add_argument("--seconds", type=count, default=900, help="end the rounds of a size after these")
@@ -80,6 +82,7 @@ def main(argv: list[str]) -> int:
             size=size,
             batch=args.batch,
             precision=args.precision,
+            matmul=args.matmul,
             rounds=args.rounds,
             seconds=args.seconds,
             threads=torch.get_num_threads(),
@@ -164,6 +167,7 @@ def shape(recipe: Recipe) -> str:
 def measure(job: Job, send: Send) -> None:
     """Build every model, warm its step up, and time the steps in rounds."""
     torch.set_num_threads(job.threads)
+    torch.set_float32_matmul_precision(job.matmul)
     torch._dynamo.config.recompile_limit = 64  # the models share the code of their blocks
     device = pick_device()
     runs: dict[str, Callable[[], object]] = {}
@@ -186,6 +190,7 @@ def measure(job: Job, send: Send) -> None:
             "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
             "threads": job.threads,
             "precision": precision,
+            "matmul": job.matmul,
             "compiled": not job.eager,
             "shape": shape(recipe),
             "size": job.size,
@@ -233,9 +238,10 @@ def training_step(
 
 def title(row: dict[str, Any]) -> str:
     how = "compiled" if row["compiled"] else "eager"
+    products = "" if row["matmul"] == "highest" else f" with products of {row['matmul']} precision"
     return (
         f"{row['size']} px ({row['tokens']:,} tokens), batch {row['batch']}, {row['shape']}: {row['device']}, "
-        f"{row['threads']} threads, {row['precision']}, {how}"
+        f"{row['threads']} threads, {row['precision']}{products}, {how}"
     )
 
 
