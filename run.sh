@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs on first use, then runs one command. All logic is in tools/ (python -m tools COMMAND works without this).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" # also when started through a link
 
 usage() {
   cat <<'TEXT'

@@ -21,6 +21,7 @@ import yaml
 LARGEST_INT = 2**63 - 1  # what seeds and counters hold
 _NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
 _YAML_1_1 = re.compile(r"[-+]?0[0-9_]+|.*:.*|\d{4}-.*")
+DEEPEST = 20  # names in a dotted key
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # stands in no file and no path
 
 
@@ -162,6 +163,19 @@ def check_range(field: dataclasses.Field, value: Any, *, source: Source, key: st
             raise ConfigError(f"{source(key)}: {key}: expected {words}, got {value!r}")
 
 
+def check_settings(config: Any) -> None:
+    """What `build` refuses, of a dataclass that was made without it.
+
+    Raises:
+        ValueError: A field outside its choices or range.
+    """
+    for f in dataclasses.fields(config):
+        try:
+            check_range(f, getattr(config, f.name), source=lambda _: type(config).__name__, key=f.name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+
 def to_dict(config: Any) -> Any:
     """The plain mapping that `build` would read back."""
     if dataclasses.is_dataclass(config):
@@ -237,6 +251,8 @@ def parse_overrides(items: typing.Iterable[str]) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals or not key or not all(key.split(".")):
             raise ConfigError(f"override {item!r}: expected section.key=value")
+        if key.count(".") >= DEEPEST:
+            raise ConfigError(f"override '{item[:60]}..': expected section.key=value, {DEEPEST} names deep at most")
         value = parse_yaml(text, source=f"override {item!r}")
         node = tree
         *parents, name = key.split(".")

@@ -15,7 +15,7 @@ from lion.config import ConfigError, nearest
 from lion.recipe import Recipe, load_recipe, read_layers
 from lion.tasks import TASKS, Task
 from lion.tasks.base import same_names
-from lion.trainer.checkpoint import load_state, newest
+from lion.trainer.checkpoint import Checkpoint, Unusable, load_state, newest, steps_of
 from lion.trainer.runtime import compile_blocks
 
 log = logging.getLogger("lion")
@@ -87,17 +87,21 @@ def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is none, none is whole, it is sharded, or it is no checkpoint of a run.
     """
-    found = newest(folder, kind)
-    if found is None:
-        others = [other for other in ("best", "last") if newest(folder, other)]
+
+    def read(found: Checkpoint) -> dict[str, Any]:
+        if found.sharded:
+            raise ConfigError(f"{found.path} is sharded: ./run.sh consolidate {folder} makes one file of it")
+        state = load_state(found.state)
+        for name, held in (("step", int), ("info", dict), ("model", dict)):
+            if not isinstance(state.get(name), held):
+                raise Unusable(f"{found.state}: not a checkpoint of a run, it holds no {name!r}")
+        return state
+
+    state = newest(folder, kind, read=read)
+    if state is None:
+        others = [other for other in ("best", "last") if steps_of(folder, other)]
         why = f"it has {others[0]!r}" if others else "the run has not come that far"
         raise ConfigError(f"{folder}: no {kind!r} checkpoint, {why}")
-    if found.sharded:
-        raise ConfigError(f"{found.path} is sharded: ./run.sh consolidate {folder} makes one file of it")
-    state = load_state(found.state)
-    for name, held in (("step", int), ("info", dict), ("model", dict)):
-        if not isinstance(state.get(name), held):
-            raise ConfigError(f"{found.state}: not a checkpoint of a run, it holds no {name!r}")
     return state
 
 
@@ -105,13 +109,13 @@ def check_weights(model: nn.Module, weights: Any, whose: str) -> None:
     """Refuse weights that are not those of this model.
 
     Raises:
-        ConfigError: A tensor is missing, of another shape, or one too many.
+        Unusable: A tensor is missing, of another shape, or one too many.
     """
     own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
     for name in [*own, *(weights.keys() - own.keys())]:
         shapes = [tuple(w[name].shape) if torch.is_tensor(w.get(name)) else "none" for w in (own, weights)]
         if shapes[0] != shapes[1]:
-            raise ConfigError(
+            raise Unusable(
                 f"{whose} holds another model than its {RECIPE}: {name} is {shapes[1]} there, {shapes[0]} by the recipe"
             )
 
@@ -167,17 +171,9 @@ def lock_run(folder: Path) -> IO[str]:
     """Claim a run folder for this process, until it ends or closes what is returned.
 
     Raises:
-        ConfigError: Another process trains there.
+        ConfigError: Another process trains there, or nothing can be written there.
     """
-    try:
-        file = open(folder / LOCK, "a+")
-    except OSError as error:
-        raise ConfigError(f"{folder}: nothing can be written there ({error.strerror})") from None
-    _claim(file, folder)
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
+    return _claim(folder, owner=str(os.getpid()))
 
 
 def check_unlocked(folder: Path) -> None:
@@ -187,19 +183,28 @@ def check_unlocked(folder: Path) -> None:
         ConfigError: One does.
     """
     if (folder / LOCK).exists() and os.access(folder / LOCK, os.W_OK):
-        with open(folder / LOCK, "a+") as file:
-            _claim(file, folder)
+        _claim(folder).close()
 
 
-def _claim(file: IO[str], folder: Path) -> None:
+def _claim(folder: Path, owner: str = "") -> IO[str]:
+    """The locked file of a run's lock; `owner` is written into it."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loader workers
-    except BlockingIOError:
-        file.seek(0)
-        other = file.read().strip()
-        raise ConfigError(f"{folder}: process {other} trains there now; wait, or use run.name=NAME") from None
+        file = open(folder / LOCK, "a+")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loader workers
+        except BlockingIOError:
+            file.seek(0)
+            other = file.read().strip()
+            raise ConfigError(f"{folder}: process {other} trains there now; wait, or use run.name=NAME") from None
+        except OSError as error:
+            log.warning("%s: cannot be locked (%s); do not train there twice at once", folder, error.strerror)
+        if owner:
+            file.truncate(0)
+            file.write(owner)
+            file.flush()
     except OSError as error:
-        log.warning("%s: cannot be locked (%s); do not train there twice at once", folder, error.strerror)
+        raise ConfigError(f"{folder / LOCK}: cannot be written ({error.strerror})") from None
+    return file
 
 
 def count_parameters(model: nn.Module) -> int:

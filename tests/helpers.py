@@ -62,12 +62,12 @@ def state_of(run: Path, kind: str = "last") -> dict:
     return load_state(newest(Path(run), kind).state)
 
 
-def refuse(capsys: pytest.CaptureFixture, *argv) -> str:
-    """Run a command that must fail with code 2 and a single line on stderr; returns the line."""
+def refuse(capsys: pytest.CaptureFixture, *argv, code: int = 2) -> str:
+    """Run a command that must fail with this code and a single line on stderr; returns the line."""
     with pytest.raises(SystemExit) as error:
         run_command(commands.main, [str(a) for a in argv])
     out = capsys.readouterr()
-    assert error.value.code == 2, out.err
+    assert error.value.code == code, out.err
     assert out.err.count("\n") == 1 and out.err.startswith("error: "), out.err
     return out.err
 

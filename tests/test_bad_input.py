@@ -101,10 +101,19 @@ def test_files_that_are_no_recipe(text, message, tmp_path, capsys):
         ("trainer.steps=1:30", "override: trainer.steps: expected a whole number, got '1:30'"),
         ("trainer.save_every=1:30", "override: trainer.save_every: expected steps (2000), epochs ('5ep')"),
         ("model=3", "missing section 'model'"),
+        ("a" + ".a" * 5000 + "=1", "a.a...': expected section.key=value, 20 names deep at most"),
     ],
 )
 def test_malformed_overrides(override, message, tmp_path, capsys):
     assert message in refuse(capsys, "train", tiny_recipe(tmp_path), override)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+def test_an_environment_of_no_launcher(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(name, "abc")
+    line = refuse(capsys, "train", tiny_recipe(tmp_path))
+    assert line == f"error: environment variable {name}: expected a whole number, got 'abc'\n"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_both_lengths_at_once(tmp_path, capsys):

@@ -54,6 +54,16 @@ def refuse_run(trained, tmp_path, capsys):
     return refuse_all
 
 
+def by_file(path):
+    shutil.rmtree(path)
+    path.touch()
+
+
+def by_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
 def cut(share):
     return lambda file: file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
 
@@ -89,7 +99,7 @@ DAMAGE = {
     "manifest of shards": manifest('{"sharded": true, "files": {"state.pt": {}}}'),
     "no state": lambda file: file.unlink(),
     "no manifest": lambda file: (file.parent / MANIFEST).unlink(),
-    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a folder": by_folder,
 }
 
 
@@ -152,7 +162,7 @@ RECIPES = {
     "binary": lambda path: path.write_bytes(bytes(range(256))),
     "a list": lambda path: path.write_text("- a"),
     "missing": lambda path: path.unlink(),
-    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a folder": by_folder,
 }
 
 
@@ -160,6 +170,40 @@ RECIPES = {
 def test_runs_whose_recipe_is_not_theirs(kind, refuse_run, tmp_path):
     RECIPES[kind](tmp_path / "tiny" / "recipe.yaml")
     refuse_run("eval", "predict", "again")
+
+
+def test_a_file_for_the_checkpoints(refuse_run, tmp_path):
+    by_file(tmp_path / "tiny" / "checkpoints")
+    refuse_run()
+
+
+def test_a_folder_for_the_lock(refuse_run, tmp_path):
+    by_folder(tmp_path / "tiny" / ".lock")
+    refuse_run("again")
+
+
+@pytest.mark.parametrize(
+    ("name", "replace"),
+    [("metrics.jsonl", by_folder), ("tensorboard", by_file), ("environment.json", by_folder)],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_files_that_cannot_be_written(name, replace, trained, tmp_path, capsys):
+    recipe, run = trained
+    shutil.copytree(run, tmp_path / "tiny")
+    replace(tmp_path / "tiny" / name)
+    line = refuse(capsys, "train", recipe, f"run.root={tmp_path}", code=1)
+    assert line.startswith(f"error: {tmp_path / 'tiny' / name}: ")
+
+
+def test_weights_without_finite_outputs(trained, tmp_path, capsys):
+    shutil.copytree(trained[1], tmp_path / "tiny")
+    file, picture = next(tmp_path.glob(f"tiny/checkpoints/best-*/{STATE}")), tmp_path / "picture.png"
+    state = load_state(file)
+    state["model"]["head.weight"] *= torch.inf
+    torch.save(state, file)
+    write_manifest(file.parent, [file], sharded=False)
+    Image.new("L", (8, 8)).save(picture)
+    assert "its model gives no finite outputs" in refuse(capsys, "predict", tmp_path / "tiny", picture)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "{", '{"forms": 3}', "\0"], ids=repr)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import io
 import logging
 import os
 import sys
@@ -11,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 from torch import nn
@@ -24,7 +26,7 @@ from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
 from lion.trainer.config import Plan
-from lion.trainer.faults import RunError
+from lion.trainer.faults import RunError, full_disk, refusal
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -169,41 +171,87 @@ def count(text: str) -> int:
     return number
 
 
+class News:
+    """Standard error: what cannot be written there (the disk is full, the reader gone) is dropped and stops nothing."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def stand_streams() -> None:
+    """Standard streams that take whatever is printed, also where they were closed or know only ASCII."""
+    for number in range(3):  # a closed one's number would go to the next file that is opened, and prints into it
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+        setattr(sys, name, stream)
+    if not isinstance(sys.stderr, News):
+        sys.stderr = News(sys.stderr)
+
+
 def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None) -> None:
-    """Run a command's `main` and exit: 2 with one line for bad input, 1 with one for a run that cannot go on, 130
-    when interrupted."""
+    """Run a command's `main` and exit: 2 with one line for bad input, 1 with one for a run that cannot go on or a
+    system that refuses, 130 when interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
     if debug:
         argv.remove("--debug")
+    stand_streams()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lion").setLevel(logging.INFO)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of nvcc without a GPU
     try:
         try:
             code = main(argv)
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            raise ConfigError(f"{error.filename}: {error.strerror}") from error
-    except (ConfigError, RunError) as error:
-        if debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, ConfigError) else 1
+        except SystemExit as ended:  # by argparse's --help, or by a process that has said why
+            code = ended.code
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:
         code = 141
     except Exception as error:  # printed here: a traceback kept for the interpreter's end keeps loader workers alive
-        rank = os.environ.get("RANK")
-        if rank is not None and not debug and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore")):
-            print(f"process {rank} has lost the others", file=sys.stderr)
-        else:
+        line, rank = one_line(error), os.environ.get("RANK")
+        if line is None and rank is not None and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore")):
+            line = f"process {rank} has lost the others"
+        if line is None or debug:
             traceback.print_exc()
-        code = 1
+        if line is not None:
+            print(line, file=sys.stderr)
+        wrong = isinstance(error, ConfigError) or getattr(error, "errno", None) == errno.ENAMETOOLONG
+        code = 2 if wrong else 1
+    try:
+        sys.stdout.flush()
+    except OSError:  # what could not be printed would fail again at the interpreter's end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def one_line(error: Exception) -> str | None:
+    """What to say of an error that is no fault of the program; None where it is one."""
+    if isinstance(error, (ConfigError, RunError)):
+        return f"error: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"error: {refusal(error)}"
+    return f"error: {str(error).splitlines()[0]}" if full_disk(error) else None
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -52,7 +52,9 @@ def main(argv: list[str]) -> int:
     missing = [torch.zeros_like(read[0])] * (-len(files) % size)  # batches of one shape
     with torch.inference_mode():
         parts = torch.stack([*read, *missing]).split(size)
-        shares = torch.cat([loaded.model(part).softmax(-1) for part in parts])
+        shares = torch.cat([loaded.model(part).softmax(-1) for part in parts])[: len(files)]
+    if not shares.isfinite().all():
+        raise ConfigError(f"{loaded.folder}: its model gives no finite outputs, the run has diverged: train it anew")
     classes = loaded.model.classes
     top = shares.topk(min(args.top, len(classes)))
     rows = [

@@ -27,9 +27,16 @@ from lion.runs import (
     lock_run,
     stored_recipe,
 )
-from lion.trainer.checkpoint import check_space, load_state, newest, save_json, save_text, steps_of
+from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
 from lion.trainer.loop import Splits, Trainer
-from lion.trainer.runtime import Runtime, check_device, environment, seed_everything, start_runtime
+from lion.trainer.runtime import (
+    Runtime,
+    check_device,
+    environment,
+    from_launcher,
+    seed_everything,
+    start_runtime,
+)
 from tools import evaluate
 from tools.common import (
     Parser,
@@ -59,7 +66,7 @@ def main(argv: list[str]) -> int:
         check_unlocked(recipe.folder)
         if not args.fresh and finished(recipe):
             return 0
-    world = int(os.environ.get("WORLD_SIZE", 0)) or args.processes or process_count(recipe)
+    world = from_launcher("WORLD_SIZE", 0) or args.processes or process_count(recipe)
     splits = build_data(recipe, cached=True)
     plan = make_plan(recipe, samples=len(splits.train), world=world)
     task = make_task(recipe, splits.info)
@@ -127,9 +134,12 @@ def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:
 
 def check_checkpoint(folder: Path, model: nn.Module) -> None:
     """Refuse a run that cannot go on, before anything is written there or another process is started."""
-    found = newest(folder, "last", quiet=True)
-    if found is not None and not found.sharded:
-        check_weights(model, load_state(found.state, mapped=True).get("model"), str(found.path))
+
+    def read(found: Checkpoint) -> None:
+        if not found.sharded:
+            check_weights(model, load_state(found.state, mapped=True).get("model"), str(found.state))
+
+    newest(folder, "last", read=read, quiet=True)
 
 
 def set_aside(folder: Path) -> None:

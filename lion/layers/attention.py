@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import nearest, setting
+from lion.config import check_settings, nearest, setting
 from lion.layers.decay import DECAYS
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.padding import places_of, without_padding
@@ -28,6 +28,7 @@ from lion.ops import (
     rotary_angles,
     step,
 )
+from lion.ops.arguments import check_chunk_size
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
 ALTERNATING = "alternating"  # forward in the first block, backward in the second, and so on (Table 16)
@@ -62,8 +63,9 @@ class AttentionConfig:
         """The same with every None filled in from the mixer's entry.
 
         Raises:
-            ValueError: A pair that does not work.
+            ValueError: A value that is no choice, or a pair that does not work.
         """
+        check_settings(self)
         self.check_scans(mixer)
         if mixer == SOFTMAX:
             if self.direction not in ("both", "forward"):
@@ -124,7 +126,9 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, config: AttentionConfig) -> None:
         super().__init__()
-        if dim % num_heads:
+        if num_heads < 1:
+            raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
+        if dim < 1 or dim % num_heads:
             raise ValueError(f"dim: expected a multiple of num_heads={num_heads}, got {dim}")
         self.num_heads = num_heads
         self.config = config
@@ -325,8 +329,10 @@ def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None
     Besides "auto" and `FORMS` there is "blockwise", the paper's own Lion-chunk (`lion.ops.blockwise`).
 
     Raises:
-        ValueError: An unknown form, or one that softmax attention does not have.
+        ValueError: An unknown form, one that softmax attention does not have, or a chunk without tokens.
     """
+    if chunk_size is not None:
+        check_chunk_size(chunk_size)
     known = ("auto", *FORMS, "blockwise")
     if form not in known:
         raise ValueError(f"form: expected one of {', '.join(known)}, got {form!r}")
@@ -335,7 +341,7 @@ def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None
             raise ValueError(f"form: softmax attention has only 'full', got {form!r}")
         if isinstance(layer, LionAttention):
             layer.form = form
-            layer.chunk_size = chunk_size or layer.config.chunk_size
+            layer.chunk_size = layer.config.chunk_size if chunk_size is None else chunk_size
 
 
 def forms_of(model: nn.Module) -> tuple[str, ...]:

@@ -16,11 +16,12 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 
 from lion.config import ConfigError
+from lion.trainer.faults import out_of_memory
 
 log = logging.getLogger("lion")
 
@@ -29,6 +30,11 @@ STATE = "state.pt"  # plain checkpoints: everything; sharded ones: all but the t
 SHARDS = ".metadata"  # what PyTorch says of the shards beside it
 CONSOLIDATED = "consolidated.pt"  # everything, of a checkpoint that was sharded
 _NAME = re.compile(r"(last|best)-(\d+)")
+_Read = TypeVar("_Read")
+
+
+class Unusable(ConfigError):
+    """A checkpoint is damaged, or nothing can be made of what it holds: the one before it may do."""
 
 
 class Checkpoint(NamedTuple):
@@ -50,6 +56,10 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno and not error.filename:  # a full disk names none
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
@@ -108,64 +118,86 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, if anything."""
+def whole(step: int, folder: Path) -> Checkpoint:
+    """The checkpoint in a folder, checked against its manifest.
+
+    Raises:
+        Unusable: What is wrong with it.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        needed = SHARDS if manifest["sharded"] else CONSOLIDATED if CONSOLIDATED in manifest["files"] else STATE
+        state = CONSOLIDATED if CONSOLIDATED in manifest["files"] else STATE
+        needed = SHARDS if manifest["sharded"] else state
         if needed not in manifest["files"]:
-            return f"{MANIFEST} names no {needed}"
+            raise Unusable(f"{MANIFEST} names no {needed}")
         for name, entry in manifest["files"].items():
             path = folder / name
             if not path.is_file():
-                return f"{name} is missing"
+                raise Unusable(f"{name} is missing")
             if path.stat().st_size != entry["bytes"]:
-                return f"{name} has {path.stat().st_size:,} bytes of {entry['bytes']:,}"
+                raise Unusable(f"{name} has {path.stat().st_size:,} bytes of {entry['bytes']:,}")
             if digest(path) != entry["sha256"]:
-                return f"{name} is not what was written (SHA-256 differs)"
+                raise Unusable(f"{name} is not what was written (SHA-256 differs)")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    return None
+        raise Unusable(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
+    return Checkpoint(folder, step, folder / state, manifest["sharded"])
 
 
 def steps_of(run: Path, kind: str) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint of a kind, newest first, unchecked."""
-    found = []
-    for path in (run / FOLDER).glob(f"{kind}-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            found.append((int(match[2]), path))
-    return sorted(found, reverse=True)
-
-
-def newest(run: Path, kind: str, *, repair: bool = False, quiet: bool = False) -> Checkpoint | None:
-    """The newest checkpoint of a kind that is whole; None where there never was one.
-
-    A damaged one is reported, unless `quiet`, and with `repair` set aside so that its step can be saved again.
+    """(step, folder) of every checkpoint of a kind, newest first, unchecked: it may be a file, or gone by now.
 
     Raises:
-        ConfigError: There are checkpoints, and all of them are damaged.
+        ConfigError: Something else stands where a run has its checkpoints.
     """
-    damaged = {}
-    for step, path in steps_of(run, kind):
-        reason = damage(path)
-        if reason is not None:
-            damaged[path] = reason
-            continue
-        for bad, why in damaged.items():
-            if not quiet:
-                log.warning("%s is damaged: %s; going back to %s", bad, why, path.name)
-            if repair:
-                set_aside(bad)
-        manifest = json.loads((path / MANIFEST).read_text())
-        name = CONSOLIDATED if CONSOLIDATED in manifest["files"] else STATE
-        return Checkpoint(path, step, path / name, manifest["sharded"])
-    if damaged:
-        reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
-        raise ConfigError(
-            f"{run}: no {kind!r} checkpoint is whole ({reasons}); --fresh starts anew and keeps this folder"
-        )
-    return None
+    try:
+        names = os.listdir(run / FOLDER)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{run / FOLDER}: not a folder of checkpoints ({error.strerror})") from None
+    matches = [match for match in map(_NAME.fullmatch, names) if match and kind in (match[1], "*")]
+    return sorted(((int(match[2]), run / FOLDER / match[0]) for match in matches), reverse=True)
+
+
+def newest(
+    run: Path,
+    kind: str,
+    *,
+    read: Callable[[Checkpoint], _Read] = lambda found: found,
+    repair: bool = False,
+    quiet: bool = False,
+) -> _Read | None:
+    """What `read` makes of the newest checkpoint of a kind that is whole; None where there never was one.
+
+    One that is damaged, or that `read` finds `Unusable`, is reported, unless `quiet`, and the one before it is taken;
+    with `repair` it is set aside so that its step can be saved again. The run may train on meanwhile.
+
+    Raises:
+        ConfigError: There are checkpoints, and none of them can be used.
+    """
+    while True:
+        damaged = {}
+        for step, path in steps_of(run, kind):
+            try:
+                out = read(whole(step, path))
+            except Unusable as error:
+                if not os.path.lexists(path):  # a run that trains has put a newer one in its place: look again
+                    break
+                damaged[path] = str(error).removeprefix(f"{path}/")
+                continue
+            for bad, why in damaged.items():
+                if not quiet:
+                    log.warning("%s is damaged: %s; going back to %s", bad, why, path.name)
+                if repair:
+                    set_aside(bad)
+            return out
+        else:
+            if not damaged:
+                return None
+            reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
+            raise ConfigError(
+                f"{run}: no {kind!r} checkpoint can be used ({reasons}); --fresh starts anew and keeps this folder"
+            )
 
 
 def set_aside(path: Path) -> None:
@@ -177,7 +209,7 @@ def set_aside(path: Path) -> None:
 def prune(newest: Path, keep: int) -> None:
     """Delete all of a checkpoint's kind but itself and the `keep - 1` before it, and what interrupted saves left."""
     kind, run = newest.name.partition("-")[0], newest.parent.parent
-    others = [path for _, path in steps_of(run, kind) if path != newest]
+    others = [path for _, path in steps_of(run, kind) if path != newest and path.is_dir()]
     for path in others[keep - 1 :]:
         os.rename(path, path.with_name(f".{path.name}.tmp"))  # so that a kill leaves no half of a checkpoint
     for path in newest.parent.glob(f".{kind}-*.tmp"):
@@ -190,19 +222,19 @@ def load_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     With `mapped` the tensors stay in the file until they are read.
 
     Raises:
-        ConfigError: No such file, or not a checkpoint.
+        Unusable: No such file, or not a checkpoint.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # of what is an error here
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such checkpoint") from None
+        raise Unusable(f"{path}: no such checkpoint") from None
     except Exception as error:
-        raise ConfigError(
-            f"{path}: not a readable checkpoint, which torch.save writes ({type(error).__name__})"
-        ) from None
+        if out_of_memory(error):
+            raise
+        raise Unusable(f"{path}: not a readable checkpoint, which torch.save writes ({type(error).__name__})") from None
     if not isinstance(state, dict):
-        raise ConfigError(f"{path}: not a readable checkpoint (it holds a {type(state).__name__})")
+        raise Unusable(f"{path}: not a readable checkpoint (it holds a {type(state).__name__})")
     return state
 
 
@@ -212,7 +244,7 @@ def check_space(run: Path, state: int, best: int, keep: int) -> None:
     Raises:
         ConfigError: The disk lacks the room.
     """
-    have = sum(p.stat().st_size for _, folder in steps_of(run, "*") for p in folder.iterdir())
+    have = sum(p.stat().st_size for _, folder in steps_of(run, "*") for p in folder.glob("*"))
     place = next(p for p in (run.absolute(), *run.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(place).free + have
     need = state * (keep + 1) + best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -46,6 +47,12 @@ def evaluate(
         model.train(training)
     flat = runtime.sum(*[x for pair in totals.values() for x in pair]).tolist()
     return {name: flat[2 * i] / max(flat[2 * i + 1], 1) for i, name in enumerate(totals)}
+
+
+def all_finite(results: dict[str, dict[str, float]], weights: list[Tensor]) -> bool:
+    """Whether every metric and every weight is."""
+    metrics = (value for part in results.values() for value in part.values())
+    return all(map(math.isfinite, metrics)) and all(torch.stack([w.isfinite().all() for w in weights]).tolist())
 
 
 def decay_values(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -57,6 +58,32 @@ def full_disk(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return "No space left on device" in str(error)
+
+
+def refusal(error: OSError) -> str:
+    """What the system refuses, and where."""
+    place = error.filename2 or error.filename  # the second of two is where a file was to go
+    return f"{place}: {error.strerror}" if place else str(error.strerror)
+
+
+def explain(error: Exception, *, step: int, micro: int, kept: str) -> Exception | None:
+    """The same in the user's terms, with the setting to change, where there are such; `kept` says what is not lost."""
+    if out_of_memory(error):
+        return memory_advice(step, micro)
+    if "does not have a deterministic implementation" in str(error):
+        return ConfigError(f"trainer.deterministic: {str(error).partition('.')[0]}; try false")
+    if isinstance(error, OSError) and error.strerror:
+        return RunError(f"{refusal(error)}; {kept}")
+    return None
+
+
+def divergence_advice(best: Path | None) -> str:
+    """What to try in a new run; `best` is a run whose best weights can be started from."""
+    start = f"run.name=NAME, init_from={best} keeps the best weights" if best else "run.name=NAME"
+    return (
+        f"In a new run ({start}) try trainer.clip_grad=1, a lower optim.lr, a longer schedule.warmup, "
+        f"trainer.precision=fp32"
+    )
 
 
 def out_of_memory(error: BaseException) -> bool:

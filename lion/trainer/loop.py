@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from lion.config import ConfigError
 from lion.tasks.base import Batch, Task, check_same_data, to_device
 from lion.trainer.batches import Batches, StepSampler, derive, eval_batches, train_batches
 from lion.trainer.config import Plan
-from lion.trainer.evaluate import decay_values, evaluate
-from lion.trainer.faults import FiniteGuard, RunError, memory_advice, out_of_memory
+from lion.trainer.evaluate import all_finite, decay_values, evaluate
+from lion.trainer.faults import FiniteGuard, RunError, divergence_advice, explain
 from lion.trainer.log import RunLog, Window
 from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
@@ -217,15 +217,15 @@ class Trainer:
         if self.step % limit and self.step < self.plan.total:
             return
         row = self.guard.read()[1]
-        if row >= limit:
-            if not self.runtime.main:  # all see it, one says it
-                sys.exit(1)
-            raise RunError(
-                f"no finite loss and gradient in the {row} steps from {self.step - row} on (trainer.faults.nonfinite), "
-                f"all skipped; {self.checkpoints.kept}. In a new run (run.name=NAME, init_from={self.folder} "
-                f"keeps the best weights) try trainer.clip_grad=1, a lower optim.lr, a longer schedule.warmup, "
-                f"trainer.precision=fp32"
-            )
+        if row >= min(limit, self.plan.total):
+            where = f"in the {row} steps from {self.step - row} on (trainer.faults.nonfinite)"
+            self.diverged(f"no finite loss and gradient {where}, all skipped")
+
+    def diverged(self, what: str) -> NoReturn:
+        if not self.runtime.main:  # all see it, one says it
+            sys.exit(1)
+        advice = divergence_advice(self.folder if self.best["step"] else None)
+        raise RunError(f"{what}; {self.checkpoints.kept}. {advice}")
 
     def report(self, out: RunLog, window: Window, loss: Tensor, lr: float, norm: Tensor) -> None:
         """Write a line of training metrics."""
@@ -263,17 +263,11 @@ class Trainer:
                     first.append(batch)
                 yield batch
 
+        how = {"precision": self.config.precision, "stop": lambda: self.runtime.any(self.stopping)[0]}
         results = {}
         for kind, model in (("val", self.model), ("val_ema", self.ema)):
             if model is not None:
-                results[kind] = evaluate(
-                    model,
-                    batches(),
-                    self.task,
-                    self.runtime,
-                    precision=self.config.precision,
-                    stop=lambda: self.runtime.any(self.stopping)[0],
-                )
+                results[kind] = evaluate(model, batches(), self.task, self.runtime, **how)
                 if results[kind] is None:
                     return False
         for kind, metrics in results.items():
@@ -282,7 +276,12 @@ class Trainer:
         out.histograms(self.step, "decay", decay_values(self.model, batch, self.task))
         self.evaluated = self.step
         value = results["val"][self.task.metric]
-        if value >= self.best["value"] and self.step != self.best["step"]:  # of equals, the longer trained
+        if self.runtime.any(not all_finite(results, local(list(self.model.parameters()))))[0]:
+            what = f"step {self.step}: weights, or outputs on val, are not finite"
+            if self.step == self.plan.total:
+                self.diverged(what)
+            log.warning("%s: no best checkpoint", what)
+        elif value >= self.best["value"] and self.step != self.best["step"]:  # of equals, the longer trained
             best = {"value": value, "step": self.step}
             if self.checkpoints.save_best(
                 self.step, {"step": self.step, "best": best, "info": self.task.info.to_dict()}
@@ -316,37 +315,39 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest whole checkpoint, if there is one, and say what that promises."""
-        best, state = self.checkpoints.best(), self.checkpoints.resume()
+        best, state = self.checkpoints.best(), self.checkpoints.resume(self.take)
         if best is not None:  # a run that lost its last steps may have seen a better one: it is still on the disk
             self.best = best
         if state is None:
             return
+        drawn = "" if self.same_world(state) else ", random states drawn anew for another number of processes"
+        log.info("resuming at step %d of %d: exact state%s", self.step, self.plan.total, drawn)
+        if (upcoming := self.upcoming()) is not None:
+            samples = ", ".join(map(str, upcoming["samples"]))
+            log.info("next: learning rate %.3g, samples %s ..", upcoming["lr"], samples)
+        log.info("%s", promise(state["made"], self.circumstances()))
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Go to the place in the run, and in the random numbers, that a checkpoint names.
+
+        Raises:
+            ConfigError: The data are others.
+        """
         check_same_data(f"{self.folder}: its checkpoint", state["info"], self.task.info.to_dict())
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.guard.counts.copy_(state["skipped"])
-        then, now = state["made"], self.circumstances()
-        same_world = len(state["random"]) == self.runtime.world
-        if same_world:
+        if self.same_world(state):
             restore_random_state(state["random"][self.runtime.rank])
         else:
             seed_everything(derive(self.plan.seed, self.step, self.runtime.rank))
-        upcoming = self.upcoming()
-        if upcoming != state["next"] and self.runtime.main:  # the launcher ends the others
+        if (upcoming := self.upcoming()) != state["next"] and self.runtime.main:  # the launcher ends the others
             raise ConfigError(
                 f"{self.folder}: the training data has changed since step {self.step}: expected the samples "
                 f"{state['next']}, found {upcoming}; restore it, or start anew with --fresh"
             )
-        log.info(
-            "resuming at step %d of %d: exact state%s",
-            self.step,
-            self.plan.total,
-            "" if same_world else ", random states drawn anew for another number of processes",
-        )
-        if upcoming is not None:
-            log.info(
-                "next: learning rate %.3g, samples %s ..", upcoming["lr"], ", ".join(map(str, upcoming["samples"]))
-            )
-        log.info("%s", promise(then, now))
+
+    def same_world(self, state: dict[str, Any]) -> bool:
+        return len(state["random"]) == self.runtime.world
 
     def upcoming(self) -> dict[str, Any] | None:
         """The learning rate and the first samples of the next step."""
@@ -371,28 +372,19 @@ class Trainer:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Say which setting to change where memory runs out or determinism cannot be had."""
+        """Say which setting to change where memory runs out, and what is kept where a disk refuses."""
         try:
             yield
         except Exception as error:
-            if out_of_memory(error):
-                raise memory_advice(self.step, self.plan.micro) from error
-            if "does not have a deterministic implementation" in str(error):
-                raise ConfigError(f"trainer.deterministic: {str(error).partition('.')[0]}; try false") from error
-            raise
+            better = explain(error, step=self.step, micro=self.plan.micro, kept=self.checkpoints.kept)
+            if better is None:
+                raise
+            raise better from error
 
     def sampler(self, start: int) -> StepSampler:
-        return StepSampler(
-            len(self.splits.train),
-            batch=self.config.batch_size,
-            micro=self.plan.micro,
-            seed=self.plan.seed,
-            start=start,
-            total=self.plan.total,
-            rank=self.runtime.rank,
-            world=self.runtime.world,
-            repeats=self.splits.repeats,
-        )
+        plan, where = self.plan, {"rank": self.runtime.rank, "world": self.runtime.world}
+        how = {"batch": self.config.batch_size, "micro": plan.micro, "seed": plan.seed, "repeats": self.splits.repeats}
+        return StepSampler(len(self.splits.train), start=start, total=plan.total, **how, **where)
 
     @property
     def pin(self) -> bool:

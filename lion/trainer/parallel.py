@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -105,22 +106,31 @@ def is_sharded(tensors: dict[str, Tensor]) -> bool:
 
 
 def save_shards(folder: Path, tensors: dict[str, Any]) -> None:
-    """Every process writes its part into `folder`; all raise where one fails.
-
-    Raises:
-        OSError: What the first process that failed has met.
-    """
-    try:
+    """Every process writes its part into `folder`; all raise where one fails, as in `_plainly`."""
+    with _plainly():
         dcp.save(tensors, checkpoint_id=folder)
-    except CheckpointException as error:  # no subclass of Exception
-        causes = [cause for cause, _ in error.failures.values()]
-        raise next((c for c in causes if isinstance(c, OSError)), RuntimeError(str(causes))) from error
 
 
 def load_shards(folder: Path, into: dict[str, Any]) -> dict[str, Any]:
-    """Read what any number of processes have written, into tensors of whatever sharding."""
-    dcp.load(into, checkpoint_id=folder)
+    """Read what any number of processes have written, into tensors of whatever sharding; raises as `_plainly` does."""
+    with _plainly():
+        dcp.load(into, checkpoint_id=folder)
     return into
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Raise what the first process that failed has met.
+
+    Raises:
+        OSError: A disk refuses.
+        RuntimeError: Everything else.
+    """
+    try:
+        yield
+    except CheckpointException as error:  # no subclass of Exception
+        causes = [cause for cause, _ in error.failures.values()]
+        raise next((c for c in causes if isinstance(c, OSError)), RuntimeError(str(causes))) from error
 
 
 def join_shards(folder: Path) -> dict[str, Any]:

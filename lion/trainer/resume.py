@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from lion.config import ConfigError
 from lion.trainer.checkpoint import (
     STATE,
+    Checkpoint,
+    Unusable,
     load_state,
     newest,
     prune,
@@ -22,13 +26,21 @@ from lion.trainer.checkpoint import (
     set_aside,
     steps_of,
 )
-from lion.trainer.faults import full_disk
+from lion.trainer.faults import full_disk, out_of_memory
 from lion.trainer.parallel import Learner, load_shards, save_shards
 from lion.trainer.runtime import Runtime
 
 log = logging.getLogger("lion")
 
-PLAIN = ("step", "evaluated", "info", "skipped", "random", "next", "made")  # what `save_last` is given
+PLAIN = {  # what `save_last` is given
+    "step": int,
+    "evaluated": int,
+    "info": dict,
+    "skipped": torch.Tensor,
+    "random": list,
+    "next": dict | None,
+    "made": dict,
+}
 TENSORS = ("model", "ema", "optimizer")
 
 
@@ -46,7 +58,7 @@ class Checkpointer:
         return f"the checkpoint of step {self.saved} is kept"
 
     def save_last(self, step: int, plain: dict[str, Any]) -> bool:
-        """Save all that the run needs to go on, unless this step has been; False where the disk is full."""
+        """Save all that the run needs to go on, unless this step has been; False where the disk refuses."""
         if step == self.saved:
             return True
         tensors = self.learner.state()
@@ -59,7 +71,7 @@ class Checkpointer:
         return True
 
     def save_best(self, step: int, plain: dict[str, Any]) -> bool:
-        """Save the weights alone; False where the disk is full."""
+        """Save the weights alone; False where the disk refuses."""
         return self._save("best", step, {**plain, **self.learner.weights()}, shards=None)
 
     def _save(self, kind: str, step: int, state: dict[str, Any], shards: dict[str, Any] | None) -> bool:
@@ -69,7 +81,7 @@ class Checkpointer:
             if main:
                 scratch_folder(self.run, kind, step)
         except OSError as error:
-            problem = _no_room(error)
+            problem = _refusal(error)
         problem = self.runtime.agree(problem)  # every process leaves here, or none
         try:
             if problem is None and shards is not None:
@@ -79,7 +91,7 @@ class Checkpointer:
                     torch.save(state, file)
                 prune(seal(scratch, sharded=shards is not None), self.keep if kind == "last" else 1)
         except Exception as error:
-            problem = _no_room(error)
+            problem = _refusal(error)
         problem = self.runtime.agree(problem)
         if problem is None:
             return True
@@ -88,42 +100,75 @@ class Checkpointer:
         log.warning("%s-%d is not saved: %s; %s", kind, step, problem, self.kept)
         return False
 
-    def resume(self) -> dict[str, Any] | None:
-        """Take over the newest whole checkpoint, and return its plain part; None where there is none."""
-        found = newest(self.run, "last", repair=True) if self.runtime.main else None
+    def resume(self, take: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        """Go on from the newest checkpoint that is whole and fits this run; None where there is none.
+
+        `take` is given its plain part, which is returned; an exception there means that it does not fit, and that the
+        one before it is tried, but for ConfigError.
+        """
+        found = state = None
+        if self.runtime.main:
+            taken = newest(self.run, "last", read=lambda c: (c, self._take(c, take, trial=True)), repair=True)
+            found, state = taken or (None, None)
         found = self.runtime.agree(found)
-        if found is None:
-            return None
-        state = load_state(found.state)
-        parts = () if found.sharded else TENSORS
-        lacking = [name for name in (*PLAIN, *parts) if name not in state]
-        if lacking:
-            raise ConfigError(f"{found.state}: a run cannot go on from it, it holds no {lacking[0]!r}")
-        if found.sharded:
-            tensors = load_shards(found.path, into=self.learner.state())
-        else:
-            tensors = {name: state.pop(name) for name in TENSORS}
-        self.learner.restore(tensors)
-        self.saved = found.step
+        if found is not None:
+            if self._together(found) or not self.runtime.main:
+                state = self._take(found, take)
+            self.saved = found.step
         return state
+
+    def _together(self, found: Checkpoint) -> bool:
+        """Whether all processes restore its tensors at once, so that none can try."""
+        return self.runtime.world > 1 and (found.sharded or self.learner.sharded)
+
+    def _take(self, found: Checkpoint, take: Callable[[dict[str, Any]], None], trial: bool = False) -> dict[str, Any]:
+        state = load_state(found.state)
+        try:
+            tensors = {} if found.sharded else {name: state.pop(name) for name in TENSORS}
+            plain = {name: state[name] for name in PLAIN}
+            for name, kind in PLAIN.items():
+                if not isinstance(plain[name], kind):
+                    raise TypeError(f"{name} is {plain[name]!r}")
+            if plain["step"] != found.step:
+                raise ValueError(f"step is {plain['step']}")
+            if not (trial and self._together(found)):
+                self.learner.restore(load_shards(found.path, into=self.learner.state()) if found.sharded else tensors)
+            take(plain)
+        except KeyError as error:
+            raise Unusable(f"{found.state}: a run cannot go on from it, it holds no {error}") from error
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            raise Unusable(f"{found.state}: a run cannot go on from it ({reason})") from error
+        return plain
 
     def best(self) -> dict[str, Any] | None:
         """The value and step of the best checkpoint: the record of what is best is the checkpoint itself."""
         best = None
         if self.runtime.main:
             try:
-                found = newest(self.run, "best", repair=True)
-                best = found and load_state(found.state)["best"]
-            except (ConfigError, LookupError) as error:
+                best = newest(self.run, "best", read=_record, repair=True)
+            except ConfigError as error:
                 log.warning("%s; the best is looked for anew from here on", error)
                 for _, path in steps_of(self.run, "best"):
                     set_aside(path)
         return self.runtime.agree(best)
 
 
-def _no_room(error: Exception) -> str:
-    """The words of a full disk; every other error is raised again."""
-    if not full_disk(error):
+def _record(found: Checkpoint) -> dict[str, Any]:
+    best = load_state(found.state).get("best")
+    try:
+        if math.isnan(best["value"]) or best["step"] < 0:
+            raise ValueError
+    except (LookupError, TypeError, ValueError):
+        raise Unusable(f"{found.state}: it does not say how good it is") from None
+    return best
+
+
+def _refusal(error: Exception) -> str:
+    """The words of a full disk, or of what else the system refuses; every other error is raised again."""
+    if not isinstance(error, OSError) and not full_disk(error):
         raise error
     return str(error).splitlines()[0]
 

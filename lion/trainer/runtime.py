@@ -93,18 +93,33 @@ def start_runtime(device: str = "auto", *, deterministic: bool = False, matmul: 
         torch.backends.cudnn.benchmark = False
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = from_launcher("RANK", 0), from_launcher("WORLD_SIZE", 1)
     if rank > 0:
         log.setLevel(logging.WARNING)  # news come from the first process
     check_device(device, world)
     kind = torch.device(device)
     if kind.type == "cuda":
-        kind = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if world > 1 else kind.index or 0)
+        kind = torch.device("cuda", from_launcher("LOCAL_RANK", rank) if world > 1 else kind.index or 0)
         torch.cuda.set_device(kind)
     if world > 1:
         end_with_launcher()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo")
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo")
+        except ValueError as error:
+            raise ConfigError(f"RANK={rank} WORLD_SIZE={world}, as a launcher would set them: {error}") from None
     return Runtime(kind, rank, world)
+
+
+def from_launcher(name: str, default: int) -> int:
+    """A number that `torchrun` leaves in the environment.
+
+    Raises:
+        ConfigError: Something else stands there.
+    """
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"environment variable {name}: expected a whole number, got {text!r}")
+    return int(text)
 
 
 def check_device(device: str, world: int = 1) -> None:

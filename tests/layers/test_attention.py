@@ -192,6 +192,21 @@ def test_bad_arguments():
         LionAttention(12, 3, "lion_x")
     with pytest.raises(ValueError, match="multiple of num_heads=5"):
         LionAttention(12, 5)
+    for heads in (0, -3):
+        with pytest.raises(ValueError, match=f"num_heads: expected at least 1, got {heads}"):
+            LionAttention(12, heads)
+    with pytest.raises(ValueError, match="multiple of num_heads=3, got 0"):
+        LionAttention(0, 3)
+    with pytest.raises(ValueError, match="feature_map: 'zz' is not a choice, valid: elu1, identity"):
+        LionAttention(12, 3, feature_map="zz")
+    with pytest.raises(ValueError, match="form: 'chunks' is not a choice, did you mean 'chunk'"):
+        SoftmaxAttention(12, 3, form="chunks")
+    with pytest.raises(ValueError, match="chunk_size: expected at least 1, got 0"):
+        LionAttention(12, 3, chunk_size=0)
+    layer = LionAttention(12, 3, chunk_size=8)
+    with pytest.raises(ValueError, match="chunk_size: expected at least 1, got 0"):
+        set_form(layer, "chunk", 0)
+    assert (layer.form, layer.chunk_size) == ("auto", 8)
 
 
 def test_softmax_takes_a_feature_map_only_if_asked():

@@ -13,22 +13,21 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 import lion
+from lion.config import ConfigError
 from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
-from tools.common import build_data, loader_workers, resolve
+from tools.common import build_data, loader_workers, resolve, run_command
 from tools.evaluate import forms_to_measure
 from tools.show import activation_bytes, listing, mixer_rows, show
 
 pytest.importorskip("sklearn")
 
 
-def run_sh(*args, timeout=400):
+def run_sh(*args, timeout=400, script=ROOT / "run.sh"):
     """run.sh with this interpreter, nothing installed."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "LION_NO_INSTALL": "1", "PATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [str(ROOT / "run.sh"), *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout
-    )
+    return subprocess.run([str(script), *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +184,42 @@ def test_forms_to_measure():
     assert forms_to_measure("rnn", None, forms) == [("rnn", 1)]
 
 
-def test_help_names_every_command():
+def test_help_names_every_command(tmp_path):
     done = run_sh("--help")
     assert done.returncode == 0
     for name in ("eval", "list", "show", "predict", "bench", "logs", "test", "--fresh"):
         assert name in done.stdout
-    assert run_sh("quickstrt").returncode == 2
+    (tmp_path / "lion").symlink_to(ROOT / "run.sh")
+    done = run_sh("quickstrt", script=tmp_path / "lion")
+    assert done.returncode == 2 and "'quickstrt' is no command" in done.stderr
+
+
+def test_a_closed_stderr_and_ascii_stop_no_run(tmp_path):
+    call = [sys.executable, "-m", "tools", "train", tiny_recipe(tmp_path), "--no-eval", "run.name=\u00e9"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *call], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("?: lion_s, "), done.stdout
+    assert state_of(tmp_path / "runs" / "\u00e9")["step"] == 6
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_behind_a_standard_stream_is_a_line_or_nothing(monkeypatch, capsys):
+    def outcome(main):
+        with pytest.raises(SystemExit) as ended:
+            run_command(main, [])
+        return ended.value.code
+
+    def wrong(argv):
+        raise ConfigError("wrong")
+
+    with monkeypatch.context() as patched, open("/dev/full", "w") as full:
+        patched.setattr(sys, "stdout", full)
+        assert outcome(lambda argv: print("some") or 0) == 1
+        assert capsys.readouterr().err == "error: No space left on device\n"
+    with monkeypatch.context() as patched, open("/dev/full", "w", buffering=1) as full:
+        patched.setattr(sys, "stderr", full)
+        assert outcome(wrong) == 2
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
 
 
 def test_a_bare_name_is_that_of_a_shipped_recipe(tmp_path, monkeypatch, capsys):

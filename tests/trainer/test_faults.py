@@ -22,7 +22,8 @@ from lion.trainer.checkpoint import check_space, newest, steps_of
 from lion.trainer.faults import FaultsConfig, RunError, memory_advice
 from lion.trainer.log import RunLog
 from tests.helpers import ROOT, command, here, tiny_recipe
-from tests.trainer.helpers import lines, train
+from tests.trainer.helpers import lines, train, trainer
+from tools.common import resolve
 
 pytest.importorskip("sklearn")
 
@@ -178,9 +179,10 @@ def test_a_full_file_system_leaves_the_previous_checkpoint(tmp_path):
     train = f"{sys.executable} -m tools train {path} --no-eval run.root={disk}"
     script = f"""
         mount -t tmpfs -o size=2m lion {disk}
-        {train} & until ls {disk}/tiny/checkpoints/last-* >&2; do sleep 0.05; done
+        {train} & until ls {disk}/tiny/checkpoints/last-40 >&2; do sleep 0.05; done
         cat /dev/zero >{disk}/filler; wait $!; echo "full $?"
-        {train}; echo "still full $?"
+        {train} trainer.keep_last=9; echo "still full $?"
+        {train}; echo "room for checkpoints alone $?"
         rm {disk}/filler; {train}; echo "free $?"
         tail -n 1 {disk}/tiny/metrics.jsonl
     """
@@ -188,11 +190,12 @@ def test_a_full_file_system_leaves_the_previous_checkpoint(tmp_path):
         ["unshare", "-rm", "sh", "-c", script],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    for code in ("full 1", "still full 2", "free 0"):
+    for code in ("full 1", "still full 2", "room for checkpoints alone 1", "free 0"):
         assert f"\n{code}\n" in done.stdout, done.stdout + done.stderr
     assert "is not saved: [Errno 28] No space left on device; the checkpoint of step" in done.stderr, done.stderr
     assert "error: step 300 could not be saved: the checkpoint of step" in done.stderr
     assert "error: run.root: checkpoints in" in done.stderr and "resuming at step" in done.stderr
+    assert f"error: {disk}/tiny/recipe.yaml: No space left on device" in done.stderr, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["step"] == 300
     assert "Traceback" not in done.stderr, done.stderr
 
@@ -258,6 +261,22 @@ def test_a_full_disk_before_the_first_byte(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(resume, "scratch_folder", full)
     assert t.checkpoints.save_last(4, {}) is False and t.checkpoints.saved == 3
     assert "last-4 is not saved: [Errno 28] No space left on device; the checkpoint of step 3 is kept" in caplog.text
+
+
+def test_what_the_system_refuses_is_reported_like_a_full_disk(tmp_path, caplog):
+    t = trainer(resolve(tiny_recipe(tmp_path)), tmp_path / "run")
+    step = t.train_step
+
+    def train_step(*args):
+        if t.step == 2:
+            (tmp_path / "run" / "checkpoints").mkdir()
+            (tmp_path / "run" / "checkpoints" / "last-3").touch()
+        return step(*args)
+
+    t.train_step = train_step
+    t.fit()
+    assert "last-3 is not saved: [Errno 20] Not a directory" in caplog.text and t.checkpoints.saved == 6
+    assert newest(tmp_path / "run", "last").step == 6
 
 
 def test_metrics_wait_for_room_and_lose_no_line(tmp_path, monkeypatch):

@@ -7,7 +7,19 @@ import pytest
 import torch
 
 from lion.config import ConfigError
-from lion.trainer.checkpoint import FOLDER, MANIFEST, STATE, damage, newest, scratch_folder, seal, steps_of
+from lion.trainer.checkpoint import (
+    FOLDER,
+    MANIFEST,
+    STATE,
+    Unusable,
+    load_state,
+    newest,
+    prune,
+    scratch_folder,
+    seal,
+    steps_of,
+    whole,
+)
 from lion.trainer.faults import RunError
 from lion.trainer.resume import promise
 from tests.helpers import state_of, tiny_recipe
@@ -91,21 +103,87 @@ def test_nothing_whole_is_refused_and_left_as_it_is(tmp_path):
     train(path, tmp_path / "run")
     for _, folder in steps_of(tmp_path / "run", "last"):
         (folder / STATE).write_bytes(b"")
-    with pytest.raises(ConfigError, match="no 'last' checkpoint is whole"):
+    with pytest.raises(ConfigError, match="no 'last' checkpoint can be used"):
         train(path, tmp_path / "run")
     assert len(steps_of(tmp_path / "run", "last")) == 2
 
 
-def test_a_whole_checkpoint_that_lacks_something_is_refused(tmp_path):
-    """Of another version, say."""
+FORGED = {  # what stands in a state whose manifest is right
+    "next": None,  # nothing: a checkpoint of another version, say
+    "step": 3,
+    "evaluated": "yes",
+    "random": [{"torch": torch.zeros(3, dtype=torch.uint8), "cuda": None}],
+    "skipped": torch.zeros(7),
+    "info": 3,
+    "made": 3,
+    "model": {"cls": torch.zeros(1)},
+    "optimizer": {"state": 3, "param_groups": []},
+}
+
+
+def test_a_whole_checkpoint_that_does_not_fit_is_passed_over(tmp_path, caplog):
     path = tiny_recipe(tmp_path)
-    train(path, tmp_path / "run", stop_at=4)
-    state = state_of(tmp_path / "run")
-    scratch = scratch_folder(tmp_path / "run", "last", 5)
-    torch.save({k: v for k, v in state.items() if k != "next"}, scratch / STATE)
-    seal(scratch)
-    with pytest.raises(ConfigError, match="a run cannot go on from it, it holds no 'next'"):
-        train(path, tmp_path / "run")
+    straight = train(path, tmp_path / "a")
+    train(path, tmp_path / "b", stop_at=4)
+    state = state_of(tmp_path / "b")
+    for step, (name, value) in enumerate(FORGED.items(), 100):
+        forged = {**state, "step": step, name: value}
+        scratch = scratch_folder(tmp_path / "b", "last", step)
+        torch.save({k: v for k, v in forged.items() if v is not None}, scratch / STATE)
+        seal(scratch)
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    resumed = train(path, tmp_path / "b")
+    assert same(straight.model.state_dict(), resumed.model.state_dict())
+    assert "last-100 is damaged: state.pt: a run cannot go on from it, it holds no 'next'; going back" in caplog.text
+    for step in range(100, 100 + len(FORGED)):
+        assert f"last-{step} is damaged: state.pt: a run cannot go on from it" in caplog.text
+        assert checkpoint(tmp_path / "b", step).with_name(f"damaged-last-{step}").is_dir()
+    for step in (3, 4):
+        shutil.rmtree(checkpoint(tmp_path / "c", step))
+    before = steps_of(tmp_path / "c", "last")
+    with pytest.raises(
+        ConfigError, match=r"no 'last' checkpoint can be used \(.*last-100: state.pt: .* no 'next'\); --f"
+    ):
+        train(path, tmp_path / "c")
+    assert steps_of(tmp_path / "c", "last") == before
+
+
+def test_a_checkpoint_replaced_while_it_is_read_is_looked_for_again(tmp_path):
+    """The run trains on: it saves another one and deletes this one at any moment of the reading."""
+    run = tmp_path / "run"
+
+    def save(step):
+        scratch = scratch_folder(run, "best", step)
+        torch.save({"step": step}, scratch / STATE)
+        prune(seal(scratch), 1)
+
+    def read(found):
+        seen.append(found.step)
+        if len(seen) < 4:
+            save(found.step + 1)
+        return load_state(found.state)["step"]
+
+    seen = []
+    save(1)
+    assert newest(run, "best", read=read) == 4 and seen == [1, 2, 3, 4]
+    listing = steps_of(run, "best")
+    save(5)
+    assert [step for step, _ in listing] == [4]  # what a listing names may be gone before it is opened
+    with pytest.raises(Unusable):
+        whole(*listing[0])
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_set_aside(tmp_path):
+    path = tiny_recipe(tmp_path)
+    straight = train(path, tmp_path / "a")
+    train(path, tmp_path / "b", stop_at=4)
+    places = [checkpoint(tmp_path / "b", 6, kind) for kind in ("best", "last")]
+    for place in places:
+        place.write_text("mine")
+    resumed = train(path, tmp_path / "b")
+    assert same(straight.model.state_dict(), resumed.model.state_dict()) and resumed.best == straight.best
+    assert newest(tmp_path / "b", "last").step == 6
+    assert all(place.with_name(f"damaged-{place.name}").read_text() == "mine" for place in places)
 
 
 def test_damaged_best_weights_stop_no_run(tmp_path, caplog):
@@ -124,7 +202,8 @@ def test_the_newest_few_are_kept_and_interrupted_saves_swept(tmp_path):
     train(tiny_recipe(tmp_path, trainer={"steps": 12, "keep_last": 3}), tmp_path / "run")
     assert [step for step, _ in steps_of(tmp_path / "run", "last")] == [12, 9, 6]
     assert len(steps_of(tmp_path / "run", "best")) == 1 and not litter.exists()
-    assert all(damage(path) is None for _, path in steps_of(tmp_path / "run", "last"))
+    for step, path in steps_of(tmp_path / "run", "last"):
+        whole(step, path)
 
 
 def test_saving_by_the_clock(tmp_path):
@@ -215,5 +294,23 @@ def test_too_many_such_steps_stop_the_run(tmp_path):
         t.fit()
     for part in ("steps from 5 on", "the checkpoint of step 3 is kept", "trainer.clip_grad=1", "optim.lr"):
         assert part in str(error.value), error.value
+    assert f"(run.name=NAME, init_from={tmp_path / 'run'} keeps the best weights)" in str(error.value)
     assert t.step <= 12 and newest(tmp_path / "run", "last").step == 3
     assert lines(tmp_path / "run")[-1]["loss"] is None  # JSON has no NaN
+
+
+def test_a_run_that_takes_no_step_at_all_stops_though_it_is_short(tmp_path):
+    path = tiny_recipe(tmp_path, trainer={"steps": 5})
+    with pytest.raises(RunError, match=r"in the 5 steps from 0 on .*, all skipped; there is no checkpoint"):
+        poison(trainer(resolve(path), tmp_path / "run"), range(5)).fit()
+
+
+def test_a_run_that_diverges_within_its_last_steps_stops_and_has_no_best(tmp_path, caplog):
+    """One step of an endless learning rate: the weights stay finite, their outputs do not."""
+    path = tiny_recipe(tmp_path, optim={"lr": 1e30}, schedule={"warmup": 0}, trainer={"steps": 5, "ema": 0.9})
+    with pytest.raises(RunError) as error:
+        train(path, tmp_path / "run")
+    for part in ("step 5: weights, or outputs on val, are not finite; there is no checkpoint", "(run.name=NAME) try"):
+        assert part in str(error.value), error.value
+    assert "step 3: weights, or outputs on val, are not finite: no best checkpoint" in caplog.text
+    assert not steps_of(tmp_path / "run", "*")
