@@ -23,7 +23,9 @@ from lion.ops.full import add_diagonal
 from lion.ops.rnn import State, Tokens, Wrap, hand_on, initial_state, rnn_parts, ways
 from lion.ops.vector import chunk_vector_parts
 
-PIECE = 16  # chunks of a piece
+WHOLE = 16  # chunks that are done at once; more are cut into pieces
+PIECES = {"cpu": 6}  # chunks of a piece: in memory, 3 MiB beside the output of DeiT-T's layer at 6,085 tokens
+PIECE = 64  # on a GPU, which would idle between smaller ones (not measured)
 BACKEND = "inductor"  # compiles what is done to a piece
 
 Parts = tuple[Tensor, Tensor | None]
@@ -44,7 +46,7 @@ class How(NamedTuple):
 def in_pieces(tokens: Tokens, bonus: Tensor | None, how: How) -> Parts:
     """Numerator (B, H, L, E) and row sum (B, H, L)."""
     plainly = torch.is_grad_enabled() or torch.compiler.is_exporting()
-    if how.form == "chunk" and (plainly or tokens.q.shape[2] <= PIECE * how.chunk_size):
+    if how.form == "chunk" and (plainly or tokens.q.shape[2] <= WHOLE * how.chunk_size):
         return chunk_piece(tokens, bonus, how)[:2]
     if plainly or not torch.compiler.is_compiling():
         return LOOPS[how.form](tokens, bonus, how, lambda fn: fn)
@@ -79,7 +81,7 @@ def back(tokens: Tokens, enter: Entering, how: How) -> State:
 def chunk_loop(tokens: Tokens, bonus: Tensor | None, how: How, wrap: Wrap) -> Parts:
     length, names = tokens.q.shape[2], ways(how.direction)
     count = -(-length // how.chunk_size)
-    pieces = -(-count // PIECE)
+    pieces = -(-count // PIECES.get(tokens.q.device.type, PIECE))
     size = how.chunk_size * -(-count // pieces)  # evened out, so that little is padding
     if length % size and tokens.valid is None:  # of the last piece; all have one shape
         tokens = tokens._replace(valid=torch.ones(*tokens.q.shape[:3:2], dtype=torch.bool, device=tokens.q.device))
@@ -111,6 +113,7 @@ def chunk_loop(tokens: Tokens, bonus: Tensor | None, how: How, wrap: Wrap) -> Pa
         numerator[:, :, here] = y[:, :, : length - n * size]
         if how.rowsum:
             total[:, :, here] = row[..., : length - n * size]
+        del part, y, row, leave, sides  # not held beside the next piece's
     return numerator, total
 
 

@@ -144,6 +144,7 @@ def travel(
             numerator[:, :, begin : begin + count] += turn(y, 2, back).to(numerator.dtype)
             if rowsum:
                 total[:, :, begin : begin + count] += turn(row, 2, back)
+            del piece, y, row  # not held beside the next step's
     return numerator, total
 
 

@@ -9,7 +9,7 @@ from lion.ops.features import FEATURE_MAPS, apply_feature_map
 from .helpers import DIRECTIONS, GATES, Allocations, assert_close, case, make, unit_keys
 
 FORMS = {"chunk": dict(form="chunk", chunk_size=2), "rnn": dict(form="rnn", chunk_size=8)}
-LENGTHS = (33, 64, 75)  # of pieces of 32: a piece and a token, two whole ones, a part of a third
+LENGTHS = (33, 64, 75)  # 17 chunks are a few pieces; the last one is whole, or padded
 SEGMENTS = torch.tensor([[0] * 20 + [-1] * 13 + [4] * 42, [-1] * 3 + [2] * 29 + [1] * 30 + [7] * 13])
 VALID = torch.arange(75) % 5 != torch.tensor([[1], [3]])
 
