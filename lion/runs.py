@@ -76,7 +76,7 @@ def read_run(folder: Path, checkpoint: str) -> tuple[Recipe, Task, dict[str, Any
     kind = TASKS[recipe.task.name]
     try:
         info = kind.Info.from_dict(state["info"])
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint does not say what data it is for") from error
     return recipe, kind(recipe.task, info), state
 

@@ -148,6 +148,19 @@ def test_checkpoints_of_something_else(kind, refuse_run, tmp_path):
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.parametrize(
+    "info",
+    [{"size": [8]}, {"size": ["8", "8"]}, {"channels": None}, {"mean": [0.5, 0.5]}, {"std": ["x"]}],
+    ids=str,
+)
+def test_data_that_are_none(info, refuse_run, tmp_path):
+    (file,) = tmp_path.glob(f"tiny/checkpoints/best-*/{STATE}")
+    state = load_state(file)
+    torch.save({**state, "info": {**state["info"], **info}}, file)
+    write_manifest(file.parent, [file], sharded=False)
+    refuse_run("eval", "predict", "init")
+
+
 def model(**values):
     return lambda path: path.write_text(yaml.safe_dump(merge(yaml.safe_load(path.read_text()), {"model": values})))
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from lion.config import ConfigError, flatten, to_dict
 from lion.recipe import Recipe, free_keys
-from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_checkpoint
+from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_run
 from lion.tasks import TASKS
 from lion.trainer.checkpoint import save_text, write_atomic
 from tools.bench.rows import pipes
@@ -124,8 +124,7 @@ def load(name: str) -> Run:
         raise ConfigError(f"{folder}: not validated yet, train it first")
     if not finished(recipe, lines[-1]):
         raise ConfigError(f"{folder}: stopped at step {lines[-1]['step']:,}, train it to its end first")
-    info = kind.Info.from_dict(read_checkpoint(folder, "best")["info"])
-    parameters = count_parameters(build_on_meta(kind(recipe.task, info), recipe.model))
+    parameters = count_parameters(build_on_meta(read_run(folder, "best")[1], recipe.model))
     test = summary["value"] if summary and summary["split"] == "test" else None
     return Run(folder, recipe, curve, test, parameters, environment)
 

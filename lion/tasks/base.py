@@ -31,8 +31,18 @@ class ImageInfo:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> ImageInfo:
+        """Of what `to_dict` gave.
+
+        Raises:
+            LookupError, TypeError, ValueError: Of something else.
+        """
         size, classes, mean, std = (tuple(values[name]) for name in ("size", "classes", "mean", "std"))
-        return ImageInfo(size, values["channels"], classes, mean, std)
+        counts, colours, channels = (*size, values["channels"]), (*mean, *std), values["channels"]
+        if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in counts):
+            raise ValueError(f"no height, width and channels: {counts}")
+        if not len(mean) == len(std) == channels or not all(isinstance(x, (int, float)) for x in colours):
+            raise ValueError(f"no mean and deviation of {channels} channels: {colours}")
+        return ImageInfo(size, channels, classes, mean, std)
 
 
 def numbered(count: int) -> tuple[str, ...]:
