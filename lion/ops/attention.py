@@ -227,15 +227,13 @@ def _parts(
         return product_parts(q, k, v, rowsum=rowsum)
 
     how = dict(own=own, rowsum=rowsum)
-    if log_decay.shape[-1] > 1:
+    if form == "full":
+        full = full_vector_parts if log_decay.shape[-1] > 1 else masked_parts
         how |= dict(gate=gate, direction=direction, dropout_p=dropout_p)
-        numerator, total = full_vector_parts(q, k, v, log_decay, run, **how)
+        numerator, total = full(q, k, v, log_decay, run, **how)
     else:
         directions = make_directions(log_decay, run, gate=gate, direction=direction)
-        if form == "full":
-            numerator, total = masked_parts(q, k, v, directions, dropout_p=dropout_p, **how)
-        else:
-            numerator, total = blockwise_parts(q, k, v, directions, chunk_size=chunk_size, **how)
+        numerator, total = blockwise_parts(q, k, v, directions, chunk_size=chunk_size, **how)
     if not own:
         numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype)
     return numerator, total

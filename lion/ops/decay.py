@@ -147,7 +147,17 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
         else:
             rest = (total - total.float().double()).float()
     upto = (total.to(log_decay.dtype), rest)
-    return upto, tuple(F.pad(t, (0, 0, 1, 0))[..., :-1, :] for t in upto)
+    before = tuple(F.pad(t, (0, 0, 1, 0))[..., :-1, :] for t in upto)
+    return tuple(map(stored, upto)), tuple(map(stored, before))
+
+
+def stored(t: Tensor) -> Tensor:
+    """The same, as a tensor that Inductor keeps: else it computes a time again for each of the L pairs that read it,
+    a tenth of a forward pass. With gradients it is left alone: this has a slow derivative."""
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.is_grad_enabled():
+        return t
+    t = t.contiguous()
+    return t.as_strided(t.shape, t.stride())
 
 
 def read_and_write(gate: str, direction: str, upto: _Terms, before: _Terms) -> tuple[_Terms, _Terms]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.arguments import is_number, rounded
-from lion.ops.decay import Direction, hold, pair_mask
+from lion.ops.decay import Direction, hold, make_directions, pair_mask
 
 ALIGNMENT = 8  # products of 200 tokens take three quarters of the time of 197 here, and GPUs ask for as much
 ALIGNED_ABOVE = 64  # tokens; not worth a copy below
@@ -24,13 +24,23 @@ def pair_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], own: bo
 
 
 def masked_parts(
-    q: Tensor, k: Tensor, v: Tensor, directions: tuple[Direction, ...], *, own: bool, rowsum: bool, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    run: Tensor | None,
+    *,
+    gate: str,
+    direction: str,
+    own: bool,
+    rowsum: bool,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Numerator (B, H, L, E) and row sum (B, H, L) of the masked product, dense in L."""
+    """Numerator (B, H, L, E) and row sum (B, H, L) of the masked product, dense in L; log_decay (b, H, L, 1)."""
     length = q.shape[2]
-    q, k, v, missing = aligned(q, k, v)
-    if missing:
-        directions = tuple(d.map(lambda t: hold(t, missing)) for d in directions)
+    q, k, v, log_decay, missing = aligned(q, k, v, log_decay)
+    run = run if run is None or not missing else hold(run[..., None], missing).squeeze(-1)
+    directions = make_directions(log_decay, run, gate=gate, direction=direction)
     weights = pair_scores(q, k, directions, own)  # (B, H, L, L)
     return weighted_parts(weights, v, length, rowsum=rowsum, dropout_p=dropout_p)
 
