@@ -12,17 +12,13 @@ from torch import Tensor
 class Grid(NamedTuple):
     """Places of a sequence's tokens, the same for all layers and samples.
 
-    `coords` (axes, L), integer, -1 in all axes for extra tokens (cls); `orders` (S, L), the tokens in the order in
-    which each scan visits them, None where there is one scan and it goes as they stand.
+    `coords` (axes, L), integer, -1 in all axes for extra tokens (cls), which `extra` (L,) marks; `orders` (S, L), the
+    tokens in the order in which each scan visits them, None where there is one scan and it goes as they stand.
     """
 
     coords: Tensor
+    extra: Tensor
     orders: Tensor | None = None
-
-    @property
-    def extra(self) -> Tensor:
-        """(L,), which tokens have no place."""
-        return (self.coords < 0).all(0)
 
 
 def row_major(patches: Tensor) -> Tensor:
@@ -53,7 +49,9 @@ def make_grid(height: int, width: int, scans: Sequence[str] = AS_THEY_STAND, ext
     """The grid of an image of `height` x `width` patches behind `extra` tokens, which every scan visits first."""
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).reshape(-1, 2).mT  # (2, H W)
     coords = torch.cat([torch.full((2, extra), -1), places], 1)
+    placeless = (coords < 0).all(0)  # here and not in every layer
     if tuple(scans) == AS_THEY_STAND:
-        return Grid(coords)
+        return Grid(coords, placeless)
     patches = torch.arange(height * width).view(height, width) + extra
-    return Grid(coords, torch.stack([torch.cat([torch.arange(extra), SCANS[s](patches).flatten()]) for s in scans]))
+    orders = [torch.cat([torch.arange(extra), SCANS[s](patches).flatten()]) for s in scans]
+    return Grid(coords, placeless, torch.stack(orders))

@@ -120,7 +120,7 @@ class ViT(nn.Module):
         x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1)
         if self.position is not None:
             x = x + self.position
-        x = self.encoder(x, Grid(self.coords, self.orders))
+        x = self.encoder(x, Grid(self.coords, self.extra, self.orders))
         return self.head(x[:, 0] if self.readout == "cls" else x.mean(1))
 
     def adapt(self, weights: dict[str, Tensor], source: ViT) -> dict[str, Tensor]:

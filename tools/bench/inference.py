@@ -261,7 +261,7 @@ def layers(model: nn.Module) -> list[Attention]:
 
 def mixer_peak(model: nn.Module, images: torch.Tensor, device: torch.device, compiled: bool) -> int | None:
     """Of the first layer's mixing, beyond its q, k and v."""
-    layer, grid = layers(model)[0], Grid(model.coords, model.orders)
+    layer, grid = layers(model)[0], Grid(model.coords, model.extra, model.orders)
     mix = torch.compile(layer.mix, fullgraph=True, dynamic=False) if compiled else layer.mix
     with torch.inference_mode():
         x = torch.randn(len(images), grid.coords.shape[1], layer.proj.in_features, device=device)
