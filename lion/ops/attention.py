@@ -28,7 +28,7 @@ from lion.ops.vector import full_vector_parts
 
 FORMS = ("full", "chunk", "rnn")
 NORMALIZE = ("sum", "max", "pre", "none")
-FULL_UP_TO = 256  # tokens; measured with `./run.sh bench ops`: above it the chunk form trains faster
+FULL_UP_TO = 256  # tokens; above it the chunk form trains (`./run.sh bench ops`) and runs (`bench inference`) faster
 
 
 def linear_attention(
@@ -240,7 +240,7 @@ def _parts(
 
 
 def resolve_form(form: str, length: int, decays: bool = True, dropout_p: float = 0.0) -> str:
-    """The form that "auto" stands for: full while it is the faster one to train, chunk above."""
+    """The form that "auto" stands for: full while it is the faster one to train and to run, chunk above."""
     if form != "auto":
         return form
     return "full" if length <= FULL_UP_TO or not decays or dropout_p else "chunk"
