@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import sum_dtype
+from lion.ops.arguments import no_autocast, sum_dtype
 from lion.ops.chunk import Entering, chunk_parts
 from lion.ops.decay import make_directions
 from lion.ops.delta import delta_parts
@@ -153,7 +153,8 @@ def loop(
 ) -> tuple[Tensor, Tensor]:
     """A loop as one operator of a graph, without gradients; the row sum is empty where there is none."""
     how = How(form, gate, direction, own, rowsum, chunk_size)
-    numerator, total = LOOPS[form](Tokens(q, k, v, decay, valid, run, phi), bonus, how, compiled)
+    with no_autocast(q):  # the graph around it has left the region that called it
+        numerator, total = LOOPS[form](Tokens(q, k, v, decay, valid, run, phi), bonus, how, compiled)
     return numerator, k.new_empty(0) if total is None else total
 
 
