@@ -242,9 +242,8 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         sys.stdout.flush()
     except OSError:  # what could not be printed would fail again at the interpreter's end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if (
-        "TORCHELASTIC_RUN_ID" in os.environ
-    ):  # launched: PyTorch's process groups may abort a process whose work is done, as it is taken down
+    # PyTorch may abort a launched process as it is taken down, its work done: it leaves without that
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)
