@@ -39,7 +39,7 @@ def masked_parts(
     """Numerator (B, H, L, E) and row sum (B, H, L) of the masked product, dense in L; log_decay (b, H, L, 1)."""
     length = q.shape[2]
     q, k, v, log_decay, missing = aligned(q, k, v, log_decay)
-    run = run if run is None or not missing else hold(run[..., None], missing).squeeze(-1)
+    run = pad_run(run, missing)
     directions = make_directions(log_decay, run, gate=gate, direction=direction)
     weights = pair_scores(q, k, directions, own)  # (B, H, L, L)
     return weighted_parts(weights, v, length, rowsum=rowsum, dropout_p=dropout_p)
@@ -50,6 +50,11 @@ def aligned(*xs: Tensor) -> tuple:
     length = xs[0].shape[2]
     missing = 0 if is_number(length) and length <= ALIGNED_ABOVE else rounded(length, ALIGNMENT) - length
     return (*(F.pad(x, (0, 0, 0, missing)) if missing else x for x in xs), missing)
+
+
+def pad_run(run: Tensor | None, missing: int) -> Tensor | None:
+    """Segments (B, L) with `missing` places more, which belong to the last one."""
+    return run if run is None or not missing else hold(run[..., None], missing).squeeze(-1)
 
 
 def weighted_parts(

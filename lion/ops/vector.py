@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lion.ops import chunk
 from lion.ops.chunk import Entering
-from lion.ops.decay import FORGOTTEN, Clock, exp_where, hold, prefix_sums
+from lion.ops.decay import FORGOTTEN, Clock, exp_where, prefix_sums
+from lion.ops.full import pad_run, weighted_parts
 from lion.ops.halving import FACTORS, fold_both, lambdas, missing_of, pad, vector_scores
 from lion.ops.rnn import State
 
@@ -33,10 +34,7 @@ def full_vector_parts(
     q, k, v, log_decay = pad(missing, q, k, v, log_decay)
     run = pad_run(run, missing)
     weights = vector_scores(q, k, log_decay, run, gate=gate, direction=direction, own=own)
-    total = weights.sum(-1)[..., :length] if rowsum else None
-    if dropout_p:
-        weights = F.dropout(weights, dropout_p)
-    return (weights.to(v.dtype) @ v)[:, :, :length], total
+    return weighted_parts(weights, v, length, rowsum=rowsum, dropout_p=dropout_p)
 
 
 def chunk_vector_parts(
@@ -107,7 +105,3 @@ def chunk_vector_parts(
 def before(x: Tensor) -> Tensor:
     """The exclusive prefix sum over tokens."""
     return F.pad(x, (0, 0, 1, 0))[..., :-1, :].cumsum(-2)
-
-
-def pad_run(run: Tensor | None, missing: int) -> Tensor | None:
-    return None if run is None else hold(run[..., None], missing).squeeze(-1)
