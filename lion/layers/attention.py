@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import check_settings, nearest, setting
+from lion.config import check_settings, fill, nearest, setting
 from lion.layers.decay import DECAYS
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.padding import places_of, without_padding
@@ -59,7 +59,7 @@ class AttentionConfig:
     out_norm: str | None = setting(None, choices=NORMS)
     out_gate_rank: int = setting(0, min=0)
 
-    def resolved(self, mixer: str, preset: str = "paper") -> AttentionConfig:
+    def resolved(self, mixer: str) -> AttentionConfig:
         """The same with every None filled in from the mixer's entry.
 
         Raises:
@@ -85,9 +85,7 @@ class AttentionConfig:
         entry = MIXERS[mixer]
         filled = {"feature_map": entry.feature_map, "normalize": entry.normalize}
         filled["gate"] = entry.gate if self.direction == "both" else entry.causal_gate
-        if preset == "released":
-            filled |= entry.released
-        out = replace(self, **{k: v for k, v in filled.items() if getattr(self, k) is None})
+        out = fill(self, filled)
         if entry.decay and DECAYS[entry.decay].delta:
             if out.normalize != "none":
                 raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,6 @@ class Mixer:
             take "target" in each, so that every direction is their published recurrence (Theorem 3.1), but for
             RetNet's rotation, which goes by place and so turns the other way backward.
         rotary: Whether q and k are turned by their position.
-        released: What the authors' code does otherwise (`model.preset=released`).
         source: Where it was published.
         left_out: What the published block has around its recurrence and this entry has not.
     """
@@ -32,7 +31,6 @@ class Mixer:
     gate: str = "target"
     causal_gate: str = "target"
     rotary: bool = False
-    released: dict[str, str] = field(default_factory=dict)
     source: str = ""
     left_out: str = ""
 
@@ -40,7 +38,7 @@ class Mixer:
 LION = {"feature_map": "silu_shifted", "normalize": "sum", "gate": "source", "source": "LION, 2502.16249"}
 
 MIXERS = {
-    "lion_lit": Mixer(None, released={"feature_map": "elu1"}, **LION),
+    "lion_lit": Mixer(None, **LION),
     "lion_d": Mixer("fixed", **LION),
     "lion_s": Mixer("selective", **LION),
     "lion_s_vector": Mixer("selective_vector", **LION),
