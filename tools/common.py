@@ -120,7 +120,7 @@ def label(recipe: Recipe) -> str:
         ("positions", model.position_embedding, plain.position_embedding),
         ("feature map", attention.feature_map, plain.attention.feature_map),
         ("row sum", attention.normalize, plain.attention.normalize),
-        ("gate", attention.gate, plain.attention.gate),
+        ("decay convention", attention.decay_convention, plain.attention.decay_convention),
     ):
         if value != usual:
             parts.append(f"{'with' if value is True else 'without' if not value or value == 'none' else value} {name}")
