@@ -45,7 +45,7 @@ class EncoderConfig:
     conventions: ClassVar[dict[str, str]] = {
         "feature map": "attention.feature_map",
         "row sum": "attention.normalize",
-        "gate": "attention.gate",
+        "decay convention": "attention.decay_convention",
     }
 
     def __post_init__(self) -> None:

@@ -138,10 +138,10 @@ def test_gates_stay_float32_under_autocast():
 
 
 def test_conventions_of_mixer_and_direction():
-    def gate(direction):
-        return LionAttention(12, 3, direction=direction).config.gate
+    def convention(direction):
+        return LionAttention(12, 3, direction=direction).config.decay_convention
 
-    assert (gate("both"), gate("forward"), gate("backward")) == ("source", "target", "target")
+    assert (convention("both"), convention("forward"), convention("backward")) == ("source", "target", "target")
     resolve = AttentionConfig().resolved
     assert resolve("lion_lit").feature_map == "silu_shifted"
 
