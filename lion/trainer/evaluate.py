@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from lion.layers.decay import Decay, Gating
+from lion.layers.decays import Decay, Gating
 from lion.tasks.base import Batch, Task, to_device
 from lion.trainer.runtime import Runtime
 

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lion.ops.chunk
-from lion.layers.attention import LionAttention
+from lion.layers import LionAttention
 from lion.ops import linear_attention
 
 from .helpers import assert_close, backward, case, make, signed, unit_keys
