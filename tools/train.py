@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
     summarise(recipe.folder, Runtime(runtime.device))
-    print_summary(recipe.folder)
+    print_summary(recipe)
     del lock
     return 0
 
@@ -169,7 +169,7 @@ def finished(recipe: Recipe) -> bool:
     if not (folder / SUMMARY).exists():
         return False
     try:
-        print_summary(folder)
+        print_summary(recipe)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{folder / SUMMARY}: not a summary ({type(error).__name__}); without it the same command evaluates again"
@@ -201,12 +201,13 @@ def summarise(folder: Path, runtime: Runtime) -> None:
     save_json(folder / SUMMARY, {**summary, "forms": forms})
 
 
-def print_summary(folder: Path) -> None:
+def print_summary(recipe: Recipe) -> None:
+    folder, metric = recipe.folder, evaluate.metric_of(recipe)
     summary = json.loads((folder / SUMMARY).read_text())
     rows = [{**r, "form": name.split("_")[0]} for name, r in summary["forms"].items()]
-    print(f"\n{evaluate.as_table(rows, summary)}\n")
-    result = f"{summary['split']} {summary['metric']} {100 * summary['value']:.2f}%"
-    print(f"{result} (best on val at step {summary['best_step']})")
+    print(f"\n{evaluate.as_table(rows, metric)}\n")
+    value = f"{summary['split']} {metric.title} {metric.text(summary['value'])}"
+    print(f"{value} (best on val at step {summary['best_step']})")
     print(f"run folder   {folder}")
     print(f"curves       ./run.sh logs    (tensorboard --logdir {folder.parent})")
 

@@ -20,7 +20,7 @@ from lion.config import ConfigError
 from lion.tasks.base import Batch, Task, check_same_data, to_device
 from lion.trainer.batches import Batches, StepSampler, derive, eval_batches, train_batches
 from lion.trainer.config import Plan
-from lion.trainer.evaluate import all_finite, decay_values, evaluate
+from lion.trainer.evaluate import RememberFirst, all_finite, decay_values, evaluate
 from lion.trainer.faults import FiniteGuard, RunError, divergence_advice, explain
 from lion.trainer.log import RunLog, Window
 from lion.trainer.optim import make_optimizer
@@ -77,7 +77,7 @@ class Trainer:
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
         self.guard = FiniteGuard(runtime.device)
         self.peak = plan.optim.peak(self.config.batch_size)
-        self.step, self.evaluated, self.best = 0, 0, {"value": float("-inf"), "step": 0}
+        self.step, self.evaluated, self.best = 0, 0, {"value": task.metric.worst, "step": 0}
         self.reported: dict[str, int] = {}
         self.compiled = self.stopping = False
 
@@ -255,33 +255,28 @@ class Trainer:
         """Measure `val` where this step's turn has not been taken; False when a signal cut it short."""
         if not self.evaluation_due:
             return True
-        loader, first = self.eval_batches(self.splits.val), []
-
-        def batches() -> Iterator[Batch]:
-            for batch in loader:
-                if not first:
-                    first.append(batch)
-                yield batch
-
+        batches = RememberFirst(self.eval_batches(self.splits.val))
         how = {"precision": self.config.precision, "stop": lambda: self.runtime.any(self.stopping)[0]}
         results = {}
         for kind, model in (("val", self.model), ("val_ema", self.ema)):
             if model is not None:
-                results[kind] = evaluate(model, batches(), self.task, self.runtime, **how)
+                results[kind] = evaluate(model, batches, self.task, self.runtime, **how)
                 if results[kind] is None:
                     return False
         for kind, metrics in results.items():
             out.write(self.step, kind, metrics, epoch=self.step / self.plan.steps_per_epoch)
-        batch = to_device(first[0], self.runtime.device)
+        batch = to_device(batches.first, self.runtime.device)
         out.histograms(self.step, "decay", decay_values(self.model, batch, self.task))
         self.evaluated = self.step
-        value = results["val"][self.task.metric]
+        value = results["val"][self.task.metric.name]
         if self.runtime.any(not all_finite(results, local(list(self.model.parameters()))))[0]:
             what = f"step {self.step}: weights, or outputs on val, are not finite"
             if self.step == self.plan.total:
                 self.diverged(what)
             log.warning("%s: no best checkpoint", what)
-        elif value >= self.best["value"] and self.step != self.best["step"]:  # of equals, the longer trained
+        elif (
+            self.task.metric.as_good(value, self.best["value"]) and self.step != self.best["step"]
+        ):  # of equals, the longer trained
             best = {"value": value, "step": self.step}
             if self.checkpoints.save_best(
                 self.step, {"step": self.step, "best": best, "info": self.task.info.to_dict()}
