@@ -7,10 +7,11 @@ import yaml
 from lion.config import ConfigError
 from lion.layers.attention import Attention, LionAttention, SoftmaxAttention
 from lion.layers.decay import FixedDecay, SelectiveDecay, SelectiveVectorDecay
-from lion.recipe import dump_recipe, load_recipe, make_plan
+from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.trainer.checkpoint import newest
 from lion.trainer.loop import Splits, Trainer
+from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
 from tests.helpers import ROOT
 from tools.common import describe_data, make_task, resolve

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lion.config import ConfigError
-from lion.recipe import Recipe, differences, dump_recipe, make_plan
+from lion.recipe import Recipe, differences, dump_recipe
 from lion.runs import (
     ENVIRONMENT,
     RECIPE,
@@ -29,6 +29,7 @@ from lion.runs import (
 )
 from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
 from lion.trainer.loop import Splits, Trainer
+from lion.trainer.plan import make_plan
 from lion.trainer.runtime import (
     Runtime,
     check_device,

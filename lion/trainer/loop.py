@@ -19,13 +19,13 @@ from torch.utils.data import Dataset
 from lion.config import ConfigError
 from lion.tasks.base import Batch, Task, check_same_data, to_device
 from lion.trainer.batches import Batches, StepSampler, derive, eval_batches, train_batches
-from lion.trainer.config import Plan
+from lion.trainer.checkpointer import Checkpointer
 from lion.trainer.evaluate import RememberFirst, all_finite, decay_values, evaluate
 from lion.trainer.faults import FiniteGuard, RunError, divergence_advice, explain
 from lion.trainer.log import RunLog, Window
 from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
-from lion.trainer.resume import Checkpointer, Clock, promise
+from lion.trainer.plan import Plan
 from lion.trainer.runtime import (
     Runtime,
     catch_signals,
@@ -37,6 +37,7 @@ from lion.trainer.runtime import (
     seed_everything,
 )
 from lion.trainer.schedule import learning_rate
+from lion.trainer.state import Clock, promise
 
 log = logging.getLogger("lion")
 

@@ -4,8 +4,8 @@ import json
 
 import torch
 
-from lion.recipe import make_plan
 from lion.trainer.loop import Splits, Trainer
+from lion.trainer.plan import make_plan
 from lion.trainer.runtime import seed_everything, start_runtime
 from tools.common import build_data, make_task, resolve
 

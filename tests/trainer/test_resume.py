@@ -21,7 +21,7 @@ from lion.trainer.checkpoint import (
     whole,
 )
 from lion.trainer.faults import RunError
-from lion.trainer.resume import promise
+from lion.trainer.state import promise
 from tests.helpers import state_of, tiny_recipe
 from tests.trainer.helpers import lines, same, train, trainer
 from tools.common import resolve

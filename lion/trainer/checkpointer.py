@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,28 +170,3 @@ def _refusal(error: Exception) -> str:
     if not isinstance(error, OSError) and not full_disk(error):
         raise error
     return str(error).splitlines()[0]
-
-
-class Clock:
-    """Says when the next checkpoint is late, where they are saved by the clock."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-        self.start()
-
-    def start(self) -> None:
-        self.started = time.monotonic()
-
-    @property
-    def late(self) -> bool:
-        return self.seconds is not None and time.monotonic() - self.started >= self.seconds
-
-
-def promise(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """What a resumed run has in common with the one that was never stopped, from here on."""
-    changed = [f"{k} {then.get(k)} -> {v}" for k, v in now.items() if then.get(k) != v]
-    if changed:
-        return f"from here on: same data order, not the same bits ({', '.join(changed)})"
-    if not now["deterministic"]:
-        return "from here on: same data order, not the same bits (this GPU needs trainer.deterministic=true for them)"
-    return "from here on: bit for bit what the run would have been without a stop"
