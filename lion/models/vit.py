@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
+from lion.layers.marks import Marks
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid, make_grid
 from lion.models.encoder import Encoder, EncoderConfig, init_weights
@@ -72,6 +73,7 @@ class ViT(nn.Module):
         std: Sequence[float] = (1.0,),
     ) -> None:
         super().__init__()
+        self.marks = {name: Marks(weight_decay=0) for name in ("cls", "position")}
         for side, size, patch in zip(("height", "width"), image_size, config.patch_size):
             if size % patch:
                 fits = [p for p in range(1, size + 1) if size % p == 0]

@@ -73,7 +73,7 @@ class Trainer:
         if self.config.parallel == "fsdp" and runtime.world > 1:
             for part in filter(None, (self.model, self.ema)):
                 shard(part, runtime)
-        self.optimizer = make_optimizer(self.model, plan.optim)
+        self.optimizer, self.lr_factors = make_optimizer(self.model, plan.optim)
         learner = Learner(self.model, self.ema, self.optimizer)
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
         self.guard = FiniteGuard(runtime.device)
@@ -200,8 +200,8 @@ class Trainer:
 
     def set_learning_rate(self) -> float:
         lr = self.learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, factor in zip(self.optimizer.param_groups, self.lr_factors):
+            group["lr"] = lr * factor
         return lr
 
     def due(self, every: int | None) -> bool:
