@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import sys
 import time
@@ -20,6 +19,7 @@ from lion.config import ConfigError
 from lion.tasks.base import Batch, Task, check_same_data, to_device
 from lion.trainer.batches import Batches, StepSampler, derive, eval_batches, train_batches
 from lion.trainer.checkpointer import Checkpointer
+from lion.trainer.ema import Average
 from lion.trainer.evaluate import RememberFirst, all_finite, decay_values, evaluate
 from lion.trainer.faults import FiniteGuard, RunError, divergence_advice, explain
 from lion.trainer.log import RunLog, Window
@@ -67,9 +67,8 @@ class Trainer:
         self.plan, self.config = plan, plan.trainer
         self.task, self.splits, self.folder, self.runtime = task, splits, folder, runtime
         self.model = model.to(runtime.device)
-        self.ema = None
-        if self.config.ema is not None:
-            self.ema = copy.deepcopy(self.model).requires_grad_(False)
+        self.average = None if self.config.ema is None else Average(self.model, self.config.ema)
+        self.ema = None if self.average is None else self.average.model
         if self.config.parallel == "fsdp" and runtime.world > 1:
             for part in filter(None, (self.model, self.ema)):
                 shard(part, runtime)
@@ -173,9 +172,8 @@ class Trainer:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
         self.optimizer.found_inf = self.guard.skip(loss, norm)
         self.optimizer.step()
-        if self.ema is not None:
-            with torch.no_grad():
-                torch._foreach_lerp_(list(self.ema.parameters()), list(self.model.parameters()), 1 - self.config.ema)
+        if self.average is not None:
+            self.average.update(self.model)
         return loss, norm
 
     def accumulate(self, batches: Iterator[Batch], window: Window, out: RunLog) -> Tensor:
