@@ -28,7 +28,7 @@ from lion.runs import (
     stored_recipe,
 )
 from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
-from lion.trainer.loop import Splits, Trainer
+from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import (
     Runtime,
@@ -38,6 +38,7 @@ from lion.trainer.runtime import (
     seed_everything,
     start_runtime,
 )
+from lion.trainer.splits import Splits
 from tools import evaluate
 from tools.common import (
     Parser,
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> int:
     repeats = getattr(recipe.data, "repeats", 1)
     loaded = Splits(splits.train, splits.val, loader_workers(recipe), repeats)
     trainer = Trainer(plan, task, model, loaded, recipe.folder, runtime)
-    complete, step = trainer.fit(), trainer.step
+    complete, step = trainer.fit(), trainer.state.step
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()

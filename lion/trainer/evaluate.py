@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from lion.layers.decay import Decay, Gating
 from lion.tasks.base import Batch, Outcome, Task, to_device
 from lion.tasks.metrics import Metric, OwnPass
 from lion.trainer.runtime import Runtime
@@ -104,36 +102,3 @@ def own_value(
     batches = (to_device(batch, runtime.device) for batch in batches)
     with torch.no_grad(), runtime.autocast(precision):
         return float(metric.measure(task, model, batches, runtime.gather))
-
-
-def all_finite(results: dict[str, dict[str, float]], weights: list[Tensor]) -> bool:
-    """Whether every metric and every weight is."""
-    metrics = (value for part in results.values() for value in part.values())
-    return all(map(math.isfinite, metrics)) and all(torch.stack([w.isfinite().all() for w in weights]).tolist())
-
-
-def decay_values(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor]:
-    """Every decay lambda that the layers use on this batch, by layer (the paper's Fig. 12)."""
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple, gating: Gating) -> None:
-            if gating.log_decay is not None:
-                name_of_layer = name.removeprefix("encoder.").replace(".attention.decays", "").removesuffix(".0")
-                found[name_of_layer] = gating.log_decay.exp().float().cpu()
-
-        return hook
-
-    hooks = [m.register_forward_hook(keep(n)) for n, m in model.named_modules() if isinstance(m, Decay)]
-    if not hooks:
-        return {}
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            task.evaluate(model, batch)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    return found

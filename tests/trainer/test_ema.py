@@ -15,7 +15,7 @@ def test_floating_buffers_are_averaged_and_counts_copied():
     model = net()
     average = Average(model, 0.9)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    for step in range(3):
+    for _ in range(3):
         model(torch.randn(8, 3) + 5)  # in training mode: running statistics move
         with torch.no_grad():
             for parameter in model.parameters():

@@ -268,7 +268,7 @@ def test_what_the_system_refuses_is_reported_like_a_full_disk(tmp_path, caplog):
     step = t.train_step
 
     def train_step(*args):
-        if t.step == 2:
+        if t.state.step == 2:
             (tmp_path / "run" / "checkpoints").mkdir()
             (tmp_path / "run" / "checkpoints" / "last-3").touch()
         return step(*args)
