@@ -62,18 +62,17 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder = nn.Module()
-        self.encoder.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(4, 2)
         self.register_buffer("steps", torch.zeros(4))
 
     def units(self):
-        return list(self.encoder.blocks)
+        return list(self.blocks)
 
     def forward(self, x):
         if self.training:
             self.steps.add_(1)
-        for block in self.encoder.blocks:
+        for block in self.blocks:
             x = block(x)
         return self.head(x)
 
