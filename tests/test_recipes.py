@@ -7,11 +7,13 @@ import yaml
 from lion.config import ConfigError
 from lion.layers import SOFTMAX, Attention, LionAttention, SoftmaxAttention, mixers
 from lion.layers.decays import FixedDecay, SelectiveDecay, SelectiveVectorDecay
-from lion.recipe import dump_recipe, load_recipe, make_plan
+from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.trainer.checkpoint import newest
-from lion.trainer.loop import Splits, Trainer
+from lion.trainer.loop import Trainer
+from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
+from lion.trainer.splits import Splits
 from tests.helpers import ROOT
 from tools.common import describe_data, make_task, resolve
 
@@ -182,6 +184,6 @@ def test_two_steps_of_a_shrunken_copy(path, tmp_path):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     plan = make_plan(recipe, samples=8, world=1)
     trainer = Trainer(plan, task, model, Splits(Noise(), Noise(), 0), tmp_path, start_runtime("cpu"))
-    assert trainer.fit() and trainer.step == 2
+    assert trainer.fit() and trainer.state.step == 2
     assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
     assert newest(tmp_path, "last")

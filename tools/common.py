@@ -25,8 +25,8 @@ from lion.layers.mixer import set_form
 from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
-from lion.trainer.config import Plan
 from lion.trainer.faults import RunError, full_disk, refusal
+from lion.trainer.plan import Plan
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 

@@ -13,9 +13,10 @@ import torch
 from lion.config import flatten, to_dict
 from lion.layers import MIXERS, SOFTMAX
 from lion.layers.decays import DECAYS
-from lion.recipe import Recipe, dump_recipe, make_plan
+from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
+from lion.trainer.plan import make_plan
 from tools.common import (
     RECIPES,
     Parser,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lion.config import ConfigError
-from lion.recipe import Recipe, differences, dump_recipe, make_plan
+from lion.recipe import Recipe, differences, dump_recipe
 from lion.runs import (
     ENVIRONMENT,
     RECIPE,
@@ -28,7 +28,8 @@ from lion.runs import (
     stored_recipe,
 )
 from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
-from lion.trainer.loop import Splits, Trainer
+from lion.trainer.loop import Trainer
+from lion.trainer.plan import make_plan
 from lion.trainer.runtime import (
     Runtime,
     check_device,
@@ -37,6 +38,7 @@ from lion.trainer.runtime import (
     seed_everything,
     start_runtime,
 )
+from lion.trainer.splits import Splits
 from tools import evaluate
 from tools.common import (
     Parser,
@@ -106,7 +108,7 @@ def main(argv: list[str]) -> int:
     repeats = getattr(recipe.data, "repeats", 1)
     loaded = Splits(splits.train, splits.val, loader_workers(recipe), repeats)
     trainer = Trainer(plan, task, model, loaded, recipe.folder, runtime)
-    complete, step = trainer.fit(), trainer.step
+    complete, step = trainer.fit(), trainer.state.step
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -121,7 +123,7 @@ def main(argv: list[str]) -> int:
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
     summarise(recipe.folder, Runtime(runtime.device))
-    print_summary(recipe.folder)
+    print_summary(recipe)
     del lock
     return 0
 
@@ -169,7 +171,7 @@ def finished(recipe: Recipe) -> bool:
     if not (folder / SUMMARY).exists():
         return False
     try:
-        print_summary(folder)
+        print_summary(recipe)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{folder / SUMMARY}: not a summary ({type(error).__name__}); without it the same command evaluates again"
@@ -201,12 +203,13 @@ def summarise(folder: Path, runtime: Runtime) -> None:
     save_json(folder / SUMMARY, {**summary, "forms": forms})
 
 
-def print_summary(folder: Path) -> None:
+def print_summary(recipe: Recipe) -> None:
+    folder, metric = recipe.folder, evaluate.metric_of(recipe)
     summary = json.loads((folder / SUMMARY).read_text())
     rows = [{**r, "form": name.split("_")[0]} for name, r in summary["forms"].items()]
-    print(f"\n{evaluate.as_table(rows, summary)}\n")
-    result = f"{summary['split']} {summary['metric']} {100 * summary['value']:.2f}%"
-    print(f"{result} (best on val at step {summary['best_step']})")
+    print(f"\n{evaluate.as_table(rows, metric)}\n")
+    value = f"{summary['split']} {metric.title} {metric.text(summary['value'])}"
+    print(f"{value} (best on val at step {summary['best_step']})")
     print(f"run folder   {folder}")
     print(f"curves       ./run.sh logs    (tensorboard --logdir {folder.parent})")
 
