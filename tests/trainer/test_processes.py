@@ -103,14 +103,14 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
 
 def test_what_all_processes_refuse_is_said_once_and_before_anything_is_set_aside(tmp_path):
     path, runs = tiny_recipe(tmp_path), tmp_path / "runs"
-    flags = ("--processes", 2, "--fresh", "--no-eval")
+    flags = ("--fresh", "--no-eval")
     (runs / "tiny").mkdir(parents=True)
     (runs / "tiny" / "mine.txt").touch()
-    gone = command("train", path, *flags, "data.name=imagefolder", f"data.root={tmp_path / 'gone'}")
+    gone = command("train", path, *flags, "--processes", 4, "data.name=imagefolder", f"data.root={tmp_path / 'gone'}")
     assert gone.returncode == 2 and gone.stdout == ""
     assert gone.stderr.count("\n") == 1 and gone.stderr.startswith("error: data set 'imagefolder': no folder")
     assert [f.name for f in runs.iterdir()] == ["tiny"] and (runs / "tiny" / "mine.txt").exists()
-    done = command("train", path, *flags)
+    done = command("train", path, *flags, "--processes", 2)
     assert done.returncode == 0 and "the earlier run is kept as" in done.stdout, done.stderr
     assert (runs / "tiny.old1" / "mine.txt").exists() and steps_of(runs / "tiny", "last")
 
