@@ -6,6 +6,7 @@ field that does not change the course of a run (`free`).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import re
@@ -183,6 +184,18 @@ def to_dict(config: Any) -> Any:
     if isinstance(config, (list, tuple)):
         return [to_dict(v) for v in config]
     return config
+
+
+def fill(config: Any, values: dict[str, Any]) -> Any:
+    """A copy of a dataclass in which `values` stand where it has None, section by section."""
+    filled = copy.copy(config)
+    for name, value in values.items():
+        held = getattr(config, name)
+        if isinstance(value, dict):
+            setattr(filled, name, fill(held, value))
+        elif held is None:
+            setattr(filled, name, value)
+    return filled
 
 
 def flatten(values: dict, key: str = "") -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lion.config import (
     setting,
     to_dict,
 )
+from lion.models import MODELS
 from lion.tasks import TASKS
 from lion.trainer.batches import steps_per_epoch
 from lion.trainer.config import Plan, TrainerConfig
@@ -114,7 +115,15 @@ def load_recipe(
     task_name = values["task"].get("name")
     if task_name not in list(TASKS):
         raise ConfigError(f"{source('task.name')}: task.name: {task_name!r} is no task, {nearest(task_name, TASKS)}")
-    schemas = {"task": TASKS[task_name].Config, "model": TASKS[task_name].ModelConfig}
+    task = TASKS[task_name]
+    model_name = values["model"].setdefault("name", task.default_model)
+    fits = [name for name, kind in MODELS.items() if issubclass(kind, task.Model)]
+    if model_name not in fits:
+        raise ConfigError(
+            f"{source('model.name')}: model.name: {model_name!r} is no model for task {task_name!r}, "
+            f"{nearest(model_name, fits)}"
+        )
+    schemas = {"task": task.Config, "model": MODELS[model_name].Config}
     if data_config is not None:
         name = values["data"].get("name")
         try:

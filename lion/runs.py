@@ -155,7 +155,7 @@ def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
         if name in own
         and torch.is_tensor(value)
         and own[name].shape == value.shape
-        and (same_classes or not name.startswith("head."))
+        and (same_classes or not name.startswith(model.heads))
     }
     left, unused = sorted(own.keys() - fits.keys()), sorted(state["model"].keys() - fits.keys())
     if len(left) > len(own) // 2:

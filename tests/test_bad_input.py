@@ -29,8 +29,8 @@ pytest.importorskip("sklearn")
             "model.attention.form 'rnn' is not available with",
         ),
         (
-            {"model": {"mixer": "softmax", "attention": {"gate": "source"}}},
-            "model.attention.gate belongs to linear mixers",
+            {"model": {"mixer": "softmax", "attention": {"decay_convention": "source"}}},
+            "model.attention.decay_convention belongs to linear mixers",
         ),
         (
             {"model": {"attention": {"form": "chunk", "score_dropout": 0.1}}},

@@ -5,8 +5,10 @@ import torch
 import yaml
 
 from lion.config import ConfigError
+from lion.layers import mixers
 from lion.layers.attention import Attention, LionAttention, SoftmaxAttention
 from lion.layers.decay import FixedDecay, SelectiveDecay, SelectiveVectorDecay
+from lion.layers.mixers import SOFTMAX
 from lion.recipe import dump_recipe, load_recipe, make_plan
 from lion.runs import build_on_meta, count_parameters
 from lion.trainer.checkpoint import newest
@@ -132,8 +134,8 @@ def test_mixers_differ_by_one_line():
 
 def test_presets_and_overrides():
     path = ROOT / "recipes/deit_small_lion_lit.yaml"
-    assert resolve(path).model.attention.feature_map == "silu_shifted"
-    assert resolve(path, ["model.preset=released"]).model.attention.feature_map == "elu1"
+    assert resolve(path).model.resolved().attention.feature_map == "silu_shifted"
+    assert resolve(path, ["model.preset=released"]).model.resolved().attention.feature_map == "elu1"
     steps = resolve(path, ["trainer.steps=7"]).trainer
     assert (steps.steps, steps.epochs) == (7, None)
     assert resolve(path, ["data.root=/x"]).data.root == "/x"
@@ -145,6 +147,16 @@ def test_a_resolved_recipe_reads_back(path, tmp_path):
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     assert resolve(tmp_path / "recipe.yaml") == recipe
     assert isinstance(load_recipe(tmp_path / "recipe.yaml").data, dict)
+    for mixer in (SOFTMAX, *mixers.MIXERS):  # what was asked is stored: an override means the same afterwards
+        assert built(tmp_path / "recipe.yaml", mixer) == built(path, mixer), mixer
+
+
+def built(path, mixer):
+    """The model of a recipe with another mixer, or why there is none."""
+    try:
+        return resolve(path, [f"model.mixer={mixer}"]).model.resolved()
+    except ConfigError as error:
+        return str(error).partition(": model")[2]
 
 
 class Noise(torch.utils.data.Dataset):

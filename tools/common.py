@@ -22,7 +22,7 @@ from torch import nn
 import data
 from data.common import DataSplits
 from lion.config import ConfigError, nearest
-from lion.layers.attention import AttentionConfig, set_form
+from lion.layers.attention import set_form
 from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
@@ -106,27 +106,6 @@ def process_count(recipe: Recipe) -> int:
 def describe_warmup(plan: Plan) -> str:
     more = ", and the run ends before: the peak is not reached" if plan.warmup >= plan.total else ""
     return f"{plan.warmup:,} steps of warm-up{more}"
-
-
-def label(recipe: Recipe) -> str:
-    """What the paper tells its rows apart by."""
-    model, attention = recipe.model, recipe.model.attention
-    parts = [model.mixer]
-    if len(attention.scans) > 1:
-        parts.append("multiscan" if attention.scan_merge == "masks" else f"multiscan ({attention.scan_merge})")
-    if attention.direction != "both":
-        parts.append(attention.direction)
-    same = {f: getattr(model, f) for f in ("mixer", "dim", "depth", "num_heads", "preset")}
-    plain = type(model)(**same, attention=AttentionConfig(direction=attention.direction))
-    for name, value, usual in (
-        ("positions", model.position_embedding, plain.position_embedding),
-        ("feature map", attention.feature_map, plain.attention.feature_map),
-        ("row sum", attention.normalize, plain.attention.normalize),
-        ("gate", attention.gate, plain.attention.gate),
-    ):
-        if value != usual:
-            parts.append(f"{'with' if value is True else 'without' if not value or value == 'none' else value} {name}")
-    return " ".join(parts)
 
 
 def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:

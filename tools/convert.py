@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     check_weights(build_on_meta(make_task(recipe, info), recipe.model), ours, str(args.checkpoint))
     source = {"file": str(args.checkpoint), "sha256": digest(args.checkpoint), "ema": args.ema}
     write_run(args.out, recipe, {"info": info.to_dict(), "model": ours, "ema": None}, source)
-    c = recipe.model
+    c = recipe.model.resolved()
     print(
         f"{args.out}: {c.mixer}, {sum(w.numel() for w in ours.values()):,} parameters, {classes} classes, "
         f"{'with' if c.position_embedding else 'without'} position embedding, {c.num_heads} heads, readout {c.readout}"
@@ -168,7 +168,7 @@ def compare(
 
 def settings(theirs: dict[str, Tensor], recipe: Recipe, info: Any) -> Iterator[tuple[str, Any, Any, str]]:
     """What shapes show: (recipe key, its value by them, by the recipe, the tensor); each holds if those before fit."""
-    c, patch = recipe.model, theirs["patch_embed.proj.weight"]
+    c, patch = recipe.model.resolved(), theirs["patch_embed.proj.weight"]
     a, a2 = ([n for n in theirs if n.startswith(f"blocks.0.attn.{name}")] for name in ("a_i", "a2_i"))
     if a:
         yield "model.mixer", "lion_d" if a == ["blocks.0.attn.a_i"] else "lion_s", c.mixer, a[0]
@@ -193,7 +193,7 @@ def settings(theirs: dict[str, Tensor], recipe: Recipe, info: Any) -> Iterator[t
 
 def arguments(said: dict[str, Any], recipe: Recipe) -> Iterator[tuple[str, Any, Any, str]]:
     """The same of what the arguments of the authors' training, or of DeiT's, say of the model."""
-    c, name, mask = recipe.model, str(said.get("model")), str(said.get("mask_type"))
+    c, name, mask = recipe.model.resolved(), str(said.get("model")), str(said.get("mask_type"))
     if mask in MASKS:
         yield "model.mixer", MASKS[mask], c.mixer, f"its args have mask_type {mask}"
         cls = bool(said.get("cls_tok"))

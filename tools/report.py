@@ -23,7 +23,7 @@ from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, fin
 from lion.tasks import TASKS
 from lion.trainer.checkpoint import save_text, write_atomic
 from tools.bench.rows import pipes
-from tools.common import RECIPES, Parser, label, resolve, resolve_run, run_command, table
+from tools.common import RECIPES, Parser, resolve, resolve_run, run_command, table
 
 CLAIMS = (  # what the paper says is better, in names of `label`: Table 16, multi-scan rows of Table 2, Tables 13 and 14
     ("lion_s", "lion_s alternating"),
@@ -144,7 +144,7 @@ def group(runs: list[Run]) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
-        name, own = label(run.recipe), settings_of(run.recipe)
+        name, own = run.recipe.model.label(), settings_of(run.recipe)
         first = next(iter(settings.values()), own)
         for key in own:
             if (key.startswith(SHARED) or key in BUDGET) and own[key] != first.get(key):
@@ -178,7 +178,7 @@ def paper() -> dict[str, dict[str, str]]:
     for column, pattern in (("CIFAR-100", "cifar100_*.yaml"), ("ImageNet-1k, small", "deit_small_*.yaml")):
         for path in sorted(RECIPES.glob(pattern)):
             recipe = resolve(path)
-            found.setdefault(label(recipe), {})[column] = recipe.about.expected.removesuffix(" top-1")
+            found.setdefault(recipe.model.label(), {})[column] = recipe.about.expected.removesuffix(" top-1")
     return found
 
 
@@ -270,7 +270,6 @@ def budget(runs: list[Run]) -> str:
     length = f"{c.epochs:g} epochs" if c.epochs is not None else f"{c.steps:,} steps"
     data = f"{first.data.name} ({getattr(first.data, 'path', None) or first.data.root or 'its usual place'})"
     limit = getattr(first.data, "limit", None)
-    m = first.model
     environments = dict.fromkeys(
         f"{e.get('device')}, {e.get('threads')} thread(s), torch {e.get('torch')}, commit {str(e.get('commit'))[:9]}"
         for e in (run.environment for run in runs)
@@ -279,7 +278,7 @@ def budget(runs: list[Run]) -> str:
     differing = sorted(k for k in keys[0] if any(other.get(k) != keys[0][k] for other in keys))
     lines = [
         f"- Data: {data}{f', {limit:,} training pictures' if limit else ''}",
-        f"- Model: dim {m.dim}, depth {m.depth}, {m.num_heads} heads, patches of {m.patch_size[0]} x {m.patch_size[1]}",
+        f"- Model: {first.model.shape()}",
         f"- Budget: {length} in batches of {c.batch_size}, {c.precision}",
         f"- Settings that differ between rows: {', '.join(f'`{k}`' for k in differing) or 'none'}",
         *(f"- Ran on: {text}" for text in environments),

@@ -6,8 +6,11 @@ python -m tools.show                        (the table)
 
 from __future__ import annotations
 
+import json
+
 import torch
 
+from lion.config import flatten, to_dict
 from lion.layers.decay import DECAYS
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.recipe import Recipe, dump_recipe, make_plan
@@ -91,7 +94,14 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
     lines = [f"{name.ljust(width)}  {value}" for name, value in facts]
     if note is not None:
         lines.append(f"note: {note}")
-    return f"{dump_recipe(recipe)}\n" + "\n".join(lines)
+    return f"{dump_recipe(recipe)}\n{filled_in(recipe)}\n" + "\n".join(lines)
+
+
+def filled_in(recipe: Recipe) -> str:
+    """What the recipe leaves open and the model is built with."""
+    asked, built = (flatten(to_dict(c)) for c in (recipe.model, recipe.model.resolved()))
+    lines = [f"#   model.{key}: {json.dumps(value)}" for key, value in built.items() if value != asked.get(key)]
+    return "\n".join(["# where the recipe leaves it open, the model is built with", *lines, ""])
 
 
 def activation_bytes(task: Task, recipe: Recipe, micro: int) -> int:

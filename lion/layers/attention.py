@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import check_settings, nearest, setting
+from lion.config import check_settings, fill, nearest, setting
 from lion.layers.decay import DECAYS
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.padding import places_of, without_padding
 from lion.layers.scans import AS_THEY_STAND, SCANS, Grid
 from lion.ops import (
+    DECAY_CONVENTIONS,
     DIRECTIONS,
     FORMS,
-    GATES,
     NORMALIZE,
     SCAN_MERGES,
     State,
@@ -39,8 +39,8 @@ NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 class AttentionConfig:
     """Settings of an attention layer. None means: what the mixer's entry in `MIXERS` says.
 
-    `direction` is more than what is seen: the mixers of LION take `gate="source"` in "both" and "target" in one, as the
-    paper does (`lion.ops.decay`), so the same weights make other masks; a `gate` that is given holds in each.
+    `direction` is more than what is seen: the mixers of LION take `decay_convention="source"` in "both" and "target" in
+    one, as the paper does (`lion.ops.decay`), so the same weights make other masks; one that is given holds in each.
 
     `scans` are the orders in which the patches of an image are visited, entries of `SCANS`, each with a decay of its
     own; `scan_merge` is how several become one (`lion.ops.scans`).
@@ -48,7 +48,7 @@ class AttentionConfig:
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
     normalize: str | None = setting(None, choices=NORMALIZE)
-    gate: str | None = setting(None, choices=GATES)
+    decay_convention: str | None = setting(None, choices=DECAY_CONVENTIONS)
     direction: str = setting("both", choices=(*DIRECTIONS, ALTERNATING))
     scans: tuple[str, ...] = AS_THEY_STAND
     scan_merge: str = setting("masks", choices=SCAN_MERGES)
@@ -59,7 +59,7 @@ class AttentionConfig:
     out_norm: str | None = setting(None, choices=NORMS)
     out_gate_rank: int = setting(0, min=0)
 
-    def resolved(self, mixer: str, preset: str = "paper") -> AttentionConfig:
+    def resolved(self, mixer: str) -> AttentionConfig:
         """The same with every None filled in from the mixer's entry.
 
         Raises:
@@ -74,7 +74,7 @@ class AttentionConfig:
                 )
             if self.form not in ("auto", "full"):
                 raise ValueError(f"form {self.form!r} is not available with mixer 'softmax', which has only 'full'")
-            for name in ("normalize", "gate"):
+            for name in ("normalize", "decay_convention"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} belongs to linear mixers, 'softmax' has none")
             return self
@@ -84,10 +84,9 @@ class AttentionConfig:
             )
         entry = MIXERS[mixer]
         filled = {"feature_map": entry.feature_map, "normalize": entry.normalize}
-        filled["gate"] = entry.gate if self.direction == "both" else entry.causal_gate
-        if preset == "released":
-            filled |= entry.released
-        out = replace(self, **{k: v for k, v in filled.items() if getattr(self, k) is None})
+        both = self.direction == "both"
+        filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
+        out = fill(self, filled)
         if entry.decay and DECAYS[entry.decay].delta:
             if out.normalize != "none":
                 raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
@@ -188,8 +187,8 @@ class LionAttention(Attention):
         config: The remaining settings; keyword arguments override them (`form="chunk"`, `chunk_size=32`, ..).
 
     The form can be changed at any time with `set_form`; weights do not depend on it. With `direction="forward"`
-    the layer streams: `prefill` a prompt, then `step`. The mixers of LION have another `gate` in one direction than in
-    both (`AttentionConfig`).
+    the layer streams: `prefill` a prompt, then `step`. The mixers of LION have another `decay_convention` in one
+    direction than in both (`AttentionConfig`).
     """
 
     def __init__(
@@ -229,7 +228,9 @@ class LionAttention(Attention):
         if segments is not None:
             raise ValueError("segments: several scans go over one image a row, without segments")
         q, k = apply_feature_map(c.feature_map, q), apply_feature_map(c.feature_map, k)
-        how |= dict(scan_merge=c.scan_merge, normalize=c.normalize, gate=c.gate, scale=self.mixer.scale)
+        how |= dict(
+            scan_merge=c.scan_merge, normalize=c.normalize, decay_convention=c.decay_convention, scale=self.mixer.scale
+        )
         return multi_scan_attention(q, k, v, [d(x, k, extra).log_decay for d in self.decays], grid.orders, **how)
 
     def arguments(
@@ -245,7 +246,7 @@ class LionAttention(Attention):
             places = places.expand(x.shape[0], -1) if places.shape[0] > 1 else places[0]
             frequencies = rope_frequencies(q.shape[-1], device=x.device, dtype=torch.float64)
             angles = rotary_angles(places.unsqueeze(-2), frequencies)
-        how = dict(feature_map=phi, normalize=c.normalize, gate=c.gate, scale=m.scale)
+        how = dict(feature_map=phi, normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
         return dict(q=q, v=v, angles=angles, **how, **given)
 
     def prefill(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, LayerState]:

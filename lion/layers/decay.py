@@ -164,7 +164,7 @@ class DiscreteVectorDecay(DiscreteDecay):
 class ReceptanceDecay(Decay):
     """RWKV-6 (arXiv 2404.05892): `lambda_i = exp(-exp(w + tanh(x_i A) B))` for each key dimension, and the bonus u.
 
-    The read-out is before the update, so the entry's gate is "between". A and B have rank 64.
+    The read-out is before the update, so the entry's decay convention is "between". A and B have rank 64.
     """
 
     per = "a token and key dimension"

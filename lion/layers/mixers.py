@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,10 @@ class Mixer:
         key_map: Of keys, where it is another.
         normalize: As in `lion.ops.linear_attention`.
         scale: Factor on the scores where `normalize` takes one; None is 1/sqrt(D).
-        gate, causal_gate: Index convention of the decay in both directions, and in one. The linear Transformers
-            take "target" in each, so that every direction is their published recurrence (Theorem 3.1), but for
-            RetNet's rotation, which goes by place and so turns the other way backward.
+        decay_convention, causal_decay_convention: Which decays count (`lion.ops.decay`) in both directions, and in
+            one. The linear Transformers take "target" in each, so that every direction is their published recurrence
+            (Theorem 3.1), but for RetNet's rotation, which goes by place and so turns the other way backward.
         rotary: Whether q and k are turned by their position.
-        released: What the authors' code does otherwise (`model.preset=released`).
         source: Where it was published.
         left_out: What the published block has around its recurrence and this entry has not.
     """
@@ -29,18 +28,17 @@ class Mixer:
     key_map: str | None = None
     normalize: str = "none"
     scale: float | None = None
-    gate: str = "target"
-    causal_gate: str = "target"
+    decay_convention: str = "target"
+    causal_decay_convention: str = "target"
     rotary: bool = False
-    released: dict[str, str] = field(default_factory=dict)
     source: str = ""
     left_out: str = ""
 
 
-LION = {"feature_map": "silu_shifted", "normalize": "sum", "gate": "source", "source": "LION, 2502.16249"}
+LION = {"feature_map": "silu_shifted", "normalize": "sum", "decay_convention": "source", "source": "LION, 2502.16249"}
 
 MIXERS = {
-    "lion_lit": Mixer(None, released={"feature_map": "elu1"}, **LION),
+    "lion_lit": Mixer(None, **LION),
     "lion_d": Mixer("fixed", **LION),
     "lion_s": Mixer("selective", **LION),
     "lion_s_vector": Mixer("selective_vector", **LION),
@@ -74,8 +72,8 @@ MIXERS = {
     "rwkv6": Mixer(
         "receptance",
         scale=1.0,
-        gate="between",
-        causal_gate="between",
+        decay_convention="between",
+        causal_decay_convention="between",
         source="2404.05892",
         left_out="token shift, group norm, output gate",
     ),

@@ -1,0 +1,6 @@
+"""The table of models: the recipe's `model.name`."""
+
+from lion.models.base import Model
+from lion.models.vit import ViT
+
+MODELS: dict[str, type[Model]] = {"vit": ViT}

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from lion.config import setting
+from lion.config import fill, flatten, setting, to_dict
 from lion.layers.attention import NORMS, AttentionConfig
 from lion.layers.block import MLPS, Block
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid
+from lion.models.init import INITS
 
 
 @dataclass
 class EncoderConfig:
-    """Shape of the encoder. `preset` decides where paper and released code differ in what the model is."""
+    """Shape of an encoder, as it was asked for: None stands for the convention of mixer and model.
+
+    `resolved` says what that is. `preset` decides where paper and released code differ in what the model is.
+    """
 
     mixer: str = setting(choices=(SOFTMAX, *MIXERS))
     dim: int = setting(min=1, max=65_536)
@@ -28,22 +35,74 @@ class EncoderConfig:
     norm_eps: float = setting(1e-6, above=0)
     dropout: float = setting(0.0, min=0, max=1)
     drop_path: float = setting(0.0, min=0, max=0.99)
+    init: str = setting("deit", choices=INITS)
     init_std: float = setting(0.02, above=0)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+
+    # by mixer: what the authors' code of this model does otherwise
+    released: ClassVar[dict[str, dict[str, Any]]] = {}
+    # in the words of `label`: settings that are None where a model keeps to the conventions
+    conventions: ClassVar[dict[str, str]] = {
+        "feature map": "attention.feature_map",
+        "row sum": "attention.normalize",
+        "decay convention": "attention.decay_convention",
+    }
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads:
             fits = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
             near = min(fits, key=lambda h: abs(h - self.num_heads))
             raise ValueError(f"num_heads {self.num_heads} does not divide dim {self.dim}, nearest: {near}")
+        self.resolved()
+
+    def resolved(self) -> Self:
+        """The same with every None filled in: the model that is built.
+
+        Raises:
+            ValueError: Settings that do not go together.
+        """
+        c = fill(self, self.released.get(self.mixer, {})) if self.preset == "released" else copy.copy(self)
         try:
-            self.attention = self.attention.resolved(self.mixer, self.preset)
+            c.attention = c.attention.resolved(c.mixer)
         except ValueError as error:
             raise ValueError(f"attention.{error}") from None
+        return c
+
+    def with_mixer(self, mixer: str) -> Self:
+        """The same model around another mixer, which has its own conventions."""
+        c = copy.copy(self)
+        for f in dataclasses.fields(c):
+            if f.default is None:
+                setattr(c, f.name, None)
+        c.mixer, c.attention = mixer, AttentionConfig()
+        return c
+
+    def label(self) -> str:
+        """What a paper tells the rows of its tables apart by: the mixer, and what is not its convention."""
+        usual, attention = copy.deepcopy(self), self.attention
+        for path in self.conventions.values():
+            *sections, name = path.split(".")
+            setattr(getattr(usual, sections[0]) if sections else usual, name, None)
+        built, usual = (flatten(to_dict(c.resolved())) for c in (self, usual))
+        parts = [self.mixer]
+        if len(attention.scans) > 1:
+            parts.append("multiscan" if attention.scan_merge == "masks" else f"multiscan ({attention.scan_merge})")
+        if attention.direction != "both":
+            parts.append(attention.direction)
+        for words, path in self.conventions.items():
+            value = built[path]
+            if value != usual[path]:
+                how = "with" if value is True else "without" if not value or value == "none" else value
+                parts.append(f"{how} {words}")
+        return " ".join(parts)
+
+    def shape(self) -> str:
+        """What models must share to be compared by their mixers."""
+        return f"dim {self.dim}, depth {self.depth}, {self.num_heads} heads"
 
 
 class Encoder(nn.Module):
-    """`depth` blocks and a final norm."""
+    """`depth` blocks and a final norm, of a config that is `resolved`."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -73,12 +132,3 @@ class Encoder(nn.Module):
         for block in self.blocks:
             x = block(x, grid, valid, segments)
         return self.norm(x)
-
-
-def init_weights(module: nn.Module, std: float) -> None:
-    """DeiT's initialisation: Linear truncated normal, biases 0; norms, convolutions and decays keep their own."""
-    for m in module.modules():
-        if isinstance(m, nn.Linear):
-            nn.init.trunc_normal_(m.weight, std=std)
-            if m.bias is not None:
-                nn.init.zeros_(m.bias)

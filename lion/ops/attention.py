@@ -17,7 +17,7 @@ from lion.ops.arguments import (
     sum_dtype,
 )
 from lion.ops.blockwise import blockwise_parts
-from lion.ops.decay import DIRECTIONS, GATES, make_directions
+from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS, make_directions
 from lion.ops.delta import delta_parts
 from lion.ops.features import check_feature_map
 from lion.ops.full import add_diagonal, masked_parts, product_parts
@@ -44,7 +44,7 @@ def linear_attention(
     form: str = "full",
     direction: str = "both",
     normalize: str = "sum",
-    gate: str = "source",
+    decay_convention: str = "source",
     scale: float | None = None,
     chunk_size: int = 64,
     valid: Tensor | None = None,
@@ -76,7 +76,7 @@ def linear_attention(
         normalize: "sum" divides each row by its sum c (at least `eps`), for positive feature maps; "max" by
             `max(|c|, 1)` (xLSTM), both directions added up first; "pre" by the sum without decay, taken before the mask
             (appendix B.1-B.3); "none" does not. `max` and `none` take `scale`.
-        gate: Which tokens' decays lie between two tokens: "source", "target", "symmetric" or "between";
+        decay_convention: Which tokens' decays lie between two tokens: "source", "target", "symmetric" or "between";
             see `lion.ops.decay`.
         scale: Factor on the scores, default 1/sqrt(D). It cancels under "sum" and "pre".
         chunk_size: Tokens a chunk at most; for `rnn`, tokens a step.
@@ -106,7 +106,7 @@ def linear_attention(
         form=form,
         direction=direction,
         normalize=normalize,
-        gate=gate,
+        decay_convention=decay_convention,
         chunk_size=chunk_size,
         valid=valid,
         segments=segments,
@@ -148,7 +148,7 @@ def linear_attention_parts(
     form: str = "full",
     direction: str = "both",
     normalize: str = "sum",
-    gate: str = "source",
+    decay_convention: str = "source",
     chunk_size: int = 64,
     valid: Tensor | None = None,
     segments: Tensor | None = None,
@@ -162,7 +162,7 @@ def linear_attention_parts(
     check_tokens(q, k, v)
     check_gates(q, log_decay, beta, bonus, angles)
     check_masks(q, valid, segments)
-    check_names(direction, gate, normalize)
+    check_names(direction, decay_convention, normalize)
     check_feature_map(feature_map)
     plain = log_decay is None and beta is None
     form = resolve_form(choice("form", form, (*FORMS, "blockwise", "auto")), q.shape[2], not plain, dropout_p)
@@ -171,7 +171,7 @@ def linear_attention_parts(
     check_chunk_size(chunk_size)
     check_pairs(normalize, log_decay, beta, bonus, form, dropout_p)
 
-    how = dict(form=form, direction=direction, gate=gate, chunk_size=chunk_size)
+    how = dict(form=form, direction=direction, decay_convention=decay_convention, chunk_size=chunk_size)
     with no_autocast(q):
         run, valid = as_runs(valid, segments)
         if form != "rnn":  # which widens a piece at a time
@@ -182,7 +182,7 @@ def linear_attention_parts(
         if beta is not None:
             tokens = Tokens(*turned, v, beta[..., None], valid, run, feature_map)
             if form == "rnn":
-                return in_pieces(tokens, None, How("delta", gate, direction, True, False, chunk_size))
+                return in_pieces(tokens, None, How("delta", decay_convention, direction, True, False, chunk_size))
             return delta_parts(tokens, form=form, direction=direction, chunk_size=chunk_size)
         tokens = Tokens(*turned, v, as_lanes(log_decay, q, cut=form != "rnn"), valid, run, feature_map)
         apart = separate_rowsum(normalize, angles)
@@ -208,7 +208,7 @@ def _parts(
     *,
     form: str,
     direction: str,
-    gate: str,
+    decay_convention: str,
     chunk_size: int,
     rowsum: bool,
     dropout_p: float,
@@ -216,12 +216,12 @@ def _parts(
     """Numerator and row sum of one set of scores; `plain`: no decay."""
     if bonus is not None:
         bonus = bonus.to(tokens.gate.dtype).reshape(bonus.shape[0], 1, -1)  # (H, 1, D or 1)
-    own = bonus is None and (plain or gate != "between")
+    own = bonus is None and (plain or decay_convention != "between")
     product = plain and own and form == "full" and not dropout_p
     if product and not (direction == "both" and tokens.run is None):
         form = "chunk"  # a product with borders: still never an L x L matrix
     if form in ("chunk", "rnn"):
-        return in_pieces(tokens, bonus, How(form, gate, direction, own, rowsum, chunk_size))
+        return in_pieces(tokens, bonus, How(form, decay_convention, direction, own, rowsum, chunk_size))
     q, k, v, log_decay, _, run, _ = tokens.kept()
     if product:
         return product_parts(q, k, v, rowsum=rowsum)
@@ -229,10 +229,10 @@ def _parts(
     how = dict(own=own, rowsum=rowsum)
     if form == "full":
         full = full_vector_parts if log_decay.shape[-1] > 1 else masked_parts
-        how |= dict(gate=gate, direction=direction, dropout_p=dropout_p)
+        how |= dict(decay_convention=decay_convention, direction=direction, dropout_p=dropout_p)
         numerator, total = full(q, k, v, log_decay, run, **how)
     else:
-        directions = make_directions(log_decay, run, gate=gate, direction=direction)
+        directions = make_directions(log_decay, run, decay_convention=decay_convention, direction=direction)
         numerator, total = blockwise_parts(q, k, v, directions, chunk_size=chunk_size, **how)
     if not own:
         numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype)
@@ -246,9 +246,9 @@ def resolve_form(form: str, length: int, decays: bool = True, dropout_p: float =
     return "full" if length <= FULL_UP_TO or not decays or dropout_p else "chunk"
 
 
-def check_names(direction: str, gate: str, normalize: str) -> None:
+def check_names(direction: str, decay_convention: str, normalize: str) -> None:
     choice("direction", direction, DIRECTIONS)
-    choice("gate", gate, GATES)
+    choice("decay_convention", decay_convention, DECAY_CONVENTIONS)
     choice("normalize", normalize, NORMALIZE)
 
 

@@ -2,8 +2,8 @@
 
 Legend: B batch (b: B or 1), H heads, L tokens, D key dim, E value dim, C chunk, N chunks; `a_k = log lambda_k <= 0`.
 
-The mask `M_ij` is the product of the decays between tokens i and j. Which tokens count is the *gate*
-convention, and the paper prints several. For four tokens with decays a, b, c, d (row i reads column j):
+The mask `M_ij` is the product of the decays between tokens i and j. Which tokens count is the
+*decay convention*, and the paper prints several. For four tokens with decays a, b, c, d (row i reads column j):
 
     source (Eq. 14, released code)  target (Eq. 5, Theorem 3.1)     symmetric (Table 1, M*)
     | 1    b    bc   bcd |          | 1    a    ab   abc |          | 1    b    bc   bcd |
@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GATES = ("source", "target", "symmetric", "between")
+DECAY_CONVENTIONS = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
 FORGOTTEN = -1e3  # exp of it is 0 in float64; anything below would only swallow its neighbours in a sum
 
@@ -160,15 +160,19 @@ def stored(t: Tensor) -> Tensor:
     return t.as_strided(t.shape, t.stride())
 
 
-def read_and_write(gate: str, direction: str, upto: _Terms, before: _Terms) -> tuple[_Terms, _Terms]:
+def read_and_write(decay_convention: str, direction: str, upto: _Terms, before: _Terms) -> tuple[_Terms, _Terms]:
     """The times at which tokens read and are written, of sums in the order of travel."""
-    if gate == "between":
+    if decay_convention == "between":
         return before, upto
-    terms = upto if gate == "target" or (gate == "symmetric" and direction == "forward") else before
+    terms = (
+        upto if decay_convention == "target" or (decay_convention == "symmetric" and direction == "forward") else before
+    )
     return terms, terms
 
 
-def make_directions(log_decay: Tensor, run: Tensor | None, *, gate: str, direction: str) -> tuple[Direction, ...]:
+def make_directions(
+    log_decay: Tensor, run: Tensor | None, *, decay_convention: str, direction: str
+) -> tuple[Direction, ...]:
     """The directions that are on, forward first.
 
     `log_decay` (b, H, L, D or 1), float32 or float64; `run` (B, L) non-decreasing, or None.
@@ -182,7 +186,7 @@ def make_directions(log_decay: Tensor, run: Tensor | None, *, gate: str, directi
         back = name == "backward"
         if back:  # a sum that is inclusive from the right is exclusive from the left
             upto, before = (tuple(-t for t in terms) for terms in (before, upto))
-        query, key = read_and_write(gate, name, upto, before)
+        query, key = read_and_write(decay_convention, name, upto, before)
         first, last = (Clock(before, run), Clock(upto, run))
         ends = (first.map(lambda t: t[..., :1, :]), last.map(lambda t: t[..., -1:, :]))
         if back:

@@ -30,7 +30,7 @@ def masked_parts(
     log_decay: Tensor,
     run: Tensor | None,
     *,
-    gate: str,
+    decay_convention: str,
     direction: str,
     own: bool,
     rowsum: bool,
@@ -40,7 +40,7 @@ def masked_parts(
     length = q.shape[2]
     q, k, v, log_decay, missing = aligned(q, k, v, log_decay)
     run = pad_run(run, missing)
-    directions = make_directions(log_decay, run, gate=gate, direction=direction)
+    directions = make_directions(log_decay, run, decay_convention=decay_convention, direction=direction)
     weights = pair_scores(q, k, directions, own)  # (B, H, L, L)
     return weighted_parts(weights, v, length, rowsum=rowsum, dropout_p=dropout_p)
 

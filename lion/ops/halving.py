@@ -3,7 +3,7 @@
     s_ij = sum_d q_id k_jd M_ijd
 
 The decay does not factor out of `q k^T`, and factoring it into q and k overflows over more than a few tokens. Here
-every gate convention is brought to one: a token's own lambda is folded into its q or k (`FOLDS`), and what is left is
+every decay convention is brought to one: a token's own lambda is folded into its q or k (`FOLDS`), and what is left is
 the product `E_ij` of the lambdas strictly between i and j, the same for both directions. Then blocks are halved: for
 a query in one half and a key in the other, E is what lies between each and the middle, two factors <= 1, and all
 pairs across the middle are one matrix product. What is left are short blocks on the diagonal, done one distance
@@ -40,7 +40,7 @@ FOLDS = {  # whether lambda is folded into q, into k, of the earlier and of the 
 
 
 def vector_scores(
-    q: Tensor, k: Tensor, log_decay: Tensor, run: Tensor | None, *, gate: str, direction: str, own: bool
+    q: Tensor, k: Tensor, log_decay: Tensor, run: Tensor | None, *, decay_convention: str, direction: str, own: bool
 ) -> Tensor:
     """Scores (B, H, .., L, L) of q, k (B, H, .., L, D) under log_decay (b, H, .., L, D), in its dtype.
 
@@ -49,7 +49,7 @@ def vector_scores(
     length = q.shape[-2]
     q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp_min(FORGOTTEN)
     padded = pad(missing_of(length), q, k, log_decay)
-    scores = _Scores.apply(*padded, gate, own)[..., :length, :length]
+    scores = _Scores.apply(*padded, decay_convention, own)[..., :length, :length]
     if direction != "both":
         scores = scores.tril() if direction == "forward" else scores.triu()
     return scores if run is None else scores.masked_fill(run[:, None, ..., :, None] != run[:, None, ..., None, :], 0)
@@ -64,11 +64,11 @@ class _Scores(torch.autograd.Function):
     """Both triangles of the scores and, with `own`, their diagonal. The length is a short block, doubled some times."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, log_decay: Tensor, gate: str, own: bool) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, log_decay: Tensor, decay_convention: str, own: bool) -> Tensor:
         ctx.save_for_backward(q, k, log_decay)
-        ctx.gate, ctx.own = gate, own
+        ctx.decay_convention, ctx.own = decay_convention, own
         lam, size = lambdas(log_decay), q.shape[-2] >> halvings_of(q.shape[-2])
-        (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, gate)
+        (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, decay_convention)
 
         qe, ql, ke, kl, l = (blocks(x, size) for x in (q_early, q_late, k_early, k_late, lam))  # (.., M, S, D)
         diagonal = (q * k).sum(-1) if own else torch.zeros_like(q[..., 0])
@@ -93,7 +93,7 @@ class _Scores(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         q, k, log_decay = ctx.saved_tensors
         lam, size = lambdas(log_decay), q.shape[-2] >> halvings_of(q.shape[-2])
-        (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, ctx.gate)
+        (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, ctx.decay_convention)
         dq_early = dq_late = dk_early = dk_late = torch.zeros_like(q)  # (.., L, D), of the folded ones
         none, late = torch.zeros((), dtype=q.dtype, device=q.device), second_half(q.device)
 
@@ -117,7 +117,7 @@ class _Scores(torch.autograd.Function):
         of_q, of_k = (q_early * dq_early, q_late * dq_late), (k_early * dk_early, k_late * dk_late)
         begin, end = of_q[0] + of_k[0], of_q[1] + of_k[1]
         da = (F.pad(begin, (0, 0, 1, 0))[..., :-1, :] - end).cumsum(-2)
-        folds = [*FOLDS[ctx.gate][0], *FOLDS[ctx.gate][1]]
+        folds = [*FOLDS[ctx.decay_convention][0], *FOLDS[ctx.decay_convention][1]]
         da = sum((part for part, folded in zip((*of_q, *of_k), folds) if folded), da)
         parts = (x * lam if folded else x for x, folded in zip((dq_early, dq_late, dk_early, dk_late), folds))
         dq, dk = next(parts) + next(parts), next(parts) + next(parts)
@@ -153,9 +153,11 @@ def missing_of(length: int) -> int:
     return size - length
 
 
-def fold_both(q: Tensor, k: Tensor, lam: Tensor, gate: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def fold_both(
+    q: Tensor, k: Tensor, lam: Tensor, decay_convention: str
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """q, and k, of a pair's earlier and of its later token."""
-    return tuple(tuple(x * lam if own else x for own in folds) for x, folds in zip((q, k), FOLDS[gate]))
+    return tuple(tuple(x * lam if own else x for own in folds) for x, folds in zip((q, k), FOLDS[decay_convention]))
 
 
 def blocks(x: Tensor, size: int) -> Tensor:

@@ -36,7 +36,7 @@ class How(NamedTuple):
     own key as it reads others; where not, `bonus` (H, 1, D or 1) weighs it."""
 
     form: str
-    gate: str
+    decay_convention: str
     direction: str
     own: bool
     rowsum: bool
@@ -61,10 +61,10 @@ def chunk_piece(
     q, k, v, log_decay, _, run, _ = tokens.kept()
     given = dict(own=how.own, rowsum=how.rowsum, chunk_size=how.chunk_size, enter=enter)
     if log_decay.shape[-1] > 1:
-        given |= dict(gate=how.gate, direction=how.direction)
+        given |= dict(decay_convention=how.decay_convention, direction=how.direction)
         numerator, total, leave = chunk_vector_parts(q, k, v, log_decay, run, **given)
     else:
-        directions = make_directions(log_decay, run, gate=how.gate, direction=how.direction)
+        directions = make_directions(log_decay, run, decay_convention=how.decay_convention, direction=how.direction)
         numerator, total, leave = chunk_parts(q, k, v, directions, **given)
     if not how.own:
         numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype)
@@ -74,7 +74,7 @@ def chunk_piece(
 def back(tokens: Tokens, enter: Entering, how: How) -> State:
     """The state that goes on to the left of these tokens."""
     _, k, v, log_decay, _, run, _ = tokens.kept().to(enter.S.dtype)
-    (times,) = make_directions(log_decay, run, gate=how.gate, direction="backward")
+    (times,) = make_directions(log_decay, run, decay_convention=how.decay_convention, direction="backward")
     return hand_on(times._replace(begin=times.begin.entered(enter.run)), k, v, State(enter.S, enter.z))
 
 
@@ -118,7 +118,9 @@ def chunk_loop(tokens: Tokens, bonus: Tensor | None, how: How, wrap: Wrap) -> Pa
 
 
 def rnn_loop(tokens: Tokens, bonus: Tensor | None, how: How, wrap: Wrap) -> Parts:
-    given = dict(gate=how.gate, direction=how.direction, rowsum=how.rowsum, chunk_size=how.chunk_size)
+    given = dict(
+        decay_convention=how.decay_convention, direction=how.direction, rowsum=how.rowsum, chunk_size=how.chunk_size
+    )
     return rnn_parts(tokens, bonus, **given, wrap=wrap)
 
 
@@ -145,20 +147,20 @@ def loop(
     phi: str | None,
     bonus: Tensor | None,
     form: str,
-    gate: str,
+    decay_convention: str,
     direction: str,
     own: bool,
     rowsum: bool,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """A loop as one operator of a graph, without gradients; the row sum is empty where there is none."""
-    how = How(form, gate, direction, own, rowsum, chunk_size)
+    how = How(form, decay_convention, direction, own, rowsum, chunk_size)
     with no_autocast(q):  # the graph around it has left the region that called it
         numerator, total = LOOPS[form](Tokens(q, k, v, decay, valid, run, phi), bonus, how, compiled)
     return numerator, k.new_empty(0) if total is None else total
 
 
 @loop.register_fake
-def _(q, k, v, decay, valid, run, phi, bonus, form, gate, direction, own, rowsum, chunk_size):
+def _(q, k, v, decay, valid, run, phi, bonus, form, decay_convention, direction, own, rowsum, chunk_size):
     total = k.new_empty(k.shape[:3] if rowsum else (0,), dtype=decay.dtype if rowsum else k.dtype)
     return torch.empty_like(v, dtype=sum_dtype(v), memory_format=torch.contiguous_format), total

@@ -23,7 +23,7 @@ def reference_attention(
     angles: Tensor | None = None,
     direction: str = "both",
     normalize: str = "sum",
-    gate: str = "source",
+    decay_convention: str = "source",
     scale: float | None = None,
     valid: Tensor | None = None,
     segments: Tensor | None = None,
@@ -51,10 +51,10 @@ def reference_attention(
             if beta is not None:
                 y = _delta(cut(turned[0]), cut(turned[1]), cut(v), cut(beta), direction) * scale
             else:
-                numerator = _scan_all(*map(cut, (*turned, v, log_decay)), bonus, direction, gate)
+                numerator = _scan_all(*map(cut, (*turned, v, log_decay)), bonus, direction, decay_convention)
                 ones = v.new_ones(*v.shape[:3], 1)
                 a, own = undecayed if normalize == "pre" else (log_decay, bonus)
-                rowsum = _scan_all(*map(cut, (q, k, ones, a)), own, direction, gate)  # (H, n, 1)
+                rowsum = _scan_all(*map(cut, (q, k, ones, a)), own, direction, decay_convention)  # (H, n, 1)
                 if normalize in ("sum", "pre"):
                     y = numerator / rowsum.clamp_min(eps)
                 elif normalize == "max":
@@ -83,7 +83,7 @@ def _turn(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def _scan_all(q, k, v, log_decay, bonus, direction, gate):
+def _scan_all(q, k, v, log_decay, bonus, direction, decay_convention):
     """Numerator (H, n, E) of one sequence; q, k, log_decay (H, n, D), v (H, n, E), bonus (H, D)."""
     n = q.shape[1]
     lam = log_decay.exp()
@@ -91,11 +91,11 @@ def _scan_all(q, k, v, log_decay, bonus, direction, gate):
     for name, order in (("forward", range(n)), ("backward", range(n - 1, -1, -1))):
         if direction not in (name, "both"):
             continue
-        target = gate in ("target", "between") or (gate == "symmetric" and name == "forward")
+        target = decay_convention in ("target", "between") or (decay_convention == "symmetric" and name == "forward")
         before = -1 if name == "forward" else 1  # lambda of the token that receives, or of the one being left
         decays = [lam[:, i] if target else lam[:, (i + before) % n] for i in range(n)]
-        numerator = numerator + _scan(q, k, v, decays, order, read_first=gate == "between")
-        counted += gate != "between"
+        numerator = numerator + _scan(q, k, v, decays, order, read_first=decay_convention == "between")
+        counted += decay_convention != "between"
     own = (q * k * (bonus[:, None] - counted)).sum(-1)
     return numerator + own[..., None] * v
 

@@ -99,19 +99,26 @@ class Recurrence(NamedTuple):
     """How a state is read and updated: the index convention (`read_and_write`) of a direction, and the weight of a
     token's own key, a number or one for each key dimension (H, 1, D)."""
 
-    gate: str
+    decay_convention: str
     direction: str
     own: float | Tensor
     rowsum: bool
 
 
 def rnn_parts(
-    tokens: Tokens, bonus: Tensor | None, *, gate: str, direction: str, rowsum: bool, chunk_size: int, wrap: Wrap
+    tokens: Tokens,
+    bonus: Tensor | None,
+    *,
+    decay_convention: str,
+    direction: str,
+    rowsum: bool,
+    chunk_size: int,
+    wrap: Wrap,
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L) of the sequential form."""
     names = ways(direction)
     own = (1 if bonus is None else bonus) / len(names)
-    how = {name: Recurrence(gate, name, own, rowsum) for name in names}
+    how = {name: Recurrence(decay_convention, name, own, rowsum) for name in names}
     return travel(how, advance, tokens, rowsum=rowsum, size=chunk_size, wrap=wrap)
 
 
@@ -153,22 +160,24 @@ def advance(
 ) -> tuple[Tensor, Tensor | None, State, Tensor | None]:
     """Read and update a state by C tokens; returns their numerators, row sums, and the new state with its segment.
 
-    Where a token's own decay applies after it is read (the `source` gate) the state is kept already decayed.
+    Where a token's own decay applies after it is read (the `source` convention) the state is kept already decayed.
     """
     q, k, v, log_decay, _, run, _ = tokens.kept().to(state.z.dtype)
     log_decay = log_decay.clamp_max(0)  # see `as_lanes`
     if q.shape[2] == 1:
         return _advance_one(way, state, state_run, q, k, v, log_decay, run)
 
-    gate = way.gate
-    if gate == "symmetric":  # in the order of travel it is one of the two
-        gate = "target" if way.direction == "forward" else "source"
-    (times,) = make_directions(log_decay, run, gate=gate, direction="forward")  # (b, h, C, D or 1)
+    decay_convention = way.decay_convention
+    if decay_convention == "symmetric":  # in the order of travel it is one of the two
+        decay_convention = "target" if way.direction == "forward" else "source"
+    (times,) = make_directions(
+        log_decay, run, decay_convention=decay_convention, direction="forward"
+    )  # (b, h, C, D or 1)
     times = times._replace(begin=times.begin.entered(state_run))
     if log_decay.shape[-1] == 1:
         weights = pair_scores(q, k, (times,), own=False)  # (B, H, C, C)
     else:
-        weights = vector_scores(q, k, log_decay, run, gate=gate, direction="forward", own=False)
+        weights = vector_scores(q, k, log_decay, run, decay_convention=decay_convention, direction="forward", own=False)
     weights.diagonal(dim1=-2, dim2=-1).add_((q * k * way.own).sum(-1))
     read = decay(times.query, times.begin) * q  # (B, H, C, D)
     y = weights @ v + read @ state.S
@@ -187,7 +196,9 @@ def _advance_one(way, state, state_run, q, k, v, log_decay, run):
     same = None if run is None else (run == state_run[:, None])[:, None, :, None]  # (B, 1, 1, 1)
     decayed = _times(exp_where(log_decay.mT.clone(), same), state)
     here = state if same is None else State(*(x.masked_fill(~m, 0) for x, m in zip(state, (same, same[..., 0]))))
-    read_decayed, write_decayed = (x == "upto" for x in read_and_write(way.gate, way.direction, "upto", "before"))
+    read_decayed, write_decayed = (
+        x == "upto" for x in read_and_write(way.decay_convention, way.direction, "upto", "before")
+    )
     S, z = decayed if read_decayed else here
     own = (q * k * way.own).sum(-1)  # (B, H, 1)
     y = q @ S + own[..., None] * v

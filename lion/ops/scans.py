@@ -35,7 +35,7 @@ def multi_scan_attention(
     form: str = "full",
     direction: str = "both",
     normalize: str = "sum",
-    gate: str = "source",
+    decay_convention: str = "source",
     scale: float | None = None,
     chunk_size: int = 64,
     valid: Tensor | None = None,
@@ -63,7 +63,7 @@ def multi_scan_attention(
     """
     check_tokens(q, k, v)
     check_masks(q, valid, None)
-    check_names(direction, gate, normalize)
+    check_names(direction, decay_convention, normalize)
     choice("scan_merge", scan_merge, SCAN_MERGES)
     length = q.shape[2]
     whole = not (orders.is_floating_point() or orders.is_complex() or orders.dtype == torch.bool)
@@ -74,10 +74,10 @@ def multi_scan_attention(
     for log_decay in log_decays:
         check_gates(q, log_decay, None, None, None)
 
-    how = dict(direction=direction, normalize=normalize, gate=gate)
+    how = dict(direction=direction, normalize=normalize, decay_convention=decay_convention)
     close = dict(scale=default_scale(scale, q), eps=eps)
     scalar = all(a.dim() in (1, 3) for a in log_decays)
-    one_product = scalar and scan_merge == "masks" and gate != "between" and normalize != "pre"
+    one_product = scalar and scan_merge == "masks" and decay_convention != "between" and normalize != "pre"
     if one_product and resolve_form(form, length, True, dropout_p) == "full":
         parts = mean_mask_parts(q, k, v, log_decays, orders, valid=valid, dropout_p=dropout_p, **how)
         return finish(*parts, normalize, **close).to(v.dtype)
@@ -110,7 +110,7 @@ def mean_mask_parts(
     *,
     direction: str,
     normalize: str,
-    gate: str,
+    decay_convention: str,
     valid: Tensor | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor | None]:
@@ -123,7 +123,9 @@ def mean_mask_parts(
             back, lanes = places(order), as_lanes(log_decay, tokens.q)
             if valid is not None:
                 lanes = lanes.masked_fill(~valid[:, None, :, None], 0)
-            ways = make_directions(lanes.index_select(2, order), None, gate=gate, direction=direction)
+            ways = make_directions(
+                lanes.index_select(2, order), None, decay_convention=decay_convention, direction=direction
+            )
             ways = tuple(way.map(lambda t, back=back: t.index_select(2, back)) for way in ways)
             if missing:
                 ways = tuple(way.map(lambda t: hold(t, missing)) for way in ways)

@@ -17,7 +17,7 @@ from lion.ops.arguments import (
     no_autocast,
 )
 from lion.ops.attention import NORMALIZE, check_pairs, default_scale, finish, linear_attention, separate_rowsum
-from lion.ops.decay import GATES, Clock, decay, prefix_sums, read_and_write
+from lion.ops.decay import DECAY_CONVENTIONS, Clock, decay, prefix_sums, read_and_write
 from lion.ops.delta import delta_advance, delta_scan
 from lion.ops.features import apply_feature_map, check_feature_map
 from lion.ops.rnn import Recurrence, State, Tokens, advance
@@ -36,7 +36,7 @@ def step(
     angles: Tensor | None = None,
     feature_map: str | None = None,
     normalize: str = "sum",
-    gate: str = "source",
+    decay_convention: str = "source",
     scale: float | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, State]:
@@ -45,14 +45,14 @@ def step(
     Defaults are those of `linear_attention`.
 
     Args:
-        state: `initial_state(k, v)`, or what `prefill` or the last step returned. Under the `source` gate it is
+        state: `initial_state(k, v)`, or what `prefill` or the last step returned. Under the `source` convention it is
             stored already decayed by the last token.
         q, k: (B, H, C, D); v: (B, H, C, E), C = 1 for streaming. The others as in `linear_attention`, with C for L.
 
     Returns:
         (B, H, C, E) in the dtype of `v`, and the new state.
     """
-    _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, gate)
+    _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, decay_convention)
     q, k = apply_feature_map(feature_map, q), apply_feature_map(feature_map, k)
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
     if state.S.shape != shape or state.z.shape != shape[:-1]:
@@ -64,7 +64,7 @@ def step(
         else:
             own = 1.0 if bonus is None else bonus.to(state.z.dtype).reshape(bonus.shape[0], 1, -1)
             apart = separate_rowsum(normalize, angles)
-            way = Recurrence(gate, "forward", own, normalize != "none" and not apart)
+            way = Recurrence(decay_convention, "forward", own, normalize != "none" and not apart)
             tokens = Tokens(*turned, v, as_lanes(log_decay, q))
             y, row, new, _ = advance(way, state, None, tokens)
             if apart:
@@ -88,7 +88,7 @@ def prefill(
     angles: Tensor | None = None,
     feature_map: str | None = None,
     normalize: str = "sum",
-    gate: str = "source",
+    decay_convention: str = "source",
     scale: float | None = None,
     chunk_size: int = 64,
     valid: Tensor | None = None,
@@ -99,7 +99,7 @@ def prefill(
 
     Arguments and output as in `linear_attention`. With `segments` the state is that of the last one.
     """
-    _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, gate)
+    _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, decay_convention)
     check_masks(q, valid, segments)
     check_chunk_size(chunk_size)
     with no_autocast(q):
@@ -112,8 +112,8 @@ def prefill(
         summed = k if separate_rowsum(normalize, angles) else turned
         tokens = Tokens(turned, summed, v, as_lanes(log_decay, q), kept, run).kept()
         turned, plain, values, decays, _, run, _ = tokens.to(tokens.gate.dtype)
-        S = _decayed(turned, decays, run, gate).mT @ values
-        z = _decayed(plain, torch.zeros_like(decays) if normalize == "pre" else decays, run, gate).sum(2)
+        S = _decayed(turned, decays, run, decay_convention).mT @ values
+        z = _decayed(plain, torch.zeros_like(decays) if normalize == "pre" else decays, run, decay_convention).sum(2)
     y = linear_attention(
         q,
         k,
@@ -125,7 +125,7 @@ def prefill(
         form="chunk",
         direction="forward",
         normalize=normalize,
-        gate=gate,
+        decay_convention=decay_convention,
         scale=scale,
         chunk_size=chunk_size,
         valid=valid,
@@ -135,17 +135,17 @@ def prefill(
     return y, State(S, z)
 
 
-def _decayed(k: Tensor, log_decay: Tensor, run: Tensor | None, gate: str) -> Tensor:
+def _decayed(k: Tensor, log_decay: Tensor, run: Tensor | None, decay_convention: str) -> Tensor:
     """Keys (B, H, L, D) as they are left after the last token."""
     upto, before = prefix_sums(log_decay)
     run = None if run is None else run[:, None, :, None]
-    key = Clock(read_and_write(gate, "forward", upto, before)[1], run)
+    key = Clock(read_and_write(decay_convention, "forward", upto, before)[1], run)
     return k * decay(Clock(upto, run).map(lambda t: t[:, :, -1:]), key)
 
 
-def _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, gate) -> None:
+def _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, decay_convention) -> None:
     check_tokens(q, k, v)
     check_gates(q, log_decay, beta, bonus, angles)
     check_feature_map(feature_map)
-    choice("gate", gate, GATES)
+    choice("decay_convention", decay_convention, DECAY_CONVENTIONS)
     check_pairs(choice("normalize", normalize, NORMALIZE), log_decay, beta, bonus)

@@ -22,7 +22,7 @@ def full_vector_parts(
     log_decay: Tensor,
     run: Tensor | None,
     *,
-    gate: str,
+    decay_convention: str,
     direction: str,
     own: bool,
     rowsum: bool,
@@ -33,7 +33,7 @@ def full_vector_parts(
     missing = missing_of(length)
     q, k, v, log_decay = pad(missing, q, k, v, log_decay)
     run = pad_run(run, missing)
-    weights = vector_scores(q, k, log_decay, run, gate=gate, direction=direction, own=own)
+    weights = vector_scores(q, k, log_decay, run, decay_convention=decay_convention, direction=direction, own=own)
     return weighted_parts(weights, v, length, rowsum=rowsum, dropout_p=dropout_p)
 
 
@@ -44,7 +44,7 @@ def chunk_vector_parts(
     log_decay: Tensor,
     run: Tensor | None,
     *,
-    gate: str,
+    decay_convention: str,
     direction: str,
     own: bool,
     rowsum: bool,
@@ -62,13 +62,15 @@ def chunk_vector_parts(
     if run is not None:
         run = pad_run(run, missing).unflatten(1, (count, size))
 
-    weights = vector_scores(q, k, log_decay, run, gate=gate, direction=direction, own=own)  # (B, H, N, C, C)
+    weights = vector_scores(
+        q, k, log_decay, run, decay_convention=decay_convention, direction=direction, own=own
+    )  # (B, H, N, C, C)
     numerator = weights.to(v.dtype) @ v
     total = weights.sum(-1) if rowsum else None
 
     leave = []
     if count > 1 or enter:
-        (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), gate)
+        (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), decay_convention)
         to_start, to_end = before(log_decay), before(log_decay.flip(-2)).flip(-2)
         since, until = (exp_where(x, factors=FACTORS) for x in (to_start, to_end))  # decays to the chunk's ends
         upto, start = prefix_sums(log_decay.sum(-2))  # (b, H, N, D), of whole chunks

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import ConfigError
+from lion.models.base import Model
 
 Batch = dict[str, Tensor]
 
@@ -87,7 +88,8 @@ class Task(ABC):
     """A learning problem. A new one is one file and its line in `TASKS`."""
 
     Config: ClassVar[type]  # the recipe's `task` section
-    ModelConfig: ClassVar[type]  # the recipe's `model` section
+    Model: ClassVar[type[Model]]  # what a model of `MODELS` must be, to be this task's
+    default_model: ClassVar[str]  # the one that a recipe without `model.name` means
     Info: ClassVar[type]  # what the data tells the model
     metric: ClassVar[str]  # the metric that `best` is chosen by; higher is better
     unit: ClassVar[str]  # what a sample is called
@@ -96,7 +98,7 @@ class Task(ABC):
         self.config, self.info = config, info
 
     @abstractmethod
-    def build_model(self, config: Any) -> nn.Module:
+    def build_model(self, config: Any) -> Model:
         """The model for this task's data; ConfigError where the two do not fit."""
 
     @abstractmethod
@@ -116,7 +118,7 @@ class Task(ABC):
         return {}
 
 
-def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> nn.Module:
+def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Model:
     """Call a model's constructor; what it refuses becomes a recipe error."""
     try:
         return build(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,8 @@ from torchvision.transforms import v2
 from torchvision.utils import make_grid
 
 from lion.config import setting
-from lion.models.vit import ViT, ViTConfig
+from lion.models import MODELS
+from lion.models.base import ImageClassifier
 from lion.tasks.base import Batch, ImageInfo, Sums, Task, build_or_explain
 
 
@@ -42,7 +44,8 @@ class ImageClassification(Task):
     """
 
     Config = ImageClassificationConfig
-    ModelConfig = ViTConfig
+    Model = ImageClassifier
+    default_model = "vit"
     Info = ImageInfo
     metric = "top1"
     unit = "images"
@@ -55,10 +58,10 @@ class ImageClassification(Task):
         kinds, shares = [k for k, _ in active], [p for _, p in active]
         self.mix = v2.RandomChoice(kinds, p=shares if len(kinds) > 1 else None) if kinds else None
 
-    def build_model(self, config: ViTConfig) -> ViT:
+    def build_model(self, config: Any) -> ImageClassifier:
         info = self.info
         return build_or_explain(
-            ViT,
+            MODELS[config.name],
             config,
             image_size=info.size,
             channels=info.channels,
@@ -98,7 +101,8 @@ class ImageClassification(Task):
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         orders = [] if model.orders is None else model.orders
-        scans = {f"scan_{name}": draw_scan(model.coords, order) for name, order in zip(model.scans, orders)}
+        names = model.config.attention.scans
+        scans = {f"scan_{name}": draw_scan(model.coords, order) for name, order in zip(names, orders)}
         return {"inputs": make_grid(batch["image"][:32], nrow=8), **scans}
 
 

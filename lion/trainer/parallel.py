@@ -34,8 +34,8 @@ KINDS = ("ddp", "fsdp")
 def shard(model: nn.Module, runtime: Runtime) -> None:
     """Spread parameters over the processes in place, block by block; call it before the optimizer is made."""
     mesh = init_device_mesh(runtime.device.type, (runtime.world,))
-    for block in model.encoder.blocks:
-        fully_shard(block, mesh=mesh)
+    for unit in model.units():
+        fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 

@@ -187,8 +187,8 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool
         return False
     warnings.filterwarnings("ignore", message=".*_prims_common.check.*", category=FutureWarning)  # torch 2.14's own
     torch._dynamo.config.recompile_limit = 32  # train, evaluation and each form are graphs of their own
-    for block in model.encoder.blocks:
-        block.compile(backend=backend, fullgraph=True, dynamic=dynamic)
+    for unit in model.units():
+        unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return True
 
 

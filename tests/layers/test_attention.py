@@ -137,16 +137,13 @@ def test_gates_stay_float32_under_autocast():
     torch.testing.assert_close(log_decay, layer.decays[0](x, k).log_decay, rtol=0, atol=0)
 
 
-def test_conventions_of_mixer_direction_and_preset():
-    def gate(direction):
-        return LionAttention(12, 3, direction=direction).config.gate
+def test_conventions_of_mixer_and_direction():
+    def convention(direction):
+        return LionAttention(12, 3, direction=direction).config.decay_convention
 
-    assert (gate("both"), gate("forward"), gate("backward")) == ("source", "target", "target")
+    assert (convention("both"), convention("forward"), convention("backward")) == ("source", "target", "target")
     resolve = AttentionConfig().resolved
     assert resolve("lion_lit").feature_map == "silu_shifted"
-    assert resolve("lion_lit", "released").feature_map == "elu1"
-    assert resolve("lion_s", "released").feature_map == "silu_shifted"
-    assert AttentionConfig(feature_map="relu").resolved("lion_lit", "released").feature_map == "relu"
 
 
 @pytest.mark.parametrize("name", ["identity", "silu"])

@@ -123,13 +123,13 @@ def test_backward_is_the_recurrence_on_the_flipped_sequence(mixer, monkeypatch):
 
 
 def test_only_lion_s_meets_other_decays_in_both_directions_than_in_one():
-    """Its gate is "source" there: a decay is that of the token being left; constant decays cannot tell."""
+    """Its decay convention is "source" there: a decay is that of the token being left; constant decays cannot tell."""
     for mixer, entry in MIXERS.items():
         w, x = weights(make(mixer)), tokens(20)
         late, early = (scan(mixer, w, x, Way(HEADS, late)).numerator for late in (True, False))
         assert torch.allclose(late, early, rtol=1e-12) == (not mixer.startswith("lion_s")), mixer
-        source = entry.gate == "source"
-        assert source == mixer.startswith("lion_") and entry.causal_gate == (
+        source = entry.decay_convention == "source"
+        assert source == mixer.startswith("lion_") and entry.causal_decay_convention == (
             "between" if mixer == "rwkv6" else "target"
         )
 
@@ -261,7 +261,7 @@ def test_alternating_blocks_go_forward_and_backward():
     torch.manual_seed(0)
     attention = AttentionConfig(direction="alternating")
     encoder = Encoder(EncoderConfig("lion_s", DIM, depth=5, num_heads=HEADS, attention=attention)).double()
-    found = [(b.attention.config.direction, b.attention.config.gate) for b in encoder.blocks]
+    found = [(b.attention.config.direction, b.attention.config.decay_convention) for b in encoder.blocks]
     assert found == [("forward", "target"), ("backward", "target")] * 2 + [("forward", "target")]
     x = tokens(9)
     other = torch.where((torch.arange(9) == 4)[:, None], tokens(9, seed=3), x)

@@ -74,7 +74,10 @@ def oracle(layer: LionAttention, x: torch.Tensor, grid, merge: str) -> torch.Ten
 @pytest.mark.parametrize("merge", SCAN_MERGES)
 @pytest.mark.parametrize("direction", ["both", "forward", "backward"])
 def test_layer_is_the_definition_in_every_form(mixer, merge, direction):
-    layer, grid = layer_of(mixer, scan_merge=merge, direction=direction, gate="source"), make_grid(4, 5, SNAKES)
+    layer, grid = (
+        layer_of(mixer, scan_merge=merge, direction=direction, decay_convention="source"),
+        make_grid(4, 5, SNAKES),
+    )
     x = torch.randn(2, 21, 12, dtype=torch.double)
     with torch.no_grad():
         want = oracle(layer, x, grid, merge)

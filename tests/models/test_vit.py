@@ -23,7 +23,8 @@ def test_shapes_and_gradients(mixer, size, patch):
 
 
 def test_conventions_follow_the_mixer():
-    found = {m: (c.position_embedding, c.readout) for m in [SOFTMAX, *MIXERS] for c in [ViTConfig(m, 12, 1, 3)]}
+    configs = {m: ViTConfig(m, 12, 1, 3).resolved() for m in [SOFTMAX, *MIXERS]}
+    found = {m: (c.position_embedding, c.readout) for m, c in configs.items()}
     blind = {"lion_lit", "linear_transformer"}  # without decay a token's place is not known
     assert found == {"softmax": (True, "cls")} | {m: (m in blind, "mean") for m in MIXERS}
     assert ViTConfig("lion_s", 12, 1, 3, position_embedding=True, readout="cls").readout == "cls"
@@ -56,7 +57,7 @@ def test_readout_of_cls_sees_the_patches():
 )
 def test_cls_is_not_read_where_it_sees_no_patch(mixer, direction, depth):
     attention = AttentionConfig(direction=direction)
-    assert ViTConfig(mixer, 12, depth, 3, attention=attention).readout == "mean"
+    assert ViTConfig(mixer, 12, depth, 3, attention=attention).resolved().readout == "mean"
     with pytest.raises(ValueError, match="readout 'cls' sees no patch, all layers go forward from it; use 'mean'"):
         ViTConfig(mixer, 12, depth, 3, attention=attention, readout="cls")
     again = AttentionConfig(direction="alternating")

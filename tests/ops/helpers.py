@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-GATES = ("source", "target", "symmetric", "between")
+DECAY_CONVENTIONS = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
 NORMALIZE = ("sum", "none")
 ALL_NORMALIZE = ("sum", "max", "pre", "none")
@@ -182,29 +182,29 @@ def backward(y: Tensor, inputs: Inputs, seed: int = 1) -> dict[str, Tensor]:
 # The oracle
 
 
-def oracle_entry(lam: list[float], i: int, j: int, gate: str) -> float:
+def oracle_entry(lam: list[float], i: int, j: int, decay_convention: str) -> float:
     """M_ij of one sequence with decays `lam`: a product over the tokens that lie between i and j."""
     if i == j:
         return 1.0
-    if gate == "between":
+    if decay_convention == "between":
         between = range(min(i, j) + 1, max(i, j))
     elif i > j:
-        between = range(j, i) if gate == "source" else range(j + 1, i + 1)
+        between = range(j, i) if decay_convention == "source" else range(j + 1, i + 1)
     else:
-        between = range(i, j) if gate == "target" else range(i + 1, j + 1)
+        between = range(i, j) if decay_convention == "target" else range(i + 1, j + 1)
     return math.prod(lam[k] for k in between)
 
 
-def oracle_mask(lam: list[float], gate: str, direction: str) -> Tensor:
+def oracle_mask(lam: list[float], decay_convention: str, direction: str) -> Tensor:
     def allowed(i: int, j: int) -> bool:
         return direction == "both" or (i >= j if direction == "forward" else i <= j)
 
     places = range(len(lam))
-    rows = [[oracle_entry(lam, i, j, gate) if allowed(i, j) else 0.0 for j in places] for i in places]
+    rows = [[oracle_entry(lam, i, j, decay_convention) if allowed(i, j) else 0.0 for j in places] for i in places]
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def oracle_masks(inputs: Inputs, gate: str, direction: str) -> Tensor:
+def oracle_masks(inputs: Inputs, decay_convention: str, direction: str) -> Tensor:
     """(B, H, L, L), of vectors (B, H, D, L, L)"""
     batch, heads, length, dim = inputs.q.shape
     log_decay = torch.zeros(heads) if inputs.log_decay is None else inputs.log_decay
@@ -215,7 +215,7 @@ def oracle_masks(inputs: Inputs, gate: str, direction: str) -> Tensor:
     lam = log_decay.double().exp()
     rows = (lam if lam.dim() == 3 else lam.transpose(2, 3)).flatten(0, -2).tolist()
     shape = (batch, heads, length, length) if lam.dim() == 3 else (batch, heads, dim, length, length)
-    return torch.stack([oracle_mask(row, gate, direction) for row in rows]).view(shape)
+    return torch.stack([oracle_mask(row, decay_convention, direction) for row in rows]).view(shape)
 
 
 def oracle_parts(inputs: Inputs | Case, masks: Tensor) -> tuple[Tensor, Tensor]:
@@ -264,7 +264,7 @@ def oracle_delta(case: Case, direction: str) -> Tensor:
 def oracle_attention(
     inputs: Inputs | Case,
     *,
-    gate: str = "source",
+    decay_convention: str = "source",
     direction: str = "both",
     normalize: str = "sum",
     scale: float | None = None,
@@ -274,10 +274,10 @@ def oracle_attention(
     scale = 1 / math.sqrt(case.q.shape[-1]) if scale is None else scale
     if case.beta is not None:
         return oracle_delta(case, direction) * scale
-    numerator, rowsum = oracle_parts(case, oracle_masks(case, gate, direction))
+    numerator, rowsum = oracle_parts(case, oracle_masks(case, decay_convention, direction))
     if normalize == "pre":  # row sums as they are before the mask
         free = case._replace(log_decay=None, bonus=None)
-        rowsum = oracle_parts(free, oracle_masks(free, gate, direction))[1]
+        rowsum = oracle_parts(free, oracle_masks(free, decay_convention, direction))[1]
     rowsum = rowsum.unsqueeze(-1)
     if normalize == "none":
         return numerator * scale

@@ -6,16 +6,27 @@ import torch
 from lion.ops import linear_attention
 
 from .checks import BATCH, LENGTH, check_gradients, check_masks, check_outputs, gradcheck
-from .helpers import ALL_NORMALIZE, DIRECTIONS, GATES, SCALARS, Allocations, assert_close, backward, case, make, signed
+from .helpers import (
+    ALL_NORMALIZE,
+    DECAY_CONVENTIONS,
+    DIRECTIONS,
+    SCALARS,
+    Allocations,
+    assert_close,
+    backward,
+    case,
+    make,
+    signed,
+)
 
 FORMS = {f"blockwise{size}": dict(form="blockwise", chunk_size=size) for size in (1, 4, 64)}
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", SCALARS)
-def test_forms(decay, direction, gate):
-    arguments = dict(direction=direction, gate=gate)
+def test_forms(decay, direction, decay_convention):
+    arguments = dict(direction=direction, decay_convention=decay_convention)
     for length in (1, 2, 23):
         for what in ("", "bonus H", "bonus HD"):
             check_outputs(case(make(decay, length, batch=1, heads=2), what), FORMS, **arguments)
@@ -32,12 +43,14 @@ def test_long(normalize):
     check_gradients(inputs, {"blockwise": dict(form="blockwise")}, normalize=normalize)
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_masks(direction, gate):
+def test_masks(direction, decay_convention):
     for decay in ("lit", "S", "extreme"):
         inputs = case(make(decay, LENGTH, batch=BATCH, heads=2), "bonus H")
-        check_masks(inputs, dict(form="blockwise", chunk_size=4, direction=direction, gate=gate))
+        check_masks(
+            inputs, dict(form="blockwise", chunk_size=4, direction=direction, decay_convention=decay_convention)
+        )
 
 
 def test_gradcheck():

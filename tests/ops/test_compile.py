@@ -65,7 +65,7 @@ def test_one_graph_with_masks(form, decay):
 
 
 EXTRAS = {
-    "between": ("S", "bonus HD", dict(gate="between")),
+    "between": ("S", "bonus HD", dict(decay_convention="between")),
     "max": ("S", "", dict(normalize="max")),
     "pre": ("S", "", dict(normalize="pre")),
     "angles": ("vector", "angles HL", dict(direction="forward")),
@@ -87,9 +87,9 @@ def test_one_graph_with_all_else(form, name):
     check(cases, "aot_eager", **FORMS[form], **arguments, **masks)
 
 
-@pytest.mark.parametrize("gate", ("source", "between"))
-def test_one_graph_in_blocks(gate):
-    check(some("S", LITTLE), "aot_eager", form="blockwise", chunk_size=8, gate=gate)
+@pytest.mark.parametrize("decay_convention", ("source", "between"))
+def test_one_graph_in_blocks(decay_convention):
+    check(some("S", LITTLE), "aot_eager", form="blockwise", chunk_size=8, decay_convention=decay_convention)
 
 
 def test_one_graph_with_two_levels_of_chunks():

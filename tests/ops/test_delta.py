@@ -116,8 +116,8 @@ def test_parts_and_scale(form):
 def test_gate_is_nothing_to_the_delta_rule():
     inputs = delta(11)
     expected = inputs.on(linear_attention, normalize="none")
-    for gate in ("target", "symmetric", "between"):
-        assert torch.equal(inputs.on(linear_attention, normalize="none", gate=gate), expected)
+    for decay_convention in ("target", "symmetric", "between"):
+        assert torch.equal(inputs.on(linear_attention, normalize="none", decay_convention=decay_convention), expected)
 
 
 # What the paper prints (appendix B.7, Table 1), against the recurrence

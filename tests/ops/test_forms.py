@@ -8,10 +8,10 @@ from lion.ops import linear_attention, reference_attention, resolve_form
 
 from .checks import check_gradients, check_outputs, gradcheck
 from .helpers import (
+    DECAY_CONVENTIONS,
     DECAYS,
     DIRECTIONS,
     FORMS,
-    GATES,
     NORMALIZE,
     SMALL_FORMS,
     Inputs,
@@ -46,37 +46,41 @@ def sized(decay: str, length: int) -> Inputs:
     return make(decay, length, batch=batch, heads=heads, dim=dim, value_dim=value_dim, seed=length)
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", [length for length in SHAPES if length < 1000])
-def test_outputs(length, decay, direction, gate):
+def test_outputs(length, decay, direction, decay_convention):
     for normalize in NORMALIZE:
-        check_outputs(sized(decay, length), FORMS, direction=direction, gate=gate, normalize=normalize)
+        check_outputs(
+            sized(decay, length), FORMS, direction=direction, decay_convention=decay_convention, normalize=normalize
+        )
 
 
-@pytest.mark.parametrize("decay, direction, gate", LONG)
-def test_outputs_long(decay, direction, gate):
-    check_outputs(sized(decay, 1000), FORMS, direction=direction, gate=gate)
+@pytest.mark.parametrize("decay, direction, decay_convention", LONG)
+def test_outputs_long(decay, direction, decay_convention):
+    check_outputs(sized(decay, 1000), FORMS, direction=direction, decay_convention=decay_convention)
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_gradients(decay, direction, gate):
+def test_gradients(decay, direction, decay_convention):
     for length in (1, 7, 65):
         for normalize in NORMALIZE:
-            check_gradients(sized(decay, length), FORMS, direction=direction, gate=gate, normalize=normalize)
+            check_gradients(
+                sized(decay, length), FORMS, direction=direction, decay_convention=decay_convention, normalize=normalize
+            )
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 @pytest.mark.parametrize("decay", ("vector", "extreme vector"))
-def test_every_length_of_vectors(decay, gate):
+def test_every_length_of_vectors(decay, decay_convention):
     """Blocks are halved down to short ones: each length is cut and padded in another way."""
     for length in range(1, 36):
         inputs, forms = make(decay, length, batch=1, heads=1, dim=2, value_dim=1), {"full": dict(form="full")}
-        check_outputs(inputs, forms, gate=gate)
-        check_gradients(inputs, forms, gate=gate)
+        check_outputs(inputs, forms, decay_convention=decay_convention)
+        check_gradients(inputs, forms, decay_convention=decay_convention)
 
 
 @pytest.mark.parametrize("form", ("full", "chunk1"))
@@ -84,14 +88,14 @@ def test_one_vector_that_reads_itself_apart(form):
     """A single token whose own key comes in by another way: by a bonus, or before the decay."""
     how = {"full": dict(form="full"), "chunk1": dict(form="chunk", chunk_size=1)}[form]
     for length in (1,) if form == "full" else (1, 3):
-        check_gradients(make("vector", length), {form: how}, gate="between")
+        check_gradients(make("vector", length), {form: how}, decay_convention="between")
         check_gradients(case(make("vector", length), "bonus HD"), {form: how})
 
 
-@pytest.mark.parametrize("decay, direction, gate", LONG)
-def test_gradients_long(decay, direction, gate):
+@pytest.mark.parametrize("decay, direction, decay_convention", LONG)
+def test_gradients_long(decay, direction, decay_convention):
     forms = {form: how for form, how in FORMS.items() if form != "rnn1"}  # covered by shorter sequences
-    check_gradients(sized(decay, 1000), forms, direction=direction, gate=gate)
+    check_gradients(sized(decay, 1000), forms, direction=direction, decay_convention=decay_convention)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -104,16 +108,16 @@ def test_signed_features(decay):
         check_gradients(inputs, SMALL_FORMS, direction=direction, normalize="none")
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_bonus(decay, direction, gate):
-    """A weight of the own key under every gate, in the numerator and in the row sum."""
-    arguments = dict(direction=direction, gate=gate)
+def test_bonus(decay, direction, decay_convention):
+    """A weight of the own key under every decay convention, in the numerator and in the row sum."""
+    arguments = dict(direction=direction, decay_convention=decay_convention)
     for what, normalize in (("bonus H", "sum"), ("bonus HD", "sum"), ("bonus HD", "none")):
         inputs = case(make(decay, 11, batch=1, heads=2), what)
         check_outputs(inputs, forms_for(decay), **arguments, normalize=normalize)
-    if gate in ("between", "source"):
+    if decay_convention in ("between", "source"):
         for what in ("bonus H", "bonus HD"):
             check_gradients(case(make(decay, 11, batch=1, heads=2), what), forms_for(decay), **arguments)
 
@@ -122,17 +126,17 @@ def test_bonus(decay, direction, gate):
 @pytest.mark.parametrize("length", (1, 2, 65, 197))
 def test_bonus_at_other_lengths(length, decay):
     for direction in DIRECTIONS:
-        check_outputs(case(sized(decay, length), "bonus HD"), FORMS, direction=direction, gate="between")
+        check_outputs(case(sized(decay, length), "bonus HD"), FORMS, direction=direction, decay_convention="between")
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_bonus_of_one_is_no_bonus(form):
     for decay in DECAYS:
-        for gate in GATES:
-            inputs, how = make(decay, 11), SMALL_FORMS[form] | dict(gate=gate)
+        for decay_convention in DECAY_CONVENTIONS:
+            inputs, how = make(decay, 11), SMALL_FORMS[form] | dict(decay_convention=decay_convention)
             for bonus in (torch.ones(3), torch.ones(3, 4, dtype=torch.float64)):
                 got = linear_attention(*inputs, bonus=bonus, **how)
-                assert_close(got, linear_attention(*inputs, **how), 1e-12, f"{decay} {gate}")
+                assert_close(got, linear_attention(*inputs, **how), 1e-12, f"{decay} {decay_convention}")
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
@@ -228,8 +232,8 @@ def test_more_levels_of_chunks(direction, decay, monkeypatch):
 
     monkeypatch.setattr(lion.ops.chunk, "carry", counted)
     forms = {f"chunk {size}": dict(form="chunk", chunk_size=size) for size in (3, 4)}
-    for gate in GATES:
-        check_outputs(make(decay, 67, heads=2), forms, direction=direction, gate=gate)
+    for decay_convention in DECAY_CONVENTIONS:
+        check_outputs(make(decay, 67, heads=2), forms, direction=direction, decay_convention=decay_convention)
     assert levels[:3] == [24, 12, 6]  # 23 chunks of three, rounded up to whole groups
     check_gradients(make(decay, 67, heads=2), forms, direction=direction)
 

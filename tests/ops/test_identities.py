@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lion.ops import linear_attention
 
-from .helpers import DIRECTIONS, GATES, SMALL_FORMS, Inputs, assert_close, error, make, oracle_masks
+from .helpers import DECAY_CONVENTIONS, DIRECTIONS, SMALL_FORMS, Inputs, assert_close, error, make, oracle_masks
 
 # Two directions added up
 
@@ -19,17 +19,17 @@ def test_two_scans_added_up_count_the_diagonal_twice(form):
     ones = torch.ones(2, 3, 19, 1, dtype=torch.float64)
     inputs, how = make("S", 19), SMALL_FORMS[form]
 
-    def summed(q, k, v, a, gate):
+    def summed(q, k, v, a, decay_convention):
         values = torch.cat([v, ones], -1)  # the row sum as one more value
         y = sum(
-            linear_attention(q, k, values, a, direction=d, gate=gate, normalize="none", **how)
+            linear_attention(q, k, values, a, direction=d, decay_convention=decay_convention, normalize="none", **how)
             for d in ("forward", "backward")
         )
         return y[..., :-1], y[..., -1:]
 
-    for gate, size in zip(GATES, (0.309, 0.294, 0.324, 0.347)):
-        exact = linear_attention(*inputs, gate=gate, **how)
-        numerator, rowsum = summed(*inputs, gate)
+    for decay_convention, size in zip(DECAY_CONVENTIONS, (0.309, 0.294, 0.324, 0.347)):
+        exact = linear_attention(*inputs, decay_convention=decay_convention, **how)
+        numerator, rowsum = summed(*inputs, decay_convention)
         assert error(numerator / rowsum, exact) == pytest.approx(size, abs=1e-3)
         own = (inputs.q * inputs.k).sum(-1, keepdim=True) / 2  # the default scale of D = 4
         assert_close((numerator - own * inputs.v) / (rowsum - own), exact, 1e-12)
@@ -83,18 +83,18 @@ def test_softmax_needs_positive_scores():
     assert torch.softmax(torch.tensor([[1.0, -1.0]]).log(), -1).isnan().all()
 
 
-@pytest.mark.parametrize("gate", ["source", "target", "between", "symmetric"])
+@pytest.mark.parametrize("decay_convention", ["source", "target", "between", "symmetric"])
 @pytest.mark.parametrize("decay", ["D", "S", "vector"])
-def test_both_directions_cannot_tell_an_order_from_its_reverse(gate, decay):
+def test_both_directions_cannot_tell_an_order_from_its_reverse(decay_convention, decay):
     """A model of them without position embedding sees an image as it sees the one turned by half a circle."""
     inputs = make(decay, 17)
     a = inputs.log_decay
     turned = Inputs(*(x.flip(2) for x in inputs[:3]), a if a.dim() < 3 else a.flip(2))
 
     def difference(direction):
-        how = dict(gate=gate, direction=direction)
+        how = dict(decay_convention=decay_convention, direction=direction)
         return error(turned.on(linear_attention, **how).flip(2), inputs.on(linear_attention, **how))
 
-    same = gate != "symmetric" or decay == "D"  # whose halves are of two conventions
+    same = decay_convention != "symmetric" or decay == "D"  # whose halves are of two conventions
     assert (difference("both") < 1e-13) == same
     assert difference("forward") > 1e-2

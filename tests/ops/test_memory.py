@@ -34,8 +34,10 @@ def test_lit_never_builds_a_square(masks, direction):
         "segments": dict(segments=(torch.arange(length) // 200).expand(B, -1)),
     }[masks]
     product = direction == "both" and masks != "segments"
-    for gate in ("source", "between"):
-        allocations = recorded("lit", length, form="full", direction=direction, gate=gate, **arguments)
+    for decay_convention in ("source", "between"):
+        allocations = recorded(
+            "lit", length, form="full", direction=direction, decay_convention=decay_convention, **arguments
+        )
         assert allocations.largest() <= B * H * length * (max(D, E) if product else chunk)  # length² is 8 times more
 
 

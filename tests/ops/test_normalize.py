@@ -7,10 +7,10 @@ from lion.ops import linear_attention, linear_attention_parts
 
 from .checks import BATCH, LENGTH, check_gradients, check_masks, check_outputs, gradcheck
 from .helpers import (
+    DECAY_CONVENTIONS,
     DECAYS,
     DIRECTIONS,
     FORMS,
-    GATES,
     SMALL_FORMS,
     Inputs,
     assert_close,
@@ -31,15 +31,15 @@ def features(decay: str, length: int, normalize: str, **shape) -> Inputs:
 
 
 @pytest.mark.parametrize("normalize", ("max", "pre"))
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_forms(decay, direction, gate, normalize):
+def test_forms(decay, direction, decay_convention, normalize):
     inputs = features(decay, 11, normalize, batch=1, heads=2)
-    arguments = dict(direction=direction, gate=gate, normalize=normalize)
+    arguments = dict(direction=direction, decay_convention=decay_convention, normalize=normalize)
     check_outputs(inputs, forms_for(decay), **arguments)
     check_outputs(case(inputs, "bonus HD"), forms_for(decay), **arguments)
-    if gate in ("source", "between"):
+    if decay_convention in ("source", "between"):
         check_gradients(case(inputs, "bonus H"), forms_for(decay), **arguments)
 
 
@@ -62,16 +62,21 @@ def test_max_has_both_sides():
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_masks(form, normalize):
     for decay, what in (("lit", "bonus HD"), ("extreme", "bonus H"), ("vector", "")):
-        for direction, gate in (("both", "source"), ("both", "between"), ("backward", "target")):
+        for direction, decay_convention in (("both", "source"), ("both", "between"), ("backward", "target")):
             inputs = case(features(decay, LENGTH, normalize, batch=BATCH, heads=2), what)
-            check_masks(inputs, SMALL_FORMS[form] | dict(direction=direction, gate=gate, normalize=normalize))
+            check_masks(
+                inputs,
+                SMALL_FORMS[form] | dict(direction=direction, decay_convention=decay_convention, normalize=normalize),
+            )
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_gradcheck(form):
     for normalize in ("max", "pre"):
         inputs = features("S", 3, normalize, batch=1, heads=1, dim=2, value_dim=2)
-        gradcheck(case(inputs, "bonus H").leaves(), **SMALL_FORMS[form], gate="between", normalize=normalize)
+        gradcheck(
+            case(inputs, "bonus H").leaves(), **SMALL_FORMS[form], decay_convention="between", normalize=normalize
+        )
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
@@ -112,7 +117,7 @@ def test_scale(form):
 def test_dtypes_and_inference(normalize, form):
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         inputs = case(features("S", 11, normalize, dtype=dtype), "bonus HD")
-        how = SMALL_FORMS[form] | dict(normalize=normalize, gate="between")
+        how = SMALL_FORMS[form] | dict(normalize=normalize, decay_convention="between")
         expected = inputs.on(linear_attention, **how)
         assert expected.dtype == dtype
         with torch.inference_mode():

@@ -16,7 +16,7 @@ from .checks import (
     check_masks,
     poisoned,
 )
-from .helpers import DECAYS, DIRECTIONS, GATES, NORMALIZE, SMALL_FORMS, assert_close, backward, case, make
+from .helpers import DECAY_CONVENTIONS, DECAYS, DIRECTIONS, NORMALIZE, SMALL_FORMS, assert_close, backward, case, make
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
@@ -42,12 +42,12 @@ def test_segments(decay, direction, form):
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
-@pytest.mark.parametrize("gate", GATES)
-def test_gates(gate, form):
-    """A border or a hole must not lend its decay to the next token under any gate."""
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
+def test_gates(decay_convention, form):
+    """A border or a hole must not lend its decay to the next token under any convention."""
     inputs = make("extreme", LENGTH, batch=BATCH, heads=2)
     for direction in DIRECTIONS:
-        how = SMALL_FORMS[form] | dict(direction=direction, gate=gate)
+        how = SMALL_FORMS[form] | dict(direction=direction, decay_convention=decay_convention)
         check_masks(inputs, how)
 
 
@@ -56,8 +56,8 @@ def test_gates(gate, form):
 def test_bonus(decay, form):
     """Which all rows share: what stands in the padding of one must not reach its gradient."""
     inputs = case(make(decay, LENGTH, batch=BATCH, heads=2), "bonus HD")
-    for direction, gate in (("both", "between"), ("backward", "between"), ("both", "source")):
-        check_masks(inputs, SMALL_FORMS[form] | dict(direction=direction, gate=gate))
+    for direction, decay_convention in (("both", "between"), ("backward", "between"), ("both", "source")):
+        check_masks(inputs, SMALL_FORMS[form] | dict(direction=direction, decay_convention=decay_convention))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

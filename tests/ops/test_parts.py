@@ -6,9 +6,9 @@ import torch
 from lion.ops import linear_attention, linear_attention_parts
 
 from .helpers import (
+    DECAY_CONVENTIONS,
     DECAYS,
     DIRECTIONS,
-    GATES,
     SMALL_FORMS,
     Inputs,
     assert_close,
@@ -19,18 +19,20 @@ from .helpers import (
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_both_is_forward_plus_backward_less_the_diagonal(decay, gate, form):
+def test_both_is_forward_plus_backward_less_the_diagonal(decay, decay_convention, form):
     inputs = make(decay, 19)
-    how = SMALL_FORMS[form] | dict(gate=gate)
+    how = SMALL_FORMS[form] | dict(decay_convention=decay_convention)
     parts = {d: linear_attention_parts(*inputs, direction=d, **how) for d in DIRECTIONS}
     own = (inputs.q * inputs.k).sum(-1)
     diagonal = (own.unsqueeze(-1) * inputs.v, own)
     for both, forward, backward, once in zip(parts["both"], parts["forward"], parts["backward"], diagonal):
         assert_close(both, forward + backward - once, 1e-12)
     for direction in DIRECTIONS:
-        for got, expected in zip(parts[direction], oracle_parts(inputs, oracle_masks(inputs, gate, direction))):
+        for got, expected in zip(
+            parts[direction], oracle_parts(inputs, oracle_masks(inputs, decay_convention, direction))
+        ):
             assert_close(got, expected, 1e-12, direction)
 
 

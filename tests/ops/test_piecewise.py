@@ -6,7 +6,7 @@ import torch
 from lion.ops import linear_attention, piecewise, reference_attention
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
-from .helpers import DIRECTIONS, GATES, Allocations, assert_close, case, make, unit_keys
+from .helpers import DECAY_CONVENTIONS, DIRECTIONS, Allocations, assert_close, case, make, unit_keys
 
 FORMS = {"chunk": dict(form="chunk", chunk_size=2), "rnn": dict(form="rnn", chunk_size=8)}
 LENGTHS = (33, 64, 75)  # 17 chunks are a few pieces; the last one is whole, or padded
@@ -35,14 +35,14 @@ def attention(request, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", ("lit", "S", "extreme", "vector", "extreme vector"))
 def test_gates_and_directions(attention, decay, form):
-    for i, gate in enumerate(GATES):
-        for direction in DIRECTIONS if gate == "symmetric" else DIRECTIONS[:1]:
-            inputs, how = make(decay, LENGTHS[i % 3]), dict(gate=gate, direction=direction)
+    for i, decay_convention in enumerate(DECAY_CONVENTIONS):
+        for direction in DIRECTIONS if decay_convention == "symmetric" else DIRECTIONS[:1]:
+            inputs, how = make(decay, LENGTHS[i % 3]), dict(decay_convention=decay_convention, direction=direction)
             expected = inputs.on(reference_attention, **how)
             dtype, tolerance = ((torch.float64, 1e-12), (torch.float32, 2e-5))[i % 2]
             got = attention(*inputs.to(dtype), **FORMS[form], **how)
             assert got.dtype == dtype
-            assert_close(got, expected, tolerance, f"{gate} {direction} {dtype}")
+            assert_close(got, expected, tolerance, f"{decay_convention} {direction} {dtype}")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -59,7 +59,7 @@ def test_masks(attention, masks, decay, form):
 def test_everything_else(attention, form):
     inputs = make("vector", 75)
     for what, how in (
-        ("bonus HD", dict(gate="between")),
+        ("bonus HD", dict(decay_convention="between")),
         ("angles HL", dict(direction="forward")),
         ("", dict(normalize="max")),
         ("", dict(normalize="pre")),

@@ -5,7 +5,18 @@ import torch
 
 from lion.ops import State, linear_attention, prefill, step
 
-from .helpers import ALL_NORMALIZE, DECAYS, GATES, Case, assert_close, backward, case, make, oracle_attention, signed
+from .helpers import (
+    ALL_NORMALIZE,
+    DECAY_CONVENTIONS,
+    DECAYS,
+    Case,
+    assert_close,
+    backward,
+    case,
+    make,
+    oracle_attention,
+    signed,
+)
 from .helpers import unit_keys as unit
 from .test_streaming import PIECES, cut, stream
 
@@ -49,10 +60,10 @@ def check_state(state: State, expected: State, read: str, what: str) -> None:
 
 @pytest.mark.parametrize("normalize", ALL_NORMALIZE)
 @pytest.mark.parametrize("decay", EVERY_DECAY)
-@pytest.mark.parametrize("gate", GATES)
-def test_every_combination(gate, decay, normalize):
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
+def test_every_combination(decay_convention, decay, normalize):
     for what in EXTRAS:
-        check(some(decay, normalize, what, batch=1, heads=2), gate=gate, normalize=normalize)
+        check(some(decay, normalize, what, batch=1, heads=2), decay_convention=decay_convention, normalize=normalize)
 
 
 @pytest.mark.parametrize("what", ("", "angles L"))
@@ -72,7 +83,7 @@ def test_the_delta_rule(what):
 
 def test_scale_and_eps():
     for arguments in (dict(normalize="max", scale=0.3), dict(normalize="none", scale=0.3), dict(eps=20.0)):
-        check(some("S", arguments.get("normalize", "sum"), "angles L"), gate="target", **arguments)
+        check(some("S", arguments.get("normalize", "sum"), "angles L"), decay_convention="target", **arguments)
 
 
 @pytest.mark.parametrize("decay", EVERY_DECAY)
@@ -90,7 +101,7 @@ def test_dtypes(dtype):
     """Outputs are narrow, states wide; autocast and inference change nothing."""
     delta = dict(normalize="none")
     for inputs, arguments in (
-        (some("S", "pre", "bonus HD", dtype=dtype), dict(gate="between", normalize="pre")),
+        (some("S", "pre", "bonus HD", dtype=dtype), dict(decay_convention="between", normalize="pre")),
         (some("vector", "sum", "angles L", dtype=dtype), {}),
         (case(unit(make("lit", LENGTH, dtype=dtype)), "beta"), delta),
     ):
@@ -108,9 +119,9 @@ def test_dtypes(dtype):
 
 def test_gradients_flow_through_the_prompt():
     for decay, what, arguments in (
-        ("S", "bonus HD, angles HL", dict(gate="between")),
-        ("S", "", dict(gate="source", normalize="pre")),
-        ("vector", "", dict(gate="target", normalize="max")),
+        ("S", "bonus HD, angles HL", dict(decay_convention="between")),
+        ("S", "", dict(decay_convention="source", normalize="pre")),
+        ("vector", "", dict(decay_convention="target", normalize="max")),
         ("lit", "beta", dict(normalize="none")),
     ):
         inputs = some(decay, arguments.get("normalize", "sum"), what)
@@ -129,11 +140,11 @@ PADDED = torch.tensor(
     [[t < 6 for t in range(SPLIT)], [t >= 4 for t in range(SPLIT)], [t not in (2, 5) for t in range(SPLIT)]]
 )
 CASES = {  # what goes into a state in another way each
-    "S": ("S", "bonus H", dict(gate="source")),
-    "between": ("S", "bonus HD, angles L", dict(gate="between")),
-    "vector": ("extreme vector", "angles HL", dict(gate="symmetric")),
-    "pre": ("S", "", dict(gate="source", normalize="pre")),
-    "max": ("D", "angles L", dict(gate="target", normalize="max")),
+    "S": ("S", "bonus H", dict(decay_convention="source")),
+    "between": ("S", "bonus HD, angles L", dict(decay_convention="between")),
+    "vector": ("extreme vector", "angles HL", dict(decay_convention="symmetric")),
+    "pre": ("S", "", dict(decay_convention="source", normalize="pre")),
+    "max": ("D", "angles L", dict(decay_convention="target", normalize="max")),
     "delta": ("lit", "beta", dict(normalize="none")),
 }
 

@@ -9,9 +9,9 @@ from lion.ops import linear_attention, reference_attention
 
 from .helpers import (
     ALL_NORMALIZE,
+    DECAY_CONVENTIONS,
     DECAYS,
     DIRECTIONS,
-    GATES,
     NORMALIZE,
     SMALL_FORMS,
     assert_close,
@@ -33,8 +33,10 @@ EXAMPLES = {
 LETTERS = {"1": 1.0, "a": 0.5, "b": 0.3, "c": 0.7, "d": 0.2}
 
 
-def example(gate, direction):
-    rows = [[math.prod(LETTERS[letter] for letter in entry) for entry in row.split()] for row in EXAMPLES[gate]]
+def example(decay_convention, direction):
+    rows = [
+        [math.prod(LETTERS[letter] for letter in entry) for entry in row.split()] for row in EXAMPLES[decay_convention]
+    ]
     mask = torch.tensor(rows, dtype=torch.float64)
     return {"both": mask, "forward": mask.tril(), "backward": mask.triu()}[direction]
 
@@ -48,15 +50,27 @@ def mask_of(attention, lam, **arguments):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("gate", GATES)
-def test_printed_examples(gate, direction):
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
+def test_printed_examples(decay_convention, direction):
     lam = [LETTERS[letter] for letter in "abcd"]
-    expected = example(gate, direction)
-    assert_close(oracle_mask(lam, gate, direction), expected, 1e-15, "oracle")
-    assert_close(mask_of(reference_attention, lam, gate=gate, direction=direction), expected, 1e-14, "reference")
+    expected = example(decay_convention, direction)
+    assert_close(oracle_mask(lam, decay_convention, direction), expected, 1e-15, "oracle")
+    assert_close(
+        mask_of(reference_attention, lam, decay_convention=decay_convention, direction=direction),
+        expected,
+        1e-14,
+        "reference",
+    )
     for form in ("full", "chunk", "rnn"):
         for size in (1, 3, 64):
-            got = mask_of(linear_attention, lam, gate=gate, direction=direction, form=form, chunk_size=size)
+            got = mask_of(
+                linear_attention,
+                lam,
+                decay_convention=decay_convention,
+                direction=direction,
+                form=form,
+                chunk_size=size,
+            )
             assert_close(got, expected, 1e-14, f"{form} {size}")
 
 
@@ -67,13 +81,13 @@ def test_source_example_in_numbers():
 
 
 @pytest.mark.parametrize("normalize", NORMALIZE)
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_reference_is_the_mathematics(decay, direction, gate, normalize):
+def test_reference_is_the_mathematics(decay, direction, decay_convention, normalize):
     for length in (1, 2, 7, 12):
         inputs = make(decay, length, heads=2)
-        arguments = dict(direction=direction, gate=gate, normalize=normalize)
+        arguments = dict(direction=direction, decay_convention=decay_convention, normalize=normalize)
         got = reference_attention(*inputs, **arguments)
         assert got.dtype == torch.float64
         assert_close(got, oracle_attention(inputs, **arguments), 1e-12, f"L={length}")
@@ -83,14 +97,14 @@ EXTRAS = ("", "bonus H", "bonus HD", "angles L", "angles HL", "angles B1L", "bon
 
 
 @pytest.mark.parametrize("normalize", ALL_NORMALIZE)
-@pytest.mark.parametrize("gate", GATES)
-def test_reference_is_the_mathematics_of_all_else(gate, normalize):
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
+def test_reference_is_the_mathematics_of_all_else(decay_convention, normalize):
     for decay in ("lit", "S", "fixed vector", "vector"):
         for direction in DIRECTIONS:
             for what in EXTRAS:
                 inputs = make(decay, 5, heads=2)
                 inputs = case(signed(inputs) if normalize in ("max", "none") else inputs, what)
-                arguments = dict(direction=direction, gate=gate, normalize=normalize)
+                arguments = dict(direction=direction, decay_convention=decay_convention, normalize=normalize)
                 got = inputs.on(reference_attention, **arguments)
                 assert_close(got, oracle_attention(inputs, **arguments), 1e-12, f"{decay} {direction} {what}")
 

@@ -36,10 +36,10 @@ def rng(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_every_shape(direction, what, normalize):
     """Row sums are those of the unrotated scores: those of rotated ones may vanish or be negative."""
-    for decay, gate in (("lit", "source"), ("S", "source"), ("S", "between"), ("vector", "target")):
+    for decay, decay_convention in (("lit", "source"), ("S", "source"), ("S", "between"), ("vector", "target")):
         inputs = make(decay, 11, heads=2)
         inputs = case(signed(inputs) if normalize == "max" else inputs, what)
-        arguments = dict(direction=direction, gate=gate, normalize=normalize)
+        arguments = dict(direction=direction, decay_convention=decay_convention, normalize=normalize)
         check_outputs(inputs, forms_for(decay), **arguments)
     check_gradients(inputs, forms_for(decay), **arguments)
 
@@ -48,8 +48,8 @@ def test_every_shape(direction, what, normalize):
 def test_with_every_decay_and_a_bonus(decay):
     for direction in DIRECTIONS:
         inputs = case(make(decay, 11, heads=2), "angles HL, bonus HD")
-        check_outputs(inputs, forms_for(decay), direction=direction, gate="between")
-        check_gradients(inputs, forms_for(decay), direction=direction, gate="between")
+        check_outputs(inputs, forms_for(decay), direction=direction, decay_convention="between")
+        check_gradients(inputs, forms_for(decay), direction=direction, decay_convention="between")
 
 
 @pytest.mark.parametrize("length", (1, 2, 65, 197))
@@ -110,8 +110,8 @@ def test_dtypes(form):
 def test_a_complex_diagonal_recurrence(direction):
     """`S_i = lambda_i S_{i-1} + conj(k_i) v_i`, `y_i = Re(q_i S_i)` with a complex lambda for each pair of dimensions.
 
-    Backward the angle of lambda counts the other way, and so do its tokens (the symmetric gate); the own key comes in
-    once in both directions.
+    Backward the angle of lambda counts the other way, and so do its tokens (the symmetric convention); the own key
+    comes in once in both directions.
     """
     batch, heads, length, pairs, width = 2, 3, 9, 2, 5
     q, k = (torch.randn(batch, heads, length, 2 * pairs, dtype=torch.float64, generator=rng(s)) for s in (1, 2))
@@ -138,7 +138,9 @@ def test_a_complex_diagonal_recurrence(direction):
         expected -= (query[..., None] * write).sum(-2).real
 
     decays = torch.cat([log_decay, log_decay], -1)  # both dimensions of a pair
-    arguments = dict(angles=theta.cumsum(2), direction=direction, gate="symmetric", normalize="none", scale=1.0)
+    arguments = dict(
+        angles=theta.cumsum(2), direction=direction, decay_convention="symmetric", normalize="none", scale=1.0
+    )
     for form, how in SMALL_FORMS.items():
         assert_close(linear_attention(q, k, v, decays, **arguments, **how), expected, 1e-12, form)
         one = linear_attention(q, k, v, decays, **(arguments | dict(angles=-theta.cumsum(2))), **how)

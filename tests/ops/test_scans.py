@@ -59,10 +59,10 @@ def decays_of(decay: str, length: int, scans: int) -> list[torch.Tensor]:
 def test_is_the_definition(form, scan_merge, decay, length):
     inputs, decays, orders = make(decay, length), decays_of(decay, length, 2), random_orders(2, length)
     for direction in DIRECTIONS:
-        for gate in ("source", "target", "symmetric"):
-            how = dict(gate=gate, direction=direction, scan_merge=scan_merge)
+        for decay_convention in ("source", "target", "symmetric"):
+            how = dict(decay_convention=decay_convention, direction=direction, scan_merge=scan_merge)
             got = multi_scan_attention(*inputs[:3], decays, orders, **SMALL_FORMS[form], **how)
-            assert_close(got, oracle(inputs, decays, orders, **how), 1e-12, f"{gate} {direction}")
+            assert_close(got, oracle(inputs, decays, orders, **how), 1e-12, f"{decay_convention} {direction}")
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
@@ -70,7 +70,7 @@ def test_is_the_definition(form, scan_merge, decay, length):
 def test_other_normalisations_and_three_scans(form, normalize):
     inputs, decays, orders = make("S", 11), decays_of("S", 11, 3), random_orders(3, 11)
     for scan_merge in SCAN_MERGES:
-        how = dict(gate="source", direction="both", scan_merge=scan_merge, normalize=normalize)
+        how = dict(decay_convention="source", direction="both", scan_merge=scan_merge, normalize=normalize)
         got = multi_scan_attention(*inputs[:3], decays, orders, **SMALL_FORMS[form], **how)
         assert_close(got, oracle(inputs, decays, orders, **how), 1e-12)
 
@@ -80,7 +80,7 @@ def test_other_normalisations_and_three_scans(form, normalize):
 @pytest.mark.parametrize("decay", ["D", "S"])
 def test_gradients(form, scan_merge, decay):
     inputs, orders = make(decay, 9), random_orders(2, 9)
-    how = dict(scan_merge=scan_merge, gate="source", direction="both")
+    how = dict(scan_merge=scan_merge, decay_convention="source", direction="both")
 
     def gradients(function, **arguments):
         leaves = [x.detach().clone().requires_grad_() for x in (*inputs[:3], *decays_of(decay, 9, 2))]
@@ -157,7 +157,7 @@ def test_half_precision_keeps_its_dtype():
         (dict(log_decays=[torch.zeros(3), torch.zeros(4)]), "log_decay: expected"),
         (dict(valid=torch.ones(9)), "valid: expected bool"),
         (dict(form="fast"), "form: expected one of"),
-        (dict(gate="both"), "gate: expected one of"),
+        (dict(decay_convention="both"), "decay_convention: expected one of"),
         (dict(direction="up"), "direction: expected one of"),
         (dict(normalize="softmax"), "normalize: expected one of"),
     ],

@@ -14,10 +14,10 @@ from lion.ops import (
 
 from .helpers import (
     BLOCKWISE,
+    DECAY_CONVENTIONS,
     DECAYS,
     DIRECTIONS,
     FORMS,
-    GATES,
     NORMALIZE,
     SCALARS,
     SMALL_FORMS,
@@ -38,13 +38,13 @@ BF16, FP16 = 2.0**-8, 2.0**-11  # unit roundoff
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_extreme_gates_have_finite_gradients(direction, form):
-    gates = GATES if form != "rnn1" else ("source",)  # slow
-    for gate in gates:
+    gates = DECAY_CONVENTIONS if form != "rnn1" else ("source",)  # slow
+    for decay_convention in gates:
         leaves = make("extreme", 1000, batch=1, heads=1, dtype=torch.float32).leaves()
-        y = linear_attention(*leaves, **FORMS[form], direction=direction, gate=gate)
+        y = linear_attention(*leaves, **FORMS[form], direction=direction, decay_convention=decay_convention)
         assert y.isfinite().all()
         for name, grad in backward(y, leaves).items():
-            assert grad.isfinite().all(), f"d{name} {gate}"
+            assert grad.isfinite().all(), f"d{name} {decay_convention}"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -61,7 +61,7 @@ def test_gates_of_zero_between_others(decay, form):
     """Read before the decay: a closed gate parts what stands on either side of it, not its own token."""
     if form in FORMS or decay in SCALARS:
         for direction in DIRECTIONS:
-            how = (FORMS | BLOCKWISE)[form] | dict(gate="between", direction=direction)
+            how = (FORMS | BLOCKWISE)[form] | dict(decay_convention="between", direction=direction)
             check_closed(decay, -float("inf"), 0.3, how)
 
 
@@ -70,7 +70,7 @@ def check_closed(decay: str, closed_gate: float, share: float, how: dict) -> Non
     closed = torch.rand(inputs.log_decay.shape, generator=torch.Generator().manual_seed(4)) < share
     inputs = inputs._replace(log_decay=inputs.log_decay.masked_fill(closed, closed_gate))
     leaves = inputs.leaves()
-    arguments = {name: x for name, x in how.items() if name in ("gate", "direction")}
+    arguments = {name: x for name, x in how.items() if name in ("decay_convention", "direction")}
     expected = reference_attention(*leaves, **arguments)
     expected_grads = backward(expected, leaves)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
@@ -92,15 +92,15 @@ def test_no_denormal_numbers(length, lanes, form):
     rng = torch.Generator().manual_seed(0)
     q, k, v, gates = (torch.rand(1, 2, length, size, generator=rng) for size in (8, 8, 8, lanes))
     log_decay = (0.3 + 0.4 * gates).log().squeeze(-1)
-    for gate in GATES:
+    for decay_convention in DECAY_CONVENTIONS:
         for signs, normalize in ((0.5, "none"), (0.0, "sum")):
             leaves = Inputs(q - signs, k - signs, v - 0.5, log_decay).leaves()
-            how = (FORMS | BLOCKWISE)[form] | dict(gate=gate, normalize=normalize)
+            how = (FORMS | BLOCKWISE)[form] | dict(decay_convention=decay_convention, normalize=normalize)
             with Denormals() as denormals:
                 backward(linear_attention(*leaves, **how), leaves)
                 with torch.no_grad():
                     linear_attention(*leaves, **how)
-            assert not denormals.counts, f"{gate} {normalize}"
+            assert not denormals.counts, f"{decay_convention} {normalize}"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -119,8 +119,8 @@ def test_gates_that_keep_everything_still_learn(steep, flat, form):
 
 
 @pytest.mark.parametrize("decay", ("D", "S", "fixed vector", "vector"))
-@pytest.mark.parametrize("gate", GATES)
-def test_gates_above_zero_count_as_zero(gate, decay):
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
+def test_gates_above_zero_count_as_zero(decay_convention, decay):
     """In every form, in streams and in the definition alike; no gradient comes back to them."""
     inputs = make(decay, 23)
     above = inputs.log_decay > inputs.log_decay.median()
@@ -128,7 +128,7 @@ def test_gates_above_zero_count_as_zero(gate, decay):
     inputs = inputs._replace(log_decay=inputs.log_decay.where(~above, -inputs.log_decay))
     inputs.log_decay.view(-1)[0] = torch.inf
     above.view(-1)[0], cut.log_decay.view(-1)[0] = True, 0
-    how = dict(gate=gate)
+    how = dict(decay_convention=decay_convention)
     for direction in DIRECTIONS:
         expected = oracle_attention(cut, direction=direction, **how)
         assert_close(reference_attention(*inputs, direction=direction, **how), expected, 1e-12, "reference")

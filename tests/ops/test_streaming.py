@@ -5,7 +5,18 @@ import torch
 
 from lion.ops import State, initial_state, linear_attention, step
 
-from .helpers import DECAYS, GATES, NORMALIZE, SMALL_FORMS, Case, Inputs, assert_close, backward, make, oracle_attention
+from .helpers import (
+    DECAY_CONVENTIONS,
+    DECAYS,
+    NORMALIZE,
+    SMALL_FORMS,
+    Case,
+    Inputs,
+    assert_close,
+    backward,
+    make,
+    oracle_attention,
+)
 
 LENGTH = 14
 PIECES = {"token by token": [1] * LENGTH, "pieces": [3, 1, 5, 1, 4], "whole": [LENGTH]}
@@ -34,10 +45,10 @@ def cut(inputs: Inputs | Case, start: int, stop: int) -> Case:
 
 @pytest.mark.parametrize("normalize", NORMALIZE)
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("gate", GATES)
-def test_streaming_is_the_forward_direction(gate, decay, normalize):
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
+def test_streaming_is_the_forward_direction(decay_convention, decay, normalize):
     inputs = make(decay, LENGTH)
-    arguments = dict(gate=gate, normalize=normalize)
+    arguments = dict(decay_convention=decay_convention, normalize=normalize)
     expected = oracle_attention(inputs, direction="forward", **arguments)
     for form, how in SMALL_FORMS.items():
         assert_close(linear_attention(*inputs, direction="forward", **how, **arguments), expected, 1e-12, form)
@@ -49,24 +60,24 @@ def test_streaming_is_the_forward_direction(gate, decay, normalize):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("gate", GATES)
-def test_the_state_does_not_depend_on_the_pieces(gate, decay):
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
+def test_the_state_does_not_depend_on_the_pieces(decay_convention, decay):
     """So a sequence may be split anywhere and its state carried over."""
     inputs = make(decay, LENGTH)
-    _, whole = stream(inputs, [LENGTH], gate=gate)
+    _, whole = stream(inputs, [LENGTH], decay_convention=decay_convention)
     for pieces in PIECES.values():
-        _, state = stream(inputs, pieces, gate=gate)
+        _, state = stream(inputs, pieces, decay_convention=decay_convention)
         assert_close(state.S, whole.S, 1e-12, f"S {pieces}")
         assert_close(state.z, whole.z, 1e-12, f"z {pieces}")
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_gradients_flow_through_the_state(gate):
+@pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
+def test_gradients_flow_through_the_state(decay_convention):
     leaves = make("S", LENGTH).leaves()
-    expected = backward(linear_attention(*leaves, direction="forward", gate=gate), leaves)
+    expected = backward(linear_attention(*leaves, direction="forward", decay_convention=decay_convention), leaves)
     for name, pieces in PIECES.items():
         leaves = make("S", LENGTH).leaves()
-        grads = backward(stream(leaves, pieces, gate=gate)[0], leaves)
+        grads = backward(stream(leaves, pieces, decay_convention=decay_convention)[0], leaves)
         for key, grad in grads.items():
             assert_close(grad, expected[key], 1e-10, f"d{key} {name}")
 

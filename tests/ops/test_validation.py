@@ -59,7 +59,7 @@ BAD_TENSORS = {
 }
 BAD_CHOICES = [
     dict(form="rotate"),
-    dict(gate="eq14"),
+    dict(decay_convention="eq14"),
     dict(direction="bidirectional"),
     dict(normalize="softmax"),
     dict(normalize=True),
@@ -85,7 +85,7 @@ BAD_PAIRS = [  # the argument that the message names first, tensors, the rest
     ("form", dict(log_decay=-torch.rand(B, H, L, D)), dict(form="blockwise")),
     ("dropout_p", {}, dict(form="blockwise", dropout_p=0.1)),
     ("form", {}, dict(form="blocks")),
-    ("gate", {}, dict(gate="before")),
+    ("decay_convention", {}, dict(decay_convention="before")),
     ("normalize", {}, dict(normalize="mean")),
     ("chunk_size", {}, dict(form="blockwise", chunk_size=0)),
     ("chunk_size", DELTA, dict(form="chunk", normalize="none", chunk_size=0)),
@@ -159,7 +159,7 @@ def test_step_and_prefill():
             for bad in BAD_TENSORS[name]:
                 with pytest.raises(ValueError, match=f"^{name}: "):
                     call(function, good(**{name: bad}))
-        for bad in (dict(gate="eq14"), dict(normalize="softmax")):
+        for bad in (dict(decay_convention="eq14"), dict(normalize="softmax")):
             with pytest.raises(ValueError, match=f"^{next(iter(bad))}: "):
                 call(function, good(), **bad)
         for name, changes, arguments in BAD_PAIRS[:6]:

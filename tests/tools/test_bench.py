@@ -88,7 +88,7 @@ def test_inputs_are_what_the_layer_hands_over():
     cpu = torch.device("cpu")
     tensors, fixed = ops.operator_inputs(replace(JOB, mixer="rwkv6"), 2, 24, cpu, torch.bfloat16)
     assert tensors["q"].dtype == torch.bfloat16 and tensors["log_decay"].dtype == torch.float32
-    assert tensors["bonus"].shape == (2, 8) and fixed["gate"] == "between" and fixed["beta"] is None
+    assert tensors["bonus"].shape == (2, 8) and fixed["decay_convention"] == "between" and fixed["beta"] is None
     assert all(t.is_leaf and t.is_contiguous() and t.requires_grad for t in tensors.values())
     turned, _ = ops.operator_inputs(replace(JOB, mixer="retnet"), 1, 24, cpu, torch.float32)
     assert not turned["angles"].requires_grad  # positions are not learned

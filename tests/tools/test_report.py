@@ -178,5 +178,5 @@ def test_labels_tell_merges_apart(runs):
     recipe.model.attention.scan_merge = "outputs"
     assert label(recipe) == "lion_s multiscan (outputs)" and report.place(label(recipe))[0] == 3
     recipe = load(str(runs / "lion_s_forward0")).recipe
-    recipe.model.position_embedding, recipe.model.attention.gate = True, "source"
-    assert label(recipe) == "lion_s forward with positions source gate"
+    recipe.model.position_embedding, recipe.model.attention.decay_convention = True, "source"
+    assert label(recipe) == "lion_s forward with positions source decay convention"

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from lion.config import ConfigError
-from lion.layers.attention import Attention, AttentionConfig, set_form
+from lion.layers.attention import Attention, set_form
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid
 from lion.recipe import Recipe
@@ -161,14 +161,12 @@ def resized(loaded: LoadedRun, size: int, mixer: str | None = None) -> tuple[Any
         ConfigError: The patches do not divide the size.
     """
     config = loaded.recipe.model
-    for patch in config.patch_size:
+    for patch in config.resolved().patch_size:
         if size % patch:
             near = max(patch, round(size / patch) * patch)
             raise ConfigError(f"--sizes: {size} is no multiple of the run's patches of {patch}, nearest: {near}")
     if mixer is not None and mixer != config.mixer:
-        config = dataclasses.replace(
-            config, mixer=mixer, attention=AttentionConfig(), position_embedding=None, readout=None
-        )
+        config = config.with_mixer(mixer)
     task = type(loaded.task)(loaded.task.config, dataclasses.replace(loaded.task.info, size=(size, size)))
     model = task.build_model(config).eval()
     if config is loaded.recipe.model:
@@ -188,7 +186,7 @@ def measure(job: Job, send: Send) -> None:
     for variant in job.variants:
         softmax = variant.form == SOFTMAX
         task, model = resized(loaded, job.size, SOFTMAX if softmax else None)
-        tokens, heads = 1 + model.patches[0] * model.patches[1], loaded.recipe.model.num_heads
+        tokens, heads = model.length, loaded.recipe.model.num_heads
         matrix = 4 * job.batch * heads * tokens**2
         linear = variant.form == "full" and MIXERS[loaded.recipe.model.mixer].decay is None  # Q (K^T V)
         if not linear and SQUARES.get(variant.form, 0) * matrix > 0.8 * free_bytes(device):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lion.config import ConfigError
-from lion.layers.attention import Attention, AttentionConfig
+from lion.layers.attention import Attention
 from lion.layers.mixers import SOFTMAX
 from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
@@ -32,7 +32,7 @@ from lion.trainer.runtime import MATMUL, compile_blocks, cpu_name
 from tools.bench.child import Send, check_compiler, in_a_process, pick_device, say
 from tools.bench.probe import peak_beyond, time_rounds, warm_up
 from tools.bench.rows import Rows, digits, pipes
-from tools.common import Parser, count, describe_data, label, make_task, resolve, table
+from tools.common import Parser, count, describe_data, make_task, resolve, table
 
 FLOOR = "without a mixer"
 SETTING = ("device", "threads", "precision", "matmul", "compiled", "shape", "size", "batch")
@@ -139,29 +139,21 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
     for path in job.recipes:
         recipe = resolve(path, [*job.overrides, f"data.image_size=[{job.size}, {job.size}]"])
         task = make_task(recipe, describe_data(recipe, look=False)[0])
-        if found and shape(recipe) != shape(next(iter(found.values()))[0]):
-            raise ConfigError(f"{path}: its model is {shape(recipe)}, that of {job.recipes[0]} is another")
+        if found and recipe.model.shape() != next(iter(found.values()))[0].model.shape():
+            raise ConfigError(f"{path}: its model is {recipe.model.shape()}, that of {job.recipes[0]} is another")
         if name_of(recipe) in found:
             raise ConfigError(f"{path}: a second {name_of(recipe)}, by all that is timed here; leave one out")
         build_on_meta(task, recipe.model)
         found[name_of(recipe)] = (recipe, task)
     recipe, task = next(iter(found.values()))
-    plain = dataclasses.replace(
-        recipe.model, mixer=SOFTMAX, attention=AttentionConfig(), position_embedding=None, readout=None
-    )
-    plain = dataclasses.replace(recipe, model=plain)
+    plain = dataclasses.replace(recipe, model=recipe.model.with_mixer(SOFTMAX))
     return {SOFTMAX: (plain, task), FLOOR: (plain, task), **{k: v for k, v in found.items() if k != SOFTMAX}}
 
 
 def name_of(recipe: Recipe) -> str:
     """What the paper tells rows apart by, and the form."""
     form = recipe.model.attention.form
-    return label(recipe) + ("" if form == "auto" else f" {form}")
-
-
-def shape(recipe: Recipe) -> str:
-    m = recipe.model
-    return f"dim {m.dim}, depth {m.depth}, {m.num_heads} heads, patches of {m.patch_size[0]} x {m.patch_size[1]}"
+    return recipe.model.label() + ("" if form == "auto" else f" {form}")
 
 
 def measure(job: Job, send: Send) -> None:
@@ -179,7 +171,7 @@ def measure(job: Job, send: Send) -> None:
         model = task.build_model(recipe.model).to(device)
         if name == FLOOR:
             leave_out(model)
-        tokens = 1 + model.patches[0] * model.patches[1]
+        tokens = model.length
         batch = job.batch or max(1, round((50_000 if device.type == "cuda" else 1_600) / tokens))
         if not job.eager:
             compile_blocks(model)
@@ -192,7 +184,7 @@ def measure(job: Job, send: Send) -> None:
             "precision": precision,
             "matmul": job.matmul,
             "compiled": not job.eager,
-            "shape": shape(recipe),
+            "shape": recipe.model.shape(),
             "size": job.size,
             "batch": batch,
             "tokens": tokens,
