@@ -8,7 +8,7 @@ from torchvision.datasets import CIFAR100
 
 from data.common import DataSplits
 from data.pictures import TorchvisionConfig, build_torchvision, load_picture, published_info
-from lion.tasks.base import ImageInfo
+from lion.tasks.data import ImageInfo
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from lion.config import ConfigError, setting
-from lion.tasks.base import Unreadable
+from lion.tasks.data import Unreadable
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 
 from data.common import DataConfig, DataSplits, Images, split_indices
 from lion.config import ConfigError, setting
-from lion.tasks.base import ImageInfo
+from lion.tasks.data import ImageInfo
 
 WORKERS = 0  # everything is in memory
 SPLIT_SEED = 0  # `seed` in a recipe does not move it

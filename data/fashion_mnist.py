@@ -9,7 +9,7 @@ from torchvision.datasets import FashionMNIST
 from data.common import DataSplits
 from data.pictures import TorchvisionConfig, build_torchvision, load_picture, published_info
 from lion.config import setting
-from lion.tasks.base import ImageInfo
+from lion.tasks.data import ImageInfo
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torchvision.models import ResNet18_Weights
 from data.common import DataSplits, find_root
 from data.imagefolder import build_folders
 from data.pictures import PictureConfig, load_picture, published_info
-from lion.tasks.base import ImageInfo
+from lion.tasks.data import ImageInfo
 
 HOW = (
     "get ILSVRC2012 from https://image-net.org/download, unpack it to ROOT/train/WNID/*.JPEG and sort the "

@@ -19,7 +19,7 @@ from data.augment import RandAugment
 from data.common import DataConfig, DataSplits, Decoded, Images, data_root, read_sample, split_indices, user_path
 from data.resident import ResidentImages
 from lion.config import ConfigError, setting
-from lion.tasks.base import ImageInfo, Unreadable, numbered
+from lion.tasks.data import ImageInfo, Unreadable, numbered
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PHOTO_SIZE = (224, 224)  # of pictures that have no common size

@@ -20,7 +20,8 @@ from lion.config import ConfigError
 from lion.layers.attention import forms_of
 from lion.ops import FORMS
 from lion.runs import LoadedRun, count_parameters, find_run, open_run
-from lion.tasks.base import Batch, check_same_data, to_device
+from lion.tasks.base import to_device
+from lion.tasks.data import Batch
 from lion.trainer.batches import Batches, eval_batches
 from lion.trainer.evaluate import evaluate
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
@@ -82,7 +83,7 @@ def measure_forms(
     forms = forms_to_measure(form, chunk_size, forms_of(loaded.model))
     wanted = [*forms] if ("full", None) in forms else [("full", None), *forms]  # the deviation needs it
     splits = build_data(recipe)
-    check_same_data(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"], splits.info.to_dict())
+    splits.info.check_same(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"])
     split = split or ("val" if splits.test is None else "test")
     dataset = getattr(splits, split)
     if dataset is None:

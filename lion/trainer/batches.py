@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from lion.config import ConfigError
-from lion.tasks.base import Batch, Unreadable
+from lion.tasks.data import Batch, Unreadable
 from lion.trainer.faults import FaultsConfig, RunError
 
 log = logging.getLogger("lion")

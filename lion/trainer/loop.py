@@ -17,7 +17,8 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.tasks.base import Batch, Task, check_same_data, to_device
+from lion.tasks.base import Task, to_device
+from lion.tasks.data import Batch
 from lion.trainer.batches import Batches, StepSampler, derive, eval_batches, train_batches
 from lion.trainer.config import Plan
 from lion.trainer.evaluate import all_finite, decay_values, evaluate
@@ -333,7 +334,7 @@ class Trainer:
         Raises:
             ConfigError: The data are others.
         """
-        check_same_data(f"{self.folder}: its checkpoint", state["info"], self.task.info.to_dict())
+        self.task.info.check_same(f"{self.folder}: its checkpoint", state["info"])
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.guard.counts.copy_(state["skipped"])
         if self.same_world(state):

@@ -18,7 +18,7 @@ from data.common import data_root, split_indices
 from data.imagefolder import ClassFolders
 from data.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
 from lion.config import ConfigError, build
-from lion.tasks.base import check_same_data, numbered
+from lion.tasks.data import numbered
 from tests.helpers import picture, pictures
 
 
@@ -381,13 +381,13 @@ def test_imagenet_is_known_by_its_folders_and_has_their_names(tmp_path):
 
     whole, published = folders("whole", wnids), data.module("imagenet").published(data.module("imagenet").Config())[0]
     assert whole == published and whole.classes[281] == "tabby" and whole.classes[::999] == ("tench", "toilet tissue")
-    check_same_data("a converted checkpoint", published.to_dict(), whole.to_dict())
+    whole.check_same("a converted checkpoint", published.to_dict())
     unnamed = dataclasses.replace(published, classes=numbered(1000))
-    check_same_data("one converted before there were names", unnamed.to_dict(), whole.to_dict())
+    whole.check_same("one converted before there were names", unnamed.to_dict())
     other = folders("other", [*wnids[:-1], "n15102894"])  # as many, and one is another
     assert other.classes[-1] == "n15102894"
     with pytest.raises(ConfigError, match="class 0 was 'tench', and is 'n01440764' now"):
-        check_same_data("it", published.to_dict(), other.to_dict())
+        other.check_same("it", published.to_dict())
     assert folders("part", wnids[:10]).classes == tuple(wnids[:10])
 
 

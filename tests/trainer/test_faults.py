@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.tasks.base import Unreadable
+from lion.tasks.data import Unreadable
 from lion.trainer import parallel, resume
 from lion.trainer.batches import StepSampler, eval_batches, train_batches
 from lion.trainer.checkpoint import check_space, newest, steps_of

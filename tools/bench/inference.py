@@ -33,7 +33,6 @@ from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, open_run
-from lion.tasks.base import check_same_data
 from lion.trainer.batches import eval_batches
 from lion.trainer.checkpoint import write_atomic
 from lion.trainer.evaluate import evaluate
@@ -277,7 +276,7 @@ def pictures(loaded: LoadedRun, size: int) -> torch.utils.data.Dataset:
     """The run's test split (or val) at this size."""
     splits = build_data(with_size(resolve_run(loaded.folder), size))
     then = {**loaded.checkpoint["info"], "size": [size, size]}
-    check_same_data(f"{loaded.folder}: its checkpoint", then, splits.info.to_dict())
+    splits.info.check_same(f"{loaded.folder}: its checkpoint", then)
     return splits.val if splits.test is None else splits.test
 
 
