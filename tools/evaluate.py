@@ -22,8 +22,8 @@ from lion.ops import FORMS
 from lion.runs import LoadedRun, count_parameters, find_run, open_run
 from lion.tasks.base import to_device
 from lion.tasks.data import Batch
-from lion.trainer.batches import Batches, eval_batches
 from lion.trainer.evaluate import evaluate
+from lion.trainer.loader import Batches, eval_batches
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import allocated_beyond
 from tools.common import Parser, build_data, choose_form, count, loader_workers, resolve_run, run_command, table

@@ -27,6 +27,7 @@ from lion.runs import (
     lock_run,
     stored_recipe,
 )
+from lion.tasks.order import Shuffled
 from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
 from lion.trainer.loop import Splits, Trainer
 from lion.trainer.runtime import (
@@ -102,8 +103,8 @@ def main(argv: list[str]) -> int:
         )
     runtime.agree(None)  # the folder is there, and ours
     seed_everything(recipe.seed + runtime.rank)
-    repeats = getattr(recipe.data, "repeats", 1)
-    loaded = Splits(splits.train, splits.val, loader_workers(recipe), repeats)
+    order = Shuffled(getattr(recipe.data, "repeats", 1))
+    loaded = Splits(splits.train, splits.val, loader_workers(recipe), order)
     trainer = Trainer(plan, task, model, loaded, recipe.folder, runtime)
     complete, step = trainer.fit(), trainer.step
     if world > 1:

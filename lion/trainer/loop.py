@@ -19,10 +19,12 @@ from torch.utils.data import Dataset
 from lion.config import ConfigError
 from lion.tasks.base import Task, to_device
 from lion.tasks.data import Batch
-from lion.trainer.batches import Batches, StepSampler, derive, eval_batches, train_batches
+from lion.tasks.order import Order, Shuffled
+from lion.tasks.seeds import derive
 from lion.trainer.config import Plan
 from lion.trainer.evaluate import all_finite, decay_values, evaluate
 from lion.trainer.faults import FiniteGuard, RunError, divergence_advice, explain
+from lion.trainer.loader import Batches, StepSampler, eval_batches, train_batches
 from lion.trainer.log import RunLog, Window
 from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
@@ -48,7 +50,7 @@ class Splits(NamedTuple):
     train: Dataset
     val: Dataset
     workers: int
-    repeats: int = 1
+    order: Order = Shuffled()
 
 
 class Trainer:
@@ -384,7 +386,7 @@ class Trainer:
 
     def sampler(self, start: int) -> StepSampler:
         plan, where = self.plan, {"rank": self.runtime.rank, "world": self.runtime.world}
-        how = {"batch": self.config.batch_size, "micro": plan.micro, "seed": plan.seed, "repeats": self.splits.repeats}
+        how = {"batch": self.config.batch_size, "micro": plan.micro, "seed": plan.seed, "order": self.splits.order}
         return StepSampler(len(self.splits.train), start=start, total=plan.total, **how, **where)
 
     @property

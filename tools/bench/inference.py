@@ -33,9 +33,9 @@ from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, open_run
-from lion.trainer.batches import eval_batches
 from lion.trainer.checkpoint import write_atomic
 from lion.trainer.evaluate import evaluate
+from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import compile_blocks, cpu_name, start_runtime
 from tools.bench.child import Send, check_compiler, first_line, in_a_process, pick_device, say
 from tools.bench.probe import allocated_beyond, free_bytes, time_rounds, warm_up

@@ -3,7 +3,10 @@ import torch
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.trainer.batches import StepSampler, epoch_order, eval_batches, steps_per_epoch, train_batches
+from lion.tasks.order import Drawn, Shuffled
+from lion.trainer.loader import StepSampler, eval_batches, steps_per_epoch, train_batches
+
+ORDER = Shuffled()
 
 
 class Noisy(Dataset):
@@ -19,8 +22,9 @@ class Noisy(Dataset):
         return {"index": torch.tensor(index), "draw": torch.rand(())}
 
 
-def batches(*, size=23, batch=8, micro=8, start=0, total=7, rank=0, world=1, workers=0):
-    sampler = StepSampler(size, batch=batch, micro=micro, seed=3, start=start, total=total, rank=rank, world=world)
+def batches(*, size=23, batch=8, micro=8, start=0, total=7, rank=0, world=1, workers=0, order=ORDER):
+    where = {"start": start, "total": total, "rank": rank, "world": world}
+    sampler = StepSampler(size, order=order, batch=batch, micro=micro, seed=3, **where)
     loader = train_batches(Noisy(size), sampler, workers=workers, pin=False)
     return [(b["index"].tolist(), b["draw"].tolist()) for b in loader]
 
@@ -41,15 +45,17 @@ def test_the_ragged_end_is_dropped():
         steps_per_epoch(23, 64)
 
 
+@pytest.mark.parametrize("order", [Shuffled(), Shuffled(3), Drawn()], ids=str)
 @pytest.mark.parametrize("start", [1, 2, 5])
-def test_a_run_goes_on_anywhere(start):
-    assert batches(start=start) == batches()[start:]
+def test_a_run_goes_on_anywhere(start, order):
+    assert batches(start=start, order=order) == batches(order=order)[start:]
 
 
-def test_micro_batches_and_processes_share_one_order():
-    straight = batches(batch=8, micro=8)
-    assert joined(batches(batch=8, micro=2)) == joined(straight)
-    ranks = [batches(batch=8, micro=2, rank=r, world=2) for r in range(2)]
+@pytest.mark.parametrize("order", [Shuffled(), Shuffled(3), Drawn()], ids=str)
+def test_micro_batches_and_processes_share_one_order(order):
+    straight = batches(batch=8, micro=8, order=order)
+    assert joined(batches(batch=8, micro=2, order=order)) == joined(straight)
+    ranks = [batches(batch=8, micro=2, rank=r, world=2, order=order) for r in range(2)]
     for step, (indices, draws) in enumerate(straight):
         shares = [joined(r[2 * step : 2 * step + 2]) for r in ranks]
         assert sorted(shares[0][0] + shares[1][0]) == sorted(indices)
@@ -83,16 +89,6 @@ def test_evaluation_pads_to_one_shape(size, world):
     assert sorted(seen) == list(range(size))
 
 
-def test_repeated_augmentation():
-    order = epoch_order(10, 1, 2, repeats=3).tolist()
-    assert order[:3] == [order[0]] * 3 and len(order) == 10 and len(set(order)) == 4
-
-
-def test_order_depends_on_seed_and_epoch_alone():
-    assert torch.equal(epoch_order(9, 1, 2), epoch_order(9, 1, 2))
-    assert not torch.equal(epoch_order(50, 1, 2), epoch_order(50, 2, 1))
-
-
 class Whole(torch.utils.data.Dataset):
     """Makes batches of its own, as pictures on a device do."""
 
@@ -110,7 +106,7 @@ class Whole(torch.utils.data.Dataset):
 
 def test_a_data_set_that_makes_its_own_batches():
     def batches(start, seed=3):
-        sampler = StepSampler(10, batch=4, micro=2, seed=seed, start=start, total=5, rank=0, world=1)
+        sampler = StepSampler(10, order=ORDER, batch=4, micro=2, seed=seed, start=start, total=5, rank=0, world=1)
         return list(train_batches(Whole(), sampler, workers=2, pin=False)), sampler
 
     found, sampler = batches(0)

@@ -1,4 +1,4 @@
-"""Which samples a step sees, as a pure function of (seed, epoch, position).
+"""What the trainer reads: the samples of a step, as a pure function of (seed, epoch, position), in whole batches.
 
 The global batch of a step does not depend on the number of processes, loader workers or micro-batches, and a sample's
 augmentation depends on (seed, epoch, position, sample) alone (of a data set that makes its own batches, on that of its
@@ -7,7 +7,6 @@ micro-batch): a run can stop and go on anywhere.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import signal
@@ -21,23 +20,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from lion.config import ConfigError
 from lion.tasks.data import Batch, Unreadable
+from lion.tasks.order import Order
+from lion.tasks.seeds import derive
 from lion.trainer.faults import FaultsConfig, RunError
 
 log = logging.getLogger("lion")
 
 SEARCH = 100  # neighbours tried in place of a sample that cannot be read
-
-
-def derive(*numbers: int) -> int:
-    """A seed from several numbers, far apart for neighbours."""
-    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def epoch_order(size: int, seed: int, epoch: int, repeats: int = 1) -> torch.Tensor:
-    """The samples of an epoch in order; with `repeats`, as many fewer, each that often in a row (DeiT)."""
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(derive(seed, epoch)))
-    return order.repeat_interleave(repeats)[:size]
 
 
 class StepSampler(Sampler):
@@ -47,6 +36,7 @@ class StepSampler(Sampler):
         self,
         size: int,
         *,
+        order: Order,
         batch: int,
         micro: int,
         seed: int,
@@ -54,27 +44,28 @@ class StepSampler(Sampler):
         total: int,
         rank: int,
         world: int,
-        repeats: int = 1,
     ) -> None:
-        self.size, self.batch, self.micro, self.seed, self.repeats = size, batch, micro, seed, repeats
+        self.size, self.order, self.batch, self.micro, self.seed = size, order, batch, micro, seed
         self.start, self.total, self.rank, self.world = start, total, rank, world
         self.steps_per_epoch = size // batch
 
     def samples(self, step: int) -> list[int]:
         """The global batch of a step."""
+        epoch, places = self.places(step)
+        return self.order.samples(places, size=self.size, seed=self.seed, epoch=epoch)
+
+    def places(self, step: int) -> tuple[int, range]:
+        """The epoch of a step, and what stretch of it the global batch is."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = epoch_order(self.size, self.seed, epoch, self.repeats)
-        return order[position * self.batch : (position + 1) * self.batch].tolist()
+        return epoch, range(position * self.batch, (position + 1) * self.batch)
 
     def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
-        current, order = None, None
         for step in range(self.start, self.total):
-            epoch, position = divmod(step, self.steps_per_epoch)
-            if epoch != current:
-                current, order = epoch, epoch_order(self.size, self.seed, epoch, self.repeats).tolist()
-            first = position * self.batch
-            for begin in range(first + self.rank * self.micro, first + self.batch, self.micro * self.world):
-                yield [(epoch, place, order[place]) for place in range(begin, begin + self.micro)]
+            epoch, places = self.places(step)
+            for begin in range(self.rank * self.micro, self.batch, self.micro * self.world):
+                own = places[begin : begin + self.micro]
+                samples = self.order.samples(own, size=self.size, seed=self.seed, epoch=epoch)
+                yield [(epoch, place, sample) for place, sample in zip(own, samples)]
 
 
 class Samples(list):
