@@ -91,6 +91,7 @@ def measure_forms(
     runtime = runtime or start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
     how = {"workers": loader_workers(recipe), "faults": recipe.trainer.faults, "device": runtime.device}
+    how |= {"collate": splits.collate, "seed": recipe.seed, "split": split}
     batches: Batches | list[Batch] = eval_batches(dataset, batch=batch, rank=0, world=1, pin=False, **how)
     first = to_device(next(iter(batches)), runtime.device)
     if sum(x.nbytes for x in first.values()) * -(-len(dataset) // batch) < SMALL:

@@ -27,9 +27,8 @@ from lion.runs import (
     lock_run,
     stored_recipe,
 )
-from lion.tasks.order import Shuffled
 from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
-from lion.trainer.loop import Splits, Trainer
+from lion.trainer.loop import Trainer
 from lion.trainer.runtime import (
     Runtime,
     check_device,
@@ -103,9 +102,7 @@ def main(argv: list[str]) -> int:
         )
     runtime.agree(None)  # the folder is there, and ours
     seed_everything(recipe.seed + runtime.rank)
-    order = Shuffled(getattr(recipe.data, "repeats", 1))
-    loaded = Splits(splits.train, splits.val, loader_workers(recipe), order)
-    trainer = Trainer(plan, task, model, loaded, recipe.folder, runtime)
+    trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
     complete, step = trainer.fit(), trainer.step
     if world > 1:
         dist.barrier()

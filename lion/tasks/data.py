@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
+from torch.utils.data import Dataset, default_collate
 
 from lion.config import ConfigError
+from lion.tasks.order import Order, Shuffled
 
 Batch = dict[str, Tensor]
 
 
 class Unreadable(Exception):
     """A data set's sample cannot be read; the message names its file and the reason."""
+
+
+class DeviceDataset(Dataset, ABC):
+    """A data set that makes whole batches on the device: no loader's work."""
+
+    @abstractmethod
+    def batch(self, indices: list[int], device: torch.device, generator: torch.Generator | None = None) -> Batch:
+        """These samples on `device`; without a generator nothing is left to chance."""
+
+
+class Splits(NamedTuple):
+    """The parts of a data set; of `val`, the best checkpoint is chosen.
+
+    info: what a model must know of them.
+    collate: a batch of a list of samples; a tensor's first dimension are the samples.
+    order: in which an epoch reads `train`.
+    """
+
+    train: Dataset
+    val: Dataset
+    test: Dataset | None
+    info: Info
+    collate: Callable[[list[Any]], Batch] = default_collate
+    order: Order = Shuffled()
 
 
 @dataclass(frozen=True)

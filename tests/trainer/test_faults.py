@@ -101,7 +101,9 @@ def test_too_much_that_cannot_be_read_stops_the_run():
 
 def test_evaluation_leaves_out_what_cannot_be_read():
     seen, masks = [], 0
-    batches = eval_batches(Shaky(bad=(0, 3), size=10), batch=4, rank=0, world=1, workers=0, pin=False)
+    batches = eval_batches(
+        Shaky(bad=(0, 3), size=10), seed=0, split="val", batch=4, rank=0, world=1, workers=0, pin=False
+    )
     for batch in batches:
         assert len(batch["index"]) == 4
         seen += batch["index"][batch["mask"]].tolist()

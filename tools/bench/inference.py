@@ -284,7 +284,9 @@ def top1(loaded: LoadedRun, size: int, task: Any, model: nn.Module, limit: int) 
     """Of the first pictures, `limit` at most."""
     data = pictures(loaded, size)
     some = torch.utils.data.Subset(data, range(min(limit, len(data))))
-    batches = eval_batches(some, batch=min(16, len(some)), rank=0, world=1, workers=0, pin=False)
+    batches = eval_batches(
+        some, seed=loaded.recipe.seed, split="test", batch=min(16, len(some)), rank=0, world=1, workers=0, pin=False
+    )
     return evaluate(model, batches, task, start_runtime(str(pick_device())), precision="fp32")["top1"]
 
 
