@@ -14,18 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from lion.tasks.base import Batch, Task, to_device
+from lion.tasks.base import Task, to_device
+from lion.tasks.data import Batch, Splits
 from lion.trainer.checkpointer import Checkpointer
 from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps
 from lion.trainer.ema import Average
 from lion.trainer.evaluate import RememberFirst, evaluate
 from lion.trainer.faults import RunError, divergence_advice, explain
+from lion.trainer.loaders import Loaders
 from lion.trainer.log import RunLog
 from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime, catch_signals, compile_blocks
-from lion.trainer.splits import Loaders, Splits
 from lion.trainer.state import RunState, SaveTimer
 
 log = logging.getLogger("lion")
@@ -39,10 +40,19 @@ class Trainer:
         task, model, splits: What is learned; `splits.val` chooses `best`.
         folder: Run folder; checkpoints go to `folder/checkpoints`.
         runtime: Device and processes.
+        workers: Loader processes.
     """
 
     def __init__(
-        self, plan: Plan, task: Task, model: nn.Module, splits: Splits, folder: Path, runtime: Runtime
+        self,
+        plan: Plan,
+        task: Task,
+        model: nn.Module,
+        splits: Splits,
+        folder: Path,
+        runtime: Runtime,
+        *,
+        workers: int = 0,
     ) -> None:
         self.plan, self.config = plan, plan.trainer
         self.task, self.folder, self.runtime = task, folder, runtime
@@ -55,7 +65,7 @@ class Trainer:
                 shard(part, runtime)
         self.optimizer, self.lr_factors = make_optimizer(self.model, plan.optim)
         self.forward = replicate(self.model, runtime)
-        self.loaders = Loaders(splits, plan, runtime)
+        self.loaders = Loaders(splits, plan, runtime, workers)
         self.state = RunState(folder, plan, task, self.loaders, runtime)
         learner = Learner(self.model, self.ema, self.optimizer)
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)

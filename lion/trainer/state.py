@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lion.config import ConfigError
-from lion.tasks.base import Task, check_same_data
-from lion.trainer.batches import derive
+from lion.tasks.base import Task
+from lion.tasks.seeds import derive
 from lion.trainer.faults import FiniteGuard
+from lion.trainer.loaders import Loaders
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime, conditions, random_state, restore_random_state, seed_everything
 from lion.trainer.schedule import learning_rate
-from lion.trainer.splits import Loaders
 
 log = logging.getLogger("lion")
 
@@ -79,7 +79,7 @@ class RunState:
         Raises:
             ConfigError: The data are others.
         """
-        check_same_data(f"{self.run}: its checkpoint", kept["info"], self.task.info.to_dict())
+        self.task.info.check_same(f"{self.run}: its checkpoint", kept["info"])
         self.step, self.evaluated = kept["step"], kept["evaluated"]
         self.guard.counts.copy_(kept["skipped"])
         if self.same_world(kept):

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch.utils.data import Dataset
-
-from lion.trainer.batches import Batches, StepSampler, eval_batches, train_batches
+from lion.tasks.data import Splits
+from lion.trainer.loader import Batches, StepSampler, eval_batches, train_batches
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime
 
 
-class Splits(NamedTuple):
-    """The data sets of a run; samples are dicts of tensors."""
-
-    train: Dataset
-    val: Dataset
-    workers: int
-    repeats: int = 1
-
-
 class Loaders:
-    """Batches of both splits, as the plan wants them."""
+    """Batches of both splits, as the plan wants them, read by so many `workers`."""
 
-    def __init__(self, splits: Splits, plan: Plan, runtime: Runtime) -> None:
+    def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, workers: int) -> None:
         self.splits, self.plan = splits, plan
         self.place = {"rank": runtime.rank, "world": runtime.world}
         self.loading: dict[str, Any] = {
-            "workers": splits.workers,
+            "workers": workers,
             "pin": runtime.device.type == "cuda",
             "faults": plan.trainer.faults,
             "device": runtime.device,
+            "collate": splits.collate,
         }
 
     def sampler(self, start: int) -> StepSampler:
@@ -38,12 +29,12 @@ class Loaders:
         plan = self.plan
         return StepSampler(
             len(self.splits.train),
+            order=self.splits.order,
             batch=plan.trainer.batch_size,
             micro=plan.micro,
             seed=plan.seed,
             start=start,
             total=plan.total,
-            repeats=self.splits.repeats,
             **self.place,
         )
 
@@ -51,4 +42,5 @@ class Loaders:
         return train_batches(self.splits.train, self.sampler(start), **self.loading)
 
     def val(self) -> Batches:
-        return eval_batches(self.splits.val, batch=self.plan.micro, **self.place, **self.loading)
+        noise = {"seed": self.plan.seed, "split": "val"}
+        return eval_batches(self.splits.val, batch=self.plan.micro, **noise, **self.place, **self.loading)
