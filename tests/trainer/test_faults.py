@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lion.config import ConfigError
 from lion.tasks.data import Unreadable
 from lion.tasks.order import Shuffled
-from lion.trainer import parallel
+from lion.trainer import checkpointer, parallel
 from lion.trainer.checkpoint import check_space, newest, steps_of
 from lion.trainer.faults import FaultsConfig, RunError, memory_advice
 from lion.trainer.loader import StepSampler, eval_batches, train_batches
