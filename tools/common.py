@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,15 +20,17 @@ import torch
 from torch import nn
 
 import data
-from data.common import DataSplits
+from data.base import DataSet
 from lion.config import ConfigError, nearest
 from lion.layers.attention import set_form
 from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
+from lion.tasks.data import Info, Splits
 from lion.trainer.faults import RunError, full_disk, refusal
 from lion.trainer.plan import Plan
 
+PATIENCE = 10  # seconds in which a launcher ends the other processes of one that has failed
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
@@ -41,7 +44,15 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if Path(os.path.realpath(path)).parent == RECIPES / "base":
         name = Path(path).name
         raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{name}'")
-    return load_recipe(path, overrides, data_config=lambda name: data.module(name).Config)
+    recipe = load_recipe(path, overrides, data_config=lambda name: data.dataset(name).Config)
+    held, task = data.dataset(recipe.data.name).Info, recipe.task.name
+    if not issubclass(held, TASKS[task].Info):
+        fits = [name for name, other in TASKS.items() if issubclass(held, other.Info)]
+        raise ConfigError(
+            f"{path}: data.name: {recipe.data.name!r} holds {held.kind}, task {task!r} learns from "
+            f"{TASKS[task].Info.kind}, {nearest(task, fits)}"
+        )
+    return recipe
 
 
 def shipped_recipes() -> list[str]:
@@ -63,34 +74,36 @@ def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
     return resolve(folder / RECIPE, overrides)
 
 
-def build_data(recipe: Recipe, *, cached: bool = False) -> DataSplits:
+def open_data(recipe: Recipe) -> DataSet:
+    """The recipe's data set; nothing is read yet."""
+    return data.dataset(recipe.data.name)(recipe.data)
+
+
+def build_data(recipe: Recipe, *, cached: bool = False) -> Splits:
     """The recipe's data; `data.cache` is for those who read it again and again."""
-    config = recipe.data
-    if not cached and getattr(config, "cache", None):
-        config = replace(config, cache=None)
-    return data.module(config.name).build(config)
+    return open_data(recipe if cached else replace(recipe, data=recipe.data.uncached())).build()
 
 
-def make_task(recipe: Recipe, info: Any) -> Task:
+def make_task(recipe: Recipe, info: Info) -> Task:
     return TASKS[recipe.task.name](recipe.task, info)
 
 
-def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Any, int, str | None]:
+def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str | None]:
     """(info, training samples, note) of a recipe's data; published figures where the files are absent.
 
     With `look=False` the published figures are enough, and no folder is walked.
     """
-    published = getattr(data.module(recipe.data.name), "published", None)
-    note = None
-    if look or published is None:
-        try:
-            splits = build_data(recipe)
-            return splits.info, len(splits.train), None
-        except ConfigError as error:
-            if published is None:
-                raise
-            note = str(error)
-    return *published(recipe.data), note
+    source = open_data(recipe)
+    if not look and (known := source.published()) is not None:
+        return *known, None
+    try:
+        splits = build_data(recipe)
+    except ConfigError as error:
+        known = source.published()
+        if known is None:
+            raise
+        return *known, str(error)
+    return splits.info, len(splits.train), None
 
 
 def process_count(recipe: Recipe) -> int:
@@ -118,7 +131,7 @@ def loader_workers(recipe: Recipe) -> int:
     """`data.workers`, or what suits: none for data in memory, else a few; no more than there are cores."""
     asked = recipe.data.workers
     if asked is None:
-        asked = getattr(data.module(recipe.data.name), "WORKERS", 4)
+        asked = open_data(recipe).workers
     return min(asked, os.cpu_count() or 1)
 
 
@@ -189,7 +202,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     """Run a command's `main` and exit: 2 with one line for bad input, 1 with one for a run that cannot go on or a
     system that refuses, 130 when interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in argv
+    debug, launched = "--debug" in argv, "TORCHELASTIC_RUN_ID" in os.environ
     if debug:
         argv.remove("--debug")
     stand_streams()
@@ -209,6 +222,9 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         code = 141
     except Exception as error:  # printed here: a traceback kept for the interpreter's end keeps loader workers alive
         line, rank = one_line(error), os.environ.get("RANK")
+        if launched and rank != "0":  # what all processes meet, the first says: the launcher ends the others here
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(PATIENCE)
         if line is None and rank is not None and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore")):
             line = f"process {rank} has lost the others"
         if line is None or debug:
@@ -222,7 +238,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     except OSError:  # what could not be printed would fail again at the interpreter's end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     # PyTorch may abort a launched process as it is taken down, its work done: it leaves without that
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if launched:
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)

@@ -22,10 +22,11 @@ from lion.ops import FORMS
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, count_parameters, find_run, open_run
 from lion.tasks import TASKS
-from lion.tasks.base import Batch, Outcome, Task, check_same_data, to_device
+from lion.tasks.base import Outcome, Task, to_device
+from lion.tasks.data import Batch
 from lion.tasks.metrics import Metric, OwnPass
-from lion.trainer.batches import Batches, eval_batches
 from lion.trainer.evaluate import Totals, own_value
+from lion.trainer.loader import Batches, eval_batches
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import allocated_beyond, seconds
 from tools.common import Parser, build_data, choose_form, count, loader_workers, resolve_run, run_command, table
@@ -85,7 +86,7 @@ def measure_forms(
     forms = forms_to_measure(form, chunk_size, forms_of(loaded.model))
     wanted = [*forms] if ("full", None) in forms else [("full", None), *forms]  # the deviation needs it
     splits = build_data(recipe)
-    check_same_data(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"], splits.info.to_dict())
+    splits.info.check_same(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"])
     split = split or ("val" if splits.test is None else "test")
     dataset = getattr(splits, split)
     if dataset is None:
@@ -93,6 +94,7 @@ def measure_forms(
     runtime = runtime or start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
     how = {"workers": loader_workers(recipe), "faults": recipe.trainer.faults, "device": runtime.device}
+    how |= {"collate": splits.collate, "seed": recipe.seed, "split": split}
     batches = eval_batches(dataset, batch=batch, rank=0, world=1, pin=False, **how)
     compiled = recipe.trainer.compile and not eager and compile_blocks(loaded.model)
     about = {

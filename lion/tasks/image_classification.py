@@ -16,7 +16,8 @@ from torchvision.utils import make_grid
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.base import ImageClassifier
-from lion.tasks.base import Batch, ImageInfo, Outcome, Sums, Task, build_or_explain
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain
+from lion.tasks.data import Batch, ImageInfo
 from lion.tasks.metrics import Mean, Metric
 
 TOP1 = Mean("top1", "top-1", percent=True)

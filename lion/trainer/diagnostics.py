@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lion.layers.decay import Decay, Gating
-from lion.tasks.base import Batch, Task
-from lion.trainer.batches import Batches
+from lion.tasks.base import Task
+from lion.tasks.data import Batch
 from lion.trainer.histogram import Histogram, histogram
+from lion.trainer.loader import Batches
 from lion.trainer.log import RunLog
 from lion.trainer.runtime import peak_memory
 from lion.trainer.state import RunState

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from lion.tasks.base import Batch, Task, to_device
+from lion.tasks.base import Task, to_device
+from lion.tasks.data import Batch, Splits
 from lion.trainer.checkpointer import Checkpointer
 from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps
 from lion.trainer.ema import Average
@@ -24,8 +25,8 @@ from lion.trainer.log import RunLog
 from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
 from lion.trainer.plan import Plan
+from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, catch_signals, compile_blocks
-from lion.trainer.splits import Loaders, Splits
 from lion.trainer.state import RunState, SaveTimer
 
 log = logging.getLogger("lion")
@@ -39,10 +40,19 @@ class Trainer:
         task, model, splits: What is learned; `splits.val` chooses `best`.
         folder: Run folder; checkpoints go to `folder/checkpoints`.
         runtime: Device and processes.
+        workers: Loader processes.
     """
 
     def __init__(
-        self, plan: Plan, task: Task, model: nn.Module, splits: Splits, folder: Path, runtime: Runtime
+        self,
+        plan: Plan,
+        task: Task,
+        model: nn.Module,
+        splits: Splits,
+        folder: Path,
+        runtime: Runtime,
+        *,
+        workers: int = 0,
     ) -> None:
         self.plan, self.config = plan, plan.trainer
         self.task, self.folder, self.runtime = task, folder, runtime
@@ -55,8 +65,8 @@ class Trainer:
                 shard(part, runtime)
         self.optimizer, self.lr_factors = make_optimizer(self.model, plan.optim)
         self.forward = replicate(self.model, runtime)
-        self.loaders = Loaders(splits, plan, runtime)
-        self.state = RunState(folder, plan, task, self.loaders, runtime)
+        self.data = RunData(splits, plan, runtime, workers=workers)
+        self.state = RunState(folder, plan, task, self.data, runtime)
         learner = Learner(self.model, self.ema, self.optimizer)
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
         self.stopping = False  # a signal sets it
@@ -74,7 +84,7 @@ class Trainer:
             self.prepare()
             stack.enter_context(catch_signals(self))
             out = stack.enter_context(contextlib.closing(self.open_log()))
-            loader = self.loaders.train(state.step)
+            loader = self.data.train(state.step)
             batches = stack.enter_context(contextlib.closing(iter(loader)))
             try:
                 complete = self.train(batches, Monitor(state, loader, out), out)
@@ -191,7 +201,7 @@ class Trainer:
         state = self.state
         if not state.evaluation_due:
             return True
-        batches, results = RememberFirst(self.loaders.val()), {}
+        batches, results = RememberFirst(self.data.val()), {}
         how = {"precision": self.config.precision, "stop": lambda: self.runtime.any(self.stopping)[0]}
         for kind, model in zip(("val", "val_ema"), self.models):
             results[kind] = evaluate(model, batches, self.task, self.runtime, **how)

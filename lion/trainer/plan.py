@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lion.config import ConfigError
-from lion.trainer.batches import steps_per_epoch
 from lion.trainer.config import TrainerConfig
+from lion.trainer.loader import steps_per_epoch
 from lion.trainer.optim import OptimConfig
 from lion.trainer.schedule import ScheduleConfig, to_seconds, to_steps
 

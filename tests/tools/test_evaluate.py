@@ -9,9 +9,9 @@ from torch._dynamo.testing import CompileCounter
 
 import lion
 from lion.runs import open_run
-from lion.trainer.batches import eval_batches
 from lion.trainer.checkpoint import STATE, load_state, newest, prune, scratch_folder, seal
 from lion.trainer.evaluate import evaluate as evaluate_model
+from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime, compile_blocks, missing_compiler
 from tests.helpers import here, tiny_recipe
 from tools import evaluate
@@ -50,7 +50,7 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
     """Against each form by itself over the whole split; at no time are there outputs of more than one batch."""
     loaded = open_run(run)
     test = build_data(resolve_run(loaded.folder)).test
-    batches = [*eval_batches(test, batch=64, rank=0, world=1, workers=0, pin=False)]
+    batches = [*eval_batches(test, seed=0, split="test", batch=64, rank=0, world=1, workers=0, pin=False)]
     assert len(batches) > 3 and not batches[-1]["mask"].all()
     forms, cpu = [("full", None), ("chunk", 3), ("rnn", 1)], Runtime(torch.device("cpu"))
     expected, outputs = {}, {}

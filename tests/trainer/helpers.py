@@ -7,7 +7,6 @@ import torch
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import seed_everything, start_runtime
-from lion.trainer.splits import Splits
 from tools.common import build_data, make_task, resolve
 
 
@@ -18,7 +17,7 @@ def trainer(recipe, folder, workers=0):
     model = task.build_model(recipe.model)
     folder.mkdir(exist_ok=True)
     plan = make_plan(recipe, samples=len(splits.train), world=1)
-    return Trainer(plan, task, model, Splits(splits.train, splits.val, workers), folder, start_runtime("cpu"))
+    return Trainer(plan, task, model, splits, folder, start_runtime("cpu"), workers=workers)
 
 
 def train(path, folder, *overrides, stop_at=None, workers=0):

@@ -7,7 +7,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import make_histogram
 
 from lion.models.vit import ViT, ViTConfig
-from lion.tasks.base import ImageInfo
+from lion.tasks.data import ImageInfo
 from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig
 from lion.trainer.diagnostics import decay_histograms
 from lion.trainer.histogram import EDGES, histogram

@@ -52,7 +52,7 @@ def test_it_stops_in_any_pass_and_leaves_the_mode_alone(after):
     """6 batches, and 6 once more for the own pass."""
     asked = iter(range(100))
     model, task = toys.Net().train(), toys.Sides(toys.Config(), toys.Info())
-    loader = toys.Loaders(toys.splits(), toys.make_plan(toys.settings(batch_size=4), samples=64, world=1), CPU)
+    loader = toys.RunData(toys.splits(), toys.make_plan(toys.settings(batch_size=4), samples=64, world=1), CPU)
     assert evaluate(model, loader.val(), task, CPU, stop=lambda: next(asked) == after) is None
     assert model.training and next(asked) == after + 1
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lion.layers.marks import Marks
+from lion.tasks import data
 from lion.tasks.base import Outcome, Sums, Task
 from lion.tasks.metrics import Mean, OfAll, OfMeans, OwnPass
 from lion.trainer.config import TrainerConfig
@@ -22,9 +23,9 @@ from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer
 from lion.trainer.optim import OptimConfig
 from lion.trainer.plan import make_plan
+from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, seed_everything, start_runtime
 from lion.trainer.schedule import ScheduleConfig
-from lion.trainer.splits import Loaders, Splits
 
 
 class Points(Dataset):
@@ -40,12 +41,15 @@ class Points(Dataset):
         return {"x": self.x[index], "label": self.label[index]}
 
 
-@dataclass
-class Info:
+@dataclass(frozen=True)
+class Info(data.Info):
+    kind = "points"
+
     sides: int = 2
 
-    def to_dict(self):
-        return {"sides": self.sides}
+    @classmethod
+    def from_dict(cls, values):
+        return cls(**values)
 
 
 class Block(nn.Module):
@@ -143,7 +147,7 @@ def settings(**trainer):
 
 
 def splits():
-    return Splits(Points(64, 0), Points(23, 1), 0)
+    return data.Splits(Points(64, 0), Points(23, 1), None, Info())
 
 
 def trainer(folder, metrics=("perplexity", "loss"), runtime=None, **changes):
@@ -160,7 +164,7 @@ def measure(runtime, micro=4):
     seed_everything(0)
     task = Sides(Config(), Info())
     plan = make_plan(settings(batch_size=micro * runtime.world), samples=64, world=runtime.world)
-    return evaluate(task.build_model(None), Loaders(splits(), plan, runtime).val(), task, runtime)
+    return evaluate(task.build_model(None), RunData(splits(), plan, runtime).val(), task, runtime)
 
 
 def main(folder):

@@ -33,11 +33,10 @@ from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, open_run
-from lion.tasks.base import check_same_data
 from lion.tasks.image_classification import TOP1
-from lion.trainer.batches import eval_batches
 from lion.trainer.checkpoint import write_atomic
 from lion.trainer.evaluate import evaluate
+from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import compile_blocks, cpu_name, start_runtime
 from tools.bench.child import Send, check_compiler, first_line, in_a_process, pick_device, say
 from tools.bench.probe import allocated_beyond, free_bytes, time_rounds, warm_up
@@ -278,7 +277,7 @@ def pictures(loaded: LoadedRun, size: int) -> torch.utils.data.Dataset:
     """The run's test split (or val) at this size."""
     splits = build_data(with_size(resolve_run(loaded.folder), size))
     then = {**loaded.checkpoint["info"], "size": [size, size]}
-    check_same_data(f"{loaded.folder}: its checkpoint", then, splits.info.to_dict())
+    splits.info.check_same(f"{loaded.folder}: its checkpoint", then)
     return splits.val if splits.test is None else splits.test
 
 
@@ -286,7 +285,9 @@ def top1(loaded: LoadedRun, size: int, task: Any, model: nn.Module, limit: int) 
     """Of the first pictures, `limit` at most."""
     data = pictures(loaded, size)
     some = torch.utils.data.Subset(data, range(min(limit, len(data))))
-    batches = eval_batches(some, batch=min(16, len(some)), rank=0, world=1, workers=0, pin=False)
+    batches = eval_batches(
+        some, seed=loaded.recipe.seed, split="test", batch=min(16, len(some)), rank=0, world=1, workers=0, pin=False
+    )
     return evaluate(model, batches, task, start_runtime(str(pick_device())), precision="fp32")[TOP1.name]
 
 

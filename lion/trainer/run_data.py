@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch.utils.data import Dataset
-
-from lion.trainer.batches import Batches, StepSampler, eval_batches, train_batches
+from lion.tasks.data import Splits
+from lion.trainer.loader import Batches, StepSampler, eval_batches, train_batches
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime
 
 
-class Splits(NamedTuple):
-    """The data sets of a run; samples are dicts of tensors."""
+class RunData:
+    """`train` and `val` in batches, as the plan wants them; `workers` are loader processes."""
 
-    train: Dataset
-    val: Dataset
-    workers: int
-    repeats: int = 1
-
-
-class Loaders:
-    """Batches of both splits, as the plan wants them."""
-
-    def __init__(self, splits: Splits, plan: Plan, runtime: Runtime) -> None:
+    def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, *, workers: int = 0) -> None:
         self.splits, self.plan = splits, plan
         self.place = {"rank": runtime.rank, "world": runtime.world}
         self.loading: dict[str, Any] = {
-            "workers": splits.workers,
+            "collate": splits.collate,
+            "workers": workers,
             "pin": runtime.device.type == "cuda",
             "faults": plan.trainer.faults,
             "device": runtime.device,
@@ -43,12 +34,14 @@ class Loaders:
             seed=plan.seed,
             start=start,
             total=plan.total,
-            repeats=self.splits.repeats,
+            order=self.splits.order,
             **self.place,
         )
 
     def train(self, start: int) -> Batches:
+        """From step `start` on, across epochs."""
         return train_batches(self.splits.train, self.sampler(start), **self.loading)
 
     def val(self) -> Batches:
-        return eval_batches(self.splits.val, batch=self.plan.micro, **self.place, **self.loading)
+        noise = {"seed": self.plan.seed, "split": "val"}
+        return eval_batches(self.splits.val, batch=self.plan.micro, **noise, **self.place, **self.loading)
