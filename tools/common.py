@@ -22,7 +22,7 @@ from torch import nn
 import data
 from data.base import DataSet
 from lion.config import ConfigError, nearest
-from lion.layers.attention import set_form
+from lion.layers.mixer import set_form
 from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task

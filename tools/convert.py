@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from lion.config import ConfigError
-from lion.layers.mixers import SOFTMAX
-from lion.layers.scans import AS_THEY_STAND
+from lion.layers import SOFTMAX
+from lion.layers.layout import AS_THEY_STAND
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import ENVIRONMENT, RECIPE, build_on_meta, check_weights
 from lion.tasks.data import numbered

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lion.layers.mixers import MIXERS
+from lion.layers import MIXERS
 from lion.ops import linear_attention
 from tests.helpers import ROOT, refuse
 from tools.bench import child, ops

@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.config import ConfigError
-from lion.layers.attention import LionAttention
-from lion.layers.mixers import MIXERS
+from lion.layers import MIXERS, LionAttention
 from lion.ops import linear_attention, reference_attention
 from lion.ops.features import apply_feature_map
 from lion.trainer.runtime import cpu_name

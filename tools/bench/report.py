@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lion.layers.mixers import MIXERS
+from lion.layers import MIXERS
 from lion.trainer.checkpoint import save_text, write_atomic
 from tools.bench.rows import SCHEMA, digits, pipes, read_report
 from tools.common import table
