@@ -1,12 +1,12 @@
 """Masked, scaled linear attention in its exact forms, behind one entry."""
 
+from lion.ops.api import FORMS, NORMALIZE, linear_attention, linear_attention_parts, resolve_form
 from lion.ops.arguments import check_masks, no_autocast
-from lion.ops.attention import FORMS, NORMALIZE, linear_attention, linear_attention_parts, resolve_form
 from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS
+from lion.ops.multiscan import SCAN_MERGES, multi_scan_attention
 from lion.ops.reference import reference_attention
 from lion.ops.rnn import State, initial_state
 from lion.ops.rotary import rope_frequencies, rotary_angles, rotate
-from lion.ops.scans import SCAN_MERGES, multi_scan_attention
 from lion.ops.streaming import prefill, step
 
 __all__ = [

@@ -22,7 +22,7 @@ from lion.ops.arguments import sum_dtype
 from lion.ops.decay import Direction, decay, exp_where, make_directions, read_and_write
 from lion.ops.features import apply_feature_map
 from lion.ops.full import pair_scores
-from lion.ops.halving import vector_scores
+from lion.ops.vector_scores import vector_scores
 
 Wrap = Callable[[Callable], Callable]  # what is done to the function that is called for every piece
 

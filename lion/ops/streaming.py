@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lion.ops.api import NORMALIZE, check_pairs, default_scale, finish, linear_attention, separate_rowsum
 from lion.ops.arguments import (
     as_lanes,
     as_runs,
@@ -16,7 +17,6 @@ from lion.ops.arguments import (
     mismatch,
     no_autocast,
 )
-from lion.ops.attention import NORMALIZE, check_pairs, default_scale, finish, linear_attention, separate_rowsum
 from lion.ops.decay import DECAY_CONVENTIONS, Clock, decay, prefix_sums, read_and_write
 from lion.ops.delta import delta_advance, delta_scan
 from lion.ops.features import apply_feature_map, check_feature_map

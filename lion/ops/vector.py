@@ -11,8 +11,8 @@ from lion.ops import chunk
 from lion.ops.chunk import Entering
 from lion.ops.decay import FORGOTTEN, Clock, exp_where, prefix_sums
 from lion.ops.full import pad_run, weighted_parts
-from lion.ops.halving import FACTORS, fold_both, lambdas, missing_of, pad, vector_scores
 from lion.ops.rnn import State
+from lion.ops.vector_scores import FACTORS, fold_both, lambdas, missing_of, pad, vector_scores
 
 
 def full_vector_parts(

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lion.ops.api import check_names, default_scale, finish, linear_attention_parts, resolve_form
 from lion.ops.arguments import as_lanes, check_gates, check_masks, check_tokens, choice, no_autocast, sum_dtype
-from lion.ops.attention import check_names, default_scale, finish, linear_attention_parts, resolve_form
 from lion.ops.decay import hold, make_directions, pair_mask
 from lion.ops.full import aligned, weighted_parts
 from lion.ops.rnn import Tokens
