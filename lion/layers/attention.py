@@ -28,8 +28,8 @@ from lion.ops import (
     rotary_angles,
     step,
 )
-from lion.ops.arguments import check_chunk_size
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
+from lion.ops.settings import check_chunk_size
 
 ALTERNATING = "alternating"  # forward in the first block, backward in the second, and so on (Table 16)
 NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
