@@ -146,7 +146,7 @@ def flush_denormals(decay: Tensor) -> Tensor:
 
 
 def halvings_of(length: int) -> int:
-    """How often `length` is halved to_end a block is short."""
+    """How often `length` is halved until a block is short."""
     return (-(-length // SHORT_BLOCK) - 1).bit_length()
 
 
