@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from lion.tasks import TASKS, Task
 from lion.trainer.config import Plan
 from lion.trainer.faults import RunError, full_disk, refusal
 
+PATIENCE = 10  # seconds in which a launcher ends the other processes of one that has failed
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
@@ -189,7 +191,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     """Run a command's `main` and exit: 2 with one line for bad input, 1 with one for a run that cannot go on or a
     system that refuses, 130 when interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in argv
+    debug, launched = "--debug" in argv, "TORCHELASTIC_RUN_ID" in os.environ
     if debug:
         argv.remove("--debug")
     stand_streams()
@@ -209,6 +211,9 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         code = 141
     except Exception as error:  # printed here: a traceback kept for the interpreter's end keeps loader workers alive
         line, rank = one_line(error), os.environ.get("RANK")
+        if launched and rank != "0":  # what all processes meet, the first says: the launcher ends the others here
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(PATIENCE)
         if line is None and rank is not None and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore")):
             line = f"process {rank} has lost the others"
         if line is None or debug:
@@ -222,7 +227,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     except OSError:  # what could not be printed would fail again at the interpreter's end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     # PyTorch may abort a launched process as it is taken down, its work done: it leaves without that
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if launched:
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)

@@ -61,12 +61,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--processes", type=count, help="on this machine (default: one a visible GPU)")
     args = parser.parse_intermixed_args(argv)
     recipe = resolve(args.recipe, args.overrides)
-    launched = "RANK" in os.environ  # by torchrun, below
-    if not launched:
+    launched, first = "RANK" in os.environ, from_launcher("RANK", 0) == 0
+    if first:
         check_unlocked(recipe.folder)
-        if not args.fresh and finished(recipe):
-            return 0
+    if not launched and not args.fresh and finished(recipe):
+        return 0
     world = from_launcher("WORLD_SIZE", 0) or args.processes or process_count(recipe)
+    if world > 1 and not launched:  # what is refused beyond this, those who train find out
+        if recipe.trainer.device != "auto":
+            check_device(recipe.trainer.device, world)
+        flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
+        return launch(world, [args.recipe, *args.overrides, *flags])
     splits = build_data(recipe, cached=True)
     plan = make_plan(recipe, samples=len(splits.train), world=world)
     task = make_task(recipe, splits.info)
@@ -74,23 +79,17 @@ def main(argv: list[str]) -> int:
     model = task.build_model(recipe.model)
     if recipe.init_from is not None:
         init_from(model, recipe.init_from, splits.info)
-    if not launched:
+    if first:
         check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
         if not args.fresh:
             check_checkpoint(recipe.folder, model)
-    runtime = None
-    if launched or world == 1:
-        runtime = start_runtime(
-            recipe.trainer.device, deterministic=recipe.trainer.deterministic, matmul=recipe.trainer.matmul
-        )
-    elif recipe.trainer.device != "auto":
-        check_device(recipe.trainer.device, world)
-    if args.fresh:  # all that can be refused has been
-        set_aside(recipe.folder)
-    if runtime is None:
-        return launch(world, [args.recipe, *args.overrides, *(["--no-eval"] if args.no_eval else [])])
+    runtime = start_runtime(
+        recipe.trainer.device, deterministic=recipe.trainer.deterministic, matmul=recipe.trainer.matmul
+    )
     lock = None
     if runtime.main:
+        if args.fresh:  # all that can be refused has been, in every process
+            set_aside(recipe.folder)
         start_folder(recipe.folder)
         lock = lock_run(recipe.folder)
         describe_folder(recipe)
@@ -133,7 +132,7 @@ def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:
 
 
 def check_checkpoint(folder: Path, model: nn.Module) -> None:
-    """Refuse a run that cannot go on, before anything is written there or another process is started."""
+    """Refuse a run that cannot go on, before anything is written there."""
 
     def read(found: Checkpoint) -> None:
         if not found.sharded:

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from lion.config import ConfigError
+from lion.config import ConfigError, to_dict
 from lion.runs import open_run
 from lion.trainer.checkpoint import newest, steps_of
 from lion.trainer.runtime import missing_compiler
 from tests.helpers import ROOT, command, refuse, state_of, tiny_recipe
 from tests.trainer.helpers import lines, train
 from tools import consolidate
+from tools import train as tools_train
+from tools.common import resolve
 from tools.soak import descendants, differing
 
 pytest.importorskip("sklearn")
@@ -79,6 +82,37 @@ def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     assert "bit for bit" in again.stderr
     assert not differing(state_of(tmp_path / "runs" / "peace"), state_of(folder))
     assert lines(folder)[-1]["step"] == 60
+
+
+def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
+    """What each process makes for itself, the process that only starts them does not make as well."""
+    path, folder, calls = tiny_recipe(tmp_path), tmp_path / "runs" / "tiny", []
+    folder.mkdir(parents=True)
+    for name in ("build_data", "make_plan", "make_task", "start_runtime", "set_aside"):
+        monkeypatch.setattr(tools_train, name, lambda *args, name=name, **kwargs: pytest.fail(name))
+    monkeypatch.setattr(tools_train, "launch", lambda *call: calls.append(call) or 0)
+    assert tools_train.main([str(path), "seed=2", "--processes", "2", "--fresh", "--no-eval"]) == 0
+    assert calls == [(2, [str(path), "seed=2", "--fresh", "--no-eval"])]
+    with pytest.raises(ConfigError, match=r"trainer\.device: 'cuda:77' is not available"):
+        tools_train.main([str(path), "--processes", "2", "trainer.device=cuda:77"])
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(to_dict(resolve(path, ["seed=1"]))))
+    with pytest.raises(ConfigError, match="holds a run of another recipe, differing in seed: 1 -> 0"):
+        tools_train.main([str(path), "--processes", "2"])
+    assert len(calls) == 1
+
+
+def test_what_all_processes_refuse_is_said_once_and_before_anything_is_set_aside(tmp_path):
+    path, runs = tiny_recipe(tmp_path), tmp_path / "runs"
+    flags = ("--fresh", "--no-eval")
+    (runs / "tiny").mkdir(parents=True)
+    (runs / "tiny" / "mine.txt").touch()
+    gone = command("train", path, *flags, "--processes", 4, "data.name=imagefolder", f"data.root={tmp_path / 'gone'}")
+    assert gone.returncode == 2 and gone.stdout == ""
+    assert gone.stderr.count("\n") == 1 and gone.stderr.startswith("error: data set 'imagefolder': no folder")
+    assert [f.name for f in runs.iterdir()] == ["tiny"] and (runs / "tiny" / "mine.txt").exists()
+    done = command("train", path, *flags, "--processes", 2)
+    assert done.returncode == 0 and "the earlier run is kept as" in done.stdout, done.stderr
+    assert (runs / "tiny.old1" / "mine.txt").exists() and steps_of(runs / "tiny", "last")
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
