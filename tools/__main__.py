@@ -6,7 +6,8 @@ import importlib
 import sys
 
 from lion.config import ConfigError, nearest
-from tools.common import RECIPES, run_command, shipped_recipes
+from tools.cli import run_command
+from tools.compose import RECIPES, shipped_recipes
 
 COMMANDS = {
     "train": "tools.train",

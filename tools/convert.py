@@ -38,7 +38,8 @@ from lion.runs import ENVIRONMENT, RECIPE, build_on_meta, check_weights
 from lion.tasks.base import numbered
 from lion.trainer.checkpoint import STATE, digest, load_state, save_json, save_text, scratch_folder, seal, sync
 from lion.trainer.runtime import environment
-from tools.common import Parser, describe_data, make_task, resolve, run_command
+from tools.cli import Parser, run_command
+from tools.compose import describe_data, make_task, resolve
 
 NAMES = (  # theirs, ours, and the sign: their selective decay is 1 - sigmoid(W x + b), ours sigmoid(W x + b)
     (r"patch_embed\.proj\.(\w+)", r"patch.\1", 1),

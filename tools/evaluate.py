@@ -25,7 +25,8 @@ from lion.trainer.batches import Batches, eval_batches
 from lion.trainer.evaluate import evaluate
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import allocated_beyond
-from tools.common import Parser, build_data, choose_form, count, loader_workers, resolve_run, run_command, table
+from tools.cli import Parser, choose_form, count, run_command, table
+from tools.compose import build_data, loader_workers, resolve_run
 
 DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
 SMALL = 2**28  # bytes of a split that is loaded ahead, so that reading is not timed

@@ -19,7 +19,8 @@ from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import open_run
 from lion.trainer.runtime import compile_blocks
-from tools.common import Parser, choose_form, count, resolve_run, run_command, table
+from tools.cli import Parser, choose_form, count, run_command, table
+from tools.compose import resolve_run
 
 SIZES = (1, 8, 64)  # of batches: few, so that compiled code comes out of Inductor's cache
 

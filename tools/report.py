@@ -23,7 +23,8 @@ from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, fin
 from lion.tasks import TASKS
 from lion.trainer.checkpoint import save_text, write_atomic
 from tools.bench.rows import pipes
-from tools.common import RECIPES, Parser, resolve, resolve_run, run_command, table
+from tools.cli import Parser, run_command, table
+from tools.compose import RECIPES, resolve, resolve_run
 
 CLAIMS = (  # what the paper says is better, in names of `label`: Table 16, multi-scan rows of Table 2, Tables 13 and 14
     ("lion_s", "lion_s alternating"),

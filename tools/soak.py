@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from lion.config import ConfigError
 from lion.trainer.checkpoint import FOLDER, load_state, newest, save_text
-from tools.common import Parser, count, resolve, run_command
+from tools.cli import Parser, count, run_command
+from tools.compose import resolve
 
 EVERY = ("trainer.save_every=3", "trainer.eval_every=50", "trainer.log_every=1", "trainer.compile=false")
 TRAINING = 2.0  # seconds of training before the latest kill

@@ -38,17 +38,8 @@ from lion.trainer.runtime import (
     start_runtime,
 )
 from tools import evaluate
-from tools.common import (
-    Parser,
-    build_data,
-    count,
-    describe_warmup,
-    loader_workers,
-    make_task,
-    process_count,
-    resolve,
-    run_command,
-)
+from tools.cli import Parser, count, run_command
+from tools.compose import build_data, describe_warmup, loader_workers, make_task, process_count, resolve
 from tools.launch import launch
 
 

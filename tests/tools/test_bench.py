@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lion.config import ConfigError
 from lion.layers.mixers import MIXERS
 from lion.ops import linear_attention
 from tests.helpers import ROOT, refuse
@@ -20,7 +21,6 @@ from tools.bench import child, ops
 from tools.bench import report as bench_report
 from tools.bench.floors import Size, floor, flops, traffic
 from tools.bench.report import Report, crossing, crossovers
-from tools.common import ConfigError
 
 RATES = {"flops": 1e9, "bytes": 1e9}
 JOB = ops.Job(

@@ -45,7 +45,7 @@ def test_softmax_and_the_floor_stand_beside_the_recipes():
         "lion_s": "lion_s",
         "lion_d multiscan": "lion_d",
     }
-    softmax = models["softmax"][0].model
+    softmax = models["softmax"][0].model.resolved()
     assert softmax.position_embedding and softmax.readout == "cls" and softmax.dim == 12
     assert all(task.info.size == (32, 32) for _, task in models.values())
 
@@ -54,7 +54,7 @@ def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
     names = ("lion_lit", "linear", "linear_feature_map", "linear_positions", "softmax_no_positions", "lion_s_forward")
     models = train.models(replace(JOB, recipes=tuple(str(ROOT / f"recipes/cifar100_{n}.yaml") for n in names)))
     assert len(models) == 2 + len(names)
-    assert not models["softmax without positions"][0].model.position_embedding
+    assert models["softmax without positions"][0].model.position_embedding is False
 
 
 def test_the_floor_has_everything_but_the_mixing():
@@ -156,7 +156,7 @@ def test_a_model_at_another_size_keeps_its_weights(run):
     own, grown = loaded.model.state_dict(), larger.state_dict()
     assert all(torch.equal(own[name], grown[name]) for name in own if name != "position")
     assert grown["position"].shape == (1, 37, 16)
-    assert inference.resized(loaded, 8, "softmax")[1].readout == "cls"
+    assert inference.resized(loaded, 8, "softmax")[1].config.readout == "cls"
 
 
 @pytest.mark.parametrize(

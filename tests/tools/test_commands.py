@@ -16,7 +16,8 @@ import lion
 from lion.config import ConfigError
 from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
-from tools.common import build_data, loader_workers, resolve, run_command
+from tools.cli import run_command
+from tools.compose import build_data, loader_workers, resolve
 from tools.evaluate import forms_to_measure
 from tools.show import activation_bytes, listing, mixer_rows, show
 
@@ -168,7 +169,7 @@ def test_the_readme_lists_every_mixer_and_what_it_leaves_out():
 
 
 def test_activation_estimate_follows_the_batch(tmp_path):
-    from tools.common import describe_data, make_task, resolve
+    from tools.compose import describe_data, make_task, resolve
 
     recipe = resolve(tiny_recipe(tmp_path))
     task = make_task(recipe, describe_data(recipe)[0])

@@ -9,7 +9,7 @@ import pytest
 from lion.config import ConfigError
 from tests.helpers import here, refuse, tiny_recipe
 from tools import report
-from tools.report import claim_table, group, label, load, paper, place, result_table, verdict
+from tools.report import claim_table, group, load, paper, place, result_table, verdict
 
 KINDS = {
     "softmax": {"mixer": "softmax"},
@@ -176,7 +176,7 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
 def test_labels_tell_merges_apart(runs):
     recipe = load(str(runs / "lion_s_multiscan0")).recipe
     recipe.model.attention.scan_merge = "outputs"
-    assert label(recipe) == "lion_s multiscan (outputs)" and report.place(label(recipe))[0] == 3
+    assert recipe.model.label() == "lion_s multiscan (outputs)" and report.place(recipe.model.label())[0] == 3
     recipe = load(str(runs / "lion_s_forward0")).recipe
     recipe.model.position_embedding, recipe.model.attention.decay_convention = True, "source"
-    assert label(recipe) == "lion_s forward with positions source decay convention"
+    assert recipe.model.label() == "lion_s forward with positions source decay convention"

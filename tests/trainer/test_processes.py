@@ -21,7 +21,7 @@ from tests.helpers import ROOT, command, refuse, state_of, tiny_recipe
 from tests.trainer.helpers import lines, train
 from tools import consolidate
 from tools import train as tools_train
-from tools.common import resolve
+from tools.compose import resolve
 from tools.soak import descendants, differing
 
 pytest.importorskip("sklearn")

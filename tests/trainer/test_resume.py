@@ -24,7 +24,7 @@ from lion.trainer.faults import RunError
 from lion.trainer.resume import promise
 from tests.helpers import state_of, tiny_recipe
 from tests.trainer.helpers import lines, same, train, trainer
-from tools.common import resolve
+from tools.compose import resolve
 from tools.soak import differing
 
 pytest.importorskip("sklearn")

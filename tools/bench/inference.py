@@ -41,7 +41,8 @@ from lion.trainer.runtime import compile_blocks, cpu_name, start_runtime
 from tools.bench.child import Send, check_compiler, first_line, in_a_process, pick_device, say
 from tools.bench.probe import allocated_beyond, free_bytes, time_rounds, warm_up
 from tools.bench.rows import Row, Rows, digits, pipes
-from tools.common import Parser, build_data, count, resolve_run, table
+from tools.cli import Parser, count, table
+from tools.compose import build_data, resolve_run
 
 FORMS = ("full", "blockwise", "chunk", "rnn")
 QUADRATIC = "quadratic"

@@ -36,7 +36,7 @@ from tools.bench.child import Send, check_compiler, first_line, in_a_process, pi
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
 from tools.bench.probe import free_bytes, peak_beyond, step, time_rounds, warm_up
 from tools.bench.report import FORMS, Report
-from tools.common import Parser, count
+from tools.cli import Parser, count
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "gla")  # no decay, a number a head, a number a token, a vector a token
 LOOPS = ("rnn", "blockwise")  # compiled, a loop over the sequence would be unrolled

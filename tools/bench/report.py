@@ -13,7 +13,7 @@ from typing import Any
 from lion.layers.mixers import MIXERS
 from lion.trainer.checkpoint import save_text, write_atomic
 from tools.bench.rows import SCHEMA, digits, pipes, read_report
-from tools.common import table
+from tools.cli import table
 
 FORMS = ("full", "chunk", "rnn", "blockwise")
 PASSES = {"forward": "Forward", "both": "Forward and backward"}

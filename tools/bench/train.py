@@ -32,7 +32,8 @@ from lion.trainer.runtime import MATMUL, compile_blocks, cpu_name
 from tools.bench.child import Send, check_compiler, in_a_process, pick_device, say
 from tools.bench.probe import peak_beyond, time_rounds, warm_up
 from tools.bench.rows import Rows, digits, pipes
-from tools.common import Parser, count, describe_data, make_task, resolve, table
+from tools.cli import Parser, count, table
+from tools.compose import describe_data, make_task, resolve
 
 FLOOR = "without a mixer"
 SETTING = ("device", "threads", "precision", "matmul", "compiled", "shape", "size", "batch")
