@@ -23,8 +23,8 @@ from lion.runs import LoadedRun, count_parameters, find_run, open_run
 from lion.tasks.base import Batch, check_same_data, to_device
 from lion.trainer.batches import Batches, eval_batches
 from lion.trainer.evaluate import evaluate
+from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
-from tools.bench.probe import allocated_beyond
 from tools.cli import Parser, choose_form, count, run_command, table
 from tools.compose import build_data, loader_workers, resolve_run
 
@@ -125,7 +125,7 @@ def measure(
             return loaded.task.evaluate(loaded.model, first)[1]
 
     once()  # compiles, and is not timed
-    peak = allocated_beyond(once, runtime.device)
+    peak = tensor_peak(once, runtime.device)
     outputs: list[torch.Tensor] = []
     collect = {"collect": lambda out: outputs.append(out.cpu())}
     started = time.perf_counter()

@@ -23,6 +23,7 @@ from lion.trainer.config import Plan
 from lion.trainer.evaluate import all_finite, decay_values, evaluate
 from lion.trainer.faults import FiniteGuard, RunError, divergence_advice, explain
 from lion.trainer.log import RunLog, Window
+from lion.trainer.memory import peak_so_far
 from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
 from lion.trainer.resume import Checkpointer, Clock, promise
@@ -31,7 +32,6 @@ from lion.trainer.runtime import (
     catch_signals,
     circumstances,
     compile_blocks,
-    peak_memory,
     random_state,
     restore_random_state,
     seed_everything,
@@ -239,7 +239,7 @@ class Trainer:
             "gradient_norm": norm.item(),
             f"{unit}_per_second": rate,
             "data_wait_share": window.waited / seconds,
-            "memory_mib": peak_memory(self.runtime.device) / 2**20,
+            "memory_mib": peak_so_far(self.runtime.device) / 2**20,
             "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         }
         faults = self.faults()

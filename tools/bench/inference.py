@@ -37,9 +37,10 @@ from lion.tasks.base import check_same_data
 from lion.trainer.batches import eval_batches
 from lion.trainer.checkpoint import write_atomic
 from lion.trainer.evaluate import evaluate
+from lion.trainer.memory import free_bytes, tensor_peak
 from lion.trainer.runtime import compile_blocks, cpu_name, start_runtime
 from tools.bench.child import Send, check_compiler, first_line, in_a_process, pick_device, say
-from tools.bench.probe import allocated_beyond, free_bytes, time_rounds, warm_up
+from tools.bench.probe import time_rounds, warm_up
 from tools.bench.rows import Row, Rows, digits, pipes
 from tools.cli import Parser, count, table
 from tools.compose import build_data, resolve_run
@@ -205,7 +206,7 @@ def measure(job: Job, send: Send) -> None:
         send({"kind": "note", "text": f"{variant}: {'compiling' if compiled else 'warming up'}"})
         try:
             warm_up(once, device)
-            row = {"peak_bytes": allocated_beyond(once, device)}
+            row = {"peak_bytes": tensor_peak(once, device)}
             row["mixer_bytes"] = mixer_peak(model, images, device, compiled)
             row["top1"] = top1(loaded, job.size, task, model, job.top1) if job.top1 and variant == trained else None
         except (RuntimeError, ConfigError) as error:
@@ -271,7 +272,7 @@ def mixer_peak(model: nn.Module, images: torch.Tensor, device: torch.device, com
                 return mix(x, q, k, v, grid, None, None)
 
         once()
-        return allocated_beyond(once, device)
+        return tensor_peak(once, device)
 
 
 def pictures(loaded: LoadedRun, size: int) -> torch.utils.data.Dataset:

@@ -31,10 +31,11 @@ from lion.layers.attention import LionAttention
 from lion.layers.mixers import MIXERS
 from lion.ops import linear_attention, reference_attention
 from lion.ops.features import apply_feature_map
+from lion.trainer.memory import free_bytes, process_peak
 from lion.trainer.runtime import cpu_name
 from tools.bench.child import Send, check_compiler, first_line, in_a_process, pick_device, say
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
-from tools.bench.probe import free_bytes, peak_beyond, step, time_rounds, warm_up
+from tools.bench.probe import step, time_rounds, warm_up
 from tools.bench.report import FORMS, Report
 from tools.cli import Parser, count
 
@@ -282,7 +283,7 @@ def time_length(
         try:
             once, out = step(run, used, which)
             warm_up(once, device)
-            peak = peak_beyond(once, device)
+            peak = process_peak(once, device)
         except Exception as error:
             send(note(job, f"not timed ({which}): {first_line(error)}", failed=True, variant=variant, **where))
             continue

@@ -27,10 +27,11 @@ from lion.layers.mixers import SOFTMAX
 from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
+from lion.trainer.memory import process_peak
 from lion.trainer.optim import make_optimizer
 from lion.trainer.runtime import MATMUL, compile_blocks, cpu_name
 from tools.bench.child import Send, check_compiler, in_a_process, pick_device, say
-from tools.bench.probe import peak_beyond, time_rounds, warm_up
+from tools.bench.probe import time_rounds, warm_up
 from tools.bench.rows import Rows, digits, pipes
 from tools.cli import Parser, count, table
 from tools.compose import describe_data, make_task, resolve
@@ -190,7 +191,7 @@ def measure(job: Job, send: Send) -> None:
             "batch": batch,
             "tokens": tokens,
             "parameters": count_parameters(model),
-            "peak_bytes": peak_beyond(runs[name], device),
+            "peak_bytes": process_peak(runs[name], device),
             "torch": torch.__version__,
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": job.command,
