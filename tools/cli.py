@@ -149,6 +149,11 @@ def one_line(error: Exception) -> str | None:
     return f"error: {str(error).splitlines()[0]}" if full_disk(error) else None
 
 
+def say(text: str) -> None:
+    """News for whoever waits; results go to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """A plain text table: first column left, the others right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]

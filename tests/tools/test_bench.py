@@ -17,7 +17,8 @@ from lion.config import ConfigError
 from lion.layers.mixers import MIXERS
 from lion.ops import linear_attention
 from tests.helpers import ROOT, refuse
-from tools.bench import child, ops
+from tools import processes
+from tools.bench import ops
 from tools.bench import report as bench_report
 from tools.bench.floors import Size, floor, flops, traffic
 from tools.bench.report import Report, crossing, crossovers
@@ -259,7 +260,7 @@ def test_ctrl_c_while_a_process_starts_is_not_lost(ctrl_c, monkeypatch):
 
     monkeypatch.setattr(kind, "start", start_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        child.in_a_process(sleepy, None, print)
+        processes.in_a_process(sleepy, None, print)
     started[0].join(10)
     assert started[0].exitcode == -signal.SIGTERM
 
@@ -281,8 +282,8 @@ def test_ctrl_c_keeps_what_was_measured(ctrl_c, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_dies_or_raises_is_one_line():
-    assert child.in_a_process(die, JOB, print) == "its process ended with code 3"
-    assert child.in_a_process(fail, JOB, print) == "no such thing"
+    assert processes.in_a_process(die, JOB, print) == "its process ended with exit code 3"
+    assert processes.in_a_process(fail, JOB, print) == "no such thing"
 
 
 def die(job, send):

@@ -22,7 +22,8 @@ from tests.trainer.helpers import lines, train
 from tools import consolidate
 from tools import train as tools_train
 from tools.compose import resolve
-from tools.soak import descendants, differing
+from tools.processes import descendants
+from tools.soak import differing
 
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.slow

@@ -20,7 +20,6 @@ import importlib
 import shlex
 import statistics
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,12 +37,12 @@ from lion.trainer.batches import eval_batches
 from lion.trainer.checkpoint import write_atomic
 from lion.trainer.evaluate import evaluate
 from lion.trainer.memory import free_bytes, tensor_peak
-from lion.trainer.runtime import compile_blocks, cpu_name, start_runtime
-from tools.bench.child import Send, check_compiler, first_line, in_a_process, pick_device, say
-from tools.bench.probe import time_rounds, warm_up
+from lion.trainer.runtime import compile_blocks, start_runtime
+from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.bench.rows import Row, Rows, digits, pipes
-from tools.cli import Parser, count, table
+from tools.cli import Parser, count, say, table
 from tools.compose import build_data, resolve_run
+from tools.processes import Send, first_line, in_a_process
 
 FORMS = ("full", "blockwise", "chunk", "rnn")
 QUADRATIC = "quadratic"
@@ -221,14 +220,12 @@ def measure(job: Job, send: Send) -> None:
             "size": job.size,
             "tokens": tokens,
             "batch": job.batch,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
+            "device": device_name(),
             "threads": job.threads,
             "compiled": not job.eager,
             **row,
             "matrix_bytes": matrix,
-            "torch": torch.__version__,
-            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": job.command,
+            **stamp(job.command),
         }
     times = time_rounds(runs, job.rounds, job.seconds, device)
     base = times.get(Variant(SOFTMAX))

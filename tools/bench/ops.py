@@ -18,7 +18,6 @@ import shlex
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +31,11 @@ from lion.layers.mixers import MIXERS
 from lion.ops import linear_attention, reference_attention
 from lion.ops.features import apply_feature_map
 from lion.trainer.memory import free_bytes, process_peak
-from lion.trainer.runtime import cpu_name
-from tools.bench.child import Send, check_compiler, first_line, in_a_process, pick_device, say
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
-from tools.bench.probe import step, time_rounds, warm_up
+from tools.bench.probe import check_compiler, device_name, pick_device, stamp, step, time_rounds, warm_up
 from tools.bench.report import FORMS, Report
-from tools.cli import Parser, count
+from tools.cli import Parser, count, say
+from tools.processes import Send, first_line, in_a_process
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "gla")  # no decay, a number a head, a number a token, a vector a token
 LOOPS = ("rnn", "blockwise")  # compiled, a loop over the sequence would be unrolled
@@ -68,9 +66,8 @@ class Job:
 
     def about(self) -> dict[str, Any]:
         """What has to be the same for two measurements to stand in one table."""
-        cuda = torch.cuda.is_available()
         return {
-            "device": torch.cuda.get_device_name() if cuda else cpu_name(),
+            "device": device_name(),
             "threads": self.threads,
             "dtype": self.dtype,
             "heads": self.heads,
@@ -303,9 +300,7 @@ def time_length(
             "flops": work,
             "bytes": moved,
             **floor(work, moved, job.rates),
-            "torch": torch.__version__,
-            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": job.command,
+            **stamp(job.command),
         }
     if SDPA not in runs or len(runs) == 1:
         return []

@@ -1,15 +1,40 @@
-"""Time of calls: warm-up, interleaved rounds, the clock of the device."""
+"""Where measurements run, and the time of calls: warm-up, interleaved rounds, the clock of the device."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from datetime import datetime
 
 import torch
 from torch import Tensor
 
+from lion.config import ConfigError
+from lion.trainer.runtime import cpu_name, missing_compiler
+
 WARM_UP, FEWEST = 3, 3  # calls; rounds, however long they take
 LONG = 10.0  # seconds of a call that needs no further warm-up
+
+
+def check_compiler(eager: bool) -> None:
+    """Raises ConfigError: There is no compiler, and compiled code is to be timed."""
+    missing = missing_compiler()
+    if missing and not eager:
+        raise ConfigError(f"bench: {missing}, or add --eager")
+
+
+def pick_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+
+
+def stamp(command: str) -> dict[str, str]:
+    """Of a measurement: what was typed, when, with which PyTorch."""
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"torch": torch.__version__, "date": now, "command": command}
 
 
 def step(run: Callable, tensors: dict[str, Tensor], which: str) -> tuple[Callable[[], object], Tensor]:

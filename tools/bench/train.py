@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,12 @@ from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from lion.trainer.memory import process_peak
 from lion.trainer.optim import make_optimizer
-from lion.trainer.runtime import MATMUL, compile_blocks, cpu_name
-from tools.bench.child import Send, check_compiler, in_a_process, pick_device, say
-from tools.bench.probe import time_rounds, warm_up
+from lion.trainer.runtime import MATMUL, compile_blocks
+from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.bench.rows import Rows, digits, pipes
-from tools.cli import Parser, count, table
+from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
+from tools.processes import Send, in_a_process
 
 FLOOR = "without a mixer"
 SETTING = ("device", "threads", "precision", "matmul", "compiled", "shape", "size", "batch")
@@ -181,7 +180,7 @@ def measure(job: Job, send: Send) -> None:
         warm_up(runs[name], device)
         rows[name] = {
             "mixer": name,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
+            "device": device_name(),
             "threads": job.threads,
             "precision": precision,
             "matmul": job.matmul,
@@ -192,9 +191,7 @@ def measure(job: Job, send: Send) -> None:
             "tokens": tokens,
             "parameters": count_parameters(model),
             "peak_bytes": process_peak(runs[name], device),
-            "torch": torch.__version__,
-            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": job.command,
+            **stamp(job.command),
         }
     send({"kind": "progress", "text": f"  timing {', '.join(runs)}"})
     times = time_rounds(runs, job.rounds, job.seconds, device)
