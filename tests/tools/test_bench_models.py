@@ -9,13 +9,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from lion.config import ConfigError
 from lion.layers.attention import Attention
 from lion.runs import open_run
 from tests.helpers import ROOT, here, refuse, tiny_recipe
 from tools.bench import inference, train
 from tools.bench.inference import Variant
-from tools.bench.rows import Rows
 
 TINY = ["model.dim=12", "model.depth=2", "model.num_heads=3"]
 JOB = train.Job(
@@ -289,21 +287,3 @@ def test_refusals(run, tmp_path, capsys):
     assert "--sizes: 11 is no multiple of the run's patches of 4, nearest: 12" in line
     assert "no recipe.yaml" in refuse(capsys, "bench", "inference", tmp_path / "none")
     assert "--sizes: expected a whole number" in refuse(capsys, "bench", "inference", run, "--sizes", "8,x")
-
-
-# Rows
-
-
-def test_rows_grow_and_are_replaced(tmp_path):
-    first = Rows.load(tmp_path, "r", ("a", "b"))
-    for a, ms in ((1, 5), (2, 6), (1, 7)):
-        first.add({"a": a, "b": 0, "ms": ms, "date": f"2026-01-0{ms - 4}", "torch": "2", "command": "c"})
-    first.save(lambda report: f"{len(report.rows)}")
-    assert (tmp_path / "r.md").read_text() == "2"
-    again = Rows.load(tmp_path, "r", ("a", "b"))
-    assert [row["ms"] for row in again.rows.values()] == [6, 7] and not again.new
-    assert [[row["a"] for row in rows] for rows in again.groups(("a",))] == [[1], [2]]  # the latest first
-    assert again.commands(again.rows.values()) == "- 2026-01-02, torch 2: `c`\n- 2026-01-03, torch 2: `c`"
-    assert not Rows.load(tmp_path, "r", ("a",), fresh=True).rows
-    with pytest.raises(ConfigError, match="not a report of this command"):
-        Rows.load(tmp_path, "r", ("a", "c"))

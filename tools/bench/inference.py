@@ -16,7 +16,6 @@ Results are added to `reports/inference.md`, `inference.json` and `inference_RUN
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import shlex
 import statistics
 from collections.abc import Callable
@@ -34,15 +33,14 @@ from lion.recipe import Recipe
 from lion.runs import LoadedRun, open_run
 from lion.tasks.base import check_same_data
 from lion.trainer.batches import eval_batches
-from lion.trainer.checkpoint import write_atomic
 from lion.trainer.evaluate import evaluate
 from lion.trainer.memory import free_bytes, tensor_peak
 from lion.trainer.runtime import compile_blocks, start_runtime
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
-from tools.bench.rows import Row, Rows, digits, pipes
 from tools.cli import Parser, count, say, table
 from tools.compose import build_data, resolve_run
 from tools.processes import Send, first_line, in_a_process
+from tools.store import Row, Store, digits, pipes
 
 FORMS = ("full", "blockwise", "chunk", "rnn")
 QUADRATIC = "quadratic"
@@ -100,7 +98,7 @@ def main(argv: list[str]) -> int:
         resized(loaded, size)
     if args.top1:
         pictures(loaded, args.sizes[0])
-    report = Rows.load(args.out, "inference", (*SETTING, "size", "form", "chunk_size"), args.fresh)
+    report = Store(args.out / "inference.json", rows=(*SETTING, "size", "form", "chunk_size")).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
     failed = False
@@ -132,9 +130,9 @@ def main(argv: list[str]) -> int:
                 failed = True
     finally:  # also what was measured before Ctrl-C
         if report.new:
-            report.save(markdown)
+            report.save(markdown(report))
             rows = [row for key, row in report.rows.items() if key in report.new]
-            print(f"{title(rows[0])}\n{table(HEADER, cells(rows))}\n\n{draw(report)}")
+            print(f"{title(rows[0])}\n{table(HEADER, cells(rows))}\n\n{report.files_and(draw(report))}")
     return 1 if failed or not report.new else 0
 
 
@@ -329,7 +327,7 @@ def cells(rows: list[Row]) -> list[list[str]]:
     return out
 
 
-def markdown(report: Rows) -> str:
+def markdown(report: Store) -> str:
     parts = ["# Inference by form and image size", "Written by `./run.sh bench inference`.", __doc__.split("\n\n")[2]]
     for rows in report.groups(SETTING):
         picture = picture_of(report, rows).name
@@ -337,22 +335,20 @@ def markdown(report: Rows) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def picture_of(report: Rows, rows: list[Row]) -> Path:
+def picture_of(report: Store, rows: list[Row]) -> Path:
     return report.path.with_name(f"inference_{rows[0]['run']}.png")
 
 
-def draw(report: Rows) -> str:
-    """Draw what was measured last; returns where everything is."""
-    written = f"written: {report.path.with_suffix('.md')}, {report.path}"
-    try:
-        figure = importlib.import_module("matplotlib.figure").Figure
-    except ImportError:
-        return f"{written}; no picture, which needs matplotlib (pip install matplotlib)"
+def draw(report: Store) -> Path | None:
+    """A picture of what was measured last."""
     rows = report.groups(SETTING)[0]
-    path = picture_of(report, rows)
+    return report.draw(picture_of(report, rows), (16, 4.8), lambda fig: curves(fig, rows))
+
+
+def curves(fig: Any, rows: list[Row]) -> None:
+    """Latency, peak memory and that of one layer, over size."""
     panels = [("ms", 1, "latency, ms"), ("peak_bytes", 2**20, "peak memory, MiB")]
     panels.append(("mixer_bytes", 2**20, "memory of one layer's mixing, MiB"))
-    fig = figure(figsize=(16, 4.8), layout="constrained")
     forms = list(dict.fromkeys(form_of(row) for row in rows))
     for ax, (value, scale, text) in zip(fig.subplots(1, 3), panels):
         for form in forms:
@@ -370,5 +366,3 @@ def draw(report: Rows) -> str:
     handles, labels = ax.get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside right center", frameon=False)
     fig.suptitle(f"{title(rows[0])}, torch {rows[0]['torch']}", fontsize=10)
-    write_atomic(path, lambda file: fig.savefig(file, format="png", dpi=120))
-    return f"{written}, {path}"

@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
     if set(args.form) == {"rnn"} and "forward" not in args.passes:
         raise ConfigError("--pass: 'rnn' is timed in inference only, add forward")
     check_compiler(args.eager)
-    report = Report.load(args.out, args.fresh)
+    report = Report(args.out).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
     job = Job(
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
         rates=measure_rates(pick_device(), getattr(torch, args.dtype), args.heads, args.dim),
         command=shlex.join(["./run.sh", "bench", "ops", *argv]),
     )
-    report.add_rates(job.about(), job.rates)
+    report.add({**job.about(), **job.rates}, "rates")
     say(report.rates_line(job.about()))
     mixers = tuple(MIXERS) if "all" in args.mixer else tuple(m for m in MIXERS if m in args.mixer)
     failed = False
@@ -128,10 +128,10 @@ def main(argv: list[str]) -> int:
             say(f"  {report.line(message)}")
         elif kind == "note":
             failed |= message.pop("failed")
-            report.add_note(message)
+            report.add(message, "notes")
             say(f"  {message['text']}")
         elif kind == "saved":
-            report.save()
+            report.write()
         else:
             say(message["text"])
 
@@ -144,9 +144,9 @@ def main(argv: list[str]) -> int:
                 receive(note(one, problem, failed=True))
     finally:  # also what was measured before Ctrl-C
         if report.new:
-            report.save()
+            report.write()
             print(report.terminal())
-            print(report.draw())
+            print(report.files_and(report.draw_last()))
     if not report.new:
         say("nothing was measured")
     return 1 if failed or not report.new else 0

@@ -30,10 +30,10 @@ from lion.trainer.memory import process_peak
 from lion.trainer.optim import make_optimizer
 from lion.trainer.runtime import MATMUL, compile_blocks
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
-from tools.bench.rows import Rows, digits, pipes
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.processes import Send, in_a_process
+from tools.store import Store, digits, pipes
 
 FLOOR = "without a mixer"
 SETTING = ("device", "threads", "precision", "matmul", "compiled", "shape", "size", "batch")
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)
-    report = Rows.load(args.out, "train", (*SETTING, "mixer"), args.fresh)
+    report = Store(args.out / "train.json", rows=(*SETTING, "mixer")).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
     jobs = [
@@ -108,13 +108,13 @@ def main(argv: list[str]) -> int:
         say(f"{job.size} px")
         problem = in_a_process(measure, job, receive)
         if new:
-            report.save(markdown)
+            report.save(markdown(report))
             print(f"{title(new[0])}\n{table(HEADER, [cells(row) for row in new])}\n")
         if problem:
             say(f"{job.size} px: {problem}")
         failed |= problem is not None or not new
     if report.new:
-        print(f"written: {report.path.with_suffix('.md')}, {report.path}")
+        print(report.files())
     return 1 if failed else 0
 
 
@@ -241,7 +241,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [row["mixer"], f"{row['ratio']:.2f}", digits(row["ms"]), peak]
 
 
-def markdown(report: Rows) -> str:
+def markdown(report: Store) -> str:
     parts = ["# Training steps against softmax", "Written by `./run.sh bench train`.", __doc__.split("\n\n")[2]]
     for rows in report.groups(SETTING):
         parts += [f"## {title(rows[0])}", pipes(HEADER, [cells(row) for row in rows]), report.commands(rows)]
