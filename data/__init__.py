@@ -1,23 +1,27 @@
-"""Data sets: one module each, named as `data.name` in a recipe, with `Config`, `build` and `load_picture`."""
+"""The table of data sets: the recipe's `data.name`, and where its `DataSet` stands; imported when it is asked for."""
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
-from types import ModuleType
 
+from data.base import DataSet
 from lion.config import ConfigError, nearest
 
-HELPERS = ("augment", "common", "pictures", "resident")  # modules that are no data set
+DATASETS = {
+    "cifar10": "data.vision.torchvision_sets.Cifar10",
+    "cifar100": "data.vision.torchvision_sets.Cifar100",
+    "digits": "data.vision.digits.Digits",
+    "fashion_mnist": "data.vision.torchvision_sets.FashionMnist",
+    "hf": "data.vision.hf.HubPictures",
+    "imagefolder": "data.vision.imagefolder.ImageFolder",
+    "imagenet": "data.vision.imagenet.ImageNet",
+    "mnist": "data.vision.torchvision_sets.Mnist",
+}
 
 
-def names() -> list[str]:
-    """The data sets that exist."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in HELPERS)
-
-
-def module(name: str) -> ModuleType:
-    """The module of a data set; only the names listed here are ever imported."""
-    if name not in names():
-        raise ConfigError(f"data.name: {name!r} is no data set, {nearest(name, names())}")
-    return importlib.import_module(f"data.{name}")
+def dataset(name: str) -> type[DataSet]:
+    """The data set of this name; nothing that is not in the table is ever imported."""
+    if name not in list(DATASETS):
+        raise ConfigError(f"data.name: {name!r} is no data set, {nearest(name, DATASETS)}")
+    module, _, kind = DATASETS[name].rpartition(".")
+    return getattr(importlib.import_module(module), kind)

@@ -26,8 +26,8 @@ from lion.config import (
 )
 from lion.models import MODELS
 from lion.tasks import TASKS
-from lion.trainer.batches import steps_per_epoch
 from lion.trainer.config import Plan, TrainerConfig
+from lion.trainer.loader import steps_per_epoch
 from lion.trainer.optim import OptimConfig
 from lion.trainer.schedule import ScheduleConfig, to_seconds, to_steps
 

@@ -14,7 +14,7 @@ from torch import nn
 from lion.config import ConfigError, nearest
 from lion.recipe import Recipe, load_recipe, read_layers
 from lion.tasks import TASKS, Task
-from lion.tasks.base import same_names
+from lion.tasks.data import same_names
 from lion.trainer.checkpoint import Checkpoint, Unusable, load_state, newest, steps_of
 from lion.trainer.runtime import compile_blocks
 

@@ -11,8 +11,9 @@ from lion.layers.decay import FixedDecay, SelectiveDecay, SelectiveVectorDecay
 from lion.layers.mixers import SOFTMAX
 from lion.recipe import dump_recipe, load_recipe, make_plan
 from lion.runs import build_on_meta, count_parameters
+from lion.tasks.data import Splits
 from lion.trainer.checkpoint import newest
-from lion.trainer.loop import Splits, Trainer
+from lion.trainer.loop import Trainer
 from lion.trainer.runtime import start_runtime
 from tests.helpers import ROOT
 from tools.compose import describe_data, make_task, resolve
@@ -183,7 +184,7 @@ def test_two_steps_of_a_shrunken_copy(path, tmp_path):
     model = task.build_model(recipe.model)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     plan = make_plan(recipe, samples=8, world=1)
-    trainer = Trainer(plan, task, model, Splits(Noise(), Noise(), 0), tmp_path, start_runtime("cpu"))
+    trainer = Trainer(plan, task, model, Splits(Noise(), Noise(), None, task.info), tmp_path, start_runtime("cpu"))
     assert trainer.fit() and trainer.step == 2
     assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
     assert newest(tmp_path, "last")

@@ -6,16 +6,16 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import data
-from data.common import DataSplits
+from data.base import DataSet
 from lion.config import ConfigError, nearest
 from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
+from lion.tasks.data import Info, Splits
 from lion.trainer.config import Plan
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -31,7 +31,15 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if Path(os.path.realpath(path)).parent == RECIPES / "base":
         name = Path(path).name
         raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{name}'")
-    return load_recipe(path, overrides, data_config=lambda name: data.module(name).Config)
+    recipe = load_recipe(path, overrides, data_config=lambda name: data.dataset(name).Config)
+    held, task = data.dataset(recipe.data.name).Info, recipe.task.name
+    if not issubclass(held, TASKS[task].Info):
+        fits = [name for name, other in TASKS.items() if issubclass(held, other.Info)]
+        raise ConfigError(
+            f"{path}: data.name: {recipe.data.name!r} holds {held.kind}, task {task!r} learns from "
+            f"{TASKS[task].Info.kind}, {nearest(task, fits)}"
+        )
+    return recipe
 
 
 def shipped_recipes() -> list[str]:
@@ -53,34 +61,36 @@ def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
     return resolve(folder / RECIPE, overrides)
 
 
-def build_data(recipe: Recipe, *, cached: bool = False) -> DataSplits:
+def open_data(recipe: Recipe) -> DataSet:
+    """The recipe's data set; nothing is read yet."""
+    return data.dataset(recipe.data.name)(recipe.data)
+
+
+def build_data(recipe: Recipe, *, cached: bool = False) -> Splits:
     """The recipe's data; `data.cache` is for those who read it again and again."""
-    config = recipe.data
-    if not cached and getattr(config, "cache", None):
-        config = replace(config, cache=None)
-    return data.module(config.name).build(config)
+    return open_data(recipe if cached else replace(recipe, data=recipe.data.uncached())).build()
 
 
-def make_task(recipe: Recipe, info: Any) -> Task:
+def make_task(recipe: Recipe, info: Info) -> Task:
     return TASKS[recipe.task.name](recipe.task, info)
 
 
-def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Any, int, str | None]:
+def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str | None]:
     """(info, training samples, note) of a recipe's data; published figures where the files are absent.
 
     With `look=False` the published figures are enough, and no folder is walked.
     """
-    published = getattr(data.module(recipe.data.name), "published", None)
-    note = None
-    if look or published is None:
-        try:
-            splits = build_data(recipe)
-            return splits.info, len(splits.train), None
-        except ConfigError as error:
-            if published is None:
-                raise
-            note = str(error)
-    return *published(recipe.data), note
+    source = open_data(recipe)
+    if not look and (known := source.published()) is not None:
+        return *known, None
+    try:
+        splits = build_data(recipe)
+    except ConfigError as error:
+        known = source.published()
+        if known is None:
+            raise
+        return *known, str(error)
+    return splits.info, len(splits.train), None
 
 
 def process_count(recipe: Recipe) -> int:
@@ -100,5 +110,5 @@ def loader_workers(recipe: Recipe) -> int:
     """`data.workers`, or what suits: none for data in memory, else a few; no more than there are cores."""
     asked = recipe.data.workers
     if asked is None:
-        asked = getattr(data.module(recipe.data.name), "WORKERS", 4)
+        asked = open_data(recipe).workers
     return min(asked, os.cpu_count() or 1)

@@ -35,7 +35,7 @@ from lion.layers.mixers import SOFTMAX
 from lion.layers.scans import AS_THEY_STAND
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import ENVIRONMENT, RECIPE, build_on_meta, check_weights
-from lion.tasks.base import numbered
+from lion.tasks.data import numbered
 from lion.trainer.checkpoint import STATE, digest, load_state, save_json, save_text, scratch_folder, seal, sync
 from lion.trainer.runtime import environment
 from tools.cli import Parser, run_command

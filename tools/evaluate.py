@@ -20,9 +20,10 @@ from lion.config import ConfigError
 from lion.layers.attention import forms_of
 from lion.ops import FORMS
 from lion.runs import LoadedRun, count_parameters, find_run, open_run
-from lion.tasks.base import Batch, check_same_data, to_device
-from lion.trainer.batches import Batches, eval_batches
+from lion.tasks.base import to_device
+from lion.tasks.data import Batch
 from lion.trainer.evaluate import evaluate
+from lion.trainer.loader import Batches, eval_batches
 from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.cli import Parser, choose_form, count, run_command, table
@@ -83,7 +84,7 @@ def measure_forms(
     forms = forms_to_measure(form, chunk_size, forms_of(loaded.model))
     wanted = [*forms] if ("full", None) in forms else [("full", None), *forms]  # the deviation needs it
     splits = build_data(recipe)
-    check_same_data(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"], splits.info.to_dict())
+    splits.info.check_same(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"])
     split = split or ("val" if splits.test is None else "test")
     dataset = getattr(splits, split)
     if dataset is None:
@@ -91,6 +92,7 @@ def measure_forms(
     runtime = runtime or start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
     how = {"workers": loader_workers(recipe), "faults": recipe.trainer.faults, "device": runtime.device}
+    how |= {"collate": splits.collate, "seed": recipe.seed, "split": split}
     batches: Batches | list[Batch] = eval_batches(dataset, batch=batch, rank=0, world=1, pin=False, **how)
     first = to_device(next(iter(batches)), runtime.device)
     if sum(x.nbytes for x in first.values()) * -(-len(dataset) // batch) < SMALL:

@@ -8,19 +8,15 @@ A file that is no picture is named on stderr; the others are classified, and the
 from __future__ import annotations
 
 import sys
-import warnings
 
 import torch
-from PIL import Image
 
-import data
-from data import pictures
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import open_run
 from lion.trainer.runtime import compile_blocks
 from tools.cli import Parser, choose_form, count, run_command, table
-from tools.compose import resolve_run
+from tools.compose import open_data, resolve_run
 
 SIZES = (1, 8, 64)  # of batches: few, so that compiled code comes out of Inductor's cache
 
@@ -36,11 +32,11 @@ def main(argv: list[str]) -> int:
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
     recipe = resolve_run(loaded.folder)
-    load_picture = data.module(recipe.data.name).load_picture
+    source = open_data(recipe)
     files, read = [], []
     for path in args.files:
         try:
-            read.append(load_picture(recipe.data, loaded.task.info, open_picture(path)))
+            read.append(source.load(path, loaded.task.info))
             files.append(path)
         except ConfigError as error:  # keeps no other file from being classified
             print(f"error: {error}", file=sys.stderr)
@@ -64,16 +60,6 @@ def main(argv: list[str]) -> int:
     ]
     print(table(["file", *(f"top {i + 1}" for i in range(top.values.shape[1]))], rows))
     return code
-
-
-def open_picture(path: str) -> Image.Image:
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return pictures.open_picture(path)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except Exception as error:  # a broken file makes its reader raise anything
-        raise ConfigError(f"{path}: not a readable picture ({type(error).__name__})") from None
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from lion.runs import (
     stored_recipe,
 )
 from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
-from lion.trainer.loop import Splits, Trainer
+from lion.trainer.loop import Trainer
 from lion.trainer.runtime import (
     Runtime,
     check_device,
@@ -93,9 +93,7 @@ def main(argv: list[str]) -> int:
         )
     runtime.agree(None)  # the folder is there, and ours
     seed_everything(recipe.seed + runtime.rank)
-    repeats = getattr(recipe.data, "repeats", 1)
-    loaded = Splits(splits.train, splits.val, loader_workers(recipe), repeats)
-    trainer = Trainer(plan, task, model, loaded, recipe.folder, runtime)
+    trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
     complete, step = trainer.fit(), trainer.step
     if world > 1:
         dist.barrier()

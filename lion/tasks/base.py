@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,69 +11,7 @@ from torch import Tensor, nn
 
 from lion.config import ConfigError
 from lion.models.base import Model
-
-Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class ImageInfo:
-    """What a model must know of image data: (height, width), channels, the classes' names in label order, and the
-    mean and deviation of each channel of pixels in [0, 1]."""
-
-    size: tuple[int, int]
-    channels: int
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> ImageInfo:
-        """Of what `to_dict` gave.
-
-        Raises:
-            LookupError, TypeError, ValueError: Of something else.
-        """
-        size, classes, mean, std = (tuple(values[name]) for name in ("size", "classes", "mean", "std"))
-        counts, colours, channels = (*size, values["channels"]), (*mean, *std), values["channels"]
-        if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in counts):
-            raise ValueError(f"no height, width and channels: {counts}")
-        if not len(mean) == len(std) == channels or not all(isinstance(x, (int, float)) for x in colours):
-            raise ValueError(f"no mean and deviation of {channels} channels: {colours}")
-        return ImageInfo(size, channels, classes, mean, std)
-
-
-def numbered(count: int) -> tuple[str, ...]:
-    """Names of classes that nothing names."""
-    return tuple(f"class {i}" for i in range(count))
-
-
-def same_names(old: Any, new: Any) -> bool:
-    """Whether two lists of classes are the same; those of a converted checkpoint may be only numbered."""
-    return old == new or (old == list(numbered(len(old or ()))) and len(old) == len(new or ()))
-
-
-def check_same_data(whose: str, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse data of other classes or shapes than those that a checkpoint was made with: its labels mean others.
-
-    Raises:
-        ConfigError: What differs.
-    """
-    for name in now:
-        old, new = then.get(name), now[name]
-        if old == new or (name == "classes" and same_names(old, new)):
-            continue
-        if name == "classes":
-            odd = next((i for i, (a, b) in enumerate(zip(old or (), new)) if a != b), None)
-            counts = "number of classes", len(old or ()), len(new)
-            name, old, new = counts if odd is None else (f"class {odd}", old[odd], new[odd])
-        raise ConfigError(f"{whose} is of other data: {name} was {old!r}, and is {new!r} now")
-
-
-class Unreadable(Exception):
-    """A data set's sample cannot be read; the message names its file and the reason."""
+from lion.tasks.data import Batch, Info
 
 
 class Sums(NamedTuple):
@@ -90,11 +27,11 @@ class Task(ABC):
     Config: ClassVar[type]  # the recipe's `task` section
     Model: ClassVar[type[Model]]  # what a model of `MODELS` must be, to be this task's
     default_model: ClassVar[str]  # the one that a recipe without `model.name` means
-    Info: ClassVar[type]  # what the data tells the model
+    Info: ClassVar[type[Info]]  # what the data tells the model
     metric: ClassVar[str]  # the metric that `best` is chosen by; higher is better
     unit: ClassVar[str]  # what a sample is called
 
-    def __init__(self, config: Any, info: Any) -> None:
+    def __init__(self, config: Any, info: Info) -> None:
         self.config, self.info = config, info
 
     @abstractmethod

@@ -16,7 +16,8 @@ from torchvision.utils import make_grid
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.base import ImageClassifier
-from lion.tasks.base import Batch, ImageInfo, Sums, Task, build_or_explain
+from lion.tasks.base import Sums, Task, build_or_explain
+from lion.tasks.data import Batch, ImageInfo
 
 
 @dataclass

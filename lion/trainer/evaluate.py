@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lion.layers.decay import Decay, Gating
-from lion.tasks.base import Batch, Task, to_device
+from lion.tasks.base import Task, to_device
+from lion.tasks.data import Batch
 from lion.trainer.runtime import Runtime
 
 

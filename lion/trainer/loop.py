@@ -9,19 +9,20 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.tasks.base import Batch, Task, check_same_data, to_device
-from lion.trainer.batches import Batches, StepSampler, derive, eval_batches, train_batches
+from lion.tasks.base import Task, to_device
+from lion.tasks.data import Batch, Splits
+from lion.tasks.seeds import derive
 from lion.trainer.config import Plan
 from lion.trainer.evaluate import all_finite, decay_values, evaluate
 from lion.trainer.faults import FiniteGuard, RunError, divergence_advice, explain
+from lion.trainer.loader import Batches, StepSampler, eval_batches, train_batches
 from lion.trainer.log import RunLog, Window
 from lion.trainer.memory import peak_so_far
 from lion.trainer.optim import make_optimizer
@@ -41,15 +42,6 @@ from lion.trainer.schedule import learning_rate
 log = logging.getLogger("lion")
 
 
-class Splits(NamedTuple):
-    """The data sets of a run; samples are dicts of tensors."""
-
-    train: Dataset
-    val: Dataset
-    workers: int
-    repeats: int = 1
-
-
 class Trainer:
     """Trains `model` on `task` into a run folder, resuming from its newest whole checkpoint.
 
@@ -58,13 +50,22 @@ class Trainer:
         task, model, splits: What is learned; `splits.val` chooses `best`.
         folder: Run folder; checkpoints go to `folder/checkpoints`.
         runtime: Device and processes.
+        workers: Loader processes.
     """
 
     def __init__(
-        self, plan: Plan, task: Task, model: nn.Module, splits: Splits, folder: Path, runtime: Runtime
+        self,
+        plan: Plan,
+        task: Task,
+        model: nn.Module,
+        splits: Splits,
+        folder: Path,
+        runtime: Runtime,
+        *,
+        workers: int = 0,
     ) -> None:
         self.plan, self.config = plan, plan.trainer
-        self.task, self.splits, self.folder, self.runtime = task, splits, folder, runtime
+        self.task, self.splits, self.folder, self.runtime, self.workers = task, splits, folder, runtime, workers
         self.model = model.to(runtime.device)
         self.ema = None
         if self.config.ema is not None:
@@ -255,7 +256,7 @@ class Trainer:
         """Measure `val` where this step's turn has not been taken; False when a signal cut it short."""
         if not self.evaluation_due:
             return True
-        loader, first = self.eval_batches(self.splits.val), []
+        loader, first = self.eval_batches("val"), []
 
         def batches() -> Iterator[Batch]:
             for batch in loader:
@@ -289,13 +290,14 @@ class Trainer:
                 self.best = best
         return True
 
-    def eval_batches(self, split: Dataset) -> Batches:
+    def eval_batches(self, split: str) -> Batches:
         where = {"rank": self.runtime.rank, "world": self.runtime.world}
-        return eval_batches(split, batch=self.plan.micro, **where, **self.loading())
+        noise = {"seed": self.plan.seed, "split": split}
+        return eval_batches(getattr(self.splits, split), batch=self.plan.micro, **noise, **where, **self.loading())
 
     def loading(self) -> dict[str, Any]:
-        workers, faults = self.splits.workers, self.config.faults
-        return {"workers": workers, "pin": self.pin, "faults": faults, "device": self.runtime.device}
+        how = {"workers": self.workers, "pin": self.pin, "device": self.runtime.device}
+        return {**how, "collate": self.splits.collate, "faults": self.config.faults}
 
     def save(self, out: RunLog) -> None:
         """Write a checkpoint to go on from; a full disk is reported and leaves the previous one."""
@@ -333,7 +335,7 @@ class Trainer:
         Raises:
             ConfigError: The data are others.
         """
-        check_same_data(f"{self.folder}: its checkpoint", state["info"], self.task.info.to_dict())
+        self.task.info.check_same(f"{self.folder}: its checkpoint", state["info"])
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.guard.counts.copy_(state["skipped"])
         if self.same_world(state):
@@ -383,7 +385,7 @@ class Trainer:
 
     def sampler(self, start: int) -> StepSampler:
         plan, where = self.plan, {"rank": self.runtime.rank, "world": self.runtime.world}
-        how = {"batch": self.config.batch_size, "micro": plan.micro, "seed": plan.seed, "repeats": self.splits.repeats}
+        how = {"batch": self.config.batch_size, "micro": plan.micro, "seed": plan.seed, "order": self.splits.order}
         return StepSampler(len(self.splits.train), start=start, total=plan.total, **how, **where)
 
     @property

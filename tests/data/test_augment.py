@@ -14,8 +14,8 @@ import torch
 from PIL import Image, ImageDraw
 from torchvision.transforms import v2
 
-from data import augment
-from data.augment import OPS, RandAugment
+from data.vision import augment
+from data.vision.augment import OPS, RandAugment
 
 NAME = "rand-m9-mstd0.5-inc1"
 SIGNED = ("Rotate", "Color", "Contrast", "Brightness", "Sharpness", "Shear", "Translate")

@@ -2,6 +2,8 @@ import dataclasses
 import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -14,23 +16,24 @@ from PIL import Image
 from torchvision.transforms import v2
 
 import data
-from data.common import data_root, split_indices
-from data.imagefolder import ClassFolders
-from data.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
+from data.base import DataConfig, DataSet, data_root, split_indices
+from data.vision.imagefolder import ClassFolders
+from data.vision.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
 from lion.config import ConfigError, build
-from lion.tasks.base import check_same_data, numbered
-from tests.helpers import picture, pictures
+from lion.tasks import TASKS
+from lion.tasks.data import ImageInfo, Info, numbered
+from lion.tasks.image_classification import ImageClassification
+from tests.helpers import ROOT, picture, pictures, refuse, tiny_recipe
 
 
 def test_digits_are_real_and_split_once():
     pytest.importorskip("sklearn")
-    digits = data.module("digits")
-    splits = digits.build(digits.Config())
+    splits = make("digits")
     sizes = [len(s) for s in (splits.train, splits.val, splits.test)]
     assert sum(sizes) == 1797 and sizes == [1078, 270, 449]
     parts = [set(s.indices) for s in (splits.train, splits.val, splits.test)]
     assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
-    again = digits.build(digits.Config())
+    again = make("digits")
     assert [s.indices for s in splits[:3]] == [s.indices for s in again[:3]]
     images = torch.stack([splits.train[i]["image"] for i in range(1078)])
     assert images.dtype == torch.uint8
@@ -44,8 +47,13 @@ def test_split_indices_is_a_partition():
 
 
 def make(name, **settings):
-    module = data.module(name)
-    return module.build(build(module.Config, settings, source=lambda key: "r.yaml", key="data"))
+    kind = data.dataset(name)
+    return kind(build(kind.Config, settings, source=lambda key: "r.yaml", key="data")).build()
+
+
+def published(name):
+    kind = data.dataset(name)
+    return kind(kind.Config()).published()
 
 
 def folder(root, **settings):
@@ -332,7 +340,7 @@ def test_idx_files(tmp_path, name, inner):
     assert (len(splits.train), len(splits.val), splits.test) == (12, 5, None)
     held = make(name, root=str(tmp_path), val_split=0.25)
     assert (len(held.train), len(held.val), len(held.test)) == (9, 3, 5)
-    assert splits.info.mean == data.module(name).Config().mean
+    assert splits.info.mean == data.dataset(name).Config().mean
 
 
 @pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
@@ -361,7 +369,7 @@ def test_files_that_are_not_there(tmp_path, name):
         match=rf"data set '{name}': Dataset not found.* in {tmp_path}/.*(raw|py|python) .*data.download=true",
     ):
         make(name, root=str(tmp_path))
-    info, samples = data.module(name).published(data.module(name).Config())
+    info, samples = published(name)
     assert samples in (50_000, 60_000) and len(info.classes) in (10, 100) and len(info.mean) == info.channels
 
 
@@ -379,15 +387,15 @@ def test_imagenet_is_known_by_its_folders_and_has_their_names(tmp_path):
                 os.link(tmp_path / "one.png", tmp_path / root / split / name / "0.png")
         return make("imagenet", root=str(tmp_path / root)).info
 
-    whole, published = folders("whole", wnids), data.module("imagenet").published(data.module("imagenet").Config())[0]
-    assert whole == published and whole.classes[281] == "tabby" and whole.classes[::999] == ("tench", "toilet tissue")
-    check_same_data("a converted checkpoint", published.to_dict(), whole.to_dict())
-    unnamed = dataclasses.replace(published, classes=numbered(1000))
-    check_same_data("one converted before there were names", unnamed.to_dict(), whole.to_dict())
+    whole, known = folders("whole", wnids), published("imagenet")[0]
+    assert whole == known and whole.classes[281] == "tabby" and whole.classes[::999] == ("tench", "toilet tissue")
+    whole.check_same("a converted checkpoint", known.to_dict())
+    unnamed = dataclasses.replace(known, classes=numbered(1000))
+    whole.check_same("one converted before there were names", unnamed.to_dict())
     other = folders("other", [*wnids[:-1], "n15102894"])  # as many, and one is another
     assert other.classes[-1] == "n15102894"
     with pytest.raises(ConfigError, match="class 0 was 'tench', and is 'n01440764' now"):
-        check_same_data("it", published.to_dict(), other.to_dict())
+        other.check_same("it", known.to_dict())
     assert folders("part", wnids[:10]).classes == tuple(wnids[:10])
 
 
@@ -509,9 +517,78 @@ def test_the_data_root(monkeypatch, tmp_path):
     assert data_root() == tmp_path / "cache" / "lion"
 
 
-def test_names_are_the_modules_that_build():
+# The table
+
+
+def test_every_name_is_that_of_a_data_set():
     own = ["cifar10", "cifar100", "digits", "fashion_mnist", "hf", "imagefolder", "imagenet", "mnist"]
-    assert data.names() == own
-    for name in data.names():
-        module = data.module(name)
-        assert module.Config().name == name and callable(module.build) and callable(module.load_picture)
+    assert sorted(data.DATASETS) == own
+    for name in own:
+        kind = data.dataset(name)
+        assert issubclass(kind, DataSet) and kind.Config().name == name and issubclass(kind.Info, Info)
+        source = kind(kind.Config())
+        assert source.config == source.config.uncached() and source.workers in (0, 4)
+        assert source.prepare() is None  # nothing to make
+    with pytest.raises(ConfigError, match="'cifar' is no data set, did you mean 'cifar10'"):
+        data.dataset("cifar")
+
+
+def test_a_missing_extra_only_hurts_its_own_set():
+    code = """
+import sys
+for name in ("datasets", "sklearn"):
+    sys.modules[name] = None
+import data
+assert not [name for name in sys.modules if name.startswith("data.vision")]
+data.dataset("cifar10"), data.dataset("imagefolder"), data.dataset("digits")
+try:
+    data.dataset("hf")
+except ImportError:
+    sys.exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+
+
+def test_what_is_no_file_cannot_be_predicted_from(tmp_path):
+    class Sums(DataSet):
+        Config, Info = DataConfig, ImageInfo
+
+        def build(self):
+            raise AssertionError
+
+    assert Sums(DataConfig("sums")).published() is None
+    with pytest.raises(ConfigError, match=r"x\.txt: a file is no sample of data set 'sums'"):
+        Sums(DataConfig("sums")).load("x.txt", None)
+
+
+def test_files_to_predict_from(tmp_path):
+    picture(0, (40, 20)).save(tmp_path / "a.png")
+    info = published("cifar10")[0]
+    for name, shape in (("cifar10", (3, 32, 32)), ("digits", (1, 8, 8))):
+        kind = data.dataset(name)
+        source = kind(kind.Config())
+        tensor = source.load(str(tmp_path / "a.png"), info)
+        assert tensor.shape == shape and tensor.dtype == torch.uint8
+        with pytest.raises(ConfigError, match=r"gone\.png: no such file"):
+            source.load(str(tmp_path / "gone.png"), info)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextInfo(Info):
+    kind = "text"
+
+
+class Reading(ImageClassification):
+    Info = TextInfo
+
+
+def test_a_task_that_is_given_another_kind_of_data(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(TASKS, "reading", Reading)
+    path = tiny_recipe(tmp_path, task={"name": "reading", "mixup": 0})
+    line = refuse(capsys, "train", path)
+    assert line == (
+        f"error: {path}: data.name: 'digits' holds images, task 'reading' learns from text, "
+        f"valid: image_classification\n"
+    )
+    assert not (tmp_path / "runs").exists()

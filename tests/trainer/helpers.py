@@ -5,7 +5,7 @@ import json
 import torch
 
 from lion.recipe import make_plan
-from lion.trainer.loop import Splits, Trainer
+from lion.trainer.loop import Trainer
 from lion.trainer.runtime import seed_everything, start_runtime
 from tools.compose import build_data, make_task, resolve
 
@@ -17,7 +17,7 @@ def trainer(recipe, folder, workers=0):
     model = task.build_model(recipe.model)
     folder.mkdir(exist_ok=True)
     plan = make_plan(recipe, samples=len(splits.train), world=1)
-    return Trainer(plan, task, model, Splits(splits.train, splits.val, workers), folder, start_runtime("cpu"))
+    return Trainer(plan, task, model, splits, folder, start_runtime("cpu"), workers=workers)
 
 
 def train(path, folder, *overrides, stop_at=None, workers=0):

@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.tasks.base import Unreadable
+from lion.tasks.data import Unreadable
+from lion.tasks.order import Shuffled
 from lion.trainer import parallel, resume
-from lion.trainer.batches import StepSampler, eval_batches, train_batches
 from lion.trainer.checkpoint import check_space, newest, steps_of
 from lion.trainer.faults import FaultsConfig, RunError, memory_advice
+from lion.trainer.loader import StepSampler, eval_batches, train_batches
 from lion.trainer.log import RunLog
 from tests.helpers import ROOT, command, here, tiny_recipe
 from tests.trainer.helpers import lines, train, trainer
@@ -49,7 +50,7 @@ class Shaky(Dataset):
 
 
 def stream(dataset, workers=0, **faults):
-    sampler = StepSampler(len(dataset), batch=8, micro=4, seed=3, start=0, total=6, rank=0, world=1)
+    sampler = StepSampler(len(dataset), order=Shuffled(), batch=8, micro=4, seed=3, start=0, total=6, rank=0, world=1)
     return train_batches(dataset, sampler, workers=workers, pin=False, faults=FaultsConfig(**faults))
 
 
@@ -73,7 +74,7 @@ def test_a_dead_worker_is_named_and_replaced_at_the_batch_that_was_due(tmp_path,
 @pytest.mark.slow
 def test_too_many_dead_workers_stop_the_run(tmp_path):
     (tmp_path / "1").touch()
-    sampler = StepSampler(24, batch=8, micro=4, seed=3, start=0, total=6, rank=0, world=1)
+    sampler = StepSampler(24, order=Shuffled(), batch=8, micro=4, seed=3, start=0, total=6, rank=0, world=1)
     faults = FaultsConfig(workers=0)
     batches = train_batches(Shaky([tmp_path / "1"]), sampler, workers=1, pin=False, faults=faults)
     with pytest.raises(RunError, match=r"a loader worker died .*code -9.*, the 1\. of at most 0 .*data\.workers=N"):
@@ -100,7 +101,9 @@ def test_too_much_that_cannot_be_read_stops_the_run():
 
 def test_evaluation_leaves_out_what_cannot_be_read():
     seen, masks = [], 0
-    batches = eval_batches(Shaky(bad=(0, 3), size=10), batch=4, rank=0, world=1, workers=0, pin=False)
+    batches = eval_batches(
+        Shaky(bad=(0, 3), size=10), seed=0, split="val", batch=4, rank=0, world=1, workers=0, pin=False
+    )
     for batch in batches:
         assert len(batch["index"]) == 4
         seen += batch["index"][batch["mask"]].tolist()

@@ -31,9 +31,8 @@ from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, open_run
-from lion.tasks.base import check_same_data
-from lion.trainer.batches import eval_batches
 from lion.trainer.evaluate import evaluate
+from lion.trainer.loader import eval_batches
 from lion.trainer.memory import free_bytes, tensor_peak
 from lion.trainer.runtime import compile_blocks, start_runtime
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
@@ -274,7 +273,7 @@ def pictures(loaded: LoadedRun, size: int) -> torch.utils.data.Dataset:
     """The run's test split (or val) at this size."""
     splits = build_data(with_size(resolve_run(loaded.folder), size))
     then = {**loaded.checkpoint["info"], "size": [size, size]}
-    check_same_data(f"{loaded.folder}: its checkpoint", then, splits.info.to_dict())
+    splits.info.check_same(f"{loaded.folder}: its checkpoint", then)
     return splits.val if splits.test is None else splits.test
 
 
@@ -282,7 +281,9 @@ def top1(loaded: LoadedRun, size: int, task: Any, model: nn.Module, limit: int) 
     """Of the first pictures, `limit` at most."""
     data = pictures(loaded, size)
     some = torch.utils.data.Subset(data, range(min(limit, len(data))))
-    batches = eval_batches(some, batch=min(16, len(some)), rank=0, world=1, workers=0, pin=False)
+    batches = eval_batches(
+        some, seed=loaded.recipe.seed, split="test", batch=min(16, len(some)), rank=0, world=1, workers=0, pin=False
+    )
     return evaluate(model, batches, task, start_runtime(str(pick_device())), precision="fp32")["top1"]
 
 

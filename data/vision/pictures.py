@@ -1,13 +1,11 @@
-"""What all sets of pictures share: their settings, DeiT's transforms, and splits made of whatever sources there are.
-
-A source is a sequence of (PIL picture, label) with the names of its `classes`.
-"""
+"""What all sets of pictures share: their settings, DeiT's transforms, and splits made of whatever sources there are."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,11 +13,13 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import v2
 
-from data.augment import RandAugment
-from data.common import DataConfig, DataSplits, Decoded, Images, data_root, read_sample, split_indices, user_path
-from data.resident import ResidentImages
+from data.base import DataConfig, DataSet, split_indices
+from data.vision.augment import RandAugment
+from data.vision.resident import ResidentImages
+from data.vision.sources import Decoded, Images, read_sample
 from lion.config import ConfigError, setting
-from lion.tasks.base import ImageInfo, Unreadable, numbered
+from lion.tasks.data import ImageInfo, Splits, Unreadable, numbered
+from lion.tasks.order import Shuffled
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PHOTO_SIZE = (224, 224)  # of pictures that have no common size
@@ -80,8 +80,21 @@ class PictureConfig(DataConfig):
             except ValueError as error:
                 raise ValueError(f"rand_augment: {error}") from None
 
+    def uncached(self) -> Self:
+        return replace(self, cache=None)
 
-def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any = None) -> DataSplits:
+
+class Pictures(DataSet):
+    """A set of pictures, one file each."""
+
+    Info = ImageInfo
+
+    def load(self, path: str, info: ImageInfo) -> Tensor:
+        """uint8 (channels, height, width)."""
+        return test_transform(self.config, info)(open_or_explain(path))
+
+
+def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any = None) -> Splits:
     """Splits of the sources that there are. Without `val`, it is `val_split` of the training pictures, else `test`."""
     info = describe(config, {n: s for n, s in (("train", train), ("val", val), ("test", test)) if s is not None})
     kept, held = list(range(len(train))), None
@@ -111,34 +124,13 @@ def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any
             source, indices = Decoded(source, indices), None
         return Images(source, transform, indices)
 
-    return DataSplits(
+    return Splits(
         train=split(train, training_transform(config, info), kept if held or len(kept) < len(train) else None),
         val=split(train, plain, held) if held else split(val, plain),
         test=None if test is None else Images(test, plain),  # read once
         info=info,
+        order=Shuffled(config.repeats),
     )
-
-
-@dataclass
-class TorchvisionConfig(PictureConfig):
-    """Sets that torchvision knows. `download`: fetch the files that are not there."""
-
-    download: bool = setting(False, free=True)
-
-
-def build_torchvision(config: TorchvisionConfig, kind: Any) -> DataSplits:
-    """The training and test pictures of a torchvision class (root, train, download)."""
-    root = user_path(config.root) if config.root else data_root() / config.name
-    try:
-        train, test = (kind(str(root), train=train, download=config.download) for train in (True, False))
-    except (RuntimeError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].partition(".")[0]
-        folder = root / getattr(kind, "base_folder", f"{kind.__name__}/raw")
-        raise ConfigError(
-            f"data set '{config.name}': {reason} in {folder} (data.root=PATH or $LION_DATA set what comes before; "
-            f"data.download=true fetches it)"
-        ) from None
-    return build_pictures(config, train, test=test)
 
 
 def published_info(config: PictureConfig, *, size: tuple[int, int], channels: int, classes: int) -> ImageInfo:
@@ -208,6 +200,21 @@ def open_picture(file: Any) -> Image.Image:
         return picture
 
 
+def open_or_explain(path: str) -> Image.Image:
+    """A picture file that a person names.
+
+    Raises:
+        ConfigError: There is none, or it is no picture.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return open_picture(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except Exception as error:  # a broken file makes its reader raise anything
+        raise ConfigError(f"{path}: not a readable picture ({type(error).__name__})") from None
+
+
 def training_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
     """PIL picture -> uint8 (channels, height, width); what can be done to whole batches is the task's."""
     if config.pad:
@@ -225,11 +232,6 @@ def test_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
         return v2.Compose([Channels(info.channels), Resized(info.size), TO_TENSOR])
     middle = [Covering(info.size, config.crop), v2.CenterCrop(info.size)]
     return v2.Compose([Channels(info.channels), *middle, TO_TENSOR])
-
-
-def load_picture(config: PictureConfig, info: ImageInfo, picture: Image.Image) -> Tensor:
-    """A PIL picture as the task's input, uint8 (channels, height, width)."""
-    return test_transform(config, info)(picture)
 
 
 class Channels(v2.Transform):

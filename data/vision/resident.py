@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from data.common import decode
+from data.vision.sources import decode
+from lion.tasks.data import DeviceDataset
 
 
-class ResidentImages(Dataset):
-    """A data set of {image, label} whose batches are made as a whole (see `lion.trainer.batches.Batches`).
+class ResidentImages(DeviceDataset):
+    """Samples {image, label}; batches are made as a whole.
 
     Args:
         source: Of (picture, label).

@@ -1,4 +1,4 @@
-"""Which samples a step sees, as a pure function of (seed, epoch, position).
+"""What the trainer reads: the samples of a step, as a pure function of (seed, epoch, position), in whole batches.
 
 The global batch of a step does not depend on the number of processes, loader workers or micro-batches, and a sample's
 augmentation depends on (seed, epoch, position, sample) alone (of a data set that makes its own batches, on that of its
@@ -7,37 +7,28 @@ micro-batch): a run can stop and go on anywhere.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import functools
 import itertools
 import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from lion.config import ConfigError
-from lion.tasks.base import Batch, Unreadable
+from lion.tasks.data import Batch, DeviceDataset, Unreadable
+from lion.tasks.order import Order
+from lion.tasks.seeds import derive
 from lion.trainer.faults import FaultsConfig, RunError
 
 log = logging.getLogger("lion")
 
 SEARCH = 100  # neighbours tried in place of a sample that cannot be read
-
-
-def derive(*numbers: int) -> int:
-    """A seed from several numbers, far apart for neighbours."""
-    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def epoch_order(size: int, seed: int, epoch: int, repeats: int = 1) -> torch.Tensor:
-    """The samples of an epoch in order; with `repeats`, as many fewer, each that often in a row (DeiT)."""
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(derive(seed, epoch)))
-    return order.repeat_interleave(repeats)[:size]
 
 
 class StepSampler(Sampler):
@@ -47,6 +38,7 @@ class StepSampler(Sampler):
         self,
         size: int,
         *,
+        order: Order,
         batch: int,
         micro: int,
         seed: int,
@@ -54,50 +46,68 @@ class StepSampler(Sampler):
         total: int,
         rank: int,
         world: int,
-        repeats: int = 1,
     ) -> None:
-        self.size, self.batch, self.micro, self.seed, self.repeats = size, batch, micro, seed, repeats
+        self.size, self.order, self.batch, self.micro, self.seed = size, order, batch, micro, seed
         self.start, self.total, self.rank, self.world = start, total, rank, world
         self.steps_per_epoch = size // batch
 
     def samples(self, step: int) -> list[int]:
         """The global batch of a step."""
+        epoch, places = self.places(step)
+        return self.order.samples(places, size=self.size, seed=self.seed, epoch=epoch)
+
+    def places(self, step: int) -> tuple[int, range]:
+        """The epoch of a step, and what stretch of it the global batch is."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = epoch_order(self.size, self.seed, epoch, self.repeats)
-        return order[position * self.batch : (position + 1) * self.batch].tolist()
+        return epoch, range(position * self.batch, (position + 1) * self.batch)
 
     def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
-        current, order = None, None
         for step in range(self.start, self.total):
-            epoch, position = divmod(step, self.steps_per_epoch)
-            if epoch != current:
-                current, order = epoch, epoch_order(self.size, self.seed, epoch, self.repeats).tolist()
-            first = position * self.batch
-            for begin in range(first + self.rank * self.micro, first + self.batch, self.micro * self.world):
-                yield [(epoch, place, order[place]) for place in range(begin, begin + self.micro)]
+            epoch, places = self.places(step)
+            for begin in range(self.rank * self.micro, self.batch, self.micro * self.world):
+                own = places[begin : begin + self.micro]
+                samples = self.order.samples(own, size=self.size, seed=self.seed, epoch=epoch)
+                yield [(epoch, place, sample) for place, sample in zip(own, samples)]
 
 
 class Samples(list):
-    """Samples of a batch, and what could not be read on the way: (index, reason)."""
+    """Samples of a batch, what stands in it beside them, and what could not be read on the way: (index, reason)."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.beside: dict[str, list[Any]] = {}
         self.unreadable: list[tuple[int, str]] = []
 
-    def read(self, dataset: Dataset, index: int) -> tuple[Any, bool]:
-        """`dataset[index]`, and whether it is that; for one that cannot be read, the next that can (or None)."""
+    def read(self, dataset: Dataset, index: int) -> bool:
+        """Take `dataset[index]`, or the next that can be read (or None); says whether it was the first."""
         for candidate in range(index, index + SEARCH):
             candidate %= len(dataset)
             try:
-                return dataset[candidate], candidate == index
+                self.append(dataset[candidate])
+                return candidate == index
             except Unreadable as error:
                 self.unreadable.append((candidate, str(error)))
-        return None, False
+        self.append(None)
+        return False
 
 
-def collate(samples: Samples) -> tuple[Batch | None, list[tuple[int, str]]]:
-    """A batch, or None where too little could be read, and what could not be."""
-    return None if any(s is None for s in samples) else default_collate(list(samples)), samples.unreadable
+def collate(samples: Samples, make: Callable[[list[Any]], Batch]) -> tuple[Batch | None, list[tuple[int, str]]]:
+    """A batch as `make` makes it, or None where too little could be read, and what could not be."""
+    if any(s is None for s in samples):
+        return None, samples.unreadable
+    beside = {name: torch.tensor(values) for name, values in samples.beside.items()}
+    return {**make(list(samples)), **beside}, samples.unreadable
+
+
+@contextlib.contextmanager
+def spared_generator() -> Iterator[torch.Generator]:
+    """torch's default generator, to be seeded at will: its state comes back."""
+    generator = torch.default_generator
+    state = generator.get_state()
+    try:
+        yield generator
+    finally:
+        generator.set_state(state)
 
 
 class SeededDataset(Dataset):
@@ -107,15 +117,12 @@ class SeededDataset(Dataset):
         self.dataset, self.seed = dataset, seed
 
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> Samples:
-        generator, samples = torch.default_generator, Samples()
-        state = generator.get_state()
-        try:
+        samples = Samples()
+        with spared_generator() as generator:
             for epoch, place, index in keys:
                 generator.manual_seed(derive(self.seed, epoch, place, index))
-                samples.append(samples.read(self.dataset, index)[0])
-            return samples
-        finally:
-            generator.set_state(state)
+                samples.read(self.dataset, index)
+        return samples
 
     def batch(self, keys: list[tuple[int, int, int]], device: torch.device) -> Batch:
         """Of a data set that makes its own batches; its chance depends on (seed, epoch, first place)."""
@@ -124,24 +131,36 @@ class SeededDataset(Dataset):
 
 
 class PaddedDataset(Dataset):
-    """An evaluation split padded to whole batches; `mask` is False for padding and for what cannot be read."""
+    """An evaluation split padded to whole batches, with what its task cannot know beside them.
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+    `mask` (B,) is False for padding and for what cannot be read. `key` (B,), int64, depends on (seed, split, sample)
+    alone: noise made of it (`lion.tasks.seeds.uniform`) is the same for every model, form, batch size and number of
+    processes. So is what a data set draws from torch's generator as it reads a sample.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int, split: str) -> None:
+        self.dataset, self.seed, self.split = dataset, seed, split
 
     def __getitems__(self, indices: list[int]) -> Samples:
-        samples = Samples()
-        for index in indices:
-            real = index < len(self.dataset)
-            sample, itself = samples.read(self.dataset, index if real else 0)
-            samples.append(None if sample is None else {**sample, "mask": torch.tensor(real and itself)})
+        samples, (places, real, keys) = Samples(), self.places(indices)
+        with spared_generator() as generator:
+            for i, (place, key) in enumerate(zip(places, keys)):
+                generator.manual_seed(key)
+                real[i] &= samples.read(self.dataset, place)
+        samples.beside = {"mask": real, "key": keys}
         return samples
 
     def batch(self, indices: list[int], device: torch.device) -> Batch:
         """Of a data set that makes its own batches."""
+        places, real, keys = self.places(indices)
+        beside = {"mask": torch.tensor(real, device=device), "key": torch.tensor(keys, device=device)}
+        return {**self.dataset.batch(places, device), **beside}
+
+    def places(self, indices: list[int]) -> tuple[list[int], list[bool], list[int]]:
+        """The samples to read, which of them are no padding, and their keys."""
         real = [index < len(self.dataset) for index in indices]
-        batch = self.dataset.batch([index if ok else 0 for index, ok in zip(indices, real)], device)
-        return {**batch, "mask": torch.tensor(real, device=device)}
+        places = [index if ok else 0 for index, ok in zip(indices, real)]
+        return places, real, [derive(self.seed, self.split, place) for place in places]
 
 
 def leave_signals(_: int) -> None:
@@ -161,8 +180,8 @@ def steps_per_epoch(size: int, batch: int) -> int:
 class Batches:
     """Batches of a loader, whose faults are named, counted and limited; `unreadable` samples are counted once.
 
-    A worker that dies is replaced, with all others, at the batch that was due. A data set with a method
-    `batch(indices, device, generator)` is no loader's work: it is asked for whole batches on the device.
+    A worker that dies is replaced, with all others, at the batch that was due. A `DeviceDataset` is
+    no loader's work: it is asked for whole batches.
     """
 
     def __init__(
@@ -170,12 +189,13 @@ class Batches:
         dataset: SeededDataset | PaddedDataset,
         sampler: Any,
         *,
+        collate: Callable[[list[Any]], Batch],
         workers: int,
         pin: bool,
         faults: FaultsConfig,
         device: torch.device | str,
     ) -> None:
-        self.device = torch.device(device)
+        self.collate, self.device = collate, torch.device(device)
         self.dataset, self.sampler, self.workers, self.pin, self.faults = dataset, sampler, workers, pin, faults
         self.unreadable: set[int] = set()
         self.died = 0
@@ -186,13 +206,13 @@ class Batches:
             batch_sampler=_From(self.sampler, start),
             num_workers=self.workers,
             pin_memory=self.pin,
-            collate_fn=collate,
+            collate_fn=functools.partial(collate, make=self.collate),
             worker_init_fn=leave_signals,
             generator=torch.Generator(),  # its own: starting an iterator draws from it, not from the global state
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        if hasattr(self.dataset.dataset, "batch"):
+        if isinstance(self.dataset.dataset, DeviceDataset):
             yield from (self.dataset.batch(list(keys), self.device) for keys in self.sampler)
             return
         done = 0
@@ -252,30 +272,34 @@ def train_batches(
     dataset: Dataset,
     sampler: StepSampler,
     *,
+    collate: Callable[[list[Any]], Batch] = default_collate,
     workers: int,
     pin: bool,
     faults: FaultsConfig | None = None,
     device: torch.device | str = "cpu",
 ) -> Batches:
     """All micro-batches of this process for the sampler's steps, across epochs."""
-    seeded = SeededDataset(dataset, sampler.seed)
-    return Batches(seeded, sampler, workers=workers, pin=pin, faults=faults or FaultsConfig(), device=device)
+    how = {"collate": collate, "workers": workers, "pin": pin, "faults": faults or FaultsConfig(), "device": device}
+    return Batches(SeededDataset(dataset, sampler.seed), sampler, **how)
 
 
 def eval_batches(
     dataset: Dataset,
     *,
+    seed: int,
+    split: str,
     batch: int,
     rank: int,
     world: int,
+    collate: Callable[[list[Any]], Batch] = default_collate,
     workers: int,
     pin: bool,
     faults: FaultsConfig | None = None,
     device: torch.device | str = "cpu",
 ) -> Batches:
-    """This process's share of a split in batches of one shape."""
+    """This process's share of a split in batches of one shape; `seed` and the split's name decide its noise."""
     rounds = -(-len(dataset) // (batch * world))
     first = rank * batch * rounds
     share = [range(start, start + batch) for start in range(first, first + batch * rounds, batch)]
-    padded = PaddedDataset(dataset)
-    return Batches(padded, share, workers=workers, pin=pin, faults=faults or FaultsConfig(), device=device)
+    how = {"collate": collate, "workers": workers, "pin": pin, "faults": faults or FaultsConfig(), "device": device}
+    return Batches(PaddedDataset(dataset, seed, split), share, **how)

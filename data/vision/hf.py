@@ -12,9 +12,10 @@ from typing import Any
 import datasets
 from PIL import Image
 
-from data.common import DataSplits, user_path
-from data.pictures import PictureConfig, build_pictures, load_picture, open_picture
+from data.base import user_path
+from data.vision.pictures import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest
+from lion.tasks.data import Splits
 
 log = logging.getLogger("lion")
 
@@ -22,7 +23,7 @@ VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # what splits are 
 
 
 @dataclass
-class Config(PictureConfig):
+class HubConfig(PictureConfig):
     """`path` is a Hub id or a local path, `subset` its configuration. Columns and splits are found, or named."""
 
     name: str = "hf"
@@ -35,27 +36,35 @@ class Config(PictureConfig):
     test: str | None = None
 
 
-def build(config: Config) -> DataSplits:
-    found = load(config)
-    names = list(found)
-    train = pick(config, "train", config.train, names)
-    val = pick(config, "val", config.val, names) or next((n for n in VAL if n in names and n != train), None)
-    test = pick(config, "test", config.test, names) or next((n for n in TEST if n in names and n != train), None)
-    columns = Columns(config, found[train])
-    sources = []
-    for key, name in (("train", train), ("val", val), ("test", test)):
-        labels = set(found[name].unique(columns.label)) if name else set()
-        odd = labels - columns.place.keys()
-        if odd and odd == labels and getattr(config, key) is None:  # test sets of the Hub often hide their labels
-            log.warning("data.path: split %r is left out, none of its labels is a class", name)
-            name = None
-        elif odd:
-            raise ConfigError(f"data.label_column: {min(odd, key=str)!r} in split {name!r} is no class of {train!r}")
-        sources.append(Rows(found[name], columns) if name else None)
-    return build_pictures(config, *sources)
+class HubPictures(Pictures):
+    """Splits and columns are found, or named."""
+
+    Config = HubConfig
+
+    def build(self) -> Splits:
+        config = self.config
+        found = load_splits(config)
+        names = list(found)
+        train = pick(config, "train", config.train, names)
+        val = pick(config, "val", config.val, names) or next((n for n in VAL if n in names and n != train), None)
+        test = pick(config, "test", config.test, names) or next((n for n in TEST if n in names and n != train), None)
+        columns = Columns(config, found[train])
+        sources = []
+        for key, name in (("train", train), ("val", val), ("test", test)):
+            labels = set(found[name].unique(columns.label)) if name else set()
+            odd = labels - columns.place.keys()
+            if odd and odd == labels and getattr(config, key) is None:  # test sets of the Hub often hide their labels
+                log.warning("data.path: split %r is left out, none of its labels is a class", name)
+                name = None
+            elif odd:
+                raise ConfigError(
+                    f"data.label_column: {min(odd, key=str)!r} in split {name!r} is no class of {train!r}"
+                )
+            sources.append(Rows(found[name], columns) if name else None)
+        return build_pictures(config, *sources)
 
 
-def load(config: Config) -> Any:
+def load_splits(config: HubConfig) -> Any:
     """The data set's splits by name.
 
     Raises:
@@ -108,7 +117,7 @@ def check_links(root: Path) -> None:
                 raise ConfigError(f"data.path: {link} is a link to a folder; data.name=imagefolder alone follows them")
 
 
-def pick(config: Config, key: str, name: str | None, names: list[str]) -> str | None:
+def pick(config: HubConfig, key: str, name: str | None, names: list[str]) -> str | None:
     if name is not None and name not in names:
         raise ConfigError(f"data.{key}: {config.path!r} has no split {name!r}, {nearest(name, names)}")
     return name
@@ -117,7 +126,7 @@ def pick(config: Config, key: str, name: str | None, names: list[str]) -> str | 
 class Columns:
     """Which columns hold the picture and the label, and the classes in label order."""
 
-    def __init__(self, config: Config, table: Any) -> None:
+    def __init__(self, config: HubConfig, table: Any) -> None:
         features = table.features
         self.image = self.find(config, "image_column", config.image_column, features, is_picture)
         self.label = self.find(config, "label_column", config.label_column, features, is_label)
@@ -129,7 +138,7 @@ class Columns:
         self.place = {value: i for i, value in enumerate(values)}
 
     @staticmethod
-    def find(config: Config, key: str, name: str | None, features: Any, fits: Any) -> str:
+    def find(config: HubConfig, key: str, name: str | None, features: Any, fits: Any) -> str:
         if name is not None:
             if name not in features:
                 raise ConfigError(f"data.{key}: no column {name!r}, {nearest(name, list(features))}")
@@ -165,6 +174,3 @@ class Rows:
         held = row[columns.image]
         picture = open_picture(io.BytesIO(held["bytes"]) if held.get("bytes") else held["path"])
         return picture, columns.place[row[columns.label]]
-
-
-__all__ = ["Config", "build", "load_picture"]

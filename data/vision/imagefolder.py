@@ -10,9 +10,10 @@ from pathlib import Path
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from data.common import DataSplits, find_root, walk
-from data.pictures import PictureConfig, build_pictures, load_picture, open_picture
+from data.base import find_root, walk
+from data.vision.pictures import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError
+from lion.tasks.data import Splits
 
 HOW = (
     "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or, with data.val_split=0.1, the first alone or "
@@ -21,15 +22,20 @@ HOW = (
 
 
 @dataclass
-class Config(PictureConfig):
+class FolderConfig(PictureConfig):
     name: str = "imagefolder"
 
 
-def build(config: Config) -> DataSplits:
-    return build_folders(config, find_root(config, "imagefolder", HOW), HOW)
+class ImageFolder(Pictures):
+    """The folders' names are the classes."""
+
+    Config = FolderConfig
+
+    def build(self) -> Splits:
+        return build_folders(self.config, find_root(self.config, "imagefolder", HOW), HOW)
 
 
-def build_folders(config: PictureConfig, root: Path, how: str) -> DataSplits:
+def build_folders(config: PictureConfig, root: Path, how: str) -> Splits:
     """Splits of `root`: train, and val and test where there are such folders; else all of it is train."""
     if not (root / "train").is_dir():
         if config.val_split is None:
@@ -78,6 +84,3 @@ class ClassFolders:
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         path, label = self.samples[index]
         return open_picture(path), label
-
-
-__all__ = ["Config", "build", "load_picture"]

@@ -1,0 +1,126 @@
+"""What a data set is, and what all share: where bytes live, the seeded split, and the checks with clear words."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from lion.config import ConfigError, setting
+from lion.tasks.data import Info, Splits
+
+
+@dataclass
+class DataConfig:
+    """Settings of every data set. `root` is where its files are (null: its folder under the data root)."""
+
+    name: str = ""
+    root: str | None = setting(None, free=True)
+    workers: int | None = setting(None, min=0, max=1000, free=True)
+
+    def uncached(self) -> Self:
+        """The same for who reads each sample once, whom no cache would serve."""
+        return self
+
+
+class DataSet(ABC):
+    """A set of data, as a recipe's `data` section asks for it. A new one is a file, and its line in `DATASETS`."""
+
+    Config: ClassVar[type[DataConfig]]  # the recipe's `data` section
+    Info: ClassVar[type[Info]]  # what it tells a model: tasks that want this kind can learn from it
+    workers: ClassVar[int] = 4  # loader processes that suit it; none for data in memory
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def prepare(self) -> None:  # noqa: B027
+        """Make, once for all runs, what `build` only opens (token files, generated samples); most need nothing."""
+
+    @abstractmethod
+    def build(self) -> Splits:
+        """Its splits.
+
+        Raises:
+            ConfigError: What is missing, where it was looked for, and how to get it.
+        """
+
+    def published(self) -> tuple[Info, int] | None:
+        """What the set is known to hold, without its files: its info and the number of training samples."""
+        return None
+
+    def load(self, path: str, info: Info) -> Tensor:
+        """A file as one input of a model that was trained with `info`.
+
+        Raises:
+            ConfigError: It cannot be read, or no file is a sample of such data.
+        """
+        raise ConfigError(f"{path}: a file is no sample of data set '{self.config.name}'")
+
+
+def data_root() -> Path:
+    """`$LION_DATA`, else the user's cache folder."""
+    if os.environ.get("LION_DATA"):
+        return user_path(os.environ["LION_DATA"])
+    return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lion"
+
+
+def user_path(path: str) -> Path:
+    """A path whose `~` is the home folder; one of an unknown user stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
+def find_root(config: DataConfig, folder: str, how: str) -> Path:
+    """The data set's folder; where it is missing, what is missing, where it was looked for, and `how` to get it."""
+    root = user_path(config.root) if config.root else data_root() / folder
+    if not root.is_dir():
+        raise ConfigError(f"data set '{config.name}': no folder {root} (data.root=PATH or $LION_DATA set it); {how}")
+    return root
+
+
+def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """`root` and every folder below it, each with the names of its files; links are followed.
+
+    Hidden names (`._1.jpg`, `.ipynb_checkpoints`) and what is no file (pipes, devices) are passed over. A link to
+    nothing counts as a file: who reads it says so.
+
+    Raises:
+        ConfigError: A folder is reached twice, or lies above itself, or cannot be read.
+    """
+    top = Path(os.path.realpath(root))
+    reached = {str(path): str(path) for path in (top, *top.parents)}
+    todo = [str(root)]
+    while todo:
+        folder, files = todo.pop(), []
+        try:
+            for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    real = os.path.realpath(entry.path)
+                    if real in reached:
+                        again = f"the same folder as {reached[real]}"
+                        raise ConfigError(f"{entry.path}: {again}, its files would count twice; remove the link")
+                    reached[real] = entry.path
+                    todo.append(entry.path)
+                elif entry.is_file() or not os.path.exists(entry.path):
+                    files.append(entry.name)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        yield folder, files
+
+
+def split_indices(size: int, shares: tuple[float, ...], seed: int = 0) -> list[list[int]]:
+    """A fixed random partition of `range(size)`: as many parts as `shares`, and the rest first."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
+    parts, end = [], size
+    for share in reversed(shares):
+        begin = end - round(share * size)
+        parts.insert(0, order[begin:end])
+        end = begin
+    return [order[:end], *parts]

@@ -1,0 +1,53 @@
+"""Handwritten digits: 1,797 real 8x8 grey images that ship inside scikit-learn (UCI optdigits test set)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from data.base import DataConfig, DataSet, split_indices
+from data.vision.pictures import open_or_explain
+from data.vision.sources import Images
+from lion.config import ConfigError, setting
+from lion.tasks.data import ImageInfo, Splits
+
+SPLIT_SEED = 0  # `seed` in a recipe does not move it
+INFO = ImageInfo((8, 8), 1, tuple(str(d) for d in range(10)), mean=(0.287,), std=(0.354,))
+
+
+@dataclass
+class DigitsConfig(DataConfig):
+    """Shares of the pictures that are held out; the split is the same for every run."""
+
+    name: str = "digits"
+    val_split: float = setting(0.15, min=0.001, max=0.4)
+    test_split: float = setting(0.25, min=0.001, max=0.4)
+
+
+class Digits(DataSet):
+    """Everything is in memory."""
+
+    Config, Info = DigitsConfig, ImageInfo
+    workers = 0
+
+    def build(self) -> Splits:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise ConfigError("data set 'digits' ships inside scikit-learn: pip install scikit-learn") from None
+        pictures, labels = load_digits(return_X_y=True)
+        tensors = torch.from_numpy((15 * pictures).astype(np.uint8)).view(-1, 1, 8, 8)  # pixels are 0 to 16
+        source = list(zip(tensors, labels.tolist()))
+        shares = (self.config.val_split, self.config.test_split)
+        train, val, test = split_indices(len(source), shares, SPLIT_SEED)
+        plain = v2.Identity()
+        return Splits(*(Images(source, plain, part) for part in (train, val, test)), info=INFO)
+
+    def load(self, path: str, info: ImageInfo) -> Tensor:
+        """Grey, 8x8, ink bright on dark paper."""
+        picture = v2.functional.pil_to_tensor(open_or_explain(path).convert("L"))
+        return v2.functional.resize(picture, [8, 8], antialias=True)

@@ -1,0 +1,81 @@
+"""Sources of pictures, sequences of (PIL picture, label) with the names of their `classes`, and samples of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from lion.config import ConfigError
+from lion.tasks.data import Unreadable
+
+
+class Images(Dataset):
+    """Samples {image, label} of a source of (picture, label) under a transform; `indices` picks a part of it.
+
+    What the source fails to give is `Unreadable`; an error of the transform is a bug and stays one.
+    """
+
+    def __init__(self, source: Any, transform: Any, indices: list[int] | None = None) -> None:
+        self.source, self.transform, self.indices = source, transform, indices
+
+    def __len__(self) -> int:
+        return len(self.source) if self.indices is None else len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        picture, label = read_sample(self.source, index if self.indices is None else self.indices[index])
+        return {"image": self.transform(picture), "label": label}
+
+
+class Decoded:
+    """A source whose pictures were decoded once, into one block of memory that workers share."""
+
+    def __init__(self, source: Any, indices: list[int] | None = None) -> None:
+        self.classes = source.classes
+        pixels, self.shapes, labels = [], [], []
+        for picture, label in decode(source, indices):
+            pixels.append(np.asarray(picture if picture.mode in ("L", "RGB") else picture.convert("RGB")))
+            self.shapes.append(pixels[-1].shape)
+            labels.append(label)
+        self.starts = np.cumsum([0, *(p.size for p in pixels)])
+        self.bytes, self.labels = np.concatenate([p.ravel() for p in pixels]), np.array(labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        pixels = self.bytes[self.starts[index] : self.starts[index + 1]].reshape(self.shapes[index])
+        return Image.fromarray(pixels), int(self.labels[index])
+
+
+def decode(source: Any, indices: list[int] | None = None) -> Iterator[tuple[Any, int]]:
+    """All of a source, or a part, for `data.cache`, with a progress bar.
+
+    Raises:
+        ConfigError: One cannot be read: a cache has no place for the neighbour that would stand in for it.
+    """
+    indices = range(len(source)) if indices is None else indices
+    for index in tqdm(indices, desc="decoding", unit="images", leave=False, disable=None):
+        try:
+            yield read_sample(source, index)
+        except Unreadable as error:
+            raise ConfigError(f"data.cache: {error}; without a cache such pictures are passed over") from None
+
+
+def read_sample(source: Any, index: int) -> tuple[Any, int]:
+    """`source[index]`.
+
+    Raises:
+        Unreadable: The source cannot give it; the message names its file, where it has one.
+    """
+    try:
+        return source[index]
+    except Exception as error:
+        files = getattr(source, "samples", None)
+        name = files[index][0] if files else f"sample {index}"
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise Unreadable(f"{name} ({type(error).__name__}: {reason})") from error

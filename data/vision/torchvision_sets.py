@@ -1,0 +1,103 @@
+"""The sets that torchvision reads: CIFAR-10 and CIFAR-100, MNIST and Fashion-MNIST."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torchvision.datasets import CIFAR10, CIFAR100, MNIST, FashionMNIST, VisionDataset
+
+from data.base import data_root, user_path
+from data.vision.pictures import PictureConfig, Pictures, build_pictures, published_info
+from lion.config import ConfigError, setting
+from lion.tasks.data import ImageInfo, Splits
+
+
+@dataclass
+class TorchvisionConfig(PictureConfig):
+    """`download`: fetch the files that are not there."""
+
+    download: bool = setting(False, free=True)
+
+
+class TorchvisionSet(Pictures):
+    """Pictures of one size, to train on and to test on."""
+
+    source: ClassVar[type[VisionDataset]]  # of (root, train, download)
+    size: ClassVar[tuple[int, int]]
+    channels: ClassVar[int]
+    classes: ClassVar[int]
+    samples: ClassVar[int]  # to train on
+
+    def build(self) -> Splits:
+        config, source = self.config, self.source
+        root = user_path(config.root) if config.root else data_root() / config.name
+        try:
+            train, test = (source(str(root), train=train, download=config.download) for train in (True, False))
+        except (RuntimeError, OSError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].partition(".")[0]
+            folder = root / getattr(source, "base_folder", f"{source.__name__}/raw")
+            raise ConfigError(
+                f"data set '{config.name}': {reason} in {folder} (data.root=PATH or $LION_DATA set what comes before; "
+                f"data.download=true fetches it)"
+            ) from None
+        return build_pictures(config, train, test=test)
+
+    def published(self) -> tuple[ImageInfo, int]:
+        known = {"size": self.size, "channels": self.channels, "classes": self.classes}
+        return published_info(self.config, **known), self.samples
+
+
+@dataclass
+class Cifar10Config(TorchvisionConfig):
+    name: str = "cifar10"
+
+
+class Cifar10(TorchvisionSet):
+    """50,000 + 10,000 pictures."""
+
+    Config = Cifar10Config
+    source, size, channels, classes, samples = CIFAR10, (32, 32), 3, 10, 50_000
+
+
+@dataclass
+class Cifar100Config(TorchvisionConfig):
+    name: str = "cifar100"
+
+
+class Cifar100(TorchvisionSet):
+    """50,000 + 10,000 pictures."""
+
+    Config = Cifar100Config
+    source, size, channels, classes, samples = CIFAR100, (32, 32), 3, 100, 50_000
+
+
+@dataclass
+class MnistConfig(TorchvisionConfig):
+    name: str = "mnist"
+    mean: tuple[float, ...] | None = (0.1307,)
+    std: tuple[float, ...] | None = (0.3081,)
+    pad: int = setting(2, min=0, max=1024)
+    flip: float = setting(0.0, min=0, max=1)  # a mirrored digit is another, or none
+
+
+class Mnist(TorchvisionSet):
+    """60,000 + 10,000 handwritten digits."""
+
+    Config = MnistConfig
+    source, size, channels, classes, samples = MNIST, (28, 28), 1, 10, 60_000
+
+
+@dataclass
+class FashionMnistConfig(TorchvisionConfig):
+    name: str = "fashion_mnist"
+    mean: tuple[float, ...] | None = (0.2860,)
+    std: tuple[float, ...] | None = (0.3530,)
+    pad: int = setting(2, min=0, max=1024)
+
+
+class FashionMnist(TorchvisionSet):
+    """60,000 + 10,000 pictures of clothes."""
+
+    Config = FashionMnistConfig
+    source, size, channels, classes, samples = FashionMNIST, (28, 28), 1, 10, 60_000

@@ -1,0 +1,65 @@
+"""What a model knows of its data, and what other data it may be given."""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+
+from lion.config import ConfigError
+from lion.tasks.data import ImageInfo, Info, numbered
+
+INFO = ImageInfo((8, 4), 1, ("cat", "dog"), (0.5,), (0.25,))
+
+
+def test_info_survives_plain_data():
+    assert ImageInfo.from_dict(json.loads(json.dumps(INFO.to_dict()))) == INFO
+    for name, wrong in (("size", [8]), ("size", [8, 0]), ("channels", "1"), ("mean", [0.5, 0.5]), ("std", None)):
+        with pytest.raises((LookupError, TypeError, ValueError)):
+            ImageInfo.from_dict({**INFO.to_dict(), name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("then", "what"),
+    [
+        ({"size": (8, 8)}, r"size was \[8, 8\], and is \[8, 4\] now"),
+        ({"mean": (0.4,)}, r"mean was \[0.4\]"),
+        ({"classes": ("cat", "eel")}, "class 1 was 'eel', and is 'dog' now"),
+        ({"classes": ("cat",)}, "number of classes was 1, and is 2 now"),
+    ],
+)
+def test_images_of_other_shapes_or_labels_are_others(then, what):
+    with pytest.raises(ConfigError, match=f"^it is of other data: {what}"):
+        INFO.check_same("it", replace(INFO, **then).to_dict())
+    with pytest.raises(ConfigError, match="size was None"):
+        INFO.check_same("it", {})
+
+
+def test_numbered_classes_may_be_any():
+    INFO.check_same("it", replace(INFO, classes=numbered(2)).to_dict())
+    with pytest.raises(ConfigError, match="class 0 was 'cat', and is 'class 0' now"):
+        replace(INFO, classes=numbered(2)).check_same("it", INFO.to_dict())
+
+
+@dataclass(frozen=True)
+class Tokens(Info):
+    """Text, as another kind of data may describe it: the tokenizer must be the same, the length need not."""
+
+    kind = "text"
+
+    tokenizer: str
+    length: int
+
+    @classmethod
+    def from_dict(cls, values):
+        return cls(values["tokenizer"], values["length"])
+
+    def difference(self, name, old, new):
+        return None if name == "length" else super().difference(name, old, new)
+
+
+def test_a_kind_of_data_has_its_own_rule():
+    then = Tokens("a1", 128).to_dict()
+    assert Tokens.from_dict(then) == Tokens("a1", 128)
+    Tokens("a1", 512).check_same("it", then)
+    with pytest.raises(ConfigError, match="it is of other data: tokenizer was 'a1', and is 'b2' now"):
+        Tokens("b2", 128).check_same("it", then)

@@ -1,0 +1,182 @@
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lion.config import ConfigError
+from lion.tasks.data import DeviceDataset
+from lion.tasks.order import Drawn, Shuffled
+from lion.tasks.seeds import uniform
+from lion.trainer.loader import StepSampler, eval_batches, steps_per_epoch, train_batches
+
+ORDER = Shuffled()
+
+
+class Noisy(Dataset):
+    """Samples that tell their index and a random draw."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return {"index": torch.tensor(index), "draw": torch.rand(())}
+
+
+def batches(*, size=23, batch=8, micro=8, start=0, total=7, rank=0, world=1, workers=0, order=ORDER):
+    where = {"start": start, "total": total, "rank": rank, "world": world}
+    sampler = StepSampler(size, order=order, batch=batch, micro=micro, seed=3, **where)
+    loader = train_batches(Noisy(size), sampler, workers=workers, pin=False)
+    return [(b["index"].tolist(), b["draw"].tolist()) for b in loader]
+
+
+def joined(parts):
+    return [i for p in parts for i in p[0]], [d for p in parts for d in p[1]]
+
+
+def test_an_epoch_sees_every_sample_once_and_epochs_differ():
+    seen = batches(size=24, total=6)
+    first, second = joined(seen[:3])[0], joined(seen[3:])[0]
+    assert sorted(first) == sorted(second) == list(range(24)) and first != second
+
+
+def test_the_ragged_end_is_dropped():
+    assert steps_per_epoch(23, 8) == 2
+    with pytest.raises(ConfigError, match="64 is more than the 23 training samples, nearest: 23"):
+        steps_per_epoch(23, 64)
+
+
+@pytest.mark.parametrize("order", [Shuffled(), Shuffled(3), Drawn()], ids=str)
+@pytest.mark.parametrize("start", [1, 2, 5])
+def test_a_run_goes_on_anywhere(start, order):
+    assert batches(start=start, order=order) == batches(order=order)[start:]
+
+
+@pytest.mark.parametrize("order", [Shuffled(), Shuffled(3), Drawn()], ids=str)
+def test_micro_batches_and_processes_share_one_order(order):
+    straight = batches(batch=8, micro=8, order=order)
+    assert joined(batches(batch=8, micro=2, order=order)) == joined(straight)
+    ranks = [batches(batch=8, micro=2, rank=r, world=2, order=order) for r in range(2)]
+    for step, (indices, draws) in enumerate(straight):
+        shares = [joined(r[2 * step : 2 * step + 2]) for r in ranks]
+        assert sorted(shares[0][0] + shares[1][0]) == sorted(indices)
+        assert sorted(shares[0][1] + shares[1][1]) == sorted(draws)
+
+
+def test_loader_workers_change_nothing_and_the_global_state_is_left_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    alone = batches()
+    assert torch.equal(torch.rand(3), expected)
+    assert batches(workers=2) == alone
+
+
+def test_augmentation_differs_between_epochs():
+    draws = {}
+    for indices, values in batches(size=8, total=2):
+        for i, v in zip(indices, values):
+            draws.setdefault(i, set()).add(v)
+    assert all(len(v) == 2 for v in draws.values())
+
+
+def evaluation(dataset, *, batch=4, rank=0, world=1, seed=0, split="val", workers=0, **more):
+    where = {"batch": batch, "rank": rank, "world": world}
+    return eval_batches(dataset, seed=seed, split=split, workers=workers, pin=False, **where, **more)
+
+
+@pytest.mark.parametrize(("size", "world"), [(10, 1), (10, 2), (8, 2), (3, 2)])
+def test_evaluation_pads_to_one_shape(size, world):
+    seen = []
+    for rank in range(world):
+        for batch in evaluation(Noisy(size), rank=rank, world=world):
+            assert len(batch["index"]) == 4
+            seen += batch["index"][batch["mask"]].tolist()
+    assert sorted(seen) == list(range(size))
+
+
+def noise(dataset, **how):
+    """(what the data set drew, what a task draws of the key) by sample."""
+    found = {}
+    for batch in [b for rank in range(how.get("world", 1)) for b in evaluation(dataset, rank=rank, **how)]:
+        draws = batch.get("draw", batch["index"])
+        for i, real in enumerate(batch["mask"].tolist()):
+            if real:
+                found[batch["index"][i].item()] = draws[i].item(), uniform(batch["key"], 3)[i].tolist()
+    return found
+
+
+def test_the_noise_of_evaluation_depends_on_seed_split_and_sample_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    found = noise(Noisy(10))
+    assert torch.equal(torch.rand(3), expected)  # the global state is left alone
+    assert sorted(found) == list(range(10)) and len({draw for draw, _ in found.values()}) == 10
+    for how in ({"batch": 3}, {"batch": 1}, {"world": 2}, {"workers": 2}):
+        assert noise(Noisy(10), **how) == found
+    for how in ({"seed": 1}, {"split": "test"}):
+        other = noise(Noisy(10), **how)
+        assert not {draw for draw, _ in other.values()} & {draw for draw, _ in found.values()}
+        assert all(other[i][1] != found[i][1] for i in found)
+    assert {i: key for i, (_, key) in noise(Whole()).items()} == {i: key for i, (_, key) in found.items()}
+
+
+class Ragged(Dataset):
+    """As many numbers as the sample says."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return list(range(index))
+
+
+def side_by_side(samples):
+    return {
+        "lengths": torch.tensor([len(s) for s in samples]),
+        "numbers": torch.tensor([i for s in samples for i in s]),
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_may_make_its_batches_of_samples_itself(workers):
+    sampler = StepSampler(9, order=ORDER, batch=3, micro=3, seed=1, start=0, total=3, rank=0, world=1)
+    seen = list(train_batches(Ragged(), sampler, collate=side_by_side, workers=workers, pin=False))
+    assert sorted(n for b in seen for n in b["lengths"].tolist()) == list(range(9))
+    assert all(len(b["numbers"]) == b["lengths"].sum() for b in seen)
+    seen = list(evaluation(Ragged(), collate=side_by_side, workers=workers))
+    assert [len(b["mask"]) for b in seen] == [4, 4, 4] and sum(b["mask"].sum() for b in seen) == 9
+
+
+class Whole(DeviceDataset):
+    """Makes batches of its own, as pictures on a device do."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        raise AssertionError("no sample is asked for")
+
+    def batch(self, indices, device, generator=None):
+        noise = None if generator is None else torch.rand(len(indices), generator=generator, device=device)
+        index = torch.tensor(indices, device=device)
+        return {"index": index} | ({} if noise is None else {"noise": noise})
+
+
+def test_a_data_set_that_makes_its_own_batches():
+    def batches(start, seed=3):
+        sampler = StepSampler(10, order=ORDER, batch=4, micro=2, seed=seed, start=start, total=5, rank=0, world=1)
+        return list(train_batches(Whole(), sampler, workers=2, pin=False)), sampler
+
+    found, sampler = batches(0)
+    steps = [torch.cat([b["index"] for b in found[2 * s : 2 * s + 2]]).tolist() for s in range(5)]
+    assert steps == [sampler.samples(step) for step in range(5)]
+    assert len({tuple(b["noise"].tolist()) for b in found}) == 10  # every micro-batch draws for itself
+    for a, b in zip(found[6:], batches(3)[0]):  # and a resumed run draws the same
+        assert torch.equal(a["noise"], b["noise"]) and torch.equal(a["index"], b["index"])
+    assert not torch.equal(batches(0, seed=4)[0][0]["noise"], found[0]["noise"])
+    parts = [list(evaluation(Whole(), rank=r, world=2)) for r in (0, 1)]
+    kept = [i for part in parts for b in part for i, m in zip(b["index"].tolist(), b["mask"].tolist()) if m]
+    assert sorted(kept) == list(range(10)) and all("noise" not in b for part in parts for b in part)
