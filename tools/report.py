@@ -22,9 +22,9 @@ from lion.recipe import Recipe, free_keys
 from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_run
 from lion.tasks import TASKS
 from lion.trainer.checkpoint import save_text, write_atomic
-from tools.bench.rows import pipes
 from tools.cli import Parser, run_command, table
 from tools.compose import RECIPES, resolve, resolve_run
+from tools.store import pipes
 
 CLAIMS = (  # what the paper says is better, in names of `label`: Table 16, multi-scan rows of Table 2, Tables 13 and 14
     ("lion_s", "lion_s alternating"),
