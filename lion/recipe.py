@@ -26,10 +26,9 @@ from lion.config import (
 )
 from lion.models import MODELS
 from lion.tasks import TASKS
-from lion.trainer.config import Plan, TrainerConfig
-from lion.trainer.loader import steps_per_epoch
+from lion.trainer.config import TrainerConfig
 from lion.trainer.optim import OptimConfig
-from lion.trainer.schedule import ScheduleConfig, to_seconds, to_steps
+from lion.trainer.schedule import ScheduleConfig
 
 EXCLUSIVE = (("trainer.epochs", "trainer.steps"),)  # a layer that gives one takes the other away
 
@@ -194,55 +193,3 @@ def differences(old: dict, new: Recipe) -> list[str]:
     a, b = flatten(old), flatten(to_dict(new))
     keys = [k for k in {**a, **b} if k not in free and a.get(k) != b.get(k)]
     return [f"{k}: {a.get(k)!r} -> {b.get(k)!r}" for k in keys]
-
-
-def make_plan(recipe: Recipe, *, samples: int, world: int) -> Plan:
-    """Lengths in steps and the accumulation that makes the recipe's global batch of micro-batches.
-
-    Raises:
-        ConfigError: The batch cannot be made of such micro-batches on so many processes, or the learning rate of such
-            a batch would rise where it should fall.
-    """
-    c = recipe.trainer
-    per_epoch = steps_per_epoch(samples, c.batch_size)
-    if c.batch_size % world:
-        near = max(world, round(c.batch_size / world) * world)
-        raise ConfigError(
-            f"trainer.batch_size: {c.batch_size} does not divide among {world} processes, nearest: {near}"
-        )
-    share = c.batch_size // world
-    micro = min(c.micro_batch or share, share)
-    if share % micro:
-        fits = [m for m in range(1, share + 1) if share % m == 0]
-        below, above = max(m for m in fits if m < micro), min(m for m in fits if m > micro)
-        raise ConfigError(
-            f"trainer.micro_batch: {micro} does not divide the {share} samples of a process, nearest: {below}, {above}"
-        )
-    total = c.steps if c.steps is not None else max(1, round(c.epochs * per_epoch))
-    peak = recipe.optim.peak(c.batch_size)
-    for name, value in (("min_lr", recipe.schedule.min_lr), ("warmup_lr", recipe.schedule.warmup_lr)):
-        if value > peak:
-            raise ConfigError(
-                f"schedule.{name}: {value:g} is above the highest learning rate, {peak:.3g} for batches of "
-                f"{c.batch_size}; lower it, or raise optim.lr"
-            )
-
-    def every(duration: str | int) -> int:
-        return max(1, to_steps(duration, steps_per_epoch=per_epoch, total=total))
-
-    seconds = to_seconds(c.save_every)
-    warmup = to_steps(recipe.schedule.warmup, steps_per_epoch=per_epoch, total=total)
-    return Plan(
-        trainer=c,
-        optim=recipe.optim,
-        schedule=recipe.schedule,
-        seed=recipe.seed,
-        total=total,
-        steps_per_epoch=per_epoch,
-        warmup=warmup,
-        micro=micro,
-        accumulation=share // micro,
-        eval_every=every(c.eval_every),
-        save_every=None if seconds else every(c.save_every),
-        save_seconds=seconds,
-    )

@@ -9,11 +9,12 @@ from lion.layers import mixers
 from lion.layers.attention import Attention, LionAttention, SoftmaxAttention
 from lion.layers.decay import FixedDecay, SelectiveDecay, SelectiveVectorDecay
 from lion.layers.mixers import SOFTMAX
-from lion.recipe import dump_recipe, load_recipe, make_plan
+from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks.data import Splits
 from lion.trainer.checkpoint import newest
 from lion.trainer.loop import Trainer
+from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
 from tests.helpers import ROOT
 from tools.compose import describe_data, make_task, resolve
@@ -185,6 +186,6 @@ def test_two_steps_of_a_shrunken_copy(path, tmp_path):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     plan = make_plan(recipe, samples=8, world=1)
     trainer = Trainer(plan, task, model, Splits(Noise(), Noise(), None, task.info), tmp_path, start_runtime("cpu"))
-    assert trainer.fit() and trainer.step == 2
+    assert trainer.fit() and trainer.state.step == 2
     assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
     assert newest(tmp_path, "last")

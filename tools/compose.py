@@ -16,7 +16,7 @@ from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
 from lion.tasks.data import Info, Splits
-from lion.trainer.config import Plan
+from lion.trainer.plan import Plan
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 

@@ -8,8 +8,8 @@ tensors held at most in one batch, beside the weights.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,22 @@ from tqdm import tqdm
 from lion.config import ConfigError
 from lion.layers.attention import forms_of
 from lion.ops import FORMS
+from lion.recipe import Recipe
 from lion.runs import LoadedRun, count_parameters, find_run, open_run
-from lion.tasks.base import to_device
+from lion.tasks import TASKS
+from lion.tasks.base import Outcome, Task, to_device
 from lion.tasks.data import Batch
-from lion.trainer.evaluate import evaluate
+from lion.tasks.metrics import Metric, OwnPass
+from lion.trainer.evaluate import Totals, own_value
 from lion.trainer.loader import Batches, eval_batches
 from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
+from tools.bench.probe import seconds
 from tools.cli import Parser, choose_form, count, run_command, table
 from tools.compose import build_data, loader_workers, resolve_run
 
 DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
-SMALL = 2**28  # bytes of a split that is loaded ahead, so that reading is not timed
+Form = tuple[str, int | None]  # and its tokens a chunk or step
 
 
 def main(argv: list[str]) -> int:
@@ -48,12 +52,12 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
     wanted = {"checkpoint": args.checkpoint, "split": args.split, "ema": args.ema, "eager": args.eager}
     results = measure_forms(args.run, args.form, args.chunk_size, overrides=args.overrides, **wanted)
-    print(as_table(results, results[0]))
+    print(as_table(results, metric_of(resolve_run(find_run(args.run)))))
     return 0
 
 
-def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ...]) -> list[tuple[str, int | None]]:
-    """(form, tokens a chunk or step) that a request stands for."""
+def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ...]) -> list[Form]:
+    """What a request stands for."""
     if form != "all":
         return [(form, None if form == "full" else chunk_size or DEFAULT_SIZE[form])]
     size = chunk_size or 64
@@ -93,13 +97,10 @@ def measure_forms(
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
     how = {"workers": loader_workers(recipe), "faults": recipe.trainer.faults, "device": runtime.device}
     how |= {"collate": splits.collate, "seed": recipe.seed, "split": split}
-    batches: Batches | list[Batch] = eval_batches(dataset, batch=batch, rank=0, world=1, pin=False, **how)
-    first = to_device(next(iter(batches)), runtime.device)
-    if sum(x.nbytes for x in first.values()) * -(-len(dataset) // batch) < SMALL:
-        batches = list(batches)
+    batches = eval_batches(dataset, batch=batch, rank=0, world=1, pin=False, **how)
     compiled = recipe.trainer.compile and not eager and compile_blocks(loaded.model)
     about = {
-        "metric": loaded.task.metric,
+        "metric": loaded.task.metric.name,
         "split": split,
         "best_step": loaded.checkpoint["step"],
         "weight_bytes": 4 * count_parameters(loaded.model),
@@ -108,43 +109,82 @@ def measure_forms(
         "compiled": compiled,
     }
     loaded.model.to(runtime.device)
-    results, outputs = {}, {}
-    for form, size in tqdm(wanted, desc="evaluating", unit="form", leave=False, disable=None):
-        choose_form(loaded.model, form, size)
-        result, outputs[form, size] = measure(loaded, batches, first, runtime, recipe.trainer.precision)
-        results[form, size] = {"form": form, "chunk_size": size, **about, **result}
-        results[form, size]["deviation"] = (outputs[form, size] - outputs["full", None]).abs().max().item()
-    return [results[key] for key in forms]
+    rounds = -(-len(dataset) // batch)
+    results = measure(loaded, batches, rounds, wanted, runtime, recipe.trainer.precision)
+    return [{"form": form, "chunk_size": size, **about, **results[form, size]} for form, size in forms]
+
+
+class Measured:
+    """What a form has shown so far."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.totals = Totals(task.metrics)
+        self.seconds, self.peak = 0.0, None
+        self.deviation = torch.zeros((), device=device)
+
+    def add(self, outcome: Outcome, reference: torch.Tensor, mask: torch.Tensor) -> None:
+        """A batch's outcome, the full form's outputs (B, ..), and which samples are real (B,)."""
+        self.totals.add(outcome, mask)
+        gap = (outcome.outputs - reference)[mask].abs()
+        if gap.numel():
+            self.deviation = torch.maximum(self.deviation, gap.max())
 
 
 def measure(
-    loaded: LoadedRun, batches: Batches | list[Batch], first: Batch, runtime: Runtime, precision: str
-) -> tuple[dict[str, Any], torch.Tensor]:
-    """Value, speed and memory of the model as it stands, and its outputs (samples, ..) on the CPU."""
+    loaded: LoadedRun, batches: Batches, rounds: int, forms: list[Form], runtime: Runtime, precision: str
+) -> dict[Form, dict[str, Any]]:
+    """Value, speed, peak memory, and deviation from the first of the forms; each of the `rounds` batches is read
+    once, run in every form, and forgotten."""
+    model, task = loaded.model, loaded.task
+    found = {form: Measured(task, runtime.device) for form in forms}
+    samples = 0
 
-    def once() -> torch.Tensor:
+    def forward(batch: Batch) -> Outcome:
         with torch.inference_mode(), runtime.autocast(precision):
-            return loaded.task.evaluate(loaded.model, first)[1]
+            return task.evaluate(model, batch)
 
-    once()  # compiles, and is not timed
-    peak = tensor_peak(once, runtime.device)
-    outputs: list[torch.Tensor] = []
-    collect = {"collect": lambda out: outputs.append(out.cpu())}
-    started = time.perf_counter()
-    metrics = evaluate(loaded.model, batches, loaded.task, runtime, precision=precision, **collect)
-    seconds = time.perf_counter() - started
-    count = sum(map(len, outputs))  # less what could not be read
-    result = {"value": metrics[loaded.task.metric], "samples_per_second": count / seconds, "peak_bytes": peak}
-    return result, torch.cat(outputs)
+    for number, batch in enumerate(
+        tqdm(batches, total=rounds, desc="evaluating", unit="batch", leave=False, disable=None)
+    ):
+        batch = to_device(batch, runtime.device)
+        once, outcomes = partial(forward, batch), []
+        for form, measured in found.items():
+            choose_form(model, *form)
+            if number == 0:
+                once()  # compiles, and is not timed
+                measured.peak = tensor_peak(once, runtime.device)
+            measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)
+            measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
+            del outcomes[1:]
+        samples += int(batch["mask"].sum())
+    results = {}
+    for form, measured in found.items():
+        choose_form(model, *form)
+        if isinstance(task.metric, OwnPass):
+            value = own_value(task.metric, model, batches, task, runtime, precision)
+        else:
+            value = measured.totals.values(runtime)[task.metric.name]
+        results[form] = {
+            "value": value,
+            "samples_per_second": samples / measured.seconds,
+            "peak_bytes": measured.peak,
+            "deviation": measured.deviation.item(),
+        }
+    return results
 
 
-def as_table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
-    """Results as text; `about` names the metric."""
-    header = ["form", f"{about['metric']} %", "samples/s", "peak memory", "deviation"]
+def metric_of(recipe: Recipe) -> Metric:
+    """The one that chooses `best`."""
+    return TASKS[recipe.task.name].metrics_of(recipe.task)[0]
+
+
+def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:
+    """Results as text."""
+    header = ["form", metric.heading, "samples/s", "peak memory", "deviation"]
     body = [
         [
             r["form"] if r["chunk_size"] is None else f"{r['form']} ({r['chunk_size']})",
-            f"{100 * r['value']:.2f}",
+            metric.number(r["value"]),
             f"{r['samples_per_second']:.0f}",
             "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**20:.1f} MiB",
             f"{r['deviation']:.1e}",

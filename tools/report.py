@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 from lion.config import ConfigError, flatten, to_dict
 from lion.recipe import Recipe, free_keys
 from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_run
-from lion.tasks import TASKS
+from lion.tasks.metrics import Metric
 from lion.trainer.checkpoint import save_text, write_atomic
 from tools.cli import Parser, run_command, table
 from tools.compose import RECIPES, resolve, resolve_run
+from tools.evaluate import metric_of
 from tools.store import pipes
 
 CLAIMS = (  # what the paper says is better, in names of `label`: Table 16, multi-scan rows of Table 2, Tables 13 and 14
@@ -48,6 +49,7 @@ class Run(NamedTuple):
 
     folder: Path
     recipe: Recipe
+    metric: Metric
     curve: list[tuple[float, float]]
     test: float | None
     parameters: int
@@ -55,7 +57,7 @@ class Run(NamedTuple):
 
     @property
     def val(self) -> float:
-        return max(value for _, value in self.curve)
+        return self.metric.best(value for _, value in self.curve)
 
 
 def main(argv: list[str]) -> int:
@@ -112,11 +114,11 @@ def load(name: str) -> Run:
     """Raises ConfigError: no run there, or one that is not finished."""
     folder = find_run(name)
     recipe = resolve_run(folder)
-    kind = TASKS[recipe.task.name]
+    metric = metric_of(recipe)
     try:
         lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
         lines = [line for line in lines if line["kind"] == "val"]
-        curve = [(line["epoch"], line[kind.metric]) for line in lines]
+        curve = [(line["epoch"], line[metric.name]) for line in lines]
         environment = json.loads((folder / ENVIRONMENT).read_text())
         summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else None
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -127,7 +129,7 @@ def load(name: str) -> Run:
         raise ConfigError(f"{folder}: stopped at step {lines[-1]['step']:,}, train it to its end first")
     parameters = count_parameters(build_on_meta(read_run(folder, "best")[1], recipe.model))
     test = summary["value"] if summary and summary["split"] == "test" else None
-    return Run(folder, recipe, curve, test, parameters, environment)
+    return Run(folder, recipe, metric, curve, test, parameters, environment)
 
 
 def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
@@ -184,11 +186,11 @@ def paper() -> dict[str, dict[str, str]]:
 
 
 def result_table(groups: dict[str, list[Run]]) -> tuple[list[str], list[list[str]]]:
-    claimed = paper()
+    claimed, metric = paper(), metric_shared(groups)
     header = [
         "model",
-        "test top-1 %",
-        "val top-1 %",
+        f"test {metric.heading}",
+        f"val {metric.heading}",
         "n",
         "parameters",
         "paper: CIFAR-100",
@@ -198,32 +200,41 @@ def result_table(groups: dict[str, list[Run]]) -> tuple[list[str], list[list[str
     for name, runs in groups.items():
         columns = [claimed.get(name, {}).get(c.removeprefix("paper: "), "-") for c in header[5:]]
         tests = [run.test for run in runs if run.test is not None]
-        spread = [mean_and_deviation(v) for v in (tests if len(tests) == len(runs) else [], [r.val for r in runs])]
+        spread = [
+            mean_and_deviation(v, metric) for v in (tests if len(tests) == len(runs) else [], [r.val for r in runs])
+        ]
         rows.append([name, *spread, str(len(runs)), f"{runs[0].parameters:,}", *columns])
     return header, rows
 
 
-def mean_and_deviation(values: list[float]) -> str:
-    """In percent; the deviation is that of a sample."""
+def metric_shared(groups: dict[str, list[Run]]) -> Metric:
+    """All runs have one task."""
+    return next(iter(groups.values()))[0].metric
+
+
+def mean_and_deviation(values: list[float], metric: Metric) -> str:
+    """As the metric writes them; the deviation is that of a sample."""
     if not values:
         return "-"
-    mean = f"{100 * statistics.mean(values):.2f}"
-    return f"{mean} ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else mean
+    mean = metric.number(statistics.mean(values))
+    return f"{mean} ± {metric.number(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
 def claim_table(groups: dict[str, list[Run]]) -> tuple[list[str], list[list[str]]]:
     """Each claim whose two rows are here, by the differences of runs with the same seed: on test where all of both
     rows have been tested, else on val."""
-    rows = []
+    rows, metric = [], metric_shared(groups)
     for better, worse in ((a + b, c + b) for b in ("", " with positions") for a, c in CLAIMS):
         if better in groups and worse in groups:
             split = "test" if all(r.test is not None for r in (*groups[better], *groups[worse])) else "val"
             pairs = {r.recipe.seed: getattr(r, split) for r in groups[better]}
-            gaps = [pairs[r.recipe.seed] - getattr(r, split) for r in groups[worse] if r.recipe.seed in pairs]
+            gaps = [
+                metric.gain(pairs[r.recipe.seed], getattr(r, split)) for r in groups[worse] if r.recipe.seed in pairs
+            ]
             if gaps:
-                claim = [f"{better} > {worse}", split, mean_and_deviation(gaps), str(len(gaps)), verdict(gaps)]
+                claim = [f"{better} > {worse}", split, mean_and_deviation(gaps, metric), str(len(gaps)), verdict(gaps)]
                 rows.append(claim)
-    return ["the paper: ", "on", "difference, points", "n", "here"], rows
+    return ["the paper: ", "on", f"difference{', points' if metric.percent else ''}", "n", "here"], rows
 
 
 def verdict(gaps: list[float]) -> str:
@@ -308,14 +319,14 @@ def draw(groups: dict[str, list[Run]], path: Path) -> bool:
     except ImportError:
         return False
     fig = figure(figsize=(9, 5.2), layout="constrained")
-    ax = fig.subplots()
+    ax, metric = fig.subplots(), metric_shared(groups)
     for name, runs in groups.items():
         epochs = sorted(set.intersection(*({e for e, _ in run.curve} for run in runs)))
-        columns = [[100 * dict(run.curve)[e] for run in runs] for e in epochs]
+        columns = [[metric.scaled(dict(run.curve)[e]) for run in runs] for e in epochs]
         style = {"color": "black"} if name == "softmax" else {}
         (drawn,) = ax.plot(epochs, [statistics.mean(c) for c in columns], "o-", markersize=3, label=name, **style)
         ax.fill_between(epochs, list(map(min, columns)), list(map(max, columns)), alpha=0.15, color=drawn.get_color())
-    ax.set(xlabel="epoch", ylabel="val top-1 %")
+    ax.set(xlabel="epoch", ylabel=f"val {metric.heading}")
     ax.grid(True, color="0.9")
     ax.spines[["top", "right"]].set_visible(False)
     fig.legend(loc="outside right center", frameon=False)

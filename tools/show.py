@@ -13,9 +13,10 @@ import torch
 from lion.config import flatten, to_dict
 from lion.layers.decay import DECAYS
 from lion.layers.mixers import MIXERS, SOFTMAX
-from lion.recipe import Recipe, dump_recipe, make_plan
+from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
+from lion.trainer.plan import make_plan
 from tools.cli import Parser, count, run_command, table
 from tools.compose import RECIPES, describe_data, describe_warmup, make_task, process_count, resolve
 

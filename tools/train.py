@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lion.config import ConfigError
-from lion.recipe import Recipe, differences, dump_recipe, make_plan
+from lion.recipe import Recipe, differences, dump_recipe
 from lion.runs import (
     ENVIRONMENT,
     RECIPE,
@@ -29,6 +29,7 @@ from lion.runs import (
 )
 from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
 from lion.trainer.loop import Trainer
+from lion.trainer.plan import make_plan
 from lion.trainer.runtime import (
     Runtime,
     check_device,
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> int:
     runtime.agree(None)  # the folder is there, and ours
     seed_everything(recipe.seed + runtime.rank)
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
-    complete, step = trainer.fit(), trainer.step
+    complete, step = trainer.fit(), trainer.state.step
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -109,7 +110,7 @@ def main(argv: list[str]) -> int:
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
     summarise(recipe.folder, Runtime(runtime.device))
-    print_summary(recipe.folder)
+    print_summary(recipe)
     del lock
     return 0
 
@@ -157,7 +158,7 @@ def finished(recipe: Recipe) -> bool:
     if not (folder / SUMMARY).exists():
         return False
     try:
-        print_summary(folder)
+        print_summary(recipe)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{folder / SUMMARY}: not a summary ({type(error).__name__}); without it the same command evaluates again"
@@ -189,12 +190,13 @@ def summarise(folder: Path, runtime: Runtime) -> None:
     save_json(folder / SUMMARY, {**summary, "forms": forms})
 
 
-def print_summary(folder: Path) -> None:
+def print_summary(recipe: Recipe) -> None:
+    folder, metric = recipe.folder, evaluate.metric_of(recipe)
     summary = json.loads((folder / SUMMARY).read_text())
     rows = [{**r, "form": name.split("_")[0]} for name, r in summary["forms"].items()]
-    print(f"\n{evaluate.as_table(rows, summary)}\n")
-    result = f"{summary['split']} {summary['metric']} {100 * summary['value']:.2f}%"
-    print(f"{result} (best on val at step {summary['best_step']})")
+    print(f"\n{evaluate.as_table(rows, metric)}\n")
+    value = f"{summary['split']} {metric.title} {metric.text(summary['value'])}"
+    print(f"{value} (best on val at step {summary['best_step']})")
     print(f"run folder   {folder}")
     print(f"curves       ./run.sh logs    (tensorboard --logdir {folder.parent})")
 

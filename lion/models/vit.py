@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
+from lion.layers.marks import Marks
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid, make_grid
 from lion.models.base import ImageClassifier
@@ -83,6 +84,7 @@ class ViT(ImageClassifier):
         std: Sequence[float] = (1.0,),
     ) -> None:
         super().__init__(image_size=image_size, channels=channels, classes=classes, mean=mean, std=std)
+        self.marks = {name: Marks(weight_decay=0) for name in ("cls", "position")}
         self.config = c = config.resolved()
         for side, size, patch in zip(("height", "width"), image_size, c.patch_size):
             if size % patch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lion.config import ConfigError
 from lion.models.base import Model
 from lion.tasks.data import Batch, Info
+from lion.tasks.metrics import Metric
 
 
 class Sums(NamedTuple):
@@ -21,6 +23,21 @@ class Sums(NamedTuple):
     weight: Tensor
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a task finds on an evaluation batch.
+
+    Args:
+        sums: By name (sum, weight) over the samples where `batch["mask"]`.
+        outputs: Of the model (B, ..), to compare its forms.
+        rows: By name (B, ..) what metrics of all samples need; kept where one does.
+    """
+
+    sums: dict[str, tuple[Tensor, Tensor]]
+    outputs: Tensor
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+
 class Task(ABC):
     """A learning problem. A new one is one file and its line in `TASKS`."""
 
@@ -28,11 +45,21 @@ class Task(ABC):
     Model: ClassVar[type[Model]]  # what a model of `MODELS` must be, to be this task's
     default_model: ClassVar[str]  # the one that a recipe without `model.name` means
     Info: ClassVar[type[Info]]  # what the data tells the model
-    metric: ClassVar[str]  # the metric that `best` is chosen by; higher is better
     unit: ClassVar[str]  # what a sample is called
 
     def __init__(self, config: Any, info: Info) -> None:
         self.config, self.info = config, info
+        self.metrics = self.metrics_of(config)
+
+    @property
+    def metric(self) -> Metric:
+        """The one that `best` is chosen by."""
+        return self.metrics[0]
+
+    @staticmethod
+    @abstractmethod
+    def metrics_of(config: Any) -> tuple[Metric, ...]:
+        """What is measured under this `task` section; the first chooses `best`."""
 
     @abstractmethod
     def build_model(self, config: Any) -> Model:
@@ -43,8 +70,8 @@ class Task(ABC):
         """Training loss of a micro-batch, summed over its samples."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
-        """Metrics of an evaluation batch as (sum, count) over the samples where `batch["mask"]`, and the outputs."""
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        """What `metrics` need of an evaluation batch; a function of model and batch alone, so that forms compare."""
 
     @abstractmethod
     def example(self, size: int, device: torch.device | str) -> Batch:

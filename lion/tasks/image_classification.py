@@ -16,8 +16,13 @@ from torchvision.utils import make_grid
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.base import ImageClassifier
-from lion.tasks.base import Sums, Task, build_or_explain
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain
 from lion.tasks.data import Batch, ImageInfo
+from lion.tasks.metrics import Mean, Metric
+
+TOP1 = Mean("top1", "top-1", percent=True)
+TOP5 = Mean("top5", "top-5", percent=True)
+LOSS = Mean("loss", higher_is_better=False, digits=3)
 
 
 @dataclass
@@ -48,7 +53,6 @@ class ImageClassification(Task):
     Model = ImageClassifier
     default_model = "vit"
     Info = ImageInfo
-    metric = "top1"
     unit = "images"
 
     def __init__(self, config: ImageClassificationConfig, info: ImageInfo) -> None:
@@ -58,6 +62,10 @@ class ImageClassification(Task):
         active = [(kind(alpha=alpha, num_classes=classes), p) for kind, alpha, p in choices if alpha]
         kinds, shares = [k for k, _ in active], [p for _, p in active]
         self.mix = v2.RandomChoice(kinds, p=shares if len(kinds) > 1 else None) if kinds else None
+
+    @staticmethod
+    def metrics_of(config: ImageClassificationConfig) -> tuple[Metric, ...]:
+        return TOP1, TOP5, LOSS
 
     def build_model(self, config: Any) -> ImageClassifier:
         info = self.info
@@ -84,7 +92,7 @@ class ImageClassification(Task):
         loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing, reduction="sum")
         return Sums(loss, loss.new_full((), len(images)))
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         logits = model(batch["image"]).float()
         mask, labels = batch["mask"], batch["label"]
         count = mask.sum()
@@ -94,7 +102,7 @@ class ImageClassification(Task):
             "top5": ranked.any(1),
             "loss": F.cross_entropy(logits, labels, reduction="none"),
         }
-        return {name: ((value * mask).sum(), count) for name, value in sums.items()}, logits
+        return Outcome({name: ((value * mask).sum(), count) for name, value in sums.items()}, logits)
 
     def example(self, size: int, device: torch.device | str) -> Batch:
         image = torch.zeros(size, self.info.channels, *self.info.size, dtype=torch.uint8, device=device)

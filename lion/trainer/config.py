@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 from lion.config import setting
 from lion.trainer.faults import FaultsConfig
-from lion.trainer.optim import OptimConfig
 from lion.trainer.parallel import KINDS
 from lion.trainer.runtime import MATMUL
-from lion.trainer.schedule import ScheduleConfig, to_seconds, to_steps
+from lion.trainer.schedule import to_seconds, to_steps
 
 
 @dataclass
@@ -57,21 +56,3 @@ class TrainerConfig:
                 raise ValueError(f"{name}: {error}{minutes}") from None
             if steps < 1:
                 raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run as the trainer sees it: the recipe's settings, lengths in steps, and how a step's batch is made."""
-
-    trainer: TrainerConfig
-    optim: OptimConfig
-    schedule: ScheduleConfig
-    seed: int
-    total: int
-    steps_per_epoch: int
-    warmup: int
-    eval_every: int
-    save_every: int | None  # null: by the clock, `save_seconds`
-    save_seconds: float | None
-    micro: int
-    accumulation: int

@@ -1,17 +1,58 @@
-"""Evaluation of a model on a split."""
+"""Evaluation of a model on a split, in memory that does not grow with it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from lion.layers.decay import Decay, Gating
-from lion.tasks.base import Task, to_device
+from lion.tasks.base import Outcome, Task, to_device
 from lion.tasks.data import Batch
+from lion.tasks.metrics import Metric, OwnPass
 from lion.trainer.runtime import Runtime
+
+
+class Totals:
+    """What the batches of an evaluation add up to; kept of each sample is only what a metric needs of all of them."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self.metrics = [metric for metric in metrics if not isinstance(metric, OwnPass)]
+        self.sums: dict[str, list[Tensor]] = {}
+        self.rows: dict[str, list[Tensor]] = {name: [] for metric in self.metrics for name in metric.rows}
+
+    def add(self, outcome: Outcome, mask: Tensor) -> None:
+        """A batch's outcome; `mask` (B,) says which samples are real."""
+        for name, pair in outcome.sums.items():
+            pair = [x.double() for x in pair]
+            self.sums[name] = [a + b for a, b in zip(self.sums[name], pair)] if name in self.sums else pair
+        for name, kept in self.rows.items():
+            kept.append(outcome.rows[name][mask])
+
+    def values(self, runtime: Runtime) -> dict[str, float]:
+        """Every metric, over all processes: sums first, then one division; rows in the order of the split."""
+        flat = runtime.sum(*[x for pair in self.sums.values() for x in pair]).tolist() if self.sums else []
+        means = {name: flat[2 * i] / max(flat[2 * i + 1], 1) for i, name in enumerate(self.sums)}
+        rows = {name: torch.cat(runtime.gather(torch.cat(kept).cpu())) for name, kept in self.rows.items()}
+        return {metric.name: metric.value(means, rows) for metric in self.metrics}
+
+
+class RememberFirst:
+    """Batches, to be gone through any number of times, that keep the first of them."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self.batches = batches
+        self.first: Batch | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            if self.first is None:
+                self.first = batch
+            yield batch
+
+
+class Stopped(Exception):
+    """An evaluation was asked to end early."""
 
 
 @torch.no_grad()
@@ -23,61 +64,42 @@ def evaluate(
     *,
     precision: str = "fp32",
     stop: Callable[[], bool] = lambda: False,
-    collect: Callable[[Tensor], None] | None = None,
 ) -> dict[str, float] | None:
-    """Metrics over all samples and processes: sums first, then one division.
+    """The task's metrics over all samples and processes; None when `stop` says so.
 
-    `collect` is given the model's outputs of real samples, in order (one process). None when `stop` says so.
+    `batches` are gone through once, and once more for every `OwnPass`.
     """
-    training = model.training
-    model.eval()
-    totals: dict[str, list[Tensor]] = {}
-    try:
+
+    def on_device() -> Iterator[Batch]:
         for batch in batches:
             if stop():
-                return None
-            batch = to_device(batch, runtime.device)
-            with runtime.autocast(precision):
-                sums, out = task.evaluate(model, batch)
-            for name, pair in sums.items():
-                pair = [x.double() for x in pair]
-                totals[name] = [a + b for a, b in zip(totals[name], pair)] if name in totals else pair
-            if collect is not None:
-                collect(out[batch["mask"]])
-    finally:
-        model.train(training)
-    flat = runtime.sum(*[x for pair in totals.values() for x in pair]).tolist()
-    return {name: flat[2 * i] / max(flat[2 * i + 1], 1) for i, name in enumerate(totals)}
+                raise Stopped
+            yield to_device(batch, runtime.device)
 
-
-def all_finite(results: dict[str, dict[str, float]], weights: list[Tensor]) -> bool:
-    """Whether every metric and every weight is."""
-    metrics = (value for part in results.values() for value in part.values())
-    return all(map(math.isfinite, metrics)) and all(torch.stack([w.isfinite().all() for w in weights]).tolist())
-
-
-def decay_values(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor]:
-    """Every decay lambda that the layers use on this batch, by layer (the paper's Fig. 12)."""
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple, gating: Gating) -> None:
-            if gating.log_decay is not None:
-                name_of_layer = name.removeprefix("encoder.").replace(".attention.decays", "").removesuffix(".0")
-                found[name_of_layer] = gating.log_decay.exp().float().cpu()
-
-        return hook
-
-    hooks = [m.register_forward_hook(keep(n)) for n, m in model.named_modules() if isinstance(m, Decay)]
-    if not hooks:
-        return {}
     training = model.training
     model.eval()
+    totals = Totals(task.metrics)
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            task.evaluate(model, batch)
+        for batch in on_device():
+            with runtime.autocast(precision):
+                outcome = task.evaluate(model, batch)
+            totals.add(outcome, batch["mask"])
+        own = {}
+        for metric in task.metrics:
+            if isinstance(metric, OwnPass):
+                own[metric.name] = own_value(metric, model, on_device(), task, runtime, precision)
+    except Stopped:
+        return None
     finally:
         model.train(training)
-        for hook in hooks:
-            hook.remove()
-    return found
+    values = {**totals.values(runtime), **own}
+    return {metric.name: values[metric.name] for metric in task.metrics}
+
+
+def own_value(
+    metric: OwnPass, model: nn.Module, batches: Iterable[Batch], task: Task, runtime: Runtime, precision: str
+) -> float:
+    """A metric's own pass of a model in evaluation mode over a process's batches."""
+    batches = (to_device(batch, runtime.device) for batch in batches)
+    with torch.no_grad(), runtime.autocast(precision):
+        return float(metric.measure(task, model, batches, runtime.gather))

@@ -1,4 +1,4 @@
-"""What goes wrong in long runs: how much of it a run puts up with, and the words for it."""
+"""What goes wrong in long runs: how much of it a run survives, and the words for it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RunError(Exception):
 
 @dataclass
 class FaultsConfig:
-    """How much a run puts up with before it stops: steps in a row without a finite loss and gradient (each is
-    skipped; the device is asked as often), samples that cannot be read and loader workers that die (each process
-    counts its own)."""
+    """How many faults a run survives: steps in a row without a finite loss and gradient (each is skipped; the device
+    is asked once in as many steps), samples that cannot be read and loader workers that die (each process counts its
+    own)."""
 
     nonfinite: int = setting(10, min=1, free=True)
     unreadable: int = setting(100, min=0, free=True)

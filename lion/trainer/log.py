@@ -9,7 +9,6 @@ import math
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lion.trainer.checkpoint import write_atomic
 from lion.trainer.faults import full_disk
+from lion.trainer.histogram import Histogram
 
 log = logging.getLogger("lion")
 IN_A_FILE = 30.0  # seconds between two states of the progress bar where nobody watches it
@@ -80,11 +80,11 @@ class RunLog:
             for name, value in values.items():
                 self.board.add_scalar(f"{kind}/{name}", value, step)
 
-    def histograms(self, step: int, kind: str, values: dict[str, Tensor]) -> None:
+    def histograms(self, step: int, kind: str, values: dict[str, Histogram]) -> None:
         if self.active:
             with self.space():
                 for name, value in values.items():
-                    self.board.add_histogram(f"{kind}/{name}", value, step)
+                    self.board.add_histogram_raw(f"{kind}/{name}", *value, step)
 
     def images(self, values: dict[str, Tensor]) -> None:
         if self.active:
@@ -125,13 +125,6 @@ class RunLog:
             self.drain()
             self.file.close()
             threading.excepthook = self.hook
-
-
-class Window:
-    """What happened since the last line of metrics."""
-
-    def __init__(self) -> None:
-        self.started, self.waited, self.samples = time.perf_counter(), 0.0, 0
 
 
 def cut_metrics(path: Path, keep: Callable[[dict], bool]) -> list[dict]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from lion.config import setting
+from lion.layers.marks import Marks, marks_of
 
 
 @dataclass
 class OptimConfig:
     """AdamW. `lr` holds for `lr_batch` samples a step and scales linearly with the batch; null takes it as it is.
 
-    `no_decay` says which parameters weight decay spares: `deit` those of one dimension, biases, position
-    embedding and cls; `gpt` those of fewer than two dimensions; `none` spares none.
+    `no_decay` says which parameters weight decay spares: `deit` those of one dimension, biases, and what the model
+    marks (position embedding, cls); `gpt` those of fewer than two dimensions, and what the model marks; `none` none.
     """
 
     lr: float = setting(above=0)
@@ -34,27 +36,43 @@ class OptimConfig:
         return self.lr if self.lr_batch is None else self.lr * batch_size / self.lr_batch
 
 
-def split_decay(model: nn.Module, no_decay: str) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """(decayed, spared) parameters by name."""
-    decayed, spared = {}, {}
+class Factors(NamedTuple):
+    """What a parameter's weight decay and learning rate are multiplied by."""
+
+    weight_decay: float
+    lr: float
+
+
+def factors(model: nn.Module, no_decay: str) -> dict[str, Factors]:
+    """Of every trained parameter, by name: the rule, and what the modules mark (`lion.layers.marks`)."""
+    marked = marks_of(model)
+    marks = {id(p): marked[name] for name, p in model.named_parameters(remove_duplicate=False) if name in marked}
+    found = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        spare = {
-            "deit": parameter.dim() <= 1 or name.endswith("bias") or name in ("position", "cls"),
+        own = marks.get(id(parameter), Marks())
+        spared = {
+            "deit": parameter.dim() <= 1 or name.endswith("bias"),
             "gpt": parameter.dim() < 2,
             "none": False,
         }[no_decay]
-        (spared if spare else decayed)[name] = parameter
-    return decayed, spared
+        decay = 1.0 if no_decay == "none" else own.weight_decay
+        found[name] = Factors(0.0 if spared else decay, own.lr)
+    return found
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over both groups; the learning rate is set by the trainer at every step."""
-    decayed, spared = split_decay(model, config.no_decay)
-    groups = [
-        {"params": list(group.values()), "weight_decay": decay}
-        for group, decay in ((decayed, config.weight_decay), (spared, 0.0))
-        if group
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+def make_optimizer(model: nn.Module, config: OptimConfig) -> tuple[torch.optim.AdamW, list[float]]:
+    """AdamW, and for each of its groups the factor of the learning rate, which the trainer sets at every step."""
+    parameters, groups = dict(model.named_parameters()), {}
+    for name, factor in factors(model, config.no_decay).items():
+        groups.setdefault(factor, []).append(parameters[name])
+    order = sorted(groups, reverse=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[factor], "weight_decay": config.weight_decay * factor.weight_decay} for factor in order],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+    return optimizer, [factor.lr for factor in order]

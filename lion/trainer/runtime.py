@@ -201,7 +201,7 @@ def missing_compiler() -> str | None:
     return None
 
 
-def circumstances(runtime: Runtime) -> dict[str, Any]:
+def conditions(runtime: Runtime) -> dict[str, Any]:
     """What the last bit of a result depends on beside the recipe's course."""
     cuda = runtime.device.type == "cuda"
     return {

@@ -46,8 +46,8 @@ def test_loss_is_a_sum_with_its_weight():
 def test_metrics_leave_padding_out():
     model, b = Table(), batch()
     b["mask"] = torch.tensor([True, True, False, True, False, True])
-    metrics, logits = task().evaluate(model, b)
-    kept = logits[b["mask"]]
+    outcome = task().evaluate(model, b)
+    metrics, kept = outcome.sums, outcome.outputs[b["mask"]]
     top1 = (kept.argmax(1) == b["label"][b["mask"]]).sum()
     assert metrics["top1"][0] == top1 and metrics["top1"][1] == 4
     five = (kept.topk(5).indices == b["label"][b["mask"]][:, None]).any(1).sum()
@@ -121,7 +121,7 @@ def test_the_model_has_the_data_s_normalisation_and_names():
     torch.testing.assert_close(model.normalise(images), expected)
     b = {"image": images, "label": torch.tensor([1]), "mask": torch.tensor([True])}
     with torch.no_grad():
-        logits = t.evaluate(model, b)[1]
+        logits = t.evaluate(model, b).outputs
         loss = F.cross_entropy(logits, b["label"], label_smoothing=0.1)
         torch.testing.assert_close(logits, model(expected))
         assert torch.equal(t.loss(model, b).loss, loss)  # training sees the same pixels

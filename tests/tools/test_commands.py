@@ -86,7 +86,7 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     done = run_sh("eval", folder, "--form", "rnn", "--chunk-size", "8")
     assert done.returncode == 0, done.stderr
     header, _, row, note = done.stdout.strip().splitlines()
-    assert header.split() == ["form", "top1", "%", "samples/s", "peak", "memory", "deviation"]
+    assert header.split() == ["form", "top-1", "%", "samples/s", "peak", "memory", "deviation"]
     assert row.startswith("rnn (8)") and "weights" in note
 
     from sklearn.datasets import load_digits

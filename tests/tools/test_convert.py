@@ -242,7 +242,7 @@ def test_the_run_serves_every_command(tmp_path, capsys):
     assert here("predict", run, picture, "--top", CLASSES) == 0
     assert capsys.readouterr().out.count("class ") == CLASSES
     assert here("eval", run, "--form", "full") == 0
-    assert "top1 %" in capsys.readouterr().out
+    assert "top-1 %" in capsys.readouterr().out
 
 
 def test_as_many_patches_in_another_shape_fit(tmp_path):

@@ -1,14 +1,21 @@
 """Evaluating runs: all forms in one process, of one checkpoint."""
 
 import shutil
+import weakref
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
+import lion
+from lion.runs import open_run
 from lion.trainer.checkpoint import STATE, load_state, newest, prune, scratch_folder, seal
-from lion.trainer.runtime import missing_compiler
+from lion.trainer.evaluate import evaluate as evaluate_model
+from lion.trainer.loader import eval_batches
+from lion.trainer.runtime import Runtime, compile_blocks, missing_compiler
 from tests.helpers import here, tiny_recipe
 from tools import evaluate
+from tools.compose import build_data, resolve_run
 
 pytest.importorskip("sklearn")
 
@@ -22,21 +29,54 @@ def run(tmp_path_factory):
 
 def test_all_forms_are_of_one_checkpoint(run, monkeypatch):
     """Between two forms the run saves a better one and deletes the one that is measured."""
-    first, measure = newest(run, "best").step, evaluate.measure
+    first, choose = newest(run, "best").step, evaluate.choose_form
 
-    def replace_and_measure(*args):
+    def replace_and_choose(*args):
         found = newest(run, "best")
         state = load_state(found.state)
         scratch = scratch_folder(run, "best", found.step + 1)
         state["model"] = {name: torch.randn_like(value) for name, value in state["model"].items()}
         torch.save({**state, "step": found.step + 1}, scratch / STATE)
         prune(seal(scratch), 1)
-        return measure(*args)
+        return choose(*args)
 
-    monkeypatch.setattr(evaluate, "measure", replace_and_measure)
+    monkeypatch.setattr(evaluate, "choose_form", replace_and_choose)
     (chunk,) = evaluate.measure_forms(run, "chunk", 3)
-    assert newest(run, "best").step == first + 2  # one for each form, full and chunk
+    assert newest(run, "best").step >= first + 2  # one for each form, full and chunk
     assert chunk["best_step"] == first and chunk["deviation"] < 1e-4
+
+
+def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
+    """Against each form by itself over the whole split; at no time are there outputs of more than one batch."""
+    loaded = open_run(run)
+    test = build_data(resolve_run(loaded.folder)).test
+    batches = [*eval_batches(test, seed=0, split="test", batch=64, rank=0, world=1, workers=0, pin=False)]
+    assert len(batches) > 3 and not batches[-1]["mask"].all()
+    forms, cpu = [("full", None), ("chunk", 3), ("rnn", 1)], Runtime(torch.device("cpu"))
+    expected, outputs = {}, {}
+    for form in forms:
+        lion.set_form(loaded.model, *form)
+        expected[form] = evaluate_model(loaded.model, batches, loaded.task, cpu)["top1"]
+        with torch.inference_mode():
+            outputs[form] = torch.cat([loaded.model(b["image"])[b["mask"]] for b in batches])
+    counter, held, alive, once = CompileCounter(), [], [], loaded.task.evaluate
+    compile_blocks(loaded.model, backend=counter)
+
+    def watched(model, batch):
+        outcome = once(model, batch)
+        held.append(weakref.ref(outcome))
+        alive.append(sum(ref() is not None for ref in held))
+        return outcome
+
+    monkeypatch.setattr(loaded.task, "evaluate", watched)
+    found = evaluate.measure(loaded, batches, len(batches), forms, cpu, "fp32")
+    assert list(found) == forms and max(alive) <= 3
+    assert counter.frame_count == len(forms)  # a graph a form, however often they take turns
+    for form in forms:
+        assert found[form]["value"] == expected[form] and found[form]["samples_per_second"] > 0
+        gap = (outputs[form] - outputs["full", None]).abs().max().item()
+        assert found[form]["deviation"] == pytest.approx(gap, abs=2e-6) and (gap > 0) == (form[0] != "full")
+        assert found[form]["peak_bytes"] > 0
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import json
 
 import torch
 
-from lion.recipe import make_plan
 from lion.trainer.loop import Trainer
+from lion.trainer.plan import make_plan
 from lion.trainer.runtime import seed_everything, start_runtime
 from tools.compose import build_data, make_task, resolve
 
@@ -27,7 +27,7 @@ def train(path, folder, *overrides, stop_at=None, workers=0):
         step = t.train_step
 
         def train_step(*args):
-            t.stopping = t.step + 1 >= stop_at
+            t.stopping = t.state.step + 1 >= stop_at
             return step(*args)
 
         t.train_step = train_step

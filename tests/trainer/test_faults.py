@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lion.config import ConfigError
 from lion.tasks.data import Unreadable
 from lion.tasks.order import Shuffled
-from lion.trainer import parallel, resume
+from lion.trainer import checkpointer, parallel
 from lion.trainer.checkpoint import check_space, newest, steps_of
 from lion.trainer.faults import FaultsConfig, RunError, memory_advice
 from lion.trainer.loader import StepSampler, eval_batches, train_batches
@@ -261,7 +261,7 @@ def test_a_full_disk_before_the_first_byte(tmp_path, monkeypatch, caplog):
         raise OSError(28, "No space left on device")
 
     t = train(tiny_recipe(tmp_path), tmp_path / "run", stop_at=3)
-    monkeypatch.setattr(resume, "scratch_folder", full)
+    monkeypatch.setattr(checkpointer, "scratch_folder", full)
     assert t.checkpoints.save_last(4, {}) is False and t.checkpoints.saved == 3
     assert "last-4 is not saved: [Errno 28] No space left on device; the checkpoint of step 3 is kept" in caplog.text
 
@@ -271,7 +271,7 @@ def test_what_the_system_refuses_is_reported_like_a_full_disk(tmp_path, caplog):
     step = t.train_step
 
     def train_step(*args):
-        if t.step == 2:
+        if t.state.step == 2:
             (tmp_path / "run" / "checkpoints").mkdir()
             (tmp_path / "run" / "checkpoints" / "last-3").touch()
         return step(*args)

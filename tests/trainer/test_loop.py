@@ -24,11 +24,11 @@ def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path, ema):
     straight = train(path, tmp_path / "a")
     for stop in (5, 11, 19):  # within the first epoch twice, within the second once
         stopped = train(path, tmp_path / "b", stop_at=stop)
-        assert stopped.step == stop
+        assert stopped.state.step == stop
     resumed = train(path, tmp_path / "b")
     assert same(straight.model.state_dict(), resumed.model.state_dict())
     a, b = (state_of(tmp_path / run) for run in "ab")
-    assert straight.best == resumed.best and torch.equal(a["random"][0]["torch"], b["random"][0]["torch"])
+    assert straight.state.best == resumed.state.best and torch.equal(a["random"][0]["torch"], b["random"][0]["torch"])
     if ema:
         assert same(a["ema"], b["ema"])
     losses = [[(x["step"], x["loss"]) for x in lines(tmp_path / run) if x["kind"] == "train"] for run in "ab"]
@@ -64,12 +64,12 @@ def test_best_is_chosen_on_val_and_metrics_are_complete(tmp_path):
     t = train(path, tmp_path / "run")
     found = lines(tmp_path / "run")
     val = {x["step"]: x["top1"] for x in found if x["kind"] == "val"}
-    assert list(val) == [3, 6, 9, 12] and t.best["value"] == max(val.values()) == val[t.best["step"]]
+    assert list(val) == [3, 6, 9, 12] and t.state.best["value"] == max(val.values()) == val[t.state.best["step"]]
     assert [x["step"] for x in found if x["kind"] == "val_ema"] == [3, 6, 9, 12]
     first = next(x for x in found if x["kind"] == "train")
     names = {"loss", "lr", "gradient_norm", "images_per_second", "data_wait_share", "memory_mib", "compiled_graphs"}
     assert names <= first.keys()
-    assert state_of(tmp_path / "run", "best")["step"] == t.best["step"]
+    assert state_of(tmp_path / "run", "best")["step"] == t.state.best["step"]
 
 
 def test_tensorboard_holds_curves_pictures_and_decays(tmp_path):
@@ -91,9 +91,9 @@ def test_a_signal_during_evaluation_costs_no_evaluation(tmp_path, stop_at):
     path = tiny_recipe(tmp_path)
     straight = train(path, tmp_path / "a")
     stopped = train(path, tmp_path / "b", stop_at=stop_at)
-    assert stopped.step == stop_at and stopped.evaluated < stop_at
+    assert stopped.state.step == stop_at and stopped.state.evaluated < stop_at
     resumed = train(path, tmp_path / "b")
-    assert resumed.best == straight.best and resumed.evaluated == 6
+    assert resumed.state.best == straight.state.best and resumed.state.evaluated == 6
     values = [[(x["step"], x["top1"]) for x in lines(tmp_path / run) if x["kind"] == "val"] for run in "ab"]
     assert values[0] == values[1]
 

@@ -1,33 +1,84 @@
+import copy
+
 import pytest
 import torch
+from torch import nn
 
+from lion.layers.marks import Marks, marks_of
 from lion.models.vit import ViT, ViTConfig
-from lion.trainer.optim import OptimConfig, make_optimizer, split_decay
+from lion.trainer.optim import OptimConfig, factors, make_optimizer
 
 
-def model(mixer="lion_s"):
-    config = ViTConfig(mixer, 12, 1, 3, patch_size=2, position_embedding=True)
+def model(mixer="lion_s", position_embedding=True):
+    config = ViTConfig(mixer, 12, 1, 3, patch_size=2, position_embedding=position_embedding)
     return ViT(config, image_size=(4, 4), channels=1, num_classes=2)
 
 
+def spared(model, no_decay):
+    found = factors(model, no_decay)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert {f.weight_decay for f in found.values()} <= {0, 1} and {f.lr for f in found.values()} == {1}
+    return {name for name, f in found.items() if f.weight_decay == 0}
+
+
 def test_deit_spares_what_deit_spares():
-    decayed, spared = split_decay(model(), "deit")
-    assert {"cls", "position", "encoder.norm.weight", "encoder.blocks.0.attention.decays.0.gate.bias"} <= spared.keys()
-    assert {"patch.weight", "encoder.blocks.0.attention.decays.0.gate.weight", "head.weight"} <= decayed.keys()
-    assert "encoder.blocks.0.attention.decays.0.a" in split_decay(model("lion_d"), "deit")[1]
-    everything = dict(model().named_parameters()).keys()
-    assert decayed.keys() | spared.keys() == everything and not decayed.keys() & spared.keys()
+    kept = spared(model(), "deit")
+    assert {"cls", "position", "encoder.norm.weight", "encoder.blocks.0.attention.decays.0.gate.bias"} <= kept
+    assert not {"patch.weight", "encoder.blocks.0.attention.decays.0.gate.weight", "head.weight"} & kept
+    assert "encoder.blocks.0.attention.decays.0.a" in spared(model("lion_d"), "deit")
+    assert "cls" in spared(model(position_embedding=False), "deit")
 
 
 def test_other_rules():
-    decayed, spared = split_decay(model(), "gpt")
-    assert {"cls", "position"} <= decayed.keys() and "patch.bias" in spared
-    assert not split_decay(model(), "none")[1]
+    assert {"cls", "position", "patch.bias"} <= spared(model(), "gpt")
+    assert not spared(model(), "none")
+
+
+class Marked(nn.Module):
+    """A module with a rate and a decay of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.step = nn.Parameter(torch.ones(2, 2))
+        self.rest = nn.Parameter(torch.ones(2, 2))
+        self.absent = None
+        self.marks = {"step": Marks(lr=0.1, weight_decay=0.5), "absent": Marks(lr=3)}
+
+
+class Tied(nn.Module):
+    """The second module marks what both hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(2, 2), Marked(), nn.Linear(2, 2)
+        self.first.weight = self.second.step
+
+
+def test_modules_mark_their_parameters():
+    net = copy.deepcopy(nn.Sequential(nn.Linear(2, 2), Marked()))
+    assert marks_of(net) == {"1.step": Marks(0.1, 0.5)}
+    for rule in ("deit", "gpt"):
+        found = factors(net, rule)
+        assert found["1.step"] == (0.5, 0.1) and found["1.rest"] == found["0.weight"] == (1, 1)
+        assert found["0.bias"] == (0, 1)
+    assert factors(net, "none")["1.step"] == (1, 0.1)  # spares none, and leaves rates alone
+    assert factors(Tied(), "deit")["first.weight"] == (0.5, 0.1)
+    net[1].marks["stepp"] = Marks(lr=2)
+    with pytest.raises(ValueError, match="Marked marks 'stepp', which is no parameter of it"):
+        marks_of(net)
+
+
+def test_groups_by_factor():
+    net = nn.Sequential(nn.Linear(2, 2), Marked())
+    optimizer, rates = make_optimizer(net, OptimConfig(lr=1e-3, weight_decay=0.1))
+    held = [(g["weight_decay"], rate, len(g["params"])) for g, rate in zip(optimizer.param_groups, rates)]
+    assert held == [(0.1, 1, 2), (0.05, 0.1, 1), (0, 1, 1)]
+    assert optimizer.param_groups[1]["params"][0] is net[1].step
 
 
 def test_optimizer_groups_and_rate():
-    groups = make_optimizer(model(), OptimConfig(lr=1e-3, weight_decay=0.1)).param_groups
-    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    optimizer, rates = make_optimizer(model(), OptimConfig(lr=1e-3, weight_decay=0.1))
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0] and rates == [1, 1]
     assert OptimConfig(lr=5e-4, lr_batch=512).peak(1024) == pytest.approx(1e-3)
     assert OptimConfig(lr=5e-4).peak(1024) == 5e-4
-    assert isinstance(make_optimizer(model(), OptimConfig(lr=1.0, no_decay="none")), torch.optim.AdamW)
+    assert isinstance(make_optimizer(model(), OptimConfig(lr=1.0, no_decay="none"))[0], torch.optim.AdamW)

@@ -21,7 +21,7 @@ from lion.trainer.checkpoint import (
     whole,
 )
 from lion.trainer.faults import RunError
-from lion.trainer.resume import promise
+from lion.trainer.state import promise
 from tests.helpers import state_of, tiny_recipe
 from tests.trainer.helpers import lines, same, train, trainer
 from tools.compose import resolve
@@ -37,15 +37,15 @@ def checkpoint(run, step, kind="last"):
 def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
     path = tiny_recipe(tmp_path, trainer={"steps": 24, "eval_every": 10, "ema": 0.9})
     stopped = train(path, tmp_path / "run", stop_at=11)
-    before, upcoming, random = stopped.checkpoints.learner.state(), stopped.upcoming(), torch.get_rng_state()
+    before, upcoming, random = stopped.checkpoints.learner.state(), stopped.state.upcoming(), torch.get_rng_state()
     torch.manual_seed(99)
     resumed = trainer(resolve(path), tmp_path / "run")
     with caplog.at_level(logging.INFO, "lion"):
         resumed.prepare()
     after = resumed.checkpoints.learner.state()
-    assert not differing(before, after) and resumed.upcoming() == upcoming
+    assert not differing(before, after) and resumed.state.upcoming() == upcoming
     assert torch.equal(torch.get_rng_state(), random)
-    assert (resumed.step, resumed.best, resumed.evaluated) == (11, stopped.best, 10)
+    assert (resumed.state.step, resumed.state.best, resumed.state.evaluated) == (11, stopped.state.best, 10)
     ids = ", ".join(map(str, upcoming["samples"]))
     for part in (
         "resuming at step 11 of 24: exact state",
@@ -53,7 +53,7 @@ def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
         "bit for bit what the run would have been",
     ):
         assert part in caplog.text
-    first = resumed.sampler(resumed.step)
+    first = resumed.data.sampler(resumed.state.step)
     assert [index for _, _, index in next(iter(first))][:8] == upcoming["samples"]
 
 
@@ -181,7 +181,7 @@ def test_a_file_in_the_place_of_a_checkpoint_is_set_aside(tmp_path):
     for place in places:
         place.write_text("mine")
     resumed = train(path, tmp_path / "b")
-    assert same(straight.model.state_dict(), resumed.model.state_dict()) and resumed.best == straight.best
+    assert same(straight.model.state_dict(), resumed.model.state_dict()) and resumed.state.best == straight.state.best
     assert newest(tmp_path / "b", "last").step == 6
     assert all(place.with_name(f"damaged-{place.name}").read_text() == "mine" for place in places)
 
@@ -192,7 +192,7 @@ def test_damaged_best_weights_stop_no_run(tmp_path, caplog):
     (checkpoint(tmp_path / "run", 3, "best") / STATE).write_bytes(b"")
     t = train(path, tmp_path / "run")
     assert "the best is looked for anew" in caplog.text
-    assert t.best["step"] == 6 and newest(tmp_path / "run", "best").step == 6
+    assert t.state.best["step"] == 6 and newest(tmp_path / "run", "best").step == 6
     assert (tmp_path / "run" / FOLDER / "damaged-best-3").is_dir()
 
 
@@ -250,10 +250,10 @@ def test_the_best_of_a_lost_future_stays_the_best(tmp_path):
             shutil.rmtree(folder)
     resumed = trainer(resolve(path), tmp_path / "run")
     resumed.prepare()
-    assert resumed.step == 3 and resumed.best == full.best
-    assert state_of(tmp_path / "run", "best")["best"] == full.best
+    assert resumed.state.step == 3 and resumed.state.best == full.state.best
+    assert state_of(tmp_path / "run", "best")["best"] == full.state.best
     again = train(path, tmp_path / "run")
-    assert again.best == full.best and newest(tmp_path / "run", "best").step == full.best["step"]
+    assert again.state.best == full.state.best and newest(tmp_path / "run", "best").step == full.state.best["step"]
 
 
 def test_the_average_keeps_no_graph(tmp_path):
@@ -267,7 +267,7 @@ def poison(t, steps):
 
     def poisoned(model, batch):
         sums = loss(model, batch)
-        return sums._replace(loss=sums.loss * float("nan")) if t.step in steps else sums
+        return sums._replace(loss=sums.loss * float("nan")) if t.state.step in steps else sums
 
     t.task.loss = poisoned
     return t
@@ -295,7 +295,7 @@ def test_too_many_such_steps_stop_the_run(tmp_path):
     for part in ("steps from 5 on", "the checkpoint of step 3 is kept", "trainer.clip_grad=1", "optim.lr"):
         assert part in str(error.value), error.value
     assert f"(run.name=NAME, init_from={tmp_path / 'run'} keeps the best weights)" in str(error.value)
-    assert t.step <= 12 and newest(tmp_path / "run", "last").step == 3
+    assert t.state.step <= 12 and newest(tmp_path / "run", "last").step == 3
     assert lines(tmp_path / "run")[-1]["loss"] is None  # JSON has no NaN
 
 

@@ -31,6 +31,7 @@ from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.layers.scans import Grid
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, open_run
+from lion.tasks.image_classification import TOP1
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
 from lion.trainer.memory import free_bytes, tensor_peak
@@ -44,7 +45,7 @@ from tools.store import Row, Store, digits, pipes
 FORMS = ("full", "blockwise", "chunk", "rnn")
 QUADRATIC = "quadratic"
 SETTING = ("device", "threads", "run", "batch", "compiled")
-HEADER = ["px", "tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix", "top-1 %"]
+HEADER = ["px", "tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix", TOP1.heading]
 SQUARES = {"full": 5, QUADRATIC: 5, SOFTMAX: 0}  # L x L matrices alive at once, eager; SDPA keeps none
 
 
@@ -284,7 +285,7 @@ def top1(loaded: LoadedRun, size: int, task: Any, model: nn.Module, limit: int) 
     batches = eval_batches(
         some, seed=loaded.recipe.seed, split="test", batch=min(16, len(some)), rank=0, world=1, workers=0, pin=False
     )
-    return evaluate(model, batches, task, start_runtime(str(pick_device())), precision="fp32")["top1"]
+    return evaluate(model, batches, task, start_runtime(str(pick_device())), precision="fp32")[TOP1.name]
 
 
 def with_size(recipe: Recipe, size: int) -> Recipe:
@@ -322,7 +323,7 @@ def cells(rows: list[Row]) -> list[list[str]]:
         bases = (softmax.get(row["size"]), row["matrix_bytes"])
         shares = [digits(row["mixer_bytes"] / base) if row["mixer_bytes"] and base else "-" for base in bases]
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        best = "" if row["top1"] is None else f"{100 * row['top1']:.2f}"
+        best = "" if row["top1"] is None else TOP1.number(row["top1"])
         px = [str(row["size"]), f"{row['tokens']:,}", form_of(row)]
         out.append([*px, digits(row["ms"]), ratio, *mib, *shares, best])
     return out

@@ -212,7 +212,7 @@ def leave_out(model: nn.Module) -> None:
 def training_step(
     model: nn.Module, task: Task, recipe: Recipe, batch: int, precision: str, device: torch.device
 ) -> Callable[[], object]:
-    optimizer = make_optimizer(model, recipe.optim)
+    optimizer, _ = make_optimizer(model, recipe.optim)
     example = task.example(batch, device)
     example["image"].random_(0, 256)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

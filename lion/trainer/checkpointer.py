@@ -1,11 +1,10 @@
-"""Saving and resuming a run: every process takes part, all agree, and what is promised is said."""
+"""Saving and resuming a run: every process takes part, and all agree on what was saved and what is resumed."""
 
 from __future__ import annotations
 
 import logging
 import math
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,20 +99,20 @@ class Checkpointer:
         log.warning("%s-%d is not saved: %s; %s", kind, step, problem, self.kept)
         return False
 
-    def resume(self, take: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+    def resume(self, restore: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
         """Go on from the newest checkpoint that is whole and fits this run; None where there is none.
 
-        `take` is given its plain part, which is returned; an exception there means that it does not fit, and that the
-        one before it is tried, but for ConfigError.
+        `restore` is given its plain part, which is returned; an exception there, but for ConfigError, means that it
+        does not fit, and that the one before it is tried.
         """
         found = state = None
         if self.runtime.main:
-            taken = newest(self.run, "last", read=lambda c: (c, self._take(c, take, trial=True)), repair=True)
+            taken = newest(self.run, "last", read=lambda c: (c, self._restore(c, restore, trial=True)), repair=True)
             found, state = taken or (None, None)
         found = self.runtime.agree(found)
         if found is not None:
             if self._together(found) or not self.runtime.main:
-                state = self._take(found, take)
+                state = self._restore(found, restore)
             self.saved = found.step
         return state
 
@@ -121,7 +120,9 @@ class Checkpointer:
         """Whether all processes restore its tensors at once, so that none can try."""
         return self.runtime.world > 1 and (found.sharded or self.learner.sharded)
 
-    def _take(self, found: Checkpoint, take: Callable[[dict[str, Any]], None], trial: bool = False) -> dict[str, Any]:
+    def _restore(
+        self, found: Checkpoint, restore: Callable[[dict[str, Any]], None], trial: bool = False
+    ) -> dict[str, Any]:
         state = load_state(found.state)
         try:
             tensors = {} if found.sharded else {name: state.pop(name) for name in TENSORS}
@@ -133,7 +134,7 @@ class Checkpointer:
                 raise ValueError(f"step is {plain['step']}")
             if not (trial and self._together(found)):
                 self.learner.restore(load_shards(found.path, into=self.learner.state()) if found.sharded else tensors)
-            take(plain)
+            restore(plain)
         except KeyError as error:
             raise Unusable(f"{found.state}: a run cannot go on from it, it holds no {error}") from error
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -171,28 +172,3 @@ def _refusal(error: Exception) -> str:
     if not isinstance(error, OSError) and not full_disk(error):
         raise error
     return str(error).splitlines()[0]
-
-
-class Clock:
-    """Says when the next checkpoint is late, where they are saved by the clock."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-        self.start()
-
-    def start(self) -> None:
-        self.started = time.monotonic()
-
-    @property
-    def late(self) -> bool:
-        return self.seconds is not None and time.monotonic() - self.started >= self.seconds
-
-
-def promise(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """What a resumed run has in common with the one that was never stopped, from here on."""
-    changed = [f"{k} {then.get(k)} -> {v}" for k, v in now.items() if then.get(k) != v]
-    if changed:
-        return f"from here on: same data order, not the same bits ({', '.join(changed)})"
-    if not now["deterministic"]:
-        return "from here on: same data order, not the same bits (this GPU needs trainer.deterministic=true for them)"
-    return "from here on: bit for bit what the run would have been without a stop"

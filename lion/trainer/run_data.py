@@ -1,0 +1,47 @@
+"""The data of a run, in batches for this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lion.tasks.data import Splits
+from lion.trainer.loader import Batches, StepSampler, eval_batches, train_batches
+from lion.trainer.plan import Plan
+from lion.trainer.runtime import Runtime
+
+
+class RunData:
+    """`train` and `val` in batches, as the plan wants them; `workers` are loader processes."""
+
+    def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, *, workers: int = 0) -> None:
+        self.splits, self.plan = splits, plan
+        self.place = {"rank": runtime.rank, "world": runtime.world}
+        self.loading: dict[str, Any] = {
+            "collate": splits.collate,
+            "workers": workers,
+            "pin": runtime.device.type == "cuda",
+            "faults": plan.trainer.faults,
+            "device": runtime.device,
+        }
+
+    def sampler(self, start: int) -> StepSampler:
+        """The micro-batches of this process from step `start` on."""
+        plan = self.plan
+        return StepSampler(
+            len(self.splits.train),
+            batch=plan.trainer.batch_size,
+            micro=plan.micro,
+            seed=plan.seed,
+            start=start,
+            total=plan.total,
+            order=self.splits.order,
+            **self.place,
+        )
+
+    def train(self, start: int) -> Batches:
+        """From step `start` on, across epochs."""
+        return train_batches(self.splits.train, self.sampler(start), **self.loading)
+
+    def val(self) -> Batches:
+        noise = {"seed": self.plan.seed, "split": "val"}
+        return eval_batches(self.splits.val, batch=self.plan.micro, **noise, **self.place, **self.loading)

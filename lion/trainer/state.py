@@ -1,0 +1,139 @@
+"""Where a run stands: what its checkpoints hold beside the tensors, and what going on from them promises."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from lion.config import ConfigError
+from lion.tasks.base import Task
+from lion.tasks.seeds import derive
+from lion.trainer.faults import FiniteGuard
+from lion.trainer.plan import Plan
+from lion.trainer.run_data import RunData
+from lion.trainer.runtime import Runtime, conditions, random_state, restore_random_state, seed_everything
+from lion.trainer.schedule import learning_rate
+
+log = logging.getLogger("lion")
+
+
+class RunState:
+    """The place of a run in its plan.
+
+    `step` is how many steps were taken, `evaluated` after which of them `val` was last measured, `best` value and
+    step of the best checkpoint, `compiled` whether the blocks are.
+    """
+
+    def __init__(self, run: Path, plan: Plan, task: Task, data: RunData, runtime: Runtime) -> None:
+        self.run, self.plan, self.task, self.data, self.runtime = run, plan, task, data, runtime
+        self.step = self.evaluated = 0
+        self.best: dict[str, Any] = {"value": task.metric.worst, "step": 0}
+        self.guard = FiniteGuard(runtime.device)
+        self.peak = plan.optim.peak(plan.trainer.batch_size)
+        self.compiled = False
+
+    @property
+    def finished(self) -> bool:
+        return self.step == self.plan.total
+
+    @property
+    def epoch(self) -> float:
+        return self.step / self.plan.steps_per_epoch
+
+    def due(self, every: int | None) -> bool:
+        """Whether it is the turn of what is done every so many steps, and at the end."""
+        return self.finished or (every is not None and self.step % every == 0)
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether `val` is to be measured at this step and has not been."""
+        return self.step > self.evaluated and self.due(self.plan.eval_every)
+
+    def learning_rate(self) -> float:
+        plan = self.plan
+        return learning_rate(self.step, config=plan.schedule, peak=self.peak, warmup=plan.warmup, total=plan.total)
+
+    def upcoming(self) -> dict[str, Any] | None:
+        """The learning rate and the first samples of the next step."""
+        if self.finished:
+            return None
+        return {"lr": self.learning_rate(), "samples": self.data.sampler(self.step).samples(self.step)[:8]}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; every process takes part."""
+        return {
+            "step": self.step,
+            "evaluated": self.evaluated,
+            "info": self.task.info.to_dict(),
+            "skipped": self.guard.counts.cpu(),
+            "random": self.runtime.gather(random_state()),
+            "next": self.upcoming(),
+            "made": self.conditions(),
+        }
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """Go to the place in the run, and in the random numbers, that `to_dict` gave.
+
+        Raises:
+            ConfigError: The data are others.
+        """
+        self.task.info.check_same(f"{self.run}: its checkpoint", kept["info"])
+        self.step, self.evaluated = kept["step"], kept["evaluated"]
+        self.guard.counts.copy_(kept["skipped"])
+        if self.same_world(kept):
+            restore_random_state(kept["random"][self.runtime.rank])
+        else:
+            seed_everything(derive(self.plan.seed, self.step, self.runtime.rank))
+        if (upcoming := self.upcoming()) != kept["next"] and self.runtime.main:  # the launcher ends the others
+            raise ConfigError(
+                f"{self.run}: the training data has changed since step {self.step}: expected the samples "
+                f"{kept['next']}, found {upcoming}; restore it, or start anew with --fresh"
+            )
+
+    def same_world(self, kept: dict[str, Any]) -> bool:
+        return len(kept["random"]) == self.runtime.world
+
+    def announce(self, kept: dict[str, Any]) -> None:
+        """Say where the run goes on, and what that promises."""
+        drawn = "" if self.same_world(kept) else ", random states drawn anew for another number of processes"
+        log.info("resuming at step %d of %d: exact state%s", self.step, self.plan.total, drawn)
+        if (upcoming := self.upcoming()) is not None:
+            samples = ", ".join(map(str, upcoming["samples"]))
+            log.info("next: learning rate %.3g, samples %s ..", upcoming["lr"], samples)
+        log.info("%s", promise(kept["made"], self.conditions()))
+
+    def conditions(self) -> dict[str, Any]:
+        """What must be equal for equal bits."""
+        return {
+            **conditions(self.runtime),
+            "micro_batch": self.plan.micro,
+            "parallel": self.plan.trainer.parallel if self.runtime.world > 1 else "none",
+            "compiled": self.compiled,
+        }
+
+
+class SaveTimer:
+    """Says when a checkpoint is due, where they are saved by the clock; without `seconds`, never."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self.started = time.monotonic()
+
+    def restart(self) -> None:
+        self.started = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        return self.seconds is not None and time.monotonic() - self.started >= self.seconds
+
+
+def promise(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """What a resumed run has in common with the one that was never stopped, from here on."""
+    changed = [f"{k} {then.get(k)} -> {v}" for k, v in now.items() if then.get(k) != v]
+    if changed:
+        return f"from here on: same data order, not the same bits ({', '.join(changed)})"
+    if not now["deterministic"]:
+        return "from here on: same data order, not the same bits (this GPU needs trainer.deterministic=true for them)"
+    return "from here on: bit for bit what the run would have been without a stop"

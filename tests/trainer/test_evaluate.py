@@ -1,0 +1,131 @@
+"""Evaluation: what it collects, over one process and several, and which value is the best."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lion.trainer.checkpoint import newest
+from lion.trainer.evaluate import Totals, evaluate
+from lion.trainer.runtime import Runtime
+from tests.helpers import ROOT, state_of
+from tests.trainer import toys
+from tests.trainer.helpers import lines
+
+CPU = Runtime(torch.device("cpu"))
+
+
+def test_every_kind_of_metric_against_all_samples_at_once():
+    """23 samples in batches of 4: the last is padded."""
+    got = toys.measure(CPU)
+    assert list(got) == ["perplexity", "matthews", "order", "loss", "pass"]
+    torch.manual_seed(0)
+    model, points = toys.Net().eval(), toys.Points(23, 1)
+    with torch.no_grad():
+        logits = model(points.x)
+    loss = torch.nn.functional.cross_entropy(logits, points.label).item()
+    first = points.x[:, 0].double()
+    assert got["loss"] == pytest.approx(loss) and got["perplexity"] == math.exp(got["loss"])
+    assert got["matthews"] == toys.matthews(logits.argmax(1), points.label) != 0
+    assert got["order"] == (first * torch.arange(1, 24)).sum() and got["pass"] == pytest.approx(first.sum())
+
+
+def test_the_batch_size_changes_no_metric_of_all_samples():
+    small, large = (toys.measure(CPU, micro) for micro in (4, 16))
+    assert small["matthews"] == large["matthews"] and small["order"] == large["order"]
+
+
+def test_rows_are_kept_only_where_a_metric_needs_them():
+    totals = Totals([toys.METRICS["perplexity"], toys.METRICS["pass"]])
+    task = toys.Sides(toys.Config(), toys.Info())
+    batch = {"x": torch.randn(3, 4), "label": torch.tensor([0, 1, 0]), "mask": torch.tensor([True, True, False])}
+    totals.add(task.evaluate(toys.Net(), batch), batch["mask"])
+    assert not totals.rows and list(totals.sums) == ["loss"] and list(totals.values(CPU)) == ["perplexity"]
+
+
+@pytest.mark.parametrize("after", [0, 3, 8])
+def test_it_stops_in_any_pass_and_leaves_the_mode_alone(after):
+    """6 batches, and 6 once more for the own pass."""
+    asked = iter(range(100))
+    model, task = toys.Net().train(), toys.Sides(toys.Config(), toys.Info())
+    loader = toys.RunData(toys.splits(), toys.make_plan(toys.settings(batch_size=4), samples=64, world=1), CPU)
+    assert evaluate(model, loader.val(), task, CPU, stop=lambda: next(asked) == after) is None
+    assert model.training and next(asked) == after + 1
+
+
+def test_a_lower_perplexity_is_the_better_one(tmp_path):
+    t = toys.trainer(tmp_path / "run", steps=12)
+    assert t.fit()
+    values = {x["step"]: x["perplexity"] for x in lines(tmp_path / "run") if x["kind"] == "val"}
+    best = min(values, key=values.get)
+    assert values[best] < values[2] and t.state.best == {"value": values[best], "step": best}
+    assert state_of(tmp_path / "run", "best")["step"] == best
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "steps"),
+    [
+        ("perplexity", [5.0, 3.0, 4.0, 3.0, math.inf, 3.5], [1, 2, 2, 4, 4, 4]),
+        ("matthews", [0.1, 0.5, 0.2, 0.5, -math.inf, 0.4], [1, 2, 2, 4, 4, 4]),
+    ],
+)
+def test_of_equals_the_longer_trained_is_kept(tmp_path, metric, values, steps):
+    t = toys.trainer(tmp_path / "run", metrics=(metric,))
+    for step, value in enumerate(values, 1):
+        t.state.step = step
+        t.keep_if_best(value)
+        assert t.state.best == {"value": values[steps[step - 1] - 1], "step": steps[step - 1]}
+        assert newest(tmp_path / "run", "best").step == steps[step - 1]
+
+
+def test_rates_keep_their_factors_over_a_stop(tmp_path):
+    straight = toys.trainer(tmp_path / "a")
+    assert straight.fit()
+    stopped = toys.trainer(tmp_path / "b")
+    step = stopped.train_step
+
+    def train_step(*args):
+        stopped.stopping = stopped.state.step == 2
+        return step(*args)
+
+    stopped.train_step = train_step
+    assert not stopped.fit()
+    resumed = toys.trainer(tmp_path / "b")
+    assert resumed.fit()
+    for name, value in straight.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    for name, value in straight.ema.state_dict().items():
+        assert torch.equal(value, resumed.ema.state_dict()[name]), name
+    (last,) = (x["lr"] for x in lines(tmp_path / "b") if x["kind"] == "train" and x["step"] == 6)
+    groups = [(g["lr"], g["weight_decay"]) for g in resumed.optimizer.param_groups]
+    assert groups == [(last, 0.1), (last, 0.0), (0.1 * last, 0.0)]
+    averaged = sum(0.1 * step * 0.9 ** (6 - step) for step in range(1, 7))
+    assert resumed.model.steps.eq(6).all() and straight.ema.steps.tolist() == pytest.approx([averaged] * 4)
+
+
+@pytest.mark.slow
+def test_two_processes_measure_the_same_and_shards_keep_their_marks(tmp_path):
+    call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.trainer.toys"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *call, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found, one = json.loads((tmp_path / "found.json").read_text()), toys.measure(CPU)
+    assert found["metrics"]["matthews"] == one["matthews"] and found["metrics"]["order"] == one["order"]
+    assert found["metrics"] == pytest.approx(one, rel=1e-12)
+
+    alone = toys.trainer(tmp_path / "alone")
+    assert alone.fit()
+    lr = alone.optimizer.param_groups[0]["lr"]
+    assert found["groups"] == [[lr, 0.1, 3], [lr, 0.0, 3], [0.1 * lr, 0.0, 2]]
+    a, b = (state_of(tmp_path / run, "best") for run in ("alone", "run"))
+    assert a["step"] == b["step"]
+    for part in ("model", "ema"):
+        assert a[part].keys() == b[part].keys() and "steps" in a[part]
+        for name, value in a[part].items():
+            torch.testing.assert_close(b[part][name], value, rtol=1e-4, atol=1e-6)

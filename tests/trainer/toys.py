@@ -1,0 +1,192 @@
+"""A task of no pictures: points on two sides of a plane. As a script it evaluates and trains in several processes:
+
+python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.trainer.toys FOLDER
+"""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+from lion.layers.marks import Marks
+from lion.tasks import data
+from lion.tasks.base import Outcome, Sums, Task
+from lion.tasks.metrics import Mean, OfAll, OfMeans, OwnPass
+from lion.trainer.config import TrainerConfig
+from lion.trainer.evaluate import evaluate
+from lion.trainer.loop import Trainer
+from lion.trainer.optim import OptimConfig
+from lion.trainer.plan import make_plan
+from lion.trainer.run_data import RunData
+from lion.trainer.runtime import Runtime, seed_everything, start_runtime
+from lion.trainer.schedule import ScheduleConfig
+
+
+class Points(Dataset):
+    def __init__(self, size, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(size, 4, generator=generator)
+        self.label = (self.x.sum(1) + torch.randn(size, generator=generator) > 0).long()
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return {"x": self.x[index], "label": self.label[index]}
+
+
+@dataclass(frozen=True)
+class Info(data.Info):
+    kind = "points"
+
+    sides: int = 2
+
+    @classmethod
+    def from_dict(cls, values):
+        return cls(**values)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.step = nn.Parameter(torch.full((4, 4), 0.1))
+        self.marks = {"step": Marks(lr=0.1, weight_decay=0)}
+
+    def forward(self, x):
+        return x + F.silu(self.linear(x)) @ self.step
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("steps", torch.zeros(4))
+
+    def units(self):
+        return list(self.blocks)
+
+    def forward(self, x):
+        if self.training:
+            self.steps.add_(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def matthews(prediction, label):
+    """The correlation coefficient of two sides; 0 where all are on one."""
+    table = torch.zeros(2, 2, dtype=torch.double).index_put_((label, prediction), torch.tensor(1.0).double(), True)
+    (tn, fp), (fn, tp) = table.tolist()
+    scale = math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+    return (tp * tn - fp * fn) / scale if scale else 0.0
+
+
+def sum_of_first(task, model, batches, gather):
+    """Of all samples, the sum of their first number."""
+    share = torch.cat([batch["x"][batch["mask"], 0] for batch in batches])
+    return sum(part.sum().item() for part in gather(share.double()))
+
+
+METRICS = {
+    "perplexity": OfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False),
+    "matthews": OfAll("matthews", function=matthews, of=("prediction", "label")),
+    "order": OfAll("order", function=lambda x: (x * torch.arange(1, 1 + len(x))).sum(), of=("first",)),
+    "loss": Mean("loss", higher_is_better=False),
+    "pass": OwnPass("pass", measure=sum_of_first),
+}
+
+
+@dataclass
+class Config:
+    metrics: tuple = tuple(METRICS)
+
+
+class Sides(Task):
+    Config, Info, unit = Config, Info, "points"
+
+    @staticmethod
+    def metrics_of(config):
+        return tuple(METRICS[name] for name in config.metrics)
+
+    def build_model(self, config):
+        return Net()
+
+    def loss(self, model, batch):
+        loss = F.cross_entropy(model(batch["x"]), batch["label"], reduction="sum")
+        return Sums(loss, loss.new_tensor(len(batch["x"])))
+
+    def evaluate(self, model, batch):
+        logits, mask = model(batch["x"]), batch["mask"]
+        loss = F.cross_entropy(logits, batch["label"], reduction="none")
+        rows = {"prediction": logits.argmax(1), "label": batch["label"], "first": batch["x"][:, 0].double()}
+        return Outcome({"loss": ((loss * mask).sum(), mask.sum())}, logits, rows)
+
+    def example(self, size, device):
+        raise NotImplementedError
+
+
+@dataclass
+class Settings:
+    trainer: TrainerConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    seed: int = 0
+
+
+def settings(**trainer):
+    own = {"batch_size": 16, "steps": 6, "eval_every": 2, "save_every": 2, "log_every": 1, "compile": False, "ema": 0.9}
+    return Settings(TrainerConfig(**{**own, **trainer}), OptimConfig(lr=1e-2, weight_decay=0.1), ScheduleConfig())
+
+
+def splits():
+    return data.Splits(Points(64, 0), Points(23, 1), None, Info())
+
+
+def trainer(folder, metrics=("perplexity", "loss"), runtime=None, **changes):
+    runtime = runtime or Runtime(torch.device("cpu"))
+    plan = make_plan(settings(**changes), samples=64, world=runtime.world)
+    seed_everything(0)
+    folder.mkdir(exist_ok=True, parents=True)
+    task = Sides(Config(metrics), Info())
+    return Trainer(plan, task, task.build_model(None), splits(), folder, runtime)
+
+
+def measure(runtime, micro=4):
+    """All metrics of the untrained model, by every process of the runtime."""
+    seed_everything(0)
+    task = Sides(Config(), Info())
+    plan = make_plan(settings(batch_size=micro * runtime.world), samples=64, world=runtime.world)
+    return evaluate(task.build_model(None), RunData(splits(), plan, runtime).val(), task, runtime)
+
+
+def main(folder):
+    runtime = start_runtime("cpu")
+    found = measure(runtime)
+    first = trainer(folder / "run", runtime=runtime, parallel="fsdp")
+    step = first.train_step
+
+    def train_step(*args):
+        first.stopping = first.state.step == 2
+        return step(*args)
+
+    first.train_step = train_step
+    assert not first.fit() and first.state.step == 3
+    resumed = trainer(folder / "run", runtime=runtime, parallel="fsdp")
+    assert resumed.fit()
+    groups = [(g["lr"], g["weight_decay"], len(g["params"])) for g in resumed.optimizer.param_groups]
+    if runtime.main:
+        (folder / "found.json").write_text(json.dumps({"metrics": found, "groups": groups}))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
