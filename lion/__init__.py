@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lion.layers.attention import LionAttention, set_form
+from lion.layers import LionAttention
+from lion.layers.layout import Layout
+from lion.layers.mixer import set_form
 from lion.ops import linear_attention
 
 __version__ = "0.1.0"
-__all__ = ["LionAttention", "linear_attention", "load", "load_recipe", "set_form"]
+__all__ = ["Layout", "LionAttention", "linear_attention", "load", "load_recipe", "set_form"]
 
 
 def __getattr__(name: str) -> Any:  # these import the tasks, and so torchvision: only when asked for

@@ -5,10 +5,8 @@ import torch
 import yaml
 
 from lion.config import ConfigError
-from lion.layers import mixers
-from lion.layers.attention import Attention, LionAttention, SoftmaxAttention
-from lion.layers.decay import FixedDecay, SelectiveDecay, SelectiveVectorDecay
-from lion.layers.mixers import SOFTMAX
+from lion.layers import SOFTMAX, Attention, LionAttention, SoftmaxAttention, mixers
+from lion.layers.decays import FixedDecay, SelectiveDecay, SelectiveVectorDecay
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks.data import Splits

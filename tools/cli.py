@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO
 from torch import nn
 
 from lion.config import ConfigError, nearest
-from lion.layers.attention import set_form
+from lion.layers.mixer import set_form
 from lion.trainer.faults import RunError, full_disk, refusal
 
 PATIENCE = 10  # seconds in which a launcher ends the other processes of one that has failed

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from lion.config import ConfigError
-from lion.layers.attention import forms_of
+from lion.layers.mixer import forms_of
 from lion.ops import FORMS
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, count_parameters, find_run, open_run

@@ -11,8 +11,8 @@ import json
 import torch
 
 from lion.config import flatten, to_dict
-from lion.layers.decay import DECAYS
-from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers import MIXERS, SOFTMAX
+from lion.layers.decays import DECAYS
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task

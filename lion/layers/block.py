@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.layers.attention import NORMS, AttentionConfig, make_attention
-from lion.layers.padding import without_padding
-from lion.layers.scans import Grid
+from lion.layers import AttentionConfig, make_mixer
+from lion.layers.layout import Layout
+from lion.layers.mixer import PLAIN
+from lion.layers.norms import NORMS
 
 
 class Mlp(nn.Module):
@@ -79,16 +82,27 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.norm1 = NORMS[norm](dim, eps=norm_eps)
-        self.attention = make_attention(mixer, dim, num_heads, attention)
+        self.attention = make_mixer(mixer, dim, num_heads, attention)
         self.norm2 = NORMS[norm](dim, eps=norm_eps)
         self.mlp = MLPS[mlp](dim, int(dim * mlp_ratio))
         self.dropout = nn.Dropout(dropout)
         self.drop_path = nn.Identity() if drop_path is None else DropPath(drop_path)
 
-    def forward(
-        self, x: Tensor, grid: Grid | None = None, valid: Tensor | None = None, segments: Tensor | None = None
-    ) -> Tensor:
-        """(B, L, dim) -> (B, L, dim); the other arguments, and padding, as in `Attention.forward`."""
-        x, valid = without_padding(x, valid, segments)
-        x = x + self.drop_path(self.dropout(self.attention(self.norm1(x), grid, valid, segments)))
+    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
+        """(B, L, dim) -> (B, L, dim); layout, padding and streaming as in `Mixer`."""
+        x = layout.clean(x)
+        return self.after(x, self.attention(self.norm1(x), layout))
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """What comes after the mixing of tokens."""
+        x = x + self.drop_path(self.dropout(mixed))
         return x + self.drop_path(self.dropout(self.mlp(self.norm2(x))))
+
+    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, Any]:
+        x = layout.clean(x)
+        mixed, state = self.attention.prefill(self.norm1(x), layout)
+        return self.after(x, mixed), state
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        mixed, state = self.attention.step(self.norm1(x), state)
+        return self.after(x, mixed), state

@@ -1,4 +1,4 @@
-"""The table of mixers: what each named model is made of. A new linear mixer is one entry."""
+"""The table of linear mixers: what each named model is made of. A new one is one entry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Mixer:
+class LinearMixer:
     """A linear mixer as data.
 
     Attributes:
@@ -18,7 +18,6 @@ class Mixer:
         decay_convention, causal_decay_convention: Which decays count (`lion.ops.decay`) in both directions, and in
             one. The linear Transformers take "target" in each, so that every direction is their published recurrence
             (Theorem 3.1), but for RetNet's rotation, which goes by place and so turns the other way backward.
-        rotary: Whether q and k are turned by their position.
         source: Where it was published.
         left_out: What the published block has around its recurrence and this entry has not.
     """
@@ -30,7 +29,6 @@ class Mixer:
     scale: float | None = None
     decay_convention: str = "target"
     causal_decay_convention: str = "target"
-    rotary: bool = False
     source: str = ""
     left_out: str = ""
 
@@ -38,38 +36,36 @@ class Mixer:
 LION = {"feature_map": "silu_shifted", "normalize": "sum", "decay_convention": "source", "source": "LION, 2502.16249"}
 
 MIXERS = {
-    "lion_lit": Mixer(None, **LION),
-    "lion_d": Mixer("fixed", **LION),
-    "lion_s": Mixer("selective", **LION),
-    "lion_s_vector": Mixer("selective_vector", **LION),
-    "linear_transformer": Mixer(
+    "lion_lit": LinearMixer(None, **LION),
+    "lion_d": LinearMixer("fixed", **LION),
+    "lion_s": LinearMixer("selective", **LION),
+    "lion_s_vector": LinearMixer("selective_vector", **LION),
+    "linear_transformer": LinearMixer(
         None, feature_map="elu1", normalize="sum", source="Katharopoulos et al., 2006.16236", left_out="nothing"
     ),
-    "retnet": Mixer(
-        "retention", rotary=True, source="2307.08621", left_out="group norm, output gate, normalised scores"
-    ),
-    "gated_rfa": Mixer(
+    "retnet": LinearMixer("retention", source="2307.08621", left_out="group norm, output gate, normalised scores"),
+    "gated_rfa": LinearMixer(
         "random_feature_gate",
         feature_map="elu1",
         normalize="sum",
         source="2103.02143",
         left_out="random features (elu + 1 in their place)",
     ),
-    "mamba2": Mixer(
+    "mamba2": LinearMixer(
         "discrete",
         feature_map="silu",
         scale=1.0,
         source="2405.21060",
         left_out="short convolution, SiLU on v, B and C shared by heads, skip D, gated norm",
     ),
-    "mamba": Mixer(
+    "mamba": LinearMixer(
         "discrete_vector",
         scale=1.0,
         source="2312.00752",
         left_out="short convolution, SiLU on v, A and a low-rank step for each channel and B, C for all (here for each "
         "head), skip D, output gate",
     ),
-    "rwkv6": Mixer(
+    "rwkv6": LinearMixer(
         "receptance",
         scale=1.0,
         decay_convention="between",
@@ -77,8 +73,8 @@ MIXERS = {
         source="2404.05892",
         left_out="token shift, group norm, output gate",
     ),
-    "gla": Mixer("low_rank", source="2312.06635", left_out="head norm, output gate"),
-    "hgrn2": Mixer(
+    "gla": LinearMixer("low_rank", source="2312.06635", left_out="head norm, output gate"),
+    "hgrn2": LinearMixer(
         "bounded",
         feature_map="silu",
         key_map="identity",
@@ -86,13 +82,13 @@ MIXERS = {
         source="2404.07904",
         left_out="bounds that rise over layers, activation of v, norm, output gate",
     ),
-    "xlstm": Mixer(
+    "xlstm": LinearMixer(
         "input_and_forget",
         normalize="max",
         source="mLSTM, 2405.04517",
         left_out="exponential input gate, short convolution, head norm, output gate, skip",
     ),
-    "deltanet": Mixer(
+    "deltanet": LinearMixer(
         "delta",
         feature_map="silu_unit",
         scale=1.0,
@@ -101,3 +97,4 @@ MIXERS = {
     ),
 }
 SOFTMAX = "softmax"  # the baseline: no feature map, no decay, PyTorch's SDPA
+NONE = "none"  # the floor: values go through as they are

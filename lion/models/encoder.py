@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from lion.config import fill, flatten, setting, to_dict
-from lion.layers.attention import NORMS, AttentionConfig
+from lion.layers import KINDS, AttentionConfig, resolve_mixer
 from lion.layers.block import MLPS, Block
-from lion.layers.mixers import MIXERS, SOFTMAX
-from lion.layers.scans import Grid
+from lion.layers.layout import Layout
+from lion.layers.mixer import PLAIN
+from lion.layers.norms import NORMS
 from lion.models.init import INITS
 
 
@@ -24,7 +25,7 @@ class EncoderConfig:
     `resolved` says what that is. `preset` decides where paper and released code differ in what the model is.
     """
 
-    mixer: str = setting(choices=(SOFTMAX, *MIXERS))
+    mixer: str = setting(choices=KINDS)
     dim: int = setting(min=1, max=65_536)
     depth: int = setting(min=1, max=1_000)
     num_heads: int = setting(min=1)
@@ -63,7 +64,7 @@ class EncoderConfig:
         """
         c = fill(self, self.released.get(self.mixer, {})) if self.preset == "released" else copy.copy(self)
         try:
-            c.attention = c.attention.resolved(c.mixer)
+            c.attention = resolve_mixer(c.mixer, c.attention)
         except ValueError as error:
             raise ValueError(f"attention.{error}") from None
         return c
@@ -125,10 +126,39 @@ class Encoder(nn.Module):
         )
         self.norm = NORMS[c.norm](c.dim, eps=c.norm_eps)
 
-    def forward(
-        self, x: Tensor, grid: Grid | None = None, valid: Tensor | None = None, segments: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         """(B, L, dim) -> (B, L, dim)."""
+        layout = self.prepared(layout)
         for block in self.blocks:
-            x = block(x, grid, valid, segments)
+            x = block(x, layout)
         return self.norm(x)
+
+    @property
+    def causal(self) -> bool:
+        """Whether it streams: every block does."""
+        return all(block.attention.causal for block in self.blocks)
+
+    def initial_state(self, batch: int) -> list[Any]:
+        """The state of every block before the first token."""
+        return [block.attention.initial_state(batch) for block in self.blocks]
+
+    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, list[Any]]:
+        """As `forward` for a prompt, and the states to go on from."""
+        states, layout = [], self.prepared(layout)
+        for block in self.blocks:
+            x, state = block.prefill(x, layout)
+            states.append(state)
+        return self.norm(x), states
+
+    def step(self, x: Tensor, states: list[Any]) -> tuple[Tensor, list[Any]]:
+        """As `forward` for the next token(s) x (B, C, dim), and the states after them."""
+        new = []
+        for block, state in zip(self.blocks, states):
+            x, state = block.step(x, state)
+            new.append(state)
+        return self.norm(x), new
+
+    def prepared(self, layout: Layout) -> Layout:
+        """The layout with what its mixers read, made once for all blocks."""
+        causal = next((b.attention.causal for b in self.blocks if b.attention.needs_pairs), None)
+        return layout if causal is None else layout.with_pairs(causal)

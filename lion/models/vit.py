@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
+from lion.layers.layout import Layout, grid_layout
 from lion.layers.marks import Marks
 from lion.layers.mixers import MIXERS, SOFTMAX
-from lion.layers.scans import Grid, make_grid
 from lion.models.base import ImageClassifier
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
@@ -42,7 +42,7 @@ class ViTConfig(EncoderConfig):
             c.patch_size = (c.patch_size, c.patch_size)
         if min(c.patch_size) < 1:
             raise ValueError(f"patch_size must be at least 1, got {c.patch_size}")
-        knows_order = c.mixer != SOFTMAX and MIXERS[c.mixer].decay is not None
+        knows_order = c.mixer in MIXERS and MIXERS[c.mixer].decay is not None
         if c.position_embedding is None:
             c.position_embedding = not knows_order
         blind = all(c.attention.at(layer).direction == "forward" for layer in range(c.depth))
@@ -98,13 +98,19 @@ class ViT(ImageClassifier):
         self.position = nn.Parameter(torch.zeros(1, self.length, c.dim)) if c.position_embedding else None
         self.encoder = Encoder(c)
         self.head = nn.Linear(c.dim, num_classes)
-        for name, places in make_grid(height, width, c.attention.scans)._asdict().items():
-            self.register_buffer(name, places, persistent=False)
+        layout = grid_layout(height, width, c.attention.scans)
+        for name in ("coords", "special", "orders"):
+            self.register_buffer(name, getattr(layout, name), persistent=False)
 
         INITS[c.init](self, c.init_std)
         for parameter in (self.cls, self.position):
             if parameter is not None:
                 nn.init.trunc_normal_(parameter, std=c.init_std)
+
+    @property
+    def layout(self) -> Layout:
+        """Where the tokens of every image stand."""
+        return Layout(coords=self.coords, special=self.special, orders=self.orders)
 
     def units(self) -> list[nn.Module]:
         return list(self.encoder.blocks)
@@ -116,7 +122,7 @@ class ViT(ImageClassifier):
         x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1)
         if self.position is not None:
             x = x + self.position
-        x = self.encoder(x, Grid(self.coords, self.extra, self.orders))
+        x = self.encoder(x, self.layout)
         return self.head(x[:, 0] if self.config.readout == "cls" else x.mean(1))
 
     def adapt(self, weights: dict[str, Tensor], source: ViT) -> dict[str, Tensor]:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lion.config import ConfigError
 from lion.tasks.data import Batch, DeviceDataset, Unreadable
@@ -31,7 +30,7 @@ log = logging.getLogger("lion")
 SEARCH = 100  # neighbours tried in place of a sample that cannot be read
 
 
-class StepSampler(Sampler):
+class StepSampler(Sequence):
     """Micro-batches of one process for steps `start` to `total`, as lists of (epoch, place, sample)."""
 
     def __init__(
@@ -49,7 +48,7 @@ class StepSampler(Sampler):
     ) -> None:
         self.size, self.order, self.batch, self.micro, self.seed = size, order, batch, micro, seed
         self.start, self.total, self.rank, self.world = start, total, rank, world
-        self.steps_per_epoch = size // batch
+        self.steps_per_epoch, self.per_step = size // batch, batch // (micro * world)
 
     def samples(self, step: int) -> list[int]:
         """The global batch of a step."""
@@ -61,13 +60,18 @@ class StepSampler(Sampler):
         epoch, position = divmod(step, self.steps_per_epoch)
         return epoch, range(position * self.batch, (position + 1) * self.batch)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
-        for step in range(self.start, self.total):
-            epoch, places = self.places(step)
-            for begin in range(self.rank * self.micro, self.batch, self.micro * self.world):
-                own = places[begin : begin + self.micro]
-                samples = self.order.samples(own, size=self.size, seed=self.seed, epoch=epoch)
-                yield [(epoch, place, sample) for place, sample in zip(own, samples)]
+    def __len__(self) -> int:
+        return (self.total - self.start) * self.per_step
+
+    def __getitem__(self, i: int) -> list[tuple[int, int, int]]:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        step, part = divmod(i, self.per_step)
+        epoch, places = self.places(self.start + step)
+        begin = (part * self.world + self.rank) * self.micro
+        own = places[begin : begin + self.micro]
+        samples = self.order.samples(own, size=self.size, seed=self.seed, epoch=epoch)
+        return [(epoch, place, sample) for place, sample in zip(own, samples)]
 
 
 class Samples(list):
@@ -187,7 +191,7 @@ class Batches:
     def __init__(
         self,
         dataset: SeededDataset | PaddedDataset,
-        sampler: Any,
+        sampler: Sequence[Any],
         *,
         collate: Callable[[list[Any]], Batch],
         workers: int,
@@ -203,7 +207,7 @@ class Batches:
     def loader(self, start: int) -> DataLoader:
         return DataLoader(
             self.dataset,
-            batch_sampler=_From(self.sampler, start),
+            batch_sampler=(self.sampler[i] for i in range(start, len(self.sampler))),
             num_workers=self.workers,
             pin_memory=self.pin,
             collate_fn=functools.partial(collate, make=self.collate),
@@ -256,16 +260,6 @@ class Batches:
 
 def ignore(number: int, frame: Any) -> None:
     """A signal handler."""
-
-
-class _From(Sampler):
-    """A batch sampler without its first batches."""
-
-    def __init__(self, sampler: Any, start: int) -> None:
-        self.sampler, self.start = sampler, start
-
-    def __iter__(self) -> Iterator[list]:
-        return itertools.islice(iter(self.sampler), self.start, None)
 
 
 def train_batches(

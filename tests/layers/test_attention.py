@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from lion.layers.attention import AttentionConfig, LionAttention, SoftmaxAttention, forms_of, make_attention, set_form
-from lion.layers.mixers import MIXERS, SOFTMAX
-from lion.layers.scans import make_grid
+from lion.layers import MIXERS, SOFTMAX, AttentionConfig, LionAttention, SoftmaxAttention, make_mixer, resolve_mixer
+from lion.layers.layout import Layout, grid_layout
+from lion.layers.mixer import forms_of, set_form
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
-GRID = make_grid(3, 2)
+GRID = grid_layout(3, 2)
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
@@ -14,7 +14,7 @@ GRID = make_grid(3, 2)
 def test_every_parameter_learns(mixer, direction):
     torch.manual_seed(0)
     settings = AttentionConfig(direction=direction, out_norm="rmsnorm", out_gate_rank=2)
-    layer = make_attention(mixer, 12, 3, settings)
+    layer = make_mixer(mixer, 12, 3, settings)
     layer(torch.randn(2, 7, 12), GRID).square().sum().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
@@ -34,18 +34,20 @@ def test_forms_share_weights_and_results(mixer):
 @pytest.mark.parametrize("direction", ["both", "forward"])
 def test_padding_and_segments_equal_the_sequences_alone(mixer, direction):
     torch.manual_seed(0)
-    layer = make_attention(mixer, 12, 3, AttentionConfig(direction=direction)).double().eval()
+    layer = make_mixer(mixer, 12, 3, AttentionConfig(direction=direction)).double().eval()
     x = torch.randn(1, 9, 12, dtype=torch.double)
     bias = layer.proj.bias
     valid = torch.tensor([[False] * 2 + [True] * 5 + [False] * 2])
     alone = layer(x[:, 2:7])
-    torch.testing.assert_close(layer(x, valid=valid)[:, 2:7], alone)
-    torch.testing.assert_close(layer(x, valid=valid)[:, :2], bias.expand(1, 2, -1))  # zero before the projection
+    torch.testing.assert_close(layer(x, Layout.of(x, valid))[:, 2:7], alone)
+    torch.testing.assert_close(
+        layer(x, Layout.of(x, valid))[:, :2], bias.expand(1, 2, -1)
+    )  # zero before the projection
     segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, -1]])
     poisoned = x.clone()
     poisoned[:, 7:] = torch.nan
-    torch.testing.assert_close(layer(poisoned, valid=valid)[:, 2:7], alone)
-    packed = layer(x, segments=segments)
+    torch.testing.assert_close(layer(poisoned, Layout.of(x, valid))[:, 2:7], alone)
+    packed = layer(x, Layout.of(x, segments=segments))
     torch.testing.assert_close(packed[:, :4], layer(x[:, :4]))
     torch.testing.assert_close(packed[:, 4:8], layer(x[:, 4:8]))
 
@@ -79,7 +81,7 @@ def check_padding(module, valid, segments, *gives) -> None:
         return total
 
     want = gradients(alone, x)
-    for give in gives or (lambda x: module(x, valid=valid, segments=segments),):
+    for give in gives or (lambda x: module(x, Layout.of(x, valid, segments)),):
         assert give(bad).isfinite().all()
         got = gradients(lambda x, give=give: (weight * give(x))[kept].sum(), bad)
         torch.testing.assert_close((weight * give(bad))[kept].sum(), alone(x))
@@ -94,20 +96,20 @@ def check_padding(module, valid, segments, *gives) -> None:
 def test_what_padding_holds_reaches_no_parameter(mixer, direction, valid, segments):
     torch.manual_seed(0)
     config = AttentionConfig(direction=direction, out_norm="layernorm", out_gate_rank=2)
-    layer = make_attention(mixer, 12, 3, config).double()
-    gives = [lambda x: layer(x, valid=valid, segments=segments)]
-    if mixer != SOFTMAX and direction == "forward" and segments is None:
-        gives.append(lambda x: layer.prefill(x, valid)[0])
+    layer = make_mixer(mixer, 12, 3, config).double()
+    gives = [lambda x: layer(x, Layout.of(x, valid, segments))]
+    if direction == "forward" and segments is None:
+        gives.append(lambda x: layer.prefill(x, Layout.of(x, valid))[0])
     check_padding(layer, valid, segments, *gives)
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s"])
 def test_bad_masks(mixer):
-    layer, x = make_attention(mixer, 12, 3, AttentionConfig()), torch.randn(2, 8, 12)
+    layer, x = make_mixer(mixer, 12, 3, AttentionConfig()), torch.randn(2, 8, 12)
     with pytest.raises(ValueError, match=r"valid: expected bool \(2, 8\), got float32 \(2, 8\)"):
-        layer(x, valid=torch.ones(2, 8))
+        layer(x, Layout.of(x, torch.ones(2, 8)))
     with pytest.raises(ValueError, match=r"segments: expected integer \(2, 8\), got int64 \(8,\)"):
-        layer(x, segments=torch.zeros(8, dtype=torch.long))
+        layer(x, Layout.of(x, segments=torch.zeros(8, dtype=torch.long)))
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -116,15 +118,15 @@ def test_padding_inside_a_segment_moves_no_token(mixer):
     layer, x = LionAttention(12, 3, mixer).double().eval(), torch.randn(1, 7, 12, dtype=torch.double)
     segments = torch.tensor([[4, 4, -1, 4, -1, -1, 4]])
     kept = segments[0] >= 0
-    torch.testing.assert_close(layer(x, segments=segments)[:, kept], layer(x[:, kept]))
+    torch.testing.assert_close(layer(x, Layout.of(x, segments=segments))[:, kept], layer(x[:, kept]))
 
 
 def test_cls_does_not_decay_in_lion_s_alone():
     layer = LionAttention(12, 3, "lion_s")
     k = torch.randn(2, 3, 7, 4)
-    log_decay = layer.decays[0](torch.randn(2, 7, 12), k, GRID.extra).log_decay
+    log_decay = layer.decays[0](torch.randn(2, 7, 12), k, GRID).log_decay
     assert log_decay.shape == (2, 3, 7) and (log_decay[..., 0] == 0).all() and (log_decay[..., 1:] < 0).all()
-    fixed = LionAttention(12, 3, "lion_d").decays[0](torch.randn(2, 7, 12), k, GRID.extra)
+    fixed = LionAttention(12, 3, "lion_d").decays[0](torch.randn(2, 7, 12), k, GRID)
     assert fixed.log_decay.shape == (3,)
 
 
@@ -142,8 +144,7 @@ def test_conventions_of_mixer_and_direction():
         return LionAttention(12, 3, direction=direction).config.decay_convention
 
     assert (convention("both"), convention("forward"), convention("backward")) == ("source", "target", "target")
-    resolve = AttentionConfig().resolved
-    assert resolve("lion_lit").feature_map == "silu_shifted"
+    assert resolve_mixer("lion_lit", AttentionConfig()).feature_map == "silu_shifted"
 
 
 @pytest.mark.parametrize("name", ["identity", "silu"])
@@ -178,9 +179,9 @@ def test_softmax_has_one_form():
     layer = SoftmaxAttention(12, 3)
     assert forms_of(layer) == ("full",)
     set_form(layer, "full")
-    with pytest.raises(ValueError, match="only 'full'"):
+    with pytest.raises(ValueError, match="SoftmaxAttention has only full, got 'rnn'"):
         set_form(layer, "rnn")
-    with pytest.raises(ValueError, match="expected one of auto, full"):
+    with pytest.raises(ValueError, match="expected one of auto, full, chunk, rnn, blockwise, got 'chunks'"):
         set_form(layer, "chunks")
 
 

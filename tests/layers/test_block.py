@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lion.layers.attention import AttentionConfig
+from lion.layers import AttentionConfig
 from lion.layers.block import Block, DropPath
 from tests.layers.test_attention import PACKED, PADDED, check_padding
 

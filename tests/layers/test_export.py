@@ -6,7 +6,8 @@ from torch import nn
 from torch.export import Dim, export
 
 import lion
-from lion.layers.attention import AttentionConfig, LayerState
+from lion.layers import AttentionConfig
+from lion.layers.linear import LinearState
 from lion.models.vit import ViT, ViTConfig
 
 from ..ops.helpers import assert_close
@@ -32,7 +33,7 @@ class Step(nn.Module):
         self.layer = layer
 
     def forward(self, x, S, z, position):
-        y, state = self.layer.step(x, LayerState(S, z, position))
+        y, state = self.layer.step(x, LinearState(S, z, position))
         return y, *state
 
 

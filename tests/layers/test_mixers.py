@@ -6,9 +6,12 @@ import io
 import pytest
 import torch
 
-import lion.layers.attention as attention_module
-from lion.layers.attention import AttentionConfig, LayerState, LionAttention, set_form
-from lion.layers.mixers import MIXERS, SOFTMAX
+import lion.layers.decays as decays_module
+import lion.layers.linear as linear_module
+from lion.layers import MIXERS, SOFTMAX, AttentionConfig, LionAttention
+from lion.layers.layout import Layout
+from lion.layers.linear import LinearState
+from lion.layers.mixer import set_form
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.vit import ViT, ViTConfig
 
@@ -113,9 +116,9 @@ def test_gradients_are_those_of_the_published_recurrence(mixer, direction):
 def test_backward_is_the_recurrence_on_the_flipped_sequence(mixer, monkeypatch):
     """Said again without `oracle`'s own flips; rotations keep the places of the tokens, so they turn the other way."""
     layer, x = make(mixer, "backward"), tokens(40)
-    forward, turn = make(mixer, "forward"), attention_module.rope_frequencies
+    forward, turn = make(mixer, "forward"), decays_module.rope_frequencies
     with monkeypatch.context() as patch:
-        patch.setattr(attention_module, "rope_frequencies", lambda *a, **how: -turn(*a, **how))
+        patch.setattr(decays_module, "rope_frequencies", lambda *a, **how: -turn(*a, **how))
         expected = forward(x.flip(1)).flip(1)
     for form, size in SMALL_FORMS:
         set_form(layer, form, size)
@@ -138,13 +141,13 @@ def test_form_and_chunk_size_reach_the_operators(monkeypatch):
     """Results could not tell: all forms agree."""
     seen = []
     for name in ("linear_attention", "prefill"):
-        operator = getattr(attention_module, name)
+        operator = getattr(linear_module, name)
 
         def spy(operator=operator, **arguments):
             seen.append((arguments.get("form"), arguments["chunk_size"]))
             return operator(**arguments)
 
-        monkeypatch.setattr(attention_module, name, spy)
+        monkeypatch.setattr(linear_module, name, spy)
     layer, x = make("lion_s"), tokens(5)
     for form, size in FORMS:
         set_form(layer, form, size)
@@ -156,7 +159,7 @@ def test_form_and_chunk_size_reach_the_operators(monkeypatch):
 # Streaming
 
 
-def stream(layer: LionAttention, x: torch.Tensor, pieces: list[int], state: LayerState | None = None):
+def stream(layer: LionAttention, x: torch.Tensor, pieces: list[int], state: LinearState | None = None):
     state = layer.initial_state(x.shape[0]) if state is None else state
     out = []
     for piece in x.split(pieces, 1):
@@ -203,7 +206,7 @@ def test_prefill_skips_padding_wherever_it_is(mixer):
     valid = torch.zeros(5, width, dtype=torch.bool)
     valid[0], valid[1, 11:], valid[2, :13], valid[3, 7] = True, True, True, True  # none, left, right, both, all
     x[:, :width][~valid] = torch.nan
-    start, state = layer.prefill(x[:, :width], valid)
+    start, state = layer.prefill(x[:, :width], Layout.of(x[:, :width], valid))
     assert state.position.tolist() == list(prompts)
     assert torch.equal(start[~valid], layer.proj.bias.expand(int((~valid).sum()), -1))  # zero before the projection
     rest, _ = stream(layer, x[:, width:], [1, 3, 2], state)
@@ -219,9 +222,9 @@ def test_a_saved_state_goes_on_bit_for_bit(mixer):
     layer, x = make(mixer).float(), tokens(40).float()
     for _, state in (layer.prefill(x[:, :21]), stream(layer, x[:, :21], [1] * 21)):
         file = io.BytesIO()
-        torch.save(state._asdict(), file)
+        torch.save(state, file)
         file.seek(0)
-        restored = LayerState(**torch.load(file, weights_only=True))
+        restored = torch.load(file, weights_only=True)
         pieces = [1] * 10 + [9]
         before = [part.clone() for part in state]
         (y, end), (again, end_again) = (stream(layer, x[:, 21:], pieces, s) for s in (state, restored))
@@ -235,7 +238,7 @@ def test_a_state_does_not_grow(mixer):
     layer, x = make(mixer).float(), tokens(60).float()
     empty = layer.initial_state(2)
     states = [empty, stream(layer, x[:, :1], [1])[1], stream(layer, x, [1] * 60)[1], stream(layer, x, [20, 40])[1]]
-    states += [layer.prefill(x)[1], layer.prefill(x, torch.ones(2, 60, dtype=torch.bool))[1]]
+    states += [layer.prefill(x)[1], layer.prefill(x, Layout.of(x, torch.ones(2, 60, dtype=torch.bool)))[1]]
     for state in states:
         for part, first in zip(state, empty):
             assert (part.shape, part.dtype) == (first.shape, first.dtype)
@@ -341,7 +344,8 @@ def test_autocast_keeps_gates_and_stays_near_float32(mixer, direction):
         got = layer.decays[0](x, k)
         narrow = layer.decays[0](x.bfloat16(), k.bfloat16())
     for name, gate in narrow._asdict().items():
-        assert gate is None or gate.dtype == (torch.bfloat16 if name == "k" else torch.float32), name
+        wanted = {"k": torch.bfloat16, "angles": torch.float64}.get(name, torch.float32)
+        assert gate is None or gate.dtype == wanted, name
     for name, gate in got._asdict().items():
         assert gate is None or torch.equal(gate, getattr(want, name)), name
 

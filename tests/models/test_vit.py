@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lion.layers.attention import AttentionConfig, set_form
-from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers import MIXERS, SOFTMAX, AttentionConfig
+from lion.layers.mixer import set_form
 from lion.models.vit import ViT, ViTConfig
 from lion.ops import SCAN_MERGES
 

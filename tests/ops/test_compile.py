@@ -7,7 +7,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lion.ops.chunk
-from lion.layers.attention import LionAttention
+from lion.layers import LionAttention
+from lion.layers.layout import Layout
 from lion.ops import linear_attention
 
 from .helpers import assert_close, backward, case, make, signed, unit_keys
@@ -174,7 +175,8 @@ def test_layer_is_one_graph_of_all_lengths(mixer):
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for length in LENGTHS:
         x, valid = torch.randn(3, length, 16), torch.arange(length).expand(3, -1) % 5 != 3
-        assert_close(compiled(x, valid=valid), layer(x, valid=valid), 5e-6, f"{length} tokens")
+        layout = Layout.of(x, valid)
+        assert_close(compiled(x, layout), layer(x, layout), 5e-6, f"{length} tokens")
     assert counter.frame_count == 1
 
 

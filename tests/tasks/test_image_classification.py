@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.layers.attention import AttentionConfig
+from lion.layers import AttentionConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.tasks.data import ImageInfo
 from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig, erase

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lion.config import ConfigError
-from lion.layers.mixers import MIXERS
+from lion.layers import MIXERS
 from lion.ops import linear_attention
 from tests.helpers import ROOT, refuse
 from tools import processes

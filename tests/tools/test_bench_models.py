@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from lion.layers.attention import Attention
+from lion.layers import Attention
 from lion.runs import open_run
 from tests.helpers import ROOT, here, refuse, tiny_recipe
 from tools.bench import inference, train

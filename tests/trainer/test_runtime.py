@@ -6,8 +6,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from lion.config import ConfigError
-from lion.layers.attention import AttentionConfig
-from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers import MIXERS, SOFTMAX, AttentionConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.trainer.checkpoint import load_state, write_atomic
 from lion.trainer.runtime import (

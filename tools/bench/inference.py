@@ -26,9 +26,8 @@ import torch
 from torch import nn
 
 from lion.config import ConfigError
-from lion.layers.attention import Attention, set_form
-from lion.layers.mixers import MIXERS, SOFTMAX
-from lion.layers.scans import Grid
+from lion.layers import MIXERS, SOFTMAX, Attention
+from lion.layers.mixer import set_form
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, open_run
 from lion.tasks.image_classification import TOP1
@@ -256,15 +255,15 @@ def layers(model: nn.Module) -> list[Attention]:
 
 def mixer_peak(model: nn.Module, images: torch.Tensor, device: torch.device, compiled: bool) -> int | None:
     """Of the first layer's mixing, beyond its q, k and v."""
-    layer, grid = layers(model)[0], Grid(model.coords, model.extra, model.orders)
+    layer, layout = layers(model)[0], model.layout
     mix = torch.compile(layer.mix, fullgraph=True, dynamic=False) if compiled else layer.mix
     with torch.inference_mode():
-        x = torch.randn(len(images), grid.coords.shape[1], layer.proj.in_features, device=device)
+        x = torch.randn(len(images), model.length, layer.proj.in_features, device=device)
         q, k, v = (t.contiguous() for t in layer.heads(x))
 
         def once() -> torch.Tensor:
             with torch.inference_mode():
-                return mix(x, q, k, v, grid, None, None)
+                return mix(x, q, k, v, layout)
 
         once()
         return tensor_peak(once, device)

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.config import ConfigError
-from lion.layers.attention import LionAttention
-from lion.layers.mixers import MIXERS
+from lion.layers import MIXERS, LionAttention
+from lion.layers.layout import Layout
 from lion.ops import linear_attention, reference_attention
 from lion.ops.features import apply_feature_map
 from lion.trainer.memory import free_bytes, process_peak
@@ -231,7 +231,7 @@ def operator_inputs(
     layer = LionAttention(job.heads * job.dim, job.heads, job.mixer).to(device)
     x = torch.randn(batch, length, job.heads * job.dim, device=device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        given = layer.arguments(x, *layer.heads(x), torch.arange(length, device=device)[None])
+        given = layer.arguments(x, *layer.heads(x), Layout())
         phi = given.pop("feature_map")  # the operator alone is timed
         given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
     tensors = {

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lion.layers.mixers import MIXERS
+from lion.layers import MIXERS
 from tools.cli import table
 from tools.store import Row, Store, digits, pipes
 

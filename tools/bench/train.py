@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from lion.config import ConfigError
-from lion.layers.attention import Attention
-from lion.layers.mixers import SOFTMAX
+from lion.layers import SOFTMAX, Attention
 from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task

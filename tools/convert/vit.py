@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lion.layers.mixers import SOFTMAX
-from lion.layers.scans import AS_THEY_STAND
+from lion.layers import SOFTMAX
+from lion.layers.layout import AS_THEY_STAND
 from lion.recipe import Recipe
 from lion.tasks.data import ImageInfo, numbered
 from tools.convert.base import Converter, Setting

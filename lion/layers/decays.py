@@ -12,20 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.ops import no_autocast
+from lion.layers.layout import Layout
+from lion.layers.mixer import PLAIN
+from lion.ops import no_autocast, rope_frequencies, rotary_angles
 
 
 class Gating(NamedTuple):
-    """Arguments of `lion.ops.linear_attention`: keys with their gates folded in, and one of the memories."""
+    """Arguments of `lion.ops.linear_attention`: keys with their gates folded in, one of the memories, and the angles
+    by which queries and keys are turned."""
 
     k: Tensor
     log_decay: Tensor | None = None
     beta: Tensor | None = None
     bonus: Tensor | None = None
+    angles: Tensor | None = None
 
 
 class Decay(nn.Module):
-    """A module (x, k, extra) -> `Gating`; `extra` (L,) marks tokens without a place (cls)."""
+    """A module (x, k, layout) -> `Gating` for tokens x (B, L, dim) with keys k (B, H, L, D), where `layout` says."""
 
     per = "a token and head"  # what has a lambda of its own
     delta = False  # beta of the delta rule in place of a decay
@@ -35,11 +39,11 @@ class Decay(nn.Module):
         super().__init__()
         self.dim, self.num_heads = dim, num_heads
 
-    def forward(self, x: Tensor, k: Tensor, extra: Tensor | None = None) -> Gating:
+    def forward(self, x: Tensor, k: Tensor, layout: Layout = PLAIN) -> Gating:
         with no_autocast(x):
-            return self.gating(x.to(torch.promote_types(x.dtype, torch.float32)), k, extra)
+            return self.gating(x.to(torch.promote_types(x.dtype, torch.float32)), k, layout)
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         raise NotImplementedError
 
     def by_head(self, x: Tensor) -> Tensor:
@@ -67,14 +71,14 @@ class FixedDecay(Decay):
         super().__init__(dim, num_heads)
         self.a = nn.Parameter(torch.randn(num_heads))
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         return Gating(k, F.logsigmoid(self.a.to(x.dtype)))
 
 
 class SelectiveDecay(Decay):
     """Lion-S: `lambda_i = sigmoid(W x_i + b)`; log_decay (B, H, L).
 
-    Extra tokens (cls) do not decay, lambda = 1, as in the released code.
+    Special tokens (cls) do not decay, lambda = 1, as in the released code.
     """
 
     scans = True
@@ -83,9 +87,9 @@ class SelectiveDecay(Decay):
         super().__init__(dim, num_heads)
         self.gate = nn.Linear(dim, num_heads)
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         log_decay = F.logsigmoid(linear(self.gate, x)).mT  # (B, H, L)
-        return Gating(k, log_decay if extra is None else log_decay.masked_fill(extra, 0))
+        return Gating(k, log_decay if layout.special is None else log_decay.masked_fill(layout.special, 0))
 
 
 class SelectiveVectorDecay(Decay):
@@ -98,19 +102,29 @@ class SelectiveVectorDecay(Decay):
         super().__init__(dim, num_heads)
         self.gate = nn.Linear(dim, dim)
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         log_decay = self.by_head(F.logsigmoid(linear(self.gate, x)))
-        return Gating(k, log_decay if extra is None else log_decay.masked_fill(extra[:, None], 0))
+        return Gating(k, log_decay if layout.special is None else log_decay.masked_fill(layout.special[:, None], 0))
 
 
 class RetentionDecay(Decay):
-    """RetNet (arXiv 2307.08621, Eq. 8): `gamma_h = 1 - 2^(-5-h)`, not learned; log_decay (H,)."""
+    """RetNet (arXiv 2307.08621, Eq. 8): `gamma_h = 1 - 2^(-5-h)`, not learned; log_decay (H,). Queries and keys are
+    turned by their positions."""
 
     per = "a head"
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        if dim // num_heads % 2:
+            raise ValueError(f"num_heads: rotation turns pairs, got an odd head dim {dim // num_heads}")
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         head = torch.arange(self.num_heads, device=x.device, dtype=x.dtype)  # no buffer: `.bfloat16()` would round it
-        return Gating(k, torch.log1p(-(2.0 ** (-5 - head))))
+        positions = layout.positions_of(x)
+        if positions.shape[0] > 1:  # (B, 1, L), one axis; (1, L) where they are the same for all rows
+            positions = positions[:, None]
+        frequencies = rope_frequencies(k.shape[-1], device=x.device, dtype=torch.float64)
+        return Gating(k, torch.log1p(-(2.0 ** (-5 - head))), angles=rotary_angles(positions, frequencies))
 
 
 class RandomFeatureGate(Decay):
@@ -120,7 +134,7 @@ class RandomFeatureGate(Decay):
         super().__init__(dim, num_heads)
         self.gate = nn.Linear(dim, num_heads)
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         logits = linear(self.gate, x).mT  # (B, H, L)
         return Gating(fold(k, torch.sigmoid(-logits)), F.logsigmoid(logits))
 
@@ -141,7 +155,7 @@ class DiscreteDecay(Decay):
     def start(self) -> Tensor:
         return torch.empty(self.num_heads, 1).uniform_(1, 16)
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         dt = F.softplus(linear(self.step, x) + self.step_bias.to(x.dtype)).mT  # (B, H, L)
         A = -self.a.to(x.dtype).exp().view(self.num_heads, 1, -1)  # (H, 1, D or 1)
         log_decay = A * dt[..., None]
@@ -177,7 +191,7 @@ class ReceptanceDecay(Decay):
         self.up = nn.Linear(rank, dim, bias=False)
         self.u = nn.Parameter(1 - ratio)
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         w = self.w.to(x.dtype) + linear(self.up, torch.tanh(linear(self.down, x)))
         log_decay = -torch.exp(w.clamp(max=7))  # exp(-exp(7)) is 0 in float64
         return Gating(k, self.by_head(log_decay), bonus=self.u.view(self.num_heads, -1))
@@ -194,7 +208,7 @@ class LowRankDecay(Decay):
         self.up = nn.Linear(rank, dim)
         self.temperature = temperature
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         return Gating(k, self.by_head(F.logsigmoid(linear(self.up, linear(self.down, x)))) / self.temperature)
 
 
@@ -211,7 +225,7 @@ class BoundedDecay(Decay):
         super().__init__(dim, num_heads)
         self.bound = nn.Parameter(torch.full((dim,), -2.0))  # b = 0.12
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         bound = self.bound.to(x.dtype).view(self.num_heads, 1, -1)
         logits = k.to(x.dtype)
         rest = F.logsigmoid(-bound)  # log(1 - b)
@@ -231,7 +245,7 @@ class InputAndForgetGate(Decay):
         self.input_bias = nn.Parameter(torch.zeros(num_heads))
         self.forget_bias = nn.Parameter(torch.linspace(3, 6, num_heads))
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         i, f = linear(self.gates, x).chunk(2, -1)
         i, f = (i + self.input_bias.to(x.dtype)).mT, (f + self.forget_bias.to(x.dtype)).mT  # (B, H, L)
         return Gating(fold(k, torch.sigmoid(i)), F.logsigmoid(f))
@@ -246,7 +260,7 @@ class DeltaRule(Decay):
         super().__init__(dim, num_heads)
         self.gate = nn.Linear(dim, num_heads, bias=False)
 
-    def gating(self, x: Tensor, k: Tensor, extra: Tensor | None) -> Gating:
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         return Gating(k, beta=torch.sigmoid(linear(self.gate, x)).mT)
 
 

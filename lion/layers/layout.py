@@ -1,0 +1,125 @@
+"""Where the tokens of a batch stand: made once a batch, and handed to every block, mixer and decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lion.ops import check_masks
+from lion.ops.arguments import as_runs
+
+
+class Layout(NamedTuple):
+    """The layout of tokens x (B, L, dim). Whatever is None is as in one plain sequence a row, without padding.
+
+    Attributes:
+        valid: Boolean (B, L), False for padding.
+        segment_index: Integer (B, L), rising from one segment to the next; padding belongs to the one before it.
+        positions: Integer (B, L), a token's place in its segment, without padding; None: 0 .. L - 1.
+        coords: Integer (axes, L), places on a grid; -1 in all axes for special tokens.
+        special: Boolean (L,), tokens without a place on the grid (cls).
+        orders: Integer (S, L), the tokens in the order in which each scan visits them; None: one scan, as they stand.
+        pairs: Boolean (B, 1, L, L), which keys a query may read: what softmax attention needs of all this.
+    """
+
+    valid: Tensor | None = None
+    segment_index: Tensor | None = None
+    positions: Tensor | None = None
+    coords: Tensor | None = None
+    special: Tensor | None = None
+    orders: Tensor | None = None
+    pairs: Tensor | None = None
+
+    @staticmethod
+    def of(x: Tensor, valid: Tensor | None = None, segments: Tensor | None = None) -> Layout:
+        """That of tokens x (B, L, dim) with padding (`valid` False, or `segments` -1) and segments, both (B, L).
+
+        Raises:
+            ValueError: A mask of another shape or dtype, or a segment whose tokens do not stand together.
+        """
+        return Layout().masked(x, valid, segments)
+
+    def masked(self, x: Tensor, valid: Tensor | None = None, segments: Tensor | None = None) -> Layout:
+        """The same with padding and segments, see `of`."""
+        if valid is None and segments is None:
+            return self
+        check_masks(x[:, None], valid, segments)
+        index, valid = as_runs(valid, segments)
+        positions = valid.cumsum(1) - 1
+        if index is not None:  # they start anew with each segment
+            first = index.diff(dim=1, prepend=index[:, :1] - 1) > 0
+            positions = positions - positions.masked_fill(~first, 0).cummax(1).values
+        return self._replace(valid=valid, segment_index=index, positions=positions)
+
+    def clean(self, x: Tensor) -> Tensor:
+        """x (B, L, dim) with zeros for padding.
+
+        The first thing that a layer does: further on, a NaN times a gradient of 0 would be one in every weight.
+        """
+        return x if self.valid is None else x.masked_fill(~self.valid[..., None], 0)
+
+    def positions_of(self, x: Tensor) -> Tensor:
+        """The place of each token of x (B, L, dim) in its segment, (B or 1, L)."""
+        return torch.arange(x.shape[1], device=x.device)[None] if self.positions is None else self.positions
+
+    def next_position(self, x: Tensor) -> Tensor:
+        """The place (B,) of the token that would come after x (B, L, dim), in the last segment."""
+        if self.positions is None:
+            return torch.full((x.shape[0],), x.shape[1], device=x.device)
+        last = self.valid if self.segment_index is None else self.in_last_segment()
+        return self.positions.masked_fill(~last, -1).amax(1) + 1
+
+    def in_last_segment(self) -> Tensor:
+        """Which valid tokens belong to the last segment of their row, (B, L)."""
+        return self.valid & (self.segment_index == self.segment_index[:, -1:])
+
+    def with_pairs(self, causal: bool) -> Layout:
+        """The same with `pairs`, where there is padding."""
+        if self.valid is None or self.pairs is not None:
+            return self
+        pairs = self.valid[:, None, None]
+        if self.segment_index is not None:
+            pairs = pairs & (self.segment_index[:, None, :, None] == self.segment_index[:, None, None])
+        pairs = pairs.expand(-1, -1, self.valid.shape[1], -1)
+        if causal:
+            pairs = pairs.tril()
+        return self._replace(pairs=pairs | ~self.valid[:, None, :, None])  # padding reads anything, and stays finite
+
+
+def row_major(patches: Tensor) -> Tensor:
+    return patches
+
+
+def row_snake(patches: Tensor) -> Tensor:
+    """Even rows from left to right, odd rows from right to left."""
+    patches = patches.clone()
+    patches[1::2] = patches[1::2].flip(1)
+    return patches
+
+
+def column_snake(patches: Tensor) -> Tensor:
+    """Even columns downwards, odd columns upwards."""
+    return row_snake(patches.mT)
+
+
+SCANS: dict[str, Callable[[Tensor], Tensor]] = {  # patches (height, width) -> the same as they are visited, row by row
+    "row_major": row_major,
+    "row_snake": row_snake,  # the released code's "s"
+    "column_snake": column_snake,  # its "sr"
+}
+AS_THEY_STAND = ("row_major",)
+
+
+def grid_layout(height: int, width: int, scans: Sequence[str] = AS_THEY_STAND, special: int = 1) -> Layout:
+    """That of an image of `height` x `width` patches behind `special` tokens, which every scan visits first."""
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).reshape(-1, 2).mT  # (2, H W)
+    coords = torch.cat([torch.full((2, special), -1), places], 1)
+    layout = Layout(coords=coords, special=(coords < 0).all(0))
+    if tuple(scans) == AS_THEY_STAND:
+        return layout
+    patches = torch.arange(height * width).view(height, width) + special
+    orders = [torch.cat([torch.arange(special), SCANS[s](patches).flatten()]) for s in scans]
+    return layout._replace(orders=torch.stack(orders))

@@ -1,0 +1,162 @@
+"""Linear attention layers: the mixers of `MIXERS`, in every form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lion.config import check_settings, fill
+from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check_scan_names
+from lion.layers.decays import DECAYS
+from lion.layers.layout import AS_THEY_STAND, Layout
+from lion.layers.mixer import PLAIN, state_type
+from lion.layers.mixers import MIXERS
+from lion.ops import FORMS, State, linear_attention, multi_scan_attention, prefill, step
+from lion.ops.features import FEATURE_MAPS, apply_feature_map
+
+
+@state_type
+class LinearState(NamedTuple):
+    """What a causal layer remembers: the operator's `S` and `z`, and the next token's `position` (B,)."""
+
+    S: Tensor
+    z: Tensor
+    position: Tensor
+
+
+class LionAttention(Attention):
+    """Masked, scaled linear attention, `Y = scale(phi(Q) phi(K)^T * M) V` (Eq. 13), in any of its forms.
+
+    Args:
+        dim: Width of the tokens, a multiple of `num_heads`.
+        num_heads: Heads H.
+        mixer: An entry of `MIXERS`: which decay makes the mask M, and with what around it.
+        config: The remaining settings; keyword arguments override them (`form="chunk"`, `chunk_size=32`, ..).
+
+    The form can be changed at any time with `set_form`; weights do not depend on it. With `direction="forward"`
+    the layer streams, constant time and memory a token: `prefill` a prompt (in chunks), then `step`. The mixers of LION
+    have another `decay_convention` in one direction than in both (`AttentionConfig`).
+    """
+
+    forms = FORMS
+
+    def __init__(
+        self, dim: int, num_heads: int, mixer: str = "lion_s", config: AttentionConfig | None = None, **settings
+    ) -> None:
+        if mixer not in MIXERS:
+            raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer!r}")
+        super().__init__(dim, num_heads, self.resolve(mixer, replace(config or AttentionConfig(), **settings)))
+        if self.config.direction == ALTERNATING:
+            raise ValueError(f"direction: {ALTERNATING!r} is that of a model, one layer goes forward or backward")
+        self.mixer = MIXERS[mixer]
+        kinds = [DECAYS[self.mixer.decay]] * len(self.config.scans) if self.mixer.decay else []
+        self.decays = nn.ModuleList(kind(dim, num_heads) for kind in kinds)  # one of each scan
+        self.form, self.chunk_size = self.config.form, self.config.chunk_size
+
+    @staticmethod
+    def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
+        check_settings(config)
+        check_scan_names(config)
+        decay = MIXERS[name].decay
+        if config.scans != AS_THEY_STAND and not (decay and DECAYS[decay].scans):
+            fits = ", ".join(n for n, entry in MIXERS.items() if entry.decay and DECAYS[entry.decay].scans)
+            raise ValueError(f"scans: not available with mixer {name!r}, only with {fits}")
+        if config.score_dropout and config.form in ("chunk", "rnn"):
+            raise ValueError(
+                f"score_dropout exists in the full form only, use form 'auto' or 'full', got {config.form!r}"
+            )
+        entry = MIXERS[name]
+        filled = {"feature_map": entry.feature_map, "normalize": entry.normalize}
+        both = config.direction == "both"
+        filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
+        out = fill(config, filled)
+        if entry.decay and DECAYS[entry.decay].delta:
+            if out.normalize != "none":
+                raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
+            if config.score_dropout:
+                raise ValueError("score_dropout is not available with the delta rule, which has no scores")
+        maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
+        for phi in maps:
+            if out.normalize in ("sum", "pre") and not FEATURE_MAPS[phi].positive:
+                positive = ", ".join(n for n, m in FEATURE_MAPS.items() if m.positive)
+                raise ValueError(
+                    f"normalize {out.normalize!r} divides by a row sum, which feature_map {phi!r} can make zero or "
+                    f"negative; use normalize 'none' or one of {positive}"
+                )
+        return out
+
+    @property
+    def causal(self) -> bool:
+        return super().causal and self.config.scans == AS_THEY_STAND
+
+    def check_causal(self) -> None:
+        super().check_causal()
+        if self.config.scans != AS_THEY_STAND:
+            raise ValueError("scans: a stream has one order, that in which its tokens come")
+
+    def check_form(self, form: str) -> None:
+        if form != "blockwise":
+            super().check_form(form)
+
+    def set_form(self, form: str, chunk_size: int | None = None) -> None:
+        self.form = form
+        self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        how = dict(
+            form=self.form,
+            direction=self.config.direction,
+            chunk_size=self.chunk_size,
+            valid=layout.valid,
+            dropout_p=self.config.score_dropout if self.training else 0.0,
+        )
+        if self.config.scans != AS_THEY_STAND:
+            return self.mix_scans(x, q, k, v, layout, how)
+        return linear_attention(**self.arguments(x, q, k, v, layout), **how, segments=layout.segment_index)
+
+    def mix_scans(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, how: dict) -> Tensor:
+        """Every scan with its own decays (B, H, L) or (H,), in the order in which the tokens stand."""
+        c = self.config
+        if layout.orders is None or len(layout.orders) != len(c.scans):
+            raise ValueError(f"layout: scans {', '.join(c.scans)} need the orders of `grid_layout`")
+        if layout.segment_index is not None:
+            raise ValueError("segments: several scans go over one image a row, without segments")
+        q, k = apply_feature_map(c.feature_map, q), apply_feature_map(c.feature_map, k)
+        how |= dict(
+            scan_merge=c.scan_merge, normalize=c.normalize, decay_convention=c.decay_convention, scale=self.mixer.scale
+        )
+        log_decays = [decay(x, k, layout).log_decay for decay in self.decays]
+        return multi_scan_attention(q, k, v, log_decays, layout.orders, **how)
+
+    def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> dict:
+        """The operator's arguments for tokens x (B, L, dim)."""
+        c, m, feature_map = self.config, self.mixer, self.config.feature_map
+        if self.decays and not self.decays[0].scans:  # it has to do with keys
+            q, k = apply_feature_map(feature_map, q), apply_feature_map(m.key_map or feature_map, k)
+            feature_map = None
+        given = self.decays[0](x, k, layout)._asdict() if self.decays else {"k": k}
+        how = dict(feature_map=feature_map, normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
+        return dict(q=q, v=v, **how, **given)
+
+    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, LinearState]:
+        self.check_causal()
+        x = layout.clean(x)
+        inputs = self.arguments(x, *self.heads(x), layout)
+        y, state = prefill(**inputs, chunk_size=self.chunk_size, valid=layout.valid, segments=layout.segment_index)
+        return self.merge(x, y), LinearState(*state, layout.next_position(x))
+
+    def step(self, x: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+        self.check_causal()
+        layout = Layout(positions=state.position[:, None] + torch.arange(x.shape[1], device=x.device))
+        y, new = step(State(state.S, state.z), **self.arguments(x, *self.heads(x), layout))
+        return self.merge(x, y), LinearState(*new, state.position + x.shape[1])
+
+    def initial_state(self, batch: int) -> LinearState:
+        weight, width = self.proj.weight, self.head_dim
+        S = weight.new_zeros(
+            batch, self.num_heads, width, width, dtype=torch.promote_types(weight.dtype, torch.float32)
+        )
+        return LinearState(S, S[..., 0].clone(), torch.zeros(batch, dtype=torch.long, device=weight.device))

@@ -1,0 +1,101 @@
+"""What every sequence mixer promises: x (B, L, dim) -> (B, L, dim), all at once or token by token."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lion.layers.layout import Layout
+from lion.ops import FORMS
+from lion.ops.arguments import check_chunk_size
+
+PLAIN = Layout()
+
+
+class Mixer(nn.Module):
+    """Mixes the tokens of a sequence. A new kind is one file and its line in `lion.layers.KINDS`.
+
+    A state is a tuple of tensors (a NamedTuple, registered with `state_type`, so that `torch.save` and
+    `torch.load(weights_only=True)` take it), of any structure.
+    """
+
+    forms: ClassVar[tuple[str, ...]] = ("full",)  # in which it can run, the first by default
+
+    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
+        """Mix tokens x (B, L, dim), as they stand in `layout`.
+
+        What padding holds reaches neither tokens nor parameters; the output there means nothing, but is finite.
+        """
+        raise NotImplementedError
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one, so that the mixer streams."""
+        return False
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether it reads `layout.pairs`."""
+        return False
+
+    def initial_state(self, batch: int) -> Any:
+        """The empty state, for a stream without a prompt."""
+        raise NotImplementedError
+
+    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, Any]:
+        """Mix a prompt x (B, L, dim); the output (B, L, dim) and the state to go on from, of several segments the last.
+
+        Raises:
+            ValueError: The mixer is not causal.
+        """
+        raise NotImplementedError
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Mix the next token(s) x (B, C, dim); the output, as `forward` over the whole sequence, and the new state."""
+        raise NotImplementedError
+
+    def set_form(self, form: str, chunk_size: int | None = None) -> None:
+        """Run in another form from now on; weights are untouched."""
+
+    def check_form(self, form: str) -> None:
+        """Raises ValueError: A form that this mixer does not have."""
+        if form not in ("auto", *self.forms):
+            raise ValueError(f"form: {type(self).__name__} has only {', '.join(self.forms)}, got {form!r}")
+
+
+def state_type(kind: type[NamedTuple]) -> type[NamedTuple]:
+    """Let `torch.load(weights_only=True)` read states of this type."""
+    torch.serialization.add_safe_globals([kind])
+    return kind
+
+
+def mixers_of(model: nn.Module) -> list[Mixer]:
+    return [m for m in model.modules() if isinstance(m, Mixer)]
+
+
+def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
+    """Run every mixer of `model` in this form from now on; weights are untouched.
+
+    Besides "auto" and `FORMS` there is "blockwise", the paper's own Lion-chunk (`lion.ops.blockwise`).
+
+    Raises:
+        ValueError: An unknown form, one that a mixer does not have, or a chunk without tokens.
+    """
+    known = ("auto", *FORMS, "blockwise")
+    if form not in known:
+        raise ValueError(f"form: expected one of {', '.join(known)}, got {form!r}")
+    mixers = mixers_of(model)
+    for mixer in mixers:  # all are asked before one is changed
+        mixer.check_form(form)
+    if chunk_size is not None:
+        check_chunk_size(chunk_size)
+    for mixer in mixers:
+        mixer.set_form(form, chunk_size)
+
+
+def forms_of(model: nn.Module) -> tuple[str, ...]:
+    """The forms that a model can run in."""
+    mixers = mixers_of(model)
+    return tuple(f for f in mixers[0].forms if all(f in m.forms for m in mixers)) if mixers else Mixer.forms

@@ -1,0 +1,5 @@
+"""Norms by name."""
+
+from torch import nn
+
+NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}

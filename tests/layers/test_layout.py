@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from lion.layers.layout import Layout, grid_layout
+
+X = torch.randn(2, 6, 4)
+
+
+def test_a_plain_sequence_has_nothing_to_say():
+    assert Layout.of(X) == Layout() and Layout().positions_of(X).tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert Layout().next_position(X).tolist() == [6, 6] and Layout().with_pairs(True).pairs is None
+
+
+def test_positions_count_tokens_and_start_anew_with_each_segment():
+    valid = torch.tensor([[False, True, True, False, True, True], [True] * 6])
+    padded = Layout.of(X, valid)
+    assert padded.positions[valid].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    assert padded.next_position(X).tolist() == [4, 6] and padded.segment_index is None
+    packed = Layout.of(X, valid, torch.tensor([[7, 7, 7, 7, 3, 3], [0, 0, -1, 0, 5, 5]]))
+    assert packed.valid.tolist() == [[False, True, True, False, True, True], [True, True, False, True, True, True]]
+    assert packed.positions[packed.valid].tolist() == [0, 1, 0, 1, 0, 1, 2, 0, 1]
+    assert packed.next_position(X).tolist() == [2, 2]
+
+
+def test_pairs_keep_segments_apart():
+    layout = Layout.of(X, segments=torch.tensor([[0, 0, 1, 1, 1, -1], [4, 4, 4, 4, 4, 4]]))
+    for causal in (False, True):
+        pairs = layout.with_pairs(causal).pairs[:, 0]
+        for row, i, j in ((r, i, j) for r in range(2) for i in range(6) for j in range(6)):
+            ids = [[0, 0, 1, 1, 1, -1], [4] * 6][row]
+            allowed = ids[i] == -1 or (ids[i] == ids[j] and ids[j] >= 0 and (j <= i or not causal))
+            assert pairs[row, i, j] == allowed, (causal, row, i, j)
+
+
+def test_padding_is_cleaned_by_selection():
+    x = X.clone()
+    x[0, 3] = torch.nan
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[0, 3] = False
+    assert Layout.of(x, valid).clean(x).isfinite().all() and Layout().clean(x) is x
+
+
+def test_bad_masks_are_refused_once():
+    with pytest.raises(ValueError, match=r"valid: expected bool \(2, 6\)"):
+        Layout.of(X, torch.ones(2, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="segments: the tokens of a segment must stand together"):
+        Layout.of(X, segments=torch.tensor([[0, 1, 0, 1, 1, 1]] * 2))
+
+
+def test_a_grid_can_have_padding_too():
+    layout = grid_layout(1, 5).masked(X, torch.ones(2, 6, dtype=torch.bool))
+    assert layout.coords.tolist() == [[-1, 0, 0, 0, 0, 0], [-1, 0, 1, 2, 3, 4]] and layout.valid is not None
+    assert layout.special.tolist() == [True] + [False] * 5

@@ -1,0 +1,144 @@
+"""A causal encoder streams as a whole; a layout is made once for all of its blocks."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from lion.layers import MIXERS, NONE, SOFTMAX, AttentionConfig
+from lion.layers.layout import Layout
+from lion.models.base import Model
+from lion.models.encoder import Encoder, EncoderConfig
+from lion.models.vit import ViT, ViTConfig
+
+CAUSAL = AttentionConfig(direction="forward")
+
+
+def encoder(mixer, attention=CAUSAL, depth=3):
+    torch.manual_seed(0)
+    config = EncoderConfig(mixer, 12, depth, 3, attention=attention, mlp_ratio=2, dropout=0.1)
+    return Encoder(config.resolved()).double().eval()
+
+
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, NONE, *MIXERS])
+@torch.inference_mode()
+def test_a_causal_encoder_streams(mixer):
+    model, x = encoder(mixer), torch.randn(2, 24, 12, dtype=torch.double)
+    assert model.causal
+    whole = model(x)
+    start, state = model.prefill(x[:, :10])
+    torch.testing.assert_close(start, whole[:, :10], rtol=0, atol=1e-10)
+    for first, states in ((10, saved(state)), (0, model.initial_state(2))):
+        for begin in range(first, 24, 4):  # a token, then three at once
+            for piece in (slice(begin, begin + 1), slice(begin + 1, min(begin + 4, 24))):
+                if x[:, piece].shape[1]:
+                    y, states = model.step(x[:, piece], states)
+                    torch.testing.assert_close(y, whole[:, piece], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@torch.inference_mode()
+def test_ragged_prompts_go_on_as_they_would_alone(mixer):
+    model, x = encoder(mixer), torch.randn(3, 12, 12, dtype=torch.double)
+    valid = torch.ones(3, 12, dtype=torch.bool)
+    valid[0, 7:], valid[1, :4], valid[2, 5] = False, False, False
+    new = torch.randn(3, 2, 12, dtype=torch.double)
+    y, _ = model.step(new, model.prefill(x, Layout.of(x, valid))[1])
+    for row in range(3):
+        alone = model(torch.cat([x[row, valid[row]], new[row]])[None])[:, -2:]
+        torch.testing.assert_close(y[row : row + 1], alone, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s", "retnet", "deltanet"])
+@torch.inference_mode()
+def test_of_several_segments_the_last_goes_on(mixer):
+    model, x, new = encoder(mixer), torch.randn(1, 9, 12, dtype=torch.double), torch.randn(1, 2, 12, dtype=torch.double)
+    segments = torch.tensor([[0, 0, 0, 1, 1, -1, 1, 1, -1]])
+    y, _ = model.step(new, model.prefill(x, Layout.of(x, segments=segments))[1])
+    alone = model(torch.cat([x[:, segments[0] == 1], new], 1))[:, -2:]
+    torch.testing.assert_close(y, alone, rtol=0, atol=1e-10)
+
+
+@torch.inference_mode()
+def test_only_softmax_grows():
+    x = torch.randn(1, 40, 12, dtype=torch.double)
+
+    def size(state):
+        return sum(part.nbytes for layer in state for part in layer)
+
+    for mixer, grows in ((SOFTMAX, True), ("lion_s", False)):
+        model = encoder(mixer)
+        assert (size(model.prefill(x)[1]) > size(model.prefill(x[:, :20])[1])) == grows
+
+
+def test_what_sees_later_tokens_does_not_stream():
+    for mixer in (SOFTMAX, "lion_s"):
+        model = encoder(mixer, AttentionConfig())
+        assert not model.causal
+        with pytest.raises(ValueError, match="only 'forward' streams"):
+            model.prefill(torch.randn(1, 4, 12, dtype=torch.double))
+    vit = ViT(ViTConfig("lion_s", 12, 1, 3, patch_size=2), image_size=(4, 4), channels=1, num_classes=2)
+    assert not vit.streams
+    with pytest.raises(ValueError, match="ViT does not stream"):
+        vit.prefill(torch.zeros(1, 1, 4, 4))
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s"])
+def test_the_layout_is_made_once(mixer, monkeypatch):
+    """No block asks again who may read whom."""
+    model, x = encoder(mixer, AttentionConfig()), torch.randn(2, 6, 12, dtype=torch.double)
+    layout = Layout.of(x, torch.ones(2, 6, dtype=torch.bool), torch.tensor([[0, 0, 1, 1, 1, 2]] * 2))
+    seen = []
+    for block in model.blocks:
+        block.attention.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
+    model(x, layout)
+    assert len(seen) == 3 and all(found is seen[0] for found in seen)
+    assert (seen[0].pairs is not None) == (mixer == SOFTMAX)
+
+
+class Tagger(Model):
+    """The least model that streams: an encoder and a head, a logit a token."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.encoder, self.head = Encoder(config.resolved()), nn.Linear(config.dim, 5)
+
+    def units(self):
+        return list(self.encoder.blocks)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+    @property
+    def streams(self):
+        return self.encoder.causal
+
+    def initial_state(self, batch):
+        return self.encoder.initial_state(batch)
+
+    def prefill(self, x):
+        x, state = self.encoder.prefill(x)
+        return self.head(x), state
+
+    def step(self, x, state):
+        x, state = self.encoder.step(x, state)
+        return self.head(x), state
+
+
+@torch.inference_mode()
+def test_a_causal_model_streams_as_a_whole():
+    torch.manual_seed(0)
+    model = Tagger(EncoderConfig("lion_s", 12, 2, 3, attention=CAUSAL)).double().eval()
+    x = torch.randn(1, 8, 12, dtype=torch.double)
+    assert model.streams
+    y, state = model.prefill(x[:, :5])
+    rest, _ = model.step(x[:, 5:], saved(state))
+    torch.testing.assert_close(torch.cat([y, rest], 1), model(x), rtol=0, atol=1e-10)
