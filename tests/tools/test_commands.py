@@ -320,7 +320,7 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
         (tmp_path / split / "dog").rename(tmp_path / split / "bird")
     wrong = "checkpoint is of other data: class 0 was 'cat', and is 'bird' now"
     capsys.readouterr()
-    assert wrong in refuse(capsys, "bench", "inference", run, "--sizes", "8", "--top1", "3")
+    assert wrong in refuse(capsys, "bench", "inference", run, "--sizes", "8", "--evaluate", "3")
     assert wrong in command("eval", run).stderr
     shutil.rmtree(run / "checkpoints" / "last-3")
     done = command("train", recipe)
