@@ -16,6 +16,7 @@ from lion.recipe import Recipe, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
 from lion.tasks.data import Info, Splits
+from lion.tasks.metrics import Metric
 from lion.trainer.plan import Plan
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -73,6 +74,11 @@ def build_data(recipe: Recipe, *, cached: bool = False) -> Splits:
 
 def make_task(recipe: Recipe, info: Info) -> Task:
     return TASKS[recipe.task.name](recipe.task, info)
+
+
+def metric_of(recipe: Recipe) -> Metric:
+    """The one that chooses `best`."""
+    return TASKS[recipe.task.name].metrics_of(recipe.task)[0]
 
 
 def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str | None]:

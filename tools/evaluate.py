@@ -19,9 +19,7 @@ from tqdm import tqdm
 from lion.config import ConfigError
 from lion.layers.mixer import forms_of
 from lion.ops import FORMS
-from lion.recipe import Recipe
 from lion.runs import LoadedRun, count_parameters, find_run, open_run
-from lion.tasks import TASKS
 from lion.tasks.base import Outcome, Task, to_device
 from lion.tasks.data import Batch
 from lion.tasks.metrics import Metric, OwnPass
@@ -31,7 +29,7 @@ from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import seconds
 from tools.cli import Parser, choose_form, count, run_command, table
-from tools.compose import build_data, loader_workers, resolve_run
+from tools.compose import build_data, loader_workers, metric_of, resolve_run
 
 DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
 Form = tuple[str, int | None]  # and its tokens a chunk or step
@@ -171,11 +169,6 @@ def measure(
             "deviation": measured.deviation.item(),
         }
     return results
-
-
-def metric_of(recipe: Recipe) -> Metric:
-    """The one that chooses `best`."""
-    return TASKS[recipe.task.name].metrics_of(recipe.task)[0]
 
 
 def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:

@@ -39,6 +39,7 @@ def test_tables_beside_the_rows(tmp_path):
 def test_the_reports_of_this_repository_can_be_added_to():
     folder = ROOT / "reports"
     assert Report(folder).load().settings()
+    assert len(Store(folder / "vision.json", rows=("model", "seed")).load().rows) > 10
     for module, name, key in (
         (train, "train", ("mixer",)),
         (inference, "inference", ("size", "form", "chunk_size")),
