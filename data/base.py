@@ -28,6 +28,14 @@ class DataConfig:
         """The same for who reads each sample once, whom no cache would serve."""
         return self
 
+    def resized(self, sample_size: int) -> Self:
+        """The same data in samples of another size, in `Info.size_unit`.
+
+        Raises:
+            ConfigError: They have one size only.
+        """
+        raise ConfigError(f"data set {self.name!r} has samples of one size only")
+
 
 class DataSet(ABC):
     """A set of data, as a recipe's `data` section asks for it. A new one is a file, and its line in `DATASETS`."""

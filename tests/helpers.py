@@ -13,7 +13,7 @@ from PIL import Image
 from lion.config import merge
 from lion.trainer.checkpoint import load_state, newest
 from tools import __main__ as commands
-from tools.common import run_command
+from tools.cli import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 

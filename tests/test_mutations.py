@@ -14,7 +14,7 @@ import yaml
 from lion.config import ConfigError, join
 from lion.recipe import dump_recipe
 from tests.helpers import ROOT, refuse, tiny_recipe
-from tools.common import resolve
+from tools.compose import resolve
 
 pytest.importorskip("sklearn")
 QUICK = ROOT / "recipes/quickstart.yaml"

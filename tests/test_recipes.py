@@ -15,7 +15,7 @@ from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
 from tests.helpers import ROOT
-from tools.common import describe_data, make_task, resolve
+from tools.compose import describe_data, make_task, resolve
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 DEIT, CIFAR100 = ([p for p in RECIPES if p.stem.startswith(f"{name}_")] for name in ("deit", "cifar100"))

@@ -5,32 +5,34 @@ from __future__ import annotations
 import importlib
 import sys
 
-from lion.config import ConfigError, nearest
-from tools.common import RECIPES, run_command, shipped_recipes
-
-COMMANDS = {
-    "train": "tools.train",
-    "eval": "tools.evaluate",
-    "show": "tools.show",
-    "list": "tools.show",
-    "predict": "tools.predict",
-    "bench": "tools.bench",
-    "consolidate": "tools.consolidate",
-    "convert": "tools.convert",
-    "report": "tools.report",
-    "soak": "tools.soak",
-}
+from tools.commands import COMMANDS, called_by, help_for
 
 
 def main(argv: list[str]) -> int:
-    name = argv[0] if argv else ""
-    if (RECIPES / f"{name}.yaml").is_file():
-        argv = ["train", *argv]
-    elif name not in COMMANDS:
-        otherwise = f"valid: {', '.join(sorted(COMMANDS))}, or a recipe of ./run.sh list"
+    """Run a command, or train a recipe that is named alone.
+
+    Raises:
+        ConfigError: Neither of the two; the line names what is nearest.
+    """
+    if text := help_for(argv):
+        print(text)
+        return 0
+    from lion.config import ConfigError, nearest  # imports PyTorch, which help does without
+    from tools.compose import shipped_recipes
+
+    name, rest = called_by(argv)
+    if name in shipped_recipes():
+        name, rest = "train", argv
+    if name not in COMMANDS:
+        otherwise = f"valid: {', '.join(COMMANDS)}, or a recipe of ./run.sh list"
         raise ConfigError(f"{name!r} is no command, {nearest(name, [*COMMANDS, *shipped_recipes()], otherwise)}")
-    return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+    module, _, function = COMMANDS[name].where.partition(":")
+    return getattr(importlib.import_module(module), function or "main")(rest)
 
 
 if __name__ == "__main__":
+    if help_for(sys.argv[1:]):
+        sys.exit(main(sys.argv[1:]))
+    from tools.cli import run_command
+
     run_command(main, sys.argv[1:])

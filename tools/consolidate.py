@@ -13,7 +13,7 @@ from lion.config import ConfigError
 from lion.runs import find_run, lock_run
 from lion.trainer.checkpoint import CONSOLIDATED, MANIFEST, load_state, newest, write_atomic, write_manifest
 from lion.trainer.parallel import join_shards
-from tools.common import Parser, run_command
+from tools.cli import Parser, run_command
 
 
 def main(argv: list[str]) -> int:

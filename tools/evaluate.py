@@ -19,17 +19,17 @@ from tqdm import tqdm
 from lion.config import ConfigError
 from lion.layers.mixer import forms_of
 from lion.ops import FORMS
-from lion.recipe import Recipe
 from lion.runs import LoadedRun, count_parameters, find_run, open_run
-from lion.tasks import TASKS
 from lion.tasks.base import Outcome, Task, to_device
 from lion.tasks.data import Batch
 from lion.tasks.metrics import Metric, OwnPass
 from lion.trainer.evaluate import Totals, own_value
 from lion.trainer.loader import Batches, eval_batches
+from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
-from tools.bench.probe import allocated_beyond, seconds
-from tools.common import Parser, build_data, choose_form, count, loader_workers, resolve_run, run_command, table
+from tools.bench.probe import seconds
+from tools.cli import Parser, choose_form, count, run_command, table
+from tools.compose import build_data, loader_workers, metric_of, resolve_run
 
 DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
 Form = tuple[str, int | None]  # and its tokens a chunk or step
@@ -149,7 +149,7 @@ def measure(
             choose_form(model, *form)
             if number == 0:
                 once()  # compiles, and is not timed
-                measured.peak = allocated_beyond(once, runtime.device)
+                measured.peak = tensor_peak(once, runtime.device)
             measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)
             measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
             del outcomes[1:]
@@ -168,11 +168,6 @@ def measure(
             "deviation": measured.deviation.item(),
         }
     return results
-
-
-def metric_of(recipe: Recipe) -> Metric:
-    """The one that chooses `best`."""
-    return TASKS[recipe.task.name].metrics_of(recipe.task)[0]
 
 
 def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:

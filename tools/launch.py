@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lion.trainer.faults import RunError
+from tools.processes import ending
 
 SECONDS_TO_SAVE = 50  # between a signal and the end of a process that does not heed it
 QUIET = 2  # what a process exits with when it has said itself what is wrong
@@ -38,9 +39,8 @@ def launch(processes: int, arguments: list[str]) -> int:
             return QUIET
         if failure.exitcode in (1, 130):
             return failure.exitcode
-        how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         raise RunError(
-            f"process {rank} of {processes} died ({how}), the others were stopped; "
+            f"process {rank} of {processes} died ({ending(failure.exitcode)}), the others were stopped; "
             f"the same command goes on from the last checkpoint"
         ) from None
     return 0

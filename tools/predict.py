@@ -1,8 +1,8 @@
-"""Classify picture files with a trained run.
+"""What a trained run makes of files: the classes of pictures.
 
 python -m tools.predict RUN FILE [FILE ...] [--form full|chunk|rnn] [--top K]
 
-A file that is no picture is named on stderr; the others are classified, and the exit code is 2.
+A file that cannot be read is named on stderr; the others are answered, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import open_run
 from lion.trainer.runtime import compile_blocks
-from tools.common import Parser, choose_form, count, open_data, resolve_run, run_command, table
+from tools.cli import Parser, choose_form, count, run_command, table
+from tools.compose import open_data, resolve_run
 
 SIZES = (1, 8, 64)  # of batches: few, so that compiled code comes out of Inductor's cache
 
@@ -25,8 +26,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run")
     parser.add_argument("files", nargs="+")
     parser.add_argument("--form", choices=FORMS, default="full")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile, for a few pictures only")
-    parser.add_argument("--top", type=count, default=3, help="classes to show")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile, for a few files only")
+    parser.add_argument("--top", type=count, default=3, help="answers to show, the likeliest first")
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
         try:
             read.append(source.load(path, loaded.task.info))
             files.append(path)
-        except ConfigError as error:  # keeps no other file from being classified
+        except ConfigError as error:  # keeps no other file from its answer
             print(f"error: {error}", file=sys.stderr)
     code = 0 if files == args.files else 2
     if not files:
@@ -48,16 +49,11 @@ def main(argv: list[str]) -> int:
     missing = [torch.zeros_like(read[0])] * (-len(files) % size)  # batches of one shape
     with torch.inference_mode():
         parts = torch.stack([*read, *missing]).split(size)
-        shares = torch.cat([loaded.model(part).softmax(-1) for part in parts])[: len(files)]
-    if not shares.isfinite().all():
+        outputs = torch.cat([loaded.model(part) for part in parts])[: len(files)]
+    if not outputs.isfinite().all():
         raise ConfigError(f"{loaded.folder}: its model gives no finite outputs, the run has diverged: train it anew")
-    classes = loaded.model.classes
-    top = shares.topk(min(args.top, len(classes)))
-    rows = [
-        [path, *(f"{classes[c]} {100 * p:.1f}%" for p, c in zip(values.tolist(), indices.tolist()))]
-        for path, values, indices in zip(files, top.values, top.indices)
-    ]
-    print(table(["file", *(f"top {i + 1}" for i in range(top.values.shape[1]))], rows))
+    rows = [[path, *words] for path, words in zip(files, loaded.task.describe(outputs.float(), args.top))]
+    print(table(["file", *(f"top {i}" for i in range(1, len(rows[0])))], rows))
     return code
 
 

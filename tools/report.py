@@ -3,44 +3,47 @@
     ./run.sh report RUN [RUN ...] [--out reports] [--name vision] [--notes FILE] [--fresh]
 
 Runs whose recipes agree but for the seed are one row. All runs must have the same data and budget (epochs or steps,
-batch), and what else differs is listed. The paper's numbers are those that `recipes/cifar100_*.yaml` and
-`recipes/deit_small_*.yaml` claim for the same mixer, scans and direction: other data, so only their order compares.
+batch), and what else differs is listed. The paper's numbers, as `recipes/paper/TASK.yaml` has them, are those that our
+recipes claim for the same mixer, scans and direction: other data, so only their order compares.
 Writes NAME.md, NAME.json and NAME.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from lion.config import ConfigError, flatten, to_dict
 from lion.recipe import Recipe, free_keys
 from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_run
+from lion.tasks import TASKS
 from lion.tasks.metrics import Metric
-from lion.trainer.checkpoint import save_text, write_atomic
-from tools.bench.rows import pipes
-from tools.common import RECIPES, Parser, resolve, resolve_run, run_command, table
-from tools.evaluate import metric_of
+from tools.cli import Parser, run_command, table
+from tools.compose import RECIPES, metric_of, resolve, resolve_run
+from tools.store import Row, Store, pipes
 
-CLAIMS = (  # what the paper says is better, in names of `label`: Table 16, multi-scan rows of Table 2, Tables 13 and 14
-    ("lion_s", "lion_s alternating"),
-    ("lion_s alternating", "lion_s forward"),
-    ("lion_s alternating", "lion_s backward"),
-    ("lion_s", "lion_s forward"),
-    ("lion_s", "lion_s backward"),
-    ("lion_s multiscan", "lion_s"),
-    ("lion_d multiscan", "lion_d"),
-    ("lion_s", "lion_lit"),
-    ("lion_d", "lion_lit"),
-    ("lion_s", "softmax"),
-)
 SHARED = ("data.", "task.", "optim.", "schedule.")
 BUDGET = ("trainer.epochs", "trainer.steps", "trainer.batch_size")
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided 95 %, of 1, 2, .. degrees
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What the paper says of a task, a file of `recipes/paper/`: its title and the name of the report's files, columns
+    of numbers (a pattern of our recipes each, that claim them), which row is better than which, and what may be said
+    of both rows at once."""
+
+    title: str
+    name: str
+    columns: dict[str, str] = field(default_factory=dict)
+    better: tuple[tuple[str, str], ...] = ()
+    alike: tuple[str, ...] = ()
 
 
 class Run(NamedTuple):
@@ -63,24 +66,22 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--name", type=file_name, default="vision", help="of its files")
+    parser.add_argument("--name", type=file_name, help="of its files (default: that of the task)")
     parser.add_argument("--notes", type=Path, help="Markdown to end the report with")
     parser.add_argument("--fresh", action="store_true", help="write over a report of other runs")
     args = parser.parse_args(argv)
     notes = read_notes(args.notes)
-    groups = group([load(run) for run in dict.fromkeys(args.runs)])
-    header, rows = result_table(groups)
-    path = args.out / f"{args.name}.md"
-    if not args.fresh:
-        check_earlier(path.with_suffix(".json"), {run.folder.name for runs in groups.values() for run in runs})
-    args.out.mkdir(parents=True, exist_ok=True)
-    drawn = draw(groups, path.with_suffix(".png"))
-    save_text(path, markdown(groups, f"{args.name}.png" if drawn else None, notes))
-    save_text(path.with_suffix(".json"), json.dumps({n: as_data(runs) for n, runs in groups.items()}, indent=1) + "\n")
-    claims = claim_table(groups)
-    print(table(header, rows), *([table(*claims)] if claims[1] else []), sep="\n\n")
-    print(f"\nwritten: {path}, {path.with_suffix('.json')}", end="")
-    print(f", {path.with_suffix('.png')}" if drawn else "; no picture, which needs matplotlib (pip install matplotlib)")
+    runs = [load(run) for run in dict.fromkeys(args.runs)]
+    groups, paper = group(runs), read_paper(runs[0].recipe.task.name)
+    store = Store(args.out / f"{args.name or paper.name}.json", rows=("model", "seed")).load(args.fresh)
+    check_earlier(store, {run.folder.name for run in runs})
+    store.rows.clear()
+    for row in (as_row(name, run) for name, some in groups.items() for run in some):
+        store.add(row)
+    picture = store.draw(store.path.with_suffix(".png"), (9, 5.2), lambda fig: curves(fig, groups))
+    store.save(markdown(groups, paper, picture and picture.name, notes))
+    tables = [table(*rows) for rows in (result_table(groups, paper), claim_table(groups, paper)) if rows[1]]
+    print(*tables, store.files_and(picture), sep="\n\n")
     return 0
 
 
@@ -91,22 +92,15 @@ def file_name(text: str) -> str:
     return text
 
 
-def check_earlier(path: Path, runs: set[str]) -> None:
+def check_earlier(store: Store, runs: set[str]) -> None:
     """Refuse to lose a report.
 
     Raises:
         ConfigError: There is one of runs that are not among these.
     """
-    try:
-        earlier = {row["run"] for rows in json.loads(path.read_text()).values() for row in rows}
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        earlier = {path.name}
-    if earlier - runs:
-        raise ConfigError(
-            f"{path}: holds {min(earlier - runs)}, not given here; --name NAME starts another, --fresh this"
-        )
+    lost = {row["run"] for row in store.rows.values()} - runs
+    if lost:
+        raise ConfigError(f"{store.path}: holds {min(lost)}, not given here; --name NAME starts another, --fresh this")
 
 
 def load(name: str) -> Run:
@@ -174,36 +168,34 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     return {k: v for k, v in flatten(to_dict(recipe)).items() if k not in left_out}
 
 
-def paper() -> dict[str, dict[str, str]]:
-    """What the shipped recipes claim, by label: {"CIFAR-100": .., "ImageNet-1k, small": ..}."""
+def read_paper(task: str) -> Paper:
+    """What the paper says of a task; of some it says nothing."""
+    path = RECIPES / "paper" / f"{task}.yaml"
+    return Paper(**yaml.safe_load(path.read_text())) if path.is_file() else Paper(task, task)
+
+
+def claimed(paper: Paper) -> dict[str, dict[str, str]]:
+    """The paper's numbers, by the names of rows: {"lion_s": {"CIFAR-100": "77.56", ..}, ..}."""
     found: dict[str, dict[str, str]] = {}
-    for column, pattern in (("CIFAR-100", "cifar100_*.yaml"), ("ImageNet-1k, small", "deit_small_*.yaml")):
-        for path in sorted(RECIPES.glob(pattern)):
-            recipe = resolve(path)
-            found.setdefault(recipe.model.label(), {})[column] = recipe.about.expected.removesuffix(" top-1")
+    for column, pattern in paper.columns.items():
+        for recipe in map(resolve, sorted(RECIPES.glob(pattern))):
+            number = recipe.about.expected.removesuffix(f" {metric_of(recipe).title}")
+            found.setdefault(recipe.model.label(), {})[column] = number
     return found
 
 
-def result_table(groups: dict[str, list[Run]]) -> tuple[list[str], list[list[str]]]:
-    claimed, metric = paper(), metric_shared(groups)
-    header = [
-        "model",
-        f"test {metric.heading}",
-        f"val {metric.heading}",
-        "n",
-        "parameters",
-        "paper: CIFAR-100",
-        "paper: ImageNet-1k, small",
-    ]
+def result_table(groups: dict[str, list[Run]], paper: Paper) -> tuple[list[str], list[list[str]]]:
+    numbers, metric = claimed(paper), metric_shared(groups)
+    header = ["model", f"test {metric.heading}", f"val {metric.heading}", "n", "parameters"]
     rows = []
     for name, runs in groups.items():
-        columns = [claimed.get(name, {}).get(c.removeprefix("paper: "), "-") for c in header[5:]]
+        columns = [numbers.get(name, {}).get(column, "-") for column in paper.columns]
         tests = [run.test for run in runs if run.test is not None]
         spread = [
             mean_and_deviation(v, metric) for v in (tests if len(tests) == len(runs) else [], [r.val for r in runs])
         ]
         rows.append([name, *spread, str(len(runs)), f"{runs[0].parameters:,}", *columns])
-    return header, rows
+    return [*header, *(f"paper: {column}" for column in paper.columns)], rows
 
 
 def metric_shared(groups: dict[str, list[Run]]) -> Metric:
@@ -219,11 +211,12 @@ def mean_and_deviation(values: list[float], metric: Metric) -> str:
     return f"{mean} ± {metric.number(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
-def claim_table(groups: dict[str, list[Run]]) -> tuple[list[str], list[list[str]]]:
+def claim_table(groups: dict[str, list[Run]], paper: Paper) -> tuple[list[str], list[list[str]]]:
     """Each claim whose two rows are here, by the differences of runs with the same seed: on test where all of both
     rows have been tested, else on val."""
     rows, metric = [], metric_shared(groups)
-    for better, worse in ((a + b, c + b) for b in ("", " with positions") for a, c in CLAIMS):
+    claims = [(f"{a} {so}".strip(), f"{b} {so}".strip()) for so in ("", *paper.alike) for a, b in paper.better]
+    for better, worse in claims:
         if better in groups and worse in groups:
             split = "test" if all(r.test is not None for r in (*groups[better], *groups[worse])) else "val"
             pairs = {r.recipe.seed: getattr(r, split) for r in groups[better]}
@@ -253,16 +246,16 @@ def read_notes(path: Path | None) -> str:
         raise ConfigError(f"--notes: {path} cannot be read ({error})") from None
 
 
-def markdown(groups: dict[str, list[Run]], picture: str | None, notes: str = "") -> str:
+def markdown(groups: dict[str, list[Run]], paper: Paper, picture: str | None, notes: str = "") -> str:
     runs = [run for some in groups.values() for run in some]
-    header, rows = result_table(groups)
-    parts = ["# Vision: runs at one budget", "Written by `./run.sh report`.", budget(runs)]
+    header, rows = result_table(groups, paper)
+    parts = [f"# {paper.title}: runs at one budget", "Written by `./run.sh report`.", budget(runs)]
     parts += [pipes(header, rows, text=("model",))]
     parts.append(
         "Mean ± standard deviation over n seeds (of the sample). `test` is that of the weights that did best on `val`. "
         "The paper's columns are its numbers on its own data, for the order only."
     )
-    header, rows = claim_table(groups)
+    header, rows = claim_table(groups, paper)
     if rows:
         parts += ["## What the paper claims", pipes(header, rows, text=("the paper: ", "on", "here"))]
         parts.append(
@@ -288,7 +281,7 @@ def budget(runs: list[Run]) -> str:
     keys = [settings_of(run.recipe) for run in runs]
     differing = sorted(k for k in keys[0] if any(other.get(k) != keys[0][k] for other in keys))
     lines = [
-        f"- Data: {data}{f', {limit:,} training pictures' if limit else ''}",
+        f"- Data: {data}{f', {limit:,} training {TASKS[first.task.name].unit}' if limit else ''}",
         f"- Model: {first.model.shape()}",
         f"- Budget: {length} in batches of {c.batch_size}, {c.precision}",
         f"- Settings that differ between rows: {', '.join(f'`{k}`' for k in differing) or 'none'}",
@@ -297,27 +290,20 @@ def budget(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
-def as_data(runs: list[Run]) -> list[dict[str, Any]]:
-    return [
-        {
-            "run": run.folder.name,
-            "seed": run.recipe.seed,
-            "val": run.val,
-            "test": run.test,
-            "parameters": run.parameters,
-            "curve": run.curve,
-        }
-        for run in runs
-    ]
+def as_row(name: str, run: Run) -> Row:
+    return {
+        "model": name,
+        "run": run.folder.name,
+        "seed": run.recipe.seed,
+        "val": run.val,
+        "test": run.test,
+        "parameters": run.parameters,
+        "curve": run.curve,
+    }
 
 
-def draw(groups: dict[str, list[Run]], path: Path) -> bool:
-    """Validation curves into `path`; False without matplotlib."""
-    try:
-        figure = importlib.import_module("matplotlib.figure").Figure
-    except ImportError:
-        return False
-    fig = figure(figsize=(9, 5.2), layout="constrained")
+def curves(fig: Any, groups: dict[str, list[Run]]) -> None:
+    """Validation over epochs."""
     ax, metric = fig.subplots(), metric_shared(groups)
     for name, runs in groups.items():
         epochs = sorted(set.intersection(*({e for e, _ in run.curve} for run in runs)))
@@ -329,8 +315,6 @@ def draw(groups: dict[str, list[Run]], path: Path) -> bool:
     ax.grid(True, color="0.9")
     ax.spines[["top", "right"]].set_visible(False)
     fig.legend(loc="outside right center", frameon=False)
-    write_atomic(path, lambda file: fig.savefig(file, format="png", dpi=120))
-    return True
 
 
 if __name__ == "__main__":

@@ -17,18 +17,8 @@ from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from lion.trainer.plan import make_plan
-from tools.common import (
-    RECIPES,
-    Parser,
-    count,
-    describe_data,
-    describe_warmup,
-    make_task,
-    process_count,
-    resolve,
-    run_command,
-    table,
-)
+from tools.cli import Parser, count, run_command, table
+from tools.compose import RECIPES, describe_data, describe_warmup, make_task, process_count, resolve
 
 MIXER_COLUMNS = ("published in", "decay", "normalised by", "left out of the block")
 

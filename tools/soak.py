@@ -10,13 +10,9 @@ random states and logged losses must be equal.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,7 +23,9 @@ from tqdm import tqdm
 
 from lion.config import ConfigError
 from lion.trainer.checkpoint import FOLDER, load_state, newest, save_text
-from tools.common import Parser, count, resolve, run_command
+from tools.cli import Parser, count, run_command
+from tools.compose import resolve
+from tools.processes import kill_tree, start_command
 
 EVERY = ("trainer.save_every=3", "trainer.eval_every=50", "trainer.log_every=1", "trainer.compile=false")
 TRAINING = 2.0  # seconds of training before the latest kill
@@ -57,14 +55,14 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{folder}: a soak needs a fresh folder; remove it, or choose another run.root")
 
     started = time.perf_counter()
-    first = train(peace, folders[0])
+    first = Life(peace, folders[0])
     startup = first.wait_for_step()
     first.finish()
     dice, kills = random.Random(args.seed), []
     for _ in tqdm(range(args.kills), desc="kills", unit="kill", dynamic_ncols=True):
-        life = train([*killed, f"data.workers={dice.choice((0, 2, 3))}"], folders[1])
+        life = Life([*killed, f"data.workers={dice.choice((0, 2, 3))}"], folders[1])
         kills.append(life.kill_in_save(dice) if dice.random() < 0.5 else life.kill_within(startup + TRAINING, dice))
-    train(killed, folders[1]).finish()
+    Life(killed, folders[1]).finish()
     problems = compare(*folders)
     text = report(args, overrides, kills, problems, time.perf_counter() - started)
     print(text)
@@ -76,8 +74,8 @@ def main(argv: list[str]) -> int:
 class Life:
     """One process (group) that trains."""
 
-    def __init__(self, process: subprocess.Popen, folder: Path) -> None:
-        self.process, self.folder, self.started = process, folder, time.perf_counter()
+    def __init__(self, call: list[str], folder: Path) -> None:
+        self.process, self.folder, self.started = start_command("train", *call), folder, time.perf_counter()
 
     def finish(self) -> None:
         out, _ = self.process.communicate()
@@ -109,23 +107,11 @@ class Life:
     def kill(self, when: str) -> dict[str, Any]:
         ended = self.process.poll() is not None
         if not ended:
-            for pid in (self.process.pid, *descendants(self.process.pid)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.communicate()
+            kill_tree(self.process)
         left = listing(self.folder / FOLDER)
         steps = [int(n.partition("-")[2]) for n in left if n.startswith("last-")]
         scratch = any(n.startswith(".") for n in left)
         return {"when": "after the end" if ended else when, "step": max(steps, default=0), "scratch": scratch}
-
-
-def descendants(pid: int) -> list[int]:
-    """Children of a process, and theirs (Linux)."""
-    try:
-        children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-    return [*children, *(d for c in children for d in descendants(c))]
 
 
 def listing(folder: Path) -> list[str]:
@@ -133,17 +119,6 @@ def listing(folder: Path) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
-
-
-def train(call: list[str], folder: Path) -> Life:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tools", "train", *call],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    return Life(process, folder)
 
 
 def compare(peace: Path, killed: Path) -> list[str]:

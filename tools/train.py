@@ -39,17 +39,8 @@ from lion.trainer.runtime import (
     start_runtime,
 )
 from tools import evaluate
-from tools.common import (
-    Parser,
-    build_data,
-    count,
-    describe_warmup,
-    loader_workers,
-    make_task,
-    process_count,
-    resolve,
-    run_command,
-)
+from tools.cli import Parser, count, run_command
+from tools.compose import build_data, describe_warmup, loader_workers, make_task, metric_of, process_count, resolve
 from tools.launch import launch
 
 
@@ -200,7 +191,7 @@ def summarise(folder: Path, runtime: Runtime) -> None:
 
 
 def print_summary(recipe: Recipe) -> None:
-    folder, metric = recipe.folder, evaluate.metric_of(recipe)
+    folder, metric = recipe.folder, metric_of(recipe)
     summary = json.loads((folder / SUMMARY).read_text())
     rows = [{**r, "form": name.split("_")[0]} for name, r in summary["forms"].items()]
     print(f"\n{evaluate.as_table(rows, metric)}\n")

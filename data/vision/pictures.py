@@ -83,6 +83,9 @@ class PictureConfig(DataConfig):
     def uncached(self) -> Self:
         return replace(self, cache=None)
 
+    def resized(self, sample_size: int) -> Self:
+        return replace(self, image_size=(sample_size, sample_size))
+
 
 class Pictures(DataSet):
     """A set of pictures, one file each."""

@@ -74,8 +74,20 @@ class Task(ABC):
         """What `metrics` need of an evaluation batch; a function of model and batch alone, so that forms compare."""
 
     @abstractmethod
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """What the model says of a batch's inputs (B, ..); labels are not read."""
+
+    def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
+        """What outputs (B, ..) say of each sample, in words: of several answers the likeliest, `count` at most.
+
+        Raises:
+            ConfigError: Words do not say it.
+        """
+        raise ConfigError(f"task {self.config.name!r} has no words for its outputs, lion.load gives them as they are")
+
+    @abstractmethod
     def example(self, size: int, device: torch.device | str) -> Batch:
-        """A training batch of `size` empty samples, to measure with."""
+        """A training batch of `size` samples of noise, to measure with."""
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Pictures (channels, height, width) of a model and a training batch for TensorBoard."""

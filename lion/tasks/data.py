@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -50,6 +50,7 @@ class Info(ABC):
     """What the data tells a model. A kind of data is a frozen dataclass of its own, stored with every checkpoint."""
 
     kind: ClassVar[str]  # what the samples are, as an error says it
+    size_unit: ClassVar[str] = "tokens"  # in what the size of a sample is counted
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, which `from_dict` reads back."""
@@ -63,6 +64,23 @@ class Info(ABC):
         Raises:
             LookupError, TypeError, ValueError: Of something else.
         """
+
+    @property
+    def sample_size(self) -> int:
+        """Of every sample, in `size_unit`.
+
+        Raises:
+            ConfigError: There is no such number.
+        """
+        raise ConfigError(f"{self.kind} have no size")
+
+    def resized(self, sample_size: int) -> Self:
+        """The same data in samples of another size.
+
+        Raises:
+            ConfigError: There are none.
+        """
+        raise ConfigError(f"{self.kind} have no other size")
 
     def check_same(self, whose: str, then: dict[str, Any]) -> None:
         """Refuse these data for what was trained on others; `then` is what `to_dict` gave there.
@@ -91,6 +109,7 @@ class ImageInfo(Info):
     mean and deviation of each channel of pixels in [0, 1]."""
 
     kind = "images"
+    size_unit = "px"
 
     size: tuple[int, int]
     channels: int
@@ -110,6 +129,17 @@ class ImageInfo(Info):
 
     def shares_heads(self, then: dict[str, Any]) -> bool:
         return same_names(then.get("classes"), list(self.classes))
+
+    @property
+    def sample_size(self) -> int:
+        """The side of its squares."""
+        height, width = self.size
+        if height != width:
+            raise ConfigError(f"the images are {height} x {width}, no squares of one size")
+        return height
+
+    def resized(self, sample_size: int) -> Self:
+        return replace(self, size=(sample_size, sample_size))
 
     def difference(self, name: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
         """Labels mean their classes: another name in the same place is other data."""

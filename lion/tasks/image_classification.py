@@ -93,7 +93,7 @@ class ImageClassification(Task):
         return Sums(loss, loss.new_full((), len(images)))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        logits = model(batch["image"]).float()
+        logits = self.outputs(model, batch)
         mask, labels = batch["mask"], batch["label"]
         count = mask.sum()
         ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
@@ -104,8 +104,18 @@ class ImageClassification(Task):
         }
         return Outcome({name: ((value * mask).sum(), count) for name, value in sums.items()}, logits)
 
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["image"]).float()
+
+    def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
+        """Classes and their shares, the likeliest first."""
+        top = outputs.softmax(-1).topk(min(count, outputs.shape[-1]))
+        rows = zip(top.values.tolist(), top.indices.tolist())
+        return [[f"{self.info.classes[c]} {100 * p:.1f}%" for p, c in zip(*row)] for row in rows]
+
     def example(self, size: int, device: torch.device | str) -> Batch:
-        image = torch.zeros(size, self.info.channels, *self.info.size, dtype=torch.uint8, device=device)
+        shape = (size, self.info.channels, *self.info.size)
+        image = torch.randint(256, shape, dtype=torch.uint8, device=device)
         return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from lion.tasks.data import Batch
 from lion.trainer.histogram import Histogram, histogram
 from lion.trainer.loader import Batches
 from lion.trainer.log import RunLog
-from lion.trainer.runtime import peak_memory
+from lion.trainer.memory import peak_so_far
 from lion.trainer.state import RunState
 
 log = logging.getLogger("lion")
@@ -46,7 +46,7 @@ class Monitor:
             "gradient_norm": norm.item(),
             f"{unit}_per_second": rate,
             "data_wait_share": self.waited / seconds,
-            "memory_mib": peak_memory(state.runtime.device) / 2**20,
+            "memory_mib": peak_so_far(state.runtime.device) / 2**20,
             "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         }
         faults = self.faults()

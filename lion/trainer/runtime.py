@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -213,13 +212,6 @@ def conditions(runtime: Runtime) -> dict[str, Any]:
         "deterministic": not cuda or torch.are_deterministic_algorithms_enabled(),
         "matmul": torch.get_float32_matmul_precision(),
     }
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes ever held: on CUDA by tensors, else by the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,12 @@ def test_numbered_classes_may_be_any():
         replace(INFO, classes=numbered(2)).check_same("it", INFO.to_dict())
 
 
+def test_images_of_another_size():
+    assert INFO.resized(6) == replace(INFO, size=(6, 6)) and INFO.resized(6).sample_size == 6
+    with pytest.raises(ConfigError, match="8 x 4, no squares of one size"):
+        INFO.sample_size  # noqa: B018
+
+
 @dataclass(frozen=True)
 class Tokens(Info):
     """Text, as another kind of data may describe it: the tokenizer must be the same, the length need not."""

@@ -13,14 +13,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lion.config import ConfigError
 from lion.layers import MIXERS
 from lion.ops import linear_attention
 from tests.helpers import ROOT, refuse
-from tools.bench import child, ops
-from tools.bench import report as bench_report
+from tools import processes
+from tools.bench import ops
 from tools.bench.floors import Size, floor, flops, traffic
 from tools.bench.report import Report, crossing, crossovers
-from tools.common import ConfigError
+from tools.store import SCHEMA
 
 RATES = {"flops": 1e9, "bytes": 1e9}
 JOB = ops.Job(
@@ -154,28 +155,28 @@ def test_crossover():
 
 def test_reports_are_merged_by_key(tmp_path):
     first = Report(tmp_path)
-    first.add_rates(JOB.about(), RATES)
+    first.add({**JOB.about(), **RATES}, "rates")
     for r in (row(), row(128), sdpa(), row(chunk_size=16)):
         first.add_row(r)
-    first.add_note(ops.note(JOB, "not today", False, ops.Variant("full", None), length=64, **{"pass": "forward"}))
-    first.add_note(ops.note(JOB, "its process ended", True))
-    first.save()
-    again = Report.load(tmp_path)
+    first.add(ops.note(JOB, "not today", False, ops.Variant("full", None), length=64, **{"pass": "forward"}), "notes")
+    first.add(ops.note(JOB, "its process ended", True), "notes")
+    first.write()
+    again = Report(tmp_path).load()
     assert len(again.rows) == 4 and not again.new and "not today" in again.markdown()
     again.add_row(row(ratio=3.0))
     again.add_row(row(form="full", chunk_size=None))
     again.add_row(row(dtype="bfloat16"))
-    again.save()
+    again.write()
     held = json.loads((tmp_path / "ops.json").read_text())
-    assert held["schema"] == bench_report.SCHEMA and len(held["rows"]) == 6 and not held["notes"]
-    assert [r["ratio"] for r in held["rows"] if bench_report.key(r) == bench_report.key(row())] == [3.0]
+    assert held["schema"] == SCHEMA and len(held["rows"]) == 6 and not held["notes"]
+    assert [r["ratio"] for r in held["rows"] if again.key_of(r) == again.key_of(row())] == [3.0]
     assert {c["dtype"] for c in held["crossovers"]} == {"float32", "bfloat16"}
-    assert not Report.load(tmp_path, fresh=True).rows
+    assert not Report(tmp_path).load(fresh=True).rows
 
 
 def test_markdown_and_table(tmp_path):
     report = Report(tmp_path)
-    report.add_rates(JOB.about(), RATES)
+    report.add({**JOB.about(), **RATES}, "rates")
     for r in (row(128, 0.5), row(), sdpa(), row(**{"pass": "both"}, compiled=False, peak_bytes=None)):
         report.add_row(r)
     text = report.markdown()
@@ -194,10 +195,11 @@ def test_pictures_need_matplotlib(tmp_path, monkeypatch):
     for r in (row(128, 0.5), row(), sdpa(), sdpa(length=128), row(form="full", chunk_size=None)):
         report.add_row(r)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "no picture, which needs matplotlib" in report.draw() and not (tmp_path / "ops.png").exists()
+    assert report.draw_last() is None and not (tmp_path / "ops.png").exists()
+    assert "no picture, which needs matplotlib" in report.files_and(None)
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
-    report.draw()
+    assert report.draw_last() == tmp_path / "ops.png"
     assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -214,7 +216,7 @@ def test_bad_input(tmp_path, capsys):
         assert "not a report of this command" in refuse(capsys, "bench", "ops", "--eager", "--out", out)
     (out / "ops.json").write_text('{"schema": 0}')
     with pytest.raises(ConfigError, match="schema 0"):
-        Report.load(out)
+        Report(out).load()
 
 
 SMALL = "--eager --length 24 --tokens 48 --heads 2 --dim 8 --chunk-size 8 --rounds".split()
@@ -259,7 +261,7 @@ def test_ctrl_c_while_a_process_starts_is_not_lost(ctrl_c, monkeypatch):
 
     monkeypatch.setattr(kind, "start", start_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        child.in_a_process(sleepy, None, print)
+        processes.in_a_process(sleepy, None, print)
     started[0].join(10)
     assert started[0].exitcode == -signal.SIGTERM
 
@@ -281,8 +283,8 @@ def test_ctrl_c_keeps_what_was_measured(ctrl_c, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_dies_or_raises_is_one_line():
-    assert child.in_a_process(die, JOB, print) == "its process ended with code 3"
-    assert child.in_a_process(fail, JOB, print) == "no such thing"
+    assert processes.in_a_process(die, JOB, print) == "its process ended with exit code 3"
+    assert processes.in_a_process(fail, JOB, print) == "no such thing"
 
 
 def die(job, send):

@@ -9,13 +9,12 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from lion.config import ConfigError
 from lion.layers import Attention
+from lion.layers.layout import Layout
 from lion.runs import open_run
 from tests.helpers import ROOT, here, refuse, tiny_recipe
 from tools.bench import inference, train
 from tools.bench.inference import Variant
-from tools.bench.rows import Rows
 
 TINY = ["model.dim=12", "model.depth=2", "model.num_heads=3"]
 JOB = train.Job(
@@ -41,11 +40,11 @@ def test_softmax_and_the_floor_stand_beside_the_recipes():
     assert list(models) == ["softmax", train.FLOOR, "lion_s", "lion_d multiscan"]
     assert {name: recipe.model.mixer for name, (recipe, _) in models.items()} == {
         "softmax": "softmax",
-        train.FLOOR: "softmax",
+        train.FLOOR: "none",
         "lion_s": "lion_s",
         "lion_d multiscan": "lion_d",
     }
-    softmax = models["softmax"][0].model
+    softmax = models["softmax"][0].model.resolved()
     assert softmax.position_embedding and softmax.readout == "cls" and softmax.dim == 12
     assert all(task.info.size == (32, 32) for _, task in models.values())
 
@@ -54,13 +53,12 @@ def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
     names = ("lion_lit", "linear", "linear_feature_map", "linear_positions", "softmax_no_positions", "lion_s_forward")
     models = train.models(replace(JOB, recipes=tuple(str(ROOT / f"recipes/cifar100_{n}.yaml") for n in names)))
     assert len(models) == 2 + len(names)
-    assert not models["softmax without positions"][0].model.position_embedding
+    assert models["softmax without positions"][0].model.position_embedding is False
 
 
 def test_the_floor_has_everything_but_the_mixing():
     recipe, task = train.models(JOB)[train.FLOOR]
     model = task.build_model(recipe.model).eval()
-    train.leave_out(model)
     layer = next(m for m in model.modules() if isinstance(m, Attention))
     x = torch.randn(2, 5, 12)
     torch.testing.assert_close(layer(x), layer.proj(layer.qkv(x)[..., 24:]))
@@ -119,7 +117,7 @@ def test_models_must_be_alike(capsys):
     twins = [ROOT / f"recipes/cifar100_lion_s{more}.yaml" for more in ("", "_multiscan")]
     line = refuse(capsys, "bench", "train", *twins, "--eager", "--set", "model.attention.scans=[row_major]")
     assert "cifar100_lion_s_multiscan.yaml: a second lion_s, by all that is timed here" in line
-    assert "bench: 'op' is nothing to measure, did you mean 'ops'" in refuse(capsys, "bench", "op")
+    assert "'bench op' is no command, did you mean 'bench ops'" in refuse(capsys, "bench", "op")
 
 
 # Inference
@@ -137,26 +135,26 @@ def measured(run, *variants, sizes=(8, 16), **changes):
     """Rows and notes of some variants, eager."""
     sent = []
     for size in sizes:
-        given = dict(variants=variants, size=size, batch=2, rounds=1, seconds=60, threads=1, eager=True, top1=None)
+        given = dict(variants=variants, size=size, batch=2, rounds=1, seconds=60, threads=1, eager=True, samples=None)
         inference.measure(inference.Job(run=str(run), command="x", **{**given, **changes}), sent.append)
     rows = [m for m in sent if m["kind"] == "row"]
     return rows, [m["text"] for m in sent if m["kind"] == "note" and "warming up" not in m["text"]]
 
 
 def test_a_model_at_another_size_keeps_its_weights(run):
-    loaded = open_run(run)
-    _, same = inference.resized(loaded, 8)
+    loaded, full = open_run(run), Variant("full")
+    _, same = inference.build(loaded, 8, full)
     images = torch.randn(2, 1, 8, 8)
     with torch.inference_mode():
         torch.testing.assert_close(same(images), loaded.model(images), rtol=0, atol=0)
-    task, larger = inference.resized(loaded, 24)
+    task, larger = inference.build(loaded, 24, full)
     assert (
         larger.patches == (6, 6) and task.info.size == (24, 24) and larger(torch.randn(1, 1, 24, 24)).shape == (1, 10)
     )
     own, grown = loaded.model.state_dict(), larger.state_dict()
     assert all(torch.equal(own[name], grown[name]) for name in own if name != "position")
     assert grown["position"].shape == (1, 37, 16)
-    assert inference.resized(loaded, 8, "softmax")[1].readout == "cls"
+    assert inference.build(loaded, 8, Variant("softmax"))[1].config.readout == "cls"
 
 
 @pytest.mark.parametrize(
@@ -175,8 +173,7 @@ def test_every_variant_is_the_same_function(run):
     loaded = open_run(run)
     images, found = torch.randn(2, 1, 16, 16), {}
     for variant in (Variant("full"), Variant("chunk", 8), Variant("rnn", 4), Variant("blockwise", 8)):
-        _, model = inference.resized(loaded, 16)
-        inference.use(model, variant)
+        _, model = inference.build(loaded, 16, variant)
         with torch.inference_mode():
             found[variant] = model(images)
     for logits in found.values():
@@ -189,14 +186,13 @@ def test_lion_lit_under_decays_of_one(tmp_path):
     assert inference.variants(loaded, ["full"], [8]) == [Variant(f) for f in ("softmax", "full", "quadratic")]
     images, found, shapes = torch.randn(2, 1, 24, 24), [], []
     for variant in (Variant("full"), Variant("quadratic")):
-        _, model = inference.resized(loaded, 24)
-        inference.use(model, variant)
-        layer = inference.layers(model)[0]
-        given = layer.arguments(torch.randn(2, 37, 16), *layer.heads(torch.randn(2, 37, 16)), torch.arange(37)[None])
-        shapes.append(given.get("log_decay"))
+        _, model = inference.build(loaded, 24, variant)
+        (layer, *_) = (m for m in model.modules() if isinstance(m, Attention))
+        x = torch.randn(2, 37, 16)
+        shapes.append(layer.arguments(x, *layer.heads(x), Layout()).get("log_decay"))
         with torch.inference_mode():
             found.append(model(images))
-    assert shapes[0] is None and shapes[1].tolist() == [0, 0]
+    assert shapes[0] is None and shapes[1].shape == (2,) and (shapes[1].exp() == 1).all()
     torch.testing.assert_close(*found)
 
 
@@ -252,58 +248,41 @@ def photos(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ("chunk", "rnn"))
-def test_top1_at_every_size(photos, tmp_path, monkeypatch, form):
+def test_the_metric_at_every_size(photos, tmp_path, monkeypatch, form):
     """Against pictures resized and classified one by one."""
     monkeypatch.setattr(inference, "in_a_process", lambda measure, job, receive: measure(job, receive))
     command = ["bench", "inference", photos, "--sizes", "8,16", "--rounds", "1", "--eager", "--out", tmp_path]
-    assert here(*command, "--form", form, "--chunk-size", "4", "--top1", "7") == 0
+    assert here(*command, "--form", form, "--chunk-size", "4", "--evaluate", "7") == 0
     rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
-    assert all(row["top1"] is None for row in rows if row["form"] == "softmax")
+    assert not any("value" in row for row in rows if row["form"] == "softmax")
     loaded, files = open_run(photos), sorted((photos.parents[1] / "val").glob("*/*.png"))[:7]
     for size in (8, 16):
         right = 0
         for path in files:
             resize = v2.Resize(int(size / 0.875), interpolation=v2.InterpolationMode.BICUBIC)
             picture = v2.CenterCrop(size)(resize(Image.open(path)))
-            task, model = inference.resized(loaded, size)
+            task, model = inference.build(loaded, size, Variant("full"))
             with torch.inference_mode():
                 logits = model(v2.functional.pil_to_tensor(picture)[None])
             right += task.info.classes[logits.argmax()] == path.parent.name
         (row,) = (row for row in rows if row["form"] == form and row["size"] == size)
-        assert row["top1"] == pytest.approx(right / 7)
+        assert row["value"] == pytest.approx(right / 7) and row["shown"] == f"{100 * right / 7:.2f}"
+    assert "|mixer MiB|x SDPA|of a matrix|top-1 %|" in (tmp_path / "inference.md").read_text()
 
 
-def test_top1_needs_the_pictures_before_anything_is_measured(run, photos, capsys):
-    assert "--top1: data set 'digits' has pictures of one size only" in refuse(
-        capsys, "bench", "inference", run, "--sizes", "8", "--top1", "5"
+def test_a_metric_needs_the_data_before_anything_is_measured(run, photos, capsys):
+    assert "--evaluate: data set 'digits' has samples of one size only" in refuse(
+        capsys, "bench", "inference", run, "--sizes", "8", "--evaluate", "5"
     )
     folder = photos.parents[1] / "val" / "light"
     folder.rename(folder.with_name("airy"))
-    line = refuse(capsys, "bench", "inference", photos, "--sizes", "8", "--top1", "5")
+    line = refuse(capsys, "bench", "inference", photos, "--sizes", "8", "--evaluate", "5")
     folder.with_name("airy").rename(folder)
     assert "val alone has class 'airy', train alone has class 'light'" in line
 
 
 def test_refusals(run, tmp_path, capsys):
     line = refuse(capsys, "bench", "inference", run, "--sizes", "11")
-    assert "--sizes: 11 is no multiple of the run's patches of 4, nearest: 12" in line
+    assert "--sizes: 11 px does not suit the run's model, nearest: 12" in line
     assert "no recipe.yaml" in refuse(capsys, "bench", "inference", tmp_path / "none")
     assert "--sizes: expected a whole number" in refuse(capsys, "bench", "inference", run, "--sizes", "8,x")
-
-
-# Rows
-
-
-def test_rows_grow_and_are_replaced(tmp_path):
-    first = Rows.load(tmp_path, "r", ("a", "b"))
-    for a, ms in ((1, 5), (2, 6), (1, 7)):
-        first.add({"a": a, "b": 0, "ms": ms, "date": f"2026-01-0{ms - 4}", "torch": "2", "command": "c"})
-    first.save(lambda report: f"{len(report.rows)}")
-    assert (tmp_path / "r.md").read_text() == "2"
-    again = Rows.load(tmp_path, "r", ("a", "b"))
-    assert [row["ms"] for row in again.rows.values()] == [6, 7] and not again.new
-    assert [[row["a"] for row in rows] for rows in again.groups(("a",))] == [[1], [2]]  # the latest first
-    assert again.commands(again.rows.values()) == "- 2026-01-02, torch 2: `c`\n- 2026-01-03, torch 2: `c`"
-    assert not Rows.load(tmp_path, "r", ("a",), fresh=True).rows
-    with pytest.raises(ConfigError, match="not a report of this command"):
-        Rows.load(tmp_path, "r", ("a", "c"))

@@ -1,5 +1,6 @@
 """The commands, run as a person runs them."""
 
+import importlib
 import json
 import os
 import shutil
@@ -16,7 +17,10 @@ import lion
 from lion.config import ConfigError
 from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
-from tools.common import build_data, loader_workers, resolve, run_command
+from tools import programs
+from tools.cli import run_command
+from tools.commands import COMMANDS, called_by
+from tools.compose import build_data, loader_workers, resolve
 from tools.evaluate import forms_to_measure
 from tools.show import activation_bytes, listing, mixer_rows, show
 
@@ -168,7 +172,7 @@ def test_the_readme_lists_every_mixer_and_what_it_leaves_out():
 
 
 def test_activation_estimate_follows_the_batch(tmp_path):
-    from tools.common import describe_data, make_task, resolve
+    from tools.compose import describe_data, make_task, resolve
 
     recipe = resolve(tiny_recipe(tmp_path))
     task = make_task(recipe, describe_data(recipe)[0])
@@ -184,14 +188,51 @@ def test_forms_to_measure():
     assert forms_to_measure("rnn", None, forms) == [("rnn", 1)]
 
 
-def test_help_names_every_command(tmp_path):
+def test_help_names_every_command_before_anything_is_installed(tmp_path):
+    """With `-S` an interpreter sees no package that was installed."""
+    for argv in (["--help"], ["help"], ["bench", "-h"]):
+        done = subprocess.run([sys.executable, "-S", "-m", "tools", *argv], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        for name, entry in COMMANDS.items():
+            if argv[0] != "bench" or name.startswith("bench "):
+                assert f"./run.sh {name} {entry.synopsis}".rstrip() in done.stdout and entry.help in done.stdout
     done = run_sh("--help")
-    assert done.returncode == 0
-    for name in ("eval", "list", "show", "predict", "bench", "logs", "test", "--fresh"):
-        assert name in done.stdout
+    assert done.returncode == 0 and "--fresh" in done.stdout and "./run.sh test [--quick]" in done.stdout
     (tmp_path / "lion").symlink_to(ROOT / "run.sh")
     done = run_sh("quickstrt", script=tmp_path / "lion")
-    assert done.returncode == 2 and "'quickstrt' is no command" in done.stderr
+    assert done.returncode == 2 and "'quickstrt' is no command, did you mean 'quickstart'" in done.stderr
+
+
+def test_every_command_of_the_table_is_there():
+    for entry in COMMANDS.values():
+        module, _, function = entry.where.partition(":")
+        assert callable(getattr(importlib.import_module(module), function or "main"))
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "rest"),
+    [
+        ("", "train", ["recipes/quickstart.yaml"]),
+        ("seed=1 --no-eval", "train", ["recipes/quickstart.yaml", "seed=1", "--no-eval"]),
+        ("--fresh", "train", ["recipes/quickstart.yaml", "--fresh"]),
+        ("my.yaml seed=1", "train", ["my.yaml", "seed=1"]),
+        ("recipes/my", "train", ["recipes/my"]),
+        ("eval runs/x", "eval", ["runs/x"]),
+        ("bench ops --eager", "bench ops", ["--eager"]),
+        ("bench", "bench", []),
+    ],
+)
+def test_what_a_line_calls(line, name, rest):
+    assert called_by(line.split()) == (name, rest)
+
+
+def test_quick_leaves_the_slow_tests_out(monkeypatch):
+    called = []
+    monkeypatch.setattr(os, "execv", lambda path, argv: called.append(argv[1:]))
+    programs.test(["--quick", "tests/ops", "-x"])
+    programs.test(["-k", "quick"])
+    marks = "not slow and not compiled and not process"
+    assert called == [["-m", "pytest", "-m", marks, "tests/ops", "-x"], ["-m", "pytest", "-k", "quick"]]
 
 
 def test_a_closed_stderr_and_ascii_stop_no_run(tmp_path):
@@ -279,7 +320,7 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
         (tmp_path / split / "dog").rename(tmp_path / split / "bird")
     wrong = "checkpoint is of other data: class 0 was 'cat', and is 'bird' now"
     capsys.readouterr()
-    assert wrong in refuse(capsys, "bench", "inference", run, "--sizes", "8", "--top1", "3")
+    assert wrong in refuse(capsys, "bench", "inference", run, "--sizes", "8", "--evaluate", "3")
     assert wrong in command("eval", run).stderr
     shutil.rmtree(run / "checkpoints" / "last-3")
     done = command("train", recipe)

@@ -413,6 +413,14 @@ def test_files_that_cannot_be_used_are_refused(tmp_path, capsys):
     assert not list(run.iterdir())
 
 
+def test_a_model_without_a_converter(tmp_path, monkeypatch, capsys):
+    from tools import convert as module
+
+    monkeypatch.setattr(module, "CONVERTERS", {"bert": None})
+    line = refuse(capsys, "convert", tmp_path / "their.pth", recipe_of("Lit"), tmp_path / "run", *SMALL)
+    assert "model.name: checkpoints of others are known for bert, not for 'vit'" in line
+
+
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     from tools import convert as module
 

@@ -16,7 +16,7 @@ from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime, compile_blocks, missing_compiler
 from tests.helpers import here, tiny_recipe
 from tools import evaluate
-from tools.common import build_data, resolve_run
+from tools.compose import build_data, resolve_run
 
 pytest.importorskip("sklearn")
 

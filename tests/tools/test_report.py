@@ -11,8 +11,9 @@ from lion.config import ConfigError
 from lion.tasks.metrics import OfMeans
 from tests.helpers import here, refuse, tiny_recipe
 from tools import report
-from tools.report import claim_table, group, load, paper, place, result_table, verdict
+from tools.report import claim_table, claimed, group, load, place, read_paper, result_table, verdict
 
+PAPER = read_paper("image_classification")
 KINDS = {
     "softmax": {"mixer": "softmax"},
     "lion_s": {},
@@ -48,7 +49,7 @@ def test_runs_of_one_recipe_are_one_row_in_the_papers_order(runs):
 
 def test_the_table_holds_what_the_runs_measured(runs):
     groups = group(of(runs))
-    header, rows = result_table(groups)
+    header, rows = result_table(groups, PAPER)
     by_name = {row[0]: dict(zip(header, row)) for row in rows}
     values = []
     for seed in (0, 1):
@@ -65,20 +66,20 @@ def test_the_table_holds_what_the_runs_measured(runs):
 
 
 def test_every_claim_of_the_cifar100_recipes_has_a_name_of_its_own():
-    claimed = {name: c["CIFAR-100"] for name, c in paper().items() if "CIFAR-100" in c}
-    assert len(claimed) == 17 and claimed["softmax without positions"] == "73.15"
-    assert {"lion_lit without positions", "softmax silu_shifted feature map", "lion_s_vector"} <= claimed.keys()
+    found = {name: c["CIFAR-100"] for name, c in claimed(PAPER).items() if "CIFAR-100" in c}
+    assert len(found) == 17 and found["softmax without positions"] == "73.15"
+    assert {"lion_lit without positions", "softmax silu_shifted feature map", "lion_s_vector"} <= found.keys()
 
 
 def test_claims_compare_runs_of_one_seed(runs):
     groups = group(of(runs, "lion_s", "lion_s_forward", "softmax"))
-    rows = claim_table(groups)[1]
+    rows = claim_table(groups, PAPER)[1]
     assert [row[0] for row in rows] == ["lion_s > lion_s forward", "lion_s > softmax"]
     gaps = [a.val - b.val for a, b in zip(groups["lion_s"], groups["lion_s forward"])]  # not all have been tested
     assert rows[0][1:4] == ["val", f"{100 * statistics.mean(gaps):.2f} ± {100 * statistics.stdev(gaps):.2f}", "2"]
     groups["lion_s forward"] = [r._replace(test=0.3) for r in groups["lion_s forward"]]
-    assert claim_table(groups)[1][0][1:3] == ["test", "25.00 ± 7.07"]
-    assert not claim_table(group(of(runs, "softmax")))[1]
+    assert claim_table(groups, PAPER)[1][0][1:3] == ["test", "25.00 ± 7.07"]
+    assert not claim_table(group(of(runs, "softmax")), PAPER)[1]
 
 
 def test_a_metric_that_falls(runs):
@@ -155,8 +156,8 @@ def test_the_command(runs, tmp_path, capsys):
     assert text.endswith("## Notes\n\nBecause.\n")
     assert "| lion_s | 55.00 ± 7.07 |" in text and "digits" in text and "`model.attention.direction`" in text
     assert "6 steps in batches of 64" in text and "What the paper claims" in text
-    held = json.loads((tmp_path / "tiny.json").read_text())
-    assert held["lion_s"][1]["test"] == 0.6 and len(held["softmax"][0]["curve"]) == 2
+    held = {(r["model"], r["seed"]): r for r in json.loads((tmp_path / "tiny.json").read_text())["rows"]}
+    assert held["lion_s", 1]["test"] == 0.6 and len(held["softmax", 0]["curve"]) == 2
     pytest.importorskip("matplotlib")
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG") and "](tiny.png)" in text
 
@@ -188,6 +189,19 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
     assert (tmp_path / "vision.md").read_text() != before
     assert here("report", runs / "lion_s0", "--out", tmp_path, "--name", "v1.2") == 0
     assert {p.name for p in tmp_path.iterdir()} >= {"v1.2.md", "v1.2.json"} and not (tmp_path / "v1.md").exists()
+
+
+def test_a_task_of_which_the_paper_says_nothing(runs):
+    paper, groups = read_paper("chess"), group(of(runs, "lion_s", "softmax"))
+    header, rows = result_table(groups, paper)
+    assert header[-1] == "parameters" and len(rows) == 2 and not claim_table(groups, paper)[1]
+    assert report.markdown(groups, paper, None).startswith("# chess: runs at one budget")
+
+
+def test_a_file_of_another_kind_is_not_written_over(runs, tmp_path, capsys):
+    (tmp_path / "vision.json").write_text('{"softmax": []}')
+    line = refuse(capsys, "report", runs / "softmax0", "--out", tmp_path)
+    assert "vision.json: not a report of this command; --fresh starts over" in line
 
 
 def test_labels_tell_merges_apart(runs):

@@ -7,7 +7,7 @@ import torch
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import seed_everything, start_runtime
-from tools.common import build_data, make_task, resolve
+from tools.compose import build_data, make_task, resolve
 
 
 def trainer(recipe, folder, workers=0):

@@ -24,7 +24,7 @@ from lion.trainer.loader import StepSampler, eval_batches, train_batches
 from lion.trainer.log import RunLog
 from tests.helpers import ROOT, command, here, tiny_recipe
 from tests.trainer.helpers import lines, train, trainer
-from tools.common import resolve
+from tools.compose import resolve
 
 pytest.importorskip("sklearn")
 
@@ -207,7 +207,7 @@ SHORT_OF_MEMORY = """
 import resource, sys
 import sklearn.datasets, torch.utils.tensorboard
 from tools import __main__ as commands
-from tools.common import run_command
+from tools.cli import run_command
 held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + 600 * 2**20,) * 2)
 run_command(commands.main, sys.argv[1:])
@@ -229,7 +229,7 @@ BUG = """
 import sys
 from lion.trainer.loop import Trainer
 from tools import __main__ as commands
-from tools.common import run_command
+from tools.cli import run_command
 
 def train_step(*args):
     raise ValueError("a bug")

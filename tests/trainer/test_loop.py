@@ -13,7 +13,7 @@ from lion.runs import load
 from lion.trainer.log import cut_metrics
 from tests.helpers import ROOT, state_of, tiny_recipe
 from tests.trainer.helpers import lines, same, train, trainer
-from tools.common import resolve
+from tools.compose import resolve
 
 pytest.importorskip("sklearn")
 

@@ -21,8 +21,9 @@ from tests.helpers import ROOT, command, refuse, state_of, tiny_recipe
 from tests.trainer.helpers import lines, train
 from tools import consolidate
 from tools import train as tools_train
-from tools.common import resolve
-from tools.soak import descendants, differing
+from tools.compose import resolve
+from tools.processes import descendants
+from tools.soak import differing
 
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from lion.trainer.faults import RunError
 from lion.trainer.state import promise
 from tests.helpers import state_of, tiny_recipe
 from tests.trainer.helpers import lines, same, train, trainer
-from tools.common import resolve
+from tools.compose import resolve
 from tools.soak import differing
 
 pytest.importorskip("sklearn")
@@ -53,7 +53,7 @@ def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
         "bit for bit what the run would have been",
     ):
         assert part in caplog.text
-    first = resumed.data.sampler(resumed.state.step)
+    first = resumed.loaders.sampler(resumed.state.step)
     assert [index for _, _, index in next(iter(first))][:8] == upcoming["samples"]
 
 

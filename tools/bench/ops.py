@@ -18,7 +18,6 @@ import shlex
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,14 +27,15 @@ from torch import Tensor
 
 from lion.config import ConfigError
 from lion.layers import MIXERS, LionAttention
+from lion.layers.layout import Layout
 from lion.ops import linear_attention, reference_attention
 from lion.ops.features import apply_feature_map
-from lion.trainer.runtime import cpu_name
-from tools.bench.child import Send, check_compiler, first_line, in_a_process, pick_device, say
+from lion.trainer.memory import free_bytes, process_peak
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
-from tools.bench.probe import free_bytes, peak_beyond, step, time_rounds, warm_up
+from tools.bench.probe import check_compiler, device_name, pick_device, stamp, step, time_rounds, warm_up
 from tools.bench.report import FORMS, Report
-from tools.common import Parser, count
+from tools.cli import Parser, count, say
+from tools.processes import Send, first_line, in_a_process
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "gla")  # no decay, a number a head, a number a token, a vector a token
 LOOPS = ("rnn", "blockwise")  # compiled, a loop over the sequence would be unrolled
@@ -66,9 +66,8 @@ class Job:
 
     def about(self) -> dict[str, Any]:
         """What has to be the same for two measurements to stand in one table."""
-        cuda = torch.cuda.is_available()
         return {
-            "device": torch.cuda.get_device_name() if cuda else cpu_name(),
+            "device": device_name(),
             "threads": self.threads,
             "dtype": self.dtype,
             "heads": self.heads,
@@ -96,7 +95,7 @@ def main(argv: list[str]) -> int:
     if set(args.form) == {"rnn"} and "forward" not in args.passes:
         raise ConfigError("--pass: 'rnn' is timed in inference only, add forward")
     check_compiler(args.eager)
-    report = Report.load(args.out, args.fresh)
+    report = Report(args.out).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
     job = Job(
@@ -116,7 +115,7 @@ def main(argv: list[str]) -> int:
         rates=measure_rates(pick_device(), getattr(torch, args.dtype), args.heads, args.dim),
         command=shlex.join(["./run.sh", "bench", "ops", *argv]),
     )
-    report.add_rates(job.about(), job.rates)
+    report.add({**job.about(), **job.rates}, "rates")
     say(report.rates_line(job.about()))
     mixers = tuple(MIXERS) if "all" in args.mixer else tuple(m for m in MIXERS if m in args.mixer)
     failed = False
@@ -129,10 +128,10 @@ def main(argv: list[str]) -> int:
             say(f"  {report.line(message)}")
         elif kind == "note":
             failed |= message.pop("failed")
-            report.add_note(message)
+            report.add(message, "notes")
             say(f"  {message['text']}")
         elif kind == "saved":
-            report.save()
+            report.write()
         else:
             say(message["text"])
 
@@ -145,9 +144,9 @@ def main(argv: list[str]) -> int:
                 receive(note(one, problem, failed=True))
     finally:  # also what was measured before Ctrl-C
         if report.new:
-            report.save()
+            report.write()
             print(report.terminal())
-            print(report.draw())
+            print(report.files_and(report.draw_last()))
     if not report.new:
         say("nothing was measured")
     return 1 if failed or not report.new else 0
@@ -232,7 +231,7 @@ def operator_inputs(
     layer = LionAttention(job.heads * job.dim, job.heads, job.mixer).to(device)
     x = torch.randn(batch, length, job.heads * job.dim, device=device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        given = layer.arguments(x, *layer.heads(x), torch.arange(length, device=device)[None])
+        given = layer.arguments(x, *layer.heads(x), Layout())
         phi = given.pop("feature_map")  # the operator alone is timed
         given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
     tensors = {
@@ -281,7 +280,7 @@ def time_length(
         try:
             once, out = step(run, used, which)
             warm_up(once, device)
-            peak = peak_beyond(once, device)
+            peak = process_peak(once, device)
         except Exception as error:
             send(note(job, f"not timed ({which}): {first_line(error)}", failed=True, variant=variant, **where))
             continue
@@ -301,9 +300,7 @@ def time_length(
             "flops": work,
             "bytes": moved,
             **floor(work, moved, job.rates),
-            "torch": torch.__version__,
-            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": job.command,
+            **stamp(job.command),
         }
     if SDPA not in runs or len(runs) == 1:
         return []

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lion.layers import MIXERS
-from lion.trainer.checkpoint import save_text, write_atomic
-from tools.bench.rows import SCHEMA, digits, pipes, read_report
-from tools.common import table
+from tools.cli import table
+from tools.store import Row, Store, digits, pipes
 
 FORMS = ("full", "chunk", "rnn", "blockwise")
 PASSES = {"forward": "Forward", "both": "Forward and backward"}
@@ -32,83 +30,37 @@ COLOURS = (
 ).split()
 STYLES = {"full": ("-", "o"), "chunk": ((0, (5, 2)), "s"), "rnn": (":", "^"), "blockwise": ("-.", "D")}
 
-Row = dict[str, Any]
 
-
-class Report:
-    """Rows, notes and machine rates by key, in a folder; `new` are the keys measured in this run."""
+class Report(Store):
+    """Rows, notes on what was left out, and the machine's rates, in `folder/ops.json`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.rows: dict[tuple, Row] = {}
-        self.notes: dict[tuple, Row] = {}
-        self.rates: dict[tuple, Row] = {}
-        self.new: dict[tuple, None] = {}
+        super().__init__(folder / "ops.json", rates=SETTING, rows=KEY, notes=KEY)
 
-    @classmethod
-    def load(cls, folder: Path, fresh: bool = False) -> Report:
-        """What is in a folder, or nothing.
-
-        Raises:
-            ConfigError: No place for a report, or one that cannot be read.
-        """
-        report = cls(folder)
-
-        def take(held: dict[str, Any]) -> None:
-            report.rows = {key(r): r for r in held["rows"]}
-            report.notes = {key(r): r for r in held["notes"]}
-            report.rates = {setting(r): r for r in held["rates"]}
-
-        read_report(folder / "ops.json", fresh, take)
-        return report
-
-    def add_rates(self, about: Row, rates: dict[str, float]) -> None:
-        self.rates[setting(about)] = {**about, **rates}
+    @property
+    def notes(self) -> dict[tuple, Row]:
+        return self.tables["notes"]
 
     def add_row(self, row: Row) -> None:
-        """Later measurements replace earlier ones, and what was said of why there are none."""
-        place = key(row)
-        self.rows[place] = row
-        self.new[place] = None
+        """A row also takes the place of what was said of why there is none."""
+        self.add(row)
         for open_ in ((), ("length", "pass"), ("form", "chunk_size", "length", "pass")):
-            self.notes.pop(key({**row, **dict.fromkeys(open_)}), None)
+            self.notes.pop(self.key_of({**row, **dict.fromkeys(open_)}), None)
 
-    def add_note(self, note: Row) -> None:
-        self.notes[key(note)] = note
+    def settings(self) -> list[list[Row]]:
+        """The rows of each setting, in the order of a table; the setting measured last first."""
+        return [sorted(rows, key=order) for rows in self.groups(SETTING)]
 
-    def settings(self) -> list[tuple]:
-        """Those that were measured, the latest first."""
-        latest: dict[tuple, str] = {}
-        for row in self.rows.values():
-            latest[setting(row)] = max(latest.get(setting(row), ""), row["date"])
-        return sorted(latest, key=latest.get, reverse=True)
-
-    def select(self, **where: Any) -> list[Row]:
-        """Rows in the order of a table."""
-        return sorted((r for r in self.rows.values() if all(r[k] == v for k, v in where.items())), key=order)
-
-    def save(self) -> None:
+    def write(self) -> None:
         """Write `ops.json` and `ops.md`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        rows = sorted(self.rows.values(), key=order)
-        crossings = [
-            {**dict(zip(SETTING, which)), **c} for which in self.settings() for c in crossovers(self.of(which))
-        ]
-        held = {"schema": SCHEMA, "rates": list(self.rates.values()), "rows": rows, "crossovers": crossings}
-        text = json.dumps({**held, "notes": list(self.notes.values())}, indent=1)
-        save_text(self.folder / "ops.json", text + "\n")
-        save_text(self.folder / "ops.md", self.markdown())
-
-    def of(self, which: tuple) -> list[Row]:
-        return self.select(**dict(zip(SETTING, which)))
+        self.tables["rows"] = dict(sorted(self.rows.items(), key=lambda item: order(item[1])))
+        crossings = [{**setting(rows[0]), **c} for rows in self.settings() for c in crossovers(rows)]
+        self.save(self.markdown(), crossovers=crossings)
 
     def markdown(self) -> str:
         parts = ["# Operators against SDPA", "Written by `./run.sh bench ops`.", "![times](ops.png)"]
-        for which in self.settings():
-            rows = self.of(which)
-            parts += [f"## {title(rows[0])}", self.rates_line(rows[0])]
-            runs = dict.fromkeys((r["date"][:10], r["command"], r["torch"]) for r in sorted(rows, key=dated))
-            parts.append("\n".join(f"- {date}, torch {torch}: `{command}`" for date, command, torch in runs))
+        for rows in self.settings():
+            parts += [f"## {title(rows[0])}", self.rates_line(rows[0]), self.commands(rows)]
             parts += LEGEND.replace("\n", " ").split("\n")
             for name, text in PASSES.items():
                 some = [r for r in rows if r["pass"] == name]
@@ -118,7 +70,7 @@ class Report:
             if crossed:
                 parts += ["### Crossover", "The length, in tokens, at which a form's time crosses that of SDPA."]
                 parts.append(pipes(*crossing_table(crossed)))
-            notes = [n["text"] for n in self.notes.values() if setting(n) == which]
+            notes = [n["text"] for n in self.notes.values() if setting(n) == setting(rows[0])]
             if notes:
                 parts += ["### Left out", "\n".join(f"- {n}" for n in notes)]
         return "\n\n".join(parts) + "\n"
@@ -137,7 +89,7 @@ class Report:
         return "\n\n".join(parts)
 
     def rates_line(self, about: Row) -> str:
-        rates = self.rates.get(setting(about))
+        rates = self.tables["rates"].get(self.key_of(about, "rates"))
         if rates is None:
             return "machine rates not measured"
         product, copy = f"{rates['flops'] / 1e9:,.0f} GFLOP/s", f"{rates['bytes'] / 1e9:,.1f} GB/s"
@@ -148,29 +100,16 @@ class Report:
         text = f"{name_of(row)}, {row['length']:,} tokens, {PASSES[row['pass']].lower()}: {row['ms']:.1f} ms"
         return f"{text}, {row['ratio']:.2f} x SDPA, {row['ms'] / row['floor_ms']:.1f} x floor"
 
-    def draw(self) -> str:
-        """Write `ops.png` of the setting measured last; returns where everything is."""
-        written = f"written: {self.folder / 'ops.md'}, {self.folder / 'ops.json'}"
-        try:
-            figure = importlib.import_module("matplotlib.figure").Figure
-            lines = importlib.import_module("matplotlib.lines")
-        except ImportError:
-            return f"{written}; no picture, which needs matplotlib (pip install matplotlib)"
-        drawn = picture(self.of(self.settings()[0]), figure, lines.Line2D)
-        write_atomic(self.folder / "ops.png", lambda file: drawn.savefig(file, format="png", dpi=120))
-        return f"{written}, {self.folder / 'ops.png'}"
+    def draw_last(self) -> Path | None:
+        """`ops.png` of the setting measured last."""
+        rows = self.settings()[0]
+        return self.draw(
+            self.path.with_suffix(".png"), (5 * len(panels_of(rows)) + 2, 5.2), lambda fig: picture(fig, rows)
+        )
 
 
-def key(row: Row) -> tuple:
-    return tuple(row[k] for k in KEY)
-
-
-def setting(row: Row) -> tuple:
-    return tuple(row[k] for k in SETTING)
-
-
-def dated(row: Row) -> str:
-    return row["date"]
+def setting(row: Row) -> Row:
+    return {name: row[name] for name in SETTING}
 
 
 def rank(names: Iterable[str], name: str) -> int:
@@ -249,13 +188,18 @@ def crossing_table(crossed: list[Row]) -> tuple[list[str], list[list[str]]]:
     return ["mixer", "form", *(PASSES[p].lower() for p in passes)], rows
 
 
-def picture(rows: list[Row], figure: type, line: type) -> Any:
-    """Panels side by side: ratio to SDPA over length in each pass, and peak memory in the larger pass measured."""
+def panels_of(rows: list[Row]) -> list[tuple[str, str, str]]:
+    """(pass, value, title): ratio to SDPA in each pass, and peak memory in the larger pass measured."""
     passes = [p for p in PASSES if any(r["pass"] == p for r in rows)]
     panels = [(p, "ratio", f"{PASSES[p]}: time over SDPA's") for p in passes]
     if any(r["peak_bytes"] for r in rows):
         panels.append((passes[-1], "peak_bytes", f"{PASSES[passes[-1]]}: peak memory beyond inputs, MiB"))
-    fig = figure(figsize=(5 * len(panels) + 2, 5.2), layout="constrained")
+    return panels
+
+
+def picture(fig: Any, rows: list[Row]) -> None:
+    """The panels of these rows side by side, over length."""
+    line, panels = importlib.import_module("matplotlib.lines").Line2D, panels_of(rows)
     mixers = list(dict.fromkeys(r["mixer"] for r in sorted(rows, key=lambda r: order({**r, "length": 0}))))
     mixers = [m for m in mixers if m != "sdpa"]
     forms = list(dict.fromkeys((r["form"], r["chunk_size"]) for r in sorted(rows, key=form_order)))
@@ -293,7 +237,6 @@ def picture(rows: list[Row], figure: type, line: type) -> Any:
     handles += [line([], [], color="0.3", label=name, **look(*f)) for name, f in zip(names, forms)]
     fig.legend(handles=handles, loc="outside right center", frameon=False, handlelength=3.2)
     fig.suptitle(f"{title(rows[0])}, torch {rows[0]['torch']}", fontsize=10)
-    return fig
 
 
 def form_order(row: Row) -> tuple[int, int]:

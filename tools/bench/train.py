@@ -3,8 +3,8 @@
     ./run.sh bench train RECIPE [RECIPE ...] [--size 224 512] [--batch N] [--set key=value ...]
 
 A step is what the trainer does: mixing of the batch, forward, backward, optimizer, compiled, in the recipe's precision
-on a GPU and in float32 on a CPU. All recipes must have one shape (dim, depth, heads, patches); beside them are timed
-the same model with softmax, which is 1, and with every mixer left out (its output is v), which is the floor. Rounds
+on a GPU and in float32 on a CPU. All recipes must have one shape (dim, depth, heads, ..); beside them are timed the
+same model with softmax, which is 1, and without a mixer (each hands v on), which is the floor. Rounds
 are interleaved; a multiplier is the median over rounds of a step's time over the softmax step's of that round.
 Results are added to `reports/train.md` and `train.json`.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,18 @@ import torch
 from torch import nn
 
 from lion.config import ConfigError
-from lion.layers import SOFTMAX, Attention
+from lion.layers import NONE, SOFTMAX
 from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
+from lion.trainer.memory import process_peak
 from lion.trainer.optim import make_optimizer
-from lion.trainer.runtime import MATMUL, compile_blocks, cpu_name
-from tools.bench.child import Send, check_compiler, in_a_process, pick_device, say
-from tools.bench.probe import peak_beyond, time_rounds, warm_up
-from tools.bench.rows import Rows, digits, pipes
-from tools.common import Parser, count, describe_data, make_task, resolve, table
+from lion.trainer.runtime import MATMUL, compile_blocks
+from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
+from tools.cli import Parser, count, say, table
+from tools.compose import describe_data, make_task, resolve
+from tools.processes import Send, in_a_process
+from tools.store import Store, digits, pipes
 
 FLOOR = "without a mixer"
 SETTING = ("device", "threads", "precision", "matmul", "compiled", "shape", "size", "batch")
@@ -40,7 +41,7 @@ HEADER = ["mixer", "x softmax", "ms a step", "peak GiB"]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process times: all recipes at one image size."""
+    """What one process times: all recipes at one size of the samples."""
 
     recipes: tuple[str, ...]
     overrides: tuple[str, ...]
@@ -58,8 +59,8 @@ class Job:
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench train", description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="+")
-    parser.add_argument("--size", type=count, nargs="+", help="of the images, in pixels (default: the first recipe's)")
-    parser.add_argument("--batch", type=count, help="images a step (default: about 1,600 tokens, on a GPU 50,000)")
+    parser.add_argument("--size", type=count, nargs="+", help="of a sample, px or tokens (default: the first recipe's)")
+    parser.add_argument("--batch", type=count, help="samples a step (default: about 1,600 tokens, on a GPU 50,000)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the recipe's on a GPU, fp32 on a CPU")
     parser.add_argument("--matmul", choices=MATMUL, default="highest", help="of float32, see trainer.matmul")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="overrides of every recipe")
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)
-    report = Rows.load(args.out, "train", (*SETTING, "mixer"), args.fresh)
+    report = Store(args.out / "train.json", rows=(*SETTING, "mixer")).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
     jobs = [
@@ -103,29 +104,30 @@ def main(argv: list[str]) -> int:
             else:
                 say(message["text"])
 
-        say(f"{job.size} px")
+        say(f"size {job.size}")
         problem = in_a_process(measure, job, receive)
         if new:
-            report.save(markdown)
+            report.save(markdown(report))
             print(f"{title(new[0])}\n{table(HEADER, [cells(row) for row in new])}\n")
         if problem:
-            say(f"{job.size} px: {problem}")
+            say(f"size {job.size}: {problem}")
         failed |= problem is not None or not new
     if report.new:
-        print(f"written: {report.path.with_suffix('.md')}, {report.path}")
+        print(report.files())
     return 1 if failed else 0
 
 
 def size_of(path: str, overrides: list[str]) -> int:
-    """The side of a recipe's pictures.
+    """The size of a recipe's samples.
 
     Raises:
-        ConfigError: They are not square.
+        ConfigError: They have none.
     """
-    height, width = describe_data(resolve(path, overrides), look=False)[0].size
-    if height != width:
-        raise ConfigError(f"{path}: its pictures are {height} x {width}, give --size, one side of a square")
-    return height
+    info = describe_data(resolve(path, overrides), look=False)[0]
+    try:
+        return info.sample_size
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}, give --size") from None
 
 
 def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
@@ -136,8 +138,8 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
     """
     found: dict[str, tuple[Recipe, Task]] = {}
     for path in job.recipes:
-        recipe = resolve(path, [*job.overrides, f"data.image_size=[{job.size}, {job.size}]"])
-        task = make_task(recipe, describe_data(recipe, look=False)[0])
+        recipe = resolve(path, job.overrides)
+        task = make_task(recipe, describe_data(recipe, look=False)[0].resized(job.size))
         if found and recipe.model.shape() != next(iter(found.values()))[0].model.shape():
             raise ConfigError(f"{path}: its model is {recipe.model.shape()}, that of {job.recipes[0]} is another")
         if name_of(recipe) in found:
@@ -145,8 +147,11 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
         build_on_meta(task, recipe.model)
         found[name_of(recipe)] = (recipe, task)
     recipe, task = next(iter(found.values()))
-    plain = dataclasses.replace(recipe, model=recipe.model.with_mixer(SOFTMAX))
-    return {SOFTMAX: (plain, task), FLOOR: (plain, task), **{k: v for k, v in found.items() if k != SOFTMAX}}
+    beside = {
+        name: (dataclasses.replace(recipe, model=recipe.model.with_mixer(mixer)), task)
+        for name, mixer in ((SOFTMAX, SOFTMAX), (FLOOR, NONE))
+    }
+    return {**beside, **{k: v for k, v in found.items() if k != SOFTMAX}}
 
 
 def name_of(recipe: Recipe) -> str:
@@ -168,8 +173,6 @@ def measure(job: Job, send: Send) -> None:
         precision = job.precision or (recipe.trainer.precision if device.type == "cuda" else "fp32")
         torch.manual_seed(0)
         model = task.build_model(recipe.model).to(device)
-        if name == FLOOR:
-            leave_out(model)
         tokens = model.length
         batch = job.batch or max(1, round((50_000 if device.type == "cuda" else 1_600) / tokens))
         if not job.eager:
@@ -178,20 +181,19 @@ def measure(job: Job, send: Send) -> None:
         warm_up(runs[name], device)
         rows[name] = {
             "mixer": name,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
+            "device": device_name(),
             "threads": job.threads,
             "precision": precision,
             "matmul": job.matmul,
             "compiled": not job.eager,
             "shape": recipe.model.shape(),
             "size": job.size,
+            "unit": task.info.size_unit,
             "batch": batch,
             "tokens": tokens,
             "parameters": count_parameters(model),
-            "peak_bytes": peak_beyond(runs[name], device),
-            "torch": torch.__version__,
-            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": job.command,
+            "peak_bytes": process_peak(runs[name], device),
+            **stamp(job.command),
         }
     send({"kind": "progress", "text": f"  timing {', '.join(runs)}"})
     times = time_rounds(runs, job.rounds, job.seconds, device)
@@ -202,19 +204,11 @@ def measure(job: Job, send: Send) -> None:
         send({"kind": "row", **row})
 
 
-def leave_out(model: nn.Module) -> None:
-    """Make every attention layer hand v on: projections and all else stay."""
-    for layer in model.modules():
-        if isinstance(layer, Attention):
-            layer.mix = lambda x, q, k, v, *rest: v
-
-
 def training_step(
     model: nn.Module, task: Task, recipe: Recipe, batch: int, precision: str, device: torch.device
 ) -> Callable[[], object]:
     optimizer, _ = make_optimizer(model, recipe.optim)
     example = task.example(batch, device)
-    example["image"].random_(0, 256)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
     def step() -> None:
@@ -230,8 +224,9 @@ def training_step(
 def title(row: dict[str, Any]) -> str:
     how = "compiled" if row["compiled"] else "eager"
     products = "" if row["matmul"] == "highest" else f" with products of {row['matmul']} precision"
+    size = f"{row['size']} {row['unit']} ({row['tokens']:,} tokens)"
     return (
-        f"{row['size']} px ({row['tokens']:,} tokens), batch {row['batch']}, {row['shape']}: {row['device']}, "
+        f"{size}, batch {row['batch']}, {row['shape']}: {row['device']}, "
         f"{row['threads']} threads, {row['precision']}{products}, {how}"
     )
 
@@ -241,7 +236,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [row["mixer"], f"{row['ratio']:.2f}", digits(row["ms"]), peak]
 
 
-def markdown(report: Rows) -> str:
+def markdown(report: Store) -> str:
     parts = ["# Training steps against softmax", "Written by `./run.sh bench train`.", __doc__.split("\n\n")[2]]
     for rows in report.groups(SETTING):
         parts += [f"## {title(rows[0])}", pipes(HEADER, [cells(row) for row in rows]), report.commands(rows)]

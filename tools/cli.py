@@ -1,4 +1,4 @@
-"""Where data meets `lion`: recipes resolved against data sets, and how commands fail."""
+"""How commands read what was typed, print, and fail."""
 
 from __future__ import annotations
 
@@ -11,128 +11,16 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
-import torch
 from torch import nn
 
-import data
-from data.base import DataSet
 from lion.config import ConfigError, nearest
 from lion.layers.mixer import set_form
-from lion.recipe import Recipe, load_recipe
-from lion.runs import RECIPE
-from lion.tasks import TASKS, Task
-from lion.tasks.data import Info, Splits
 from lion.trainer.faults import RunError, full_disk, refusal
-from lion.trainer.plan import Plan
 
 PATIENCE = 10  # seconds in which a launcher ends the other processes of one that has failed
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-
-
-def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe with its `data` section checked by the data set that it names; a bare name is one of ours."""
-    if (shipped := RECIPES / f"{Path(path).stem}.yaml").is_file() and str(path) in (shipped.stem, shipped.name):
-        path = path if Path(path).exists() else shipped
-    elif Path(path).name == str(path) and not os.path.lexists(path):
-        names = [*shipped_recipes(), *(p.name for p in Path().glob("*.yaml"))]
-        raise ConfigError(f"{path}: no such file, {nearest(str(path), names, './run.sh list prints the recipes')}")
-    if Path(os.path.realpath(path)).parent == RECIPES / "base":
-        name = Path(path).name
-        raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{name}'")
-    recipe = load_recipe(path, overrides, data_config=lambda name: data.dataset(name).Config)
-    held, task = data.dataset(recipe.data.name).Info, recipe.task.name
-    if not issubclass(held, TASKS[task].Info):
-        fits = [name for name, other in TASKS.items() if issubclass(held, other.Info)]
-        raise ConfigError(
-            f"{path}: data.name: {recipe.data.name!r} holds {held.kind}, task {task!r} learns from "
-            f"{TASKS[task].Info.kind}, {nearest(task, fits)}"
-        )
-    return recipe
-
-
-def shipped_recipes() -> list[str]:
-    """The bare names of our recipes."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
-
-
-def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
-    """A run's recipe; what may be overridden is where its data are.
-
-    Raises:
-        ConfigError: An override of something else.
-    """
-    for item in overrides:
-        if not item.startswith(("data.root=", "data.path=", "data.workers=")):
-            raise ConfigError(
-                f"{item!r}: a run keeps its recipe, only data.root, data.path and data.workers may be given"
-            )
-    return resolve(folder / RECIPE, overrides)
-
-
-def open_data(recipe: Recipe) -> DataSet:
-    """The recipe's data set; nothing is read yet."""
-    return data.dataset(recipe.data.name)(recipe.data)
-
-
-def build_data(recipe: Recipe, *, cached: bool = False) -> Splits:
-    """The recipe's data; `data.cache` is for those who read it again and again."""
-    return open_data(recipe if cached else replace(recipe, data=recipe.data.uncached())).build()
-
-
-def make_task(recipe: Recipe, info: Info) -> Task:
-    return TASKS[recipe.task.name](recipe.task, info)
-
-
-def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str | None]:
-    """(info, training samples, note) of a recipe's data; published figures where the files are absent.
-
-    With `look=False` the published figures are enough, and no folder is walked.
-    """
-    source = open_data(recipe)
-    if not look and (known := source.published()) is not None:
-        return *known, None
-    try:
-        splits = build_data(recipe)
-    except ConfigError as error:
-        known = source.published()
-        if known is None:
-            raise
-        return *known, str(error)
-    return splits.info, len(splits.train), None
-
-
-def process_count(recipe: Recipe) -> int:
-    """One process a visible GPU, as many as divide the batch; one where there is none."""
-    if recipe.trainer.device not in ("auto", "cuda"):
-        return 1
-    visible = max(1, torch.cuda.device_count())
-    return max(n for n in range(1, visible + 1) if recipe.trainer.batch_size % n == 0)
-
-
-def describe_warmup(plan: Plan) -> str:
-    more = ", and the run ends before: the peak is not reached" if plan.warmup >= plan.total else ""
-    return f"{plan.warmup:,} steps of warm-up{more}"
-
-
-def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
-    """`set_form` for what a person typed."""
-    try:
-        set_form(model, form, chunk_size)
-    except ValueError as error:
-        raise ConfigError(f"--{error}") from None
-
-
-def loader_workers(recipe: Recipe) -> int:
-    """`data.workers`, or what suits: none for data in memory, else a few; no more than there are cores."""
-    asked = recipe.data.workers
-    if asked is None:
-        asked = open_data(recipe).workers
-    return min(asked, os.cpu_count() or 1)
 
 
 class Parser(argparse.ArgumentParser):
@@ -161,6 +49,14 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
     return number
+
+
+def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
+    """`set_form` for what a person typed."""
+    try:
+        set_form(model, form, chunk_size)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
 
 
 class News:
@@ -251,6 +147,11 @@ def one_line(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.strerror:
         return f"error: {refusal(error)}"
     return f"error: {str(error).splitlines()[0]}" if full_disk(error) else None
+
+
+def say(text: str) -> None:
+    """News for whoever waits; results go to standard output."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,0 +1,48 @@
+"""Reports: rows that grow over several runs, and what is refused."""
+
+import json
+
+import pytest
+
+from lion.config import ConfigError
+from tests.helpers import ROOT
+from tools.bench import inference, train
+from tools.bench.report import Report
+from tools.store import Store
+
+
+def test_rows_grow_and_are_replaced(tmp_path):
+    path, key = tmp_path / "r.json", ("a", "b")
+    first = Store(path, rows=key)
+    for a, ms in ((1, 5), (2, 6), (1, 7)):
+        first.add({"a": a, "b": 0, "ms": ms, "date": f"2026-01-0{ms - 4}", "torch": "2", "command": "c"})
+    first.save("text", sums=[13])
+    assert (tmp_path / "r.md").read_text() == "text" and json.loads(path.read_text())["sums"] == [13]
+    again = Store(path, rows=key).load()
+    assert [row["ms"] for row in again.rows.values()] == [6, 7] and not again.new
+    assert [[row["a"] for row in rows] for rows in again.groups(("a",))] == [[1], [2]]  # the latest first
+    assert again.commands(again.rows.values()) == "- 2026-01-02, torch 2: `c`\n- 2026-01-03, torch 2: `c`"
+    assert not Store(path, rows=("a",)).load(fresh=True).rows
+    for other in ({"rows": ("a", "c")}, {"rows": key, "notes": ("a",)}):
+        with pytest.raises(ConfigError, match="not a report of this command"):
+            Store(path, **other).load()
+
+
+def test_tables_beside_the_rows(tmp_path):
+    store = Store(tmp_path / "r.json", rows=("a",), rates=("a",))
+    store.add({"a": 1, "rate": 2.0}, "rates")
+    assert not store.new and not store.rows
+    store.save("")
+    assert Store(store.path, rows=("a",), rates=("a",)).load().tables["rates"] == {(1,): {"a": 1, "rate": 2.0}}
+
+
+def test_the_reports_of_this_repository_can_be_added_to():
+    folder = ROOT / "reports"
+    assert Report(folder).load().settings()
+    assert len(Store(folder / "vision.json", rows=("model", "seed")).load().rows) > 10
+    for module, name, key in (
+        (train, "train", ("mixer",)),
+        (inference, "inference", ("size", "form", "chunk_size")),
+    ):
+        store = Store(folder / f"{name}.json", rows=(*module.SETTING, *key)).load()
+        assert store.rows and module.markdown(store).count("\n## ") == len(store.groups(module.SETTING))

@@ -1,0 +1,120 @@
+"""Where data meets `lion`: recipes resolved against the data sets that they name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import data
+from data.base import DataSet
+from lion.config import ConfigError, nearest
+from lion.recipe import Recipe, load_recipe
+from lion.runs import RECIPE
+from lion.tasks import TASKS, Task
+from lion.tasks.data import Info, Splits
+from lion.tasks.metrics import Metric
+from lion.trainer.plan import Plan
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe with its `data` section checked by the data set that it names; a bare name is one of ours."""
+    if (shipped := RECIPES / f"{Path(path).stem}.yaml").is_file() and str(path) in (shipped.stem, shipped.name):
+        path = path if Path(path).exists() else shipped
+    elif Path(path).name == str(path) and not os.path.lexists(path):
+        names = [*shipped_recipes(), *(p.name for p in Path().glob("*.yaml"))]
+        raise ConfigError(f"{path}: no such file, {nearest(str(path), names, './run.sh list prints the recipes')}")
+    if Path(os.path.realpath(path)).parent == RECIPES / "base":
+        name = Path(path).name
+        raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{name}'")
+    recipe = load_recipe(path, overrides, data_config=lambda name: data.dataset(name).Config)
+    held, task = data.dataset(recipe.data.name).Info, recipe.task.name
+    if not issubclass(held, TASKS[task].Info):
+        fits = [name for name, other in TASKS.items() if issubclass(held, other.Info)]
+        raise ConfigError(
+            f"{path}: data.name: {recipe.data.name!r} holds {held.kind}, task {task!r} learns from "
+            f"{TASKS[task].Info.kind}, {nearest(task, fits)}"
+        )
+    return recipe
+
+
+def shipped_recipes() -> list[str]:
+    """The bare names of our recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
+    """A run's recipe; what may be overridden is where its data are.
+
+    Raises:
+        ConfigError: An override of something else.
+    """
+    for item in overrides:
+        if not item.startswith(("data.root=", "data.path=", "data.workers=")):
+            raise ConfigError(
+                f"{item!r}: a run keeps its recipe, only data.root, data.path and data.workers may be given"
+            )
+    return resolve(folder / RECIPE, overrides)
+
+
+def open_data(recipe: Recipe) -> DataSet:
+    """The recipe's data set; nothing is read yet."""
+    return data.dataset(recipe.data.name)(recipe.data)
+
+
+def build_data(recipe: Recipe, *, cached: bool = False) -> Splits:
+    """The recipe's data; `data.cache` is for those who read it again and again."""
+    return open_data(recipe if cached else replace(recipe, data=recipe.data.uncached())).build()
+
+
+def make_task(recipe: Recipe, info: Info) -> Task:
+    return TASKS[recipe.task.name](recipe.task, info)
+
+
+def metric_of(recipe: Recipe) -> Metric:
+    """The one that chooses `best`."""
+    return TASKS[recipe.task.name].metrics_of(recipe.task)[0]
+
+
+def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str | None]:
+    """(info, training samples, note) of a recipe's data; published figures where the files are absent.
+
+    With `look=False` the published figures are enough, and no folder is walked.
+    """
+    source = open_data(recipe)
+    if not look and (known := source.published()) is not None:
+        return *known, None
+    try:
+        splits = build_data(recipe)
+    except ConfigError as error:
+        known = source.published()
+        if known is None:
+            raise
+        return *known, str(error)
+    return splits.info, len(splits.train), None
+
+
+def process_count(recipe: Recipe) -> int:
+    """One process a visible GPU, as many as divide the batch; one where there is none."""
+    if recipe.trainer.device not in ("auto", "cuda"):
+        return 1
+    visible = max(1, torch.cuda.device_count())
+    return max(n for n in range(1, visible + 1) if recipe.trainer.batch_size % n == 0)
+
+
+def describe_warmup(plan: Plan) -> str:
+    more = ", and the run ends before: the peak is not reached" if plan.warmup >= plan.total else ""
+    return f"{plan.warmup:,} steps of warm-up{more}"
+
+
+def loader_workers(recipe: Recipe) -> int:
+    """`data.workers`, or what suits: none for data in memory, else a few; no more than there are cores."""
+    asked = recipe.data.workers
+    if asked is None:
+        asked = open_data(recipe).workers
+    return min(asked, os.cpu_count() or 1)

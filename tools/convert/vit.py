@@ -1,0 +1,93 @@
+"""Vision transformers: the authors' vision code (LIONS-EPFL/LION), DeiT, timm's ViT."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from lion.layers import SOFTMAX
+from lion.layers.layout import AS_THEY_STAND
+from lion.recipe import Recipe
+from lion.tasks.data import ImageInfo, numbered
+from tools.convert.base import Converter, Setting
+
+NAMES = (  # theirs, ours, and the sign: their selective decay is 1 - sigmoid(W x + b), ours sigmoid(W x + b)
+    (r"patch_embed\.proj\.(\w+)", r"patch.\1", 1),
+    (r"cls_token", r"cls", 1),
+    (r"pos_embed", r"position", 1),
+    (r"blocks\.(\d+)\.((norm1|norm2|mlp\.fc1|mlp\.fc2)\.\w+)", r"encoder.blocks.\1.\2", 1),
+    (r"blocks\.(\d+)\.attn\.((qkv|proj)\.\w+)", r"encoder.blocks.\1.attention.\2", 1),
+    (r"blocks\.(\d+)\.attn\.a_i", r"encoder.blocks.\1.attention.decays.0.a", 1),
+    (r"blocks\.(\d+)\.attn\.a2_i", r"encoder.blocks.\1.attention.decays.1.a", 1),
+    (r"blocks\.(\d+)\.attn\.a_i\.(\w+)", r"encoder.blocks.\1.attention.decays.0.gate.\2", -1),
+    (r"blocks\.(\d+)\.attn\.a2_i\.(\w+)", r"encoder.blocks.\1.attention.decays.1.gate.\2", -1),
+    (r"norm\.(\w+)", r"encoder.norm.\1", 1),
+    (r"head\.(\w+)", r"head.\1", 1),
+)
+NEEDED = {"patch_embed.proj.weight": 4, "cls_token": 3, "blocks.0.norm1.weight": 1, "head.weight": 2}  # axes
+ORDER_S = ("row_snake", "column_snake")  # what a_i and a2_i go along
+MASKS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}  # the authors' --mask_type
+HEADS = {"tiny": 3, "small": 6, "base": 12}  # of the sizes in the names of their models and DeiT's
+
+
+class ViTConverter(Converter):
+    """The file gives the number of classes and whether positions are embedded.
+
+    Neither shapes nor names tell softmax from Lion-lit, how many heads there are where no decay has one each, and
+    the readout (`cls` where the authors' code ran with --cls_tok).
+    """
+
+    whose = "a classifier of LION, DeiT or timm's ViT"
+    names = NAMES
+    needed = NEEDED
+    trusted = ("model.mixer", "model.num_heads", "model.readout", "data.mean", "data.std")
+
+    def settings(self, theirs: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> Iterator[Setting]:
+        c, patch = recipe.model.resolved(), theirs["patch_embed.proj.weight"]
+        a, a2 = ([n for n in theirs if n.startswith(f"blocks.0.attn.{name}")] for name in ("a_i", "a2_i"))
+        if a:
+            yield Setting("model.mixer", "lion_d" if a == ["blocks.0.attn.a_i"] else "lion_s", c.mixer, a[0])
+        elif c.mixer not in (SOFTMAX, "lion_lit"):  # they look the same
+            yield Setting("model.mixer", f"{SOFTMAX} or lion_lit", c.mixer, "there is no blocks.0.attn.a_i")
+        seen = a2[0] if a2 else "there is no blocks.0.attn.a2_i"
+        yield Setting("model.attention.scans", ORDER_S if a2 else AS_THEY_STAND, c.attention.scans, seen)
+        yield Setting("model.dim", len(patch), c.dim, "patch_embed.proj.weight")
+        if a:
+            yield Setting("model.num_heads", len(theirs[a[0]]), c.num_heads, a[0])
+        yield Setting("model.patch_size", tuple(patch.shape[2:]), c.patch_size, "patch_embed.proj.weight")
+        yield Setting("data.channels", patch.shape[1], info.channels, "patch_embed.proj.weight")
+        blocks = {n: int(n.split(".")[1]) for n in theirs if n.startswith("blocks.")}
+        last = max(blocks, key=blocks.get)
+        yield Setting("model.depth", blocks[last] + 1, c.depth, last)
+        if "pos_embed" in theirs:
+            places, grid = theirs["pos_embed"].numel() // c.dim - 1, [s // p for s, p in zip(info.size, c.patch_size)]
+            side = math.isqrt(max(places, 0))
+            if side * side == places != math.prod(grid):
+                yield Setting("data.image_size", tuple(side * p for p in c.patch_size), info.size, "pos_embed")
+
+    def arguments(self, said: dict[str, Any], recipe: Recipe) -> Iterator[Setting]:
+        c, name, mask = recipe.model.resolved(), str(said.get("model")), str(said.get("mask_type"))
+        if mask in MASKS:
+            yield Setting("model.mixer", MASKS[mask], c.mixer, f"its args have mask_type {mask}")
+            cls = bool(said.get("cls_tok"))
+            yield Setting("model.readout", "cls" if cls else "mean", c.readout, f"its args have cls_tok {cls}")
+        elif name.startswith("deit_"):
+            yield Setting("model.mixer", SOFTMAX, c.mixer, f"its args have model {name}")
+            yield Setting("model.readout", "cls", c.readout, f"its args have model {name}")
+        if size := re.match(rf"(?:deit|lion)_({'|'.join(HEADS)})_", name):
+            yield Setting("model.num_heads", HEADS[size[1]], c.num_heads, f"its args have model {name}")
+
+    def decide(self, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> ImageInfo:
+        recipe.model.position_embedding = "position" in ours
+        classes = len(ours["head.weight"])
+        return info if classes == len(info.classes) else dataclasses.replace(info, classes=numbered(classes))
+
+    def describe(self, recipe: Recipe, info: ImageInfo) -> str:
+        c = recipe.model.resolved()
+        embedding = f"{'with' if c.position_embedding else 'without'} position embedding"
+        return f"{len(info.classes)} classes, {embedding}, {c.num_heads} heads, readout {c.readout}"

@@ -1,0 +1,24 @@
+"""Commands that are programs of others: TensorBoard and pytest."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+QUICK = "not slow and not compiled and not process"  # markers of pyproject.toml
+
+
+def logs(argv: list[str]) -> NoReturn:
+    become("tensorboard.main", "--logdir", "runs", *argv)
+
+
+def test(argv: list[str]) -> NoReturn:
+    quick = ["-m", QUICK] if "--quick" in argv else []
+    become("pytest", *quick, *(word for word in argv if word != "--quick"))
+
+
+def become(module: str, *argv: str) -> NoReturn:
+    """Go on as another program, in this process."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *argv])

@@ -1,0 +1,120 @@
+"""Reports that grow over several runs: a JSON file of rows, and Markdown and a picture made of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from lion.config import ConfigError
+from lion.trainer.checkpoint import save_text, write_atomic
+
+SCHEMA = 1
+Row = dict[str, Any]
+
+
+class Store:
+    """`folder/name.json`: tables, each a list of rows, of which two with the same key do not stand side by side.
+
+    Args:
+        path: The JSON file; what is made of it stands beside it.
+        keys: For each table the fields that tell its rows apart; the main one is "rows".
+
+    Attributes:
+        tables: The rows of each table by their keys; `rows` are those of the main one.
+        new: The keys of the rows that were added since the file was read.
+    """
+
+    def __init__(self, path: Path, **keys: Sequence[str]) -> None:
+        self.path, self.keys = path, keys
+        self.tables: dict[str, dict[tuple, Row]] = {name: {} for name in keys}
+        self.new: dict[tuple, None] = {}
+
+    @property
+    def rows(self) -> dict[tuple, Row]:
+        return self.tables["rows"]
+
+    def load(self, fresh: bool = False) -> Self:
+        """Read what earlier runs wrote, unless it is to be forgotten.
+
+        Raises:
+            ConfigError: No place for a report, or one that cannot be read.
+        """
+        folder = self.path.parent
+        if any(p.exists() and not p.is_dir() for p in (folder, *folder.parents)):
+            raise ConfigError(f"--out: {folder} is no folder")
+        if fresh or not self.path.exists():
+            return self
+        try:
+            held = json.loads(self.path.read_text())
+            if held["schema"] != SCHEMA:
+                raise ConfigError(f"{self.path}: schema {held['schema']}, this is {SCHEMA}; --fresh starts over")
+            self.tables = {name: {self.key_of(row, name): row for row in held[name]} for name in self.keys}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{self.path}: not a report of this command; --fresh starts over") from None
+        return self
+
+    def key_of(self, row: Row, table: str = "rows") -> tuple:
+        return tuple(row[name] for name in self.keys[table])
+
+    def add(self, row: Row, table: str = "rows") -> None:
+        """A later row takes the place of an earlier one."""
+        key = self.key_of(row, table)
+        self.tables[table].pop(key, None)
+        self.tables[table][key] = row
+        if table == "rows":
+            self.new[key] = None
+
+    def groups(self, names: Sequence[str]) -> list[list[Row]]:
+        """Rows that agree in these fields, the group measured last first."""
+        found: dict[tuple, list[Row]] = {}
+        for row in self.rows.values():
+            found.setdefault(tuple(row[n] for n in names), []).append(row)
+        return sorted(found.values(), key=lambda rows: max(row["date"] for row in rows), reverse=True)
+
+    def commands(self, rows: Iterable[Row]) -> str:
+        """What was typed for these rows, and when."""
+        runs = dict.fromkeys((r["date"][:10], r["torch"], r["command"]) for r in sorted(rows, key=lambda r: r["date"]))
+        return "\n".join(f"- {date}, torch {torch}: `{command}`" for date, torch, command in runs)
+
+    def save(self, markdown: str, **derived: Any) -> None:
+        """Write the JSON, with what follows from its rows for those who read it, and the Markdown beside it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        held = {name: list(rows.values()) for name, rows in self.tables.items()}
+        save_text(self.path, json.dumps({"schema": SCHEMA, **held, **derived}, indent=1) + "\n")
+        save_text(self.path.with_suffix(".md"), markdown)
+
+    def draw(self, path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> Path | None:
+        """`draw` on a figure of `size` inches, into a file; None, and no file, without matplotlib."""
+        try:
+            figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
+        except ImportError:
+            return None
+        draw(figure)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, lambda file: figure.savefig(file, format="png", dpi=120))
+        return path
+
+    def files(self) -> str:
+        return f"written: {self.path.with_suffix('.md')}, {self.path}"
+
+    def files_and(self, picture: Path | None) -> str:
+        if picture is None:
+            return f"{self.files()}; no picture, which needs matplotlib (pip install matplotlib)"
+        return f"{self.files()}, {picture}"
+
+
+def digits(x: float) -> str:
+    """A number with three digits that count."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 0.1 else f"{x:.3f}"
+
+
+def pipes(header: list[str], rows: list[list[str]], text: Sequence[str] = ("mixer", "form")) -> str:
+    """A Markdown table: columns of `text` to the left, numbers to the right."""
+    head = [
+        "|".join(["", *header, ""]),
+        "|".join(["", *("---" if h in text else "--:" for h in header), ""]),
+    ]
+    return "\n".join([*head, *("| " + " | ".join(r) + " |" for r in rows)])
