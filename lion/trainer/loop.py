@@ -25,6 +25,7 @@ from lion.trainer.log import RunLog
 from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
 from lion.trainer.plan import Plan
+from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, catch_signals, compile_blocks
 from lion.trainer.state import RunState, SaveTimer
 
@@ -83,7 +84,7 @@ class Trainer:
             self.prepare()
             stack.enter_context(catch_signals(self))
             out = stack.enter_context(contextlib.closing(self.open_log()))
-            loader = self.loaders.train(state.step)
+            loader = self.data.train(state.step)
             batches = stack.enter_context(contextlib.closing(iter(loader)))
             try:
                 complete = self.train(batches, Monitor(state, loader, out), out)
