@@ -7,6 +7,8 @@ import pytest
 import lion.runs
 from data import DATASETS
 from tests.helpers import ROOT, here, tiny_recipe
+from tools.bench.lengths import LINES, PASSES, panels
+from tools.bench.report import Report
 from tools.commands import COMMANDS, called_by
 from tools.compose import shipped_recipes
 from tools.show import mixer_rows
@@ -67,3 +69,16 @@ def test_tables_are_whole():
     commands = (ROOT / "tools/README.md").read_text()
     for command in COMMANDS.keys() - {"train"}:
         assert f"`{command}" in commands, command
+
+
+def test_the_picture_shows_what_was_measured():
+    rows = Report(ROOT / "reports").load().settings()[0]
+    for which in PASSES:
+        time, memory = panels(rows, which).values()
+        assert [line for line, lengths, _ in time if lengths] == [
+            line for line in LINES if (line[1], which) != ("rnn", "both")
+        ]
+        for (line, lengths, ratios), (_, _, kib) in zip(time, memory):
+            for length, ratio, each in zip(lengths, ratios, kib):
+                (row,) = (r for r in rows if (r["mixer"], r["form"], r["length"], r["pass"]) == (*line, length, which))
+                assert row["ratio"] == ratio and row["peak_bytes"] == pytest.approx(1024 * each * row["batch"] * length)
