@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from lion.config import ConfigError, nearest
+from lion.models import Model
 from lion.recipe import Recipe, load_recipe, read_layers
 from lion.tasks import TASKS, Task
-from lion.tasks.data import same_names
+from lion.tasks.data import Info
 from lion.trainer.checkpoint import Checkpoint, Unusable, load_state, newest, steps_of
 from lion.trainer.runtime import compile_blocks
 
@@ -29,7 +30,7 @@ class LoadedRun(NamedTuple):
     folder: Path
     recipe: Recipe
     task: Task
-    model: nn.Module
+    model: Model
     checkpoint: dict[str, Any]
 
 
@@ -120,7 +121,7 @@ def check_weights(model: nn.Module, weights: Any, whose: str) -> None:
             )
 
 
-def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False, compile: bool = True) -> nn.Module:
+def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False, compile: bool = True) -> Model:
     """The trained module of a run, in evaluation mode on the CPU.
 
     Args:
@@ -130,8 +131,8 @@ def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False, compil
         compile: Compile its blocks at the first call (`torch.compile`); eager where there is no compiler. Without it
             for a few pictures only, and for `torch.export`.
 
-    It takes pictures as they are, uint8 (B, channels, height, width), and gives logits (B, classes), named by
-    `model.classes`. `lion.set_form(model, "rnn")` changes the form it runs in.
+    An image classifier takes pictures as they are, uint8 (B, channels, height, width), and gives logits (B, classes),
+    named by `model.classes`. `lion.set_form(model, "rnn")` changes the form it runs in.
     """
     model = open_run(run, checkpoint=checkpoint, ema=ema).model
     if compile:
@@ -139,7 +140,7 @@ def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False, compil
     return model
 
 
-def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
+def init_from(model: Model, run: str | Path, info: Info) -> None:
     """Start a model from a run's best weights; what does not fit, and the head of other data, starts anew.
 
     Raises:
@@ -148,14 +149,14 @@ def init_from(model: nn.Module, run: str | Path, info: Any) -> None:
     folder = find_run(run)
     recipe, task, state = read_run(folder, "best")
     source = build_on_meta(task, recipe.model)
-    own, same_classes = model.state_dict(), same_names(state["info"].get("classes"), info.to_dict().get("classes"))
+    own, same_heads = model.state_dict(), info.shares_heads(state["info"])
     fits = {
         name: value
         for name, value in model.adapt(state["model"], source).items()
         if name in own
         and torch.is_tensor(value)
         and own[name].shape == value.shape
-        and (same_classes or not name.startswith(model.heads))
+        and (same_heads or not name.startswith(model.heads))
     }
     left, unused = sorted(own.keys() - fits.keys()), sorted(state["model"].keys() - fits.keys())
     if len(left) > len(own) // 2:
@@ -211,7 +212,7 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def build_on_meta(task: Task, config: Any) -> nn.Module:
+def build_on_meta(task: Task, config: Any) -> Model:
     """The model without memory or initialisation, to count and check."""
     with torch.device("meta"):
         return task.build_model(config)

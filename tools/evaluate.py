@@ -141,9 +141,8 @@ def measure(
         with torch.inference_mode(), runtime.autocast(precision):
             return task.evaluate(model, batch)
 
-    for number, batch in enumerate(
-        tqdm(batches, total=rounds, desc="evaluating", unit="batch", leave=False, disable=None)
-    ):
+    shown = tqdm(batches, total=rounds, desc="evaluating", unit="batch", leave=False, disable=None)
+    for number, batch in enumerate(shown):
         batch = to_device(batch, runtime.device)
         once, outcomes = partial(forward, batch), []
         for form, measured in found.items():

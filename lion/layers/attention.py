@@ -25,7 +25,7 @@ class AttentionConfig:
     one, as the paper does (`lion.ops.decay`), so the same weights make other masks; one that is given holds in each.
 
     `scans` are the orders in which the patches of an image are visited, entries of `SCANS`, each with a decay of its
-    own; `scan_merge` is how several become one (`lion.ops.scans`).
+    own; `scan_merge` is how several become one (`lion.ops.multiscan`).
     """
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lion.ops import check_masks
-from lion.ops.arguments import as_runs
+from lion.ops import SegmentIndex, check_masks, segment_index
 
 
 class Layout(NamedTuple):
@@ -47,12 +46,17 @@ class Layout(NamedTuple):
         if valid is None and segments is None:
             return self
         check_masks(x[:, None], valid, segments)
-        index, valid = as_runs(valid, segments)
+        index, valid = segment_index(valid, segments)
         positions = valid.cumsum(1) - 1
         if index is not None:  # they start anew with each segment
             first = index.diff(dim=1, prepend=index[:, :1] - 1) > 0
             positions = positions - positions.masked_fill(~first, 0).cummax(1).values
         return self._replace(valid=valid, segment_index=index, positions=positions)
+
+    @property
+    def segments(self) -> SegmentIndex | None:
+        """Padding and segments as the operator takes them."""
+        return None if self.valid is None else SegmentIndex(self.segment_index, self.valid)
 
     def clean(self, x: Tensor) -> Tensor:
         """x (B, L, dim) with zeros for padding.

@@ -110,12 +110,11 @@ class LionAttention(Attention):
             form=self.form,
             direction=self.config.direction,
             chunk_size=self.chunk_size,
-            valid=layout.valid,
             dropout_p=self.config.score_dropout if self.training else 0.0,
         )
         if self.config.scans != AS_THEY_STAND:
             return self.mix_scans(x, q, k, v, layout, how)
-        return linear_attention(**self.arguments(x, q, k, v, layout), **how, segments=layout.segment_index)
+        return linear_attention(**self.arguments(x, q, k, v, layout), **how, segments=layout.segments)
 
     def mix_scans(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, how: dict) -> Tensor:
         """Every scan with its own decays (B, H, L) or (H,), in the order in which the tokens stand."""
@@ -129,7 +128,7 @@ class LionAttention(Attention):
             scan_merge=c.scan_merge, normalize=c.normalize, decay_convention=c.decay_convention, scale=self.mixer.scale
         )
         log_decays = [decay(x, k, layout).log_decay for decay in self.decays]
-        return multi_scan_attention(q, k, v, log_decays, layout.orders, **how)
+        return multi_scan_attention(q, k, v, log_decays, layout.orders, valid=layout.valid, **how)
 
     def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> dict:
         """The operator's arguments for tokens x (B, L, dim)."""
@@ -145,7 +144,7 @@ class LionAttention(Attention):
         self.check_causal()
         x = layout.clean(x)
         inputs = self.arguments(x, *self.heads(x), layout)
-        y, state = prefill(**inputs, chunk_size=self.chunk_size, valid=layout.valid, segments=layout.segment_index)
+        y, state = prefill(**inputs, chunk_size=self.chunk_size, segments=layout.segments)
         return self.merge(x, y), LinearState(*state, layout.next_position(x))
 
     def step(self, x: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:

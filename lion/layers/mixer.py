@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lion.layers.layout import Layout
 from lion.ops import FORMS
-from lion.ops.arguments import check_chunk_size
+from lion.ops.settings import check_chunk_size
 
 PLAIN = Layout()
 

@@ -1,13 +1,15 @@
 """Masked, scaled linear attention in its exact forms, behind one entry."""
 
-from lion.ops.arguments import check_masks, no_autocast
-from lion.ops.attention import FORMS, NORMALIZE, linear_attention, linear_attention_parts, resolve_form
+from lion.ops.api import linear_attention, linear_attention_parts
+from lion.ops.arguments import no_autocast
 from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS
+from lion.ops.multiscan import multi_scan_attention
 from lion.ops.reference import reference_attention
-from lion.ops.rnn import State, initial_state
 from lion.ops.rotary import rope_frequencies, rotary_angles, rotate
-from lion.ops.scans import SCAN_MERGES, multi_scan_attention
+from lion.ops.segments import SegmentIndex, check_masks, segment_index
+from lion.ops.settings import FORMS, NORMALIZE, SCAN_MERGES, Settings, resolve_form
 from lion.ops.streaming import prefill, step
+from lion.ops.tokens import State, initial_state
 
 __all__ = [
     "DECAY_CONVENTIONS",
@@ -15,6 +17,8 @@ __all__ = [
     "FORMS",
     "NORMALIZE",
     "SCAN_MERGES",
+    "SegmentIndex",
+    "Settings",
     "State",
     "check_masks",
     "initial_state",
@@ -28,5 +32,6 @@ __all__ = [
     "rope_frequencies",
     "rotary_angles",
     "rotate",
+    "segment_index",
     "step",
 ]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-
-def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-    return value
+from lion.ops.settings import Settings
 
 
 def mismatch(name: str, expected: str, x: Tensor) -> ValueError:
@@ -31,10 +28,19 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise mismatch("v", f"{q.dtype} {tuple(q.shape[:3])} + (E,)", v)
 
 
-def check_gates(
-    q: Tensor, log_decay: Tensor | None, beta: Tensor | None, bonus: Tensor | None, angles: Tensor | None
-) -> None:
+class Gates(NamedTuple):
+    """What makes the mask of q and k, as `lion.ops.linear_attention` takes it."""
+
+    log_decay: Tensor | None
+    beta: Tensor | None = None
+    bonus: Tensor | None = None
+    angles: Tensor | None = None
+
+
+def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
+    """Shapes, and what does not go together."""
     batch, heads, length, dim = q.shape
+    log_decay, beta, bonus, angles = gates
     if log_decay is not None:
         check_floats("log_decay", log_decay, (heads,), (heads, dim), (batch, heads, length), tuple(q.shape))
     if beta is not None:
@@ -44,8 +50,18 @@ def check_gates(
     if angles is not None:
         if dim % 2:
             raise ValueError(f"angles: rotation turns pairs of key dimensions, got an odd D = {dim}")
-        places = (length, dim // 2)
-        check_floats("angles", angles, places, (heads, *places), (batch, 1, *places), (batch, heads, *places))
+        pairs = (length, dim // 2)
+        check_floats("angles", angles, pairs, (heads, *pairs), (batch, 1, *pairs), (batch, heads, *pairs))
+    if beta is not None:
+        if log_decay is not None or bonus is not None:
+            raise ValueError("beta: the delta rule takes neither log_decay nor bonus")
+        if settings.normalize != "none":
+            raise ValueError(f"beta: the delta rule takes normalize='none', got {settings.normalize!r}")
+        if settings.dropout_p:
+            raise ValueError("dropout_p: the delta rule has no scores to drop")
+    vectors = log_decay is not None and log_decay.dim() in (2, 4)
+    if settings.form == "blockwise" and (beta is not None or vectors):
+        raise ValueError("form: 'blockwise' takes no decay or one a token and head, use 'chunk'")
 
 
 def check_floats(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
@@ -54,31 +70,16 @@ def check_floats(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
         raise mismatch(name, f"floating point {' or '.join([', '.join(others)] * bool(others) + [last])}", x)
 
 
-def check_masks(q: Tensor, valid: Tensor | None, segments: Tensor | None) -> None:
-    shape = (q.shape[0], q.shape[2])
-    if valid is not None and (valid.shape != shape or valid.dtype != torch.bool):
-        raise mismatch("valid", f"bool {shape}", valid)
-    if segments is not None:
-        whole = not (segments.is_floating_point() or segments.is_complex() or segments.dtype == torch.bool)
-        if segments.shape != shape or not whole:
-            raise mismatch("segments", f"integer {shape}", segments)
+def expand_decay(log_decay: Tensor | None, q: Tensor, clamp: bool = True) -> Tensor:
+    """Every kind of decay as (B or 1, H or 1, L, D or 1), float32 or wider.
 
-
-def check_chunk_size(chunk_size: int) -> None:
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
-
-
-def as_lanes(log_decay: Tensor | None, q: Tensor, cut: bool = True) -> Tensor:
-    """Every kind of decay as (B or 1, H or 1, L, D or 1), float32 or wider: a number is a vector of one lane.
-
-    What is above 0 is cut, for forms would disagree on a lambda above 1; at 0 itself the gradient flows. Without `cut`
-    the gates are not copied: the rnn form cuts a piece at a time.
+    What is above 0 becomes 0, for forms would disagree on a lambda above 1; at 0 itself the gradient flows. Without
+    `clamp` decays are not copied: the rnn form clamps a piece at a time.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     if log_decay is None:
         return q.new_zeros((), dtype=wide).expand(1, 1, q.shape[2], 1)
-    log_decay = log_decay.to(wide).clamp_max(0) if cut else log_decay.to(wide)
+    log_decay = log_decay.to(wide).clamp_max(0) if clamp else log_decay.to(wide)
     if log_decay.dim() <= 2:  # (H,) or (H, D), the same for every token
         per_head = log_decay[:, None] if log_decay.dim() == 1 else log_decay
         log_decay = per_head[None, :, None].expand(-1, -1, q.shape[2], -1)
@@ -90,27 +91,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
-def as_runs(valid: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Segments as a non-decreasing count (B, L), padding belonging to the segment before it; and all valid tokens."""
-    if segments is None:
-        return None, valid
-    segments = segments.long()
-    valid = segments >= 0 if valid is None else valid & (segments >= 0)
-    ids = segments.masked_fill(~valid, -1)
-    place = torch.arange(ids.shape[1], device=ids.device)
-    filled = ids.gather(1, torch.where(valid, place, 0).cummax(1).values)  # padding takes the id before it
-    starts = valid & (filled != F.pad(filled[:, :-1], (1, 0), value=-1))
-    ordered = ids.sort(1).values
-    distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(1) + (ordered[:, 0] >= 0)
-    together, message = (starts.sum(1) == distinct).all(), "segments: the tokens of a segment must stand together"
-    if torch.compiler.is_compiling() or ids.device.type != "cpu":
-        torch._assert_async(together, message)  # a graph and a GPU are not waited for
-    elif not together:
-        raise ValueError(f"{message}, got an id that comes back")
-    return starts.cumsum(1), valid
-
-
-def is_number(size: int) -> bool:
+def is_static(size: int) -> bool:
     """False for a symbol, which stands for all sizes in a graph of `torch.compile` or `torch.export`."""
     if not torch.compiler.is_compiling():
         return True
@@ -119,11 +100,11 @@ def is_number(size: int) -> bool:
     return has_static_value(size)
 
 
-def rounded(length: int, multiple: int) -> int:
+def round_up(length: int, multiple: int) -> int:
     """Up to a multiple; a symbol to the next one above it, for a graph that asks whether it is one would be split."""
-    return -(-length // multiple) * multiple if is_number(length) else (length // multiple + 1) * multiple
+    return -(-length // multiple) * multiple if is_static(length) else (length // multiple + 1) * multiple
 
 
 def no_autocast(x: Tensor) -> torch.autocast:
-    """A region that computes in the dtypes given; gates and row sums stay in float32 on every device."""
+    """A region that computes in the dtypes given; decays and row sums stay in float32 on every device."""
     return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)

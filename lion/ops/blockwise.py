@@ -8,7 +8,7 @@ Block (i, j) of the mask of a fixed decay is `lambda^(C |i-j|) L (1/L)^T` with `
 the diagonal of blocks. The printed versions are not: Eq. 82 is transposed and has `lambda^|i-j|` for
 `lambda^(C |i-j|)`, appendix B.9 lacks the C, and the blog's `Gamma * lambda^|i-j|` does too (errors of 0.17 to 0.52
 at lambda 0.9, C 3). Eq. 218-220 mix `A_[i]` and `A_[ij]`, their second Tril should be Triu, and block i is
-`iC+1 : (i+1)C`, not `iC+1 : i(C+1)`. Here a block is cut out of the exact mask, as differences of log-times.
+`iC+1 : (i+1)C`, not `iC+1 : i(C+1)`. Here a block is cut out of the exact mask, as differences of cumulative decays.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lion.ops.decay import Direction, pair_mask
+from lion.ops.decay import decay_mask, make_directions
+from lion.ops.tokens import ScoreSettings, TokenBlock
 
 
-def blockwise_parts(
-    q: Tensor, k: Tensor, v: Tensor, directions: tuple[Direction, ...], *, own: bool, rowsum: bool, chunk_size: int
-) -> tuple[Tensor, Tensor | None]:
-    """Numerator (B, H, L, E) and row sum (B, H, L); clocks of one lane."""
+def blockwise_parts(tokens: TokenBlock, how: ScoreSettings) -> tuple[Tensor, Tensor | None]:
+    """Numerator (B, H, L, E) and row sum (B, H, L); a decay (b, H, L, 1)."""
+    q, k, v, log_decay, _, index, _ = tokens
+    directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
 
-    def block(begin: int) -> tuple[Tensor, Tensor]:
-        keys = slice(begin, begin + chunk_size)
+    def block(start: int) -> tuple[Tensor, Tensor]:
+        keys = slice(start, start + how.chunk_size)
         scores = (q @ k[:, :, keys].mT).to(directions[0].key.terms[0].dtype)
-        weights = scores * pair_mask(directions, own, keys).squeeze(-1)  # (B, H, L, C)
+        weights = scores * decay_mask(directions, how.include_diagonal, keys).squeeze(-1)  # (B, H, L, C)
         return weights.to(v.dtype) @ v[:, :, keys], weights.sum(-1)
 
     numerator, total = 0, 0
-    for begin in range(0, q.shape[2], chunk_size):
+    for start in range(0, q.shape[2], how.chunk_size):
         # recomputed in the backward pass: stored, the blocks would be the L x L matrix
-        y, row = checkpoint(block, begin, use_reentrant=False) if torch.is_grad_enabled() else block(begin)
+        y, row = checkpoint(block, start, use_reentrant=False) if torch.is_grad_enabled() else block(start)
         numerator, total = numerator + y, total + row
-    return numerator, total if rowsum else None
+    return numerator, total if how.rowsum else None

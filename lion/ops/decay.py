@@ -18,15 +18,15 @@ The mask `M_ij` is the product of the decays between tokens i and j. Which token
     below (i >= j)   source: X_i - X_j    target, symmetric: P_i - P_j
     above (i <= j)   target: X_j - X_i    source, symmetric: P_j - P_i
 
-so one direction is a *clock* `t` with decay `exp(t_query - t_key)`, the clock above the diagonal being the negated
-prefix sum. No exponent is positive, and none is ever exponentiated before it is masked. A decay below `least_decay`
-is exactly 0: products of smaller ones are denormal numbers, which some processors multiply a hundred times slower.
+so one direction is a *cumulative decay* `t` with `M_ij = exp(t_i - t_j)`, above the diagonal the negated prefix sum. No
+exponent is positive, and none is ever exponentiated before it is masked. A decay below `least_log_decay` is exactly 0:
+products of smaller ones are denormal numbers, which some processors multiply a hundred times slower.
 
 A fourth convention, `between` (RWKV), counts only tokens strictly between the two: a token reads before the state
 decays and takes it in (X_i - P_j below, X_j - P_i above), and its own key comes in by a weight of its own, `bonus`.
 
-A lambda may be a vector, one number for each key dimension (a lane): every clock has lanes as its last axis, one
-or D of them, and one lane is the scalar case.
+A lambda may be a vector, one number for each key dimension: the last axis of every cumulative decay is of size D, or of
+size 1 in the scalar case.
 """
 
 from __future__ import annotations
@@ -41,51 +41,51 @@ from torch import Tensor
 
 DECAY_CONVENTIONS = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
-FORGOTTEN = -1e3  # exp of it is 0 in float64; anything below would only swallow its neighbours in a sum
+LOG_ZERO = -1e3  # exp of it is 0 in float64; anything below would only swallow its neighbours in a sum
 
 
-class Clock(NamedTuple):
-    """Log-time of every token (b, H, .., L, D or 1) in one direction, and the segment that it belongs to.
+class CumulativeDecay(NamedTuple):
+    """Sum of log decays at every token (b, H, .., L, D or 1) in one direction, and the token's segment.
 
-    `terms` add up to the time, the first being the larger by far (see `prefix_sums`). The last axis holds a
-    lane for each key dimension, or one for all. `run` (B, 1, .., L, 1) numbers the segments;
-    None where there is only one.
+    `terms` add up to the sum, the first being the larger by far (see `prefix_sums`). `segment_index` (B, 1, .., L, 1)
+    numbers the segments; None where there is only one.
     """
 
     terms: tuple[Tensor, ...]
-    run: Tensor | None
+    segment_index: Tensor | None
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Clock:
-        return Clock(tuple(fn(t) for t in self.terms), None if self.run is None else fn(self.run))
+    def map(self, fn: Callable[[Tensor], Tensor]) -> CumulativeDecay:
+        index = self.segment_index
+        return CumulativeDecay(tuple(fn(t) for t in self.terms), None if index is None else fn(index))
 
-    def entered(self, run: Tensor | None) -> Clock:
-        """A time (b, H, 1, D or 1) at which something of a segment (B,) comes in."""
-        return Clock(self.terms, None if run is None else run[:, None, None, None])
+    def in_segment(self, segment: Tensor | None) -> CumulativeDecay:
+        """The sum (b, H, 1, D or 1) where something of a segment (B,) enters."""
+        return CumulativeDecay(self.terms, None if segment is None else segment[:, None, None, None])
 
-    def rows(self) -> Clock:
+    def rows(self) -> CumulativeDecay:
         return self.map(lambda t: t[..., :, None, :])
 
-    def columns(self) -> Clock:
+    def columns(self) -> CumulativeDecay:
         return self.map(lambda t: t[..., None, :, :])
 
 
 class Direction(NamedTuple):
-    """One direction of travel: when a token reads (`query`) and when it was written (`key`), and the times before its
-    first token (`begin`) and after its last one (`end`), (b, H, 1, D or 1), in the order of travel."""
+    """Cumulative decays of one scan direction, of a token as `query` and as `key`, before the first token that is
+    scanned (`start`) and after the last one (`end`), both (b, H, 1, D or 1). `reverse`: from right to left."""
 
-    query: Clock
-    key: Clock
-    begin: Clock
-    end: Clock
-    back: bool
+    query: CumulativeDecay
+    key: CumulativeDecay
+    start: CumulativeDecay
+    end: CumulativeDecay
+    reverse: bool
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Direction:
-        """With the tokens' times changed."""
+        """With the tokens' sums changed."""
         return self._replace(query=self.query.map(fn), key=self.key.map(fn))
 
 
-def exponent(query: Clock, key: Clock) -> Tensor:
-    """`log M` between two broadcastable clocks, at most 0; without gradients in the memory of one result."""
+def log_decay_between(query: CumulativeDecay, key: CumulativeDecay) -> Tensor:
+    """`log M` of broadcastable queries and keys, at most 0; without gradients in the memory of one result."""
     difference = query.terms[0] - key.terms[0]
     if not torch.is_grad_enabled():
         for q, k in zip(query.terms[1:], key.terms[1:]):
@@ -96,11 +96,11 @@ def exponent(query: Clock, key: Clock) -> Tensor:
     return difference - difference.detach().clamp(min=0)  # rounding up is cut, its gradient is not
 
 
-def same_run(query: Clock, key: Clock) -> Tensor | None:
-    return None if query.run is None else query.run == key.run
+def same_segment(query: CumulativeDecay, key: CumulativeDecay) -> Tensor | None:
+    return None if query.segment_index is None else query.segment_index == key.segment_index
 
 
-def least_decay(dtype: torch.dtype, factors: int = 1) -> float:
+def least_log_decay(dtype: torch.dtype, factors: int = 1) -> float:
     """Logarithm of the smallest decay that is not 0, where `factors` of them are multiplied with each other.
 
     Three quarters of the way to the smallest normal number (e^-65 in float32), so that scores, values and gradients
@@ -110,49 +110,49 @@ def least_decay(dtype: torch.dtype, factors: int = 1) -> float:
 
 
 def exp_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Tensor:
-    """`exp(log_decay)`, 0 below `least_decay` and where a mask is False: masked before `exp`, so that gradients stay
-    finite.
+    """`exp(log_decay)`, 0 below `least_log_decay` and where a mask is False: masked before `exp`, so that gradients
+    stay finite.
 
     Without gradients the result takes the memory of `log_decay`.
     """
-    masks, least = tuple(~mask for mask in masks if mask is not None), least_decay(log_decay.dtype, factors)
+    masks, least = tuple(~mask for mask in masks if mask is not None), least_log_decay(log_decay.dtype, factors)
     if not torch.is_grad_enabled():
         F.threshold_(log_decay, least, -torch.inf)
-        for gone in masks:
-            log_decay.masked_fill_(gone, -torch.inf)
+        for excluded in masks:
+            log_decay.masked_fill_(excluded, -torch.inf)
         return log_decay.exp_()
     log_decay = log_decay + torch.where(log_decay.detach() <= least, -torch.inf, 0.0)  # no mask to keep for backward
-    for gone in masks:
-        log_decay = log_decay.masked_fill(gone, -torch.inf)
+    for excluded in masks:
+        log_decay = log_decay.masked_fill(excluded, -torch.inf)
     return log_decay.exp()
 
 
-def decay(query: Clock, key: Clock, allowed: Tensor | None = None) -> Tensor:
-    """Decay from the key's time to the query's; 0 across segments and where not `allowed`."""
-    return exp_where(exponent(query, key), same_run(query, key), allowed)
+def decay(query: CumulativeDecay, key: CumulativeDecay, allowed: Tensor | None = None) -> Tensor:
+    """Decay from the key to the query; 0 across segments and where not `allowed`."""
+    return exp_where(log_decay_between(query, key), same_segment(query, key), allowed)
 
 
 def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Inclusive and exclusive prefix sums over tokens (.., L, D or 1), as terms whose differences lose nothing.
 
     A float32 sum over a long or steep sequence is off by far more than its small differences. So it is taken
-    in float64 and kept as float32 (high, low) pairs; float64 gates keep the rounding errors of their sum as
-    the second term. Gradients flow through the first term.
+    in float64 and kept as float32 (high, low) pairs; float64 decays keep the rounding errors of their sum
+    as the second term. Gradients flow through the first term.
     """
-    log_decay = log_decay.clamp_min(FORGOTTEN)
+    log_decay = log_decay.clamp_min(LOG_ZERO)
     total = log_decay.double().cumsum(-2)
     with torch.no_grad():
         if log_decay.dtype == torch.float64:
             rest = (log_decay - total.diff(dim=-2, prepend=torch.zeros_like(total[..., :1, :]))).cumsum(-2)
         else:
             rest = (total - total.float().double()).float()
-    upto = (total.to(log_decay.dtype), rest)
-    before = tuple(F.pad(t, (0, 0, 1, 0))[..., :-1, :] for t in upto)
-    return tuple(map(stored, upto)), tuple(map(stored, before))
+    inclusive = (total.to(log_decay.dtype), rest)
+    exclusive = tuple(F.pad(t, (0, 0, 1, 0))[..., :-1, :] for t in inclusive)
+    return tuple(map(materialized, inclusive)), tuple(map(materialized, exclusive))
 
 
-def stored(t: Tensor) -> Tensor:
-    """The same, as a tensor that Inductor keeps: else it computes a time again for each of the L pairs that read it,
+def materialized(t: Tensor) -> Tensor:
+    """The same, as a tensor that Inductor keeps: else it computes a sum again for each of the L pairs that read it,
     a tenth of a forward pass. With gradients it is left alone: this has a slow derivative."""
     if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.is_grad_enabled():
         return t
@@ -160,65 +160,67 @@ def stored(t: Tensor) -> Tensor:
     return t.as_strided(t.shape, t.stride())
 
 
-def read_and_write(decay_convention: str, direction: str, upto: _Terms, before: _Terms) -> tuple[_Terms, _Terms]:
-    """The times at which tokens read and are written, of sums in the order of travel."""
+def query_and_key(decay_convention: str, direction: str, inclusive: _Terms, exclusive: _Terms) -> tuple[_Terms, _Terms]:
+    """Which prefix sums along the scan tokens have as queries, and which as keys."""
     if decay_convention == "between":
-        return before, upto
-    terms = (
-        upto if decay_convention == "target" or (decay_convention == "symmetric" and direction == "forward") else before
-    )
+        return exclusive, inclusive
+    target = decay_convention == "target" or (decay_convention == "symmetric" and direction == "forward")
+    terms = inclusive if target else exclusive
     return terms, terms
 
 
 def make_directions(
-    log_decay: Tensor, run: Tensor | None, *, decay_convention: str, direction: str
+    log_decay: Tensor, segment_index: Tensor | None, *, decay_convention: str, direction: str
 ) -> tuple[Direction, ...]:
     """The directions that are on, forward first.
 
-    `log_decay` (b, H, L, D or 1), float32 or float64; `run` (B, L) non-decreasing, or None.
+    `log_decay` (b, H, L, D or 1), float32 or float64; `segment_index` (B, L) non-decreasing, or None.
     """
-    upto, before = prefix_sums(log_decay)
-    run = None if run is None else run[:, None, :, None]
+    inclusive, exclusive = prefix_sums(log_decay)
+    index = None if segment_index is None else segment_index[:, None, :, None]
     made = []
     for name in ("forward", "backward"):
         if direction not in (name, "both"):
             continue
-        back = name == "backward"
-        if back:  # a sum that is inclusive from the right is exclusive from the left
-            upto, before = (tuple(-t for t in terms) for terms in (before, upto))
-        query, key = read_and_write(decay_convention, name, upto, before)
-        first, last = (Clock(before, run), Clock(upto, run))
+        reverse = name == "backward"
+        if reverse:  # a sum that is inclusive from the right is exclusive from the left
+            inclusive, exclusive = (tuple(-t for t in terms) for terms in (exclusive, inclusive))
+        query, key = query_and_key(decay_convention, name, inclusive, exclusive)
+        first, last = CumulativeDecay(exclusive, index), CumulativeDecay(inclusive, index)
         ends = (first.map(lambda t: t[..., :1, :]), last.map(lambda t: t[..., -1:, :]))
-        if back:
+        if reverse:
             ends = (first.map(lambda t: t[..., -1:, :]), last.map(lambda t: t[..., :1, :]))
-        made.append(Direction(Clock(query, run), Clock(key, run), *ends, back))
+        made.append(Direction(CumulativeDecay(query, index), CumulativeDecay(key, index), *ends, reverse))
     return tuple(made)
 
 
-def hold(t: Tensor, missing: int) -> Tensor:
-    """Let time (.., L, D) stand still for `missing` more places."""
+def pad_with_last(t: Tensor, padding: int) -> Tensor:
+    """Cumulative decays (.., L, D), the last one repeated for `padding` more tokens, which do not decay."""
     length = t.shape[-2]
-    known = torch.arange(length + missing, device=t.device)[:, None] < length  # a graph asks whether 1 is `expand`ed
-    return torch.where(known, F.pad(t, (0, 0, 0, missing)), t[..., -1:, :])
+    known = torch.arange(length + padding, device=t.device)[:, None] < length  # a graph asks whether 1 is `expand`ed
+    return torch.where(known, F.pad(t, (0, 0, 0, padding)), t[..., -1:, :])
 
 
-def pair_mask(
-    directions: tuple[Direction, ...], own: bool = True, keys: slice = slice(None), places: Tensor | None = None
+def decay_mask(
+    directions: tuple[Direction, ...],
+    include_diagonal: bool = True,
+    keys: slice = slice(None),
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """The mask M of Eq. 14 and 30, (b, H, .., L, L, D or 1): diagonal 1, or 0 without `own`; some columns, or all.
+    """The mask M of Eq. 14 and 30, (b, H, .., L, L, D or 1): diagonal 1 or 0; all columns, or those of some `keys`.
 
-    `places` (L,) says as the how manieth each token is visited, where that is not the order in which they stand.
+    `positions` (L,) are those of the tokens in the scan, where it does not go from left to right.
     """
-    clock = directions[0].key
-    if places is None:
-        places = torch.arange(clock.terms[0].shape[-2], device=clock.terms[0].device, dtype=torch.int32)
-    i, j = places[:, None, None], places[keys, None]
+    terms = directions[0].key.terms[0]
+    if positions is None:
+        positions = torch.arange(terms.shape[-2], device=terms.device, dtype=torch.int32)
+    i, j = positions[:, None, None], positions[keys, None]
     pairs = [(d.query.rows(), d.key.map(lambda t: t[..., keys, :]).columns()) for d in directions]
     if len(directions) == 1:
-        before = j > i if directions[0].back else j < i
-        return decay(*pairs[0], before | (i == j) if own else before)
-    log_mask = torch.where(i >= j, exponent(*pairs[0]), exponent(*pairs[1]))
-    return exp_where(log_mask, same_run(*pairs[0]), None if own else i != j)
+        earlier = j > i if directions[0].reverse else j < i
+        return decay(*pairs[0], earlier | (i == j) if include_diagonal else earlier)
+    log_mask = torch.where(i >= j, log_decay_between(*pairs[0]), log_decay_between(*pairs[1]))
+    return exp_where(log_mask, same_segment(*pairs[0]), None if include_diagonal else i != j)
 
 
 _Terms = tuple[Tensor, ...]

@@ -25,52 +25,53 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.arguments import sum_dtype
-from lion.ops.rnn import State, Tokens, Wrap, initial_state, travel, turn, ways
+from lion.ops.rnn import Compiler, eager, scan
+from lion.ops.tokens import ScoreSettings, State, TokenBlock, flip, initial_state, scan_directions
 
 
-def delta_parts(
-    tokens: Tokens, *, form: str, direction: str, chunk_size: int, wrap: Wrap = lambda step: step
-) -> tuple[Tensor, None]:
+def delta_parts(tokens: TokenBlock, how: ScoreSettings, compiler: Compiler = eager) -> tuple[Tensor, None]:
     """Numerator (B, H, L, E), without a row sum; `tokens.gate` is beta (B, H, L, 1)."""
-    names = ways(direction)
-    if form == "rnn":
-        y, _ = travel(dict.fromkeys(names), delta_advance, tokens, rowsum=False, size=chunk_size, wrap=wrap)
+    names = scan_directions(how.direction)
+    if how.form == "delta_rnn":
+        steps = dict.fromkeys(names)
+        y, _ = scan(steps, delta_advance, tokens, rowsum=False, size=how.chunk_size, compiler=compiler)
     else:
-        size = tokens.q.shape[2] if form == "full" else chunk_size  # one chunk is the full form
+        size = tokens.q.shape[2] if how.form == "full" else how.chunk_size  # one chunk is the full form
         y = sum(delta_scan(tokens, size, name == "backward")[0] for name in names)
-    if direction == "both":
-        q, k, v, beta, *_ = tokens.kept()
+    if how.direction == "both":
+        q, k, v, beta, *_ = tokens.masked()
         y = y - ((q * k).sum(-1, keepdim=True) * beta) * v
     return y.to(sum_dtype(tokens.v)), None
 
 
-def delta_scan(tokens: Tokens, size: int, back: bool) -> tuple[Tensor, State]:
+def delta_scan(tokens: TokenBlock, size: int, reverse: bool) -> tuple[Tensor, State]:
     """One direction: the transform of all chunks at once, then a loop over chunks that moves the state."""
     length = tokens.q.shape[2]
-    tokens = tokens.piece(0, length, back).kept()
+    tokens = tokens.slice(0, length, reverse).masked()
     state = initial_state(tokens.k, tokens.v)
     size = min(size, length)
-    missing = -length % size
+    padding = -length % size
     q, k, v, beta = (
-        F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in tokens.to(state.z.dtype)[:4]
+        F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in tokens.to(state.z.dtype)[:4]
     )  # (B, H, N, C, D)
-    run = enter = None
-    if tokens.run is not None:
-        run = torch.cat([tokens.run, tokens.run[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))  # (B, N, C)
-        enter = torch.cat([run[:, :1, 0], run[:, :-1, -1]], 1)  # (B, N), the segment a chunk's state comes from
-    chunk = transform(q, k, v, beta, run, enter)
+    index = entering = None
+    if tokens.segment_index is not None:
+        last = tokens.segment_index[:, -1:].expand(-1, padding)
+        index = torch.cat([tokens.segment_index, last], 1).unflatten(1, (-1, size))  # (B, N, C)
+        entering = torch.cat([index[:, :1, 0], index[:, :-1, -1]], 1)  # (B, N), the segment of the state that enters
+    chunk = transform(q, k, v, beta, index, entering)
     S, out = state.S, []
     for n in range(q.shape[2]):
-        y, S = move(S, Chunk(*(x if x is None else x[:, :, n] for x in chunk)))
+        y, S = read_and_update(S, Chunk(*(x if x is None else x[:, :, n] for x in chunk)))
         out.append(y)
-    return turn(torch.cat(out, 2)[:, :, :length], 2, back), state._replace(S=S)
+    return flip(torch.cat(out, 2)[:, :, :length], 2, reverse), state._replace(S=S)
 
 
-def delta_advance(_: None, state: State, state_run: Tensor | None, tokens: Tokens):
+def delta_advance(_: None, state: State, segment: Tensor | None, tokens: TokenBlock):
     """Read and update a state by C tokens, as `lion.ops.rnn.advance`."""
-    q, k, v, beta, _, run, _ = tokens.kept().to(state.S.dtype)
-    y, S = move(state.S, transform(q, k, v, beta, run, state_run))
-    return y, None, state._replace(S=S), None if run is None else run[:, -1]
+    q, k, v, beta, _, index, _ = tokens.masked().to(state.S.dtype)
+    y, S = read_and_update(state.S, transform(q, k, v, beta, index, segment))
+    return y, None, state._replace(S=S), None if index is None else index[:, -1]
 
 
 class Chunk(NamedTuple):
@@ -85,17 +86,19 @@ class Chunk(NamedTuple):
     keep: Tensor | None
 
 
-def transform(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, run: Tensor | None, enter: Tensor | None) -> Chunk:
-    """The UT transform of chunks (B, H, .., C, D); `run` (B, .., C), `enter` (B, ..) are the segments."""
+def transform(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, segment_index: Tensor | None, entering: Tensor | None
+) -> Chunk:
+    """The UT transform of chunks (B, H, .., C, D): segments of tokens (B, .., C), of states that enter (B, ..)."""
     gram, scores = k @ k.mT, (q @ k.mT).tril()
     keep = None
     seen, kept = k, k
-    if run is not None:  # a segment reads nothing but itself, and only the last one is handed on
-        run = run[:, None]  # (B, 1, .., C)
-        same = run[..., :, None] == run[..., None, :]
+    if segment_index is not None:  # a segment reads nothing but itself, and only the last one is handed on
+        index = segment_index[:, None]  # (B, 1, .., C)
+        same = index[..., :, None] == index[..., None, :]
         gram, scores = gram.masked_fill(~same, 0), scores.masked_fill(~same, 0)
-        first = (run == enter[:, None, ..., None])[..., None]  # (B, 1, .., C, 1)
-        final = run[..., -1:, None] == run[..., None]
+        first = (index == entering[:, None, ..., None])[..., None]  # (B, 1, .., C, 1)
+        final = index[..., -1:, None] == index[..., None]
         q, seen, kept = q * first, k * first, k * final
         keep = first[..., -1:, :]
     lower = (beta * gram).tril(-1)
@@ -106,7 +109,7 @@ def transform(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, run: Tensor | None,
     return Chunk(q, W, U, scores, kept, keep)
 
 
-def move(S: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+def read_and_update(S: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
     """What a chunk reads (B, H, C, E) from a state (B, H, D, E) and itself, and the state after it."""
     new = chunk.U - chunk.W @ S
     y = chunk.q @ S + chunk.scores @ new

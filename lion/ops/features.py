@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import choice
-
 
 class FeatureMap(NamedTuple):
     apply: Callable[[Tensor], Tensor]
@@ -34,8 +32,3 @@ def apply_feature_map(name: str | None, x: Tensor) -> Tensor:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)
     return FEATURE_MAPS[name].apply(x.to(wide)).to(x.dtype)
-
-
-def check_feature_map(name: str | None) -> None:
-    if name is not None:
-        choice("feature_map", name, tuple(FEATURE_MAPS))

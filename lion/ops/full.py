@@ -9,55 +9,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import is_number, rounded
-from lion.ops.decay import Direction, hold, make_directions, pair_mask
+from lion.ops.arguments import is_static, round_up
+from lion.ops.decay import Direction, decay_mask, make_directions, pad_with_last
+from lion.ops.tokens import ScoreSettings, TokenBlock
 
 ALIGNMENT = 8  # products of 200 tokens take three quarters of the time of 197 here, and GPUs ask for as much
 ALIGNED_ABOVE = 64  # tokens; not worth a copy below
 
 
-def pair_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], own: bool) -> Tensor:
-    """Decayed scores (B, H, .., L, L), float32 or wider; `own`: whether a token reads its own key here."""
-    mask = pair_mask(directions, own).squeeze(-1)
+def decayed_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], include_diagonal: bool) -> Tensor:
+    """(B, H, .., L, L), float32 or wider."""
+    mask = decay_mask(directions, include_diagonal).squeeze(-1)
     scores = (q @ k.mT).to(mask.dtype)
     return scores * mask if torch.is_grad_enabled() else scores.mul_(mask)
 
 
-def masked_parts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    run: Tensor | None,
-    *,
-    decay_convention: str,
-    direction: str,
-    own: bool,
-    rowsum: bool,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor | None]:
-    """Numerator (B, H, L, E) and row sum (B, H, L) of the masked product, dense in L; log_decay (b, H, L, 1)."""
-    length = q.shape[2]
-    q, k, v, log_decay, missing = aligned(q, k, v, log_decay)
-    run = pad_run(run, missing)
-    directions = make_directions(log_decay, run, decay_convention=decay_convention, direction=direction)
-    weights = pair_scores(q, k, directions, own)  # (B, H, L, L)
-    return weighted_parts(weights, v, length, rowsum=rowsum, dropout_p=dropout_p)
+def masked_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
+    """Numerator (B, H, L, E) and row sum (B, H, L) of the masked product, dense in L; a decay (b, H, L, 1)."""
+    length = tokens.q.shape[2]
+    q, k, v, log_decay, padding = aligned(*tokens[:4])
+    index = pad_segments(tokens.segment_index, padding)
+    directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
+    weights = decayed_scores(q, k, directions, how.include_diagonal)  # (B, H, L, L)
+    return weighted_sum(weights, v, length, rowsum=how.rowsum, dropout_p=dropout_p)
 
 
 def aligned(*xs: Tensor) -> tuple:
     """Tokens (B, H, L, D) with zeros behind them, to a length that matrix products are fast at, and how many."""
     length = xs[0].shape[2]
-    missing = 0 if is_number(length) and length <= ALIGNED_ABOVE else rounded(length, ALIGNMENT) - length
-    return (*(F.pad(x, (0, 0, 0, missing)) if missing else x for x in xs), missing)
+    padding = 0 if is_static(length) and length <= ALIGNED_ABOVE else round_up(length, ALIGNMENT) - length
+    return (*(F.pad(x, (0, 0, 0, padding)) if padding else x for x in xs), padding)
 
 
-def pad_run(run: Tensor | None, missing: int) -> Tensor | None:
-    """Segments (B, L) with `missing` places more, which belong to the last one."""
-    return run if run is None or not missing else hold(run[..., None], missing).squeeze(-1)
+def pad_segments(segment_index: Tensor | None, padding: int) -> Tensor | None:
+    """(B, L) with `padding` tokens more, which belong to the last segment."""
+    if segment_index is None or not padding:
+        return segment_index
+    return pad_with_last(segment_index[..., None], padding).squeeze(-1)
 
 
-def weighted_parts(
+def weighted_sum(
     weights: Tensor, v: Tensor, length: int, *, rowsum: bool, dropout_p: float
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L) of decayed scores, their first `length` rows."""

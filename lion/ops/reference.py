@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import as_lanes
+from lion.ops.arguments import expand_decay
 
 
 def reference_attention(
@@ -35,7 +35,7 @@ def reference_attention(
     """
     batch, heads, length, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
-    log_decay = as_lanes(log_decay, q).to(q.dtype).expand(batch, heads, length, dim)
+    log_decay = expand_decay(log_decay, q).to(q.dtype).expand(batch, heads, length, dim)
     bonus = q.new_ones(heads, dim) if bonus is None else bonus.reshape(heads, -1).expand(heads, dim)
     turned = (q, k) if angles is None else (_turn(q, angles), _turn(k, angles))
     undecayed = torch.zeros_like(log_decay), torch.ones_like(bonus)

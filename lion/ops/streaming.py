@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import (
-    as_lanes,
-    as_runs,
-    check_chunk_size,
-    check_gates,
-    check_masks,
-    check_tokens,
-    choice,
-    mismatch,
-    no_autocast,
-)
-from lion.ops.attention import NORMALIZE, check_pairs, default_scale, finish, linear_attention, separate_rowsum
-from lion.ops.decay import DECAY_CONVENTIONS, Clock, decay, prefix_sums, read_and_write
+from lion.ops.api import linear_attention, normalized, separate_rowsum
+from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, mismatch, no_autocast
+from lion.ops.decay import CumulativeDecay, decay, prefix_sums, query_and_key
 from lion.ops.delta import delta_advance, delta_scan
-from lion.ops.features import apply_feature_map, check_feature_map
-from lion.ops.rnn import Recurrence, State, Tokens, advance
+from lion.ops.features import apply_feature_map
+from lion.ops.rnn import Recurrence, advance
 from lion.ops.rotary import rotate_pair
+from lion.ops.segments import SegmentIndex, prepared
+from lion.ops.settings import DEFAULTS, Settings, with_fields
+from lion.ops.tokens import State, TokenBlock
+
+UNUSED = ("form", "direction", "dropout_p", "scan_merge")  # a prompt goes forward in chunks, without dropout
 
 
 def step(
@@ -34,47 +32,52 @@ def step(
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
-    feature_map: str | None = None,
-    normalize: str = "sum",
-    decay_convention: str = "source",
-    scale: float | None = None,
-    eps: float = 1e-6,
+    settings: Settings = DEFAULTS,
+    **fields: Any,
 ) -> tuple[Tensor, State]:
     """One causal step: the output of `direction="forward"` for the next token(s), and the state after it.
-
-    Defaults are those of `linear_attention`.
 
     Args:
         state: `initial_state(k, v)`, or what `prefill` or the last step returned. Under the `source` convention it is
             stored already decayed by the last token.
         q, k: (B, H, C, D); v: (B, H, C, E), C = 1 for streaming. The others as in `linear_attention`, with C for L.
+        settings, fields: See `Settings`; nothing depends on `form`, `direction`, `chunk_size` and `dropout_p` here.
 
     Returns:
         (B, H, C, E) in the dtype of `v`, and the new state.
+
+    Raises:
+        ValueError: An argument of the wrong shape, dtype or name, or two that do not go together.
     """
-    _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, decay_convention)
-    q, k = apply_feature_map(feature_map, q), apply_feature_map(feature_map, k)
+    settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
+    check_tokens(q, k, v)
+    check_gates(q, Gates(log_decay, beta, bonus, angles), settings)
+    q, k = apply_feature_map(settings.feature_map, q), apply_feature_map(settings.feature_map, k)
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
     if state.S.shape != shape or state.z.shape != shape[:-1]:
         raise mismatch("state", f"S {shape}, z {shape[:-1]}", state.S)
+    normalize = settings.normalize
     with no_autocast(q):
-        turned = rotate_pair(q, k, angles)
+        rotated = rotate_pair(q, k, angles)
         if beta is not None:
-            y, row, state, _ = delta_advance(None, state, None, Tokens(*turned, v, beta[..., None]))
+            y, row, state, _ = delta_advance(None, state, None, TokenBlock(*rotated, v, beta[..., None]))
         else:
-            own = 1.0 if bonus is None else bonus.to(state.z.dtype).reshape(bonus.shape[0], 1, -1)
-            apart = separate_rowsum(normalize, angles)
-            way = Recurrence(decay_convention, "forward", own, normalize != "none" and not apart)
-            tokens = Tokens(*turned, v, as_lanes(log_decay, q))
-            y, row, new, _ = advance(way, state, None, tokens)
-            if apart:
+            weight = 1.0 if bonus is None else bonus.to(state.z.dtype).reshape(bonus.shape[0], 1, -1)
+            separate = separate_rowsum(normalize, angles)
+            recurrence = Recurrence(
+                settings.decay_convention, "forward", weight, rowsum=normalize != "none" and not separate
+            )
+            tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q))
+            y, row, new, _ = advance(recurrence, state, None, tokens)
+            if separate:
                 if normalize == "pre":
-                    tokens, way = tokens._replace(gate=as_lanes(None, q)), way._replace(own=1.0)
+                    tokens = tokens._replace(gate=expand_decay(None, q))
+                    recurrence = recurrence._replace(diagonal_weight=1.0)
                 tokens = tokens._replace(q=q, k=k, v=v[..., :0])
-                sums = advance(way._replace(rowsum=True), state._replace(S=state.S[..., :0]), None, tokens)
+                sums = advance(recurrence._replace(rowsum=True), state._replace(S=state.S[..., :0]), None, tokens)
                 row, new = sums[1], new._replace(z=sums[2].z)
             state = new
-        return finish(y, row, normalize, scale=default_scale(scale, q), eps=eps).to(v.dtype), state
+        return normalized(y, row, settings, q.shape[-1]).to(v.dtype), state
 
 
 def prefill(
@@ -86,66 +89,45 @@ def prefill(
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
-    feature_map: str | None = None,
-    normalize: str = "sum",
-    decay_convention: str = "source",
-    scale: float | None = None,
-    chunk_size: int = 64,
     valid: Tensor | None = None,
-    segments: Tensor | None = None,
-    eps: float = 1e-6,
+    segments: Tensor | SegmentIndex | None = None,
+    settings: Settings = DEFAULTS,
+    **fields: Any,
 ) -> tuple[Tensor, State]:
     """The forward direction of a whole prompt in the chunk form, and the state to go on from with `step`.
 
-    Arguments and output as in `linear_attention`. With `segments` the state is that of the last one.
+    Arguments and output as in `linear_attention`; nothing depends on `form`, `direction` and `dropout_p` here. With
+    `segments` the state is that of the last one.
     """
-    _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, decay_convention)
-    check_masks(q, valid, segments)
-    check_chunk_size(chunk_size)
-    with no_autocast(q):
-        run, kept = as_runs(valid, segments)
-        q, k = Tokens(q, k, v, v, kept, phi=feature_map).mapped()[:2]
-        read, turned = rotate_pair(q, k, angles, kept)
-        if beta is not None:
-            y, state = delta_scan(Tokens(read, turned, v, beta[..., None], kept, run), chunk_size, False)
-            return finish(y, None, normalize, scale=default_scale(scale, q), eps=eps).to(v.dtype), state
-        summed = k if separate_rowsum(normalize, angles) else turned
-        tokens = Tokens(turned, summed, v, as_lanes(log_decay, q), kept, run).kept()
-        turned, plain, values, decays, _, run, _ = tokens.to(tokens.gate.dtype)
-        S = _decayed(turned, decays, run, decay_convention).mT @ values
-        z = _decayed(plain, torch.zeros_like(decays) if normalize == "pre" else decays, run, decay_convention).sum(2)
-    y = linear_attention(
-        q,
-        k,
-        v,
-        log_decay,
-        beta=beta,
-        bonus=bonus,
-        angles=angles,
-        form="chunk",
-        direction="forward",
-        normalize=normalize,
-        decay_convention=decay_convention,
-        scale=scale,
-        chunk_size=chunk_size,
-        valid=valid,
-        segments=segments,
-        eps=eps,
-    )
-    return y, State(S, z)
-
-
-def _decayed(k: Tensor, log_decay: Tensor, run: Tensor | None, decay_convention: str) -> Tensor:
-    """Keys (B, H, L, D) as they are left after the last token."""
-    upto, before = prefix_sums(log_decay)
-    run = None if run is None else run[:, None, :, None]
-    key = Clock(read_and_write(decay_convention, "forward", upto, before)[1], run)
-    return k * decay(Clock(upto, run).map(lambda t: t[:, :, -1:]), key)
-
-
-def _check(q, k, v, log_decay, beta, bonus, angles, feature_map, normalize, decay_convention) -> None:
+    settings = with_fields(settings, fields, unused=UNUSED)
+    settings = replace(settings, form="chunk", direction="forward", dropout_p=0.0)
     check_tokens(q, k, v)
-    check_gates(q, log_decay, beta, bonus, angles)
-    check_feature_map(feature_map)
-    choice("decay_convention", decay_convention, DECAY_CONVENTIONS)
-    check_pairs(choice("normalize", normalize, NORMALIZE), log_decay, beta, bonus)
+    check_gates(q, Gates(log_decay, beta, bonus, angles), settings)
+    with no_autocast(q):
+        segments = prepared(q, valid, segments)
+        index, valid = segments
+        q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
+        settings = replace(settings, feature_map=None)
+        rotated_q, rotated_k = rotate_pair(q, k, angles, valid)
+        if beta is not None:
+            tokens = TokenBlock(rotated_q, rotated_k, v, beta[..., None], valid, index)
+            y, state = delta_scan(tokens, settings.chunk_size, False)
+            return normalized(y, None, settings, q.shape[-1]).to(v.dtype), state
+        summed = k if separate_rowsum(settings.normalize, angles) else rotated_k
+        tokens = TokenBlock(rotated_k, summed, v, expand_decay(log_decay, q), valid, index).masked()
+        keys, summed, values, decays, _, index, _ = tokens.to(tokens.gate.dtype)
+        S = _decayed_keys(keys, decays, index, settings).mT @ values
+        undecayed = settings.normalize == "pre"
+        z = _decayed_keys(summed, torch.zeros_like(decays) if undecayed else decays, index, settings).sum(2)
+    return linear_attention(
+        q, k, v, log_decay, bonus=bonus, angles=angles, segments=segments, settings=settings
+    ), State(S, z)
+
+
+def _decayed_keys(k: Tensor, log_decay: Tensor, segment_index: Tensor | None, settings: Settings) -> Tensor:
+    """Keys (B, H, L, D) as they are left after the last token."""
+    inclusive, exclusive = prefix_sums(log_decay)
+    index = None if segment_index is None else segment_index[:, None, :, None]
+    _, key = query_and_key(settings.decay_convention, "forward", inclusive, exclusive)
+    last = CumulativeDecay(inclusive, index).map(lambda t: t[:, :, -1:])
+    return k * decay(last, CumulativeDecay(key, index))

@@ -94,6 +94,10 @@ class Info(ABC):
                 what, old, new = found
                 raise ConfigError(f"{whose} is of other data: {what} was {old!r}, and is {new!r} now")
 
+    def shares_heads(self, then: dict[str, Any]) -> bool:
+        """Whether the outputs of a model that was trained on other data mean the same with these."""
+        return then == self.to_dict()
+
     def difference(self, name: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
         """What differs, as it was and as it is; None where a model of the old value serves the new one."""
         return None if old == new else (name, old, new)
@@ -133,6 +137,9 @@ class ImageInfo(Info):
 
     def resized(self, sample_size: int) -> Self:
         return replace(self, size=(sample_size, sample_size))
+
+    def shares_heads(self, then: dict[str, Any]) -> bool:
+        return same_names(then.get("classes"), list(self.classes))
 
     def difference(self, name: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
         """Labels mean their classes: another name in the same place is other data."""

@@ -21,11 +21,11 @@ from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonf
 from lion.trainer.ema import Average
 from lion.trainer.evaluate import RememberFirst, evaluate
 from lion.trainer.faults import RunError, divergence_advice, explain
-from lion.trainer.loaders import Loaders
 from lion.trainer.log import RunLog
 from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
 from lion.trainer.plan import Plan
+from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, catch_signals, compile_blocks
 from lion.trainer.state import RunState, SaveTimer
 
@@ -65,8 +65,8 @@ class Trainer:
                 shard(part, runtime)
         self.optimizer, self.lr_factors = make_optimizer(self.model, plan.optim)
         self.forward = replicate(self.model, runtime)
-        self.loaders = Loaders(splits, plan, runtime, workers)
-        self.state = RunState(folder, plan, task, self.loaders, runtime)
+        self.data = RunData(splits, plan, runtime, workers=workers)
+        self.state = RunState(folder, plan, task, self.data, runtime)
         learner = Learner(self.model, self.ema, self.optimizer)
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
         self.stopping = False  # a signal sets it
@@ -84,7 +84,7 @@ class Trainer:
             self.prepare()
             stack.enter_context(catch_signals(self))
             out = stack.enter_context(contextlib.closing(self.open_log()))
-            loader = self.loaders.train(state.step)
+            loader = self.data.train(state.step)
             batches = stack.enter_context(contextlib.closing(iter(loader)))
             try:
                 complete = self.train(batches, Monitor(state, loader, out), out)
@@ -201,7 +201,7 @@ class Trainer:
         state = self.state
         if not state.evaluation_due:
             return True
-        batches, results = RememberFirst(self.loaders.val()), {}
+        batches, results = RememberFirst(self.data.val()), {}
         how = {"precision": self.config.precision, "stop": lambda: self.runtime.any(self.stopping)[0]}
         for kind, model in zip(("val", "val_ema"), self.models):
             results[kind] = evaluate(model, batches, self.task, self.runtime, **how)

@@ -14,7 +14,8 @@ from lion.trainer.schedule import ScheduleConfig, to_seconds, to_steps
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as the trainer sees it: the recipe's settings, lengths in steps, and how a step's batch is made."""
+    """A run as the trainer sees it: the recipe's settings, lengths in steps, and how a step's batch is made:
+    `accumulation` passes of `micro` samples in every process."""
 
     trainer: TrainerConfig
     optim: OptimConfig

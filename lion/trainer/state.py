@@ -11,8 +11,8 @@ from lion.config import ConfigError
 from lion.tasks.base import Task
 from lion.tasks.seeds import derive
 from lion.trainer.faults import FiniteGuard
-from lion.trainer.loaders import Loaders
 from lion.trainer.plan import Plan
+from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, conditions, random_state, restore_random_state, seed_everything
 from lion.trainer.schedule import learning_rate
 
@@ -26,8 +26,8 @@ class RunState:
     step of the best checkpoint, `compiled` whether the blocks are.
     """
 
-    def __init__(self, run: Path, plan: Plan, task: Task, loaders: Loaders, runtime: Runtime) -> None:
-        self.run, self.plan, self.task, self.loaders, self.runtime = run, plan, task, loaders, runtime
+    def __init__(self, run: Path, plan: Plan, task: Task, data: RunData, runtime: Runtime) -> None:
+        self.run, self.plan, self.task, self.data, self.runtime = run, plan, task, data, runtime
         self.step = self.evaluated = 0
         self.best: dict[str, Any] = {"value": task.metric.worst, "step": 0}
         self.guard = FiniteGuard(runtime.device)
@@ -59,7 +59,7 @@ class RunState:
         """The learning rate and the first samples of the next step."""
         if self.finished:
             return None
-        return {"lr": self.learning_rate(), "samples": self.loaders.sampler(self.step).samples(self.step)[:8]}
+        return {"lr": self.learning_rate(), "samples": self.data.sampler(self.step).samples(self.step)[:8]}
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; every process takes part."""

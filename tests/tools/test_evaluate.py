@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 import lion
 from lion.runs import open_run
+from lion.tasks.metrics import OwnPass
 from lion.trainer.checkpoint import STATE, load_state, newest, prune, scratch_folder, seal
 from lion.trainer.evaluate import evaluate as evaluate_model
 from lion.trainer.loader import eval_batches
@@ -72,6 +73,10 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
     found = evaluate.measure(loaded, batches, len(batches), forms, cpu, "fp32")
     assert list(found) == forms and max(alive) <= 3
     assert counter.frame_count == len(forms)  # a graph a form, however often they take turns
+    own = OwnPass("pass", measure=lambda task, model, batches, _: float(model(next(iter(batches))["image"])[0, 0]))
+    monkeypatch.setattr(loaded.task, "metrics", (own,))
+    passes = evaluate.measure(loaded, batches[:1], 1, forms, cpu, "fp32")
+    assert all(passes[form]["value"] == pytest.approx(outputs[form][0, 0].item(), abs=2e-6) for form in forms)
     for form in forms:
         assert found[form]["value"] == expected[form] and found[form]["samples_per_second"] > 0
         gap = (outputs[form] - outputs["full", None]).abs().max().item()

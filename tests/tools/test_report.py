@@ -1,12 +1,14 @@
 """`report`: groups of seeds, their numbers beside the paper's, and what it refuses."""
 
 import json
+import math
 import shutil
 import statistics
 
 import pytest
 
 from lion.config import ConfigError
+from lion.tasks.metrics import OfMeans
 from tests.helpers import here, refuse, tiny_recipe
 from tools import report
 from tools.report import claim_table, claimed, group, load, place, read_paper, result_table, verdict
@@ -78,6 +80,21 @@ def test_claims_compare_runs_of_one_seed(runs):
     groups["lion_s forward"] = [r._replace(test=0.3) for r in groups["lion_s forward"]]
     assert claim_table(groups, PAPER)[1][0][1:3] == ["test", "25.00 ± 7.07"]
     assert not claim_table(group(of(runs, "softmax")), PAPER)[1]
+
+
+def test_a_metric_that_falls(runs):
+    """The least of a curve is its value, the lower of two is the better one, and nothing is in percent."""
+    metric = OfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False)
+    curves = {"lion_s": [(1.0, 18.5), (2.0, 17.25), (3.0, 19.0)], "softmax": [(1.0, 21.0), (2.0, 20.0), (3.0, 20.5)]}
+    groups = {
+        name: [r._replace(metric=metric, curve=curves[name], test=None) for r in some]
+        for name, some in group(of(runs, *curves)).items()
+    }
+    header, rows = result_table(groups, PAPER)
+    assert header[1:3] == ["test perplexity", "val perplexity"]
+    assert [row[2] for row in rows] == ["20.00 ± 0.00", "17.25 ± 0.00"]
+    header, rows = claim_table(groups, PAPER)
+    assert rows == [["lion_s > softmax", "val", "2.75 ± 0.00", "2", "so here, too"]] and header[2] == "difference"
 
 
 def test_a_run_that_is_not_finished(runs, tmp_path):

@@ -41,7 +41,7 @@ def test_the_batch_size_changes_no_metric_of_all_samples():
 
 def test_rows_are_kept_only_where_a_metric_needs_them():
     totals = Totals([toys.METRICS["perplexity"], toys.METRICS["pass"]])
-    task = toys.Sides(toys.Config(), toys.PointInfo())
+    task = toys.Sides(toys.Config(), toys.Info())
     batch = {"x": torch.randn(3, 4), "label": torch.tensor([0, 1, 0]), "mask": torch.tensor([True, True, False])}
     totals.add(task.evaluate(toys.Net(), batch), batch["mask"])
     assert not totals.rows and list(totals.sums) == ["loss"] and list(totals.values(CPU)) == ["perplexity"]
@@ -51,8 +51,8 @@ def test_rows_are_kept_only_where_a_metric_needs_them():
 def test_it_stops_in_any_pass_and_leaves_the_mode_alone(after):
     """6 batches, and 6 once more for the own pass."""
     asked = iter(range(100))
-    model, task = toys.Net().train(), toys.Sides(toys.Config(), toys.PointInfo())
-    loader = toys.Loaders(toys.splits(), toys.make_plan(toys.settings(batch_size=4), samples=64, world=1), CPU, 0)
+    model, task = toys.Net().train(), toys.Sides(toys.Config(), toys.Info())
+    loader = toys.RunData(toys.splits(), toys.make_plan(toys.settings(batch_size=4), samples=64, world=1), CPU)
     assert evaluate(model, loader.val(), task, CPU, stop=lambda: next(asked) == after) is None
     assert model.training and next(asked) == after + 1
 

@@ -65,8 +65,8 @@ def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     """Three processes: the order in which more than two add up gradients must not change with a restart."""
     path = tiny_recipe(tmp_path, trainer={"batch_size": 48, "steps": 60, "save_every": 10, "eval_every": 30})
     flags = ("--processes", 3, "--no-eval")
-    peace = command("train", path, *flags, "run.name=peace")
-    assert peace.returncode == 0, peace.stderr
+    undisturbed = command("train", path, *flags, "run.name=undisturbed")
+    assert undisturbed.returncode == 0, undisturbed.stderr
     folder = tmp_path / "runs" / "tiny"
     process = start(path, *flags)
     wait_for(lambda: steps_of(folder, "last"), process)
@@ -81,7 +81,7 @@ def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     again = command("train", path, *flags)
     assert again.returncode == 0 and "resuming at step" in again.stderr, again.stderr
     assert "bit for bit" in again.stderr
-    assert not differing(state_of(tmp_path / "runs" / "peace"), state_of(folder))
+    assert not differing(state_of(tmp_path / "runs" / "undisturbed"), state_of(folder))
     assert lines(folder)[-1]["step"] == 60
 
 

@@ -15,15 +15,15 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lion.layers.marks import Marks
+from lion.tasks import data
 from lion.tasks.base import Outcome, Sums, Task
-from lion.tasks.data import Info, Splits
 from lion.tasks.metrics import Mean, OfAll, OfMeans, OwnPass
 from lion.trainer.config import TrainerConfig
 from lion.trainer.evaluate import evaluate
-from lion.trainer.loaders import Loaders
 from lion.trainer.loop import Trainer
 from lion.trainer.optim import OptimConfig
 from lion.trainer.plan import make_plan
+from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, seed_everything, start_runtime
 from lion.trainer.schedule import ScheduleConfig
 
@@ -42,7 +42,7 @@ class Points(Dataset):
 
 
 @dataclass(frozen=True)
-class PointInfo(Info):
+class Info(data.Info):
     kind = "points"
 
     sides: int = 2
@@ -110,7 +110,7 @@ class Config:
 
 
 class Sides(Task):
-    Config, Info, unit = Config, PointInfo, "points"
+    Config, Info, unit = Config, Info, "points"
 
     @staticmethod
     def metrics_of(config):
@@ -150,7 +150,7 @@ def settings(**trainer):
 
 
 def splits():
-    return Splits(Points(64, 0), Points(23, 1), None, PointInfo())
+    return data.Splits(Points(64, 0), Points(23, 1), None, Info())
 
 
 def trainer(folder, metrics=("perplexity", "loss"), runtime=None, **changes):
@@ -158,16 +158,16 @@ def trainer(folder, metrics=("perplexity", "loss"), runtime=None, **changes):
     plan = make_plan(settings(**changes), samples=64, world=runtime.world)
     seed_everything(0)
     folder.mkdir(exist_ok=True, parents=True)
-    task = Sides(Config(metrics), PointInfo())
+    task = Sides(Config(metrics), Info())
     return Trainer(plan, task, task.build_model(None), splits(), folder, runtime)
 
 
 def measure(runtime, micro=4):
     """All metrics of the untrained model, by every process of the runtime."""
     seed_everything(0)
-    task = Sides(Config(), PointInfo())
+    task = Sides(Config(), Info())
     plan = make_plan(settings(batch_size=micro * runtime.world), samples=64, world=runtime.world)
-    return evaluate(task.build_model(None), Loaders(splits(), plan, runtime, 0).val(), task, runtime)
+    return evaluate(task.build_model(None), RunData(splits(), plan, runtime).val(), task, runtime)
 
 
 def main(folder):

@@ -10,18 +10,18 @@ from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime
 
 
-class Loaders:
-    """Batches of both splits, as the plan wants them, read by so many `workers`."""
+class RunData:
+    """`train` and `val` in batches, as the plan wants them; `workers` are loader processes."""
 
-    def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, workers: int) -> None:
+    def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, *, workers: int = 0) -> None:
         self.splits, self.plan = splits, plan
         self.place = {"rank": runtime.rank, "world": runtime.world}
         self.loading: dict[str, Any] = {
+            "collate": splits.collate,
             "workers": workers,
             "pin": runtime.device.type == "cuda",
             "faults": plan.trainer.faults,
             "device": runtime.device,
-            "collate": splits.collate,
         }
 
     def sampler(self, start: int) -> StepSampler:
@@ -29,16 +29,17 @@ class Loaders:
         plan = self.plan
         return StepSampler(
             len(self.splits.train),
-            order=self.splits.order,
             batch=plan.trainer.batch_size,
             micro=plan.micro,
             seed=plan.seed,
             start=start,
             total=plan.total,
+            order=self.splits.order,
             **self.place,
         )
 
     def train(self, start: int) -> Batches:
+        """From step `start` on, across epochs."""
         return train_batches(self.splits.train, self.sampler(start), **self.loading)
 
     def val(self) -> Batches:

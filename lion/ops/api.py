@@ -1,0 +1,183 @@
+"""The entry to all forms: masks, the choice of form, and normalisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype
+from lion.ops.blockwise import blockwise_parts
+from lion.ops.delta import delta_parts
+from lion.ops.full import add_diagonal, masked_parts, product_parts
+from lion.ops.piecewise import in_pieces
+from lion.ops.rotary import rotate_pair
+from lion.ops.segments import SegmentIndex, prepared
+from lion.ops.settings import DEFAULTS, Settings, resolve_form, with_fields
+from lion.ops.tokens import ScoreSettings, TokenBlock
+from lion.ops.vector import full_vector_parts
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    beta: Tensor | None = None,
+    bonus: Tensor | None = None,
+    angles: Tensor | None = None,
+    valid: Tensor | None = None,
+    segments: Tensor | SegmentIndex | None = None,
+    settings: Settings = DEFAULTS,
+    **fields: Any,
+) -> Tensor:
+    """Linear attention `Y = scale(Q K^T * M) V` with the decay mask M (LION, Eq. 13 and 14).
+
+    How it is computed is in `settings`, or in its fields by name:
+    `linear_attention(q, k, v, log_decay, form="chunk", direction="forward")`. Every form computes the same function;
+    "full" and "chunk" are static graphs for `torch.compile`.
+
+    Args:
+        q, k: Queries and keys (B, H, L, D), through the feature map unless `feature_map` is given. Gates on the key are
+            folded into k.
+        v: Values (B, H, L, E). Float16 is computed in float32, as its sums would overflow; bfloat16 is not.
+        log_decay: log lambda <= 0: None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with a lambda for each
+            key dimension (H, D) or (B, H, L, D). What is above 0 counts as 0: a lambda is at most 1.
+        beta: (B, H, L) in [0, 1]: the delta rule (see `lion.ops.delta`) in place of decays, for keys of norm 1.
+            Takes `normalize="none"`.
+        bonus: (H,) or (H, D): weight of a token's own key, `sum_d bonus_d q_id k_id` on the diagonal, in place of 1.
+        angles: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2): rotation of q and k (`lion.ops.rotary`), in radians. Row
+            sums are those of the unrotated scores; rotate q and k before the call where they should not be.
+        valid: Boolean (B, L). Tokens that are not valid behave as if deleted, whatever they hold;
+            their output is 0.
+        segments: Integer (B, L). Tokens interact only within their segment; -1 is padding. The tokens of a segment
+            stand together (padding between them is allowed). Or `segment_index(valid, segments)`, made once a batch for
+            many calls; `valid` is then part of it.
+        settings, fields: See `Settings`; a field given by name is laid over the object.
+
+    Returns:
+        (B, H, L, E) in the dtype of `v`.
+
+    Raises:
+        ValueError: An argument of the wrong shape, dtype or name, or two that do not go together.
+        RuntimeError: Under `torch.jit.trace`.
+    """
+    settings = with_fields(settings, fields, unused=("scan_merge",))
+    numerator, rowsum = _attention_parts(q, k, v, Gates(log_decay, beta, bonus, angles), valid, segments, settings)
+    return normalized(numerator, rowsum, settings, q.shape[-1]).to(v.dtype)
+
+
+def linear_attention_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    beta: Tensor | None = None,
+    bonus: Tensor | None = None,
+    angles: Tensor | None = None,
+    valid: Tensor | None = None,
+    segments: Tensor | SegmentIndex | None = None,
+    settings: Settings = DEFAULTS,
+    **fields: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Numerator (B, H, L, E) and float32 row sum (B, H, L), undivided: several scans can be added up first.
+
+    Arguments as in `linear_attention`, without use for `scale` and `eps`; with `normalize="none"` there is no row sum
+    (None). Beside float16 tokens the numerator is float32.
+    """
+    settings = with_fields(settings, fields, unused=("scale", "eps", "scan_merge"))
+    return _attention_parts(q, k, v, Gates(log_decay, beta, bonus, angles), valid, segments, settings)
+
+
+def normalized(numerator: Tensor, rowsum: Tensor | None, settings: Settings, dim: int) -> Tensor:
+    """The one division: numerator (B, H, L, E) by what `normalize` makes of the row sum (B, H, L).
+
+    Without gradients the result takes the numerator's memory.
+    """
+    scale = settings.scale_of(dim)
+    if rowsum is None:
+        factor = scale
+    elif settings.normalize == "max":
+        factor = (scale / (scale * rowsum).abs().clamp_min(1))[..., None]
+    else:  # an empty row is 0, and so is its gradient, also where 1 / eps overflows
+        factor = rowsum.clamp_min(settings.eps).reciprocal().masked_fill(rowsum == 0, 0)[..., None]
+    if not torch.is_grad_enabled():
+        return numerator.mul_(factor)  # in place: inference in the rnn form holds its outputs once
+    return (numerator * factor).to(numerator.dtype)
+
+
+def separate_rowsum(normalize: str, angles: Tensor | None) -> bool:
+    """Whether the row sum is that of other scores than the numerator's: without decay, or without rotation."""
+    return normalize == "pre" or (normalize != "none" and angles is not None)
+
+
+def _attention_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    valid: Tensor | None,
+    segments: Tensor | SegmentIndex | None,
+    settings: Settings,
+) -> tuple[Tensor, Tensor | None]:
+    check_tokens(q, k, v)
+    check_gates(q, gates, settings)
+    log_decay, beta, bonus, angles = gates
+    no_decay = log_decay is None and beta is None
+    form = resolve_form(settings.form, q.shape[2], not no_decay, settings.dropout_p)
+    how = ScoreSettings(
+        form, settings.decay_convention, settings.direction, True, settings.normalize != "none", settings.chunk_size
+    )
+    feature_map = settings.feature_map
+    with no_autocast(q):
+        index, valid = prepared(q, valid, segments)
+        if form != "rnn":  # which widens a piece at a time
+            q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
+        if angles is not None and feature_map is not None:  # rotation comes after it
+            q, k, feature_map = *TokenBlock(q, k, v, v, valid, feature_map=feature_map).featurized()[:2], None
+        rotated = rotate_pair(q, k, angles, valid)
+        if beta is not None:
+            tokens = TokenBlock(*rotated, v, beta[..., None], valid, index, feature_map)
+            if form == "rnn":
+                return in_pieces(tokens, None, how._replace(form="delta_rnn"))
+            return delta_parts(tokens, how)
+        decays = expand_decay(log_decay, q, clamp=form != "rnn")
+        tokens = TokenBlock(*rotated, v, decays, valid, index, feature_map)
+        separate = separate_rowsum(settings.normalize, angles)
+        rowsum = how.rowsum and not separate
+        numerator, total = _score_parts(tokens, bonus, no_decay, how._replace(rowsum=rowsum), settings.dropout_p)
+        if separate:  # once more, with values of width 0
+            tokens = tokens._replace(q=q, k=k, v=v[..., :0])
+            if settings.normalize == "pre":
+                tokens, bonus, no_decay = tokens._replace(gate=expand_decay(None, q)), None, True
+            total = _score_parts(tokens, bonus, no_decay, how, 0.0)[1]
+        return numerator, total
+
+
+def _score_parts(
+    tokens: TokenBlock, bonus: Tensor | None, no_decay: bool, how: ScoreSettings, dropout_p: float
+) -> tuple[Tensor, Tensor | None]:
+    """Numerator and row sum of one set of scores."""
+    if bonus is not None:
+        bonus = bonus.to(tokens.gate.dtype).reshape(bonus.shape[0], 1, -1)  # (H, 1, D or 1)
+    how = how._replace(include_diagonal=bonus is None and (no_decay or how.decay_convention != "between"))
+    product = no_decay and how.include_diagonal and how.form == "full" and not dropout_p
+    if product and not (how.direction == "both" and tokens.segment_index is None):
+        how = how._replace(form="chunk")  # a product with borders: still never an L x L matrix
+    if how.form in ("chunk", "rnn"):
+        return in_pieces(tokens, bonus, how)
+    tokens = tokens.masked()
+    q, k, v, log_decay = tokens[:4]
+    if product:
+        return product_parts(q, k, v, rowsum=how.rowsum)
+    if how.form == "full":
+        parts = full_vector_parts if log_decay.shape[-1] > 1 else masked_parts
+        numerator, total = parts(tokens, how, dropout_p)
+    else:
+        numerator, total = blockwise_parts(tokens, how)
+    if not how.include_diagonal:
+        numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype)
+    return numerator, total

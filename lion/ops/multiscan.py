@@ -1,0 +1,137 @@
+"""Several scans of the same tokens, each in an order and with decays of its own: Lion-D♮ and Lion-S♮ (C.14).
+
+With the mask `M_s` of scan s, brought back to the order in which the tokens stand, there are two ways to merge:
+
+    masks    Y = (S * M) V / rowsum(S * M), M = mean_s M_s      the released code, which made the paper's tables
+    outputs  Y = mean_s (S * M_s) V / rowsum(S * M_s)           the paper's text
+
+where `S = Q K^T`. Without a row sum the two are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lion.ops.api import linear_attention_parts, normalized
+from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype
+from lion.ops.decay import decay_mask, make_directions, pad_with_last
+from lion.ops.full import aligned, weighted_sum
+from lion.ops.segments import check_masks
+from lion.ops.settings import DEFAULTS, Settings, resolve_form, with_fields
+from lion.ops.tokens import TokenBlock
+
+
+def multi_scan_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decays: Sequence[Tensor],
+    orders: Tensor,
+    *,
+    valid: Tensor | None = None,
+    settings: Settings = DEFAULTS,
+    **fields: Any,
+) -> Tensor:
+    """Masked, scaled linear attention over several scans of the same tokens.
+
+    In the full form, merged masks cost one product of scores, however many scans there are; the other forms run
+    once for each scan.
+
+    Args:
+        q, k, v: Tokens (B, H, L, D or E), as in `linear_attention`.
+        log_decays: One of each scan, as in `linear_attention`, in the order in which the tokens stand.
+        orders: Integer (S, L): the tokens in the order in which each scan visits them, permutations of 0 .. L - 1.
+        valid: Boolean (B, L), as in `linear_attention`.
+        settings, fields: See `Settings`; `scan_merge` is "masks" or "outputs", above.
+
+    Returns:
+        (B, H, L, E) in the dtype of `v`.
+
+    Raises:
+        ValueError: An argument of the wrong shape, dtype or name.
+    """
+    settings = with_fields(settings, fields)
+    check_tokens(q, k, v)
+    check_masks(q, valid, None)
+    length, dim = q.shape[2:]
+    whole = not (orders.is_floating_point() or orders.is_complex() or orders.dtype == torch.bool)
+    if orders.dim() != 2 or orders.shape[1] != length or not len(orders) or not whole:
+        raise ValueError(f"orders: expected integer (scans, {length}), got {tuple(orders.shape)} {orders.dtype}")
+    if len(log_decays) != len(orders):
+        raise ValueError(f"log_decays: expected one of each of {len(orders)} scans, got {len(log_decays)}")
+    for log_decay in log_decays:
+        check_gates(q, Gates(log_decay), settings)
+
+    q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
+    settings = replace(settings, feature_map=None)
+    scalar = all(a.dim() in (1, 3) for a in log_decays)
+    merged = settings.scan_merge == "masks"
+    one_product = scalar and merged and settings.decay_convention != "between" and settings.normalize != "pre"
+    if one_product and resolve_form(settings.form, length, True, settings.dropout_p) == "full":
+        return normalized(*mean_mask_parts(q, k, v, log_decays, orders, valid, settings), settings, dim).to(v.dtype)
+    scans = [scan_parts(q, k, v, *scan, valid, settings) for scan in zip(log_decays, orders)]
+    if not merged:
+        return mean([normalized(*parts, settings, dim) for parts in scans]).to(v.dtype)
+    numerators, totals = zip(*scans)
+    total = None if totals[0] is None else mean(totals)
+    return normalized(mean(numerators), total, settings, dim).to(v.dtype)
+
+
+def scan_parts(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, order: Tensor, valid: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor | None]:
+    """Numerator (B, H, L, E) and row sum (B, H, L) of one scan, in the order in which the tokens stand."""
+    q, k, v = (x.index_select(2, order) for x in (q, k, v))
+    valid = None if valid is None else valid.index_select(1, order)
+    parts = linear_attention_parts(q, k, v, in_scan_order(log_decay, order), valid=valid, settings=settings)
+    back = positions_in(order)
+    return tuple(None if x is None else x.index_select(2, back) for x in parts)
+
+
+def mean_mask_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decays: Sequence[Tensor],
+    orders: Tensor,
+    valid: Tensor | None,
+    settings: Settings,
+) -> tuple[Tensor, Tensor | None]:
+    """The same under the mean of all scans' masks: no token moves, only its cumulative decays do."""
+    masks, length = [], q.shape[2]
+    how = dict(decay_convention=settings.decay_convention, direction=settings.direction)
+    with no_autocast(q):
+        tokens = TokenBlock(q, k, v, expand_decay(None, q), valid).masked()
+        q, k, v, padding = aligned(*(x.to(sum_dtype(x)) for x in tokens[:3]))
+        for log_decay, order in zip(log_decays, orders):
+            positions, decays = positions_in(order), expand_decay(log_decay, tokens.q)
+            if valid is not None:
+                decays = decays.masked_fill(~valid[:, None, :, None], 0)
+            directions = make_directions(decays.index_select(2, order), None, **how)
+            directions = tuple(d.map(lambda t, back=positions: t.index_select(2, back)) for d in directions)
+            if padding:
+                directions = tuple(d.map(lambda t: pad_with_last(t, padding)) for d in directions)
+                positions = torch.cat([positions, torch.arange(length, length + padding, device=q.device)])
+            masks.append(decay_mask(directions, positions=positions).squeeze(-1))  # (b, H, L, L)
+        weights = (q @ k.mT).to(masks[0].dtype) * mean(masks)
+        rowsum = settings.normalize != "none"
+        return weighted_sum(weights, v, length, rowsum=rowsum, dropout_p=settings.dropout_p)
+
+
+def in_scan_order(log_decay: Tensor, order: Tensor) -> Tensor:
+    """Decays in the order of a scan; those of a whole head are the same in any."""
+    return log_decay if log_decay.dim() < 3 else log_decay.index_select(2, order)
+
+
+def positions_in(order: Tensor) -> Tensor:
+    """The inverse permutation: the position of each token in the scan."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device, dtype=order.dtype))
+
+
+def mean(xs: Sequence[Tensor]) -> Tensor:
+    return sum(xs[1:], xs[0]) / len(xs)
