@@ -11,6 +11,7 @@ from lion.config import nearest, setting
 from lion.layers.layout import AS_THEY_STAND, SCANS, Layout
 from lion.layers.mixer import PLAIN, Mixer
 from lion.layers.norms import NORMS
+from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
 from lion.ops.features import FEATURE_MAPS
 
@@ -34,6 +35,7 @@ class AttentionConfig:
     direction: str = setting("both", choices=(*DIRECTIONS, ALTERNATING))
     scans: tuple[str, ...] = AS_THEY_STAND
     scan_merge: str = setting("masks", choices=SCAN_MERGES)
+    rotation: str = setting(NO_ROTATION, choices=(NO_ROTATION, *ROTATIONS))
     form: str = setting("auto", choices=("auto", *FORMS), free=True)
     chunk_size: int = setting(64, min=1, free=True)
     qkv_bias: bool = True
@@ -70,6 +72,9 @@ class Attention(Mixer):
         self.config = config
         self.qkv = nn.Linear(dim, 3 * dim, bias=config.qkv_bias)
         self.proj = nn.Linear(dim, dim)
+        self.rotation = None
+        if config.rotation != NO_ROTATION:
+            self.rotation = ROTATIONS[config.rotation](num_heads, self.head_dim)
         self.out_norm = NORMS[config.out_norm](dim) if config.out_norm else None
         rank = config.out_gate_rank
         self.out_gate = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim)) if rank else None
@@ -95,6 +100,13 @@ class Attention(Mixer):
     def heads(self, x: Tensor) -> Tensor:
         """q, k, v (3, B, H, L, D) of x (B, L, dim)."""
         return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+
+    def angles(self, x: Tensor, layout: Layout, more: Tensor | None = None) -> Tensor | None:
+        """By which queries and keys of tokens x (B, L, dim) are turned, and `more`; None where they are not."""
+        if self.rotation is None:
+            return more
+        angles = self.rotation(x, layout)
+        return angles if more is None else angles + more
 
     def merge(self, x: Tensor, y: Tensor) -> Tensor:
         """(B, H, L, D) -> (B, L, dim): heads side by side, norm, gate, projection."""

@@ -1,4 +1,4 @@
-"""The pre-norm block: `x + attention(norm(x))`, `x + mlp(norm(x))`."""
+"""Blocks by name, and what they are made of. A new one is one class and its line in `BLOCKS`."""
 
 from __future__ import annotations
 
@@ -60,11 +60,13 @@ class DropPath(nn.Module):
         return x * (kept / keep).to(x.dtype)
 
 
-class Block(nn.Module):
-    """One layer of an encoder.
+class PreNorm(nn.Module):
+    """One layer of an encoder, `x + mixer(norm(x))`, `x + mlp(norm(x))`.
 
     `drop_path` is this layer's stochastic depth rate, None where the model has none.
     """
+
+    final_norm = True  # what the last of them gives is not normalised yet
 
     def __init__(
         self,
@@ -106,3 +108,6 @@ class Block(nn.Module):
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         mixed, state = self.attention.step(self.norm1(x), state)
         return self.after(x, mixed), state
+
+
+BLOCKS: dict[str, type[PreNorm]] = {"pre_norm": PreNorm}

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lion.layers.layout import Layout
 from lion.layers.mixer import PLAIN
-from lion.ops import no_autocast, rope_frequencies, rotary_angles
+from lion.layers.rotations import rope_angles
+from lion.ops import no_autocast
 
 
 class Gating(NamedTuple):
@@ -120,11 +121,7 @@ class RetentionDecay(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         head = torch.arange(self.num_heads, device=x.device, dtype=x.dtype)  # no buffer: `.bfloat16()` would round it
-        positions = layout.positions_of(x)
-        if positions.shape[0] > 1:  # (B, 1, L), one axis; (1, L) where they are the same for all rows
-            positions = positions[:, None]
-        frequencies = rope_frequencies(k.shape[-1], device=x.device, dtype=torch.float64)
-        return Gating(k, torch.log1p(-(2.0 ** (-5 - head))), angles=rotary_angles(positions, frequencies))
+        return Gating(k, torch.log1p(-(2.0 ** (-5 - head))), angles=rope_angles(x, k.shape[-1], layout))
 
 
 class RandomFeatureGate(Decay):

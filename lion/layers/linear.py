@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from lion.config import check_settings, fill
 from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check_scan_names
-from lion.layers.decays import DECAYS
+from lion.layers.decays import DECAYS, Gating
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.mixer import PLAIN, state_type
 from lion.layers.mixers import MIXERS
+from lion.layers.rotations import NO_ROTATION
 from lion.ops import FORMS, State, linear_attention, multi_scan_attention, prefill, step
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
@@ -61,6 +62,8 @@ class LionAttention(Attention):
         check_settings(config)
         check_scan_names(config)
         decay = MIXERS[name].decay
+        if config.scans != AS_THEY_STAND and config.rotation != NO_ROTATION:
+            raise ValueError(f"rotation {config.rotation!r} goes by one order of the tokens, not several scans")
         if config.scans != AS_THEY_STAND and not (decay and DECAYS[decay].scans):
             fits = ", ".join(n for n, entry in MIXERS.items() if entry.decay and DECAYS[entry.decay].scans)
             raise ValueError(f"scans: not available with mixer {name!r}, only with {fits}")
@@ -136,7 +139,8 @@ class LionAttention(Attention):
         if self.decays and not self.decays[0].scans:  # it has to do with keys
             q, k = apply_feature_map(feature_map, q), apply_feature_map(m.key_map or feature_map, k)
             feature_map = None
-        given = self.decays[0](x, k, layout)._asdict() if self.decays else {"k": k}
+        given = (self.decays[0](x, k, layout) if self.decays else Gating(k))._asdict()
+        given["angles"] = self.angles(x, layout, given["angles"])
         how = dict(feature_map=feature_map, normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
         return dict(q=q, v=v, **how, **given)
 

@@ -14,7 +14,9 @@ from lion.layers.attention import Attention, AttentionConfig, check_scan_names
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.mixer import PLAIN, state_type
 from lion.layers.mixers import NONE, SOFTMAX
+from lion.layers.rotations import NO_ROTATION
 from lion.ops.features import apply_feature_map
+from lion.ops.rotary import rotate_pair
 
 
 @state_type
@@ -59,10 +61,15 @@ class SoftmaxAttention(Attention):
         return True
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        q, k = (apply_feature_map(self.config.feature_map, x) for x in (q, k))
+        q, k = self.turned(x, q, k, layout)
         mask = layout.with_pairs(self.causal).pairs
         y = self.attend(q, k, v, mask, causal=self.causal and mask is None)
         return y if mask is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
+
+    def turned(self, x: Tensor, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """q and k through the feature map, and turned by where the tokens stand."""
+        q, k = (apply_feature_map(self.config.feature_map, x) for x in (q, k))
+        return rotate_pair(q, k, self.angles(x, layout), layout.valid)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         dropout = self.config.score_dropout if self.training else 0.0
@@ -79,14 +86,15 @@ class SoftmaxAttention(Attention):
         read = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if layout.valid is None else layout.valid
         if layout.segment_index is not None:
             read = layout.in_last_segment()
-        cache = KeyValueCache(apply_feature_map(self.config.feature_map, k), v, read)
+        cache = KeyValueCache(self.turned(x, q, k, layout)[1], v, read)
         return self.merge(x, self.mix(x, q, k, v, layout)), cache
 
     def step(self, x: Tensor, state: KeyValueCache) -> tuple[Tensor, KeyValueCache]:
         self.check_causal()
         q, k, v = self.heads(x)
-        q, k = (apply_feature_map(self.config.feature_map, x) for x in (q, k))
         new, before = x.shape[1], state.k.shape[2]
+        positions = state.valid.sum(1, keepdim=True) + torch.arange(new, device=x.device)  # (B, C)
+        q, k = self.turned(x, q, k, Layout(positions=positions))
         k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
         valid = torch.cat([state.valid, state.valid.new_ones(x.shape[0], new)], 1)  # (B, T)
         seen = torch.ones(new, before + new, dtype=torch.bool, device=x.device).tril(before)  # (C, T)
@@ -104,8 +112,9 @@ class NoMixing(Attention):
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
-        if config.feature_map is not None:
-            raise ValueError(f"feature_map belongs to mixers with scores, {name!r} has none")
+        for setting, plain in (("feature_map", None), ("rotation", NO_ROTATION)):
+            if getattr(config, setting) != plain:
+                raise ValueError(f"{setting} belongs to mixers with scores, {name!r} has none")
         return SoftmaxAttention.resolve(name, config)
 
     @property

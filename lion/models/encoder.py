@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lion.config import fill, flatten, setting, to_dict
 from lion.layers import KINDS, AttentionConfig, resolve_mixer
-from lion.layers.block import MLPS, Block
+from lion.layers.block import BLOCKS, MLPS
 from lion.layers.layout import Layout
 from lion.layers.mixer import PLAIN
 from lion.layers.norms import NORMS
@@ -30,6 +30,7 @@ class EncoderConfig:
     depth: int = setting(min=1, max=1_000)
     num_heads: int = setting(min=1)
     preset: str = setting("paper", choices=("paper", "released"))
+    block: str = setting("pre_norm", choices=BLOCKS)
     mlp: str = setting("mlp", choices=MLPS)
     mlp_ratio: float = setting(4.0, above=0, max=1000)
     norm: str = setting("layernorm", choices=NORMS)
@@ -103,14 +104,14 @@ class EncoderConfig:
 
 
 class Encoder(nn.Module):
-    """`depth` blocks and a final norm, of a config that is `resolved`."""
+    """`depth` blocks and a final norm where they need one, of a config that is `resolved`."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         c = config
         rates = [c.drop_path * i / max(c.depth - 1, 1) if c.drop_path else None for i in range(c.depth)]
         self.blocks = nn.ModuleList(
-            Block(
+            BLOCKS[c.block](
                 c.dim,
                 c.num_heads,
                 mixer=c.mixer,
@@ -124,7 +125,7 @@ class Encoder(nn.Module):
             )
             for layer, rate in enumerate(rates)
         )
-        self.norm = NORMS[c.norm](c.dim, eps=c.norm_eps)
+        self.norm = NORMS[c.norm](c.dim, eps=c.norm_eps) if BLOCKS[c.block].final_norm else nn.Identity()
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         """(B, L, dim) -> (B, L, dim)."""

@@ -1,7 +1,7 @@
 """Rotation of q and k by position: a complex decay is a real decay times a rotation.
 
 With `lambda = |lambda| exp(i theta)` the factor between two tokens is `|lambda|^n exp(i theta n)`, and its angle is
-a difference of positions. So pairs of key dimensions are turned by an angle for each token (RoPE, LRPE, the complex
+a difference of positions. So pairs of key dimensions are rotated by an angle for each token (RoPE, LRPE, the complex
 states of S4D and HiPPO), and the mask M stays real:
 
     Re( q_i conj(k_j) exp(i (a_i - a_j)) ) = rotate(q_i, a_i) . rotate(k_j, a_j)
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn the pair (x_p, x_{p + D/2}) of every token of x (B, H, L, D) by `angles` (.., L, D/2), in radians.
+    """Rotate the pair (x_p, x_{p + D/2}) of every token of x (B, H, L, D) by `angles` (.., L, D/2), in radians.
 
     The angles broadcast to (B, H, L, D/2) and may be parameters. The result has the dtype of `x`; large angles come
     in float64, where a whole turn more changes nothing.
@@ -27,31 +27,31 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def rotate_pair(q: Tensor, k: Tensor, angles: Tensor | None, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """q and k (B, H, L, D), turned where there are angles; what invalid tokens hold does not reach shared angles."""
+    """q and k (B, H, L, D), rotated where there are angles; what invalid tokens hold does not reach shared angles."""
     if angles is None:
         return q, k
     if valid is not None:
-        gone = ~valid[:, None, :, None]
-        q, k = q.masked_fill(gone, 0), k.masked_fill(gone, 0)
-        angles = angles.masked_fill(gone, 0) if angles.dim() == 4 else angles
+        invalid = ~valid[:, None, :, None]
+        q, k = q.masked_fill(invalid, 0), k.masked_fill(invalid, 0)
+        angles = angles.masked_fill(invalid, 0) if angles.dim() == 4 else angles
     return rotate(q, angles), rotate(k, angles)
 
 
 def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:
-    """Angles (.., L, D/2) in float64, the sum over all axes of place times frequency.
+    """Angles (.., L, D/2) in float64, the sum over all axes of position times frequency.
 
-    A float32 angle is off by 4e-3 at place 100,000 and by 1 at 10 million; here by 1e-9.
+    A float32 angle is off by 4e-3 at position 100,000 and by 1 at 10 million; here by 1e-9.
 
     Args:
-        coords: Places (axes, L) or (B, axes, L); tokens without a place, -1 in all axes (cls), are not turned.
-        frequencies: (axes, D/2), or (H, axes, D/2) with some for each head, radians a place; fixed or learned.
+        coords: Positions (axes, L) or (B, axes, L); tokens without one, -1 in all axes (cls), are not rotated.
+        frequencies: (axes, D/2), or (H, axes, D/2) with some for each head, radians a position; fixed or learned.
 
     Returns:
         (L, D/2), (H, L, D/2) or, with coords of a batch, (B, 1 or H, L, D/2).
     """
-    places = coords.masked_fill((coords < 0).all(-2, keepdim=True), 0).double().mT  # (.., L, axes)
-    places = places[:, None] if places.dim() == 3 else places
-    return (places[..., None] * frequencies.double()[..., None, :, :]).sum(-2)
+    positions = coords.masked_fill((coords < 0).all(-2, keepdim=True), 0).double().mT  # (.., L, axes)
+    positions = positions[:, None] if positions.dim() == 3 else positions
+    return (positions[..., None] * frequencies.double()[..., None, :, :]).sum(-2)
 
 
 def rope_frequencies(

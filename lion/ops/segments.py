@@ -62,7 +62,9 @@ def prepared(q: Tensor, valid: Tensor | None, segments: Tensor | SegmentIndex | 
     if isinstance(segments, SegmentIndex):
         if valid is not None:
             raise ValueError("valid: prepared segments hold it, give it to `segment_index`")
-        check_masks(q, segments.valid, segments.index)
+        for mask in segments:
+            if mask is not None and mask.shape != (q.shape[0], q.shape[2]):
+                raise mismatch("segments", f"prepared ones of {(q.shape[0], q.shape[2])}", mask)
         return segments
     check_masks(q, valid, segments)
     return segment_index(valid, segments)

@@ -104,14 +104,8 @@ class _Scores(torch.autograd.Function):
             q2, k2 = halves(q_early, q_late, n) * E, halves(k_early, k_late, n) * E
             corners = torch.stack([grad[..., :n, n:], grad[..., n:, :n]], -3)
             dq, dk = (corners @ k2.flip(-3)) * E, (corners.mT @ q2).flip(-3) * E
-            dq_early, dq_late = (
-                dq_early + joined(dq.where(~late, none)),
-                dq_late + joined(dq.where(late, none)),
-            )
-            dk_early, dk_late = (
-                dk_early + joined(dk.where(~late, none)),
-                dk_late + joined(dk.where(late, none)),
-            )
+            dq_early, dq_late = dq_early + joined(dq.where(~late, none)), dq_late + joined(dq.where(late, none))
+            dk_early, dk_late = dk_early + joined(dk.where(~late, none)), dk_late + joined(dk.where(late, none))
             grad = torch.stack([grad[..., :n, :n], grad[..., n:, n:]], -3).flatten(-4, -3)
 
         qe, ql, ke, kl, l = (blocks(x, size) for x in (q_early, q_late, k_early, k_late, lam))
@@ -146,7 +140,7 @@ def flush_denormals(decay: Tensor) -> Tensor:
 
 
 def halvings_of(length: int) -> int:
-    """How often `length` is halved to_end a block is short."""
+    """How often `length` is halved until a block is short."""
     return (-(-length // SHORT_BLOCK) - 1).bit_length()
 
 

@@ -127,6 +127,9 @@ class ImageInfo(Info):
             raise ValueError(f"no mean and deviation of {channels} channels: {colours}")
         return cls(size, channels, classes, mean, std)
 
+    def shares_heads(self, then: dict[str, Any]) -> bool:
+        return same_names(then.get("classes"), list(self.classes))
+
     @property
     def sample_size(self) -> int:
         """The side of its squares."""
@@ -137,9 +140,6 @@ class ImageInfo(Info):
 
     def resized(self, sample_size: int) -> Self:
         return replace(self, size=(sample_size, sample_size))
-
-    def shares_heads(self, then: dict[str, Any]) -> bool:
-        return same_names(then.get("classes"), list(self.classes))
 
     def difference(self, name: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
         """Labels mean their classes: another name in the same place is other data."""

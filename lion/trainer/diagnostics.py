@@ -15,7 +15,7 @@ from lion.tasks.base import Task
 from lion.tasks.data import Batch
 from lion.trainer.histogram import Histogram, histogram
 from lion.trainer.loader import Batches
-from lion.trainer.log import RunLog
+from lion.trainer.log import NoLog, RunLog
 from lion.trainer.memory import peak_so_far
 from lion.trainer.state import RunState
 
@@ -25,7 +25,7 @@ log = logging.getLogger("lion")
 class Monitor:
     """Writes the lines of training metrics, each of the steps since the one before it."""
 
-    def __init__(self, state: RunState, batches: Batches, out: RunLog) -> None:
+    def __init__(self, state: RunState, batches: Batches, out: RunLog | NoLog) -> None:
         self.state, self.batches, self.out = state, batches, out
         self.skipped = 0  # steps, as last reported
         self.restart()

@@ -32,10 +32,7 @@ class RunLog:
     full disk is reported once and stops no run: lines of metrics wait in memory, TensorBoard ends with this process.
     """
 
-    def __init__(self, folder: Path, *, start: int, total: int, evaluated: bool = True, active: bool = True) -> None:
-        self.active = active
-        if not active:
-            return
+    def __init__(self, folder: Path, *, start: int, total: int, evaluated: bool = True) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         path = folder / "metrics.jsonl"
@@ -56,15 +53,12 @@ class RunLog:
                 self.scalars(start, line["kind"], values)
 
     def progress(self, steps: int = 1, **shown: str) -> None:
-        if self.active:
-            if shown:
-                self.bar.set_postfix(shown, refresh=False)
-            self.bar.update(steps)
+        if shown:
+            self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(steps)
 
     def write(self, step: int, kind: str, values: dict[str, float], **more: Any) -> None:
         """One line of `metrics.jsonl` and one TensorBoard point a value."""
-        if not self.active:
-            return
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # JSON has no NaN
         self.pending += (json.dumps({"step": step, "kind": kind, **more, **finite}) + "\n").encode()
         self.drain()
@@ -81,24 +75,21 @@ class RunLog:
                 self.board.add_scalar(f"{kind}/{name}", value, step)
 
     def histograms(self, step: int, kind: str, values: dict[str, Histogram]) -> None:
-        if self.active:
-            with self.space():
-                for name, value in values.items():
-                    self.board.add_histogram_raw(f"{kind}/{name}", *value, step)
+        with self.space():
+            for name, value in values.items():
+                self.board.add_histogram_raw(f"{kind}/{name}", *value, step)
 
     def images(self, values: dict[str, Tensor]) -> None:
-        if self.active:
-            with self.space():
-                for name, value in values.items():
-                    self.board.add_image(name, value, 0)
+        with self.space():
+            for name, value in values.items():
+                self.board.add_image(name, value, 0)
 
     def flush(self) -> None:
         """Everything so far to the disk, so that no checkpoint is ahead of its metrics."""
-        if self.active:
-            self.drain()
-            with self.space():
-                os.fsync(self.file.fileno())
-                self.board.flush()
+        self.drain()
+        with self.space():
+            os.fsync(self.file.fileno())
+            self.board.flush()
 
     @contextlib.contextmanager
     def space(self) -> Iterator[None]:
@@ -117,14 +108,22 @@ class RunLog:
             self.hook(args)
 
     def close(self) -> None:
-        if self.active:
-            self.bar.close()
-            self.redirect.__exit__(None, None, None)
-            with self.space():
-                self.board.close()
-            self.drain()
-            self.file.close()
-            threading.excepthook = self.hook
+        self.bar.close()
+        self.redirect.__exit__(None, None, None)
+        with self.space():
+            self.board.close()
+        self.drain()
+        self.file.close()
+        threading.excepthook = self.hook
+
+
+class NoLog:
+    """What every process but the first has in place of a `RunLog`: it writes nothing."""
+
+    def nothing(self, *values: Any, **more: Any) -> None:
+        pass
+
+    progress = write = histograms = images = flush = close = nothing
 
 
 def cut_metrics(path: Path, keep: Callable[[dict], bool]) -> list[dict]:

@@ -21,7 +21,7 @@ from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonf
 from lion.trainer.ema import Average
 from lion.trainer.evaluate import RememberFirst, evaluate
 from lion.trainer.faults import RunError, divergence_advice, explain
-from lion.trainer.log import RunLog
+from lion.trainer.log import NoLog, RunLog
 from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
 from lion.trainer.plan import Plan
@@ -112,17 +112,13 @@ class Trainer:
         if kept is not None:
             self.state.announce(kept)
 
-    def open_log(self) -> RunLog:
+    def open_log(self) -> RunLog | NoLog:
         state = self.state
-        return RunLog(
-            self.folder,
-            start=state.step,
-            total=self.plan.total,
-            evaluated=not state.evaluation_due,
-            active=self.runtime.main,
-        )
+        if not self.runtime.main:
+            return NoLog()
+        return RunLog(self.folder, start=state.step, total=self.plan.total, evaluated=not state.evaluation_due)
 
-    def train(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog) -> bool:
+    def train(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> bool:
         """The loop; False when it was asked to stop."""
         state, timer, owed = self.state, SaveTimer(self.plan.save_seconds), False
         complete = self.evaluate_if_due(out)  # a signal may have cut the last one short
@@ -157,7 +153,7 @@ class Trainer:
             group["lr"] = lr * factor
         return lr
 
-    def train_step(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog) -> tuple[Tensor, Tensor]:
+    def train_step(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> tuple[Tensor, Tensor]:
         """One optimizer step over the global batch; returns its mean loss and gradient norm.
 
         Where loss or gradient is not finite, weights and optimizer stay as they are.
@@ -180,7 +176,7 @@ class Trainer:
             self.average.update(self.model)
         return loss, norm
 
-    def accumulate(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog) -> Tensor:
+    def accumulate(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> Tensor:
         """Backward passes of this process's micro-batches; returns the sums of loss and weight."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         for micro in range(self.plan.accumulation):
@@ -196,7 +192,7 @@ class Trainer:
             sums += torch.stack((loss.detach(), weight)).double()
         return sums
 
-    def evaluate_if_due(self, out: RunLog) -> bool:
+    def evaluate_if_due(self, out: RunLog | NoLog) -> bool:
         """Measure `val` where this step's turn has not been taken; False when a signal cut it short."""
         state = self.state
         if not state.evaluation_due:
@@ -230,7 +226,7 @@ class Trainer:
         if self.checkpoints.save_best(state.step, {"step": state.step, "best": best, "info": self.task.info.to_dict()}):
             state.best = best
 
-    def save(self, out: RunLog) -> None:
+    def save(self, out: RunLog | NoLog) -> None:
         """Write a checkpoint to go on from; a full disk is reported and leaves the previous one."""
         out.flush()
         self.checkpoints.save_last(self.state.step, self.state.to_dict())

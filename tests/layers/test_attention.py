@@ -217,3 +217,33 @@ def test_softmax_takes_a_feature_map_only_if_asked():
     want = mapped.merge(x, torch.nn.functional.scaled_dot_product_attention(q, k, v))
     torch.testing.assert_close(mapped(x), want)
     assert not torch.allclose(mapped(x), plain(x), atol=1e-3)
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s", "linear_transformer", "gla", "retnet"])
+def test_a_rotation_goes_by_positions_alone(mixer):
+    """Scores see differences of positions: padding before the tokens moves nothing."""
+    torch.manual_seed(0)
+    layer = make_mixer(mixer, 12, 3, AttentionConfig(rotation="rope")).double().eval()
+    plain = make_mixer(mixer, 12, 3, AttentionConfig()).double().eval()
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 9, 12, dtype=torch.double)
+    assert (layer(x) - plain(x)).abs().max() > 1e-3
+    valid = torch.ones(2, 9, dtype=torch.bool)
+    valid[:, :3] = False
+    torch.testing.assert_close(layer(x, Layout.of(x, valid))[:, 3:], layer(x[:, 3:]))
+
+
+def test_angles_of_a_decay_and_a_rotation_add_up():
+    layer, x = make_mixer("retnet", 12, 3, AttentionConfig(rotation="rope")).double(), torch.randn(1, 4, 12).double()
+    q, k, v = layer.heads(x)
+    own = layer.decays[0](x, k).angles
+    torch.testing.assert_close(layer.arguments(x, q, k, v, Layout())["angles"], 2 * own)
+
+
+def test_bad_rotations():
+    with pytest.raises(ValueError, match="rotation turns pairs, got an odd head dim 3"):
+        make_mixer("lion_s", 9, 3, AttentionConfig(rotation="rope"))
+    with pytest.raises(ValueError, match="rotation 'rope' goes by one order of the tokens"):
+        make_mixer("lion_s", 12, 3, AttentionConfig(rotation="rope", scans=("row_snake", "column_snake")))
+    with pytest.raises(ValueError, match="rotation belongs to mixers with scores, 'none' has none"):
+        make_mixer("none", 12, 3, AttentionConfig(rotation="rope"))

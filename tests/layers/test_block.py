@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lion.layers import AttentionConfig
-from lion.layers.block import Block, DropPath
+from lion.layers.block import DropPath, PreNorm
 from tests.layers.test_attention import PACKED, PADDED, check_padding
 
 
@@ -22,7 +22,7 @@ def test_variants_of_the_block():
     x = torch.randn(2, 5, 12)
     for mlp in ("mlp", "glu"):
         for norm in ("layernorm", "rmsnorm"):
-            block = Block(12, 3, mixer="lion_d", attention=AttentionConfig(), mlp=mlp, norm=norm, drop_path=0.1)
+            block = PreNorm(12, 3, mixer="lion_d", attention=AttentionConfig(), mlp=mlp, norm=norm, drop_path=0.1)
             block(x).sum().backward()
             assert all(p.grad is not None for p in block.parameters())
 
@@ -33,5 +33,5 @@ def test_what_padding_holds_reaches_no_parameter(mixer, valid, segments):
     """Neither through the residual, which goes around the attention."""
     torch.manual_seed(0)
     for mlp, norm in (("mlp", "layernorm"), ("glu", "rmsnorm")):
-        block = Block(12, 3, mixer=mixer, attention=AttentionConfig(), mlp=mlp, norm=norm).double()
+        block = PreNorm(12, 3, mixer=mixer, attention=AttentionConfig(), mlp=mlp, norm=norm).double()
         check_padding(block, valid, segments)

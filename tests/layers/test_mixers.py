@@ -6,8 +6,8 @@ import io
 import pytest
 import torch
 
-import lion.layers.decays as decays_module
 import lion.layers.linear as linear_module
+import lion.layers.rotations as rotations_module
 from lion.layers import MIXERS, SOFTMAX, AttentionConfig, LionAttention
 from lion.layers.layout import Layout
 from lion.layers.linear import LinearState
@@ -116,9 +116,9 @@ def test_gradients_are_those_of_the_published_recurrence(mixer, direction):
 def test_backward_is_the_recurrence_on_the_flipped_sequence(mixer, monkeypatch):
     """Said again without `oracle`'s own flips; rotations keep the places of the tokens, so they turn the other way."""
     layer, x = make(mixer, "backward"), tokens(40)
-    forward, turn = make(mixer, "forward"), decays_module.rope_frequencies
+    forward, turn = make(mixer, "forward"), rotations_module.rope_frequencies
     with monkeypatch.context() as patch:
-        patch.setattr(decays_module, "rope_frequencies", lambda *a, **how: -turn(*a, **how))
+        patch.setattr(rotations_module, "rope_frequencies", lambda *a, **how: -turn(*a, **how))
         expected = forward(x.flip(1)).flip(1)
     for form, size in SMALL_FORMS:
         set_form(layer, form, size)

@@ -28,10 +28,16 @@ def saved(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, NONE, *MIXERS])
+ROTATED = AttentionConfig(direction="forward", rotation="rope")
+
+
+@pytest.mark.parametrize(
+    ("mixer", "attention"),
+    [*((m, CAUSAL) for m in (SOFTMAX, NONE, *MIXERS)), (SOFTMAX, ROTATED), ("gla", ROTATED), ("lion_s", ROTATED)],
+)
 @torch.inference_mode()
-def test_a_causal_encoder_streams(mixer):
-    model, x = encoder(mixer), torch.randn(2, 24, 12, dtype=torch.double)
+def test_a_causal_encoder_streams(mixer, attention):
+    model, x = encoder(mixer, attention), torch.randn(2, 24, 12, dtype=torch.double)
     assert model.causal
     whole = model(x)
     start, state = model.prefill(x[:, :10])
@@ -44,10 +50,10 @@ def test_a_causal_encoder_streams(mixer):
                     torch.testing.assert_close(y, whole[:, piece], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize(("mixer", "attention"), [*((m, CAUSAL) for m in (SOFTMAX, *MIXERS)), (SOFTMAX, ROTATED)])
 @torch.inference_mode()
-def test_ragged_prompts_go_on_as_they_would_alone(mixer):
-    model, x = encoder(mixer), torch.randn(3, 12, 12, dtype=torch.double)
+def test_ragged_prompts_go_on_as_they_would_alone(mixer, attention):
+    model, x = encoder(mixer, attention), torch.randn(3, 12, 12, dtype=torch.double)
     valid = torch.ones(3, 12, dtype=torch.bool)
     valid[0, 7:], valid[1, :4], valid[2, 5] = False, False, False
     new = torch.randn(3, 2, 12, dtype=torch.double)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,16 @@ SMALL_FORMS = {  # the same with borders inside about twenty tokens
 
 SCALARS = ("lit", "D", "S", "extreme")  # what "blockwise" takes
 BLOCKWISE = {"blockwise4": dict(form="blockwise", chunk_size=4), "blockwise64": dict(form="blockwise", chunk_size=64)}
+
+
+def pairwise(*factors: tuple) -> list[tuple[Any, ...]]:
+    """Few combinations in which any two values of any two factors meet: where three of them do not interact."""
+    every = {row: set(itertools.combinations(enumerate(row), 2)) for row in itertools.product(*factors)}
+    missing, rows = set().union(*every.values()), []
+    while missing:
+        rows.append(max(every, key=lambda row: len(every[row] & missing)))
+        missing -= every[rows[-1]]
+    return rows
 
 
 def forms_for(decay: str) -> dict[str, dict]:

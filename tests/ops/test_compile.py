@@ -11,7 +11,9 @@ from lion.layers import LionAttention
 from lion.layers.layout import Layout
 from lion.ops import linear_attention
 
-from .helpers import assert_close, backward, case, make, signed, unit_keys
+from .helpers import assert_close, backward, case, make, pairwise, signed, unit_keys
+
+pytestmark = pytest.mark.compiled
 
 FORMS = {"full": dict(form="full"), "chunk": dict(form="chunk", chunk_size=8)}
 LENGTH = 43
@@ -25,7 +27,7 @@ def fresh_dynamo():
 
 
 def check(inputs, backend: str, tolerance: float = 1e-6, **arguments) -> None:
-    """Compiled against eager on three sets of values, the later ones without compiling again."""
+    """Compiled against eager on two sets of values, the second without compiling again."""
 
     kind = type(inputs[0])
 
@@ -45,19 +47,17 @@ def check(inputs, backend: str, tolerance: float = 1e-6, **arguments) -> None:
 
 
 def some(decay: str, length: int = LENGTH):
-    return [make(decay, length, heads=2, dtype=torch.float32, seed=seed) for seed in range(3)]
+    return [make(decay, length, heads=2, dtype=torch.float32, seed=seed) for seed in range(2)]
 
 
-@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
-@pytest.mark.parametrize("direction", ("both", "forward"))
-@pytest.mark.parametrize("decay", ("lit", "D", "S", "vector"))
-@pytest.mark.parametrize("form", FORMS)
-def test_one_graph(form, decay, direction, backend):
-    check(some(decay), backend, **FORMS[form], direction=direction)
+@pytest.mark.parametrize(
+    "form, decay, direction", pairwise(tuple(FORMS), ("lit", "D", "S", "vector"), ("both", "forward"))
+)
+def test_one_graph(form, decay, direction):
+    check(some(decay), "aot_eager", **FORMS[form], direction=direction)
 
 
-@pytest.mark.parametrize("decay", ("lit", "S", "vector"))
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, decay", [("full", "S"), ("chunk", "lit"), ("chunk", "vector")])
 def test_one_graph_with_masks(form, decay):
     """Masks are data: the check that segments stand together must not break the graph."""
     segments = torch.tensor([[0] * 20 + [1] * (LENGTH - 20), [-1] * 5 + [7] * (LENGTH - 5)])
@@ -75,9 +75,8 @@ EXTRAS = {
 LITTLE = 19
 
 
-@pytest.mark.parametrize("name", EXTRAS)
-@pytest.mark.parametrize("form", FORMS)
-def test_one_graph_with_all_else(form, name):
+@pytest.mark.parametrize("name, form", list(zip(EXTRAS, ("full", "chunk") * 3)))
+def test_one_graph_with_all_else(name, form):
     decay, what, arguments = EXTRAS[name]
     inputs = some(decay, LITTLE)
     if name in ("max", "delta"):
@@ -98,7 +97,7 @@ def test_one_graph_with_two_levels_of_chunks():
     check(some("S", length), "aot_eager", form="chunk", chunk_size=1)
 
 
-LENGTHS = (100, 65, 127, 128, 197, 256, 300, 500)  # multiples of a chunk, and one less, among them
+LENGTHS = (100, 65, 127, 128, 197, 300)  # multiples of a chunk, and one less, among them
 
 
 def check_lengths(function, cases, backend: str, graphs: int = 1, **arguments) -> None:
@@ -129,13 +128,13 @@ def test_one_graph_of_all_lengths(form, decay):
 
 def test_graphs_of_vectors_in_full():
     """They are halved: a graph for each doubling of the length."""
-    cases = [make("vector", length) for length in (100, 65, 127, 128, 197)]
+    cases = [make("vector", length, batch=1, heads=2) for length in (100, 65, 128, 197)]
     check_lengths(linear_attention, cases, "eager", graphs=2, form="full")
 
 
 @pytest.mark.slow
 def test_one_graph_of_all_lengths_backward():
-    cases = [make("S", length) for length in (100, 127, 192)]
+    cases = [make("S", length, heads=1) for length in (100, 127, 192)]
     check_lengths(linear_attention, cases, "aot_eager", form="chunk")
 
 
@@ -153,7 +152,7 @@ def test_graphs_of_lengths_by_default():
         inputs = make("S", length)
         assert_close(compiled(*inputs, form="auto"), linear_attention(*inputs, form="chunk"), 1e-12, str(length))
         counts.append(counter.frame_count)
-    assert counts == [1, 2, 2, 2, 2, 2, 3, 3, 3, 4]
+    assert counts == [1, 2, 2, 2, 2, 3, 3, 4]
 
 
 @pytest.mark.parametrize("form", ("full", "chunk"))

@@ -5,7 +5,7 @@ import torch
 
 from lion.ops import linear_attention
 
-from .helpers import DECAYS, Allocations, backward, make
+from .helpers import DECAYS, Allocations, backward, make, pairwise
 
 B, H, D, E = 2, 2, 4, 6
 
@@ -57,10 +57,10 @@ def test_chunk_memory_is_linear(decay, direction):
             assert allocations.largest() <= B * H * room * allowed, f"{chunk} {length}"
 
 
-@pytest.mark.parametrize("normalize", ("sum", "none"))
-@pytest.mark.parametrize("chunk", (1, 16))
-@pytest.mark.parametrize("decay", DECAYS)
-def test_rnn_memory_does_not_grow(decay, chunk, normalize):
+@pytest.mark.parametrize(
+    "decay, chunk, normalize, dtype", pairwise(DECAYS, (1, 16), ("sum", "none"), (torch.float32, torch.bfloat16))
+)
+def test_rnn_memory_does_not_grow(decay, chunk, normalize, dtype):
     """Only outputs and row sums (and what the one division makes of them) are as long as the sequence."""
 
     def allocated(length: int, dtype: torch.dtype):
@@ -74,9 +74,8 @@ def test_rnn_memory_does_not_grow(decay, chunk, normalize):
         allocations.shapes = [shape for shape in allocations.shapes if length not in shape]
         return long, allocations.largest()
 
-    for dtype in (torch.float32, torch.bfloat16):
-        (short, at_short), (long, at_long) = allocated(61, dtype), allocated(149, dtype)
-        assert at_short == at_long
-        for shapes, length in ((short, 61), (long, 149)):
-            assert set(shapes) <= {(B, H, length, E), (B, H, length), (B, H, length, 1)}
-        assert len(short) == len(long) <= 6
+    (short, at_short), (long, at_long) = allocated(61, dtype), allocated(149, dtype)
+    assert at_short == at_long
+    for shapes, length in ((short, 61), (long, 149)):
+        assert set(shapes) <= {(B, H, length, E), (B, H, length), (B, H, length, 1)}
+    assert len(short) == len(long) <= 6

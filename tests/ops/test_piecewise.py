@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from lion.ops import linear_attention, piecewise, reference_attention
+from lion.ops import linear_attention, piecewise, reference_attention, segment_index
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
-from .helpers import DECAY_CONVENTIONS, DIRECTIONS, Allocations, assert_close, case, make, unit_keys
+from .checks import definition
+from .helpers import DECAY_CONVENTIONS, DIRECTIONS, Allocations, assert_close, case, make, pairwise, unit_keys
 
 FORMS = {"chunk": dict(form="chunk", chunk_size=2), "rnn": dict(form="rnn", chunk_size=8)}
 LENGTHS = (33, 64, 75)  # 17 chunks are a few pieces; the last one is whole, or padded
@@ -14,7 +15,7 @@ SEGMENTS = torch.tensor([[0] * 20 + [-1] * 13 + [4] * 42, [-1] * 3 + [2] * 29 + 
 VALID = torch.arange(75) % 5 != torch.tensor([[1], [3]])
 
 
-@pytest.fixture(params=("eager", "compiled"))
+@pytest.fixture(params=("eager", pytest.param("compiled", marks=pytest.mark.compiled)))
 def attention(request, monkeypatch):
     """The operator without gradients."""
     monkeypatch.setattr(piecewise, "BACKEND", "eager")
@@ -32,27 +33,41 @@ def attention(request, monkeypatch):
     piecewise.compiled.cache_clear()
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("decay", ("lit", "S", "extreme", "vector", "extreme vector"))
-def test_gates_and_directions(attention, decay, form):
-    for i, decay_convention in enumerate(DECAY_CONVENTIONS):
-        for direction in DIRECTIONS if decay_convention == "symmetric" else DIRECTIONS[:1]:
-            inputs, how = make(decay, LENGTHS[i % 3]), dict(decay_convention=decay_convention, direction=direction)
-            expected = inputs.on(reference_attention, **how)
-            dtype, tolerance = ((torch.float64, 1e-12), (torch.float32, 2e-5))[i % 2]
-            got = attention(*inputs.to(dtype), **FORMS[form], **how)
-            assert got.dtype == dtype
-            assert_close(got, expected, tolerance, f"{decay_convention} {direction} {dtype}")
+@pytest.mark.parametrize(
+    "form, decay, decay_convention, direction, length, dtype",
+    pairwise(
+        tuple(FORMS),
+        ("lit", "S", "extreme", "vector", "extreme vector"),
+        DECAY_CONVENTIONS,
+        DIRECTIONS,
+        LENGTHS,
+        (torch.float64, torch.float32),
+    ),
+)
+def test_decays_and_directions(attention, form, decay, decay_convention, direction, length, dtype):
+    inputs, how = make(decay, length), dict(decay_convention=decay_convention, direction=direction)
+    expected, _ = definition(inputs, **how)
+    got = attention(*inputs.to(dtype), **FORMS[form], **how)
+    assert got.dtype == dtype
+    assert_close(got, expected, 1e-12 if dtype == torch.float64 else 2e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("decay", ("lit", "S", "vector"))
-@pytest.mark.parametrize("masks", (dict(segments=SEGMENTS), dict(valid=VALID), dict(segments=SEGMENTS, valid=VALID)))
-def test_masks(attention, masks, decay, form):
+MASKS = {
+    "segments": dict(segments=SEGMENTS),
+    "valid": dict(valid=VALID),
+    "both": dict(segments=SEGMENTS, valid=VALID),
+    "prepared": dict(segments=segment_index(VALID, SEGMENTS)),
+}
+
+
+@pytest.mark.parametrize(
+    "form, decay, direction, masks", pairwise(tuple(FORMS), ("lit", "S", "vector"), DIRECTIONS, tuple(MASKS))
+)
+def test_masks(attention, form, decay, direction, masks):
     inputs = make(decay, 75)
-    for direction in DIRECTIONS:
-        expected = inputs.on(reference_attention, direction=direction, **masks)
-        assert_close(attention(*inputs, **FORMS[form], direction=direction, **masks), expected, 1e-12, direction)
+    raw = MASKS["both" if masks == "prepared" else masks]
+    expected = inputs.on(reference_attention, direction=direction, **raw)
+    assert_close(attention(*inputs, **FORMS[form], direction=direction, **MASKS[masks]), expected, 1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -60,10 +75,8 @@ def test_everything_else(attention, form):
     inputs = make("vector", 75)
     for what, how in (
         ("bonus HD", dict(decay_convention="between")),
-        ("angles HL", dict(direction="forward")),
-        ("", dict(normalize="max")),
-        ("", dict(normalize="pre")),
-        ("", dict(normalize="none", segments=SEGMENTS)),
+        ("angles HL", dict(direction="forward", normalize="max")),
+        ("", dict(normalize="pre", segments=SEGMENTS)),
     ):
         given = case(inputs, what)
         expected = given.on(reference_attention, **how)
@@ -80,11 +93,11 @@ def test_delta_rule(attention):
 
 @pytest.mark.parametrize("form", ("full", "chunk", "rnn"))
 def test_feature_maps(attention, form):
-    """Applied by the operator, piece by piece, or before it."""
+    """Applied by the operator, piece by piece, or before it: of a number alone, and of a vector."""
     q, k, v, log_decay = make("S", 75)
     how = dict(form=form, chunk_size=2, valid=VALID)
-    for name, entry in FEATURE_MAPS.items():
-        how["normalize"] = "sum" if entry.positive else "none"
+    for name in ("elu1", "silu_unit"):
+        how["normalize"] = "sum" if FEATURE_MAPS[name].positive else "none"
         expected = linear_attention(apply_feature_map(name, q), apply_feature_map(name, k), v, log_decay, **how)
         assert_close(attention(q, k, v, log_decay, feature_map=name, **how), expected, 1e-12, name)
 
@@ -98,6 +111,7 @@ def test_autocast_outside(attention, form):
     assert_close(got, inputs.on(reference_attention), 2e-5)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("form", FORMS)
 def test_one_graph_for_all_lengths(form, monkeypatch):
     """The loop is one operator, and what it does to a piece is compiled once."""

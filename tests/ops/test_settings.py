@@ -1,0 +1,217 @@
+"""One settings object for every entry, and masks that are prepared once a batch."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lion.ops import (
+    SegmentIndex,
+    Settings,
+    initial_state,
+    linear_attention,
+    linear_attention_parts,
+    multi_scan_attention,
+    prefill,
+    segment_index,
+    step,
+)
+from lion.ops.settings import NAMES
+
+from .helpers import SMALL_FORMS, case, make
+
+LENGTH = 12
+INPUTS = make("S", LENGTH)
+ORDERS = torch.stack([torch.arange(LENGTH), torch.arange(LENGTH).flip(0)])
+SEGMENTS = torch.tensor([[3] * 5 + [-1] + [1] * 6, [-1] * 2 + [0] * 10])
+VALID = torch.arange(LENGTH).expand(2, -1) % 5 != 2
+
+
+def one_step(*x, **arguments):
+    return step(initial_state(INPUTS.k, INPUTS.v), *x, **arguments)
+
+
+def scans(q, k, v, log_decay, **arguments):
+    return multi_scan_attention(q, k, v, [log_decay, log_decay.flip(2)], ORDERS, **arguments)
+
+
+ENTRIES = {  # and the fields that mean nothing to them
+    "linear_attention": (linear_attention, {"scan_merge"}),
+    "linear_attention_parts": (linear_attention_parts, {"scan_merge", "scale", "eps"}),
+    "multi_scan_attention": (scans, set()),
+    "prefill": (prefill, {"form", "direction", "dropout_p", "scan_merge"}),
+    "step": (one_step, {"form", "direction", "dropout_p", "scan_merge", "chunk_size"}),
+}
+OTHER = Settings(  # another value of every field
+    form="full",
+    direction="forward",
+    normalize="max",
+    decay_convention="target",
+    feature_map="elu1",
+    scale=0.3,
+    chunk_size=3,
+    eps=20.0,
+    dropout_p=0.5,
+    scan_merge="outputs",
+)
+
+
+def run(entry, **arguments) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return tensors(ENTRIES[entry][0](*INPUTS, **arguments))
+
+
+def tensors(out) -> list[torch.Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(out) if x is not None]
+
+
+def same(got: list, expected: list) -> bool:
+    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_object_or_its_fields(entry):
+    """Together, one by one, and one field over an object."""
+    unused = ENTRIES[entry][1]
+    fields = {name: getattr(OTHER, name) for name in NAMES if name not in unused}
+    expected = run(entry, settings=OTHER)
+    assert same(run(entry, **fields), expected)
+    assert not same(run(entry), expected)
+    for name, value in fields.items():
+        back = dataclasses.replace(OTHER, **{name: getattr(Settings(), name)})
+        assert same(run(entry, settings=back, **{name: value}), expected), name
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_field_matters_or_is_refused(entry):
+    base = Settings(normalize="none", scale=0.5)  # the one that takes a scale
+    changes = {name: getattr(OTHER, name) for name in NAMES if name not in ("form", "chunk_size")}
+    for name, value in changes.items():
+        if name in ENTRIES[entry][1]:
+            with pytest.raises(ValueError, match=f"^{name}: no setting here, "):
+                run(entry, **{name: value})
+            continue
+        some = Settings(eps=1e-6) if name in ("eps", "scan_merge") else base
+        assert not same(run(entry, settings=some), run(entry, settings=some, **{name: value})), name
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_name_that_is_none(entry):
+    with pytest.raises(ValueError, match=r"^decay_conventoin: no setting here, did you mean 'decay_convention'"):
+        run(entry, decay_conventoin="source")
+    with pytest.raises(ValueError, match=r"^normalise: no setting here, did you mean 'normalize'"):
+        run(entry, normalise="sum")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(form="fast"),
+        dict(direction="up"),
+        dict(normalize="softmax"),
+        dict(decay_convention="eq14"),
+        dict(feature_map="exp"),
+        dict(chunk_size=0),
+        dict(eps=-1.0),
+        dict(dropout_p=1.5),
+        dict(dropout_p=0.1, form="rnn"),
+        dict(scan_merge="sum"),
+    ],
+    ids=str,
+)
+def test_settings_check_themselves(bad):
+    with pytest.raises(ValueError, match=f"^{next(iter(bad))}: .*got"):
+        Settings(**bad)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().form = "rnn"
+
+
+def test_every_field_is_explained():
+    assert all(f"        {name}: " in Settings.__doc__ for name in NAMES)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_settings_in_a_graph(entry):
+    torch._dynamo.reset()
+    settings = dataclasses.replace(OTHER, dropout_p=0.0)
+    compiled = torch.compile(ENTRIES[entry][0], fullgraph=True, backend="eager")
+    got = tensors(compiled(*INPUTS, settings=settings, normalize="sum"))
+    for x, y in zip(got, run(entry, settings=settings, normalize="sum"), strict=True):
+        assert torch.allclose(x, y, atol=1e-12)
+    torch._dynamo.reset()
+
+
+# Masks
+
+
+class Sorts(TorchDispatchMode):
+    """How often something is sorted, gathered by it, or asserted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += any(word in func.__name__ for word in ("sort", "cummax", "_assert", "_local_scalar"))
+        return func(*args, **(kwargs or {}))
+
+
+MASKED = {name: entry for name, (entry, _) in ENTRIES.items() if name not in ("step", "multi_scan_attention")}
+KINDS = {"decay": INPUTS, "delta": case(make("lit", LENGTH), "beta")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("valid", (None, VALID), ids=("all", "valid"))
+@pytest.mark.parametrize("entry", MASKED)
+def test_prepared_masks_are_the_masks(entry, valid, kind):
+    """Bit for bit, and nothing is sorted or checked again."""
+    for segments in (SEGMENTS, None):
+        for how in ({"prefill": {}} if entry == "prefill" else SMALL_FORMS).values():
+            call, arguments = MASKED[entry], dict(normalize="none", **how)
+            expected = KINDS[kind].on(call, valid=valid, segments=segments, **arguments)
+            prepared = segment_index(valid, segments)
+            with Sorts() as sorts:
+                got = KINDS[kind].on(call, segments=prepared, **arguments)
+            assert same(tensors(got), tensors(expected))
+            assert sorts.count == 0
+    with Sorts() as sorts:
+        segment_index(valid, SEGMENTS)
+    assert sorts.count > 0  # the recorder does see them
+
+
+def test_an_index():
+    index, valid = segment_index(None, torch.tensor([[7, 7, -1, 7, 2], [-1, 0, 0, -1, -1]]))
+    assert index.tolist() == [[1, 1, 1, 1, 2], [0, 1, 1, 1, 1]]
+    assert valid.tolist() == [[True, True, False, True, True], [False, True, True, False, False]]
+    assert segment_index(None, None) == SegmentIndex(None, None)
+    assert segment_index(VALID, None) == SegmentIndex(None, VALID)
+
+
+@pytest.mark.parametrize(
+    "valid, segments, message",
+    [
+        (torch.ones(5, dtype=torch.bool), None, r"^valid: expected \(B, L\)"),
+        (torch.ones(2, 5), None, "^valid: expected bool"),
+        (None, torch.zeros(5, dtype=torch.long), r"^segments: expected \(B, L\)"),
+        (None, torch.zeros(2, 5), "^segments: expected integer"),
+        (
+            torch.ones(2, 4, dtype=torch.bool),
+            torch.zeros(2, 5, dtype=torch.long),
+            r"^segments: expected integer \(2,",
+        ),
+        (None, torch.tensor([[0, 1, 0]]), "^segments: the tokens of a segment must stand together"),
+    ],
+)
+def test_masks_that_are_none(valid, segments, message):
+    with pytest.raises(ValueError, match=message):
+        segment_index(valid, segments)
+
+
+@pytest.mark.parametrize("entry", MASKED)
+def test_prepared_masks_of_other_tokens(entry):
+    with pytest.raises(ValueError, match=r"^segments: expected prepared ones of \(2, 12\)"):
+        MASKED[entry](*INPUTS, segments=segment_index(None, SEGMENTS[:, :9]))
+    with pytest.raises(ValueError, match=r"^valid: prepared segments hold it"):
+        MASKED[entry](*INPUTS, valid=VALID, segments=segment_index(None, SEGMENTS))
