@@ -39,8 +39,8 @@ class Model(nn.Module):
         """The state before the first token."""
         raise self._no_stream()
 
-    def prefill(self, inputs: Tensor) -> tuple[Tensor, Any]:
-        """The outputs for a prompt, and the state to go on from."""
+    def prefill(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """The outputs for prompts (B, L, ..), and the state to go on from; `valid` (B, L) is False for padding."""
         raise self._no_stream()
 
     def step(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:

@@ -90,7 +90,14 @@ class Task(ABC):
         """A training batch of `size` samples of noise, to measure with."""
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Pictures (channels, height, width) of a model and a training batch for TensorBoard."""
+        """Pictures (channels, height, width) of a model and its first training batch, for TensorBoard."""
+        return {}
+
+    def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Pictures (channels, height, width) of what the model can by now, at every evaluation; `batch` is its first.
+
+        Every process calls it, in evaluation mode and without gradients.
+        """
         return {}
 
 

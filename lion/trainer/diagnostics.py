@@ -107,3 +107,15 @@ def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Hi
         for hook in hooks:
             hook.remove()
     return found
+
+
+@torch.no_grad()
+def pictures_of_progress(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor]:
+    """What the task shows of a model at an evaluation; the random numbers that it takes are not missed in training."""
+    training, device = model.training, next(iter(batch.values())).device
+    model.eval()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return task.progress(model, batch)
+    finally:
+        model.train(training)

@@ -79,10 +79,10 @@ class RunLog:
             for name, value in values.items():
                 self.board.add_histogram_raw(f"{kind}/{name}", *value, step)
 
-    def images(self, values: dict[str, Tensor]) -> None:
+    def images(self, step: int, values: dict[str, Tensor]) -> None:
         with self.space():
             for name, value in values.items():
-                self.board.add_image(name, value, 0)
+                self.board.add_image(name, value, step)
 
     def flush(self) -> None:
         """Everything so far to the disk, so that no checkpoint is ahead of its metrics."""

@@ -17,7 +17,7 @@ from torch._dynamo.exc import TorchDynamoException
 from lion.tasks.base import Task, to_device
 from lion.tasks.data import Batch, Splits
 from lion.trainer.checkpointer import Checkpointer
-from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps
+from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, pictures_of_progress
 from lion.trainer.ema import Average
 from lion.trainer.evaluate import RememberFirst, evaluate
 from lion.trainer.faults import RunError, divergence_advice, explain
@@ -184,7 +184,7 @@ class Trainer:
             batch = to_device(next(batches), self.runtime.device)
             monitor.waited += time.perf_counter() - asked
             if self.state.step == 0 and micro == 0:
-                out.images(self.task.preview(self.model, batch))
+                out.images(0, self.task.preview(self.model, batch))
             with synchronise(self.forward, micro == self.plan.accumulation - 1):
                 with self.runtime.autocast(self.config.precision):
                     loss, weight = self.task.loss(self.forward, batch)
@@ -207,6 +207,7 @@ class Trainer:
             out.write(state.step, kind, values, epoch=state.epoch)
         first = to_device(batches.first, self.runtime.device)
         out.histograms(state.step, "decay", decay_histograms(self.model, first, self.task))
+        out.images(state.step, pictures_of_progress(self.models[-1], first, self.task))
         state.evaluated = state.step
         if self.runtime.any(not all_finite(results, local(list(self.model.parameters()))))[0]:
             what = f"step {state.step}: weights, or outputs on val, are not finite"

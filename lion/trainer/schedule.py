@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lion.config import setting
 
@@ -31,6 +33,42 @@ def to_seconds(duration: str | int) -> float | None:
     return 60 * float(match[1]) if match else None
 
 
+class Moment(NamedTuple):
+    """A step after the warm-up: itself, the warm-up's length in steps, how much of the way to the end lies behind it
+    (0 to 1), and the largest and least learning rate."""
+
+    step: int
+    warmup: int
+    progress: float
+    peak: float
+    least: float
+
+
+def cosine(at: Moment) -> float:
+    return at.least + (at.peak - at.least) * ((1 + math.cos(math.pi * at.progress)) / 2)
+
+
+def linear(at: Moment) -> float:
+    return at.least + (at.peak - at.least) * (1 - at.progress)
+
+
+def inverse_sqrt(at: Moment) -> float:
+    return max(at.least, at.peak * math.sqrt(max(1, at.warmup) / max(1, at.step, at.warmup)))
+
+
+def constant(at: Moment) -> float:
+    return at.peak
+
+
+# the learning rate after the warm-up, by name; a new schedule is one function and its line
+SCHEDULES: dict[str, Callable[[Moment], float]] = {
+    "cosine": cosine,
+    "linear": linear,
+    "inverse_sqrt": inverse_sqrt,
+    "constant": constant,
+}
+
+
 @dataclass
 class ScheduleConfig:
     """Learning rate over time; `min_lr` and `warmup_lr` (where warm-up starts) are absolute.
@@ -38,7 +76,7 @@ class ScheduleConfig:
     `overlay: true` lets the warm-up cover the start of the curve (DeiT); else the curve begins after it.
     """
 
-    kind: str = setting("cosine", choices=("cosine", "linear", "inverse_sqrt", "constant"))
+    kind: str = setting("cosine", choices=SCHEDULES)
     warmup: str | int = 0
     warmup_lr: float = setting(0.0, min=0)
     min_lr: float = setting(0.0, min=0)
@@ -57,9 +95,4 @@ def learning_rate(step: int, *, config: ScheduleConfig, peak: float, warmup: int
         return config.warmup_lr + (peak - config.warmup_lr) * step / warmup
     start = 0 if config.overlay else warmup
     progress = min(1.0, (step - start) / max(1, total - start))
-    if config.kind == "constant":
-        return peak
-    if config.kind == "inverse_sqrt":
-        return max(config.min_lr, peak * math.sqrt(max(1, warmup) / max(1, step, warmup)))
-    curve = (1 + math.cos(math.pi * progress)) / 2 if config.kind == "cosine" else 1 - progress
-    return config.min_lr + (peak - config.min_lr) * curve
+    return SCHEDULES[config.kind](Moment(step, warmup, progress, peak, config.min_lr))

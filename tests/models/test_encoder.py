@@ -130,8 +130,8 @@ class Tagger(Model):
     def initial_state(self, batch):
         return self.encoder.initial_state(batch)
 
-    def prefill(self, x):
-        x, state = self.encoder.prefill(x)
+    def prefill(self, x, valid=None):
+        x, state = self.encoder.prefill(x, Layout.of(x, valid))
         return self.head(x), state
 
     def step(self, x, state):
