@@ -59,8 +59,8 @@ def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> N
         raise ConfigError(f"--{error}") from None
 
 
-class News:
-    """Standard error: what cannot be written there (the disk is full, the reader gone) is dropped and stops nothing."""
+class Unfailing:
+    """A stream that never fails: what cannot be written (the disk is full, the reader is gone) is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -78,9 +78,9 @@ class News:
         return getattr(self.stream, name)
 
 
-def stand_streams() -> None:
-    """Standard streams that take whatever is printed, also where they were closed or know only ASCII."""
-    for number in range(3):  # a closed one's number would go to the next file that is opened, and prints into it
+def secure_streams() -> None:
+    """Let the standard streams take whatever is printed, also where they were closed or are ASCII."""
+    for number in range(3):  # else the next file that is opened would get the number, and what is printed
         try:
             os.fstat(number)
         except OSError:
@@ -90,8 +90,8 @@ def stand_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
         setattr(sys, name, stream)
-    if not isinstance(sys.stderr, News):
-        sys.stderr = News(sys.stderr)
+    if not isinstance(sys.stderr, Unfailing):
+        sys.stderr = Unfailing(sys.stderr)
 
 
 def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None) -> None:
@@ -101,7 +101,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     debug, launched = "--debug" in argv, "TORCHELASTIC_RUN_ID" in os.environ
     if debug:
         argv.remove("--debug")
-    stand_streams()
+    secure_streams()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lion").setLevel(logging.INFO)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of nvcc without a GPU
@@ -150,7 +150,7 @@ def one_line(error: Exception) -> str | None:
 
 
 def say(text: str) -> None:
-    """News for whoever waits; results go to standard output."""
+    """Report progress on stderr; results go to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 

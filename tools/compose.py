@@ -68,7 +68,7 @@ def open_data(recipe: Recipe) -> DataSet:
 
 
 def build_data(recipe: Recipe, *, cached: bool = False) -> Splits:
-    """The recipe's data; `data.cache` is for those who read it again and again."""
+    """The recipe's data; `cached` (`data.cache`) pays where they are read more than once."""
     return open_data(recipe if cached else replace(recipe, data=recipe.data.uncached())).build()
 
 
@@ -100,7 +100,7 @@ def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str 
 
 
 def process_count(recipe: Recipe) -> int:
-    """One process a visible GPU, as many as divide the batch; one where there is none."""
+    """Processes to train in: one for each visible GPU, but a divisor of the batch; one without a GPU."""
     if recipe.trainer.device not in ("auto", "cuda"):
         return 1
     visible = max(1, torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""What a trained run makes of files: the classes of pictures.
+"""The answers of a trained run for files, as the classes of pictures.
 
 python -m tools.predict RUN FILE [FILE ...] [--form full|chunk|rnn] [--top K]
 

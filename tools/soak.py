@@ -1,4 +1,4 @@
-"""Kill a training run again and again, and compare where it ends with a run that was left in peace.
+"""Kill a training run again and again, and compare its end with that of a run that is never interrupted.
 
     python -m tools.soak [--recipe FILE] [key=value ...] [--kills 100] [--seed 0] [--report FILE.md]
 
@@ -45,17 +45,17 @@ def main(argv: list[str]) -> int:
         raise ConfigError("trainer.parallel: a soak compares plain checkpoints, use ddp")
     overrides = [*EVERY, f"trainer.steps={STEPS_A_KILL * args.kills}", *args.overrides]
     overrides = list({item.partition("=")[0]: item for item in overrides}.values())  # a later one replaces an earlier
-    peace, killed = (
+    whole, killed = (
         [args.recipe, *overrides, f"run.name=soak-{name}", "--no-eval", "--processes", str(args.processes)]
-        for name in ("peace", "killed")
+        for name in ("whole", "killed")
     )
-    folders = [resolve(call[0], [x for x in call[1:] if "=" in x]).folder for call in (peace, killed)]
+    folders = [resolve(call[0], [x for x in call[1:] if "=" in x]).folder for call in (whole, killed)]
     for folder in folders:
         if folder.exists():
             raise ConfigError(f"{folder}: a soak needs a fresh folder; remove it, or choose another run.root")
 
     started = time.perf_counter()
-    first = Life(peace, folders[0])
+    first = Life(whole, folders[0])
     startup = first.wait_for_step()
     first.finish()
     dice, kills = random.Random(args.seed), []
@@ -121,16 +121,16 @@ def listing(folder: Path) -> list[str]:
         return []
 
 
-def compare(peace: Path, killed: Path) -> list[str]:
-    """What differs between the ends of two runs; nothing should."""
+def compare(whole: Path, killed: Path) -> list[str]:
+    """What differs in the end between a whole run and a killed one; nothing should."""
     problems = []
     for kind in ("last", "best"):
-        a, b = (newest(folder, kind) for folder in (peace, killed))
+        a, b = (newest(folder, kind) for folder in (whole, killed))
         if a is None or b is None or a.step != b.step:
             problems.append(f"{kind}: step {a and a.step} and {b and b.step}")
             continue
         problems += [f"{kind}: {name}" for name in differing(load_state(a.state), load_state(b.state))]
-    a, b = (losses(folder) for folder in (peace, killed))
+    a, b = (losses(folder) for folder in (whole, killed))
     problems += [] if a == b else [f"metrics.jsonl: {len(a)} and {len(b)} lines, or other losses"]
     return problems
 

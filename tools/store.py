@@ -16,11 +16,11 @@ Row = dict[str, Any]
 
 
 class Store:
-    """`folder/name.json`: tables, each a list of rows, of which two with the same key do not stand side by side.
+    """A JSON file of tables, each a list of rows with keys of their own.
 
     Args:
         path: The JSON file; what is made of it stands beside it.
-        keys: For each table the fields that tell its rows apart; the main one is "rows".
+        keys: The fields that make the key of a row, for each table; the main one is "rows".
 
     Attributes:
         tables: The rows of each table by their keys; `rows` are those of the main one.

@@ -40,7 +40,16 @@ from lion.trainer.runtime import (
 )
 from tools import evaluate
 from tools.cli import Parser, count, run_command
-from tools.compose import build_data, describe_warmup, loader_workers, make_task, metric_of, process_count, resolve
+from tools.compose import (
+    build_data,
+    describe_warmup,
+    loader_workers,
+    make_task,
+    metric_of,
+    open_data,
+    process_count,
+    resolve,
+)
 from tools.launch import launch
 
 
@@ -59,11 +68,18 @@ def main(argv: list[str]) -> int:
     if not launched and not args.fresh and finished(recipe):
         return 0
     world = from_launcher("WORLD_SIZE", 0) or args.processes or process_count(recipe)
-    if world > 1 and not launched:  # what is refused beyond this, those who train find out
-        if recipe.trainer.device != "auto":
+    if not launched:
+        if world > 1 and recipe.trainer.device != "auto":
             check_device(recipe.trainer.device, world)
-        flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
-        return launch(world, [args.recipe, *args.overrides, *flags])
+        open_data(recipe).prepare()
+        if world > 1:  # all else is checked by the processes themselves
+            flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
+            return launch(world, [args.recipe, *args.overrides, *flags])
+    return train(recipe, world, fresh=args.fresh, evaluation=not args.no_eval, first=first)
+
+
+def train(recipe: Recipe, world: int, *, fresh: bool, evaluation: bool, first: bool) -> int:
+    """Train in this process, one of `world`; the first looks after the folder, and evaluates."""
     splits = build_data(recipe, cached=True)
     plan = make_plan(recipe, samples=len(splits.train), world=world)
     task = make_task(recipe, splits.info)
@@ -73,14 +89,14 @@ def main(argv: list[str]) -> int:
         init_from(model, recipe.init_from, splits.info)
     if first:
         check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
-        if not args.fresh:
+        if not fresh:
             check_checkpoint(recipe.folder, model)
     runtime = start_runtime(
         recipe.trainer.device, deterministic=recipe.trainer.deterministic, matmul=recipe.trainer.matmul
     )
     lock = None
     if runtime.main:
-        if args.fresh:  # all that can be refused has been, in every process
+        if fresh:  # all that can be refused has been, in every process
             set_aside(recipe.folder)
         start_folder(recipe.folder)
         lock = lock_run(recipe.folder)
@@ -103,7 +119,7 @@ def main(argv: list[str]) -> int:
         if runtime.main:
             print(f"stopped at step {step} of {plan.total}; the same command goes on from there")
         return 130
-    if not runtime.main or args.no_eval:
+    if not runtime.main or not evaluation:
         return 0
     del trainer, model
     gc.collect()

@@ -14,10 +14,11 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 import lion
+from data.vision.digits import Digits
 from lion.config import ConfigError
 from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
-from tools import programs
+from tools import programs, train
 from tools.cli import run_command
 from tools.commands import COMMANDS, called_by
 from tools.compose import build_data, loader_workers, resolve
@@ -280,6 +281,22 @@ def test_no_more_loader_workers_than_cores(monkeypatch):
     assert loader_workers(resolve(path)) == 3 and loader_workers(resolve(path, ["data.workers=2"])) == 2
     assert loader_workers(resolve(path, ["data.workers=null"])) == 3
     assert loader_workers(resolve(ROOT / "recipes/quickstart.yaml")) == 0
+
+
+def test_data_are_prepared_once_before_any_process_builds_them(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Digits, "prepare", lambda self: calls.append("prepare"))
+    monkeypatch.setattr(Digits, "build", lambda self, build=Digits.build: calls.append("build") or build(self))
+    monkeypatch.setattr(train, "launch", lambda world, argv: calls.append(f"launch {world}") or 0)
+    path = tiny_recipe(tmp_path)
+    assert here("train", path, "--no-eval", "--processes", "2") == 0 and calls == ["prepare", "launch 2"]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert here("train", path, "trainer.steps=1", "--no-eval") == 0 and calls[2:] == ["build"]
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert here("train", path, "run.name=alone", "trainer.steps=1", "--no-eval") == 0
+    assert calls[3:] == ["prepare", "build"]
 
 
 def test_only_training_pays_for_a_cache(tmp_path):

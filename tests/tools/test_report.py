@@ -90,10 +90,10 @@ def test_a_metric_that_falls(runs):
         name: [r._replace(metric=metric, curve=curves[name], test=None) for r in some]
         for name, some in group(of(runs, *curves)).items()
     }
-    header, rows = result_table(groups)
+    header, rows = result_table(groups, PAPER)
     assert header[1:3] == ["test perplexity", "val perplexity"]
     assert [row[2] for row in rows] == ["20.00 ± 0.00", "17.25 ± 0.00"]
-    header, rows = claim_table(groups)
+    header, rows = claim_table(groups, PAPER)
     assert rows == [["lion_s > softmax", "val", "2.75 ± 0.00", "2", "so here, too"]] and header[2] == "difference"
 
 

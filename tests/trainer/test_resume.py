@@ -53,7 +53,7 @@ def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
         "bit for bit what the run would have been",
     ):
         assert part in caplog.text
-    first = resumed.loaders.sampler(resumed.state.step)
+    first = resumed.data.sampler(resumed.state.step)
     assert [index for _, _, index in next(iter(first))][:8] == upcoming["samples"]
 
 

@@ -5,6 +5,7 @@ python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.trainer
 
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,3 +194,4 @@ def main(folder):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    os._exit(0)  # as `run_command` does: PyTorch may abort a launched process as it is taken down

@@ -42,7 +42,7 @@ class Report(Store):
         return self.tables["notes"]
 
     def add_row(self, row: Row) -> None:
-        """A row also takes the place of what was said of why there is none."""
+        """Add a row, and drop the notes on why it was missing."""
         self.add(row)
         for open_ in ((), ("length", "pass"), ("form", "chunk_size", "length", "pass")):
             self.notes.pop(self.key_of({**row, **dict.fromkeys(open_)}), None)
@@ -96,7 +96,7 @@ class Report(Store):
         return f"This machine: {product} in a large product, {copy} in a large copy."
 
     def line(self, row: Row) -> str:
-        """One measurement, for those who wait."""
+        """One measurement, as a line of progress."""
         text = f"{name_of(row)}, {row['length']:,} tokens, {PASSES[row['pass']].lower()}: {row['ms']:.1f} ms"
         return f"{text}, {row['ratio']:.2f} x SDPA, {row['ms'] / row['floor_ms']:.1f} x floor"
 

@@ -1,4 +1,4 @@
-"""Make a run of ours from a checkpoint of somebody else: of the authors' vision code (LIONS-EPFL/LION), DeiT, timm.
+"""Make a run of a checkpoint of others: of the authors' vision code (LIONS-EPFL/LION), of DeiT, of timm.
 
     python -m tools convert CHECKPOINT RECIPE OUT [key=value ...] [--ema]
 
