@@ -48,7 +48,7 @@ def listing() -> str:
 
 
 def mixer_rows() -> list[list[str]]:
-    """Every linear mixer: its name, and what the README's table says of it."""
+    """Every linear mixer: its name, and what the table of lion/layers/README.md says of it."""
     normalized = {"sum": "row sum", "max": "max(abs(row sum), 1)", "none": "-"}
     rows = []
     for name, entry in MIXERS.items():

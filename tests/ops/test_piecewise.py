@@ -33,7 +33,14 @@ def attention(request, monkeypatch):
     piecewise.compiled.cache_clear()
 
 
-@pytest.mark.parametrize(
+def both_ways(names: str, rows: list[tuple]):
+    """All rows eagerly, and half of them, in which most pairs meet, compiled: there all are constants of one code."""
+    compiled = [pytest.param("compiled", *row, marks=pytest.mark.compiled) for row in rows[: len(rows) // 2]]
+    rows = [pytest.param("eager", *row) for row in rows] + compiled
+    return pytest.mark.parametrize(f"attention, {names}", rows, indirect=["attention"])
+
+
+@both_ways(
     "form, decay, decay_convention, direction, length, dtype",
     pairwise(
         tuple(FORMS),
@@ -60,9 +67,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "form, decay, direction, masks", pairwise(tuple(FORMS), ("lit", "S", "vector"), DIRECTIONS, tuple(MASKS))
-)
+@both_ways("form, decay, direction, masks", pairwise(tuple(FORMS), ("lit", "S", "vector"), DIRECTIONS, tuple(MASKS)))
 def test_masks(attention, form, decay, direction, masks):
     inputs = make(decay, 75)
     raw = MASKS["both" if masks == "prepared" else masks]

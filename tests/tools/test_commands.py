@@ -166,12 +166,6 @@ def test_show_and_list():
     assert all(row[0] in listing() for row in mixer_rows())
 
 
-def test_the_readme_lists_every_mixer_and_what_it_leaves_out():
-    readme = (ROOT / "README.md").read_text()
-    for name, *rest in mixer_rows():
-        assert f"| `{name}` | {' | '.join(rest)} |" in readme, f"README: the row of {name} is missing or out of date"
-
-
 def test_activation_estimate_follows_the_batch(tmp_path):
     from tools.compose import describe_data, make_task, resolve
 

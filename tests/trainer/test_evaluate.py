@@ -108,6 +108,7 @@ def test_rates_keep_their_factors_over_a_stop(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_two_processes_measure_the_same_and_shards_keep_their_marks(tmp_path):
     call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.trainer.toys"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

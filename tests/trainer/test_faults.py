@@ -112,6 +112,7 @@ def test_evaluation_leaves_out_what_cannot_be_read():
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_a_corrupt_picture_in_a_real_folder(tmp_path):
     for split, count in (("train", 12), ("val", 4)):
         for label in ("cat", "dog"):
@@ -152,6 +153,7 @@ def train_limited(path, *overrides, size):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_a_file_that_may_not_grow_leaves_the_previous_checkpoint(tmp_path):
     path = tiny_recipe(tmp_path, trainer={"steps": 12})
     folder = tmp_path / "runs" / "tiny"
@@ -173,6 +175,7 @@ def can_mount():
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_a_full_file_system_leaves_the_previous_checkpoint(tmp_path):
     if not can_mount():
         pytest.skip("no private mounts here")
@@ -215,6 +218,7 @@ run_command(commands.main, sys.argv[1:])
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory through /proc")
 def test_out_of_memory_names_the_micro_batch(tmp_path):
     path = tiny_recipe(tmp_path, model={"dim": 256, "depth": 12}, trainer={"batch_size": 1024})
@@ -240,6 +244,7 @@ run_command(commands.main, sys.argv[1:])
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_an_error_ends_the_process_and_its_loader_workers(tmp_path):
     path = tiny_recipe(tmp_path)
     call = [sys.executable, "-c", BUG, "train", str(path), "data.workers=2"]

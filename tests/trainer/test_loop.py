@@ -116,6 +116,7 @@ def test_load_gives_the_best_weights(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     path = tiny_recipe(tmp_path, trainer={"steps": 40_000, "save_every": 1000, "eval_every": 1000})
@@ -135,6 +136,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_two_processes_equal_one(tmp_path):
     path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer={"micro_batch": 16})
     expected = train(path, tmp_path / "one").model.state_dict()

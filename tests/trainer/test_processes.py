@@ -26,7 +26,7 @@ from tools.processes import descendants
 from tools.soak import differing
 
 pytest.importorskip("sklearn")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
 def start(*args, **env):

@@ -69,6 +69,7 @@ def test_without_a_compiler_it_runs_eager_with_one_line(monkeypatch, caplog):
     m(torch.randn(2, 1, 8, 8))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
 @pytest.mark.parametrize("form", ["full", "chunk"])
 def test_blocks_compile_whole_and_share_their_graph(mixer, form):

@@ -1,0 +1,69 @@
+"""What the Markdown says runs, and what it names is there."""
+
+import re
+
+import pytest
+
+import lion.runs
+from data import DATASETS
+from tests.helpers import ROOT, here, tiny_recipe
+from tools.commands import COMMANDS, called_by
+from tools.compose import shipped_recipes
+from tools.show import mixer_rows
+
+FOLDERS = ("lion", "data", "tools", "recipes")
+DOCS = [ROOT / "README.md", *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))]
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(path, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    assert here("train", tiny_recipe(tmp_path, "quickstart"), "--no-eval") == 0
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lion.runs, "compile_blocks", lambda *args, **settings: None)
+    (code,) = blocks(ROOT / "README.md", "python")
+    held = {}
+    exec(code, held)
+    assert held["logits"].shape == (1, 10)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        file, _, anchor = target.partition("#")
+        if not file.startswith("http"):
+            there = path.parent / file if file else path
+            assert there.exists(), target
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in [h.lower().replace(" ", "-") for h in headings], target
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name)
+def test_commands_are_commands(path):
+    for line in re.findall(r"\./run\.sh([ \w./=-]*)", path.read_text()):
+        words = line.split()
+        if not words or words[0] in ("NAME", "RECIPE", "...", "--help"):
+            continue
+        command, rest = called_by(words)
+        assert command in COMMANDS or words[0] in shipped_recipes(), line
+        for word in rest:
+            if word.startswith("recipes/"):
+                assert word == "recipes/pictures.yaml" or (ROOT / word).exists(), line
+
+
+def test_tables_are_whole():
+    mixers, sets = ((ROOT / p).read_text() for p in ("lion/layers/README.md", "data/README.md"))
+    for mixer, *rest in mixer_rows():
+        assert f"| `{mixer}` | {' | '.join(rest)} |" in mixers, f"the row of {mixer} is missing or out of date"
+    for dataset in DATASETS:
+        assert f"`{dataset}`" in sets
+    commands = (ROOT / "tools/README.md").read_text()
+    for command in COMMANDS.keys() - {"train"}:
+        assert f"`{command}" in commands, command

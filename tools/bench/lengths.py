@@ -1,0 +1,55 @@
+"""The README's picture, `reports/lengths.png`: time and memory by length, of rows that `bench ops` measured.
+
+python -m tools.bench.lengths
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tools.bench.report import COLOURS, STYLES, Report
+from tools.store import Row
+
+LINES = {  # (mixer, form): what the picture calls it, and its colour
+    ("sdpa", "sdpa"): ("softmax (SDPA)", "black"),
+    ("lion_lit", "full"): ("Lion-lit, full", COLOURS[1]),
+    ("lion_s", "full"): ("Lion-S, full", COLOURS[0]),
+    ("lion_s", "chunk"): ("Lion-S, chunk", COLOURS[0]),
+    ("lion_s", "rnn"): ("Lion-S, rnn", COLOURS[0]),
+}
+PASSES = {"both": "Training", "forward": "Inference"}
+
+
+def panels(rows: list[Row], which: str) -> dict[str, list[tuple[tuple[str, str], list[int], list[float]]]]:
+    """For the title of each panel its lines: (mixer, form), lengths, values."""
+    found = {f"{PASSES[which]}: time over softmax's": [], f"{PASSES[which]}: memory, KiB a token": []}
+    for line in LINES:
+        own = [r for r in rows if (r["mixer"], r["form"]) == line and r["pass"] == which]
+        memory = [r["peak_bytes"] / 2**10 / (r["batch"] * r["length"]) for r in own]
+        for points, values in zip(found.values(), ([r["ratio"] for r in own], memory)):
+            points.append((line, [r["length"] for r in own], values))
+    return found
+
+
+def picture(fig: Any, rows: list[Row]) -> None:
+    lengths = sorted({r["length"] for r in rows})
+    for axes, which in zip(fig.subplots(2, 2, sharex=True), PASSES):
+        for ax, (title, lines) in zip(axes, panels(rows, which).items()):
+            for line, x, y in lines:
+                (label, colour), (dashes, marker) = LINES[line], STYLES.get(line[1], ("-", ""))
+                ax.plot(x, y, label=label, color=colour, linestyle=dashes, marker=marker, markersize=4)
+            ax.set(xscale="log", yscale="log")
+            ax.set_title(title, fontsize=10)
+            ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
+            ax.minorticks_off()
+            ax.yaxis.set_major_formatter("{x:,g}")
+            ax.grid(True, color="0.88", linewidth=0.7)
+            ax.spines[["top", "right"]].set_visible(False)
+    fig.supxlabel("tokens", fontsize=10)
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False, handlelength=3.2)
+
+
+if __name__ == "__main__":
+    report = Report(Path("reports")).load()
+    print(report.draw(Path("reports/lengths.png"), (9, 5), lambda fig: picture(fig, report.settings()[0])))
