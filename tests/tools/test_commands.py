@@ -128,7 +128,7 @@ def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path, capsys):
     summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
     assert summary["forms"].keys() == {"full"}
     refused = refuse(capsys, "eval", tmp_path / "runs" / "tiny", "--form", "rnn")
-    assert "softmax attention has only 'full', got 'rnn'" in refused
+    assert "SoftmaxAttention has only full, got 'rnn'" in refused
 
 
 def test_init_from_brings_another_head(tmp_path):

@@ -25,5 +25,5 @@ def test_the_system_sees_about_as_much():
     peak = process_peak(once, CPU)
     if peak is None:
         pytest.skip("this system does not tell")
-    assert 0.9 < peak / (2 * 4 * SIDE**2) < 1.5
+    assert 0.9 < peak / (2 * 4 * SIDE**2) < 2  # what was freed may be kept by the allocator
     assert peak_so_far(CPU) > peak and free_bytes(CPU) > 0

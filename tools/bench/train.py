@@ -4,8 +4,8 @@
 
 A step is what the trainer does: mixing of the batch, forward, backward, optimizer, compiled, in the recipe's precision
 on a GPU and in float32 on a CPU. All recipes must have one shape (dim, depth, heads, ..); beside them are timed the
-same model with softmax, which is 1, and without a mixer (each hands v on), which is the floor. Rounds
-are interleaved; a multiplier is the median over rounds of a step's time over the softmax step's of that round.
+same model with softmax, which is 1, and without a mixer (each hands v on), which is the floor. Rounds are interleaved;
+a multiplier is the median over rounds of a step's time over the softmax step's of that round.
 Results are added to `reports/train.md` and `train.json`.
 """
 
