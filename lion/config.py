@@ -65,6 +65,15 @@ def nearest(name: str, names: typing.Iterable[str], otherwise: str | None = None
 Source = Callable[[str], str]  # names the file (or override) that a dotted key comes from
 
 
+class Section:
+    """A dataclass of which some fields depend on others in their type."""
+
+    @classmethod
+    def types(cls, values: dict[str, Any]) -> dict[str, type]:
+        """The annotations that these values, still unchecked, put in the place of those of the class."""
+        return {}
+
+
 def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
     """An instance of the dataclass `schema` from a mapping that stands at `key` of the recipe.
 
@@ -77,6 +86,8 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
         raise ConfigError(f"{source(key)}: {key or 'recipe'}: expected a section of keys, got {values!r}")
     fields = {f.name: f for f in dataclasses.fields(schema)}
     hints = typing.get_type_hints(schema)
+    if issubclass(schema, Section):
+        hints |= schema.types(values)
     for name in values:
         if name not in fields:
             raise ConfigError(f"{source(join(key, name))}: unknown key '{join(key, name)}': {nearest(name, fields)}")

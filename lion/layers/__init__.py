@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from lion.layers.attention import Attention, AttentionConfig
 from lion.layers.linear import LionAttention
+from lion.layers.mixer import Mixer
 from lion.layers.mixers import MIXERS, NONE, SOFTMAX
 from lion.layers.softmax import NoMixing, SoftmaxAttention
 
-KINDS: dict[str, type[Attention]] = {
+__all__ = [
+    "KINDS",
+    "MIXERS",
+    "NONE",
+    "SOFTMAX",
+    "Attention",
+    "AttentionConfig",
+    "LionAttention",
+    "NoMixing",
+    "SoftmaxAttention",
+    "make_mixer",
+    "resolve_mixer",
+]
+
+KINDS: dict[str, type[Mixer]] = {
     SOFTMAX: SoftmaxAttention,
     NONE: NoMixing,
     **dict.fromkeys(MIXERS, LionAttention),
@@ -23,6 +38,6 @@ def resolve_mixer(name: str, config: AttentionConfig) -> AttentionConfig:
     return KINDS[name].resolve(name, config)
 
 
-def make_mixer(name: str, dim: int, num_heads: int, config: AttentionConfig) -> Attention:
+def make_mixer(name: str, dim: int, num_heads: int, config: AttentionConfig) -> Mixer:
     """The layer that a recipe's `model.mixer` names, of a config with or without None."""
     return KINDS[name](dim, num_heads, name, config)

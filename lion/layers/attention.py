@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import nearest, setting
-from lion.layers.layout import AS_THEY_STAND, SCANS, Layout
-from lion.layers.mixer import PLAIN, Mixer
+from lion.layers.layout import AS_THEY_STAND, PLAIN, SCANS, Layout
+from lion.layers.mixer import Mixer
 from lion.layers.norms import NO_NORM, NORMS
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
@@ -35,7 +35,7 @@ class AttentionConfig:
     direction: str = setting("both", choices=(*DIRECTIONS, ALTERNATING))
     scans: tuple[str, ...] = AS_THEY_STAND
     scan_merge: str = setting("masks", choices=SCAN_MERGES)
-    rotation: str = setting(NO_ROTATION, choices=(NO_ROTATION, *ROTATIONS))
+    rotation: str | None = setting(None, choices=(NO_ROTATION, *ROTATIONS))
     form: str = setting("auto", choices=("auto", *FORMS), free=True)
     chunk_size: int = setting(64, min=1, free=True)
     qkv_bias: bool = True
@@ -62,6 +62,8 @@ def check_scan_names(config: AttentionConfig) -> None:
 class Attention(Mixer):
     """q, k and v, a mixing of heads which the subclass gives as `mix`, and the projection of what comes out."""
 
+    Config = AttentionConfig
+
     def __init__(self, dim: int, num_heads: int, config: AttentionConfig) -> None:
         super().__init__()
         if num_heads < 1:
@@ -73,25 +75,16 @@ class Attention(Mixer):
         self.qkv = nn.Linear(dim, 3 * dim, bias=config.qkv_bias)
         self.proj = nn.Linear(dim, dim)
         self.rotation = None
-        if config.rotation != NO_ROTATION:
+        if config.rotation not in (None, NO_ROTATION):
             self.rotation = ROTATIONS[config.rotation](num_heads, self.head_dim)
         self.out_norm = None if config.out_norm in (None, NO_NORM) else NORMS[config.out_norm](dim)
         rank = config.out_gate_rank
         self.out_gate = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim)) if rank else None
 
-    @staticmethod
-    def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
-        """`config` with every None filled in by the conventions of the mixer called `name`.
-
-        Raises:
-            ValueError: A value that is no choice, or two that do not go together.
-        """
-        raise NotImplementedError
-
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         x = layout.clean(x)
         q, k, v = self.heads(x)
-        return self.merge(x, self.mix(x, q, k, v, layout))
+        return self.merge(x, self.mix(x, q, k, v, layout), layout)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """What the heads read, (B, H, L, D), of tokens x (B, L, dim) without padding."""
@@ -101,18 +94,25 @@ class Attention(Mixer):
         """q, k, v (3, B, H, L, D) of x (B, L, dim)."""
         return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
 
+    def prepare(self, x: Tensor, layout: Layout) -> Layout:
+        if self.rotation is None or not self.rotation.shared or layout.angles is not None:
+            return layout
+        return layout._replace(angles=self.rotation(x, layout))
+
     def angles(self, x: Tensor, layout: Layout, more: Tensor | None = None) -> Tensor | None:
         """By which queries and keys of tokens x (B, L, dim) are turned, and `more`; None where they are not."""
         if self.rotation is None:
             return more
-        angles = self.rotation(x, layout)
+        angles = layout.angles if self.rotation.shared else None
+        if angles is None:
+            angles = self.rotation(x, layout)
         return angles if more is None else angles + more
 
-    def merge(self, x: Tensor, y: Tensor) -> Tensor:
+    def merge(self, x: Tensor, y: Tensor, layout: Layout = PLAIN) -> Tensor:
         """(B, H, L, D) -> (B, L, dim): heads side by side, norm, gate, projection."""
         y = y.transpose(1, 2).flatten(2)
         if self.out_norm is not None:
-            y = self.out_norm(y)
+            y = self.out_norm(y, layout)
         if self.out_gate is not None:
             y = y * torch.sigmoid(self.out_gate(x))
         return self.proj(y)

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers import AttentionConfig, make_mixer
-from lion.layers.layout import Layout
-from lion.layers.mixer import PLAIN
+from lion.layers.layout import PLAIN, Layout
 from lion.layers.norms import NORMS
 
 
@@ -90,27 +89,42 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.drop_path = nn.Identity() if drop_path is None else DropPath(drop_path)
 
-    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
-        """(B, L, dim) -> (B, L, dim); layout, padding and streaming as in `Mixer`."""
-        x = layout.clean(x)
-        return self.after(x, self.attention(self.before(x), layout))
+    def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
+        """(B, L, dim) -> (B, L, dim); layout, padding and streaming as in `Mixer`.
 
-    def before(self, x: Tensor) -> Tensor:
+        `context` is what a model tells all its blocks beside (a class, a moment of a diffusion); most read none.
+        """
+        x = layout.clean(x)
+        mixed = self.attention(self.before(x, layout, context), layout)
+        return self.after(x, mixed, layout, context)
+
+    def before(self, x: Tensor, layout: Layout, context: Any) -> Tensor:
         """What the mixer is given."""
         raise NotImplementedError
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
         """What comes after the mixing of tokens."""
         raise NotImplementedError
 
-    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, Any]:
+    def prefill(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> tuple[Tensor, Any]:
         x = layout.clean(x)
-        mixed, state = self.attention.prefill(self.before(x), layout)
-        return self.after(x, mixed), state
+        mixed, state = self.attention.prefill(self.before(x, layout, context), layout)
+        return self.after(x, mixed, layout, context), state
 
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        mixed, state = self.attention.step(self.before(x), state)
-        return self.after(x, mixed), state
+    def step(self, x: Tensor, state: Any, context: Any = None) -> tuple[Tensor, Any]:
+        mixed, state = self.attention.step(self.before(x, PLAIN, context), state)
+        return self.after(x, mixed, PLAIN, context), state
+
+    def prepare(self, x: Tensor, layout: Layout) -> Layout:
+        """The layout with what every block makes of it alike."""
+        return self.attention.prepare(x, layout)
+
+    @property
+    def causal(self) -> bool:
+        return self.attention.causal
+
+    def initial_state(self, batch: int) -> Any:
+        return self.attention.initial_state(batch)
 
 
 class PreNorm(Block):
@@ -118,9 +132,9 @@ class PreNorm(Block):
 
     final_norm = True
 
-    def before(self, x: Tensor) -> Tensor:
-        return self.norm1(x)
+    def before(self, x: Tensor, layout: Layout, context: Any) -> Tensor:
+        return self.norm1(x, layout)
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
         x = x + self.drop_path(self.dropout(mixed))
-        return x + self.drop_path(self.dropout(self.mlp(self.norm2(x))))
+        return x + self.drop_path(self.dropout(self.mlp(self.norm2(x, layout))))

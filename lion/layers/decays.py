@@ -12,25 +12,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.layers.layout import Layout
-from lion.layers.mixer import PLAIN
-from lion.layers.rotations import rope_angles
+from lion.layers.layout import PLAIN, Layout
 from lion.ops import no_autocast
 
 
 class Gating(NamedTuple):
     """Arguments of `lion.ops.linear_attention`: keys with their gates folded in, one of the memories, and the angles
-    by which queries and keys are turned."""
+    by which queries and keys are turned. `state` is what a decay that remembers goes on from."""
 
     k: Tensor
     log_decay: Tensor | None = None
     beta: Tensor | None = None
     bonus: Tensor | None = None
     angles: Tensor | None = None
+    state: tuple[Tensor, ...] = ()
 
 
 class Decay(nn.Module):
-    """A module (x, k, layout) -> `Gating` for tokens x (B, L, dim) with keys k (B, H, L, D), where `layout` says."""
+    """A module (x, k, layout, state) -> `Gating` for tokens x (B, L, dim) with keys k (B, H, L, D).
+
+    Most remember nothing; one that does (a running maximum, a running sum) starts from `initial_state`, and gives the
+    state after these tokens, of several segments the last.
+    """
 
     per = "a token and head"  # what has a lambda of its own
     delta = False  # beta of the delta rule in place of a decay
@@ -40,9 +43,13 @@ class Decay(nn.Module):
         super().__init__()
         self.dim, self.num_heads = dim, num_heads
 
-    def forward(self, x: Tensor, k: Tensor, layout: Layout = PLAIN) -> Gating:
+    def forward(self, x: Tensor, k: Tensor, layout: Layout = PLAIN, state: tuple[Tensor, ...] = ()) -> Gating:
         with no_autocast(x):
-            return self.gating(x.to(torch.promote_types(x.dtype, torch.float32)), k, layout)
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            return self.gating(x, k, layout, *([state] if state else []))
+
+    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+        return ()
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         raise NotImplementedError
@@ -90,7 +97,9 @@ class SelectiveDecay(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         log_decay = F.logsigmoid(linear(self.gate, x)).mT  # (B, H, L)
-        return Gating(k, log_decay if layout.special is None else log_decay.masked_fill(layout.special, 0))
+        return Gating(
+            k, log_decay if layout.special is None else log_decay.masked_fill(layout.special[..., None, :], 0)
+        )
 
 
 class SelectiveVectorDecay(Decay):
@@ -105,23 +114,19 @@ class SelectiveVectorDecay(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         log_decay = self.by_head(F.logsigmoid(linear(self.gate, x)))
-        return Gating(k, log_decay if layout.special is None else log_decay.masked_fill(layout.special[:, None], 0))
+        return Gating(
+            k, log_decay if layout.special is None else log_decay.masked_fill(layout.special[..., None, :, None], 0)
+        )
 
 
 class RetentionDecay(Decay):
-    """RetNet (arXiv 2307.08621, Eq. 8): `gamma_h = 1 - 2^(-5-h)`, not learned; log_decay (H,). Queries and keys are
-    turned by their positions."""
+    """RetNet (arXiv 2307.08621, Eq. 8): `gamma_h = 1 - 2^(-5-h)`, not learned; log_decay (H,)."""
 
     per = "a head"
 
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__(dim, num_heads)
-        if dim // num_heads % 2:
-            raise ValueError(f"num_heads: rotation turns pairs, got an odd head dim {dim // num_heads}")
-
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         head = torch.arange(self.num_heads, device=x.device, dtype=x.dtype)  # no buffer: `.bfloat16()` would round it
-        return Gating(k, torch.log1p(-(2.0 ** (-5 - head))), angles=rope_angles(x, k.shape[-1], layout))
+        return Gating(k, torch.log1p(-(2.0 ** (-5 - head))))
 
 
 class RandomFeatureGate(Decay):

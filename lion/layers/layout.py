@@ -19,9 +19,11 @@ class Layout(NamedTuple):
         segment_index: Integer (B, L), rising from one segment to the next; padding belongs to the one before it.
         positions: Integer (B, L), a token's place in its segment, without padding; None: 0 .. L - 1.
         coords: Integer (axes, L), places on a grid; -1 in all axes for special tokens.
-        special: Boolean (L,), tokens without a place on the grid (cls).
+        special: Boolean (L,), or (B, L) where rows differ: tokens without a place on the grid (cls).
         orders: Integer (S, L), the tokens in the order in which each scan visits them; None: one scan, as they stand.
-        pairs: Boolean (B, 1, L, L), which keys a query may read: what softmax attention needs of all this.
+        pairs, causal_pairs: Boolean (B, 1, L, L), which keys a query may read, of all and of those up to itself: what
+            softmax attention needs of all this.
+        angles: In radians, by which a rotation that goes by the layout alone turns queries and keys.
     """
 
     valid: Tensor | None = None
@@ -31,6 +33,8 @@ class Layout(NamedTuple):
     special: Tensor | None = None
     orders: Tensor | None = None
     pairs: Tensor | None = None
+    causal_pairs: Tensor | None = None
+    angles: Tensor | None = None
 
     @staticmethod
     def of(x: Tensor, valid: Tensor | None = None, segments: Tensor | None = None) -> Layout:
@@ -81,8 +85,8 @@ class Layout(NamedTuple):
         return self.valid & (self.segment_index == self.segment_index[:, -1:])
 
     def with_pairs(self, causal: bool) -> Layout:
-        """The same with `pairs`, where there is padding."""
-        if self.valid is None or self.pairs is not None:
+        """The same with `causal_pairs` or `pairs`, where there is padding."""
+        if self.valid is None or self.readable(causal) is not None:
             return self
         pairs = self.valid[:, None, None]
         if self.segment_index is not None:
@@ -90,7 +94,15 @@ class Layout(NamedTuple):
         pairs = pairs.expand(-1, -1, self.valid.shape[1], -1)
         if causal:
             pairs = pairs.tril()
-        return self._replace(pairs=pairs | ~self.valid[:, None, :, None])  # padding reads anything, and stays finite
+        pairs = pairs | ~self.valid[:, None, :, None]  # padding reads anything, and stays finite
+        return self._replace(**{"causal_pairs" if causal else "pairs": pairs})
+
+    def readable(self, causal: bool) -> Tensor | None:
+        """Which keys a query may read (B, 1, L, L), where that is known; without padding it need not be."""
+        return self.causal_pairs if causal else self.pairs
+
+
+PLAIN = Layout()
 
 
 def row_major(patches: Tensor) -> Tensor:

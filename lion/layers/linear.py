@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lion.config import check_settings, fill
 from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check_scan_names
 from lion.layers.decays import DECAYS, Gating
-from lion.layers.layout import AS_THEY_STAND, Layout
-from lion.layers.mixer import PLAIN, state_type
+from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
+from lion.layers.mixer import Facts, state_type
 from lion.layers.mixers import MIXERS
 from lion.layers.rotations import NO_ROTATION
 from lion.ops import FORMS, State, linear_attention, multi_scan_attention, prefill, step
@@ -21,11 +21,13 @@ from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
 @state_type
 class LinearState(NamedTuple):
-    """What a causal layer remembers: the operator's `S` and `z`, and the next token's `position` (B,)."""
+    """What a causal layer remembers: the operator's `S` and `z`, the next token's `position` (B,), and what its decay
+    remembers."""
 
     S: Tensor
     z: Tensor
     position: Tensor
+    decay: tuple[Tensor, ...] = ()
 
 
 class LionAttention(Attention):
@@ -62,7 +64,7 @@ class LionAttention(Attention):
         check_settings(config)
         check_scan_names(config)
         decay = MIXERS[name].decay
-        if config.scans != AS_THEY_STAND and config.rotation != NO_ROTATION:
+        if config.scans != AS_THEY_STAND and config.rotation not in (None, NO_ROTATION):
             raise ValueError(f"rotation {config.rotation!r} goes by one order of the tokens, not several scans")
         if config.scans != AS_THEY_STAND and not (decay and DECAYS[decay].scans):
             fits = ", ".join(n for n, entry in MIXERS.items() if entry.decay and DECAYS[entry.decay].scans)
@@ -72,7 +74,7 @@ class LionAttention(Attention):
                 f"score_dropout exists in the full form only, use form 'auto' or 'full', got {config.form!r}"
             )
         entry = MIXERS[name]
-        filled = {"feature_map": entry.feature_map, "normalize": entry.normalize}
+        filled = {"feature_map": entry.feature_map, "normalize": entry.normalize, "rotation": entry.rotation}
         both = config.direction == "both"
         filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
         out = fill(config, filled)
@@ -90,6 +92,13 @@ class LionAttention(Attention):
                     f"negative; use normalize 'none' or one of {positive}"
                 )
         return out
+
+    @staticmethod
+    def facts(name: str) -> Facts:
+        entry = MIXERS[name]
+        memory = "none" if entry.decay is None else DECAYS[entry.decay].per
+        divisor = {"sum": "row sum", "max": "max(abs(row sum), 1)", "none": "-"}[entry.normalize]
+        return Facts(entry.source, memory, divisor, entry.left_out or "-", knows_order=entry.decay is not None)
 
     @property
     def causal(self) -> bool:
@@ -133,33 +142,42 @@ class LionAttention(Attention):
         log_decays = [decay(x, k, layout).log_decay for decay in self.decays]
         return multi_scan_attention(q, k, v, log_decays, layout.orders, valid=layout.valid, **how)
 
-    def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> dict:
+    def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> dict[str, Any]:
         """The operator's arguments for tokens x (B, L, dim)."""
+        return self.arguments_and_state(x, q, k, v, layout)[0]
+
+    def arguments_and_state(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
+    ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+        """The same, and what the decay remembers after these tokens."""
         c, m, feature_map = self.config, self.mixer, self.config.feature_map
         if self.decays and not self.decays[0].scans:  # it has to do with keys
             q, k = apply_feature_map(feature_map, q), apply_feature_map(m.key_map or feature_map, k)
             feature_map = None
-        given = (self.decays[0](x, k, layout) if self.decays else Gating(k))._asdict()
+        given = (self.decays[0](x, k, layout, state) if self.decays else Gating(k))._asdict()
+        state = given.pop("state")
         given["angles"] = self.angles(x, layout, given["angles"])
         how = dict(feature_map=feature_map, normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
-        return dict(q=q, v=v, **how, **given)
+        return dict(q=q, v=v, **how, **given), state
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, LinearState]:
         self.check_causal()
         x = layout.clean(x)
-        inputs = self.arguments(x, *self.heads(x), layout)
+        inputs, decay = self.arguments_and_state(x, *self.heads(x), layout)
         y, state = prefill(**inputs, chunk_size=self.chunk_size, segments=layout.segments)
-        return self.merge(x, y), LinearState(*state, layout.next_position(x))
+        return self.merge(x, y, layout), LinearState(*state, layout.next_position(x), decay)
 
     def step(self, x: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
         self.check_causal()
         layout = Layout(positions=state.position[:, None] + torch.arange(x.shape[1], device=x.device))
-        y, new = step(State(state.S, state.z), **self.arguments(x, *self.heads(x), layout))
-        return self.merge(x, y), LinearState(*new, state.position + x.shape[1])
+        inputs, decay = self.arguments_and_state(x, *self.heads(x), layout, state.decay)
+        y, new = step(State(state.S, state.z), **inputs)
+        return self.merge(x, y), LinearState(*new, state.position + x.shape[1], decay)
 
     def initial_state(self, batch: int) -> LinearState:
         weight, width = self.proj.weight, self.head_dim
         S = weight.new_zeros(
             batch, self.num_heads, width, width, dtype=torch.promote_types(weight.dtype, torch.float32)
         )
-        return LinearState(S, S[..., 0].clone(), torch.zeros(batch, dtype=torch.long, device=weight.device))
+        position = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        return LinearState(S, S[..., 0].clone(), position, self.decays[0].initial_state(batch) if self.decays else ())

@@ -7,21 +7,47 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lion.layers.layout import Layout
+from lion.layers.layout import PLAIN, Layout
 from lion.ops import FORMS
 from lion.ops.settings import check_chunk_size
 
-PLAIN = Layout()
+
+class Facts(NamedTuple):
+    """What is told of a mixer: where it was published, what has a decay of its own, what its rows are divided by, what
+    of the published block is left out, and whether it knows the order of tokens without position embeddings."""
+
+    source: str
+    memory: str = "-"
+    divisor: str = "-"
+    left_out: str = "-"
+    knows_order: bool = False
 
 
 class Mixer(nn.Module):
     """Mixes the tokens of a sequence. A new kind is one file and its line in `lion.layers.KINDS`.
 
+    It is made as `Kind(dim, num_heads, name, config)`, `name` being that line's.
+
     A state is a tuple of tensors (a NamedTuple, registered with `state_type`, so that `torch.save` and
     `torch.load(weights_only=True)` take it), of any structure.
     """
 
+    Config: ClassVar[type]  # the recipe's `model.attention` section, `AttentionConfig` or one that extends it
     forms: ClassVar[tuple[str, ...]] = ("full",)  # in which it can run, the first by default
+
+    @staticmethod
+    def resolve(name: str, config: Any) -> Any:
+        """`config` with every None filled in by the conventions of the mixer called `name`.
+
+        Raises:
+            ValueError: A value that is no choice, or two that do not go together.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def facts(name: str) -> Facts:
+        """What is told of the mixer called `name`."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         """Mix tokens x (B, L, dim), as they stand in `layout`.
@@ -35,10 +61,9 @@ class Mixer(nn.Module):
         """Whether no token sees a later one, so that the mixer streams."""
         return False
 
-    @property
-    def needs_pairs(self) -> bool:
-        """Whether it reads `layout.pairs`."""
-        return False
+    def prepare(self, x: Tensor, layout: Layout) -> Layout:
+        """The layout of tokens x (B, L, dim) with what this mixer makes of it alone, the same in every layer."""
+        return layout
 
     def initial_state(self, batch: int) -> Any:
         """The empty state, for a stream without a prompt."""

@@ -18,6 +18,7 @@ class LinearMixer:
         decay_convention, causal_decay_convention: Which decays count (`lion.ops.decay`) in both directions, and in
             one. The linear Transformers take "target" in each, so that every direction is their published recurrence
             (Theorem 3.1), but for RetNet's rotation, which goes by place and so turns the other way backward.
+        rotation: An entry of `ROTATIONS` that turns q and k.
         source: Where it was published.
         left_out: What the published block has around its recurrence and this entry has not.
     """
@@ -29,6 +30,7 @@ class LinearMixer:
     scale: float | None = None
     decay_convention: str = "target"
     causal_decay_convention: str = "target"
+    rotation: str = "none"
     source: str = ""
     left_out: str = ""
 
@@ -43,7 +45,9 @@ MIXERS = {
     "linear_transformer": LinearMixer(
         None, feature_map="elu1", normalize="sum", source="Katharopoulos et al., 2006.16236", left_out="nothing"
     ),
-    "retnet": LinearMixer("retention", source="2307.08621", left_out="group norm, output gate, normalised scores"),
+    "retnet": LinearMixer(
+        "retention", rotation="rope", source="2307.08621", left_out="group norm, output gate, normalised scores"
+    ),
     "gated_rfa": LinearMixer(
         "random_feature_gate",
         feature_map="elu1",

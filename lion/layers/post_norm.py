@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from lion.layers.block import Block
+from lion.layers.layout import Layout
 
 
 class PostNorm(Block):
@@ -12,9 +15,9 @@ class PostNorm(Block):
 
     final_norm = False
 
-    def before(self, x: Tensor) -> Tensor:
+    def before(self, x: Tensor, layout: Layout, context: Any) -> Tensor:
         return x
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        x = self.norm1(x + self.drop_path(self.dropout(mixed)))
-        return self.norm2(x + self.drop_path(self.dropout(self.mlp(x))))
+    def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
+        x = self.norm1(x + self.drop_path(self.dropout(mixed)), layout)
+        return self.norm2(x + self.drop_path(self.dropout(self.mlp(x))), layout)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.config import check_settings
+from lion.config import check_settings, fill
 from lion.layers.attention import Attention, AttentionConfig, check_scan_names
-from lion.layers.layout import AS_THEY_STAND, Layout
-from lion.layers.mixer import PLAIN, state_type
+from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
+from lion.layers.mixer import Facts, state_type
 from lion.layers.mixers import NONE, SOFTMAX
 from lion.layers.rotations import NO_ROTATION
 from lion.ops.features import apply_feature_map
@@ -49,6 +49,7 @@ class SoftmaxAttention(Attention):
             )
         if config.form not in ("auto", "full"):
             raise ValueError(f"form {config.form!r} is not available with mixer {name!r}, which has only 'full'")
+        config = fill(config, {"rotation": NO_ROTATION})
         for setting in ("normalize", "decay_convention"):
             if getattr(config, setting) is not None:
                 raise ValueError(f"{setting} belongs to linear mixers, {name!r} has none")
@@ -56,13 +57,16 @@ class SoftmaxAttention(Attention):
             raise ValueError(f"scans: not available with mixer {name!r}, which has no order to scan in")
         return config
 
-    @property
-    def needs_pairs(self) -> bool:
-        return True
+    @staticmethod
+    def facts(name: str) -> Facts:
+        return Facts("1706.03762, the baseline", "-", "softmax")
+
+    def prepare(self, x: Tensor, layout: Layout) -> Layout:
+        return super().prepare(x, layout).with_pairs(self.causal)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         q, k = self.turned(x, q, k, layout)
-        mask = layout.with_pairs(self.causal).pairs
+        mask = layout.with_pairs(self.causal).readable(self.causal)
         y = self.attend(q, k, v, mask, causal=self.causal and mask is None)
         return y if mask is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
 
@@ -87,7 +91,7 @@ class SoftmaxAttention(Attention):
         if layout.segment_index is not None:
             read = layout.in_last_segment()
         cache = KeyValueCache(self.turned(x, q, k, layout)[1], v, read)
-        return self.merge(x, self.mix(x, q, k, v, layout)), cache
+        return self.merge(x, self.mix(x, q, k, v, layout), layout), cache
 
     def step(self, x: Tensor, state: KeyValueCache) -> tuple[Tensor, KeyValueCache]:
         self.check_causal()
@@ -113,9 +117,13 @@ class NoMixing(Attention):
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
         for setting, plain in (("feature_map", None), ("rotation", NO_ROTATION)):
-            if getattr(config, setting) != plain:
+            if getattr(config, setting) not in (None, plain):
                 raise ValueError(f"{setting} belongs to mixers with scores, {name!r} has none")
         return SoftmaxAttention.resolve(name, config)
+
+    @staticmethod
+    def facts(name: str) -> Facts:
+        return Facts("the floor: values go through", "-", "-")
 
     @property
     def causal(self) -> bool:

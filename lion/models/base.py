@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+
+from lion.config import Section
+
+
+class ModelConfig(Section):
+    """The recipe's `model` section: a dataclass with these fields and methods, and whatever else its model has.
+
+    A field that is None is left to the conventions of the model; the section is stored as it was asked for.
+    """
+
+    name: str  # in `MODELS`
+    mixer: str  # in `lion.layers.KINDS`
+
+    def resolved(self) -> Self:
+        """The same with every None filled in: the model that is built.
+
+        Raises:
+            ValueError: Settings that do not go together.
+        """
+        return self
+
+    def with_mixer(self, mixer: str) -> Self:
+        """The same model around another mixer, which has its own conventions."""
+        raise NotImplementedError
+
+    def label(self) -> str:
+        """What a paper tells the rows of its tables apart by."""
+        return self.mixer
+
+    def shape(self) -> str:
+        """What models must share to be compared by their mixers."""
+        return ""
 
 
 class Model(nn.Module):
     """A model that a recipe names as `model.name`. A new one is one file and its line in `MODELS`.
 
     Attributes:
-        Config: The recipe's `model` section, a dataclass with a field `name`.
+        Config: The recipe's `model` section.
         heads: Prefixes of the parameters that belong to its data's classes: fine-tuning on others starts them anew.
         length: Tokens of a sample, as its encoder sees them.
     """
 
-    Config: ClassVar[type]
+    Config: ClassVar[type[ModelConfig]]
     heads: ClassVar[tuple[str, ...]] = ("head.",)
     length: int
 
@@ -83,6 +115,10 @@ class ImageClassifier(Model):
                 raise ValueError(f"{name}: expected one number a channel, {channels}, got {list(values)}")
             each = torch.tensor(values, dtype=torch.float32).expand(channels)[:, None, None]
             self.register_buffer(name, each.clone(), persistent=False)  # (channels, 1, 1)
+
+    def scan_orders(self) -> dict[str, Tensor]:
+        """The ways on which an image is scanned, by name: rows and columns of patches (2, L) as they are visited."""
+        return {}
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 (B, channels, height, width) as float32, each channel to mean 0 and deviation 1."""

@@ -13,14 +13,14 @@ from lion.config import fill, flatten, setting, to_dict
 from lion.layers import KINDS, AttentionConfig, resolve_mixer
 from lion.layers.block import MLPS
 from lion.layers.blocks import BLOCKS
-from lion.layers.layout import Layout
-from lion.layers.mixer import PLAIN
-from lion.layers.norms import NORMS
+from lion.layers.layout import PLAIN, Layout
+from lion.layers.norms import NORMS, NoNorm
+from lion.models.base import ModelConfig
 from lion.models.init import INITS
 
 
 @dataclass
-class EncoderConfig:
+class EncoderConfig(ModelConfig):
     """Shape of an encoder, as it was asked for: None stands for the convention of mixer and model.
 
     `resolved` says what that is. `preset` decides where paper and released code differ in what the model is.
@@ -51,6 +51,11 @@ class EncoderConfig:
         "decay convention": "attention.decay_convention",
     }
 
+    @classmethod
+    def types(cls, values: dict[str, Any]) -> dict[str, type]:
+        kind = KINDS.get(values["mixer"]) if isinstance(values.get("mixer"), str) else None
+        return {} if kind is None else {"attention": kind.Config}
+
     def __post_init__(self) -> None:
         if self.dim % self.num_heads:
             fits = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
@@ -77,7 +82,7 @@ class EncoderConfig:
         for f in dataclasses.fields(c):
             if f.default is None:
                 setattr(c, f.name, None)
-        c.mixer, c.attention = mixer, type(c.attention)(score_dropout=c.attention.score_dropout)
+        c.mixer, c.attention = mixer, KINDS[mixer].Config(score_dropout=c.attention.score_dropout)
         return c
 
     def label(self) -> str:
@@ -126,41 +131,42 @@ class Encoder(nn.Module):
             )
             for layer, rate in enumerate(rates)
         )
-        self.norm = NORMS[c.norm](c.dim, eps=c.norm_eps) if BLOCKS[c.block].final_norm else nn.Identity()
+        self.norm = NORMS[c.norm](c.dim, eps=c.norm_eps) if BLOCKS[c.block].final_norm else NoNorm()
 
-    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
-        """(B, L, dim) -> (B, L, dim)."""
-        layout = self.prepared(layout)
+    def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
+        """(B, L, dim) -> (B, L, dim); `context` goes to every block."""
+        layout = self.prepared(x, layout)
         for block in self.blocks:
-            x = block(x, layout)
-        return self.norm(x)
+            x = block(x, layout, context)
+        return self.norm(x, layout)
 
     @property
     def causal(self) -> bool:
         """Whether it streams: every block does."""
-        return all(block.attention.causal for block in self.blocks)
+        return all(block.causal for block in self.blocks)
 
     def initial_state(self, batch: int) -> list[Any]:
         """The state of every block before the first token."""
-        return [block.attention.initial_state(batch) for block in self.blocks]
+        return [block.initial_state(batch) for block in self.blocks]
 
-    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, list[Any]]:
+    def prefill(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> tuple[Tensor, list[Any]]:
         """As `forward` for a prompt, and the states to go on from."""
-        states, layout = [], self.prepared(layout)
+        states, layout = [], self.prepared(x, layout)
         for block in self.blocks:
-            x, state = block.prefill(x, layout)
+            x, state = block.prefill(x, layout, context)
             states.append(state)
-        return self.norm(x), states
+        return self.norm(x, layout), states
 
-    def step(self, x: Tensor, states: list[Any]) -> tuple[Tensor, list[Any]]:
+    def step(self, x: Tensor, states: list[Any], context: Any = None) -> tuple[Tensor, list[Any]]:
         """As `forward` for the next token(s) x (B, C, dim), and the states after them."""
         new = []
         for block, state in zip(self.blocks, states):
-            x, state = block.step(x, state)
+            x, state = block.step(x, state, context)
             new.append(state)
         return self.norm(x), new
 
-    def prepared(self, layout: Layout) -> Layout:
-        """The layout with what its mixers read, made once for all blocks."""
-        causal = next((b.attention.causal for b in self.blocks if b.attention.needs_pairs), None)
-        return layout if causal is None else layout.with_pairs(causal)
+    def prepared(self, x: Tensor, layout: Layout) -> Layout:
+        """The layout with what its blocks make of it alike, once for all of them."""
+        for block in self.blocks:
+            layout = block.prepare(x, layout)
+        return layout

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def deit(model: nn.Module, std: float) -> None:
-    """DeiT's: Linear truncated normal, biases 0; norms, convolutions and decays keep their own."""
+    """DeiT's: Linear truncated normal, biases 0; all other parameters keep their own."""
     for m in model.modules():
         if isinstance(m, nn.Linear):
             nn.init.trunc_normal_(m.weight, std=std)

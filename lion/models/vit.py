@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
+from lion.layers import KINDS
 from lion.layers.layout import Layout, grid_layout
 from lion.layers.marks import Marks
-from lion.layers.mixers import MIXERS, SOFTMAX
+from lion.layers.mixers import SOFTMAX
 from lion.models.base import ImageClassifier
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
@@ -42,9 +43,8 @@ class ViTConfig(EncoderConfig):
             c.patch_size = (c.patch_size, c.patch_size)
         if min(c.patch_size) < 1:
             raise ValueError(f"patch_size must be at least 1, got {c.patch_size}")
-        knows_order = c.mixer in MIXERS and MIXERS[c.mixer].decay is not None
         if c.position_embedding is None:
-            c.position_embedding = not knows_order
+            c.position_embedding = not KINDS[c.mixer].facts(c.mixer).knows_order
         blind = all(c.attention.at(layer).direction == "forward" for layer in range(c.depth))
         if c.readout is None:
             c.readout = "cls" if c.mixer == SOFTMAX and not blind else "mean"
@@ -111,6 +111,10 @@ class ViT(ImageClassifier):
     def layout(self) -> Layout:
         """Where the tokens of every image stand."""
         return Layout(coords=self.coords, special=self.special, orders=self.orders)
+
+    def scan_orders(self) -> dict[str, Tensor]:
+        orders = [] if self.orders is None else self.orders
+        return {name: self.coords[:, order] for name, order in zip(self.config.attention.scans, orders)}
 
     def units(self) -> list[nn.Module]:
         return list(self.encoder.blocks)

@@ -119,9 +119,7 @@ class ImageClassification(Task):
         return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        orders = [] if model.orders is None else model.orders
-        names = model.config.attention.scans
-        scans = {f"scan_{name}": draw_scan(model.coords, order) for name, order in zip(names, orders)}
+        scans = {f"scan_{name}": draw_scan(order) for name, order in model.scan_orders().items()}
         return {"inputs": make_grid(batch["image"][:32], nrow=8), **scans}
 
 
@@ -146,11 +144,11 @@ def erase(images: Tensor, share: float) -> Tensor:
     return torch.where((inside & chosen[:, None, None])[:, None], torch.randn_like(images), images)
 
 
-def draw_scan(coords: Tensor, order: Tensor, scale: int = 24) -> Tensor:
-    """A picture (3, height, width) of a scan: its way from patch to patch, from blue to red."""
-    places = coords[:, order].T.tolist()
+def draw_scan(order: Tensor, scale: int = 24) -> Tensor:
+    """A picture (3, height, width) of the way from patch to patch, from blue to red; order (2, L), -1 for none."""
+    places = order.T.tolist()
     places = [(scale * x + scale // 2, scale * y + scale // 2) for y, x in places if y >= 0]
-    size = [scale * (int(side) + 1) for side in coords.amax(1).flip(0)]
+    size = [scale * (int(side) + 1) for side in order.amax(1).flip(0)]
     picture = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(picture)
     for i, (a, b) in enumerate(pairwise(places)):

@@ -1,7 +1,9 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lion.layers import MIXERS, SOFTMAX, AttentionConfig, LionAttention, SoftmaxAttention, make_mixer, resolve_mixer
+from lion.layers.decays import Decay, Gating
 from lion.layers.layout import Layout, grid_layout
 from lion.layers.mixer import forms_of, set_form
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
@@ -224,7 +226,7 @@ def test_a_rotation_goes_by_positions_alone(mixer):
     """Scores see differences of positions: padding before the tokens moves nothing."""
     torch.manual_seed(0)
     layer = make_mixer(mixer, 12, 3, AttentionConfig(rotation="rope")).double().eval()
-    plain = make_mixer(mixer, 12, 3, AttentionConfig()).double().eval()
+    plain = make_mixer(mixer, 12, 3, AttentionConfig(rotation="none")).double().eval()
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(2, 9, 12, dtype=torch.double)
     assert (layer(x) - plain(x)).abs().max() > 1e-3
@@ -233,11 +235,54 @@ def test_a_rotation_goes_by_positions_alone(mixer):
     torch.testing.assert_close(layer(x, Layout.of(x, valid))[:, 3:], layer(x[:, 3:]))
 
 
+class Turning(Decay):
+    """Remembers how much it has turned so far: a decay with angles and a state, neither of which goes by positions."""
+
+    def gating(self, x, k, layout, state=()):
+        share = x.new_full((*x.shape[:2],), 0.1) if layout.valid is None else 0.1 * layout.valid.to(x.dtype)
+        total = share.cumsum(1) + (state[0] if state else 0)  # (B, L)
+        angles = total[:, None, :, None] * torch.arange(1, k.shape[-1] // 2 + 1)
+        return Gating(k, F.logsigmoid(x[..., :3].mT), angles=angles, state=(total[:, -1:],))
+
+    def initial_state(self, batch):
+        return (torch.zeros(batch, 1, dtype=torch.double),)
+
+
+def turning(**settings):
+    torch.manual_seed(0)
+    layer = make_mixer("gla", 12, 3, AttentionConfig(direction="forward", **settings)).double().eval()
+    layer.decays[0] = Turning(12, 3)
+    return layer
+
+
 def test_angles_of_a_decay_and_a_rotation_add_up():
-    layer, x = make_mixer("retnet", 12, 3, AttentionConfig(rotation="rope")).double(), torch.randn(1, 4, 12).double()
-    q, k, v = layer.heads(x)
-    own = layer.decays[0](x, k).angles
-    torch.testing.assert_close(layer.arguments(x, q, k, v, Layout())["angles"], 2 * own)
+    x = torch.randn(1, 4, 12, dtype=torch.double)
+    plain, both = (turning(**settings) for settings in ({}, {"rotation": "rope"}))
+    heads = plain.heads(x)
+    angles = [layer.arguments(x, *heads, Layout())["angles"] for layer in (plain, both)]
+    torch.testing.assert_close(angles[1], angles[0] + both.rotation(x, Layout()))
+
+
+@torch.inference_mode()
+def test_a_decay_that_remembers_streams():
+    layer, x = turning(), torch.randn(2, 12, 12, dtype=torch.double)
+    whole = layer(x)
+    for start, state in ((5, layer.prefill(x[:, :5])[1]), (0, layer.initial_state(2))):
+        for i in range(start, 12):
+            y, state = layer.step(x[:, i : i + 1], state)
+            torch.testing.assert_close(y, whole[:, i : i + 1])
+    torch.testing.assert_close(state.decay[0], torch.full((2, 1), 1.2, dtype=torch.double))
+
+
+def test_special_tokens_may_differ_from_row_to_row():
+    """As many rows as heads: a mask of rows is none of heads."""
+    for name in ("lion_s", "lion_s_vector"):
+        layer, x = LionAttention(12, 3, name), torch.randn(3, 5, 12)
+        special = torch.eye(3, 5, dtype=torch.bool)
+        log_decay = layer.decays[0](x, layer.heads(x)[1], Layout(special=special)).log_decay
+        assert ((log_decay == 0).flatten(3).all(3) if name.endswith("vector") else log_decay == 0).equal(
+            special[:, None].expand(-1, 3, -1)
+        )
 
 
 def test_bad_rotations():

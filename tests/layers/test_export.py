@@ -34,7 +34,7 @@ class Step(nn.Module):
 
     def forward(self, x, S, z, position):
         y, state = self.layer.step(x, LinearState(S, z, position))
-        return y, *state
+        return y, *state[:3]
 
 
 def vit(mixer: str, **attention) -> ViT:
@@ -65,10 +65,10 @@ def test_layer_of_all_lengths(form, mixer):
 @pytest.mark.parametrize("mixer", (*MIXERS, "deltanet"))
 def test_step(mixer):
     layer = lion.LionAttention(16, 2, mixer=mixer, direction="forward")
-    example = (torch.randn(3, 1, 16), *layer.initial_state(3))
+    example = (torch.randn(3, 1, 16), *layer.initial_state(3)[:3])
     exported = export(Step(layer), example, dynamic_shapes=(BATCH,) * 4).module()
     for batch in BATCHES:
-        x, state, outputs = torch.randn(batch, 4, 16), layer.initial_state(batch), []
+        x, state, outputs = torch.randn(batch, 4, 16), layer.initial_state(batch)[:3], []
         for token in x.split(1, 1):
             y, *state = exported(token, *state)
             outputs.append(y)
@@ -129,7 +129,7 @@ def test_no_trace(form):
 def test_no_trace_of_steps_and_scans():
     layer = lion.LionAttention(16, 2, direction="forward")
     for module, example in (
-        (Step(layer), (torch.randn(2, 1, 16), *layer.initial_state(2))),
+        (Step(layer), (torch.randn(2, 1, 16), *layer.initial_state(2)[:3])),
         (vit("lion_d", scans=("row_snake", "column_snake")), torch.randn(2, 1, 18, 18)),
     ):
         with pytest.raises(RuntimeError, match=r"^torch\.jit\.trace: "):

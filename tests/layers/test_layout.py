@@ -25,7 +25,7 @@ def test_positions_count_tokens_and_start_anew_with_each_segment():
 def test_pairs_keep_segments_apart():
     layout = Layout.of(X, segments=torch.tensor([[0, 0, 1, 1, 1, -1], [4, 4, 4, 4, 4, 4]]))
     for causal in (False, True):
-        pairs = layout.with_pairs(causal).pairs[:, 0]
+        pairs = layout.with_pairs(causal).readable(causal)[:, 0]
         for row, i, j in ((r, i, j) for r in range(2) for i in range(6) for j in range(6)):
             ids = [[0, 0, 1, 1, 1, -1], [4] * 6][row]
             allowed = ids[i] == -1 or (ids[i] == ids[j] and ids[j] >= 0 and (j <= i or not causal))

@@ -1,13 +1,20 @@
 """A causal encoder streams as a whole; a layout is made once for all of its blocks."""
 
 import io
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
-from lion.layers import MIXERS, NONE, SOFTMAX, AttentionConfig
-from lion.layers.layout import Layout
+from lion.config import ConfigError, build, setting
+from lion.layers import KINDS, MIXERS, NONE, SOFTMAX, AttentionConfig, LionAttention
+from lion.layers.block import PreNorm
+from lion.layers.blocks import BLOCKS
+from lion.layers.layout import PLAIN, Layout
+from lion.layers.mixer import Facts
+from lion.layers.norms import NORMS
+from lion.layers.rotations import Rope
 from lion.models.base import Model
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.vit import ViT, ViTConfig
@@ -78,7 +85,7 @@ def test_only_softmax_grows():
     x = torch.randn(1, 40, 12, dtype=torch.double)
 
     def size(state):
-        return sum(part.nbytes for layer in state for part in layer)
+        return sum(part.nbytes for layer in state for part in layer if torch.is_tensor(part))
 
     for mixer, grows in ((SOFTMAX, True), ("lion_s", False)):
         model = encoder(mixer)
@@ -107,7 +114,99 @@ def test_the_layout_is_made_once(mixer, monkeypatch):
         block.attention.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
     model(x, layout)
     assert len(seen) == 3 and all(found is seen[0] for found in seen)
-    assert (seen[0].pairs is not None) == (mixer == SOFTMAX)
+    assert (seen[0].pairs is not None) == (mixer == SOFTMAX) and seen[0].causal_pairs is None
+
+
+def test_angles_are_made_once(monkeypatch):
+    calls, rope = [], Rope.forward
+    monkeypatch.setattr(Rope, "forward", lambda self, *args: calls.append(self) or rope(self, *args))
+    encoder("retnet")(torch.randn(2, 6, 12, dtype=torch.double))
+    assert len(calls) == 1
+
+
+def test_what_may_be_read_depends_on_the_direction():
+    """A layout that was prepared for both directions shows a causal layer no later token."""
+    x = torch.randn(1, 6, 12, dtype=torch.double)
+    valid = torch.ones(1, 6, dtype=torch.bool)
+    prepared = Layout.of(x, valid).with_pairs(False)
+    layer = encoder(SOFTMAX).blocks[0].attention
+    torch.testing.assert_close(layer(x, prepared), layer(x))
+
+
+class CountingNorm(nn.Module):
+    """A norm that sees the layout, as one of valid tokens alone would."""
+
+    def __init__(self, dim, eps=0.0):
+        super().__init__()
+
+    def forward(self, x, layout=PLAIN):
+        return x / (x.shape[1] if layout.valid is None else layout.valid.sum(1)[:, None, None])
+
+
+def test_norms_see_the_layout(monkeypatch):
+    monkeypatch.setitem(NORMS, "counting", CountingNorm)
+    config = EncoderConfig("lion_lit", 12, 2, 3)
+    config.norm = "counting"
+    model = Encoder(config.resolved()).double().eval()
+    x = torch.randn(2, 6, 12, dtype=torch.double)
+    valid = torch.tensor([[True] * 4 + [False] * 2] * 2)
+    torch.testing.assert_close(model(x, Layout.of(x, valid))[:, :4], model(x[:, :4]))
+
+
+class Shifted(PreNorm):
+    """Adds what its model tells all blocks."""
+
+    def before(self, x, layout, context):
+        return super().before(x, layout, context) + (0 if context is None else context)
+
+
+def test_a_context_reaches_every_block(monkeypatch):
+    monkeypatch.setitem(BLOCKS, "shifted", Shifted)
+    config = EncoderConfig("lion_s", 12, 2, 3, attention=CAUSAL)
+    config.block = "shifted"
+    torch.manual_seed(0)
+    model, x = Encoder(config.resolved()).double().eval(), torch.randn(1, 6, 12, dtype=torch.double)
+    context = torch.randn(12, dtype=torch.double)
+    whole = model(x, context=context)
+    assert (whole - model(x)).abs().max() > 1e-3
+    y, state = model.prefill(x[:, :4], context=context)
+    rest, _ = model.step(x[:, 4:], state, context)
+    torch.testing.assert_close(torch.cat([y, rest], 1), whole)
+
+
+class Wide(LionAttention):
+    """A mixer with a setting of its own."""
+
+    @dataclass
+    class Config(AttentionConfig):
+        reach: int = setting(3, min=1)
+
+    @staticmethod
+    def resolve(name, config):
+        return LionAttention.resolve("lion_s", config)
+
+    @staticmethod
+    def facts(name):
+        return Facts("here", knows_order=False)
+
+    def __init__(self, dim, num_heads, mixer, config):
+        super().__init__(dim, num_heads, "lion_s", config)
+
+
+@dataclass
+class OfWide(EncoderConfig):
+    mixer: str
+
+
+def test_a_mixer_may_have_settings_of_its_own(monkeypatch):
+    monkeypatch.setitem(KINDS, "wide", Wide)
+    values = {"mixer": "wide", "dim": 12, "depth": 1, "num_heads": 3, "attention": {"reach": 5}}
+    config = build(OfWide, values, source=str)
+    assert config.attention.reach == 5 and config.resolved().attention.feature_map == "silu_shifted"
+    with pytest.raises(ConfigError, match=r"attention\.reach: expected at least 1"):
+        build(OfWide, {**values, "attention": {"reach": 0}}, source=str)
+    with pytest.raises(ConfigError, match=r"unknown key .model\.attention\.reach|unknown key .attention\.reach"):
+        build(OfWide, {**values, "mixer": "lion_s"}, source=str)
 
 
 class Tagger(Model):
