@@ -111,11 +111,10 @@ def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Hi
 
 @torch.no_grad()
 def pictures_of_progress(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor]:
-    """What the task shows of a model at an evaluation; the random numbers that it takes are not missed in training."""
-    training, device = model.training, next(iter(batch.values())).device
+    """What the task shows of a model at an evaluation."""
+    training = model.training
     model.eval()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            return task.progress(model, batch)
+        return task.progress(model, batch)
     finally:
         model.train(training)

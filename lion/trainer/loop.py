@@ -16,6 +16,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from lion.tasks.base import Task, to_device
 from lion.tasks.data import Batch, Splits
+from lion.tasks.seeds import derive
 from lion.trainer.checkpointer import Checkpointer
 from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, pictures_of_progress
 from lion.trainer.ema import Average
@@ -198,7 +199,8 @@ class Trainer:
         if not state.evaluation_due:
             return True
         batches, results = RememberFirst(self.data.val()), {}
-        how = {"precision": self.config.precision, "stop": lambda: self.runtime.any(self.stopping)[0]}
+        seed = derive(self.plan.seed, "val")
+        how = {"precision": self.config.precision, "seed": seed, "stop": lambda: self.runtime.any(self.stopping)[0]}
         for kind, model in zip(("val", "val_ema"), self.models):
             results[kind] = evaluate(model, batches, self.task, self.runtime, **how)
             if results[kind] is None:
@@ -206,8 +208,9 @@ class Trainer:
         for kind, values in results.items():
             out.write(state.step, kind, values, epoch=state.epoch)
         first = to_device(batches.first, self.runtime.device)
-        out.histograms(state.step, "decay", decay_histograms(self.model, first, self.task))
-        out.images(state.step, pictures_of_progress(self.models[-1], first, self.task))
+        with self.runtime.seeded(seed):
+            out.histograms(state.step, "decay", decay_histograms(self.model, first, self.task))
+            out.images(state.step, pictures_of_progress(self.models[-1], first, self.task))
         state.evaluated = state.step
         if self.runtime.any(not all_finite(results, local(list(self.model.parameters()))))[0]:
             what = f"step {state.step}: weights, or outputs on val, are not finite"

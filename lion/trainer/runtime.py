@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lion.config import ConfigError
+from lion.tasks.seeds import derive
 
 log = logging.getLogger("lion")
 
@@ -72,6 +73,13 @@ class Runtime:
         box = [value]
         dist.broadcast_object_list(box, device=torch.device("cpu"))
         return box[0]
+
+    @contextlib.contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """What torch draws inside follows from the seed and the process; outside it goes on as if nothing was drawn."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(derive(seed, self.rank))
+            yield
 
     def autocast(self, precision: str) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")

@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from lion.tasks.metrics import OwnPass
+from lion.tasks.seeds import derive
 from lion.trainer.checkpoint import newest
 from lion.trainer.evaluate import Totals, evaluate
 from lion.trainer.runtime import Runtime
@@ -45,6 +47,47 @@ def test_rows_are_kept_only_where_a_metric_needs_them():
     batch = {"x": torch.randn(3, 4), "label": torch.tensor([0, 1, 0]), "mask": torch.tensor([True, True, False])}
     totals.add(task.evaluate(toys.Net(), batch), batch["mask"])
     assert not totals.rows and list(totals.sums) == ["loss"] and list(totals.values(CPU)) == ["perplexity"]
+
+
+class Sampler(toys.Sides):
+    """Draws wherever it is asked at an evaluation."""
+
+    def __init__(self, config, info):
+        super().__init__(config, info)
+        self.metrics = (*self.metrics, OwnPass("drawn", measure=self.measure))
+        self.draws = {"rows": [], "pass": [], "shown": []}
+
+    def measure(self, task, model, batches, gather):
+        self.draws["pass"].append(torch.rand(()).item())
+        return self.draws["pass"][-1]
+
+    def evaluate(self, model, batch):
+        self.draws["rows"].append(torch.rand(()).item())
+        return super().evaluate(model, batch)
+
+    def progress(self, model, batch):
+        self.draws["shown"].append(torch.rand(()).item())
+        return {}
+
+
+def test_what_an_evaluation_draws_is_the_same_for_every_model_and_not_missed_in_training(tmp_path):
+    """Every training step draws, too; two evaluations of the model and of its average, in batches of 16 of 23."""
+    states = []
+    for name, kind in (("plain", toys.Sides), ("drawing", Sampler)):
+        t = toys.trainer(tmp_path / name, kind=kind, steps=4)
+        step = t.train_step
+        t.train_step = lambda *args, step=step: torch.rand(3) is not None and step(*args)
+        assert t.fit()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    first, second = t.task.draws["rows"][:2]
+    assert t.task.draws["rows"] == 4 * [first, second] and first != second
+    (value,) = set(t.task.draws["pass"])
+    assert len(t.task.draws["pass"]) == 4 and len(t.task.draws["shown"]) == 2 == 2 * len(set(t.task.draws["shown"]))
+    torch.manual_seed(5)
+    val = toys.RunData(toys.splits(), t.plan, CPU).val()
+    assert evaluate(toys.Net(), val, t.task, CPU, seed=derive(0, "val"))["drawn"] == value
+    assert evaluate(toys.Net(), val, t.task, CPU, seed=derive(1, "val"))["drawn"] != value
 
 
 @pytest.mark.parametrize("after", [0, 3, 8])

@@ -154,12 +154,12 @@ def splits():
     return data.Splits(Points(64, 0), Points(23, 1), None, Info())
 
 
-def trainer(folder, metrics=("perplexity", "loss"), runtime=None, **changes):
+def trainer(folder, metrics=("perplexity", "loss"), runtime=None, kind=Sides, **changes):
     runtime = runtime or Runtime(torch.device("cpu"))
     plan = make_plan(settings(**changes), samples=64, world=runtime.world)
     seed_everything(0)
     folder.mkdir(exist_ok=True, parents=True)
-    task = Sides(Config(metrics), Info())
+    task = kind(Config(metrics), Info())
     return Trainer(plan, task, task.build_model(None), splits(), folder, runtime)
 
 
