@@ -19,7 +19,7 @@ from lion.tasks.data import Batch, Splits
 from lion.tasks.seeds import derive
 from lion.trainer.checkpointer import Checkpointer
 from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, pictures_of_progress
-from lion.trainer.ema import Average
+from lion.trainer.ema import Average, Buffers
 from lion.trainer.evaluate import RememberFirst, evaluate
 from lion.trainer.faults import RunError, divergence_advice, explain
 from lion.trainer.log import NoLog, RunLog
@@ -60,6 +60,7 @@ class Trainer:
         self.model = model.to(runtime.device)
         self.average = None if self.config.ema is None else Average(self.model, self.config.ema)
         self.ema = None if self.average is None else self.average.model
+        self.buffers = Buffers(self.model)
         self.models = [m for m in (self.model, self.ema) if m is not None]
         if self.config.parallel == "fsdp" and runtime.world > 1:
             for part in self.models:
@@ -157,10 +158,11 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> tuple[Tensor, Tensor]:
         """One optimizer step over the global batch; returns its mean loss and gradient norm.
 
-        Where loss or gradient is not finite, weights and optimizer stay as they are.
+        Where loss or gradient is not finite, weights, persistent buffers and optimizer stay as they are.
         """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        self.buffers.keep()
         sums = self.accumulate(batches, monitor, out)
         if self.runtime.world > 1:
             torch.distributed.all_reduce(sums)
@@ -173,6 +175,7 @@ class Trainer:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
         self.optimizer.found_inf = self.state.guard.skip(loss, norm)
         self.optimizer.step()
+        self.buffers.put_back(self.optimizer.found_inf)
         if self.average is not None:
             self.average.update(self.model)
         return loss, norm
