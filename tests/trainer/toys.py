@@ -63,6 +63,9 @@ class Block(nn.Module):
     def forward(self, x):
         return x + F.silu(self.linear(x)) @ self.step
 
+    def prefill(self, x):
+        return Block.forward(self, x)
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -80,6 +83,14 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+    def prefill(self, x):
+        for block in self.blocks:
+            x = block.prefill(x)
+        return self.head(x)
+
+    def step(self, x, state):
+        return self.blocks[0].prefill(x) @ self.head.weight.T, state
 
 
 def matthews(prediction, label):
@@ -136,6 +147,10 @@ class Sides(Task):
     def example(self, size, device):
         raise NotImplementedError
 
+    def progress(self, model, batch):
+        self.streamed = model.prefill(batch["x"]), model.step(batch["x"], None)[0], model(batch["x"])
+        return {}
+
 
 @dataclass
 class Settings:
@@ -185,6 +200,8 @@ def main(folder):
     assert not first.fit() and first.state.step == 3
     resumed = trainer(folder / "run", runtime=runtime, parallel="fsdp")
     assert resumed.fit()
+    prompt, token, whole = resumed.task.streamed
+    assert torch.equal(prompt, whole) and token.shape == whole.shape
     groups = [(g["lr"], g["weight_decay"], len(g["params"])) for g in resumed.optimizer.param_groups]
     if runtime.main:
         (folder / "found.json").write_text(json.dumps({"metrics": found, "groups": groups}))
