@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lion.config import ConfigError
 from lion.models.base import Model
@@ -67,7 +68,11 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        """Training loss of a micro-batch, summed over its samples."""
+        """Training loss of a micro-batch, summed over its samples.
+
+        `model` is what to call: with several processes it may be a wrapper, and everything but the call is asked of
+        `unwrapped(model)`.
+        """
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
@@ -99,6 +104,11 @@ class Task(ABC):
         Every process calls it, in evaluation mode and without gradients.
         """
         return {}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The task's own model, where several processes wrap it to call it (DDP)."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Model:

@@ -16,7 +16,7 @@ from torchvision.utils import make_grid
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.base import ImageClassifier
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain, unwrapped
 from lion.tasks.data import Batch, ImageInfo
 from lion.tasks.metrics import Mean, Metric
 
@@ -81,8 +81,7 @@ class ImageClassification(Task):
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        plain = getattr(model, "module", model)  # DDP wraps it
-        images, labels = plain.normalise(batch["image"]), batch["label"]
+        images, labels = unwrapped(model).normalise(batch["image"]), batch["label"]
         if self.config.random_erasing:
             images = erase(images, self.config.random_erasing)
         if self.mix is not None:  # it pairs neighbours, which under repeated augmentation are views of one picture
