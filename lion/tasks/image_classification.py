@@ -17,7 +17,8 @@ from lion.config import setting
 from lion.models import MODELS
 from lion.models.base import ImageClassifier
 from lion.tasks.base import Outcome, Sums, Task, build_or_explain, unwrapped
-from lion.tasks.data import Batch, ImageInfo
+from lion.tasks.data import Batch
+from lion.tasks.images import ImageInfo
 from lion.tasks.metrics import Mean, Metric
 
 TOP1 = Mean("top1", "top-1", percent=True)

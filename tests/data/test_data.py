@@ -21,8 +21,9 @@ from data.vision.imagefolder import ClassFolders
 from data.vision.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
 from lion.config import ConfigError, build
 from lion.tasks import TASKS
-from lion.tasks.data import ImageInfo, Info, numbered
+from lion.tasks.data import Info
 from lion.tasks.image_classification import ImageClassification
+from lion.tasks.images import ImageInfo, numbered
 from tests.helpers import ROOT, picture, pictures, refuse, tiny_recipe
 
 

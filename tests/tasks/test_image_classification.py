@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from lion.layers import AttentionConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.tasks.base import unwrapped
-from lion.tasks.data import ImageInfo
 from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig, erase
+from lion.tasks.images import ImageInfo
 
 INFO = ImageInfo((4, 4), 1, tuple("abcdefg"), (0.0,), (1 / 255,))  # pixels as they are
 
