@@ -94,6 +94,14 @@ class Info(ABC):
                 what, old, new = found
                 raise ConfigError(f"{whose} is of other data: {what} was {old!r}, and is {new!r} now")
 
+    def check_transfer(self, whose: str, then: dict[str, Any]) -> None:  # noqa: B027
+        """Refuse to start from a model of other data, where its weights mean nothing for these (embeddings of another
+        tokenizer's ids); `then` as in `check_same`. By default nothing is asked: what fits is taken.
+
+        Raises:
+            ConfigError: What differs, and whose it is.
+        """
+
     def shares_heads(self, then: dict[str, Any]) -> bool:
         """Whether the outputs of a model that was trained on other data mean the same with these."""
         return then == self.to_dict()
