@@ -94,12 +94,13 @@ class Task(ABC):
     def example(self, size: int, device: torch.device | str) -> Batch:
         """A training batch of `size` samples of noise, to measure with."""
 
-    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Pictures (channels, height, width) of a model and its first training batch, for TensorBoard."""
+    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
+        """Pictures (channels, height, width) or text of a model and its first training batch, for TensorBoard."""
         return {}
 
-    def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Pictures (channels, height, width) of what the model can by now, at every evaluation; `batch` is its first.
+    def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
+        """What the model can do by now, at every evaluation, whose first batch is `batch`: pictures (channels, height,
+        width) or text, Markdown.
 
         Every process calls it, in evaluation mode and without gradients.
         """

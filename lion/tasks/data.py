@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -35,6 +36,7 @@ class Splits(NamedTuple):
     info: what a model must know of them.
     collate: a batch of a list of samples; a tensor's first dimension are the samples.
     order: in which an epoch reads `train`.
+    more: other data by name (MNLI's mismatched genres), measured wherever `val` is, as `val_NAME`; they choose nothing.
     """
 
     train: Dataset
@@ -43,6 +45,7 @@ class Splits(NamedTuple):
     info: Info
     collate: Callable[[list[Any]], Batch] = default_collate
     order: Order = Shuffled()
+    more: Mapping[str, Dataset] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,9 @@ def nonfinite_steps(state: RunState) -> str | None:
     return f"no finite loss and gradient {where}, all skipped"
 
 
-def all_finite(results: dict[str, dict[str, float]], weights: list[Tensor]) -> bool:
+def all_finite(results: list[dict[str, float]], weights: list[Tensor]) -> bool:
     """Whether every metric and every weight is."""
-    metrics = (value for part in results.values() for value in part.values())
+    metrics = (value for part in results for value in part.values())
     return all(map(math.isfinite, metrics)) and all(torch.stack([w.isfinite().all() for w in weights]).tolist())
 
 
@@ -110,7 +110,7 @@ def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Hi
 
 
 @torch.no_grad()
-def pictures_of_progress(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor]:
+def progress_of(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor | str]:
     """What the task shows of a model at an evaluation."""
     training = model.training
     model.eval()

@@ -37,8 +37,8 @@ class Totals:
         return {metric.name: metric.value(means, rows) for metric in self.metrics}
 
 
-class RememberFirst:
-    """Batches, to be gone through any number of times, that keep the first of them."""
+class FirstBatchKept:
+    """Batches, to be gone through any number of times, and the first of them."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self.batches = batches

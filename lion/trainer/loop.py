@@ -18,9 +18,9 @@ from lion.tasks.base import Task, to_device
 from lion.tasks.data import Batch, Splits
 from lion.tasks.seeds import derive
 from lion.trainer.checkpointer import Checkpointer
-from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, pictures_of_progress
+from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, progress_of
 from lion.trainer.ema import Average, Buffers
-from lion.trainer.evaluate import RememberFirst, evaluate
+from lion.trainer.evaluate import FirstBatchKept, evaluate
 from lion.trainer.faults import RunError, divergence_advice, explain
 from lion.trainer.log import NoLog, RunLog
 from lion.trainer.optim import make_optimizer
@@ -188,7 +188,7 @@ class Trainer:
             batch = to_device(next(batches), self.runtime.device)
             monitor.waited += time.perf_counter() - asked
             if self.state.step == 0 and micro == 0:
-                out.images(0, self.task.preview(self.model, batch))
+                out.show(0, self.task.preview(self.model, batch))
             with synchronise(self.forward, micro == self.plan.accumulation - 1):
                 with self.runtime.autocast(self.config.precision):
                     loss, weight = self.task.loss(self.forward, batch)
@@ -197,25 +197,28 @@ class Trainer:
         return sums
 
     def evaluate_if_due(self, out: RunLog | NoLog) -> bool:
-        """Measure `val` where this step's turn has not been taken; False when a signal cut it short."""
+        """Measure what is held out where this step's turn has not been taken; False when a signal cut it short."""
         state = self.state
         if not state.evaluation_due:
             return True
-        batches, results = RememberFirst(self.data.val()), {}
-        seed = derive(self.plan.seed, "val")
-        how = {"precision": self.config.precision, "seed": seed, "stop": lambda: self.runtime.any(self.stopping)[0]}
-        for kind, model in zip(("val", "val_ema"), self.models):
-            results[kind] = evaluate(model, batches, self.task, self.runtime, **how)
-            if results[kind] is None:
-                return False
+        splits, results = self.data.held_out(), {}
+        val = splits["val"] = FirstBatchKept(splits["val"])
+        how = {"precision": self.config.precision, "stop": lambda: self.runtime.any(self.stopping)[0]}
+        for split, batches in splits.items():
+            seed = derive(self.plan.seed, split)
+            for kind, model in zip((split, f"{split}_ema"), self.models):
+                results[kind] = evaluate(model, batches, self.task, self.runtime, seed=seed, **how)
+                if results[kind] is None:
+                    return False
         for kind, values in results.items():
             out.write(state.step, kind, values, epoch=state.epoch)
-        first = to_device(batches.first, self.runtime.device)
-        with self.runtime.seeded(seed):
+        first = to_device(val.first, self.runtime.device)
+        with self.runtime.seeded(derive(self.plan.seed, "val")):
             out.histograms(state.step, "decay", decay_histograms(self.model, first, self.task))
-            out.images(state.step, pictures_of_progress(self.models[-1], first, self.task))
+            out.show(state.step, progress_of(self.models[-1], first, self.task))
         state.evaluated = state.step
-        if self.runtime.any(not all_finite(results, local(list(self.model.parameters()))))[0]:
+        chosen_by = [results[kind] for kind in ("val", "val_ema") if kind in results]
+        if self.runtime.any(not all_finite(chosen_by, local(list(self.model.parameters()))))[0]:
             what = f"step {state.step}: weights, or outputs on val, are not finite"
             if state.finished:
                 self.diverged(what)

@@ -9,7 +9,7 @@ from torch.utils.tensorboard.summary import make_histogram
 from lion.models.vit import ViT, ViTConfig
 from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig
 from lion.tasks.images import ImageInfo
-from lion.trainer.diagnostics import decay_histograms, pictures_of_progress
+from lion.trainer.diagnostics import decay_histograms, progress_of
 from lion.trainer.histogram import EDGES, histogram
 
 VALUES = {
@@ -92,4 +92,4 @@ def test_progress_is_shown_in_evaluation_mode():
             return {"drawn": torch.rand(3, 2, 2)}
 
     model, batch = torch.nn.Linear(1, 1).train(), {"x": torch.zeros(1)}
-    assert pictures_of_progress(model, batch, Artist())["drawn"].shape == (3, 2, 2) and model.training
+    assert progress_of(model, batch, Artist())["drawn"].shape == (3, 2, 2) and model.training

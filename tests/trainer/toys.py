@@ -165,17 +165,17 @@ def settings(**trainer):
     return Settings(TrainerConfig(**{**own, **trainer}), OptimConfig(lr=1e-2, weight_decay=0.1), ScheduleConfig())
 
 
-def splits():
-    return data.Splits(Points(64, 0), Points(23, 1), None, Info())
+def splits(**more):
+    return data.Splits(Points(64, 0), Points(23, 1), None, Info(), more=more)
 
 
-def trainer(folder, metrics=("perplexity", "loss"), runtime=None, kind=Sides, **changes):
+def trainer(folder, metrics=("perplexity", "loss"), runtime=None, kind=Sides, more=None, **changes):
     runtime = runtime or Runtime(torch.device("cpu"))
     plan = make_plan(settings(**changes), samples=64, world=runtime.world)
     seed_everything(0)
     folder.mkdir(exist_ok=True, parents=True)
     task = kind(Config(metrics), Info())
-    return Trainer(plan, task, task.build_model(None), splits(), folder, runtime)
+    return Trainer(plan, task, task.build_model(None), splits(**more or {}), folder, runtime)
 
 
 def measure(runtime, micro=4):
@@ -183,7 +183,7 @@ def measure(runtime, micro=4):
     seed_everything(0)
     task = Sides(Config(), Info())
     plan = make_plan(settings(batch_size=micro * runtime.world), samples=64, world=runtime.world)
-    return evaluate(task.build_model(None), RunData(splits(), plan, runtime).val(), task, runtime)
+    return evaluate(task.build_model(None), RunData(splits(), plan, runtime).held_out()["val"], task, runtime)
 
 
 def main(folder):
