@@ -1,4 +1,7 @@
-"""Image classification: soft-target cross-entropy with mixup and cutmix; top-1 and top-5."""
+"""Image classification: soft-target cross-entropy with mixup and cutmix; top-1 and top-5.
+
+torchvision is imported where it is used: the table of tasks imports this file for every task.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
 from torch import Tensor, nn
-from torchvision.transforms import v2
-from torchvision.utils import make_grid
 
 from lion.config import setting
 from lion.models import MODELS
@@ -57,6 +57,8 @@ class ImageClassification(Task):
     unit = "images"
 
     def __init__(self, config: ImageClassificationConfig, info: ImageInfo) -> None:
+        from torchvision.transforms import v2
+
         super().__init__(config, info)
         classes = len(info.classes)
         choices = [(v2.MixUp, config.mixup, 1 - config.switch), (v2.CutMix, config.cutmix, config.switch)]
@@ -119,6 +121,8 @@ class ImageClassification(Task):
         return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        from torchvision.utils import make_grid
+
         orders = [] if model.orders is None else model.orders
         names = model.config.attention.scans
         scans = {f"scan_{name}": draw_scan(model.coords, order) for name, order in zip(names, orders)}
@@ -148,6 +152,9 @@ def erase(images: Tensor, share: float) -> Tensor:
 
 def draw_scan(coords: Tensor, order: Tensor, scale: int = 24) -> Tensor:
     """A picture (3, height, width) of a scan: its way from patch to patch, from blue to red."""
+    from PIL import Image, ImageDraw
+    from torchvision.transforms.functional import pil_to_tensor
+
     places = coords[:, order].T.tolist()
     places = [(scale * x + scale // 2, scale * y + scale // 2) for y, x in places if y >= 0]
     size = [scale * (int(side) + 1) for side in coords.amax(1).flip(0)]
@@ -158,4 +165,4 @@ def draw_scan(coords: Tensor, order: Tensor, scale: int = 24) -> Tensor:
         pen.line([a, b], fill=(int(255 * share), 0, int(255 * (1 - share))), width=3)
     for place in places:
         pen.circle(place, 3, fill="black")
-    return v2.functional.pil_to_tensor(picture)
+    return pil_to_tensor(picture)

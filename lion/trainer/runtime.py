@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import logging
 import os
 import platform
@@ -256,7 +257,6 @@ def cpu_name() -> str:
 
 def environment() -> dict[str, Any]:
     """Versions, device and commit, for the run folder."""
-    import torchvision
 
     def git(*args: str) -> str | None:
         try:
@@ -269,7 +269,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torchvision": importlib.metadata.version("torchvision"),  # not imported: only pictures need it
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if cuda else cpu_name(),
         "devices": torch.cuda.device_count() if cuda else 0,
