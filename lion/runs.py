@@ -52,7 +52,7 @@ def find_run(run: str | Path) -> Path:
 
 
 def stored_recipe(folder: Path) -> dict[str, Any]:
-    """The resolved recipe of a run, as plain data."""
+    """The recipe of a run, as it was asked for, as plain data."""
     return read_layers(folder / RECIPE)[-1][1]
 
 

@@ -76,7 +76,7 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """What `metrics` need of an evaluation batch; a function of model and batch alone, so that forms compare."""
+        """What `metrics` need of an evaluation batch; it depends on model and batch alone, so that forms compare."""
 
     @abstractmethod
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -86,9 +86,9 @@ class Task(ABC):
         """What outputs (B, ..) say of each sample, in words: of several answers the likeliest, `count` at most.
 
         Raises:
-            ConfigError: Words do not say it.
+            ConfigError: The task's outputs cannot be said in words.
         """
-        raise ConfigError(f"task {self.config.name!r} has no words for its outputs, lion.load gives them as they are")
+        raise ConfigError(f"task {self.config.name!r} cannot say its outputs in words; lion.load gives them as tensors")
 
     @abstractmethod
     def example(self, size: int, device: torch.device | str) -> Batch:

@@ -65,7 +65,7 @@ class Monitor:
 
 
 def nonfinite_steps(state: RunState) -> str | None:
-    """Words for too many skipped steps in a row, if it has come to that; looks at the device only so often."""
+    """What to say of too many skipped steps in a row; None between the steps at which the device is asked."""
     limit, total = state.plan.trainer.faults.nonfinite, state.plan.total
     if state.step % limit and state.step < total:
         return None
@@ -83,18 +83,21 @@ def all_finite(results: list[dict[str, float]], weights: list[Tensor]) -> bool:
 
 
 def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Histogram]:
-    """All decays lambda that the layers use on this batch, by layer (the paper's Fig. 12); counted on the device."""
+    """All decays lambda that the layers use on this batch, by block (the paper's Fig. 12); counted on the device."""
     found: dict[str, Histogram] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple, gating: Gating) -> None:
             if gating.log_decay is not None and (counted := histogram(gating.log_decay.exp().float())):
-                layer = name.removeprefix("encoder.").replace(".attention.decays", "").removesuffix(".0")
-                found[layer] = counted
+                found[name] = counted
 
         return hook
 
-    hooks = [m.register_forward_hook(keep(n)) for n, m in model.named_modules() if isinstance(m, Decay)]
+    hooks = []
+    for i, unit in enumerate(model.units()):
+        decays = [module for module in unit.modules() if isinstance(module, Decay)]
+        for j, decay in enumerate(decays):  # one for each direction or scan that has its own
+            hooks.append(decay.register_forward_hook(keep(f"blocks.{i}.{j}" if j else f"blocks.{i}")))
     if not hooks:
         return {}
     training = model.training

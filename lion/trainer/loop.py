@@ -24,7 +24,7 @@ from lion.trainer.evaluate import FirstBatchKept, evaluate
 from lion.trainer.faults import RunError, divergence_advice, explain
 from lion.trainer.log import NoLog, RunLog
 from lion.trainer.optim import make_optimizer
-from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
+from lion.trainer.parallel import Learner, full, local, replicate, shard, synchronise
 from lion.trainer.plan import Plan
 from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, catch_signals, compile_blocks
@@ -170,7 +170,7 @@ class Trainer:
         # the gradients are of the loss summed over samples, averaged over processes
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         torch._foreach_mul_(local(gradients), (self.runtime.world / sums[1]).float())
-        norm = whole(nn.utils.get_total_norm(gradients))
+        norm = full(nn.utils.get_total_norm(gradients))
         if self.config.clip_grad is not None:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
         self.optimizer.found_inf = self.state.guard.skip(loss, norm)

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lion.trainer.runtime import Runtime
 
-KINDS = ("ddp", "fsdp")
+STRATEGIES = ("ddp", "fsdp")
 STREAMING = ("prefill", "step")  # methods of models and blocks that use their parameters as `forward` does
 
 
@@ -72,7 +72,7 @@ def local(tensors: list[Tensor]) -> list[Tensor]:
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     """A sharded result, put together in every process."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

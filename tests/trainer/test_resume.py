@@ -18,7 +18,7 @@ from lion.trainer.checkpoint import (
     scratch_folder,
     seal,
     steps_of,
-    whole,
+    verified,
 )
 from lion.trainer.faults import RunError
 from lion.trainer.state import KEPT, RunState, promise
@@ -171,7 +171,7 @@ def test_a_checkpoint_replaced_while_it_is_read_is_looked_for_again(tmp_path):
     save(5)
     assert [step for step, _ in listing] == [4]  # what a listing names may be gone before it is opened
     with pytest.raises(Unusable):
-        whole(*listing[0])
+        verified(*listing[0])
 
 
 def test_all_that_a_run_saves_reaches_it_again(tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_the_newest_few_are_kept_and_interrupted_saves_swept(tmp_path):
     assert [step for step, _ in steps_of(tmp_path / "run", "last")] == [12, 9, 6]
     assert len(steps_of(tmp_path / "run", "best")) == 1 and not litter.exists()
     for step, path in steps_of(tmp_path / "run", "last"):
-        whole(step, path)
+        verified(step, path)
 
 
 def test_saving_by_the_clock(tmp_path):
