@@ -90,7 +90,7 @@ class Net(nn.Module):
         return self.head(x)
 
     def step(self, x, state):
-        return self.blocks[0].prefill(x) @ self.head.weight.T, state
+        return self.head(self.blocks[0].prefill(x)), state
 
 
 def matthews(prediction, label):
