@@ -1,4 +1,4 @@
-"""What a data set is, and what all share: where bytes live, the seeded split, and the checks with clear words."""
+"""What a data set is, and what all share: where bytes live, and the checks with clear words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from lion.config import ConfigError, setting
@@ -25,7 +24,7 @@ class DataConfig:
     workers: int | None = setting(None, min=0, max=1000, free=True)
 
     def uncached(self) -> Self:
-        """The same for who reads each sample once, whom no cache would serve."""
+        """The same without a cache, for readers that read each sample once."""
         return self
 
     def resized(self, sample_size: int) -> Self:
@@ -95,7 +94,7 @@ def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
     """`root` and every folder below it, each with the names of its files; links are followed.
 
     Hidden names (`._1.jpg`, `.ipynb_checkpoints`) and what is no file (pipes, devices) are passed over. A link to
-    nothing counts as a file: who reads it says so.
+    nothing counts as a file: reading it fails, with its name.
 
     Raises:
         ConfigError: A folder is reached twice, or lies above itself, or cannot be read.
@@ -121,14 +120,3 @@ def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
         yield folder, files
-
-
-def split_indices(size: int, shares: tuple[float, ...], seed: int = 0) -> list[list[int]]:
-    """A fixed random partition of `range(size)`: as many parts as `shares`, and the rest first."""
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
-    parts, end = [], size
-    for share in reversed(shares):
-        begin = end - round(share * size)
-        parts.insert(0, order[begin:end])
-        end = begin
-    return [order[:end], *parts]

@@ -171,7 +171,7 @@ def drop_excluded(values: dict, layer: dict, source: str) -> dict:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `load_recipe` reads back."""
+    """The recipe, as it was asked for, as YAML that `load_recipe` reads back."""
     return yaml.safe_dump(to_dict(recipe), sort_keys=False, width=120)
 
 

@@ -52,7 +52,7 @@ def find_run(run: str | Path) -> Path:
 
 
 def stored_recipe(folder: Path) -> dict[str, Any]:
-    """The resolved recipe of a run, as plain data."""
+    """The recipe of a run, as it was asked for, as plain data."""
     return read_layers(folder / RECIPE)[-1][1]
 
 
@@ -144,15 +144,18 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
     """Start a model from a run's best weights; what does not fit, and the head of other data, starts anew.
 
     Raises:
-        ConfigError: No run there, or a model of which less than half fits.
+        ConfigError: No run there, one whose data these rule out, or a model of which less than half fits.
     """
     folder = find_run(run)
     recipe, task, state = read_run(folder, "best")
-    source = build_on_meta(task, recipe.model)
+    info.check_transfer(f"init_from: {run}", state["info"])
+    source, weights = build_on_meta(task, recipe.model), state["model"]
+    if type(source) is type(model):  # another class has nothing to adapt from: its tensors fit, or do not
+        weights = model.adapt(weights, source)
     own, same_heads = model.state_dict(), info.shares_heads(state["info"])
     fits = {
         name: value
-        for name, value in model.adapt(state["model"], source).items()
+        for name, value in weights.items()
         if name in own
         and torch.is_tensor(value)
         and own[name].shape == value.shape

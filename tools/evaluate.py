@@ -23,6 +23,7 @@ from lion.runs import LoadedRun, count_parameters, find_run, open_run
 from lion.tasks.base import Outcome, Task, to_device
 from lion.tasks.data import Batch
 from lion.tasks.metrics import Metric, OwnPass
+from lion.tasks.seeds import derive
 from lion.trainer.evaluate import Totals, own_value
 from lion.trainer.loader import Batches, eval_batches
 from lion.trainer.memory import tensor_peak
@@ -108,7 +109,8 @@ def measure_forms(
     }
     loaded.model.to(runtime.device)
     rounds = -(-len(dataset) // batch)
-    results = measure(loaded, batches, rounds, wanted, runtime, recipe.trainer.precision)
+    seed = derive(recipe.seed, split)
+    results = measure(loaded, batches, rounds, wanted, runtime, recipe.trainer.precision, seed)
     return [{"form": form, "chunk_size": size, **about, **results[form, size]} for form, size in forms]
 
 
@@ -129,7 +131,13 @@ class Measured:
 
 
 def measure(
-    loaded: LoadedRun, batches: Batches, rounds: int, forms: list[Form], runtime: Runtime, precision: str
+    loaded: LoadedRun,
+    batches: Batches,
+    rounds: int,
+    forms: list[Form],
+    runtime: Runtime,
+    precision: str,
+    seed: int = 0,
 ) -> dict[Form, dict[str, Any]]:
     """Value, speed, peak memory, and deviation from the first of the forms; each of the `rounds` batches is read
     once, run in every form, and forgotten."""
@@ -158,7 +166,7 @@ def measure(
     for form, measured in found.items():
         choose_form(model, *form)
         if isinstance(task.metric, OwnPass):
-            value = own_value(task.metric, model, batches, task, runtime, precision)
+            value = own_value(task.metric, model, batches, task, runtime, precision, seed)
         else:
             value = measured.totals.values(runtime)[task.metric.name]
         results[form] = {

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from data.base import DataConfig, DataSet, split_indices
+from data.base import DataConfig, DataSet
 from data.vision.pictures import open_or_explain
-from data.vision.sources import Images
+from data.vision.sources import Images, split_indices
 from lion.config import ConfigError, setting
-from lion.tasks.data import ImageInfo, Splits
+from lion.tasks.data import Splits
+from lion.tasks.images import ImageInfo
 
 SPLIT_SEED = 0  # `seed` in a recipe does not move it
 INFO = ImageInfo((8, 8), 1, tuple(str(d) for d in range(10)), mean=(0.287,), std=(0.354,))

@@ -13,12 +13,13 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import v2
 
-from data.base import DataConfig, DataSet, split_indices
+from data.base import DataConfig, DataSet
 from data.vision.augment import RandAugment
 from data.vision.resident import ResidentImages
-from data.vision.sources import Decoded, Images, read_sample
+from data.vision.sources import Decoded, Images, read_sample, split_indices
 from lion.config import ConfigError, setting
-from lion.tasks.data import ImageInfo, Splits, Unreadable, numbered
+from lion.tasks.data import Splits, Unreadable
+from lion.tasks.images import ImageInfo, numbered
 from lion.tasks.order import Shuffled
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

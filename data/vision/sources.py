@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch.utils.data import Dataset
 from tqdm import tqdm
@@ -79,3 +80,14 @@ def read_sample(source: Any, index: int) -> tuple[Any, int]:
         name = files[index][0] if files else f"sample {index}"
         reason = (str(error).splitlines() or ["no reason given"])[0]
         raise Unreadable(f"{name} ({type(error).__name__}: {reason})") from error
+
+
+def split_indices(size: int, shares: tuple[float, ...], seed: int = 0) -> list[list[int]]:
+    """A fixed random partition of `range(size)`: as many parts as `shares`, and the rest first."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
+    parts, end = [], size
+    for share in reversed(shares):
+        begin = end - round(share * size)
+        parts.insert(0, order[begin:end])
+        end = begin
+    return [order[:end], *parts]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lion.config import ConfigError
 from lion.models.base import Model
@@ -67,11 +68,15 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        """Training loss of a micro-batch, summed over its samples."""
+        """Training loss of a micro-batch, summed over its samples.
+
+        `model` is what to call: with several processes it may be a wrapper, and everything but the call is asked of
+        `unwrapped(model)`.
+        """
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """What `metrics` need of an evaluation batch; a function of model and batch alone, so that forms compare."""
+        """What `metrics` need of an evaluation batch; it depends on model and batch alone, so that forms compare."""
 
     @abstractmethod
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -81,24 +86,30 @@ class Task(ABC):
         """What outputs (B, ..) say of each sample, in words: of several answers the likeliest, `count` at most.
 
         Raises:
-            ConfigError: Words do not say it.
+            ConfigError: The task's outputs cannot be said in words.
         """
-        raise ConfigError(f"task {self.config.name!r} has no words for its outputs, lion.load gives them as they are")
+        raise ConfigError(f"task {self.config.name!r} cannot say its outputs in words; lion.load gives them as tensors")
 
     @abstractmethod
     def example(self, size: int, device: torch.device | str) -> Batch:
         """A training batch of `size` samples of noise, to measure with."""
 
-    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Pictures (channels, height, width) of a model and its first training batch, for TensorBoard."""
+    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
+        """Pictures (channels, height, width) or text of a model and its first training batch, for TensorBoard."""
         return {}
 
-    def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Pictures (channels, height, width) of what the model can by now, at every evaluation; `batch` is its first.
+    def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
+        """What the model can do by now, at every evaluation, whose first batch is `batch`: pictures (channels, height,
+        width) or text, Markdown.
 
         Every process calls it, in evaluation mode and without gradients.
         """
         return {}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The task's own model, where several processes wrap it to call it (DDP)."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Model:

@@ -1,4 +1,7 @@
-"""Image classification: soft-target cross-entropy with mixup and cutmix; top-1 and top-5."""
+"""Image classification: soft-target cross-entropy with mixup and cutmix; top-1 and top-5.
+
+torchvision is imported where it is used: the table of tasks imports this file for every task.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
 from torch import Tensor, nn
-from torchvision.transforms import v2
-from torchvision.utils import make_grid
 
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.base import ImageClassifier
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain
-from lion.tasks.data import Batch, ImageInfo
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain, unwrapped
+from lion.tasks.data import Batch
+from lion.tasks.images import ImageInfo
 from lion.tasks.metrics import Mean, Metric
 
 TOP1 = Mean("top1", "top-1", percent=True)
@@ -56,6 +57,8 @@ class ImageClassification(Task):
     unit = "images"
 
     def __init__(self, config: ImageClassificationConfig, info: ImageInfo) -> None:
+        from torchvision.transforms import v2
+
         super().__init__(config, info)
         classes = len(info.classes)
         choices = [(v2.MixUp, config.mixup, 1 - config.switch), (v2.CutMix, config.cutmix, config.switch)]
@@ -81,8 +84,7 @@ class ImageClassification(Task):
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        plain = getattr(model, "module", model)  # DDP wraps it
-        images, labels = plain.normalise(batch["image"]), batch["label"]
+        images, labels = unwrapped(model).normalise(batch["image"]), batch["label"]
         if self.config.random_erasing:
             images = erase(images, self.config.random_erasing)
         if self.mix is not None:  # it pairs neighbours, which under repeated augmentation are views of one picture
@@ -119,6 +121,8 @@ class ImageClassification(Task):
         return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        from torchvision.utils import make_grid
+
         scans = {f"scan_{name}": draw_scan(order) for name, order in model.scan_orders().items()}
         return {"inputs": make_grid(batch["image"][:32], nrow=8), **scans}
 
@@ -146,6 +150,9 @@ def erase(images: Tensor, share: float) -> Tensor:
 
 def draw_scan(order: Tensor, scale: int = 24) -> Tensor:
     """A picture (3, height, width) of the way from patch to patch, from blue to red; order (2, L), -1 for none."""
+    from PIL import Image, ImageDraw
+    from torchvision.transforms.functional import pil_to_tensor
+
     places = order.T.tolist()
     places = [(scale * x + scale // 2, scale * y + scale // 2) for y, x in places if y >= 0]
     size = [scale * (int(side) + 1) for side in order.amax(1).flip(0)]
@@ -156,4 +163,4 @@ def draw_scan(order: Tensor, scale: int = 24) -> Tensor:
         pen.line([a, b], fill=(int(255 * share), 0, int(255 * (1 - share))), width=3)
     for place in places:
         pen.circle(place, 3, fill="black")
-    return v2.functional.pil_to_tensor(picture)
+    return pil_to_tensor(picture)

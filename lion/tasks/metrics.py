@@ -67,9 +67,9 @@ class Metric:
         """How much better one value is than another; negative where it is worse."""
         return value - over if self.higher_is_better else over - value
 
-    def as_good(self, value: float, as_: float) -> bool:
+    def as_good(self, value: float, other: float) -> bool:
         """Whether a value is better than another, or equal; NaN is not."""
-        return value >= as_ if self.higher_is_better else value <= as_
+        return value >= other if self.higher_is_better else value <= other
 
     def value(self, means: dict[str, float], rows: dict[str, Tensor]) -> float:
         """Of the means of all sums, and of the kept rows (samples, ..) in order."""

@@ -118,7 +118,7 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def whole(step: int, folder: Path) -> Checkpoint:
+def verified(step: int, folder: Path) -> Checkpoint:
     """The checkpoint in a folder, checked against its manifest.
 
     Raises:
@@ -179,7 +179,7 @@ def newest(
         damaged = {}
         for step, path in steps_of(run, kind):
             try:
-                out = read(whole(step, path))
+                out = read(verified(step, path))
             except Unusable as error:
                 if not os.path.lexists(path):  # a run that trains has put a newer one in its place: look again
                     break

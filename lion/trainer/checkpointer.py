@@ -28,19 +28,11 @@ from lion.trainer.checkpoint import (
 from lion.trainer.faults import full_disk, out_of_memory
 from lion.trainer.parallel import Learner, load_shards, save_shards
 from lion.trainer.runtime import Runtime
+from lion.trainer.state import check_kept
 
 log = logging.getLogger("lion")
 
-PLAIN = {  # what `save_last` is given
-    "step": int,
-    "evaluated": int,
-    "info": dict,
-    "skipped": torch.Tensor,
-    "random": list,
-    "next": dict | None,
-    "made": dict,
-}
-TENSORS = ("model", "ema", "optimizer")
+TENSORS = ("model", "ema", "optimizer")  # of a plain checkpoint; everything else is what `save_last` was given
 
 
 class Checkpointer:
@@ -125,11 +117,9 @@ class Checkpointer:
     ) -> dict[str, Any]:
         state = load_state(found.state)
         try:
-            tensors = {} if found.sharded else {name: state.pop(name) for name in TENSORS}
-            plain = {name: state[name] for name in PLAIN}
-            for name, kind in PLAIN.items():
-                if not isinstance(plain[name], kind):
-                    raise TypeError(f"{name} is {plain[name]!r}")
+            tensors = {} if found.sharded else {name: state[name] for name in TENSORS}
+            plain = {name: value for name, value in state.items() if name not in TENSORS}
+            check_kept(plain)
             if plain["step"] != found.step:
                 raise ValueError(f"step is {plain['step']}")
             if not (trial and self._together(found)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lion.config import setting
 from lion.trainer.faults import FaultsConfig
-from lion.trainer.parallel import KINDS
+from lion.trainer.parallel import STRATEGIES
 from lion.trainer.runtime import MATMUL
 from lion.trainer.schedule import to_seconds, to_steps
 
@@ -38,7 +38,7 @@ class TrainerConfig:
     keep_last: int = setting(2, min=1, free=True)
     log_every: int = setting(50, min=1, free=True)
     device: str = setting("auto", free=True)
-    parallel: str = setting("ddp", choices=KINDS, free=True)
+    parallel: str = setting("ddp", choices=STRATEGIES, free=True)
     deterministic: bool = setting(False, free=True)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 

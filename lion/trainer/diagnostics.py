@@ -65,7 +65,7 @@ class Monitor:
 
 
 def nonfinite_steps(state: RunState) -> str | None:
-    """Words for too many skipped steps in a row, if it has come to that; looks at the device only so often."""
+    """What to say of too many skipped steps in a row; None between the steps at which the device is asked."""
     limit, total = state.plan.trainer.faults.nonfinite, state.plan.total
     if state.step % limit and state.step < total:
         return None
@@ -76,25 +76,28 @@ def nonfinite_steps(state: RunState) -> str | None:
     return f"no finite loss and gradient {where}, all skipped"
 
 
-def all_finite(results: dict[str, dict[str, float]], weights: list[Tensor]) -> bool:
+def all_finite(results: list[dict[str, float]], weights: list[Tensor]) -> bool:
     """Whether every metric and every weight is."""
-    metrics = (value for part in results.values() for value in part.values())
+    metrics = (value for part in results for value in part.values())
     return all(map(math.isfinite, metrics)) and all(torch.stack([w.isfinite().all() for w in weights]).tolist())
 
 
 def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Histogram]:
-    """All decays lambda that the layers use on this batch, by layer (the paper's Fig. 12); counted on the device."""
+    """All decays lambda that the layers use on this batch, by block (the paper's Fig. 12); counted on the device."""
     found: dict[str, Histogram] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple, gating: Gating) -> None:
             if gating.log_decay is not None and (counted := histogram(gating.log_decay.exp().float())):
-                layer = name.removeprefix("encoder.").replace(".attention.decays", "").removesuffix(".0")
-                found[layer] = counted
+                found[name] = counted
 
         return hook
 
-    hooks = [m.register_forward_hook(keep(n)) for n, m in model.named_modules() if isinstance(m, Decay)]
+    hooks = []
+    for i, unit in enumerate(model.units()):
+        decays = [module for module in unit.modules() if isinstance(module, Decay)]
+        for j, decay in enumerate(decays):  # one for each direction or scan that has its own
+            hooks.append(decay.register_forward_hook(keep(f"blocks.{i}.{j}" if j else f"blocks.{i}")))
     if not hooks:
         return {}
     training = model.training
@@ -110,12 +113,11 @@ def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Hi
 
 
 @torch.no_grad()
-def pictures_of_progress(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor]:
-    """What the task shows of a model at an evaluation; the random numbers that it takes are not missed in training."""
-    training, device = model.training, next(iter(batch.values())).device
+def progress_of(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor | str]:
+    """What the task shows of a model at an evaluation."""
+    training = model.training
     model.eval()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            return task.progress(model, batch)
+        return task.progress(model, batch)
     finally:
         model.train(training)

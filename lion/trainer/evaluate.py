@@ -37,8 +37,8 @@ class Totals:
         return {metric.name: metric.value(means, rows) for metric in self.metrics}
 
 
-class RememberFirst:
-    """Batches, to be gone through any number of times, that keep the first of them."""
+class FirstBatchKept:
+    """Batches, to be gone through any number of times, and the first of them."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self.batches = batches
@@ -63,11 +63,13 @@ def evaluate(
     runtime: Runtime,
     *,
     precision: str = "fp32",
+    seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """The task's metrics over all samples and processes; None when `stop` says so.
 
-    `batches` are gone through once, and once more for every `OwnPass`.
+    `batches` are gone through once, and once more for every `OwnPass`. What is drawn follows from `seed` alone, the
+    same for every model and form, and is not missed in training.
     """
 
     def on_device() -> Iterator[Batch]:
@@ -80,14 +82,15 @@ def evaluate(
     model.eval()
     totals = Totals(task.metrics)
     try:
-        for batch in on_device():
-            with runtime.autocast(precision):
-                outcome = task.evaluate(model, batch)
-            totals.add(outcome, batch["mask"])
+        with runtime.seeded(seed):
+            for batch in on_device():
+                with runtime.autocast(precision):
+                    outcome = task.evaluate(model, batch)
+                totals.add(outcome, batch["mask"])
         own = {}
         for metric in task.metrics:
             if isinstance(metric, OwnPass):
-                own[metric.name] = own_value(metric, model, on_device(), task, runtime, precision)
+                own[metric.name] = own_value(metric, model, on_device(), task, runtime, precision, seed)
     except Stopped:
         return None
     finally:
@@ -97,9 +100,15 @@ def evaluate(
 
 
 def own_value(
-    metric: OwnPass, model: nn.Module, batches: Iterable[Batch], task: Task, runtime: Runtime, precision: str
+    metric: OwnPass,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    task: Task,
+    runtime: Runtime,
+    precision: str,
+    seed: int = 0,
 ) -> float:
-    """A metric's own pass of a model in evaluation mode over a process's batches."""
+    """A metric's own pass of a model in evaluation mode over a process's batches; `seed` as in `evaluate`."""
     batches = (to_device(batch, runtime.device) for batch in batches)
-    with torch.no_grad(), runtime.autocast(precision):
+    with torch.no_grad(), runtime.autocast(precision), runtime.seeded(seed):
         return float(metric.measure(task, model, batches, runtime.gather))

@@ -20,9 +20,9 @@ class RunError(Exception):
 
 @dataclass
 class FaultsConfig:
-    """How many faults a run survives: steps in a row without a finite loss and gradient (each is skipped; the device
-    is asked once in as many steps), samples that cannot be read and loader workers that die (each process counts its
-    own)."""
+    """How many faults a run survives: `nonfinite` steps in a row without a finite loss and gradient (each is skipped;
+    the device is asked every `nonfinite` steps), samples that cannot be read and loader workers that die (counted by
+    each process for itself)."""
 
     nonfinite: int = setting(10, min=1, free=True)
     unreadable: int = setting(100, min=0, free=True)

@@ -75,7 +75,7 @@ class StepSampler(Sequence):
 
 
 class Samples(list):
-    """Samples of a batch, what stands in it beside them, and what could not be read on the way: (index, reason)."""
+    """The samples of a batch, the batch's other columns (`beside`), and (index, reason) of what could not be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ def collate(samples: Samples, make: Callable[[list[Any]], Batch]) -> tuple[Batch
 
 
 @contextlib.contextmanager
-def spared_generator() -> Iterator[torch.Generator]:
-    """torch's default generator, to be seeded at will: its state comes back."""
+def preserved_generator() -> Iterator[torch.Generator]:
+    """torch's default generator, to be seeded inside; afterwards it has the state that it had before."""
     generator = torch.default_generator
     state = generator.get_state()
     try:
@@ -122,7 +122,7 @@ class SeededDataset(Dataset):
 
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> Samples:
         samples = Samples()
-        with spared_generator() as generator:
+        with preserved_generator() as generator:
             for epoch, place, index in keys:
                 generator.manual_seed(derive(self.seed, epoch, place, index))
                 samples.read(self.dataset, index)
@@ -147,7 +147,7 @@ class PaddedDataset(Dataset):
 
     def __getitems__(self, indices: list[int]) -> Samples:
         samples, (places, real, keys) = Samples(), self.places(indices)
-        with spared_generator() as generator:
+        with preserved_generator() as generator:
             for i, (place, key) in enumerate(zip(places, keys)):
                 generator.manual_seed(key)
                 real[i] &= samples.read(self.dataset, place)

@@ -79,10 +79,12 @@ class RunLog:
             for name, value in values.items():
                 self.board.add_histogram_raw(f"{kind}/{name}", *value, step)
 
-    def images(self, step: int, values: dict[str, Tensor]) -> None:
+    def show(self, step: int, values: dict[str, Tensor | str]) -> None:
+        """Pictures (channels, height, width) and text."""
         with self.space():
             for name, value in values.items():
-                self.board.add_image(name, value, step)
+                add = self.board.add_text if isinstance(value, str) else self.board.add_image
+                add(name, value, step)
 
     def flush(self) -> None:
         """Everything so far to the disk, so that no checkpoint is ahead of its metrics."""
@@ -123,7 +125,7 @@ class NoLog:
     def nothing(self, *values: Any, **more: Any) -> None:
         pass
 
-    progress = write = histograms = images = flush = close = nothing
+    progress = write = histograms = show = flush = close = nothing
 
 
 def cut_metrics(path: Path, keep: Callable[[dict], bool]) -> list[dict]:

@@ -16,14 +16,15 @@ from torch._dynamo.exc import TorchDynamoException
 
 from lion.tasks.base import Task, to_device
 from lion.tasks.data import Batch, Splits
+from lion.tasks.seeds import derive
 from lion.trainer.checkpointer import Checkpointer
-from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, pictures_of_progress
-from lion.trainer.ema import Average
-from lion.trainer.evaluate import RememberFirst, evaluate
+from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, progress_of
+from lion.trainer.ema import Average, Buffers
+from lion.trainer.evaluate import FirstBatchKept, evaluate
 from lion.trainer.faults import RunError, divergence_advice, explain
 from lion.trainer.log import NoLog, RunLog
 from lion.trainer.optim import make_optimizer
-from lion.trainer.parallel import Learner, local, replicate, shard, synchronise, whole
+from lion.trainer.parallel import Learner, full, local, replicate, shard, synchronise
 from lion.trainer.plan import Plan
 from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, catch_signals, compile_blocks
@@ -59,6 +60,7 @@ class Trainer:
         self.model = model.to(runtime.device)
         self.average = None if self.config.ema is None else Average(self.model, self.config.ema)
         self.ema = None if self.average is None else self.average.model
+        self.buffers = Buffers(self.model)
         self.models = [m for m in (self.model, self.ema) if m is not None]
         if self.config.parallel == "fsdp" and runtime.world > 1:
             for part in self.models:
@@ -156,10 +158,11 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> tuple[Tensor, Tensor]:
         """One optimizer step over the global batch; returns its mean loss and gradient norm.
 
-        Where loss or gradient is not finite, weights and optimizer stay as they are.
+        Where loss or gradient is not finite, weights, persistent buffers and optimizer stay as they are.
         """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        self.buffers.keep()
         sums = self.accumulate(batches, monitor, out)
         if self.runtime.world > 1:
             torch.distributed.all_reduce(sums)
@@ -167,11 +170,12 @@ class Trainer:
         # the gradients are of the loss summed over samples, averaged over processes
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         torch._foreach_mul_(local(gradients), (self.runtime.world / sums[1]).float())
-        norm = whole(nn.utils.get_total_norm(gradients))
+        norm = full(nn.utils.get_total_norm(gradients))
         if self.config.clip_grad is not None:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
         self.optimizer.found_inf = self.state.guard.skip(loss, norm)
         self.optimizer.step()
+        self.buffers.put_back(self.optimizer.found_inf)
         if self.average is not None:
             self.average.update(self.model)
         return loss, norm
@@ -184,7 +188,7 @@ class Trainer:
             batch = to_device(next(batches), self.runtime.device)
             monitor.waited += time.perf_counter() - asked
             if self.state.step == 0 and micro == 0:
-                out.images(0, self.task.preview(self.model, batch))
+                out.show(0, self.task.preview(self.model, batch))
             with synchronise(self.forward, micro == self.plan.accumulation - 1):
                 with self.runtime.autocast(self.config.precision):
                     loss, weight = self.task.loss(self.forward, batch)
@@ -193,23 +197,28 @@ class Trainer:
         return sums
 
     def evaluate_if_due(self, out: RunLog | NoLog) -> bool:
-        """Measure `val` where this step's turn has not been taken; False when a signal cut it short."""
+        """Measure what is held out where this step's turn has not been taken; False when a signal cut it short."""
         state = self.state
         if not state.evaluation_due:
             return True
-        batches, results = RememberFirst(self.data.val()), {}
+        splits, results = self.data.held_out(), {}
+        val = splits["val"] = FirstBatchKept(splits["val"])
         how = {"precision": self.config.precision, "stop": lambda: self.runtime.any(self.stopping)[0]}
-        for kind, model in zip(("val", "val_ema"), self.models):
-            results[kind] = evaluate(model, batches, self.task, self.runtime, **how)
-            if results[kind] is None:
-                return False
+        for split, batches in splits.items():
+            seed = derive(self.plan.seed, split)
+            for kind, model in zip((split, f"{split}_ema"), self.models):
+                results[kind] = evaluate(model, batches, self.task, self.runtime, seed=seed, **how)
+                if results[kind] is None:
+                    return False
         for kind, values in results.items():
             out.write(state.step, kind, values, epoch=state.epoch)
-        first = to_device(batches.first, self.runtime.device)
-        out.histograms(state.step, "decay", decay_histograms(self.model, first, self.task))
-        out.images(state.step, pictures_of_progress(self.models[-1], first, self.task))
+        first = to_device(val.first, self.runtime.device)
+        with self.runtime.seeded(derive(self.plan.seed, "val")):
+            out.histograms(state.step, "decay", decay_histograms(self.model, first, self.task))
+            out.show(state.step, progress_of(self.models[-1], first, self.task))
         state.evaluated = state.step
-        if self.runtime.any(not all_finite(results, local(list(self.model.parameters()))))[0]:
+        chosen_by = [results[kind] for kind in ("val", "val_ema") if kind in results]
+        if self.runtime.any(not all_finite(chosen_by, local(list(self.model.parameters()))))[0]:
             what = f"step {state.step}: weights, or outputs on val, are not finite"
             if state.finished:
                 self.diverged(what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -22,21 +23,29 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lion.trainer.runtime import Runtime
 
-KINDS = ("ddp", "fsdp")
+STRATEGIES = ("ddp", "fsdp")
+STREAMING = ("prefill", "step")  # methods of models and blocks that use their parameters as `forward` does
 
 
 def shard(model: nn.Module, runtime: Runtime) -> None:
-    """Spread parameters over the processes in place, block by block; call it before the optimizer is made."""
+    """Spread parameters over the processes in place, block by block; call it before the optimizer is made.
+
+    Beside `forward`, what streams may be called: a task shows what a model generates.
+    """
     mesh = init_device_mesh(runtime.device.type, (runtime.world,))
     for unit in model.units():
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    for part in (*model.units(), model):
+        for name in STREAMING:
+            if inspect.ismethod(getattr(part, name, None)):
+                register_fsdp_forward_method(part, name)
 
 
 def replicate(model: nn.Module, runtime: Runtime) -> nn.Module:
@@ -63,7 +72,7 @@ def local(tensors: list[Tensor]) -> list[Tensor]:
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     """A sharded result, put together in every process."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -31,7 +31,7 @@ class Plan:
     accumulation: int
 
 
-class Settings(Protocol):
+class TrainingRecipe(Protocol):
     """What a recipe says of training."""
 
     trainer: TrainerConfig
@@ -40,7 +40,7 @@ class Settings(Protocol):
     seed: int
 
 
-def make_plan(recipe: Settings, *, samples: int, world: int) -> Plan:
+def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
     """Lengths in steps and the accumulation that makes the recipe's global batch of micro-batches.
 
     Raises:

@@ -11,7 +11,7 @@ from lion.trainer.runtime import Runtime
 
 
 class RunData:
-    """`train` and `val` in batches, as the plan wants them; `workers` are loader processes."""
+    """`train` and what is held out in batches, as the plan wants them; `workers` are loader processes."""
 
     def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, *, workers: int = 0) -> None:
         self.splits, self.plan = splits, plan
@@ -42,6 +42,8 @@ class RunData:
         """From step `start` on, across epochs."""
         return train_batches(self.splits.train, self.sampler(start), **self.loading)
 
-    def val(self) -> Batches:
-        noise = {"seed": self.plan.seed, "split": "val"}
-        return eval_batches(self.splits.val, batch=self.plan.micro, **noise, **self.place, **self.loading)
+    def held_out(self) -> dict[str, Batches]:
+        """What an evaluation measures: `val` first, which chooses `best`, and the `more` splits as `val_NAME`."""
+        more = {f"val_{name}": dataset for name, dataset in self.splits.more.items()}
+        how = {"batch": self.plan.micro, "seed": self.plan.seed, **self.place, **self.loading}
+        return {name: eval_batches(each, split=name, **how) for name, each in {"val": self.splits.val, **more}.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import logging
 import os
 import platform
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lion.config import ConfigError
+from lion.tasks.seeds import derive
 
 log = logging.getLogger("lion")
 
@@ -72,6 +74,13 @@ class Runtime:
         box = [value]
         dist.broadcast_object_list(box, device=torch.device("cpu"))
         return box[0]
+
+    @contextlib.contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """What torch draws inside follows from the seed and the process; outside it goes on as if nothing was drawn."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(derive(seed, self.rank))
+            yield
 
     def autocast(self, precision: str) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
@@ -248,7 +257,6 @@ def cpu_name() -> str:
 
 def environment() -> dict[str, Any]:
     """Versions, device and commit, for the run folder."""
-    import torchvision
 
     def git(*args: str) -> str | None:
         try:
@@ -261,7 +269,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torchvision": importlib.metadata.version("torchvision"),  # not imported: only pictures need it
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if cuda else cpu_name(),
         "devices": torch.cuda.device_count() if cuda else 0,

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lion.config import ConfigError
 from lion.tasks.base import Task
 from lion.tasks.seeds import derive
@@ -17,6 +19,28 @@ from lion.trainer.runtime import Runtime, conditions, random_state, restore_rand
 from lion.trainer.schedule import learning_rate
 
 log = logging.getLogger("lion")
+
+
+KEPT = {  # by `RunState.to_dict`, and needed by `RunState.restore`
+    "step": int,
+    "evaluated": int,
+    "info": dict,
+    "skipped": Tensor,
+    "random": list,
+    "next": dict | None,
+    "made": dict,
+}
+
+
+def check_kept(kept: dict[str, Any]) -> None:
+    """Refuse what `RunState.restore` cannot go on from.
+
+    Raises:
+        KeyError, TypeError: What is missing, or of another kind.
+    """
+    for name, kind in KEPT.items():
+        if not isinstance(kept[name], kind):
+            raise TypeError(f"{name} is {kept[name]!r}")
 
 
 class RunState:

@@ -16,13 +16,15 @@ from PIL import Image
 from torchvision.transforms import v2
 
 import data
-from data.base import DataConfig, DataSet, data_root, split_indices
+from data.base import DataConfig, DataSet, data_root
 from data.vision.imagefolder import ClassFolders
 from data.vision.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
+from data.vision.sources import split_indices
 from lion.config import ConfigError, build
 from lion.tasks import TASKS
-from lion.tasks.data import ImageInfo, Info, numbered
+from lion.tasks.data import Info
 from lion.tasks.image_classification import ImageClassification
+from lion.tasks.images import ImageInfo, numbered
 from tests.helpers import ROOT, picture, pictures, refuse, tiny_recipe
 
 

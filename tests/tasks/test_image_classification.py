@@ -7,8 +7,9 @@ import torch.nn.functional as F
 
 from lion.layers import AttentionConfig
 from lion.models.vit import ViT, ViTConfig
-from lion.tasks.data import ImageInfo
+from lion.tasks.base import unwrapped
 from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig, erase
+from lion.tasks.images import ImageInfo
 
 INFO = ImageInfo((4, 4), 1, tuple("abcdefg"), (0.0,), (1 / 255,))  # pixels as they are
 
@@ -125,6 +126,20 @@ def test_the_model_has_the_data_s_normalisation_and_names():
         loss = F.cross_entropy(logits, b["label"], label_smoothing=0.1)
         torch.testing.assert_close(logits, model(expected))
         assert torch.equal(t.loss(model, b).loss, loss)  # training sees the same pixels
+
+
+def test_a_wrapped_model_is_called_and_normalises_by_itself():
+    """As DDP wraps it: gradients agree where the wrapper is called."""
+    model, b, called = Table(), batch(), []
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        wrapped.register_forward_pre_hook(lambda *_: called.append(1))
+        assert torch.equal(task().loss(wrapped, b).loss, task().loss(model, b).loss) and called == [1]
+    finally:
+        torch.distributed.destroy_process_group()
+    model.module = None  # a model may have a part of that name
+    assert unwrapped(model) is model and unwrapped(wrapped) is model
 
 
 def test_preview_is_a_picture():

@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from lion.tasks.metrics import OwnPass
+from lion.tasks.seeds import derive
 from lion.trainer.checkpoint import newest
 from lion.trainer.evaluate import Totals, evaluate
 from lion.trainer.runtime import Runtime
@@ -47,13 +49,54 @@ def test_rows_are_kept_only_where_a_metric_needs_them():
     assert not totals.rows and list(totals.sums) == ["loss"] and list(totals.values(CPU)) == ["perplexity"]
 
 
+class Sampler(toys.Sides):
+    """Draws wherever it is asked at an evaluation."""
+
+    def __init__(self, config, info):
+        super().__init__(config, info)
+        self.metrics = (*self.metrics, OwnPass("drawn", measure=self.measure))
+        self.draws = {"rows": [], "pass": [], "shown": []}
+
+    def measure(self, task, model, batches, gather):
+        self.draws["pass"].append(torch.rand(()).item())
+        return self.draws["pass"][-1]
+
+    def evaluate(self, model, batch):
+        self.draws["rows"].append(torch.rand(()).item())
+        return super().evaluate(model, batch)
+
+    def progress(self, model, batch):
+        self.draws["shown"].append(torch.rand(()).item())
+        return {}
+
+
+def test_what_an_evaluation_draws_is_the_same_for_every_model_and_not_missed_in_training(tmp_path):
+    """Every training step draws, too; two evaluations of the model and of its average, in batches of 16 of 23."""
+    states = []
+    for name, kind in (("plain", toys.Sides), ("drawing", Sampler)):
+        t = toys.trainer(tmp_path / name, kind=kind, steps=4)
+        step = t.train_step
+        t.train_step = lambda *args, step=step: torch.rand(3) is not None and step(*args)
+        assert t.fit()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    first, second = t.task.draws["rows"][:2]
+    assert t.task.draws["rows"] == 4 * [first, second] and first != second
+    (value,) = set(t.task.draws["pass"])
+    assert len(t.task.draws["pass"]) == 4 and len(t.task.draws["shown"]) == 2 == 2 * len(set(t.task.draws["shown"]))
+    torch.manual_seed(5)
+    val = toys.RunData(toys.splits(), t.plan, CPU).held_out()["val"]
+    assert evaluate(toys.Net(), val, t.task, CPU, seed=derive(0, "val"))["drawn"] == value
+    assert evaluate(toys.Net(), val, t.task, CPU, seed=derive(1, "val"))["drawn"] != value
+
+
 @pytest.mark.parametrize("after", [0, 3, 8])
 def test_it_stops_in_any_pass_and_leaves_the_mode_alone(after):
     """6 batches, and 6 once more for the own pass."""
     asked = iter(range(100))
     model, task = toys.Net().train(), toys.Sides(toys.Config(), toys.Info())
     loader = toys.RunData(toys.splits(), toys.make_plan(toys.settings(batch_size=4), samples=64, world=1), CPU)
-    assert evaluate(model, loader.val(), task, CPU, stop=lambda: next(asked) == after) is None
+    assert evaluate(model, loader.held_out()["val"], task, CPU, stop=lambda: next(asked) == after) is None
     assert model.training and next(asked) == after + 1
 
 
@@ -64,6 +107,44 @@ def test_a_lower_perplexity_is_the_better_one(tmp_path):
     best = min(values, key=values.get)
     assert values[best] < values[2] and t.state.best == {"value": values[best], "step": best}
     assert state_of(tmp_path / "run", "best")["step"] == best
+
+
+def test_more_splits_are_measured_and_choose_nothing(tmp_path):
+    class Broken(toys.Points):
+        def __getitem__(self, index):
+            return {**super().__getitem__(index), "x": torch.full((4,), math.nan)}
+
+    folders = [tmp_path / "alone", tmp_path / "more"]
+    alone = toys.trainer(folders[0])
+    both = toys.trainer(folders[1], more={"far": toys.Points(9, 2), "same": toys.Points(23, 1), "off": Broken(5, 3)})
+    assert alone.fit() and both.fit() and both.state.best == alone.state.best and both.state.best["step"] > 0
+    kinds = [{(x["kind"], x["step"]): x for x in lines(folder)} for folder in folders]
+    assert {kind for kind, _ in kinds[0]} == {"train", "val", "val_ema"}
+    assert {kind for kind, _ in kinds[1]} - {kind for kind, _ in kinds[0]} == {
+        f"val_{name}{ema}" for name in ("far", "same", "off") for ema in ("", "_ema")
+    }
+    for step in (2, 4, 6):
+        for ema in ("", "_ema"):
+            val, same, far, off = (kinds[1][f"val{name}{ema}", step] for name in ("", "_same", "_far", "_off"))
+            assert val["loss"] == same["loss"] == kinds[0][f"val{ema}", step]["loss"] != far["loss"]
+            assert off["loss"] is None
+    for name, value in alone.model.state_dict().items():
+        assert torch.equal(value, both.model.state_dict()[name]), name
+
+
+def test_text_and_pictures_of_progress_are_shown(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Writer(toys.Sides):
+        def progress(self, model, batch):
+            return {"said": f"{len(batch['x'])} points", "drawn": torch.zeros(3, 2, 2)}
+
+    assert toys.trainer(tmp_path / "run", kind=Writer).fit()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    said = events.Tensors("said/text_summary")
+    assert [(e.step, e.tensor_proto.string_val[0]) for e in said] == [(step, b"16 points") for step in (2, 4, 6)]
+    assert [e.step for e in events.Images("drawn")] == [2, 4, 6]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Loader workers that die, samples that cannot be read, disks that fill up, memory that runs out."""
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -11,6 +12,7 @@ import sys
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import Dataset
 
@@ -23,6 +25,7 @@ from lion.trainer.faults import FaultsConfig, RunError, memory_advice
 from lion.trainer.loader import StepSampler, eval_batches, train_batches
 from lion.trainer.log import RunLog
 from tests.helpers import ROOT, command, here, tiny_recipe
+from tests.trainer import toys
 from tests.trainer.helpers import lines, train, trainer
 from tools.compose import resolve
 
@@ -204,6 +207,37 @@ def test_a_full_file_system_leaves_the_previous_checkpoint(tmp_path):
     assert f"error: {disk}/tiny/recipe.yaml: No space left on device" in done.stderr, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["step"] == 300
     assert "Traceback" not in done.stderr, done.stderr
+
+
+class Normed(toys.Sides):
+    def build_model(self, config):
+        net = toys.Net()
+        net.head = nn.Sequential(nn.BatchNorm1d(4), net.head)
+        return net
+
+
+def test_a_skipped_step_leaves_running_statistics_as_they_were(tmp_path):
+    """The third step of six reads a NaN, and is as good as never taken."""
+    t = toys.trainer(tmp_path / "run", kind=Normed, eval_every=6)
+    step, seen = t.train_step, []
+
+    def train_step(batches, *rest):
+        if t.state.step == 2:
+            broken = {k: v.clone() for k, v in next(batches).items()}
+            broken["x"][0] = math.nan
+            batches = iter([broken])
+        out = step(batches, *rest)
+        seen.append({k: v.clone() for k, v in t.model.state_dict().items()})
+        return out
+
+    t.train_step = train_step
+    assert t.fit() and t.state.guard.read()[0] == 1
+    statistics = {"head.0.running_mean", "head.0.running_var", "head.0.num_batches_tracked", "steps"}
+    for name, value in seen[1].items():
+        assert torch.equal(seen[2][name], value) and seen[-1][name].isfinite().all(), name
+        assert name not in statistics or not torch.equal(seen[3][name], value), name
+    assert statistics < seen[0].keys() and seen[-1]["steps"].eq(5).all()
+    assert all(value.isfinite().all() for value in t.ema.state_dict().values())
 
 
 SHORT_OF_MEMORY = """

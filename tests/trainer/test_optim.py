@@ -63,8 +63,16 @@ def test_modules_mark_their_parameters():
         assert found["0.bias"] == (0, 1)
     assert factors(net, "none")["1.step"] == (1, 0.1)  # spares none, and leaves rates alone
     assert factors(Tied(), "deit")["first.weight"] == (0.5, 0.1)
-    net[1].marks["stepp"] = Marks(lr=2)
-    with pytest.raises(ValueError, match="Marked marks 'stepp', which is no parameter of it"):
+
+
+@pytest.mark.parametrize("wrong", ["stepp", "gate", "gate.weigh", "rest.weight", "forward", "training", "tree.step"])
+def test_a_mark_of_what_is_no_parameter_is_refused(wrong):
+    net = nn.Sequential(nn.Linear(2, 2), Marked())
+    net[1].gate = nn.Linear(2, 2, bias=False)
+    net[1].marks = {"gate.weight": Marks(lr=2), "gate.bias": Marks(lr=3)}
+    assert marks_of(net) == {"1.gate.weight": Marks(lr=2)} and factors(net, "gpt")["1.gate.weight"].lr == 2
+    net[1].marks[wrong] = Marks(lr=2)
+    with pytest.raises(ValueError, match=f"Marked marks '{wrong}', which is no parameter of it"):
         marks_of(net)
 
 

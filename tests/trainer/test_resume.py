@@ -18,11 +18,12 @@ from lion.trainer.checkpoint import (
     scratch_folder,
     seal,
     steps_of,
-    whole,
+    verified,
 )
 from lion.trainer.faults import RunError
-from lion.trainer.state import promise
+from lion.trainer.state import KEPT, RunState, promise
 from tests.helpers import state_of, tiny_recipe
+from tests.trainer import toys
 from tests.trainer.helpers import lines, same, train, trainer
 from tools.compose import resolve
 from tools.soak import differing
@@ -170,7 +171,16 @@ def test_a_checkpoint_replaced_while_it_is_read_is_looked_for_again(tmp_path):
     save(5)
     assert [step for step, _ in listing] == [4]  # what a listing names may be gone before it is opened
     with pytest.raises(Unusable):
-        whole(*listing[0])
+        verified(*listing[0])
+
+
+def test_all_that_a_run_saves_reaches_it_again(tmp_path, monkeypatch):
+    """A part of the state that is saved one day is not lost on the way."""
+    to_dict, seen = RunState.to_dict, []
+    monkeypatch.setattr(RunState, "to_dict", lambda self: {**to_dict(self), "new": [self.step]})
+    assert toys.trainer(tmp_path / "run").fit()
+    resumed = toys.trainer(tmp_path / "run")
+    assert resumed.checkpoints.resume(seen.append)["new"] == [6] and seen[0].keys() == {*KEPT, "new"}
 
 
 def test_a_file_in_the_place_of_a_checkpoint_is_set_aside(tmp_path):
@@ -203,7 +213,7 @@ def test_the_newest_few_are_kept_and_interrupted_saves_swept(tmp_path):
     assert [step for step, _ in steps_of(tmp_path / "run", "last")] == [12, 9, 6]
     assert len(steps_of(tmp_path / "run", "best")) == 1 and not litter.exists()
     for step, path in steps_of(tmp_path / "run", "last"):
-        whole(step, path)
+        verified(step, path)
 
 
 def test_saving_by_the_clock(tmp_path):

@@ -63,6 +63,9 @@ class Block(nn.Module):
     def forward(self, x):
         return x + F.silu(self.linear(x)) @ self.step
 
+    def prefill(self, x):
+        return Block.forward(self, x)
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -80,6 +83,14 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+    def prefill(self, x):
+        for block in self.blocks:
+            x = block.prefill(x)
+        return self.head(x)
+
+    def step(self, x, state):
+        return self.head(self.blocks[0].prefill(x)), state
 
 
 def matthews(prediction, label):
@@ -136,6 +147,10 @@ class Sides(Task):
     def example(self, size, device):
         raise NotImplementedError
 
+    def progress(self, model, batch):
+        self.streamed = model.prefill(batch["x"]), model.step(batch["x"], None)[0], model(batch["x"])
+        return {}
+
 
 @dataclass
 class Settings:
@@ -150,17 +165,17 @@ def settings(**trainer):
     return Settings(TrainerConfig(**{**own, **trainer}), OptimConfig(lr=1e-2, weight_decay=0.1), ScheduleConfig())
 
 
-def splits():
-    return data.Splits(Points(64, 0), Points(23, 1), None, Info())
+def splits(**more):
+    return data.Splits(Points(64, 0), Points(23, 1), None, Info(), more=more)
 
 
-def trainer(folder, metrics=("perplexity", "loss"), runtime=None, **changes):
+def trainer(folder, metrics=("perplexity", "loss"), runtime=None, kind=Sides, more=None, **changes):
     runtime = runtime or Runtime(torch.device("cpu"))
     plan = make_plan(settings(**changes), samples=64, world=runtime.world)
     seed_everything(0)
     folder.mkdir(exist_ok=True, parents=True)
-    task = Sides(Config(metrics), Info())
-    return Trainer(plan, task, task.build_model(None), splits(), folder, runtime)
+    task = kind(Config(metrics), Info())
+    return Trainer(plan, task, task.build_model(None), splits(**more or {}), folder, runtime)
 
 
 def measure(runtime, micro=4):
@@ -168,7 +183,7 @@ def measure(runtime, micro=4):
     seed_everything(0)
     task = Sides(Config(), Info())
     plan = make_plan(settings(batch_size=micro * runtime.world), samples=64, world=runtime.world)
-    return evaluate(task.build_model(None), RunData(splits(), plan, runtime).val(), task, runtime)
+    return evaluate(task.build_model(None), RunData(splits(), plan, runtime).held_out()["val"], task, runtime)
 
 
 def main(folder):
@@ -185,6 +200,8 @@ def main(folder):
     assert not first.fit() and first.state.step == 3
     resumed = trainer(folder / "run", runtime=runtime, parallel="fsdp")
     assert resumed.fit()
+    prompt, token, whole = resumed.task.streamed
+    assert torch.equal(prompt, whole) and token.shape == whole.shape
     groups = [(g["lr"], g["weight_decay"], len(g["params"])) for g in resumed.optimizer.param_groups]
     if runtime.main:
         (folder / "found.json").write_text(json.dumps({"metrics": found, "groups": groups}))

@@ -33,6 +33,7 @@ from lion.models.base import Model
 from lion.runs import LoadedRun, build_on_meta, open_run
 from lion.tasks.base import Task
 from lion.tasks.data import Batch, Splits
+from lion.tasks.seeds import derive
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
 from lion.trainer.memory import free_bytes, tensor_peak
@@ -303,7 +304,8 @@ def value_of(loaded: LoadedRun, size: int, task: Task, model: Model, limit: int)
     some = torch.utils.data.Subset(data, range(min(limit, len(data))))
     how = {"seed": loaded.recipe.seed, "split": split, "batch": min(16, len(some)), "collate": splits.collate}
     batches = eval_batches(some, rank=0, world=1, workers=0, pin=False, **how)
-    return evaluate(model, batches, task, start_runtime(str(pick_device())))[task.metric.name]
+    runtime, seed = start_runtime(str(pick_device())), derive(loaded.recipe.seed, split)
+    return evaluate(model, batches, task, runtime, seed=seed)[task.metric.name]
 
 
 def line(row: Row) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lion.layers import SOFTMAX
 from lion.layers.layout import AS_THEY_STAND
 from lion.recipe import Recipe
-from lion.tasks.data import ImageInfo, numbered
+from lion.tasks.images import ImageInfo, numbered
 from tools.convert.base import Converter, Setting
 
 NAMES = (  # theirs, ours, and the sign: their selective decay is 1 - sigmoid(W x + b), ours sigmoid(W x + b)

@@ -1,0 +1,25 @@
+"""The table of tasks."""
+
+import subprocess
+import sys
+
+from tests.helpers import ROOT
+
+LIGHT = """
+import sys
+import lion.recipe, lion.runs, lion.trainer.loop
+from lion.tasks import TASKS
+from lion.trainer.runtime import environment
+assert TASKS["image_classification"].unit == "images"
+found = environment()
+print(found["torchvision"], "torchvision" in sys.modules)
+"""
+
+
+def test_a_task_without_pictures_loads_no_torchvision():
+    import torchvision
+
+    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    version, loaded = done.stdout.split()
+    assert torchvision.__version__.startswith(version) and loaded == "False"
