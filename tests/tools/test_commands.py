@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 import lion
-from data.vision.digits import Digits
+from data.vision.digits import INFO, Digits
 from lion.config import ConfigError
 from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
@@ -283,20 +283,65 @@ def test_no_more_loader_workers_than_cores(monkeypatch):
     assert loader_workers(resolve(ROOT / "recipes/quickstart.yaml")) == 0
 
 
-def test_data_are_prepared_once_before_any_process_builds_them(tmp_path, monkeypatch):
+def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
+    """Not by who launches processes; by each of them, the first alone finding something to do."""
     calls = []
+    monkeypatch.setenv("LION_DATA", str(tmp_path / "root"))
     monkeypatch.setattr(Digits, "prepare", lambda self: calls.append("prepare"))
     monkeypatch.setattr(Digits, "build", lambda self, build=Digits.build: calls.append("build") or build(self))
     monkeypatch.setattr(train, "launch", lambda world, argv: calls.append(f"launch {world}") or 0)
+    path, run = tiny_recipe(tmp_path), tmp_path / "runs" / "tiny"
+    assert here("train", path, "--no-eval", "--processes", "2") == 0 and calls == ["launch 2"]
+    for environment in ({"RANK": "0", "WORLD_SIZE": "1"}, {}):
+        with monkeypatch.context() as launched:
+            for name, value in environment.items():
+                launched.setenv(name, value)
+            calls.clear()
+            assert here("train", path, f"run.name=tiny{len(environment)}", "trainer.steps=1", "--no-eval") == 0
+            assert calls == ["prepare", "build"]
+    for line in (["eval", run.with_name("tiny0"), "--form", "full"], ["show", path]):
+        calls.clear()
+        assert here(*line) == 0 and calls == ["prepare", "build"]
+
+
+def test_others_wait_for_who_prepares(tmp_path):
+    """Two processes that need the same data: they are made once, and whole before anybody opens them."""
+    code = """
+import sys, time
+from pathlib import Path
+from data.vision.digits import INFO, Digits
+from tools.compose import build_data, resolve
+made = Path(sys.argv[1])
+def prepare(self):
+    if not made.exists():
+        with made.open("a") as file:
+            for word in ("begun", "done"):
+                file.write(word + "\\n"); file.flush(); time.sleep(0.7)
+Digits.prepare = prepare
+build_data(resolve(sys.argv[2]))
+print(made.read_text().split())
+"""
+    call = [sys.executable, "-c", code, str(tmp_path / "made"), str(tiny_recipe(tmp_path))]
+    env = {**os.environ, "LION_DATA": str(tmp_path / "root"), "OMP_NUM_THREADS": "1"}
+    both = [subprocess.Popen(call, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0] for process in both] == ["['begun', 'done']\n"] * 2
+
+
+def test_bad_settings_are_refused_before_data_are_prepared(tmp_path, monkeypatch, capsys):
+    def prepare(self):
+        raise AssertionError
+
+    monkeypatch.setattr(Digits, "prepare", prepare)
+    monkeypatch.setattr(Digits, "published", lambda self: (INFO, 1000))
     path = tiny_recipe(tmp_path)
-    assert here("train", path, "--no-eval", "--processes", "2") == 0 and calls == ["prepare", "launch 2"]
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert here("train", path, "trainer.steps=1", "--no-eval") == 0 and calls[2:] == ["build"]
-    monkeypatch.delenv("RANK")
-    monkeypatch.delenv("WORLD_SIZE")
-    assert here("train", path, "run.name=alone", "trainer.steps=1", "--no-eval") == 0
-    assert calls[3:] == ["prepare", "build"]
+    for override, words in (
+        ("trainer.micro_batch=7", "trainer.micro_batch: 7 does not divide"),
+        ("model.patch_size=3", "model.patch_size: 3 does not divide"),
+        ("trainer.device=cuda:77", "trainer.device: 'cuda:77' is not available"),
+    ):
+        assert words in refuse(capsys, "train", path, override)
+    monkeypatch.setattr(train, "checkpoint_bytes", lambda *args: (2**60, 2**60))
+    assert "run.root: checkpoints in" in refuse(capsys, "train", path)
 
 
 def test_only_training_pays_for_a_cache(tmp_path):
