@@ -92,9 +92,9 @@ class Pictures(DataSet):
 
     Info = ImageInfo
 
-    def load(self, path: str, info: ImageInfo) -> Tensor:
-        """uint8 (channels, height, width)."""
-        return test_transform(self.config, info)(open_or_explain(path))
+    def load(self, path: str, info: ImageInfo) -> dict[str, Tensor]:
+        """{image}, uint8 (channels, height, width)."""
+        return {"image": test_transform(self.config, info)(open_or_explain(path))}
 
 
 def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any = None) -> Splits:

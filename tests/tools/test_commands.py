@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 import lion
+import tools.show
 from data.vision.digits import INFO, Digits
 from lion.config import ConfigError
 from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
-from tools import programs, train
+from tools import predict, programs, train
 from tools.cli import run_command
 from tools.commands import COMMANDS, called_by
 from tools.compose import build_data, loader_workers, resolve
@@ -113,6 +115,49 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     lion.set_form(model, "rnn")
     pixels = torch.stack([pil_to_tensor(Image.open(file)) for file in files])  # as `predict` was given them
     assert [int(model.classes[i]) for i in model(pixels).argmax(1)] == guesses
+
+
+class Letters:
+    """Files as text: a sample are its letters, a batch is padded with zeros and says what is real."""
+
+    def load(self, path, info):
+        if not Path(path).exists():
+            raise ConfigError(f"{path}: no such file")
+        return {"tokens": torch.tensor([ord(c) for c in Path(path).read_text()])}
+
+    def collate(self, samples):
+        return {"tokens": torch.nn.utils.rnn.pad_sequence([s["tokens"] for s in samples], batch_first=True)}
+
+
+class Spelling:
+    """Answers with the letters themselves, outputs (B, L, 128)."""
+
+    info = None
+
+    def outputs(self, model, batch):
+        return torch.nn.functional.one_hot(batch["tokens"], 128)
+
+    def describe(self, outputs, count):
+        assert outputs.is_floating_point() and outputs.shape[2] == 128
+        return [["".join(chr(c) for c in row if c)] for row in outputs.argmax(-1).tolist()]
+
+
+def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
+    loaded = SimpleNamespace(model=None, task=Spelling(), folder=tmp_path)
+    for name, value in (("open_run", loaded), ("choose_form", None), ("resolve_run", None), ("open_data", Letters())):
+        monkeypatch.setattr(predict, name, lambda *args, value=value: value)
+    words = [
+        chr(ord("a") + i % 26) * (1 + i % 7 + i // 64) for i in range(70)
+    ]  # two batches, the longest in the second
+    files = [tmp_path / f"{i}.txt" for i in range(70)]
+    for file, word in zip(files, words):
+        file.write_text(word)
+    assert here("predict", "x", *files, "--eager") == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == [
+        [str(file), word] for file, word in zip(files, words)
+    ]
+    assert here("predict", "x", files[3], tmp_path / "gone.txt", "--eager") == 2
+    assert capsys.readouterr().out.splitlines()[2:] == [f"{files[3]}   dddd"]
 
 
 @pytest.mark.slow
