@@ -28,6 +28,15 @@ class DataConfig:
         """The same for who reads each sample once, whom no cache would serve."""
         return self
 
+    @property
+    def place(self) -> str | None:
+        """Where a person said that they are."""
+        return self.root
+
+    def describe(self) -> str:
+        """Which data they are and where, in a line."""
+        return f"{self.name} ({self.place or 'its usual place'})"
+
     def resized(self, sample_size: int) -> Self:
         """The same data in samples of another size, in `Info.size_unit`.
 

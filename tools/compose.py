@@ -15,7 +15,7 @@ import torch
 import data
 from data.base import DataSet, data_root
 from lion.config import ConfigError, nearest
-from lion.recipe import Recipe, load_recipe
+from lion.recipe import Recipe, free_keys, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
 from lion.tasks.data import Info, Splits
@@ -59,12 +59,12 @@ def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         ConfigError: An override of something else.
     """
+    recipe = resolve(folder / RECIPE)
+    free = sorted(free_keys(recipe.data, "data"))
     for item in overrides:
-        if not item.startswith(("data.root=", "data.path=", "data.workers=")):
-            raise ConfigError(
-                f"{item!r}: a run keeps its recipe, only data.root, data.path and data.workers may be given"
-            )
-    return resolve(folder / RECIPE, overrides)
+        if item.partition("=")[0] not in free:
+            raise ConfigError(f"{item!r}: a run keeps its recipe, only {', '.join(free)} may be given")
+    return resolve(folder / RECIPE, overrides) if overrides else recipe
 
 
 def open_data(recipe: Recipe) -> DataSet:

@@ -83,6 +83,9 @@ class PictureConfig(DataConfig):
     def uncached(self) -> Self:
         return replace(self, cache=None)
 
+    def describe(self) -> str:
+        return super().describe() + (f", {self.limit:,} training images" if self.limit else "")
+
     def resized(self, sample_size: int) -> Self:
         return replace(self, image_size=(sample_size, sample_size))
 

@@ -431,7 +431,7 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
         shutil.copytree(tmp_path / split / "bird", tmp_path / "moved" / split / "dog")
         shutil.copytree(tmp_path / split / "cat", tmp_path / "moved" / split / "cat")
     assert command("eval", run, f"data.root={tmp_path / 'moved'}", "--form", "full").returncode == 0
-    assert "'seed=1': a run keeps its recipe, only data.root" in refuse(capsys, "eval", run, "seed=1")
+    assert "'seed=1': a run keeps its recipe, only data.root, data.workers may" in refuse(capsys, "eval", run, "seed=1")
     done = command("train", recipe, f"data.root={tmp_path / 'moved'}", "--no-eval")  # the place alone has changed
     assert done.returncode == 0 and "resuming at step 2 of 3" in done.stderr, done.stderr
     assert "a file, not a run's folder; ./run.sh convert makes" in refuse(capsys, "eval", run / "recipe.yaml")
