@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     launched, first = "RANK" in os.environ, from_launcher("RANK", 0) == 0
     if first:
         check_unlocked(recipe.folder)
-    if not launched and not args.fresh and finished(recipe):
+    if not launched and not args.fresh and show_finished(recipe):
         return 0
     world = from_launcher("WORLD_SIZE", 0) or args.processes or process_count(recipe)
     if recipe.trainer.device != "auto":
@@ -173,8 +173,8 @@ def set_aside(folder: Path) -> None:
     print(f"the earlier run is kept as {aside}")
 
 
-def finished(recipe: Recipe) -> bool:
-    """Whether the run is complete (prints its summary); refuses a folder that belongs to another recipe."""
+def show_finished(recipe: Recipe) -> bool:
+    """Print the summary of a complete run; says whether it is one, and refuses a folder of another recipe."""
     folder = recipe.folder
     if not (folder / RECIPE).exists():
         if steps_of(folder, "last"):
