@@ -122,6 +122,16 @@ def test_what_cannot_be_measured_is_a_line(monkeypatch):
     assert len(rows) == 2 and not notes  # the product without decay has no L x L matrix
 
 
+def test_the_picture_of_the_readme(tmp_path, capsys):
+    line = refuse(capsys, "bench", "lengths", "--out", tmp_path)
+    assert f"{tmp_path}/ops.json: nothing was measured yet, ./run.sh bench ops does so" in line
+    (tmp_path / "ops.json").write_text((ROOT / "reports" / "ops.json").read_text())
+    pytest.importorskip("matplotlib")
+    assert here("bench", "lengths", "--out", tmp_path) == 0
+    assert capsys.readouterr().out == f"written: {tmp_path}/lengths.png\n"
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_floors_by_hand():
     n = Size(batch=1, heads=1, length=8, dim=2, chunk=4)
     square, inside, state = 2 * 8 * 8 * 2, 2 * 8 * 4 * 2, 2 * 8 * 2 * 2

@@ -211,6 +211,25 @@ def test_show_and_list():
     assert all(row[0] in listing() for row in mixer_rows())
 
 
+def test_show_names_what_was_left_open_alone(tmp_path):
+    """A patch size of one number is given, though the model is built with two."""
+    recipe = tiny_recipe(tmp_path, model={"patch_size": 2, "position_embedding": None, "readout": "mean"})
+    lines = [line for line in show(str(recipe), []).splitlines() if line.startswith("#   ")]
+    assert "#   model.position_embedding: false" in lines and "#   model.attention.feature_map: " in "\n".join(lines)
+    assert not any(name in line for line in lines for name in ("patch_size", "readout", "null"))
+
+
+def test_list_is_a_command_of_its_own(monkeypatch, capsys):
+    for name, words in (("list", "run.sh list [-h]"), ("show", "run.sh show [-h]")):
+        with pytest.raises(SystemExit):
+            here(name, "--help")
+        assert words in capsys.readouterr().out
+    monkeypatch.setattr(tools.show, "listing", lambda: "all of them")
+    assert here("list") == 0 and capsys.readouterr().out == "all of them\n"
+    assert "required: recipe" in refuse(capsys, "show")
+    assert "unrecognized arguments: quickstart" in refuse(capsys, "list", "quickstart")
+
+
 def test_activation_estimate_follows_the_batch(tmp_path):
     from tools.compose import describe_data, make_task, resolve
 
