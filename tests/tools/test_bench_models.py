@@ -1,7 +1,8 @@
 """`bench train` and `bench inference`: what they build, count and write. Times are not judged."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,6 +56,21 @@ def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
     models = train.models(replace(JOB, recipes=tuple(str(ROOT / f"recipes/cifar100_{n}.yaml") for n in names)))
     assert len(models) == 2 + len(names)
     assert models["softmax without positions"][0].model.position_embedding is False
+
+
+def test_a_model_of_other_parts_has_a_name():
+    """What a config must have here is in the contract; no section `attention` is."""
+
+    @dataclass
+    class Config:
+        mixer: str = "conv"
+
+        def label(self):
+            return self.mixer
+
+    assert train.name_of(SimpleNamespace(model=Config())) == "conv"
+    recipe = resolve(JOB.recipes[0], ["model.attention.form=rnn"])
+    assert train.name_of(recipe) == "lion_s rnn"
 
 
 def test_the_floor_has_everything_but_the_mixing():
