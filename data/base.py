@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
+from torch.utils.data import default_collate
 
 from lion.config import ConfigError, setting
-from lion.tasks.data import Info, Splits
+from lion.tasks.data import Batch, Info, Splits
 
 
 @dataclass
@@ -26,6 +26,15 @@ class DataConfig:
     def uncached(self) -> Self:
         """The same without a cache, for readers that read each sample once."""
         return self
+
+    @property
+    def place(self) -> str | None:
+        """Where a person said that they are."""
+        return self.root
+
+    def describe(self) -> str:
+        """Which data they are and where, in a line."""
+        return f"{self.name} ({self.place or 'its usual place'})"
 
     def resized(self, sample_size: int) -> Self:
         """The same data in samples of another size, in `Info.size_unit`.
@@ -61,13 +70,17 @@ class DataSet(ABC):
         """What the set is known to hold, without its files: its info and the number of training samples."""
         return None
 
-    def load(self, path: str, info: Info) -> Tensor:
-        """A file as one input of a model that was trained with `info`.
+    def load(self, path: str, info: Info) -> dict[str, Any]:
+        """A file as a sample for a model that was trained with `info`: as the splits' own, but for the label.
 
         Raises:
             ConfigError: It cannot be read, or no file is a sample of such data.
         """
         raise ConfigError(f"{path}: a file is no sample of data set '{self.config.name}'")
+
+    def collate(self, samples: list[Any]) -> Batch:
+        """A batch of samples of `load`, as its splits make one of theirs, which needs no file of the set."""
+        return default_collate(samples)
 
 
 def data_root() -> Path:

@@ -122,7 +122,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(PATIENCE)
         if line is None and rank is not None and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore")):
-            line = f"process {rank} has lost the others"
+            line = f"process {rank} lost its connection to the other processes"
         if line is None or debug:
             traceback.print_exc()
         if line is not None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import data
-from data.base import DataSet
+from data.base import DataSet, data_root
 from lion.config import ConfigError, nearest
-from lion.recipe import Recipe, load_recipe
+from lion.recipe import Recipe, free_keys, load_recipe
 from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
 from lion.tasks.data import Info, Splits
 from lion.tasks.metrics import Metric
 from lion.trainer.plan import Plan
+
+log = logging.getLogger("lion")
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -54,12 +59,12 @@ def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         ConfigError: An override of something else.
     """
+    recipe = resolve(folder / RECIPE)
+    free = sorted(free_keys(recipe.data, "data"))
     for item in overrides:
-        if not item.startswith(("data.root=", "data.path=", "data.workers=")):
-            raise ConfigError(
-                f"{item!r}: a run keeps its recipe, only data.root, data.path and data.workers may be given"
-            )
-    return resolve(folder / RECIPE, overrides)
+        if item.partition("=")[0] not in free:
+            raise ConfigError(f"{item!r}: a run keeps its recipe, only {', '.join(free)} may be given")
+    return resolve(folder / RECIPE, overrides) if overrides else recipe
 
 
 def open_data(recipe: Recipe) -> DataSet:
@@ -68,8 +73,42 @@ def open_data(recipe: Recipe) -> DataSet:
 
 
 def build_data(recipe: Recipe, *, cached: bool = False) -> Splits:
-    """The recipe's data; `cached` (`data.cache`) pays where they are read more than once."""
-    return open_data(recipe if cached else replace(recipe, data=recipe.data.uncached())).build()
+    """The recipe's data, prepared; `cached` (`data.cache`) pays where they are read more than once.
+
+    Of several processes that need data prepared the first does so, the others wait and find it done: processes of one
+    run, of several, and commands beside them.
+    """
+    source = open_data(recipe if cached else replace(recipe, data=recipe.data.uncached()))
+    if needs_preparing(source):
+        with locked(data_root() / f".{recipe.data.name}.lock"):
+            source.prepare()
+    return source.build()
+
+
+def needs_preparing(source: DataSet) -> bool:
+    """Whether there is more to do than to open files; it may take hours."""
+    return type(source).prepare is not DataSet.prepare
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file, which may mean to wait for another process.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}), $LION_DATA names another folder") from None
+    with file:  # closing it gives the lock back, as the process's end does
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("%s: another process prepares these data, waiting for it", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def make_task(recipe: Recipe, info: Info) -> Task:

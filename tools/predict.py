@@ -1,4 +1,4 @@
-"""The answers of a trained run for files, as the classes of pictures.
+"""The answers of a trained run for files: for pictures their classes, the likeliest first.
 
 python -m tools.predict RUN FILE [FILE ...] [--form full|chunk|rnn] [--top K]
 
@@ -8,16 +8,19 @@ A file that cannot be read is named on stderr; the others are answered, and the 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
+from data.base import DataSet
 from lion.config import ConfigError
 from lion.ops import FORMS
-from lion.runs import open_run
+from lion.runs import LoadedRun, open_run
 from lion.trainer.runtime import compile_blocks
 from tools.cli import Parser, choose_form, count, run_command, table
 from tools.compose import open_data, resolve_run
 
+Sample = dict[str, Any]
 SIZES = (1, 8, 64)  # of batches: few, so that compiled code comes out of Inductor's cache
 
 
@@ -45,16 +48,28 @@ def main(argv: list[str]) -> int:
         return code
     size = next(n for n in SIZES if n >= min(len(files), SIZES[-1]))
     if not args.eager:
-        compile_blocks(loaded.model)
-    missing = [torch.zeros_like(read[0])] * (-len(files) % size)  # batches of one shape
-    with torch.inference_mode():
-        parts = torch.stack([*read, *missing]).split(size)
-        outputs = torch.cat([loaded.model(part) for part in parts])[: len(files)]
-    if not outputs.isfinite().all():
-        raise ConfigError(f"{loaded.folder}: its model gives no finite outputs, the run has diverged: train it anew")
-    rows = [[path, *words] for path, words in zip(files, loaded.task.describe(outputs.float(), args.top))]
+        compile_blocks(loaded.model, dynamic=None)  # texts have other lengths
+    rows = []
+    for start in range(0, len(files), size):
+        some = slice(start, start + size)
+        answers = answer(loaded, source, read[some], size, args.top)
+        rows += [[path, *words] for path, words in zip(files[some], answers)]
     print(table(["file", *(f"top {i}" for i in range(1, len(rows[0])))], rows))
     return code
+
+
+def answer(loaded: LoadedRun, source: DataSet, samples: list[Sample], size: int, top: int) -> list[list[str]]:
+    """What the run says of samples, in words; the first stands in for those that a batch of this size lacks.
+
+    Raises:
+        ConfigError: Nothing finite.
+    """
+    batch = source.collate([*samples, *samples[:1] * (size - len(samples))])
+    with torch.inference_mode():
+        outputs = loaded.task.outputs(loaded.model, batch)[: len(samples)].float()
+    if not outputs.isfinite().all():
+        raise ConfigError(f"{loaded.folder}: its model gives no finite outputs, the run has diverged: train it anew")
+    return loaded.task.describe(outputs, top)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ import yaml
 from lion.config import ConfigError, flatten, to_dict
 from lion.recipe import Recipe, free_keys
 from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_run
-from lion.tasks import TASKS
+from lion.tasks.data import Info
 from lion.tasks.metrics import Metric
 from tools.cli import Parser, run_command, table
 from tools.compose import RECIPES, metric_of, resolve, resolve_run
@@ -36,12 +37,13 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, tw
 @dataclass(frozen=True)
 class Paper:
     """What the paper says of a task, a file of `recipes/paper/`: its title and the name of the report's files, columns
-    of numbers (a pattern of our recipes each, that claim them), which row is better than which, and what may be said
-    of both rows at once."""
+    of numbers (a pattern of our recipes each, that claim them), the order of its rows, which row is better than which,
+    and what may be said of both rows at once."""
 
     title: str
     name: str
     columns: dict[str, str] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
     better: tuple[tuple[str, str], ...] = ()
     alike: tuple[str, ...] = ()
 
@@ -56,6 +58,7 @@ class Run(NamedTuple):
     test: float | None
     parameters: int
     environment: dict[str, Any]
+    info: Info
 
     @property
     def val(self) -> float:
@@ -72,7 +75,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     notes = read_notes(args.notes)
     runs = [load(run) for run in dict.fromkeys(args.runs)]
-    groups, paper = group(runs), read_paper(runs[0].recipe.task.name)
+    paper = read_paper(runs[0].recipe.task.name)
+    groups = group(runs, paper)
     store = Store(args.out / f"{args.name or paper.name}.json", rows=("model", "seed")).load(args.fresh)
     check_earlier(store, {run.folder.name for run in runs})
     store.rows.clear()
@@ -120,9 +124,10 @@ def load(name: str) -> Run:
         raise ConfigError(f"{folder}: not validated yet, train it first")
     if not finished(recipe, lines[-1]):
         raise ConfigError(f"{folder}: stopped at step {lines[-1]['step']:,}, train it to its end first")
-    parameters = count_parameters(build_on_meta(read_run(folder, "best")[1], recipe.model))
+    task = read_run(folder, "best")[1]
+    parameters = count_parameters(build_on_meta(task, recipe.model))
     test = summary["value"] if summary and summary["split"] == "test" else None
-    return Run(folder, recipe, metric, curve, test, parameters, environment)
+    return Run(folder, recipe, metric, curve, test, parameters, environment, task.info)
 
 
 def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
@@ -131,8 +136,8 @@ def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
     return step >= (c.steps if c.steps is not None else round(c.epochs * step / last["epoch"]))
 
 
-def group(runs: list[Run]) -> dict[str, list[Run]]:
-    """Runs by what they are called, which differ in their seeds only.
+def group(runs: list[Run], paper: Paper) -> dict[str, list[Run]]:
+    """Runs by what they are called, which differ in their seeds only; rows in the paper's order.
 
     Raises:
         ConfigError: Data or budget differ, or two runs are the same.
@@ -140,6 +145,7 @@ def group(runs: list[Run]) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
+        run.info.check_same(f"{run.folder}: not comparable, {runs[0].folder}", runs[0].info.to_dict())
         name, own = run.recipe.model.label(), settings_of(run.recipe)
         first = next(iter(settings.values()), own)
         for key in own:
@@ -151,15 +157,18 @@ def group(runs: list[Run]) -> dict[str, list[Run]]:
         if any(other.recipe.seed == run.recipe.seed for other in found.get(name, ())):
             raise ConfigError(f"{run.folder}: a second run of {name!r} with seed {run.recipe.seed}")
         found.setdefault(name, []).append(run)
-    return {name: sorted(found[name], key=lambda r: r.recipe.seed) for name in sorted(found, key=place)}
+    return {
+        name: sorted(found[name], key=lambda r: r.recipe.seed)
+        for name in sorted(found, key=lambda name: place(name, paper.order))
+    }
 
 
-def place(name: str) -> tuple:
-    """Rows in the paper's order: baselines, fixed, selective; plain before more scans and fewer directions."""
-    order = ["softmax", "lion_lit", "lion_d", "lion_s"]
-    mixer, _, rest = name.partition(" ")
-    kinds = ["", "multiscan", "alternating", "forward", "backward"]
-    return (order.index(mixer) if mixer in order else 9, mixer, kinds.index(rest) if rest in kinds else 9, rest)
+def place(name: str, order: Sequence[str]) -> tuple[int, bool, str]:
+    """Where a row stands; one that the paper does not have comes after the others of its mixer."""
+    if name in order:
+        return order.index(name), False, name
+    kin = [i for i, row in enumerate(order) if row.split()[0] == name.split()[0]]
+    return max(kin, default=len(order)), True, name
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
@@ -272,8 +281,6 @@ def budget(runs: list[Run]) -> str:
     """What all runs share, and on what they ran."""
     c, first = runs[0].recipe.trainer, runs[0].recipe
     length = f"{c.epochs:g} epochs" if c.epochs is not None else f"{c.steps:,} steps"
-    data = f"{first.data.name} ({getattr(first.data, 'path', None) or first.data.root or 'its usual place'})"
-    limit = getattr(first.data, "limit", None)
     environments = dict.fromkeys(
         f"{e.get('device')}, {e.get('threads')} thread(s), torch {e.get('torch')}, commit {str(e.get('commit'))[:9]}"
         for e in (run.environment for run in runs)
@@ -281,7 +288,7 @@ def budget(runs: list[Run]) -> str:
     keys = [settings_of(run.recipe) for run in runs]
     differing = sorted(k for k in keys[0] if any(other.get(k) != keys[0][k] for other in keys))
     lines = [
-        f"- Data: {data}{f', {limit:,} training {TASKS[first.task.name].unit}' if limit else ''}",
+        f"- Data: {first.data.describe()}",
         f"- Model: {first.model.shape()}",
         f"- Budget: {length} in batches of {c.batch_size}, {c.precision}",
         f"- Settings that differ between rows: {', '.join(f'`{k}`' for k in differing) or 'none'}",

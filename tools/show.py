@@ -1,7 +1,7 @@
-"""Show recipes before training: one resolved in full, or all of them in a table.
+"""Recipes before training: `show` one resolved in full, or `list` all of them in a table.
 
-python -m tools.show recipes/NAME.yaml [key=value ...]
-python -m tools.show                        (the table)
+python -m tools show recipes/NAME.yaml [key=value ...]
+python -m tools list
 """
 
 from __future__ import annotations
@@ -24,17 +24,24 @@ MIXER_COLUMNS = ("published in", "decay", "normalised by", "left out of the bloc
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh show", description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", nargs="?")
+    parser = Parser(prog="run.sh show", description="A recipe in full, and what will come of it.")
+    parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--processes", type=count, help="as many as there will be GPUs (default: those visible)")
     args = parser.parse_intermixed_args(argv)
-    print(show(args.recipe, args.overrides, args.processes) if args.recipe else listing())
+    print(show(args.recipe, args.overrides, args.processes))
+    return 0
+
+
+def list_all(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh list", description="Every recipe with what it claims, and every mixer.")
+    parser.parse_args(argv)
+    print(listing())
     return 0
 
 
 def listing() -> str:
-    """Every shipped recipe with what it claims."""
+    """Every shipped recipe with what it claims, and every mixer."""
     rows = []
     for path in sorted(RECIPES.glob("*.yaml")):
         recipe = resolve(path)
@@ -91,7 +98,8 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
 def filled_in(recipe: Recipe) -> str:
     """What the recipe leaves open and the model is built with."""
     asked, built = (flatten(to_dict(c)) for c in (recipe.model, recipe.model.resolved()))
-    lines = [f"#   model.{key}: {json.dumps(value)}" for key, value in built.items() if value != asked.get(key)]
+    open_ = {key: value for key, value in built.items() if asked.get(key) is None and value is not None}
+    lines = [f"#   model.{key}: {json.dumps(value)}" for key, value in open_.items()]
     return "\n".join(["# where the recipe leaves it open, the model is built with", *lines, ""])
 
 

@@ -97,7 +97,7 @@ class Life:
         """Kill while a checkpoint's hidden folder is there, not always the first one."""
         skip, seen = dice.randrange(8), set()
         while self.process.poll() is None:
-            names = [n for n in listing(self.folder / FOLDER) if n.startswith(".")]
+            names = [n for n in names_in(self.folder / FOLDER) if n.startswith(".")]
             seen.update(names)
             if names and len(seen) > skip:
                 time.sleep(dice.uniform(0, 0.004))
@@ -108,13 +108,13 @@ class Life:
         ended = self.process.poll() is not None
         if not ended:
             kill_tree(self.process)
-        left = listing(self.folder / FOLDER)
+        left = names_in(self.folder / FOLDER)
         steps = [int(n.partition("-")[2]) for n in left if n.startswith("last-")]
         scratch = any(n.startswith(".") for n in left)
         return {"when": "after the end" if ended else when, "step": max(steps, default=0), "scratch": scratch}
 
 
-def listing(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except FileNotFoundError:

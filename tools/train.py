@@ -20,6 +20,7 @@ from lion.runs import (
     ENVIRONMENT,
     RECIPE,
     SUMMARY,
+    build_on_meta,
     check_unlocked,
     check_weights,
     count_parameters,
@@ -27,9 +28,11 @@ from lion.runs import (
     lock_run,
     stored_recipe,
 )
+from lion.tasks import Task
+from lion.tasks.data import Info
 from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
 from lion.trainer.loop import Trainer
-from lion.trainer.plan import make_plan
+from lion.trainer.plan import Plan, make_plan
 from lion.trainer.runtime import (
     Runtime,
     check_device,
@@ -46,6 +49,7 @@ from tools.compose import (
     loader_workers,
     make_task,
     metric_of,
+    needs_preparing,
     open_data,
     process_count,
     resolve,
@@ -65,32 +69,30 @@ def main(argv: list[str]) -> int:
     launched, first = "RANK" in os.environ, from_launcher("RANK", 0) == 0
     if first:
         check_unlocked(recipe.folder)
-    if not launched and not args.fresh and finished(recipe):
+    if not launched and not args.fresh and show_finished(recipe):
         return 0
     world = from_launcher("WORLD_SIZE", 0) or args.processes or process_count(recipe)
-    if not launched:
-        if world > 1 and recipe.trainer.device != "auto":
-            check_device(recipe.trainer.device, world)
-        open_data(recipe).prepare()
-        if world > 1:  # all else is checked by the processes themselves
-            flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
-            return launch(world, [args.recipe, *args.overrides, *flags])
+    if recipe.trainer.device != "auto":
+        check_device(recipe.trainer.device, world)
+    if world > 1 and not launched:  # all else is checked by the processes themselves
+        flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
+        return launch(world, [args.recipe, *args.overrides, *flags])
     return train(recipe, world, fresh=args.fresh, evaluation=not args.no_eval, first=first)
 
 
 def train(recipe: Recipe, world: int, *, fresh: bool, evaluation: bool, first: bool) -> int:
     """Train in this process, one of `world`; the first looks after the folder, and evaluates."""
+    source = open_data(recipe)
+    if needs_preparing(source) and (known := source.published()) is not None:
+        check_settings(recipe, *known, world, room=first)  # before hours are spent on data
     splits = build_data(recipe, cached=True)
-    plan = make_plan(recipe, samples=len(splits.train), world=world)
-    task = make_task(recipe, splits.info)
+    plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first)
     seed_everything(recipe.seed)
     model = task.build_model(recipe.model)
     if recipe.init_from is not None:
         init_from(model, recipe.init_from, splits.info)
-    if first:
-        check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
-        if not fresh:
-            check_checkpoint(recipe.folder, model)
+    if first and not fresh:
+        check_checkpoint(recipe.folder, model)
     runtime = start_runtime(
         recipe.trainer.device, deterministic=recipe.trainer.deterministic, matmul=recipe.trainer.matmul
     )
@@ -131,6 +133,19 @@ def train(recipe: Recipe, world: int, *, fresh: bool, evaluation: bool, first: b
     return 0
 
 
+def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room: bool) -> tuple[Plan, Task]:
+    """The plan and the task for such data.
+
+    Raises:
+        ConfigError: Settings that do not go together or with the data, or (`room`) a disk without room for checkpoints.
+    """
+    plan, task = make_plan(recipe, samples=samples, world=world), make_task(recipe, info)
+    model = build_on_meta(task, recipe.model)
+    if room:
+        check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
+    return plan, task
+
+
 def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:
     """Bytes of a checkpoint to go on from (weights, two moments, average), and of the best weights alone."""
     weights = sum(t.nbytes for t in model.state_dict().values())
@@ -158,8 +173,8 @@ def set_aside(folder: Path) -> None:
     print(f"the earlier run is kept as {aside}")
 
 
-def finished(recipe: Recipe) -> bool:
-    """Whether the run is complete (prints its summary); refuses a folder that belongs to another recipe."""
+def show_finished(recipe: Recipe) -> bool:
+    """Print the summary of a complete run; says whether it is one, and refuses a folder of another recipe."""
     folder = recipe.folder
     if not (folder / RECIPE).exists():
         if steps_of(folder, "last"):

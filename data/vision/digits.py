@@ -48,7 +48,7 @@ class Digits(DataSet):
         plain = v2.Identity()
         return Splits(*(Images(source, plain, part) for part in (train, val, test)), info=INFO)
 
-    def load(self, path: str, info: ImageInfo) -> Tensor:
-        """Grey, 8x8, ink bright on dark paper."""
+    def load(self, path: str, info: ImageInfo) -> dict[str, Tensor]:
+        """{image}, grey, 8x8, ink bright on dark paper."""
         picture = v2.functional.pil_to_tensor(open_or_explain(path).convert("L"))
-        return v2.functional.resize(picture, [8, 8], antialias=True)
+        return {"image": v2.functional.resize(picture, [8, 8], antialias=True)}

@@ -14,7 +14,7 @@ from PIL import Image
 
 from data.base import user_path
 from data.vision.pictures import PictureConfig, Pictures, build_pictures, open_picture
-from lion.config import ConfigError, nearest
+from lion.config import ConfigError, nearest, setting
 from lion.tasks.data import Splits
 
 log = logging.getLogger("lion")
@@ -27,13 +27,17 @@ class HubConfig(PictureConfig):
     """`path` is a Hub id or a local path, `subset` its configuration. Columns and splits are found, or named."""
 
     name: str = "hf"
-    path: str | None = None
+    path: str | None = setting(None, free=True)
     subset: str | None = None
     image_column: str | None = None
     label_column: str | None = None
     train: str = "train"
     val: str | None = None
     test: str | None = None
+
+    @property
+    def place(self) -> str | None:
+        return self.path
 
 
 class HubPictures(Pictures):

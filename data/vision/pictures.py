@@ -84,6 +84,9 @@ class PictureConfig(DataConfig):
     def uncached(self) -> Self:
         return replace(self, cache=None)
 
+    def describe(self) -> str:
+        return super().describe() + (f", {self.limit:,} training images" if self.limit else "")
+
     def resized(self, sample_size: int) -> Self:
         return replace(self, image_size=(sample_size, sample_size))
 
@@ -93,9 +96,9 @@ class Pictures(DataSet):
 
     Info = ImageInfo
 
-    def load(self, path: str, info: ImageInfo) -> Tensor:
-        """uint8 (channels, height, width)."""
-        return test_transform(self.config, info)(open_or_explain(path))
+    def load(self, path: str, info: ImageInfo) -> dict[str, Tensor]:
+        """{image}, uint8 (channels, height, width)."""
+        return {"image": test_transform(self.config, info)(open_or_explain(path))}
 
 
 def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any = None) -> Splits:

@@ -570,8 +570,9 @@ def test_files_to_predict_from(tmp_path):
     for name, shape in (("cifar10", (3, 32, 32)), ("digits", (1, 8, 8))):
         kind = data.dataset(name)
         source = kind(kind.Config())
-        tensor = source.load(str(tmp_path / "a.png"), info)
-        assert tensor.shape == shape and tensor.dtype == torch.uint8
+        sample = source.load(str(tmp_path / "a.png"), info)
+        assert sample.keys() == {"image"} and sample["image"].shape == shape and sample["image"].dtype == torch.uint8
+        assert source.collate([sample, sample])["image"].shape == (2, *shape)
         with pytest.raises(ConfigError, match=r"gone\.png: no such file"):
             source.load(str(tmp_path / "gone.png"), info)
 

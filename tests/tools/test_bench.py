@@ -16,9 +16,9 @@ import torch
 from lion.config import ConfigError
 from lion.layers import MIXERS
 from lion.ops import linear_attention
-from tests.helpers import ROOT, refuse
+from tests.helpers import ROOT, here, refuse
 from tools import processes
-from tools.bench import ops
+from tools.bench import ops, probe
 from tools.bench.floors import Size, floor, flops, traffic
 from tools.bench.report import Report, crossing, crossovers
 from tools.store import SCHEMA
@@ -114,12 +114,22 @@ def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
 def test_what_cannot_be_measured_is_a_line(monkeypatch):
     rows, (note,) = measure(mixer="gla", forms=("full", "blockwise"), passes=("forward",))
     assert len(rows) == 2 and "gla blockwise 8: form: 'blockwise' takes" in note["text"] and not note["failed"]
-    monkeypatch.setattr(ops, "free_bytes", lambda device: 1000.0)
+    monkeypatch.setattr(probe, "free_bytes", lambda device: 1000.0)
     rows, (note,) = measure(forms=("full", "chunk"), passes=("forward",))
     assert [r["form"] for r in rows] == ["sdpa", "chunk"] and "more than is free" in note["text"]
     assert not note["failed"] and note["length"] == 24
     rows, notes = measure(mixer="lion_lit", forms=("full",), passes=("forward",))
     assert len(rows) == 2 and not notes  # the product without decay has no L x L matrix
+
+
+def test_the_picture_of_the_readme(tmp_path, capsys):
+    line = refuse(capsys, "bench", "lengths", "--out", tmp_path)
+    assert f"{tmp_path}/ops.json: nothing was measured yet, ./run.sh bench ops does so" in line
+    (tmp_path / "ops.json").write_text((ROOT / "reports" / "ops.json").read_text())
+    pytest.importorskip("matplotlib")
+    assert here("bench", "lengths", "--out", tmp_path) == 0
+    assert capsys.readouterr().out == f"written: {tmp_path}/lengths.png\n"
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_floors_by_hand():
@@ -158,7 +168,7 @@ def test_reports_are_merged_by_key(tmp_path):
     first.add({**JOB.about(), **RATES}, "rates")
     for r in (row(), row(128), sdpa(), row(chunk_size=16)):
         first.add_row(r)
-    first.add(ops.note(JOB, "not today", False, ops.Variant("full", None), length=64, **{"pass": "forward"}), "notes")
+    first.add(ops.note(JOB, "not today", False, probe.Variant("full"), length=64, **{"pass": "forward"}), "notes")
     first.add(ops.note(JOB, "its process ended", True), "notes")
     first.write()
     again = Report(tmp_path).load()

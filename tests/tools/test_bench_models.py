@@ -1,7 +1,8 @@
 """`bench train` and `bench inference`: what they build, count and write. Times are not judged."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from lion.layers import Attention
 from lion.layers.layout import Layout
 from lion.runs import open_run
 from tests.helpers import ROOT, here, refuse, tiny_recipe
-from tools.bench import inference, train
-from tools.bench.inference import Variant
+from tools.bench import inference, probe, train
+from tools.bench.probe import Variant
+from tools.compose import resolve
 
 TINY = ["model.dim=12", "model.depth=2", "model.num_heads=3"]
 JOB = train.Job(
@@ -54,6 +56,21 @@ def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
     models = train.models(replace(JOB, recipes=tuple(str(ROOT / f"recipes/cifar100_{n}.yaml") for n in names)))
     assert len(models) == 2 + len(names)
     assert models["softmax without positions"][0].model.position_embedding is False
+
+
+def test_a_model_of_other_parts_has_a_name():
+    """What a config must have here is in the contract; no section `attention` is."""
+
+    @dataclass
+    class Config:
+        mixer: str = "conv"
+
+        def label(self):
+            return self.mixer
+
+    assert train.name_of(SimpleNamespace(model=Config())) == "conv"
+    recipe = resolve(JOB.recipes[0], ["model.attention.form=rnn"])
+    assert train.name_of(recipe) == "lion_s rnn"
 
 
 def test_the_floor_has_everything_but_the_mixing():
@@ -196,6 +213,20 @@ def test_lion_lit_under_decays_of_one(tmp_path):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("form", ("full", "quadratic"))
+def test_only_decays_are_filled_in(form, tmp_path, monkeypatch):
+    """A model of which another weight is missing is not measured."""
+    here("train", tiny_recipe(tmp_path, model={"mixer": "lion_lit"}), "--no-eval")
+    loaded = open_run(tmp_path / "runs" / "tiny")
+
+    def less(self, weights, source):
+        return {name: value for name, value in weights.items() if name != "head.bias"}
+
+    monkeypatch.setattr(type(loaded.model), "adapt", less)
+    with pytest.raises(RuntimeError, match=r"Missing key.*head\.bias"):
+        inference.build(loaded, 8, Variant(form))
+
+
 def test_mixer_memory_counts_the_scores(run):
     """Shapes that the mixing allocates: L x L in full, none in the others."""
     rows = {v.form: measured(run, v, sizes=(256,), batch=1)[0][0] for v in (Variant("full"), Variant("rnn", 64))}
@@ -206,7 +237,7 @@ def test_mixer_memory_counts_the_scores(run):
 
 
 def test_no_memory_is_a_note(run, monkeypatch):
-    monkeypatch.setattr(inference, "free_bytes", lambda device: 1000.0)
+    monkeypatch.setattr(probe, "free_bytes", lambda device: 1000.0)
     rows, notes = measured(run, Variant("full"))
     assert not rows and len(notes) == 2 and "do not fit in memory" in notes[0]
     assert len(measured(run, Variant("softmax"))[0]) == 2

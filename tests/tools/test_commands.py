@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 import lion
-from data.vision.digits import Digits
+import tools.show
+from data.vision.digits import INFO, Digits
 from lion.config import ConfigError
 from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
-from tools import programs, train
+from tools import predict, programs, train
 from tools.cli import run_command
 from tools.commands import COMMANDS, called_by
 from tools.compose import build_data, loader_workers, resolve
@@ -115,6 +117,49 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     assert [int(model.classes[i]) for i in model(pixels).argmax(1)] == guesses
 
 
+class Letters:
+    """Files as text: a sample are its letters, a batch is padded with zeros and says what is real."""
+
+    def load(self, path, info):
+        if not Path(path).exists():
+            raise ConfigError(f"{path}: no such file")
+        return {"tokens": torch.tensor([ord(c) for c in Path(path).read_text()])}
+
+    def collate(self, samples):
+        return {"tokens": torch.nn.utils.rnn.pad_sequence([s["tokens"] for s in samples], batch_first=True)}
+
+
+class Spelling:
+    """Answers with the letters themselves, outputs (B, L, 128)."""
+
+    info = None
+
+    def outputs(self, model, batch):
+        return torch.nn.functional.one_hot(batch["tokens"], 128)
+
+    def describe(self, outputs, count):
+        assert outputs.is_floating_point() and outputs.shape[2] == 128
+        return [["".join(chr(c) for c in row if c)] for row in outputs.argmax(-1).tolist()]
+
+
+def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
+    loaded = SimpleNamespace(model=None, task=Spelling(), folder=tmp_path)
+    for name, value in (("open_run", loaded), ("choose_form", None), ("resolve_run", None), ("open_data", Letters())):
+        monkeypatch.setattr(predict, name, lambda *args, value=value: value)
+    words = [
+        chr(ord("a") + i % 26) * (1 + i % 7 + i // 64) for i in range(70)
+    ]  # two batches, the longest in the second
+    files = [tmp_path / f"{i}.txt" for i in range(70)]
+    for file, word in zip(files, words):
+        file.write_text(word)
+    assert here("predict", "x", *files, "--eager") == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == [
+        [str(file), word] for file, word in zip(files, words)
+    ]
+    assert here("predict", "x", files[3], tmp_path / "gone.txt", "--eager") == 2
+    assert capsys.readouterr().out.splitlines()[2:] == [f"{files[3]}   dddd"]
+
+
 @pytest.mark.slow
 def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path, capsys):
     path = tiny_recipe(tmp_path, model={"mixer": "softmax"})
@@ -164,6 +209,25 @@ def test_show_and_list():
         assert part in text
     assert "Table 2, Lion-S, small" in listing() and "quickstart.yaml" in listing()
     assert all(row[0] in listing() for row in mixer_rows())
+
+
+def test_show_names_what_was_left_open_alone(tmp_path):
+    """A patch size of one number is given, though the model is built with two."""
+    recipe = tiny_recipe(tmp_path, model={"patch_size": 2, "position_embedding": None, "readout": "mean"})
+    lines = [line for line in show(str(recipe), []).splitlines() if line.startswith("#   ")]
+    assert "#   model.position_embedding: false" in lines and "#   model.attention.feature_map: " in "\n".join(lines)
+    assert not any(name in line for line in lines for name in ("patch_size", "readout", "null"))
+
+
+def test_list_is_a_command_of_its_own(monkeypatch, capsys):
+    for name, words in (("list", "run.sh list [-h]"), ("show", "run.sh show [-h]")):
+        with pytest.raises(SystemExit):
+            here(name, "--help")
+        assert words in capsys.readouterr().out
+    monkeypatch.setattr(tools.show, "listing", lambda: "all of them")
+    assert here("list") == 0 and capsys.readouterr().out == "all of them\n"
+    assert "required: recipe" in refuse(capsys, "show")
+    assert "unrecognized arguments: quickstart" in refuse(capsys, "list", "quickstart")
 
 
 def test_activation_estimate_follows_the_batch(tmp_path):
@@ -283,20 +347,65 @@ def test_no_more_loader_workers_than_cores(monkeypatch):
     assert loader_workers(resolve(ROOT / "recipes/quickstart.yaml")) == 0
 
 
-def test_data_are_prepared_once_before_any_process_builds_them(tmp_path, monkeypatch):
+def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
+    """Not by who launches processes; by each of them, the first alone finding something to do."""
     calls = []
+    monkeypatch.setenv("LION_DATA", str(tmp_path / "root"))
     monkeypatch.setattr(Digits, "prepare", lambda self: calls.append("prepare"))
     monkeypatch.setattr(Digits, "build", lambda self, build=Digits.build: calls.append("build") or build(self))
     monkeypatch.setattr(train, "launch", lambda world, argv: calls.append(f"launch {world}") or 0)
+    path, run = tiny_recipe(tmp_path), tmp_path / "runs" / "tiny"
+    assert here("train", path, "--no-eval", "--processes", "2") == 0 and calls == ["launch 2"]
+    for environment in ({"RANK": "0", "WORLD_SIZE": "1"}, {}):
+        with monkeypatch.context() as launched:
+            for name, value in environment.items():
+                launched.setenv(name, value)
+            calls.clear()
+            assert here("train", path, f"run.name=tiny{len(environment)}", "trainer.steps=1", "--no-eval") == 0
+            assert calls == ["prepare", "build"]
+    for line in (["eval", run.with_name("tiny0"), "--form", "full"], ["show", path]):
+        calls.clear()
+        assert here(*line) == 0 and calls == ["prepare", "build"]
+
+
+def test_others_wait_for_who_prepares(tmp_path):
+    """Two processes that need the same data: they are made once, and whole before anybody opens them."""
+    code = """
+import sys, time
+from pathlib import Path
+from data.vision.digits import INFO, Digits
+from tools.compose import build_data, resolve
+made = Path(sys.argv[1])
+def prepare(self):
+    if not made.exists():
+        with made.open("a") as file:
+            for word in ("begun", "done"):
+                file.write(word + "\\n"); file.flush(); time.sleep(0.7)
+Digits.prepare = prepare
+build_data(resolve(sys.argv[2]))
+print(made.read_text().split())
+"""
+    call = [sys.executable, "-c", code, str(tmp_path / "made"), str(tiny_recipe(tmp_path))]
+    env = {**os.environ, "LION_DATA": str(tmp_path / "root"), "OMP_NUM_THREADS": "1"}
+    both = [subprocess.Popen(call, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0] for process in both] == ["['begun', 'done']\n"] * 2
+
+
+def test_bad_settings_are_refused_before_data_are_prepared(tmp_path, monkeypatch, capsys):
+    def prepare(self):
+        raise AssertionError
+
+    monkeypatch.setattr(Digits, "prepare", prepare)
+    monkeypatch.setattr(Digits, "published", lambda self: (INFO, 1000))
     path = tiny_recipe(tmp_path)
-    assert here("train", path, "--no-eval", "--processes", "2") == 0 and calls == ["prepare", "launch 2"]
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert here("train", path, "trainer.steps=1", "--no-eval") == 0 and calls[2:] == ["build"]
-    monkeypatch.delenv("RANK")
-    monkeypatch.delenv("WORLD_SIZE")
-    assert here("train", path, "run.name=alone", "trainer.steps=1", "--no-eval") == 0
-    assert calls[3:] == ["prepare", "build"]
+    for override, words in (
+        ("trainer.micro_batch=7", "trainer.micro_batch: 7 does not divide"),
+        ("model.patch_size=3", "model.patch_size: 3 does not divide"),
+        ("trainer.device=cuda:77", "trainer.device: 'cuda:77' is not available"),
+    ):
+        assert words in refuse(capsys, "train", path, override)
+    monkeypatch.setattr(train, "checkpoint_bytes", lambda *args: (2**60, 2**60))
+    assert "run.root: checkpoints in" in refuse(capsys, "train", path)
 
 
 def test_only_training_pays_for_a_cache(tmp_path):
@@ -341,7 +450,7 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
         shutil.copytree(tmp_path / split / "bird", tmp_path / "moved" / split / "dog")
         shutil.copytree(tmp_path / split / "cat", tmp_path / "moved" / split / "cat")
     assert command("eval", run, f"data.root={tmp_path / 'moved'}", "--form", "full").returncode == 0
-    assert "'seed=1': a run keeps its recipe, only data.root" in refuse(capsys, "eval", run, "seed=1")
+    assert "'seed=1': a run keeps its recipe, only data.root, data.workers may" in refuse(capsys, "eval", run, "seed=1")
     done = command("train", recipe, f"data.root={tmp_path / 'moved'}", "--no-eval")  # the place alone has changed
     assert done.returncode == 0 and "resuming at step 2 of 3" in done.stderr, done.stderr
     assert "a file, not a run's folder; ./run.sh convert makes" in refuse(capsys, "eval", run / "recipe.yaml")

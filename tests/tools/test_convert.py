@@ -13,6 +13,7 @@ from torch import nn
 
 import lion
 from lion.runs import init_from, open_run
+from lion.tasks.image_classification import LOSS, TOP1, ImageClassification
 from tests.helpers import ROOT, command, here, refuse, state_of
 
 KINDS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}
@@ -419,6 +420,14 @@ def test_a_model_without_a_converter(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "CONVERTERS", {"bert": None})
     line = refuse(capsys, "convert", tmp_path / "their.pth", recipe_of("Lit"), tmp_path / "run", *SMALL)
     assert "model.name: checkpoints of others are known for bert, not for 'vit'" in line
+
+
+def test_training_on_replaces_the_converted_weights_whichever_way_is_better(tmp_path, monkeypatch):
+    for name, metric in (("falls", LOSS), ("rises", TOP1)):
+        monkeypatch.setattr(ImageClassification, "metrics_of", staticmethod(lambda config, metric=metric: (metric,)))
+        (folder := tmp_path / name).mkdir()
+        held = state_of(convert(folder, theirs().state_dict()), "best")["best"]
+        assert held["step"] == 0 and metric.as_good(1.0, held["value"]) and not metric.as_good(held["value"], 1.0)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):

@@ -6,9 +6,11 @@ import weakref
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lion
 from lion.runs import open_run
+from lion.tasks.base import Outcome
 from lion.tasks.metrics import OwnPass
 from lion.trainer.checkpoint import STATE, load_state, newest, prune, scratch_folder, seal
 from lion.trainer.evaluate import evaluate as evaluate_model
@@ -82,6 +84,32 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
         gap = (outputs[form] - outputs["full", None]).abs().max().item()
         assert found[form]["deviation"] == pytest.approx(gap, abs=2e-6) and (gap > 0) == (form[0] != "full")
         assert found[form]["peak_bytes"] > 0
+
+
+def test_outputs_are_compared_sample_by_sample(run):
+    """Those of a text are vocabulary x length: nothing of a batch's size is made beside the two."""
+    task, largest = open_run(run).task, 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **kwargs or {})
+            held = {x.untyped_storage().data_ptr() for x in args if torch.is_tensor(x)}
+            if torch.is_tensor(out) and out.untyped_storage().data_ptr() not in held:
+                largest = max(largest, out.numel())
+            return out
+
+    reference, mask = torch.randn(6, 50, 40), torch.tensor([True] * 5 + [False])
+    outputs = reference + 0.25 * torch.rand(6, 50, 40)
+    outputs[3, 7, 11], outputs[5] = reference[3, 7, 11] - 0.5, 9
+    measured = evaluate.Measured(task, torch.device("cpu"))
+    with Watch():
+        measured.add(Outcome({}, outputs), reference, mask)
+    assert 1 < largest <= reference[0].numel()
+    assert measured.deviation.item() == pytest.approx(0.5)
+    outputs[1, 2, 3] = torch.nan
+    measured.add(Outcome({}, outputs), reference, mask)
+    assert measured.deviation.isnan()
 
 
 @pytest.mark.slow

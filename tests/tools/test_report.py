@@ -1,5 +1,6 @@
 """`report`: groups of seeds, their numbers beside the paper's, and what it refuses."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -7,6 +8,7 @@ import statistics
 
 import pytest
 
+import data
 from lion.config import ConfigError
 from lion.tasks.metrics import OfMeans
 from tests.helpers import here, refuse, tiny_recipe
@@ -42,13 +44,13 @@ def of(runs, *names):
 
 
 def test_runs_of_one_recipe_are_one_row_in_the_papers_order(runs):
-    groups = group(of(runs))
+    groups = group(of(runs), PAPER)
     assert list(groups) == ["softmax", "lion_s", "lion_s multiscan", "lion_s forward"]
     assert all([run.recipe.seed for run in some] == [0, 1] for some in groups.values())
 
 
 def test_the_table_holds_what_the_runs_measured(runs):
-    groups = group(of(runs))
+    groups = group(of(runs), PAPER)
     header, rows = result_table(groups, PAPER)
     by_name = {row[0]: dict(zip(header, row)) for row in rows}
     values = []
@@ -72,14 +74,14 @@ def test_every_claim_of_the_cifar100_recipes_has_a_name_of_its_own():
 
 
 def test_claims_compare_runs_of_one_seed(runs):
-    groups = group(of(runs, "lion_s", "lion_s_forward", "softmax"))
+    groups = group(of(runs, "lion_s", "lion_s_forward", "softmax"), PAPER)
     rows = claim_table(groups, PAPER)[1]
     assert [row[0] for row in rows] == ["lion_s > lion_s forward", "lion_s > softmax"]
     gaps = [a.val - b.val for a, b in zip(groups["lion_s"], groups["lion_s forward"])]  # not all have been tested
     assert rows[0][1:4] == ["val", f"{100 * statistics.mean(gaps):.2f} ± {100 * statistics.stdev(gaps):.2f}", "2"]
     groups["lion_s forward"] = [r._replace(test=0.3) for r in groups["lion_s forward"]]
     assert claim_table(groups, PAPER)[1][0][1:3] == ["test", "25.00 ± 7.07"]
-    assert not claim_table(group(of(runs, "softmax")), PAPER)[1]
+    assert not claim_table(group(of(runs, "softmax"), PAPER), PAPER)[1]
 
 
 def test_a_metric_that_falls(runs):
@@ -88,7 +90,7 @@ def test_a_metric_that_falls(runs):
     curves = {"lion_s": [(1.0, 18.5), (2.0, 17.25), (3.0, 19.0)], "softmax": [(1.0, 21.0), (2.0, 20.0), (3.0, 20.5)]}
     groups = {
         name: [r._replace(metric=metric, curve=curves[name], test=None) for r in some]
-        for name, some in group(of(runs, *curves)).items()
+        for name, some in group(of(runs, *curves), PAPER).items()
     }
     header, rows = result_table(groups, PAPER)
     assert header[1:3] == ["test perplexity", "val perplexity"]
@@ -118,6 +120,7 @@ def test_students_t_decides():
 
 def test_rows_stand_in_the_papers_order():
     names = [
+        "lion_s with positions",
         "lion_s forward",
         "gla",
         "lion_d",
@@ -127,7 +130,7 @@ def test_rows_stand_in_the_papers_order():
         "lion_s alternating",
         "lion_lit",
     ]
-    assert sorted(names, key=place) == [
+    assert sorted(names, key=lambda name: place(name, PAPER.order)) == [
         "softmax",
         "lion_lit",
         "lion_d",
@@ -135,8 +138,10 @@ def test_rows_stand_in_the_papers_order():
         "lion_s multiscan",
         "lion_s alternating",
         "lion_s forward",
+        "lion_s with positions",
         "gla",
     ]
+    assert sorted(["b", "a x", "a"], key=lambda name: place(name, ())) == ["a", "a x", "b"]  # the paper says nothing
 
 
 def test_the_command(runs, tmp_path, capsys):
@@ -169,7 +174,13 @@ def test_what_cannot_be_compared(runs, tmp_path, capsys):
     assert "not comparable with" in line and "they differ in trainer.steps" in line
     shutil.copytree(runs / "softmax0", tmp_path / "copy")
     with pytest.raises(ConfigError, match="a second run of 'softmax' with seed 0"):
-        group([load(str(runs / "softmax0")), load(str(tmp_path / "copy"))])
+        group([load(str(runs / "softmax0")), load(str(tmp_path / "copy"))], PAPER)
+    one, other = of(runs, "softmax")
+    other = other._replace(info=dataclasses.replace(other.info, classes=other.info.classes[:9]))
+    with pytest.raises(
+        ConfigError, match=r"not comparable, .*softmax0 is of other data: number of classes was 10, and"
+    ):
+        group([one, other], PAPER)
     (tmp_path / "copy" / "metrics.jsonl").write_text("")
     assert "not validated yet" in refuse(capsys, "report", tmp_path / "copy", "--out", tmp_path / "out")
     (tmp_path / "copy" / "metrics.jsonl").write_text("{")
@@ -192,10 +203,19 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
 
 
 def test_a_task_of_which_the_paper_says_nothing(runs):
-    paper, groups = read_paper("chess"), group(of(runs, "lion_s", "softmax"))
+    paper, groups = read_paper("chess"), group(of(runs, "lion_s", "softmax"), PAPER)
     header, rows = result_table(groups, paper)
     assert header[-1] == "parameters" and len(rows) == 2 and not claim_table(groups, paper)[1]
     assert report.markdown(groups, paper, None).startswith("# chess: runs at one budget")
+
+
+def test_data_say_which_they_are_in_a_line():
+    for name, settings, line in (
+        ("digits", {}, "digits (its usual place)"),
+        ("cifar10", {"root": "/data", "limit": 10_000}, "cifar10 (/data), 10,000 training images"),
+        ("hf", {"path": "some/set"}, "hf (some/set)"),
+    ):
+        assert data.dataset(name).Config(**settings).describe() == line
 
 
 def test_a_file_of_another_kind_is_not_written_over(runs, tmp_path, capsys):
@@ -207,7 +227,7 @@ def test_a_file_of_another_kind_is_not_written_over(runs, tmp_path, capsys):
 def test_labels_tell_merges_apart(runs):
     recipe = load(str(runs / "lion_s_multiscan0")).recipe
     recipe.model.attention.scan_merge = "outputs"
-    assert recipe.model.label() == "lion_s multiscan (outputs)" and report.place(recipe.model.label())[0] == 3
+    assert recipe.model.label() == "lion_s multiscan (outputs)" and place(recipe.model.label(), PAPER.order)[0] == 8
     recipe = load(str(runs / "lion_s_forward0")).recipe
     recipe.model.position_embedding, recipe.model.attention.decay_convention = True, "source"
     assert recipe.model.label() == "lion_s forward with positions source decay convention"

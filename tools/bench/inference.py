@@ -22,12 +22,13 @@ import shlex
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lion.config import ConfigError
 from lion.layers import MIXERS, SOFTMAX, Attention
+from lion.layers.decays import FixedDecay
 from lion.layers.mixer import set_form
 from lion.models.base import Model
 from lion.runs import LoadedRun, build_on_meta, open_run
@@ -36,9 +37,20 @@ from lion.tasks.data import Batch, Splits
 from lion.tasks.seeds import derive
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
-from lion.trainer.memory import free_bytes, tensor_peak
+from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import compile_blocks, start_runtime
-from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
+from tools.bench.probe import (
+    Variant,
+    check_compiler,
+    device_name,
+    fits,
+    matrix_bytes,
+    pick_device,
+    square_bytes,
+    stamp,
+    time_rounds,
+    warm_up,
+)
 from tools.cli import Parser, count, say, table
 from tools.compose import build_data, resolve_run
 from tools.processes import Send, first_line, in_a_process
@@ -50,17 +62,6 @@ SETTING = ("device", "threads", "run", "batch", "compiled")
 HEADER = ["tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix"]
 DECAYED, LAMBDA_1 = "lion_d", 100.0  # a mixer with a decay of sigmoid(a) for each head, and the `a` of 1
 FARTHEST = 65  # how far from a size that does not suit the nearest that does is looked for
-SQUARES = {"full": 5, QUADRATIC: 5, SOFTMAX: 0}  # L x L matrices alive at once, eager; SDPA keeps none
-
-
-class Variant(NamedTuple):
-    """A form, and its tokens a chunk or step where it has them."""
-
-    form: str
-    chunk_size: int | None = None
-
-    def __str__(self) -> str:
-        return self.form if self.chunk_size is None else f"{self.form} {self.chunk_size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,16 +168,16 @@ def resized(loaded: LoadedRun, size: int) -> Task:
 def check_size(loaded: LoadedRun, size: int) -> None:
     """Raises ConfigError: The run's model takes no samples of this size; names the nearest that it takes."""
 
-    def fits(size: int) -> bool:
+    def suits(size: int) -> bool:
         try:
             build_on_meta(resized(loaded, size), loaded.recipe.model)
         except ConfigError:
             return False
         return True
 
-    if not fits(size):
+    if not suits(size):
         near = (n for distance in range(1, FARTHEST) for n in (size - distance, size + distance))
-        hint = next((f", nearest: {n}" for n in near if n > 0 and fits(n)), "")
+        hint = next((f", nearest: {n}" for n in near if n > 0 and suits(n)), "")
         raise ConfigError(f"--sizes: {size} {loaded.task.info.size_unit} does not suit the run's model{hint}")
 
 
@@ -191,8 +192,10 @@ def build(loaded: LoadedRun, size: int, variant: Variant) -> tuple[Task, Model]:
     model = task.build_model(config).eval()
     if own:
         weights = model.adapt(loaded.model.state_dict(), loaded.model)
-        decays = {name: torch.full_like(w, LAMBDA_1) for name, w in model.state_dict().items() if name not in weights}
-        model.load_state_dict({**weights, **decays})
+        if variant.form == QUADRATIC:
+            fixed = {name: part for name, part in model.named_modules() if isinstance(part, FixedDecay)}
+            weights |= {f"{name}.a": torch.full_like(part.a, LAMBDA_1) for name, part in fixed.items()}
+        model.load_state_dict(weights)
         form = "full" if variant.form in (QUADRATIC, SOFTMAX) else variant.form
         set_form(model, form, variant.chunk_size)
     return task, model
@@ -208,9 +211,9 @@ def measure(job: Job, send: Send) -> None:
     for variant in job.variants:
         task, model = build(loaded, job.size, variant)
         tokens, heads = model.length, loaded.recipe.model.num_heads
-        matrix = 4 * job.batch * heads * tokens**2
         linear = variant.form == "full" and no_decay(loaded)  # Q (K^T V)
-        if not linear and SQUARES.get(variant.form, 0) * matrix > 0.8 * free_bytes(device):
+        square = not linear and variant.form in ("full", QUADRATIC)
+        if square and not fits(square_bytes(job.batch, heads, tokens), device):
             send({"kind": "note", "text": f"{variant}: left out, its L x L matrices do not fit in memory"})
             continue
         batch = task.example(job.batch, device)
@@ -248,7 +251,7 @@ def measure(job: Job, send: Send) -> None:
             "threads": job.threads,
             "compiled": not job.eager,
             **row,
-            "matrix_bytes": matrix,
+            "matrix_bytes": matrix_bytes(job.batch, heads, tokens),
             **stamp(job.command),
         }
     times = time_rounds(runs, job.rounds, job.seconds, device)

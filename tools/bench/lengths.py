@@ -1,6 +1,6 @@
 """The README's picture, `reports/lengths.png`: time and memory by length, of rows that `bench ops` measured.
 
-python -m tools.bench.lengths
+./run.sh bench lengths [--out reports]
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lion.config import ConfigError
 from tools.bench.report import COLOURS, STYLES, Report
+from tools.cli import Parser
 from tools.store import Row
 
 LINES = {  # (mixer, form): what the picture calls it, and its colour
@@ -19,6 +21,20 @@ LINES = {  # (mixer, form): what the picture calls it, and its colour
     ("lion_s", "rnn"): ("Lion-S, rnn", COLOURS[0]),
 }
 PASSES = {"both": "Training", "forward": "Inference"}
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh bench lengths", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report of bench ops")
+    args = parser.parse_args(argv)
+    report = Report(args.out).load()
+    if not (settings := report.settings()):
+        raise ConfigError(f"{report.path}: nothing was measured yet, ./run.sh bench ops does so")
+    drawn = report.draw(args.out / "lengths.png", (9, 5), lambda fig: picture(fig, settings[0]))
+    if drawn is None:
+        raise ConfigError("bench lengths: no picture without matplotlib (pip install matplotlib)")
+    print(f"written: {drawn}")
+    return 0
 
 
 def panels(rows: list[Row], which: str) -> dict[str, list[tuple[tuple[str, str], list[int], list[float]]]]:
@@ -48,8 +64,3 @@ def picture(fig: Any, rows: list[Row]) -> None:
             ax.spines[["top", "right"]].set_visible(False)
     fig.supxlabel("tokens", fontsize=10)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False, handlelength=3.2)
-
-
-if __name__ == "__main__":
-    report = Report(Path("reports")).load()
-    print(report.draw(Path("reports/lengths.png"), (9, 5), lambda fig: picture(fig, report.settings()[0])))

@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,20 @@ from lion.layers import MIXERS, LionAttention
 from lion.layers.layout import Layout
 from lion.ops import linear_attention, reference_attention
 from lion.ops.features import apply_feature_map
-from lion.trainer.memory import free_bytes, process_peak
+from lion.trainer.memory import process_peak
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
-from tools.bench.probe import check_compiler, device_name, pick_device, stamp, step, time_rounds, warm_up
+from tools.bench.probe import (
+    Variant,
+    check_compiler,
+    device_name,
+    fits,
+    pick_device,
+    square_bytes,
+    stamp,
+    step,
+    time_rounds,
+    warm_up,
+)
 from tools.bench.report import FORMS, Report
 from tools.cli import Parser, count, say
 from tools.processes import Send, first_line, in_a_process
@@ -77,17 +88,7 @@ class Job:
         }
 
 
-class Variant(NamedTuple):
-    """A form, and its tokens a chunk where it has chunks."""
-
-    form: str
-    chunk_size: int | None
-
-    def __str__(self) -> str:
-        return self.form if self.chunk_size is None else f"{self.form} {self.chunk_size}"
-
-
-SDPA = Variant("sdpa", None)
+SDPA = Variant("sdpa")
 
 
 def main(argv: list[str]) -> int:
@@ -270,8 +271,8 @@ def time_length(
     for variant in (SDPA, *errors):
         if variant.form == "rnn" and which == "both":
             continue
-        square = square_bytes(variant, batch, tensors, which)
-        if square > 0.8 * free_bytes(device):
+        square = square_of(variant, batch, tensors, which)
+        if not fits(square, device):
             short = f"its L x L matrices take about {square / 2**30:.0f} GiB, more than is free"
             send(note(job, short, failed=False, variant=variant, **where))
             continue
@@ -319,11 +320,10 @@ def kind(tensors: dict[str, Tensor]) -> str:
     return "delta" if "beta" in tensors else "decay" if "log_decay" in tensors else "plain"
 
 
-def square_bytes(variant: Variant, batch: int, tensors: dict[str, Tensor], which: str) -> int:
-    """About what the L x L matrices of a form take; vectors also keep keys re-based for every 64 queries."""
+def square_of(variant: Variant, batch: int, tensors: dict[str, Tensor], which: str) -> int:
+    """Bytes of the L x L matrices of a form."""
     if variant.form != "full" or kind(tensors) == "plain":
         return 0
     _, heads, length, dim = tensors["q"].shape
     vectors = "log_decay" in tensors and tensors["log_decay"].dim() in (2, 4)
-    copies = (8 if which == "both" else 4) * (1 + (dim / 32 if vectors else 0))
-    return int(4 * copies * batch * heads * length**2)
+    return square_bytes(batch, heads, length, backward=which == "both", vectors=dim if vectors else 0)

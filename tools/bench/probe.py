@@ -5,15 +5,43 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from datetime import datetime
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lion.config import ConfigError
+from lion.trainer.memory import free_bytes
 from lion.trainer.runtime import cpu_name, missing_compiler
 
 WARM_UP, FEWEST = 3, 3  # calls; rounds, however long they take
 LONG = 10.0  # seconds of a call that needs no further warm-up
+
+
+class Variant(NamedTuple):
+    """A form, and its tokens a chunk or step where it has them."""
+
+    form: str
+    chunk_size: int | None = None
+
+    def __str__(self) -> str:
+        return self.form if self.chunk_size is None else f"{self.form} {self.chunk_size}"
+
+
+def matrix_bytes(batch: int, heads: int, length: int) -> int:
+    """Of one matrix of scores for every head, float32."""
+    return 4 * batch * heads * length**2
+
+
+def square_bytes(batch: int, heads: int, length: int, *, backward: bool = False, vectors: int = 0) -> int:
+    """About what the L x L matrices of a full form take that has a decay; `vectors` of so many numbers a token also
+    keep keys re-based for every 64 queries."""
+    return int((8 if backward else 5) * (1 + vectors / 32) * matrix_bytes(batch, heads, length))
+
+
+def fits(size: int, device: torch.device) -> bool:
+    """Whether so many bytes are free, with some to spare."""
+    return size <= 0.8 * free_bytes(device)
 
 
 def check_compiler(eager: bool) -> None:

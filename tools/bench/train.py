@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lion.config import ConfigError
+from lion.config import ConfigError, flatten, to_dict
 from lion.layers import NONE, SOFTMAX
 from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
@@ -156,7 +156,7 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
 
 def name_of(recipe: Recipe) -> str:
     """What the paper tells rows apart by, and the form."""
-    form = recipe.model.attention.form
+    form = flatten(to_dict(recipe.model)).get("attention.form", "auto")
     return recipe.model.label() + ("" if form == "auto" else f" {form}")
 
 

@@ -34,7 +34,7 @@ from lion.runs import ENVIRONMENT, RECIPE, build_on_meta, check_weights
 from lion.trainer.checkpoint import STATE, digest, load_state, save_json, save_text, scratch_folder, seal, sync
 from lion.trainer.runtime import environment
 from tools.cli import Parser
-from tools.compose import describe_data, make_task, resolve
+from tools.compose import describe_data, make_task, metric_of, resolve
 from tools.convert.base import Converter, Setting
 from tools.convert.vit import ViTConverter
 
@@ -138,7 +138,7 @@ def write_run(out: Path, recipe: Recipe, state: dict[str, Any], source: dict[str
     try:
         best = scratch_folder(scratch, "best", 0)
         with open(best / STATE, "wb") as file:
-            torch.save({"step": 0, "best": {"value": float("-inf"), "step": 0}, **state}, file)
+            torch.save({"step": 0, "best": {"value": metric_of(recipe).worst, "step": 0}, **state}, file)
         seal(best)
         save_text(scratch / RECIPE, dump_recipe(recipe))
         save_json(scratch / ENVIRONMENT, {**environment(), "converted": source})
