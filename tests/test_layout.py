@@ -62,7 +62,9 @@ def test_imports_run_one_way(path):
 @pytest.mark.parametrize("path", [p for p in SOURCES if room(p) == "data"], ids=place)
 def test_data_knows_only_config_and_tasks(path):
     ours = [n for n in imported(path) if n.split(".")[0] in ("lion", "tools")]
-    assert all(n.startswith(("lion.config", "lion.tasks.data", "lion.tasks.order")) for n in ours), ours
+    assert all(n.startswith(("lion.config", "lion.tasks.data", "lion.tasks.order", "lion.tasks.text")) for n in ours), (
+        ours
+    )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=place)
