@@ -175,7 +175,7 @@ def digest(model: GPT) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, value in model.state_dict().items():
         found.update(name.encode())
-        found.update(value.cpu().contiguous().view(torch.uint8).numpy())
+        found.update(value.cpu().reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Causal language modelling: each token from those before it; loss a token, and its exponential, the perplexity."""
+"""Causal language modelling: each token from those before it; perplexity, the exponential of the loss a token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CausalLM(Task):
 
     @staticmethod
     def metrics_of(config: CausalLMConfig) -> tuple[Metric, ...]:
-        return LOSS, PERPLEXITY
+        return PERPLEXITY, LOSS
 
     def build_model(self, config: Any) -> GPT:
         if self.info.length < 2:

@@ -61,17 +61,17 @@ def test_an_evaluation_is_a_mean_over_tokens_of_real_samples():
     expected = task().loss(m, {"tokens": t[batch["mask"]]})
     assert weight == 24 == expected.weight
     torch.testing.assert_close(total.float(), expected.loss)
-    loss, perplexity = task().metrics
+    perplexity, loss = task().metrics
     means = {"loss": (total / weight).item()}
     assert perplexity.value(means, {}) == pytest.approx(math.exp(loss.value(means, {})))
-    assert task().metric is loss and not loss.higher_is_better and not perplexity.higher_is_better
+    assert task().metric is perplexity and not loss.higher_is_better and not perplexity.higher_is_better
 
 
 def test_a_uniform_guess_has_the_perplexity_of_its_vocabulary():
     m = model()
     torch.nn.init.zeros_(m.tokens.weight)
     total, weight = task().evaluate(m, {"tokens": tokens(), "mask": torch.ones(4, dtype=torch.bool)}).sums["loss"]
-    assert task().metrics[1].value({"loss": (total / weight).item()}, {}) == pytest.approx(7)
+    assert task().metric.value({"loss": (total / weight).item()}, {}) == pytest.approx(7)
 
 
 def test_the_example_is_a_batch():
