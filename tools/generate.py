@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     loaded = open_run(args.run, checkpoint=args.checkpoint)
     if not isinstance(loaded.model, GPT):
         raise ConfigError(f"{loaded.folder}: task {loaded.recipe.task.name!r} writes no text, causal_lm does")
-    tokenizer = open_data(resolve_run(loaded.folder, args.overrides)).tokenizer()
+    tokenizer = open_data(resolve_run(loaded.folder, args.overrides)).tokenizer
     check_tokenizer(tokenizer, loaded)
     runtime = start_runtime(loaded.recipe.trainer.device, matmul=loaded.recipe.trainer.matmul)
     model = loaded.model.to(runtime.device)

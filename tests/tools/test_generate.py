@@ -17,7 +17,7 @@ def trained(folder, mixer):
     path = folder / f"{mixer}.yaml"
     path.write_text(f"""
 task: {{name: causal_lm}}
-data: {{name: text, path: {file}, tokenizer: characters, pack: windows, length: 33, split: tail, held_out: 0.1}}
+data: {{name: text, path: {file}, tokenizer: characters, pack: windows, length: 33, split: tail, val_split: 0.1}}
 model: {{mixer: {mixer}, dim: 16, depth: 2, num_heads: 2, init_std: 0.3}}
 optim: {{lr: 1e-3}}
 trainer: {{batch_size: 8, steps: 4, eval_every: 4, save_every: 4, compile: false, device: cpu}}
