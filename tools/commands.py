@@ -24,6 +24,11 @@ COMMANDS = {
     "list": Command("", "the recipes and what they claim", "tools.show"),
     "show": Command("RECIPE [key=value ...]", "a recipe in full; its steps, parameters, memory", "tools.show"),
     "predict": Command("RUN FILE ...", "the answers of a run for files", "tools.predict"),
+    "generate": Command(
+        "RUN --prompt TEXT [--mode attention|kv|rnn] [--state FILE]",
+        "text that a causal run writes on from prompts",
+        "tools.generate",
+    ),
     "bench ops": Command("", "time the operators against SDPA", "tools.bench.ops"),
     "bench train": Command("RECIPE ...", "time whole training steps against softmax", "tools.bench.train"),
     "bench inference": Command("RUN", "latency and memory by form and input size", "tools.bench.inference"),

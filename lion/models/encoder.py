@@ -76,7 +76,7 @@ class EncoderConfig:
         for f in dataclasses.fields(c):
             if f.default is None:
                 setattr(c, f.name, None)
-        c.mixer, c.attention = mixer, AttentionConfig()
+        c.mixer, c.attention = mixer, type(c.attention)()
         return c
 
     def label(self) -> str:
@@ -89,7 +89,7 @@ class EncoderConfig:
         parts = [self.mixer]
         if len(attention.scans) > 1:
             parts.append("multiscan" if attention.scan_merge == "masks" else f"multiscan ({attention.scan_merge})")
-        if attention.direction != "both":
+        if attention.direction != type(attention)().direction:
             parts.append(attention.direction)
         for words, path in self.conventions.items():
             value = built[path]
