@@ -124,9 +124,7 @@ def tokenize(parts: Path, corpus: Corpus, tokenizer: Tokenizer, workers: int) ->
             make_part(parts, corpus, tokenizer, shard)
         return
     place = (str(parts), corpus, tokenizer.name)
-    with ProcessPoolExecutor(
-        min(workers, len(todo)), multiprocessing.get_context("spawn"), initializer=start_worker, initargs=place
-    ) as pool:
+    with ProcessPoolExecutor(min(workers, len(todo)), initializer=start_worker, initargs=place) as pool:
         try:
             running = [pool.submit(work, shard) for shard in todo]
             for done in tqdm(as_completed(running), disable=None, **bar):
