@@ -121,7 +121,7 @@ def test_shakespeare_is_trained_as_by_nanogpt_on_a_cpu():
     recipe = resolve(ROOT / "recipes/shakespeare_char_softmax.yaml")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
-    assert (samples, model.vocabulary, model.length) == (1_003_854 - 64, 65, 64)
+    assert (samples, model.vocabulary, model.length) == (1_003_855 - 64, 65, 64)
     assert count_parameters(model) == 795_904 + 64 * 128  # nanoGPT prints 0.80M, without the positions
     plan, optim = make_plan(recipe, samples=samples, world=1), recipe.optim
     assert (plan.total, plan.micro, recipe.trainer.clip_grad, recipe.model.dropout) == (2000, 12, 1, 0)
