@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -191,7 +192,7 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
     Raises:
         ConfigError: There is no text.
     """
-    root = user_path(path)
+    root = Path(os.path.abspath(user_path(path)))
     if not root.exists():
         return Table(path, subset, split, column)
     files = [root] if root.is_file() else [Path(folder) / name for folder, names in walk(root) for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -142,7 +143,7 @@ class Text(DataSet):
         path = user_path(self.config.path) if self.config.path else None
         return path if path is not None and (path / MANIFEST).is_file() else None
 
-    @property
+    @functools.cached_property
     def folder(self) -> Path:
         """Where the token file is; its name is of all that decides its content."""
         if (made := self.made_before) is not None:
