@@ -183,9 +183,9 @@ def read_part(path: Path) -> Part:
 def assemble(folder: Path, parts: list[Path], tokenizer: Tokenizer, held_out: float, tail: bool) -> dict[str, Any]:
     """Write all parts as `train` and `val`, each document in its frame; returns what they hold."""
     frame = tokenizer.frame
-    documents, bodies = (
-        sum(counts) for counts in zip((0, 0), *((int(p.begins.sum()), len(p.ids)) for p in map(read_part, parts)))
-    )
+    documents = bodies = 0
+    for part in map(read_part, parts):
+        documents, bodies = documents + int(part.begins.sum()), bodies + len(part.ids)
     total = bodies + documents * (len(frame[0]) + len(frame[1]))
     if not bodies:
         raise ConfigError("data.path: no tokens, the text is empty")
