@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import typing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -15,6 +16,7 @@ from lion.layers.block import MLPS
 from lion.layers.blocks import BLOCKS
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.norms import NORMS, NoNorm
+from lion.layers.rotations import NO_ROTATION
 from lion.models.base import ModelConfig
 from lion.models.init import INITS
 
@@ -54,7 +56,7 @@ class EncoderConfig(ModelConfig):
     @classmethod
     def types(cls, values: dict[str, Any]) -> dict[str, type]:
         kind = KINDS.get(values["mixer"]) if isinstance(values.get("mixer"), str) else None
-        return {} if kind is None else {"attention": kind.Config}
+        return {} if kind is None or kind.Config is AttentionConfig else {"attention": kind.Config}
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads:
@@ -76,13 +78,18 @@ class EncoderConfig(ModelConfig):
             raise ValueError(f"attention.{error}") from None
         return c
 
+    def knows_order(self) -> bool:
+        """Of a config that is resolved, whether the encoder knows the order of tokens without position embeddings."""
+        return self.attention.rotation != NO_ROTATION or KINDS[self.mixer].facts(self.mixer).knows_order
+
     def with_mixer(self, mixer: str) -> Self:
         """The same model around another mixer, which has its own conventions; dropout stays."""
         c = copy.copy(self)
         for f in dataclasses.fields(c):
             if f.default is None:
                 setattr(c, f.name, None)
-        c.mixer, c.attention = mixer, KINDS[mixer].Config(score_dropout=c.attention.score_dropout)
+        kinds = {**typing.get_type_hints(type(self)), **self.types({"mixer": mixer})}
+        c.mixer, c.attention = mixer, kinds["attention"](score_dropout=c.attention.score_dropout)
         return c
 
     def label(self) -> str:
@@ -95,7 +102,7 @@ class EncoderConfig(ModelConfig):
         parts = [self.mixer]
         if len(attention.scans) > 1:
             parts.append("multiscan" if attention.scan_merge == "masks" else f"multiscan ({attention.scan_merge})")
-        if attention.direction != "both":
+        if attention.direction != type(attention)().direction:
             parts.append(attention.direction)
         for words, path in self.conventions.items():
             value = built[path]

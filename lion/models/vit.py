@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
-from lion.layers import KINDS
 from lion.layers.layout import Layout, grid_layout
 from lion.layers.marks import Marks
 from lion.layers.mixers import SOFTMAX
@@ -44,7 +43,7 @@ class ViTConfig(EncoderConfig):
         if min(c.patch_size) < 1:
             raise ValueError(f"patch_size must be at least 1, got {c.patch_size}")
         if c.position_embedding is None:
-            c.position_embedding = not KINDS[c.mixer].facts(c.mixer).knows_order
+            c.position_embedding = not c.knows_order()
         blind = all(c.attention.at(layer).direction == "forward" for layer in range(c.depth))
         if c.readout is None:
             c.readout = "cls" if c.mixer == SOFTMAX and not blind else "mean"

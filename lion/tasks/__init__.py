@@ -1,6 +1,7 @@
 """The table of tasks: the recipe's `task.name`."""
 
 from lion.tasks.base import Task
+from lion.tasks.causal_lm import CausalLM
 from lion.tasks.image_classification import ImageClassification
 
-TASKS: dict[str, type[Task]] = {"image_classification": ImageClassification}
+TASKS: dict[str, type[Task]] = {"causal_lm": CausalLM, "image_classification": ImageClassification}
