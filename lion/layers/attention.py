@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lion.config import nearest, setting
 from lion.layers.layout import AS_THEY_STAND, SCANS, Layout
 from lion.layers.mixer import PLAIN, Mixer
-from lion.layers.norms import NORMS
+from lion.layers.norms import NO_NORM, NORMS
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
 from lion.ops.features import FEATURE_MAPS
@@ -40,7 +40,7 @@ class AttentionConfig:
     chunk_size: int = setting(64, min=1, free=True)
     qkv_bias: bool = True
     score_dropout: float = setting(0.0, min=0, max=1)
-    out_norm: str | None = setting(None, choices=NORMS)
+    out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
     out_gate_rank: int = setting(0, min=0)
 
     def at(self, layer: int) -> AttentionConfig:
@@ -75,7 +75,7 @@ class Attention(Mixer):
         self.rotation = None
         if config.rotation != NO_ROTATION:
             self.rotation = ROTATIONS[config.rotation](num_heads, self.head_dim)
-        self.out_norm = NORMS[config.out_norm](dim) if config.out_norm else None
+        self.out_norm = None if config.out_norm in (None, NO_NORM) else NORMS[config.out_norm](dim)
         rank = config.out_gate_rank
         self.out_gate = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim)) if rank else None
 

@@ -1,8 +1,8 @@
-"""Blocks by name, and what they are made of. A new one is one class and its line in `BLOCKS`."""
+"""What a block is made of, and the block of most encoders. A new one is one file and its line in `BLOCKS`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -60,13 +60,13 @@ class DropPath(nn.Module):
         return x * (kept / keep).to(x.dtype)
 
 
-class PreNorm(nn.Module):
-    """One layer of an encoder, `x + mixer(norm(x))`, `x + mlp(norm(x))`.
+class Block(nn.Module):
+    """One layer of an encoder: a mixer and an MLP, each with a residual and a norm. A subclass says which comes when.
 
     `drop_path` is this layer's stochastic depth rate, None where the model has none.
     """
 
-    final_norm = True  # what the last of them gives is not normalised yet
+    final_norm: ClassVar[bool]  # whether what the last of them gives is not normalised yet
 
     def __init__(
         self,
@@ -93,21 +93,34 @@ class PreNorm(nn.Module):
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         """(B, L, dim) -> (B, L, dim); layout, padding and streaming as in `Mixer`."""
         x = layout.clean(x)
-        return self.after(x, self.attention(self.norm1(x), layout))
+        return self.after(x, self.attention(self.before(x), layout))
+
+    def before(self, x: Tensor) -> Tensor:
+        """What the mixer is given."""
+        raise NotImplementedError
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
         """What comes after the mixing of tokens."""
-        x = x + self.drop_path(self.dropout(mixed))
-        return x + self.drop_path(self.dropout(self.mlp(self.norm2(x))))
+        raise NotImplementedError
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, Any]:
         x = layout.clean(x)
-        mixed, state = self.attention.prefill(self.norm1(x), layout)
+        mixed, state = self.attention.prefill(self.before(x), layout)
         return self.after(x, mixed), state
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        mixed, state = self.attention.step(self.norm1(x), state)
+        mixed, state = self.attention.step(self.before(x), state)
         return self.after(x, mixed), state
 
 
-BLOCKS: dict[str, type[PreNorm]] = {"pre_norm": PreNorm}
+class PreNorm(Block):
+    """`x + mixer(norm(x))`, `x + mlp(norm(x))`."""
+
+    final_norm = True
+
+    def before(self, x: Tensor) -> Tensor:
+        return self.norm1(x)
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        x = x + self.drop_path(self.dropout(mixed))
+        return x + self.drop_path(self.dropout(self.mlp(self.norm2(x))))

@@ -3,3 +3,4 @@
 from torch import nn
 
 NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+NO_NORM = "none"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lion.config import fill, flatten, setting, to_dict
 from lion.layers import KINDS, AttentionConfig, resolve_mixer
-from lion.layers.block import BLOCKS, MLPS
+from lion.layers.block import MLPS
+from lion.layers.blocks import BLOCKS
 from lion.layers.layout import Layout
 from lion.layers.mixer import PLAIN
 from lion.layers.norms import NORMS
@@ -71,12 +72,12 @@ class EncoderConfig:
         return c
 
     def with_mixer(self, mixer: str) -> Self:
-        """The same model around another mixer, which has its own conventions."""
+        """The same model around another mixer, which has its own conventions; dropout stays."""
         c = copy.copy(self)
         for f in dataclasses.fields(c):
             if f.default is None:
                 setattr(c, f.name, None)
-        c.mixer, c.attention = mixer, AttentionConfig()
+        c.mixer, c.attention = mixer, type(c.attention)(score_dropout=c.attention.score_dropout)
         return c
 
     def label(self) -> str:

@@ -1,0 +1,6 @@
+"""The table of blocks: the recipe's `model.block`."""
+
+from lion.layers.block import Block, PreNorm
+from lion.layers.post_norm import PostNorm
+
+BLOCKS: dict[str, type[Block]] = {"pre_norm": PreNorm, "post_norm": PostNorm}
