@@ -1,6 +1,7 @@
 """The table of models: the recipe's `model.name`."""
 
 from lion.models.base import Model
+from lion.models.bert import Bert
 from lion.models.vit import ViT
 
-MODELS: dict[str, type[Model]] = {"vit": ViT}
+MODELS: dict[str, type[Model]] = {"bert": Bert, "vit": ViT}

@@ -16,4 +16,13 @@ def deit(model: nn.Module, std: float) -> None:
                 nn.init.zeros_(m.bias)
 
 
-INITS: dict[str, Callable[[nn.Module, float], None]] = {"deit": deit}
+def bert(model: nn.Module, std: float) -> None:
+    """BERT's: Linear and Embedding normal, biases 0; norms and other parameters of decays keep their own."""
+    for m in model.modules():
+        if isinstance(m, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(m.weight, std=std)
+            if getattr(m, "bias", None) is not None:
+                nn.init.zeros_(m.bias)
+
+
+INITS: dict[str, Callable[[nn.Module, float], None]] = {"bert": bert, "deit": deit}
