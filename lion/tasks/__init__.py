@@ -2,5 +2,6 @@
 
 from lion.tasks.base import Task
 from lion.tasks.image_classification import ImageClassification
+from lion.tasks.masked_lm import MaskedLM
 
-TASKS: dict[str, type[Task]] = {"image_classification": ImageClassification}
+TASKS: dict[str, type[Task]] = {"image_classification": ImageClassification, "masked_lm": MaskedLM}
