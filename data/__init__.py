@@ -8,6 +8,7 @@ from data.base import DataSet
 from lion.config import ConfigError, nearest
 
 DATASETS = {
+    "c4": "data.text.text.C4",
     "cifar10": "data.vision.torchvision_sets.Cifar10",
     "cifar100": "data.vision.torchvision_sets.Cifar100",
     "digits": "data.vision.digits.Digits",
@@ -16,6 +17,9 @@ DATASETS = {
     "imagefolder": "data.vision.imagefolder.ImageFolder",
     "imagenet": "data.vision.imagenet.ImageNet",
     "mnist": "data.vision.torchvision_sets.Mnist",
+    "openwebtext": "data.text.text.OpenWebText",
+    "python_source": "data.text.text.PythonSource",
+    "text": "data.text.text.Text",
 }
 
 

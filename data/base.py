@@ -50,6 +50,14 @@ class DataSet(ABC):
     def prepare(self) -> None:  # noqa: B027
         """Make, once for all runs, what `build` only opens (token files, generated samples); most need nothing."""
 
+    def check(self) -> str:
+        """What `prepare` has made, in words; all of it is read.
+
+        Raises:
+            ConfigError: It is damaged.
+        """
+        return f"data set '{self.config.name}' needs no preparation"
+
     @abstractmethod
     def build(self) -> Splits:
         """Its splits.

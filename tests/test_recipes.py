@@ -6,7 +6,7 @@ import yaml
 
 from lion.config import ConfigError
 from lion.layers import SOFTMAX, Attention, LionAttention, SoftmaxAttention, mixers
-from lion.layers.decays import FixedDecay, SelectiveDecay, SelectiveVectorDecay
+from lion.layers.decays import FixedDecay, LowRankDecay, RandomFeatureGate, SelectiveDecay, SelectiveVectorDecay
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks.data import Splits
@@ -14,6 +14,7 @@ from lion.trainer.checkpoint import newest
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
+from lion.trainer.schedule import learning_rate
 from tests.helpers import ROOT
 from tools.compose import describe_data, make_task, resolve
 
@@ -47,6 +48,9 @@ MIXERS = {
     "lion_d": (LionAttention, FixedDecay),
     "lion_s": (LionAttention, SelectiveDecay),
     "lion_s_vector": (LionAttention, SelectiveVectorDecay),
+    "linear_transformer": (LionAttention, None),
+    "gla": (LionAttention, LowRankDecay),
+    "gated_rfa": (LionAttention, RandomFeatureGate),
 }
 
 
@@ -94,6 +98,48 @@ def test_deit_is_trained_as_published():
     assert schedule.overlay and (trainer.epochs, trainer.ema, trainer.clip_grad) == (300, 0.99996, None)
 
 
+@pytest.mark.parametrize("mixer", ["softmax", "linear", "lion_s"])
+def test_gpt2_is_trained_as_by_nanogpt(mixer):
+    """recipes.md 5, read from the resolved recipe; LinAtt is the linear Transformer, Lion-S has no positions."""
+    recipe = resolve(ROOT / f"recipes/gpt2_small_{mixer}.yaml")
+    info, samples, _ = describe_data(recipe, look=False)
+    model = build_on_meta(make_task(recipe, info), recipe.model)
+    gates = 12 * (768 * 12 + 12) if mixer == "lion_s" else 0
+    positions = 0 if mixer == "lion_s" else 1024 * 768
+    assert count_parameters(model) == 123_587_328 + gates + positions
+    assert (model.length, model.vocabulary, len(model.tokens.weight)) == (1024, 50_257, 50_304)
+    attention = recipe.model.resolved().attention
+    assert (attention.direction, attention.decay_convention) == ("forward", None if mixer == "softmax" else "target")
+    plan, optim = make_plan(recipe, samples=samples, world=4), recipe.optim
+    assert (plan.total, plan.warmup, plan.micro * plan.accumulation * 4, plan.micro) == (600_000, 2000, 480, 12)
+    assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (6e-4, (0.9, 0.95), 1e-8, 0.1)
+    assert optim.no_decay == "gpt" and recipe.trainer.clip_grad == 1 and recipe.trainer.precision == "bf16"
+    assert_warms_up_as_nanogpt(recipe, plan, 6e-4, 6e-5)
+
+
+def test_shakespeare_is_trained_as_by_nanogpt_on_a_cpu():
+    recipe = resolve(ROOT / "recipes/shakespeare_char_softmax.yaml")
+    info, samples, _ = describe_data(recipe, look=False)
+    model = build_on_meta(make_task(recipe, info), recipe.model)
+    assert (samples, model.vocabulary, model.length) == (1_003_854 - 64, 65, 64)
+    assert count_parameters(model) == 795_904 + 64 * 128  # nanoGPT prints 0.80M, without the positions
+    plan, optim = make_plan(recipe, samples=samples, world=1), recipe.optim
+    assert (plan.total, plan.micro, recipe.trainer.clip_grad, recipe.model.dropout) == (2000, 12, 1, 0)
+    assert (optim.betas, optim.weight_decay, optim.no_decay) == ((0.9, 0.99), 0.1, "gpt")
+    assert_warms_up_as_nanogpt(recipe, plan, 1e-3, 1e-4)
+
+
+def assert_warms_up_as_nanogpt(recipe, plan, peak, least):
+    """(step + 1) / (warmup + 1) of the peak, then a cosine."""
+
+    def rate(step):
+        return learning_rate(step, config=recipe.schedule, peak=peak, warmup=plan.warmup, total=plan.total)
+
+    for step in (0, 1, plan.warmup - 1):
+        assert rate(step) == pytest.approx(peak * (step + 1) / (plan.warmup + 1), rel=1e-4)
+    assert rate(plan.warmup) == peak and rate(plan.total) == pytest.approx(least)
+
+
 EXPECTED = {  # Tables 2 and 12; DeiT's own for softmax
     "tiny": {"softmax": 72.2, "lion_lit": 68.9, "lion_d": 72.4, "lion_d♮": 74.2, "lion_s": 72.4, "lion_s♮": 73.5},
     "small": {"softmax": 79.8, "lion_lit": 72.4, "lion_d": 73.5, "lion_d♮": 79.9, "lion_s": 74.0, "lion_s♮": 79.6},
@@ -125,7 +171,7 @@ def test_cifar100_holds_the_rows_of_its_tables():
 
 def test_mixers_differ_by_one_line():
     for size in ("tiny", "small", "base"):
-        paths = [ROOT / f"recipes/deit_{size}_{m}.yaml" for m in MIXERS if m != "lion_s_vector"]
+        paths = [ROOT / f"recipes/deit_{size}_{m}.yaml" for m in EXPECTED[size] if "♮" not in m]
         trees = [yaml.safe_load(p.read_text()) for p in paths]
         for tree in trees:
             tree.pop("about"), tree["model"].pop("mixer")

@@ -15,6 +15,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("RECIPE [key=value ...]", "train a recipe, then evaluate it in every form", "tools.train"),
+    "prepare": Command("RECIPE [key=value ...]", "make what a recipe's data need, once for all runs", "tools.prepare"),
     "eval": Command(
         "RUN [--form full|chunk|rnn|all] [--chunk-size N]",
         "a run in every form: metric, speed, memory",
@@ -23,6 +24,11 @@ COMMANDS = {
     "list": Command("", "the recipes and what they claim", "tools.show"),
     "show": Command("RECIPE [key=value ...]", "a recipe in full; its steps, parameters, memory", "tools.show"),
     "predict": Command("RUN FILE ...", "the answers of a run for files", "tools.predict"),
+    "generate": Command(
+        "RUN --prompt TEXT [--mode attention|kv|rnn] [--state FILE]",
+        "text that a causal run writes on from prompts",
+        "tools.generate",
+    ),
     "bench ops": Command("", "time the operators against SDPA", "tools.bench.ops"),
     "bench train": Command("RECIPE ...", "time whole training steps against softmax", "tools.bench.train"),
     "bench inference": Command("RUN", "latency and memory by form and input size", "tools.bench.inference"),

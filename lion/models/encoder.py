@@ -90,7 +90,7 @@ class EncoderConfig:
         parts = [self.mixer]
         if len(attention.scans) > 1:
             parts.append("multiscan" if attention.scan_merge == "masks" else f"multiscan ({attention.scan_merge})")
-        if attention.direction != "both":
+        if attention.direction != type(attention)().direction:
             parts.append(attention.direction)
         for words, path in self.conventions.items():
             value = built[path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import nn
@@ -25,4 +26,15 @@ def bert(model: nn.Module, std: float) -> None:
                 nn.init.zeros_(m.bias)
 
 
-INITS: dict[str, Callable[[nn.Module, float], None]] = {"bert": bert, "deit": deit}
+def gpt2(model: nn.Module, std: float) -> None:
+    """GPT-2's, as in nanoGPT: Linear and Embedding normal, biases 0; what writes into the residual stream smaller by
+    the root of how often that is done. Norms and other parameters of decays keep their own."""
+    residual = [m for name, m in model.named_modules() if name.endswith((".attention.proj", ".mlp.fc2"))]
+    for m in model.modules():
+        if isinstance(m, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(m.weight, std=std / math.sqrt(len(residual)) if m in residual else std)
+            if getattr(m, "bias", None) is not None:
+                nn.init.zeros_(m.bias)
+
+
+INITS: dict[str, Callable[[nn.Module, float], None]] = {"bert": bert, "deit": deit, "gpt2": gpt2}

@@ -1,0 +1,253 @@
+"""Where text comes from: a corpus cut into shards, each of which can be read by itself."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.base import user_path, walk
+from lion.config import ConfigError, nearest
+
+SHARD = 2**22  # bytes of text in a shard, about
+BLOCK = 2**16  # bytes read at once in search of a border
+JSON = (".jsonl", ".json", ".ndjson")
+TEXT = (".txt", ".text", ".md")
+# Where a text file may be cut, as bytes: no tokenizer of ours joins what stands on both sides
+BORDERS = {"line": rb"\n", "paragraph": rb"\n[ \t\r]*\n", "file": rb"[!-~]\n(?=[!-~])"}
+
+
+class Piece(NamedTuple):
+    """A document, or a part of one: where it `begins` or `ends` elsewhere, its other parts stand next to it."""
+
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+
+class Slice(NamedTuple):
+    """Bytes of a file, from the first border at or after `begin` to the first at or after `end`."""
+
+    path: str
+    begin: int
+    end: int
+    size: int
+
+
+class Corpus(ABC):
+    """Documents in shards; a shard is read in any process, again and again the same."""
+
+    identity: Any  # what it is made of, as JSON: another one is another corpus
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of shards."""
+
+    @abstractmethod
+    def read(self, shard: int) -> Iterator[Piece]:
+        """Its documents in order; none is blank.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+
+    def texts(self, most: int | None = None) -> Iterator[str]:
+        """The text, or `most` characters of it, from shards that lie evenly."""
+        step = 1 if most is None else max(1, len(self) * SHARD // most)
+        left = most
+        for shard in range(0, len(self), step):
+            for piece in self.read(shard):
+                yield piece.text
+                left = None if left is None else left - len(piece.text)
+                if left is not None and left <= 0:
+                    return
+
+
+class Files(Corpus):
+    """Local files: JSON lines with the text in one column, and plain text whose documents are lines, paragraphs or
+    whole files."""
+
+    def __init__(self, files: Sequence[Path], *, document: str, column: str | None = None) -> None:
+        self.document, self.column, self.shards = document, column, list[list[Slice]]()
+        described, room = [], 0
+        for path in files:
+            status = path.stat()
+            described.append([str(path), status.st_size, status.st_mtime_ns])
+            for begin in range(0, status.st_size, SHARD):
+                part = Slice(str(path), begin, min(begin + SHARD, status.st_size), status.st_size)
+                if room < part.end - begin:
+                    self.shards.append([])
+                    room = SHARD
+                self.shards[-1].append(part)
+                room -= part.end - begin
+        self.identity = {"files": described, "document": document, "column": column}
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def read(self, shard: int) -> Iterator[Piece]:
+        for part in self.shards[shard]:
+            rows = part.path.endswith(JSON)
+            try:
+                raw, first, last = cut(part, BORDERS["line" if rows else self.document])
+            except OSError as error:
+                raise ConfigError(f"{part.path}: {error.strerror}") from None
+            try:
+                text = raw.decode("utf-8-sig" if first else "utf-8").replace("\r\n", "\n")
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{part.path}: no UTF-8 text ({error.reason} after byte {part.begin})") from None
+            if rows:
+                yield from (Piece(t) for t in self.rows(part.path, text) if t.strip())
+            elif self.document == "file":
+                if text.strip() or not (first and last):
+                    yield Piece(text, first, last)
+            else:
+                documents = text.split("\n") if self.document == "line" else re.split(r"\n[ \t\r]*\n", text)
+                yield from (Piece(t) for t in documents if t.strip())
+
+    def rows(self, path: str, text: str) -> Iterator[str]:
+        for line in text.split("\n"):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}: no JSON lines: {line[:40]!r} ({error})") from None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}: no JSON objects with a column of text: {line[:40]!r}")
+            yield whole(row[find_column(row, self.column, path)])
+
+
+class Table(Corpus):
+    """What the `datasets` library reads as a stream: a Hub id, or parquet files."""
+
+    def __init__(
+        self, path: str, subset: str | None, split: str, column: str | None, files: Sequence[Path] = ()
+    ) -> None:
+        self.where = (path, subset, split, tuple(map(str, files)))
+        self.path, self.stream = path, open_stream(*self.where)
+        row = next(iter(self.guarded(self.stream)), None)
+        if row is None:
+            raise ConfigError(f"data.path: {path!r} has no rows")
+        self.column = find_column(row, column, path)
+        described = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+        self.identity = {"table": described or [path, subset, split], "column": self.column}
+
+    def __len__(self) -> int:
+        return self.stream.num_shards
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "stream": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.stream = open_stream(*self.where)
+
+    def read(self, shard: int) -> Iterator[Piece]:
+        for row in self.guarded(self.stream.shard(num_shards=len(self), index=shard)):
+            text = row[self.column]
+            if text is not None and (text := whole(text)).strip():
+                yield Piece(text)
+
+    def guarded(self, rows: Any) -> Iterator[dict[str, Any]]:
+        try:
+            yield from rows
+        except Exception as error:  # what a lost network and a broken file raise has no common type
+            reason = (str(error).splitlines() or [""])[0]
+            raise ConfigError(f"data.path: {self.path!r} cannot be read ({type(error).__name__}: {reason})") from None
+
+
+@functools.lru_cache(maxsize=1)
+def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...]) -> Any:
+    """The rows of a data set, in as many shards as can be had.
+
+    Raises:
+        ConfigError: There is no such set, or no such split of it.
+    """
+    import datasets  # takes a second
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it cannot read is said below
+    try:
+        if files:
+            stream = datasets.load_dataset("parquet", data_files=list(files), split="train", streaming=True)
+        else:
+            stream = datasets.load_dataset(path, subset, split=split, streaming=True)
+        return stream.reshard() if files else stream
+    except Exception as error:  # what a missing network, a missing set and a broken file raise has no common type
+        reason = (str(error).splitlines() or [""])[0]
+        what = "cannot be read" if files else "is no local file or folder, and cannot be had from the Hub"
+        raise ConfigError(f"data.path: {path!r} {what} ({type(error).__name__}: {reason})") from None
+
+
+def open_corpus(path: str, *, document: str, column: str | None, subset: str | None, split: str) -> Corpus:
+    """That of a local file or folder, else of the Hub.
+
+    Raises:
+        ConfigError: There is no text.
+    """
+    root = Path(os.path.abspath(user_path(path)))
+    if not root.exists():
+        return Table(path, subset, split, column)
+    files = [root] if root.is_file() else [Path(folder) / name for folder, names in walk(root) for name in names]
+    rows = sorted(p for p in files if p.suffix == ".parquet")
+    texts = sorted(p for p in files if p.suffix in (*JSON, *TEXT) or p == root)
+    if rows and rows == files:
+        return Table(path, None, "train", column, rows)
+    texts = [p for p in texts if p not in rows]
+    if not texts or rows:
+        found = ", ".join(sorted({p.suffix or p.name for p in files})[:5]) or "nothing"
+        raise ConfigError(f"data.path: {path} holds {found}; expected .txt and .jsonl files, or .parquet files alone")
+    return Files(texts, document=document, column=column)
+
+
+def cut(part: Slice, border: bytes) -> tuple[bytes, bool, bool]:
+    """The bytes of a slice, and whether they begin and end the file."""
+    pattern = re.compile(border)
+    with open(part.path, "rb") as file:
+        begin, end = (following(file, place, part.size, pattern) for place in (part.begin, part.end))
+        file.seek(begin)
+        return file.read(end - begin), begin == 0, part.end == part.size
+
+
+def following(file: Any, place: int, size: int, pattern: re.Pattern[bytes]) -> int:
+    """The first border at or after a place of a file: a function of the place alone, so that slices meet."""
+    if place in (0, size):
+        return place
+    file.seek(place)
+    held = b""
+    while block := file.read(BLOCK):
+        start, held = max(0, len(held) - BLOCK), held + block  # a border may lie across two blocks
+        if found := pattern.search(held, start):
+            return place + found.end()
+    return size
+
+
+def find_column(row: dict[str, Any], name: str | None, path: str) -> str:
+    """The column that holds text.
+
+    Raises:
+        ConfigError: It must be named.
+    """
+    found = [n for n, value in row.items() if isinstance(value, str)]
+    if name is not None:
+        if name not in row:
+            raise ConfigError(f"data.column: no column {name!r} in {path}, {nearest(name, found)}")
+        return name
+    if "text" in found:
+        return "text"
+    if len(found) != 1:
+        what = "none of" if not found else "more than one of"
+        raise ConfigError(f"data.column: name it, {what} {', '.join(found or row)} in {path} holds the text")
+    return found[0]
+
+
+def whole(text: Any) -> str:
+    """Text that has an encoding: a half of a surrogate pair becomes a question mark."""
+    return str(text).encode("utf-8", "replace").decode()

@@ -1,0 +1,235 @@
+"""From a corpus to a token file, once: in parallel, a part for each shard, so that what was killed goes on.
+
+While it is made, FOLDER.parts holds the tokenizer and the finished parts; FOLDER.partial is put in place whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from data.text.corpus import Corpus
+from data.text.store import FORMAT, MANIFEST, SPLITS, TOKENIZER, Writer, id_type, read_tokenizer, write_file
+from data.text.tokenizers import Tokenizer
+from lion.config import ConfigError
+from lion.tasks.order import permute
+
+log = logging.getLogger("lion")
+
+SEED = 0  # of the documents that are held out; `seed` in a recipe does not move them
+
+
+class Part(NamedTuple):
+    """The ids of a shard: pieces of documents, see `Piece`."""
+
+    ids: np.ndarray  # (T,)
+    lengths: np.ndarray  # (P,)
+    begins: np.ndarray  # (P,) boolean
+    ends: np.ndarray  # (P,) boolean
+
+
+def prepare(
+    folder: Path,
+    open_corpus: Callable[[], Corpus],
+    make: Callable[[Corpus], Tokenizer],
+    *,
+    held_out: float,
+    tail: bool,
+    workers: int,
+) -> None:
+    """Make the token file `folder` where it is missing; several processes that ask for it wait for one.
+
+    Args:
+        folder: Its name is of the corpus, the tokenizer and the split: another one of any is another folder.
+        open_corpus: The corpus; not called where nothing is to do.
+        make: Its tokenizer.
+        held_out: The share that becomes `val`: documents drawn once for all, or the `tail` of the ids.
+        workers: Processes.
+
+    Raises:
+        ConfigError: The corpus cannot be read, or not be split.
+    """
+    parts, partial = (folder.with_name(f"{folder.name}.{kind}") for kind in ("parts", "partial"))
+    parts.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(f"{folder.name}.lock")):
+        if not folder.exists():
+            parts.mkdir(exist_ok=True)
+            corpus = open_corpus()
+            tokenizer = settle(parts, corpus, make)
+            tokenize(parts, corpus, tokenizer, workers)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            splits = assemble(partial, [parts / f"{i}.npz" for i in range(len(corpus))], tokenizer, held_out, tail)
+            shutil.copy(parts / TOKENIZER, partial / TOKENIZER)
+            described = {"name": tokenizer.name, "vocabulary": tokenizer.vocabulary, "special": tokenizer.special}
+            manifest = {
+                "format": FORMAT,
+                "tokenizer": {**described, "fingerprint": tokenizer.fingerprint},
+                **splits,
+                "held_out": {"share": held_out, "by": "tail" if tail else "documents", "seed": SEED},
+                "corpus": corpus.identity,
+            }
+            write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+            os.replace(partial, folder)
+            log.info("%s: %s", folder, ", ".join(f"{splits[s]['tokens']:,} {s}" for s in SPLITS) + " tokens")
+        shutil.rmtree(parts, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Alone; the lock ends with the process that holds it."""
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("%s is being prepared by another process; waiting", path.stem)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def settle(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> Tokenizer:
+    """The tokenizer, as it was when the first part was made."""
+    name = parts / "name"
+    if not name.exists():
+        tokenizer = make(corpus)
+        write_file(parts / TOKENIZER, tokenizer.inner.to_str().encode())
+        write_file(name, tokenizer.name.encode())
+    return read_tokenizer(parts, name.read_text())
+
+
+def tokenize(parts: Path, corpus: Corpus, tokenizer: Tokenizer, workers: int) -> None:
+    """Make the parts that are missing."""
+    todo = [i for i in range(len(corpus)) if not (parts / f"{i}.npz").exists()]
+    bar = {"total": len(corpus), "initial": len(corpus) - len(todo), "unit": "shard", "desc": "tokenizing"}
+    if todo and len(todo) < len(corpus):
+        log.info("%s: %d of %d shards are there, going on", parts, len(corpus) - len(todo), len(corpus))
+    if min(workers, len(todo)) < 2:
+        for shard in tqdm(todo, disable=None, **bar):
+            make_part(parts, corpus, tokenizer, shard)
+        return
+    place = (str(parts), corpus, tokenizer.name)
+    with ProcessPoolExecutor(
+        min(workers, len(todo)), multiprocessing.get_context("spawn"), initializer=start_worker, initargs=place
+    ) as pool:
+        try:
+            running = [pool.submit(work, shard) for shard in todo]
+            for done in tqdm(as_completed(running), disable=None, **bar):
+                done.result()
+        except BrokenProcessPool:
+            raise ConfigError(
+                f"{parts}: a process died; is memory short? data.workers=1 takes one only, finished shards are kept"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+worker: tuple[Path, Corpus, Tokenizer]  # of a process of the pool
+
+
+def start_worker(parts: str, corpus: Corpus, name: str) -> None:
+    """Of the pool; it ends with its parent, however that ends."""
+    global worker
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    worker = Path(parts), corpus, read_tokenizer(Path(parts), name)
+
+
+def end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def work(shard: int) -> None:
+    make_part(*worker, shard)
+
+
+def make_part(parts: Path, corpus: Corpus, tokenizer: Tokenizer, shard: int) -> None:
+    kind = id_type(tokenizer.vocabulary)
+    ids, lengths, begins, ends = [np.empty(0, kind)], [], [], []
+    for piece in corpus.read(shard):
+        found = np.asarray(tokenizer.encode(piece.text), kind)
+        if len(found) or not (piece.begins and piece.ends):
+            ids.append(found)
+            lengths.append(len(found))
+            begins.append(piece.begins)
+            ends.append(piece.ends)
+    held = io.BytesIO()
+    part = Part(np.concatenate(ids), np.array(lengths, np.int64), np.array(begins, bool), np.array(ends, bool))
+    np.savez(held, **part._asdict())
+    write_file(parts / f"{shard}.npz", held.getbuffer())
+
+
+def read_part(path: Path) -> Part:
+    with np.load(path) as held:
+        return Part(**held)
+
+
+def assemble(folder: Path, parts: list[Path], tokenizer: Tokenizer, held_out: float, tail: bool) -> dict[str, Any]:
+    """Write all parts as `train` and `val`, each document in its frame; returns what they hold."""
+    frame = tokenizer.frame
+    documents, bodies = (
+        sum(counts) for counts in zip((0, 0), *((int(p.begins.sum()), len(p.ids)) for p in map(read_part, parts)))
+    )
+    total = bodies + documents * (len(frame[0]) + len(frame[1]))
+    if not bodies:
+        raise ConfigError("data.path: no tokens, the text is empty")
+    if tail:
+        chosen, cut = np.empty(0, np.int64), total - max(1, round(held_out * total))
+        if not cut:
+            raise ConfigError("data.path: one token alone cannot be split into training and held-out text")
+    else:
+        if documents < 2:
+            raise ConfigError(
+                "data.path: a corpus of one document, none can be held out; data.document=line or paragraph cuts it "
+                "into several, data.split=tail holds its end out"
+            )
+        count, cut = min(max(1, round(held_out * documents)), documents - 1), total
+        chosen = np.sort(permute(torch.arange(count), documents, SEED).numpy())
+    train, val = (Writer(folder, split, id_type(tokenizer.vocabulary)) for split in SPLITS)
+    seen, written = 0, 0  # documents that have begun, ids
+    for part in map(read_part, parts):
+        ids, lengths = framed(part, *frame)
+        number = seen + part.begins.cumsum() - 1  # (P,) which document a piece is of
+        out = np.isin(number, chosen)
+        for writer, mine in ((val, out), (train, ~out)):
+            own, ends = ids[np.repeat(mine, lengths)], lengths[mine].cumsum()[part.ends[mine]]
+            if writer is train and written + len(own) > cut:
+                place = max(0, cut - written)
+                train.write(own[:place], ends[ends <= place])
+                val.write(own[place:], ends[ends > place] - place)
+            else:
+                writer.write(own, ends)
+            written += len(own)
+        seen += int(part.begins.sum())
+    return {split: writer.close() for split, writer in zip(SPLITS, (train, val))}
+
+
+def framed(part: Part, before: list[int], after: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids (T,) with what stands before each document that begins, and after each that ends, and the pieces'
+    lengths (P,)."""
+    lengths = part.lengths + part.begins * len(before) + part.ends * len(after)
+    stops = lengths.cumsum()
+    starts = stops - lengths
+    ids = np.empty(int(lengths.sum()), part.ids.dtype)
+    body = np.ones(len(ids), bool)
+    for places, frame in ((starts[part.begins], before), (stops[part.ends] - len(after), after)):
+        for i, token in enumerate(frame):
+            ids[places + i], body[places + i] = token, False
+    ids[body] = part.ids
+    return ids, lengths

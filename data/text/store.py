@@ -1,0 +1,145 @@
+"""A token file: ids of a corpus in one row, mapped into memory, with the ends of its documents and a manifest.
+
+A folder holds, for each of `train` and `val`, NAME.bin (uint16 or uint32 ids) and NAME.ends (int64: behind each
+document's last id), and `tokenizer.json` and `manifest.json`. It appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from data.text.tokenizers import Tokenizer
+from lion.config import ConfigError
+
+FORMAT = 1
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
+SPLITS = ("train", "val")
+
+
+def id_type(vocabulary: int) -> np.dtype:
+    """The smallest that holds the ids."""
+    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
+
+
+class Tokens:
+    """A split, mapped into memory: nothing is read before it is asked for.
+
+    Attributes:
+        ids: (T,), all documents in order.
+        ends: (N,) int64, rising, the last is T.
+    """
+
+    def __init__(self, ids: np.ndarray, ends: np.ndarray) -> None:
+        self.ids, self.ends = ids, ends
+
+    @classmethod
+    def open(cls, folder: Path, split: str, vocabulary: int) -> Tokens:
+        return cls(
+            np.memmap(folder / f"{split}.bin", id_type(vocabulary), "r"),
+            np.memmap(folder / f"{split}.ends", np.int64, "r"),
+        )
+
+
+class Writer:
+    """Writes one split, document after document, in constant memory."""
+
+    def __init__(self, folder: Path, split: str, kind: np.dtype) -> None:
+        self.names = (f"{split}.bin", f"{split}.ends")
+        self.files = [open(folder / name, "wb") for name in self.names]
+        self.sums = [hashlib.sha256() for _ in self.names]
+        self.kind, self.count, self.documents, self.last = kind, 0, 0, 0
+
+    def write(self, ids: np.ndarray, ends: np.ndarray) -> None:
+        """Append ids (T,) with the documents that end at `ends` (N,), counted from the first of these ids."""
+        self._append(0, ids.astype(self.kind))
+        if len(ends):
+            self._append(1, self.count + ends.astype(np.int64))
+            self.last = self.count + int(ends[-1])
+        self.count, self.documents = self.count + len(ids), self.documents + len(ends)
+
+    def _append(self, which: int, values: np.ndarray) -> None:
+        self.files[which].write(values.tobytes())
+        self.sums[which].update(values.tobytes())
+
+    def close(self) -> dict[str, Any]:
+        """End the last document, and tell what was written."""
+        if self.last < self.count:
+            self.write(np.empty(0), np.zeros(1))
+        for file in self.files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        files = {name: sum_.hexdigest() for name, sum_ in zip(self.names, self.sums)}
+        return {"tokens": self.count, "documents": self.documents, "sha256": files}
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A file that appears whole or not at all."""
+    partial = path.with_name(f"{path.name}.tmp")
+    with open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a token file's folder holds; sizes are compared, its bytes are not read.
+
+    Raises:
+        ConfigError: Something is missing, truncated, or of another format.
+    """
+    again = f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            raise ConfigError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}; {again}")
+        kind = id_type(manifest["tokenizer"]["vocabulary"])
+        wanted = {f"{s}.bin": manifest[s]["tokens"] * kind.itemsize for s in SPLITS}
+        wanted |= {f"{s}.ends": manifest[s]["documents"] * 8 for s in SPLITS}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{folder / MANIFEST}: cannot be read ({error}); {again}") from None
+    for name, size in wanted.items():
+        path = folder / name
+        held = path.stat().st_size if path.is_file() else 0
+        if held != size:
+            raise ConfigError(f"{path}: {held:,} bytes, its manifest says {size:,}: a truncated token file; {again}")
+    return manifest
+
+
+def check_sums(folder: Path) -> None:
+    """Read every byte of a token file and compare it with the manifest.
+
+    Raises:
+        ConfigError: A file is damaged.
+    """
+    manifest = read_manifest(folder)
+    for name, wanted in (item for split in SPLITS for item in manifest[split]["sha256"].items()):
+        with open(folder / name, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != wanted:
+            raise ConfigError(
+                f"{folder / name}: damaged, its SHA-256 is not that of the manifest; "
+                f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
+            )
+
+
+def read_tokenizer(folder: Path, name: str) -> Tokenizer:
+    """The one that made the ids.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return Tokenizer(name, tokenizers.Tokenizer.from_file(str(folder / TOKENIZER)))
+    except Exception as error:  # tokenizers' errors have no type of their own
+        raise ConfigError(
+            f"{folder / TOKENIZER}: cannot be read ({error}); remove {folder} and prepare it anew"
+        ) from None

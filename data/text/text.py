@@ -1,0 +1,269 @@
+"""Text as token files: local text, a data set of the Hub, and the text that every machine has."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sysconfig
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from data.base import DataConfig, DataSet, data_root, user_path
+from data.text.corpus import Corpus, Files, open_corpus
+from data.text.layouts import Layout, Packed, Padded, Windows
+from data.text.prepare import prepare
+from data.text.store import FORMAT, MANIFEST, SPLITS, Tokens, check_sums, read_manifest, read_tokenizer
+from data.text.tokenizers import MADE, WORDPIECE, Tokenizer, local_files, make_tokenizer, open_tokenizer
+from lion.config import ConfigError, setting
+from lion.tasks.data import Splits
+from lion.tasks.order import Drawn, Shuffled
+from lion.tasks.text import TextInfo
+
+LEARNT_FROM = 2**28  # characters of text that a tokenizer is trained on, at most
+BYTES_A_TOKEN = {"bytes": 1.0, "characters": 1.0}  # of code; else about 3.5
+BERT = {"pad": 0, "mask": 103, "cls": 101, "sep": 102, "unk": 100}
+KNOWN = {  # ids, fingerprint and special tokens of what a recipe may name without its files
+    "bert-base-uncased": (30522, "75b0b67765a160f58e037b3293f971ba596bab207cfec1cb10be8d5492d2e2a1", BERT),
+    "gpt2": (50257, "140f02bb05c0d82c3e45f14050c6be40a9b6fe2773b7dfce0fbb815918c30199", {"end": 50256}),
+}
+
+
+@dataclass
+class TextConfig(DataConfig):
+    """Settings of text.
+
+    Args:
+        root: Where token files are kept; null: `text` in the data root.
+        path: A file or folder of txt, jsonl or parquet, a Hub id, or a token file's folder that was made before.
+        subset, source: Of a Hub id, its configuration and split.
+        column: That of the text; null: found.
+        document: What a document is in plain text: a `line`, a `paragraph`, a whole `file`.
+        tokenizer: `bytes`; `characters` of the text; `wordpiece` or `bpe`, trained on the text to `vocabulary` tokens;
+            a name (`bert-base-uncased`, `gpt2`), or local files.
+        length: Tokens of a sample.
+        pack: `documents` side by side; `padded`, one a sample; `windows` that begin anywhere.
+        document_mask: Whether packed documents are kept apart through `segments`; without, the last incomplete
+            sample is left out.
+        split, val_split: What is held out: this share of the `documents`, or of the tokens at the `tail`.
+    """
+
+    name: str = "text"
+    path: str | None = setting(None, free=True)
+    subset: str | None = None
+    source: str = "train"
+    column: str | None = None
+    document: str = setting("file", choices=("line", "paragraph", "file"))
+    tokenizer: str = "bert-base-uncased"
+    vocabulary: int = setting(8192, min=300, max=2**20)
+    length: int = setting(128, min=2, max=2**20)
+    pack: str = setting("documents", choices=("documents", "padded", "windows"))
+    document_mask: bool = True
+    split: str = setting("documents", choices=("documents", "tail"))
+    val_split: float = setting(0.05, above=0, max=0.5)
+
+    def resized(self, sample_size: int) -> Self:
+        return replace(self, length=sample_size)
+
+
+class Text(DataSet):
+    """Tokenised once; then read from a memory-mapped file, whatever its size."""
+
+    Config, Info = TextConfig, TextInfo
+    workers = 0  # batches are made whole, in microseconds
+
+    def prepare(self) -> None:
+        """Make the token file where it is missing."""
+        config = self.config
+        if self.made_before is None:
+            prepare(
+                self.folder,
+                self.corpus,
+                self.make_tokenizer,
+                held_out=config.val_split,
+                tail=config.split == "tail",
+                workers=config.workers or len(os.sched_getaffinity(0)),
+            )
+
+    def check(self) -> str:
+        """Read all of the token file; what it holds, in words.
+
+        Raises:
+            ConfigError: It is damaged.
+        """
+        check_sums(self.folder)
+        manifest = read_manifest(self.folder)
+        parts = ", ".join(
+            f"{s} {manifest[s]['tokens']:,} tokens of {manifest[s]['documents']:,} documents" for s in SPLITS
+        )
+        return f"{self.folder}: {parts}; tokenizer {manifest['tokenizer']['name']}, checksums match"
+
+    def build(self) -> Splits:
+        config, folder = self.config, self.folder
+        if not folder.is_dir():
+            raise ConfigError(f"data set '{config.name}': no token file {folder}, ./run.sh prepare RECIPE makes it")
+        info = self.info(read_manifest(folder)["tokenizer"])
+        train, val = (self.layout(Tokens.open(folder, split, info.vocabulary), info, split) for split in SPLITS)
+        return Splits(train, val, None, info, order=Drawn() if config.pack == "windows" else Shuffled())
+
+    def layout(self, tokens: Tokens, info: TextInfo, split: str) -> Layout:
+        """The samples of a split; windows to evaluate on lie side by side."""
+        config, pad = self.config, info.special.get("pad", 0)
+        if config.pack == "padded":
+            return Padded(tokens, config.length, pad, info.special.get("sep") if "end" not in info.special else None)
+        if config.pack == "documents" and config.document_mask:
+            return Packed(tokens, config.length, pad)
+        if len(tokens.ids) < config.length:
+            raise ConfigError(f"data.length: {config.length} is more than the {len(tokens.ids)} tokens of {split}")
+        return Windows(tokens, config.length, 1 if config.pack == "windows" and split == "train" else config.length)
+
+    def info(self, described: dict[str, Any]) -> TextInfo:
+        """Of a manifest's tokenizer."""
+        values = {k: described[k] for k in ("vocabulary", "fingerprint", "special")}
+        return TextInfo(length=self.config.length, tokenizer=described["name"], **values)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The one that made the token file; where there is no token file, the one that would.
+
+        Raises:
+            ConfigError: There is none yet.
+        """
+        if self.folder.is_dir():
+            return read_tokenizer(self.folder, read_manifest(self.folder)["tokenizer"]["name"])
+        if self.config.tokenizer in MADE[1:]:
+            raise ConfigError(f"data.tokenizer: {self.config.tokenizer!r} is made by ./run.sh prepare RECIPE")
+        return open_tokenizer(self.config.tokenizer)
+
+    @property
+    def made_before(self) -> Path | None:
+        """`data.path`, where it is a token file's folder."""
+        path = user_path(self.config.path) if self.config.path else None
+        return path if path is not None and (path / MANIFEST).is_file() else None
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """Where the token file is; its name is of all that decides its content."""
+        if (made := self.made_before) is not None:
+            return made
+        config = self.config
+        keys = ("name", "subset", "source", "column", "document", "tokenizer", "split", "val_split")
+        decided = {key: getattr(config, key) for key in keys} | {"format": FORMAT, "corpus": self.identity()}
+        if config.tokenizer in MADE[2:]:
+            decided["vocabulary"] = config.vocabulary
+        if (files := local_files(config.tokenizer)) is not None:
+            decided["tokenizer"] = files.stem if files.is_file() else files.name
+        digest = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
+        root = user_path(config.root) if config.root else data_root() / "text"
+        return root / f"{config.name}-{decided['tokenizer'].replace('/', '_')}-{digest}"
+
+    def identity(self) -> Any:
+        """Which text it is: the files with their sizes and times, or a Hub id."""
+        if not self.config.path:
+            raise ConfigError("data.path: missing; a file or folder of txt, jsonl or parquet, or a Hub id")
+        return self.corpus().identity if user_path(self.config.path).exists() else self.config.path
+
+    def corpus(self) -> Corpus:
+        config = self.config
+        how = {"document": config.document, "column": config.column}
+        return open_corpus(config.path, **how, subset=config.subset, split=config.source)
+
+    def make_tokenizer(self, corpus: Corpus) -> Tokenizer:
+        name = self.config.tokenizer
+        if name not in MADE[1:]:
+            return open_tokenizer(name)
+        most = None if name == "characters" else LEARNT_FROM
+        return make_tokenizer(name, corpus.texts(most), self.config.vocabulary)
+
+    def estimate(self, tokens: float, documents: int) -> tuple[TextInfo, int] | None:
+        """What `published` says of a training split of this size."""
+        config = self.config
+        name = Path(config.tokenizer).name
+        if name in KNOWN:
+            vocabulary, fingerprint, special = KNOWN[name]
+        elif name == "bytes":
+            made = open_tokenizer(name)
+            vocabulary, fingerprint, special = made.vocabulary, made.fingerprint, made.special
+        elif name in MADE:
+            wordpiece = dict(zip(("pad", "unk", "cls", "sep", "mask"), range(len(WORDPIECE))))
+            special = {"wordpiece": wordpiece, "bpe": {"end": 0}}.get(name, {})
+            vocabulary, fingerprint = config.vocabulary, "not known before ./run.sh prepare RECIPE"
+        else:
+            return None
+        samples = {"padded": documents, "documents": tokens // config.length, "windows": tokens - config.length}
+        return TextInfo(vocabulary, config.length, name, fingerprint, special), int(samples[config.pack])
+
+
+@dataclass
+class C4Config(TextConfig):
+    """C4's English text, as BERT reads it."""
+
+    name: str = "c4"
+    path: str | None = setting("allenai/c4", free=True)
+    subset: str | None = "en"
+    val_split: float = setting(0.001, above=0, max=0.5)
+    pack: str = setting("padded", choices=("documents", "padded", "windows"))
+
+
+class C4(Text):
+    """364,868,892 documents, about 156 billion tokens."""
+
+    Config = C4Config
+
+    def published(self) -> tuple[TextInfo, int] | None:
+        return self.estimate(156e9, 364_868_892)
+
+
+@dataclass
+class OpenWebTextConfig(TextConfig):
+    """OpenWebText, as nanoGPT reads it."""
+
+    name: str = "openwebtext"
+    path: str | None = setting("Skylion007/openwebtext", free=True)
+    tokenizer: str = "gpt2"
+    length: int = setting(1024, min=2, max=2**20)
+    pack: str = setting("windows", choices=("documents", "padded", "windows"))
+    val_split: float = setting(0.0005, above=0, max=0.5)
+
+
+class OpenWebText(Text):
+    """8,013,769 documents, 9,035,582,198 tokens to train on."""
+
+    Config = OpenWebTextConfig
+
+    def published(self) -> tuple[TextInfo, int] | None:
+        return self.estimate(9_035_582_198, 8_009_762)
+
+
+@dataclass
+class PythonSourceConfig(TextConfig):
+    """The source of Python's standard library, a document a file; its tests are left out."""
+
+    name: str = "python_source"
+    tokenizer: str = "wordpiece"
+
+
+class PythonSource(Text):
+    """About 12 MB. It is of this Python: another version is another text."""
+
+    Config = PythonSourceConfig
+
+    def identity(self) -> Any:
+        return self.corpus().identity
+
+    def corpus(self) -> Corpus:
+        if self.config.path:
+            raise ConfigError("data.path: 'python_source' is this Python's own, data.name=text reads other text")
+        return Files(self.files(), document="file")
+
+    def files(self) -> list[Path]:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        outside = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+        return sorted(p for p in library.rglob("*.py") if not outside & set(p.relative_to(library).parts))
+
+    def published(self) -> tuple[TextInfo, int] | None:
+        files = self.files()
+        size = sum(path.stat().st_size for path in files) * (1 - self.config.val_split)
+        return self.estimate(size / BYTES_A_TOKEN.get(self.config.tokenizer, 3.5), len(files))

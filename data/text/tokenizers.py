@@ -1,0 +1,195 @@
+"""Text to ids and back: vocabularies by name, from local files, or made of the text itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+
+from data.base import data_root, user_path
+from lion.config import ConfigError, nearest
+
+MADE = ("bytes", "characters", "wordpiece", "bpe")  # from no file; all but `bytes` of the text that they are to read
+NAMES = {  # what special tokens are called
+    "pad": ("[PAD]", "<pad>"),
+    "mask": ("[MASK]", "<mask>"),
+    "cls": ("[CLS]", "<s>"),
+    "sep": ("[SEP]", "</s>"),
+    "unk": ("[UNK]", "<unk>"),
+    "end": ("<|endoftext|>",),
+}
+WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4 of one that is trained here
+BYTES = ["[PAD]", "[MASK]", "[CLS]", "[SEP]", "<|endoftext|>"]  # ids 256 to 260
+FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+
+
+class Tokenizer:
+    """A vocabulary and its rules. Text never becomes a special token: "[MASK]" in a document is three words."""
+
+    def __init__(self, name: str, inner: tokenizers.Tokenizer) -> None:
+        inner.no_padding()
+        inner.no_truncation()
+        inner.encode_special_tokens = True
+        self.name, self.inner = name, inner
+        self.ids: dict[str, int] = inner.get_vocab()
+        self.vocabulary = max(self.ids.values(), default=-1) + 1
+        found = {key: next((self.ids[n] for n in names if n in self.ids), None) for key, names in NAMES.items()}
+        self.special = {key: token for key, token in found.items() if token is not None}
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokens and their ids."""
+        return hashlib.sha256(json.dumps(sorted(self.ids.items(), key=lambda item: item[1])).encode()).hexdigest()
+
+    @property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The ids before and after a document: cls and sep, or the end, or nothing."""
+        if {"cls", "sep"} <= self.special.keys() and "end" not in self.special:
+            return [self.special["cls"]], [self.special["sep"]]
+        return [], [self.special["end"]] if "end" in self.special else []
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without a frame.
+
+        Raises:
+            ConfigError: It cannot be encoded.
+        """
+        try:
+            return self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets
+        except Exception as error:  # tokenizers' errors have no type of their own
+            odd = next((c for c in text if c not in self.ids), None) if self.name == "characters" else None
+            reason = f"no token for {odd!r}" if odd is not None else (str(error).splitlines() or [""])[0]
+            raise ConfigError(f"tokenizer {self.name!r} cannot encode {text[:40]!r}: {reason}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens included.
+
+        Raises:
+            ConfigError: An id is outside of the vocabulary.
+        """
+        if odd := [i for i in ids if not 0 <= i < self.vocabulary]:
+            raise ConfigError(f"tokenizer {self.name!r} has no id {odd[0]}, they are 0 to {self.vocabulary - 1}")
+        return self.inner.decode(list(ids), skip_special_tokens=False)
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """That of a name or of local files: `tokenizer.json`, `vocab.txt`, or `vocab.json` with `merges.txt`.
+
+    A bare name is looked for under `tokenizers` in the data root, and then on the Hub.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name == "bytes":
+        return Tokenizer(name, byte_level({c: i for i, c in enumerate(byte_symbols())}, BYTES))
+    if (local := local_files(name)) is not None:
+        return Tokenizer(local.stem if local.is_file() else local.name, read_files(local))
+    if looks_like_path(name):
+        raise ConfigError(f"data.tokenizer: no file or folder {name}")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
+    try:
+        return Tokenizer(name, tokenizers.Tokenizer.from_pretrained(name))
+    except Exception as error:  # what a missing network and a missing name raise has no common type
+        reason = (str(error).splitlines() or [""])[0][:100]
+        hint = nearest(name, [*MADE, "bert-base-uncased", "gpt2"])
+        place = data_root() / "tokenizers" / name
+        raise ConfigError(
+            f"data.tokenizer: no {name!r} in {place}, and the Hub does not give it ({reason}); {hint}"
+        ) from None
+
+
+def looks_like_path(name: str) -> bool:
+    return name.startswith(("/", "~", ".")) or name.endswith((".json", ".txt"))
+
+
+def local_files(name: str) -> Path | None:
+    """Where the files of a tokenizer are on this machine."""
+    places = [user_path(name)] if "/" in name or looks_like_path(name) else []
+    places.append(data_root() / "tokenizers" / name)
+    return next((p for p in places if p.is_file() or any((p / f).is_file() for f in FILES)), None)
+
+
+def read_files(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a file, or of a folder.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
+    try:
+        if file.suffix == ".txt":
+            return wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"))
+        if file.name == "vocab.json":
+            inner = tokenizers.Tokenizer(models.BPE.from_file(str(file), str(file.with_name("merges.txt"))))
+            return in_bytes(inner)
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers' errors have no type of their own
+        raise ConfigError(f"data.tokenizer: {file} cannot be read ({(str(error).splitlines() or [''])[0]})") from None
+
+
+def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """One of `MADE` out of these texts, with `vocabulary` tokens at most.
+
+    Raises:
+        ConfigError: There is no text.
+    """
+    if name == "characters":
+        found: set[str] = set()
+        for text in texts:
+            found.update(text)
+        if not found:
+            raise ConfigError("data.path: no text to take the characters from")
+        inner = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(sorted(found))}))
+        inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        inner.decoder = decoders.Fuse()
+        return Tokenizer(name, inner)
+    how: dict[str, Any] = {"vocab_size": vocabulary, "show_progress": False}
+    if name == "wordpiece":
+        inner, trainer = wordpiece(models.WordPiece(unk_token="[UNK]")), trainers.WordPieceTrainer
+        how["special_tokens"] = WORDPIECE
+    else:
+        inner, trainer = in_bytes(tokenizers.Tokenizer(models.BPE())), trainers.BpeTrainer
+        how |= {"special_tokens": ["<|endoftext|>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    inner.train_from_iterator(texts, trainer(**how))
+    return Tokenizer(name, plain(inner))
+
+
+def plain(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same; its special tokens are in the vocabulary alone, so that text never becomes one."""
+    held = json.loads(inner.to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps({**held, "added_tokens": []}))
+
+
+def wordpiece(model: models.WordPiece) -> tokenizers.Tokenizer:
+    """As BERT's, uncased."""
+    inner = tokenizers.Tokenizer(model)
+    inner.normalizer = normalizers.BertNormalizer(lowercase=True)
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    inner.decoder = decoders.WordPiece()
+    return inner
+
+
+def in_bytes(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """As GPT-2's: no text is unknown."""
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def byte_level(ids: dict[str, int], special: list[str]) -> tokenizers.Tokenizer:
+    """Bytes that nothing joins."""
+    ids = {**ids, **{name: len(ids) + i for i, name in enumerate(special)}}
+    return in_bytes(tokenizers.Tokenizer(models.BPE(ids, [])))
+
+
+def byte_symbols() -> list[str]:
+    """The character by which GPT-2's alphabet stands for each byte."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in shown]
+    return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]

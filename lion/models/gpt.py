@@ -1,0 +1,159 @@
+"""GPT-2's decoder as in nanoGPT, with any causal mixer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.config import setting
+from lion.layers import AttentionConfig
+from lion.layers.decays import Decay
+from lion.layers.layout import AS_THEY_STAND, Layout
+from lion.layers.mixer import state_type
+from lion.layers.mixers import MIXERS
+from lion.layers.rotations import NO_ROTATION
+from lion.models.base import Model
+from lion.models.encoder import Encoder, EncoderConfig
+from lion.models.init import INITS
+
+
+@dataclass
+class CausalAttentionConfig(AttentionConfig):
+    """No token sees a later one. Mixers take their causal decay convention, "target" (Eq. 5)."""
+
+    direction: str = setting("forward", choices=("forward",))
+
+
+@dataclass
+class GPTConfig(EncoderConfig):
+    """A GPT. None in `position_embedding` stands for the convention of the mixer: on where the mixer itself knows no
+    order (softmax, Lion-lit, linear Transformer), off for decays and rotations.
+
+    `bias=false` leaves it out of projections, MLP and norms, as nanoGPT does; gates of decays keep theirs. The
+    vocabulary's embeddings are as many as the next multiple of `pad_vocabulary` (nanoGPT: 64), for speed alone.
+    """
+
+    name: str = "gpt"
+    norm_eps: float = setting(1e-5, above=0)
+    init: str = setting("gpt2", choices=INITS)
+    attention: CausalAttentionConfig = field(default_factory=CausalAttentionConfig)
+    position_embedding: bool | None = None
+    bias: bool = True
+    pad_vocabulary: int = setting(1, min=1, max=65_536)
+
+    conventions: ClassVar[dict[str, str]] = {"positions": "position_embedding", **EncoderConfig.conventions}
+
+    def resolved(self) -> Self:
+        c = super().resolved()
+        if c.attention.scans != AS_THEY_STAND:
+            raise ValueError("attention.scans: text has one order, that in which its tokens come")
+        knows_order = c.attention.rotation != NO_ROTATION or (c.mixer in MIXERS and MIXERS[c.mixer].decay is not None)
+        if c.position_embedding is None:
+            c.position_embedding = not knows_order
+        return c
+
+
+@state_type
+class GPTState(NamedTuple):
+    """The next token's `position` (B,), and the state of every block."""
+
+    position: Tensor
+    blocks: list[Any]
+
+
+class GPT(Model):
+    """Causal language model: embeddings, encoder, and the token embeddings once more as the head.
+
+    Args:
+        config: Shape of the model.
+        vocabulary: Token ids are below it.
+        length: Tokens of a training sequence, as many as there are position embeddings.
+
+    With `segments` tokens see their own segment alone, where positions begin anew.
+    """
+
+    Config = GPTConfig
+    heads = ("tokens.",)
+
+    def __init__(self, config: GPTConfig, *, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.config = c = config.resolved()
+        self.vocabulary, self.length = vocabulary, length
+        self.tokens = nn.Embedding(-(-vocabulary // c.pad_vocabulary) * c.pad_vocabulary, c.dim)
+        self.positions = nn.Embedding(length, c.dim) if c.position_embedding else None
+        self.dropout = nn.Dropout(c.dropout)
+        self.encoder = Encoder(c)
+        if not c.bias:
+            drop_biases(self)
+        INITS[c.init](self, c.init_std)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sequence it can read; None where there is no limit."""
+        return None if self.positions is None else self.length
+
+    def units(self) -> list[nn.Module]:
+        return list(self.encoder.blocks)
+
+    def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
+        """A shorter model takes the first positions; for a longer one they do not fit."""
+        if self.positions is None or "positions.weight" not in weights:
+            return weights
+        return {**weights, "positions.weight": weights["positions.weight"][: self.length]}
+
+    def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Logits (B, L, vocabulary) of the token after each of tokens (B, L); `segments` (B, L), -1 is padding.
+
+        Raises:
+            ValueError: More tokens than there are position embeddings.
+        """
+        x = self.tokens(tokens)
+        layout = Layout.of(x, segments=segments)
+        return self.logits(self.encoder(self.placed(x, layout.positions_of(x)), layout))
+
+    def placed(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings x (B, L, dim) of tokens, with those of their positions (B or 1, L)."""
+        if self.positions is not None:
+            if x.shape[1] > self.length:
+                raise ValueError(f"tokens: {x.shape[1]} in a row, this model has embeddings of {self.length} positions")
+            x = x + self.positions(positions.clamp(min=0))  # padding in front has none
+        return self.dropout(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, L, dim) -> (B, L, vocabulary)"""
+        return F.linear(x, self.tokens.weight)[..., : self.vocabulary]
+
+    @property
+    def streams(self) -> bool:
+        return self.encoder.causal
+
+    def initial_state(self, batch: int) -> GPTState:
+        return GPTState(self.tokens.weight.new_zeros(batch, dtype=int), self.encoder.initial_state(batch))
+
+    def prefill(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
+        """Logits (B, L, vocabulary) after each token of prompts (B, L), and the state to go on from."""
+        x = self.tokens(inputs)
+        layout = Layout.of(x, valid)
+        y, blocks = self.encoder.prefill(self.placed(x, layout.positions_of(x)), layout)
+        return self.logits(y), GPTState(layout.next_position(x), blocks)
+
+    def step(self, inputs: Tensor, state: GPTState) -> tuple[Tensor, GPTState]:
+        """Logits (B, C, vocabulary) after each of the next tokens (B, C), and the state after them.
+
+        Beyond the position embeddings it fails: `longest` says when.
+        """
+        count = inputs.shape[1]
+        positions = state.position[:, None] + state.position.new_ones(count).cumsum(0) - 1
+        x, blocks = self.encoder.step(self.placed(self.tokens(inputs), positions), state.blocks)
+        return self.logits(x), GPTState(state.position + count, blocks)
+
+
+def drop_biases(model: nn.Module) -> None:
+    """Take the biases of all Linear and LayerNorm away, but for those of decays."""
+    kept = {part for decay in model.modules() if isinstance(decay, Decay) for part in decay.modules()}
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm)) and module not in kept:
+            module.register_parameter("bias", None)

@@ -1,0 +1,86 @@
+"""Causal language modelling: each token from those before it; perplexity, the exponential of the loss a token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.config import ConfigError
+from lion.models import MODELS
+from lion.models.gpt import GPT
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain
+from lion.tasks.data import Batch
+from lion.tasks.metrics import Mean, Metric, OfMeans
+from lion.tasks.text import TextInfo
+
+LOSS = Mean("loss", higher_is_better=False, digits=3)
+PERPLEXITY = OfMeans("perplexity", higher_is_better=False, function=math.exp, of=("loss",))
+
+
+@dataclass
+class CausalLMConfig:
+    name: str = "causal_lm"
+
+
+class CausalLM(Task):
+    """Batches hold `tokens` (B, L), and where documents share a row `segments` (B, L), -1 for padding; evaluation
+    batches also `mask` (B,).
+
+    The model reads all but the last token and is judged by all but the first, within a segment: a window of 65 is 64
+    tokens of context, nanoGPT's `block_size`.
+    """
+
+    Config = CausalLMConfig
+    Model = GPT
+    default_model = "gpt"
+    Info = TextInfo
+    unit = "sequences"
+
+    @staticmethod
+    def metrics_of(config: CausalLMConfig) -> tuple[Metric, ...]:
+        return PERPLEXITY, LOSS
+
+    def build_model(self, config: Any) -> GPT:
+        if self.info.length < 2:
+            raise ConfigError(f"data: sequences of {self.info.length} token hold none to predict, take at least 2")
+        sizes = {"vocabulary": self.info.vocabulary, "length": self.info.length - 1}
+        return build_or_explain(MODELS[config.name], config, **sizes)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        losses = token_losses(self.outputs(model, batch), batch)
+        return Sums(losses.sum(), counted(batch).sum().to(losses.dtype))
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        logits = self.outputs(model, batch)
+        real = batch["mask"][:, None]
+        losses = token_losses(logits, batch) * real
+        return Outcome({"loss": (losses.sum(dtype=torch.float64), (counted(batch) & real).sum())}, logits)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Logits (B, L - 1, vocabulary) of every token but the first."""
+        segments = batch.get("segments")
+        return model(batch["tokens"][:, :-1], None if segments is None else segments[:, :-1]).float()
+
+    def example(self, size: int, device: torch.device | str) -> Batch:
+        return {"tokens": torch.randint(self.info.vocabulary, (size, self.info.length), device=device)}
+
+
+def counted(batch: Batch) -> Tensor:
+    """Which of the tokens (B, L - 1) after the first follow one of their own segment."""
+    segments = batch.get("segments")
+    if segments is None:
+        return torch.ones_like(batch["tokens"][:, 1:], dtype=torch.bool)
+    return (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
+
+
+def token_losses(logits: Tensor, batch: Batch) -> Tensor:
+    """Cross-entropy (B, L - 1), in nats, of the tokens after the first; 0 for those that are not counted."""
+    targets = batch["tokens"][:, 1:]
+    if "segments" in batch:
+        targets = targets.masked_fill(~counted(batch), -100)  # also padding, whose ids may be anything
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)

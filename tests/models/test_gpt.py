@@ -1,0 +1,148 @@
+"""GPT: published shapes and initialisation, causality, segments, and streaming as a whole."""
+
+import io
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lion.layers import KINDS, MIXERS, SOFTMAX
+from lion.models.gpt import GPT, CausalAttentionConfig, GPTConfig
+from lion.runs import count_parameters
+
+TOKENS = 11
+
+
+def gpt(mixer=SOFTMAX, *, length=24, **settings):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(mixer, 12, 2, 3, **settings), vocabulary=TOKENS, length=length).double().eval()
+
+
+def ids(*shape, seed=0):
+    return torch.randint(TOKENS, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_published_shape():
+    """nanoGPT: 124 M, of which 123.59 M are no position embeddings."""
+    with torch.device("meta"):
+        config = GPTConfig(SOFTMAX, 768, 12, 12, bias=False, pad_vocabulary=64)
+        model = GPT(config, vocabulary=50_257, length=1024)
+    assert model.tokens.weight.shape == (50_304, 768)
+    assert count_parameters(model) - model.positions.weight.numel() == 123_587_328
+    assert not any(name.endswith("bias") for name, _ in model.named_parameters())
+
+
+def test_gates_keep_their_biases():
+    for mixer in ("lion_s", "gla"):
+        left = [name for name, _ in gpt(mixer, bias=False).named_parameters() if name.endswith("bias")]
+        assert len(left) == 2 and all(".decays." in name for name in left)
+
+
+def test_what_writes_into_the_residual_stream_starts_smaller():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig("lion_s", 256, 3, 4), vocabulary=500, length=100)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            small = name.endswith((".attention.proj.weight", ".mlp.fc2.weight"))
+            assert parameter.std().item() == pytest.approx(0.02 / math.sqrt(6) if small else 0.02, rel=0.1), name
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+
+
+def test_positions_are_for_mixers_that_know_no_order():
+    with_positions = {mixer for mixer in KINDS if gpt(mixer).positions is not None}
+    assert with_positions == {"softmax", "none", "lion_lit", "linear_transformer"}
+    assert gpt(SOFTMAX).longest == 24 and gpt("lion_s").longest is None
+    assert gpt(SOFTMAX, attention=CausalAttentionConfig(rotation="rope")).positions is None
+
+
+@pytest.mark.parametrize("mixer", KINDS)
+@torch.inference_mode()
+def test_no_token_sees_a_later_one(mixer):
+    model, tokens = gpt(mixer), ids(2, 12)
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % TOKENS
+    a, b = model(tokens), model(changed)
+    torch.testing.assert_close(a[:, :7], b[:, :7], rtol=0, atol=1e-12)
+    assert (a[:, 7] - b[:, 7]).abs().min() > 0
+
+
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("mixer", KINDS)
+@torch.inference_mode()
+def test_it_streams_as_a_whole_from_ragged_prompts(mixer):
+    model, tokens, lengths = gpt(mixer), ids(3, 10), torch.tensor([10, 4, 7])
+    assert model.streams
+    valid = torch.arange(10) < lengths[:, None]
+    logits, state = model.prefill(tokens, valid)
+    assert state.position.tolist() == lengths.tolist()
+    rows = [tokens[i : i + 1, :n] for i, n in enumerate(lengths)]
+    for i, n in enumerate(lengths):
+        torch.testing.assert_close(logits[i : i + 1, :n], model(rows[i]), rtol=0, atol=1e-10)
+    for count in (1, 3):  # a token, then three at once
+        new = ids(3, count, seed=count)
+        rows = [torch.cat([row, new[i : i + 1]], 1) for i, row in enumerate(rows)]
+        logits, state = model.step(new, saved(state))
+        for i, row in enumerate(rows):
+            torch.testing.assert_close(logits[i : i + 1], model(row)[:, -count:], rtol=0, atol=1e-10)
+
+
+@torch.inference_mode()
+def test_a_stream_without_a_prompt():
+    for mixer in (SOFTMAX, "lion_s"):
+        model, tokens = gpt(mixer), ids(2, 3)
+        logits, _ = model.step(tokens, model.initial_state(2))
+        torch.testing.assert_close(logits, model(tokens), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@torch.inference_mode()
+def test_segments_are_read_as_if_alone(mixer):
+    model, tokens = gpt(mixer), ids(1, 12)
+    segments = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3])
+    packed = model(tokens, segments)
+    for part in (slice(0, 5), slice(5, 9)):
+        torch.testing.assert_close(packed[:, part], model(tokens[:, part]), rtol=0, atol=1e-10)
+
+
+def test_the_head_is_the_embedding():
+    model = gpt(pad_vocabulary=8)
+    logits = model(ids(1, 4))
+    assert model.tokens.weight.shape == (16, 12) and logits.shape == (1, 4, TOKENS)
+    x = model.encoder(model.tokens(ids(1, 4)) + model.positions.weight[:4])
+    torch.testing.assert_close(logits, F.linear(x, model.tokens.weight)[..., :TOKENS])
+    F.cross_entropy(logits.flatten(0, 1), ids(4)).backward()
+    assert model.tokens.weight.grad[:TOKENS].abs().sum(1).all() and not model.tokens.weight.grad[TOKENS:].any()
+
+
+def test_a_sequence_beyond_the_positions():
+    with pytest.raises(ValueError, match="tokens: 25 in a row, this model has embeddings of 24 positions"):
+        gpt()(ids(1, 25))
+    assert gpt("lion_s")(ids(1, 25)).shape == (1, 25, TOKENS)
+
+
+def test_a_shorter_model_takes_the_first_positions():
+    long, short = gpt(), gpt(length=8)
+    short.load_state_dict(short.adapt(long.state_dict(), long))
+    torch.testing.assert_close(short(ids(1, 8)), long(ids(1, 8)))
+
+
+def test_settings_that_are_none():
+    with pytest.raises(ValueError, match=r"attention.*'both' is not a choice"):
+        GPTConfig(SOFTMAX, 12, 1, 3, attention=CausalAttentionConfig(direction="both"))
+    with pytest.raises(ValueError, match=r"attention.scans: text has one order"):
+        GPTConfig("lion_s", 12, 1, 3, attention=CausalAttentionConfig(scans=("row_snake", "column_snake")))
+
+
+def test_another_mixer_is_causal_too_and_a_label_says_what_is_unusual():
+    config = GPTConfig(SOFTMAX, 12, 1, 3).with_mixer("lion_s")
+    assert config.attention.direction == "forward" and config.label() == "lion_s"
+    assert config.resolved().attention.decay_convention == "target"
+    assert GPTConfig("lion_s", 12, 1, 3, position_embedding=True).label() == "lion_s with positions"

@@ -1,0 +1,117 @@
+"""The modes of generation agree, and draws depend on nothing but what they should."""
+
+import pytest
+import torch
+
+from lion.layers import KINDS, SOFTMAX
+from lion.models.gpt import GPT, GPTConfig
+from lion.tasks.generation import Continuation, Sampling, streaming_mode
+
+PROMPTS = [[1, 2, 3, 4, 5, 6], [7], [8, 9, 1]]
+GREEDY = Sampling(temperature=0)
+
+
+def gpt(mixer=SOFTMAX, length=40):
+    torch.manual_seed(0)
+    config = GPTConfig(mixer, 24, 2, 3, init_std=0.3)  # far from a uniform guess
+    return GPT(config, vocabulary=11, length=length).eval()
+
+
+def generated(model, mode, count=20, sampling=GREEDY, seed=0, prompts=PROMPTS):
+    text = Continuation.of(model, mode, prompts)
+    for _ in text.generate(count, sampling, seed):
+        pass
+    return text.rows
+
+
+@pytest.mark.parametrize("mixer", KINDS)
+def test_teacher_forced_logits_agree(mixer):
+    model, tokens = gpt(mixer), torch.randint(11, (3, 20))
+    slow, fast = (Continuation.of(model, mode, PROMPTS) for mode in ("attention", streaming_mode(model)))
+    for column in tokens.mT:
+        torch.testing.assert_close(fast.logits, slow.logits, rtol=0, atol=1e-4)
+        assert slow.logits.std() > 0.1
+        slow.append(column), fast.append(column)
+    torch.testing.assert_close(fast.logits, slow.logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("mixer", KINDS)
+def test_greedy_tokens_are_equal_in_float64(mixer):
+    model = gpt(mixer).double()
+    rows = generated(model, "attention")
+    assert rows == generated(model, streaming_mode(model))
+    alone = [generated(model, streaming_mode(model), prompts=[prompt])[0] for prompt in PROMPTS]
+    assert rows == alone and [len(row) for row in rows] == [26, 21, 23]
+
+
+def test_draws_depend_on_seed_row_and_place():
+    model = gpt("lion_s").double()
+    rows = generated(model, "rnn", sampling=Sampling(), prompts=[[1], [1]])
+    assert rows[0] != rows[1]
+    assert rows == generated(model, "attention", sampling=Sampling(), prompts=[[1], [1]])
+    assert rows[:1] == generated(model, "rnn", sampling=Sampling(), prompts=[[1]])
+    assert rows != generated(model, "rnn", sampling=Sampling(), seed=1, prompts=[[1], [1]])
+
+
+def test_what_is_generated_in_parts_is_what_it_would_have_been():
+    for mixer in (SOFTMAX, "lion_s"):
+        model = gpt(mixer)
+        text = Continuation.of(model, streaming_mode(model), PROMPTS)
+        for count in (3, 7, 10):
+            for _ in text.generate(count, Sampling(0.7), 5):
+                pass
+        assert text.rows == generated(model, streaming_mode(model), sampling=Sampling(0.7), seed=5)
+
+
+def test_the_state_of_rnn_mode_does_not_grow():
+    def bytes_of(mixer, count):
+        model = gpt(mixer, length=200)
+        text = Continuation.of(model, streaming_mode(model), [[1, 2]])
+        for _ in text.generate(count, GREEDY, 0):
+            pass
+        return sum(part.nbytes for block in text.state.blocks for part in block)
+
+    assert bytes_of("lion_s", 5) == bytes_of("lion_s", 100)
+    assert bytes_of(SOFTMAX, 5) < bytes_of(SOFTMAX, 100)
+
+
+def test_what_remains_to_draw_from():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[[2, 0, 3, 1]][None]  # ids by likelihood: 1, 3, 0, 2
+
+    def counts(**settings):
+        chance = (torch.arange(1000) + 0.5) / 1000
+        drawn = Sampling(**settings).choose(logits.expand(1000, -1), chance)
+        return [round(n / 1000, 2) for n in drawn.bincount(minlength=4).tolist()]
+
+    assert counts() == [0.15, 0.5, 0.05, 0.3]
+    assert counts(top_k=2) == [0, 0.62, 0, 0.38]
+    assert counts(top_p=0.8) == [0, 0.62, 0, 0.38]  # 0.5 + 0.3 reach it
+    assert counts(top_p=0.81) == [0.16, 0.53, 0, 0.32]
+    assert counts(top_p=1e-9) == counts(top_k=1) == counts(temperature=0) == [0, 1, 0, 0]
+    assert counts(top_k=9) == counts()
+    squared = [p * p / 0.365 for p in (0.15, 0.5, 0.05, 0.3)]
+    assert counts(temperature=0.5) == pytest.approx(squared, abs=0.006)
+    edge = torch.tensor([0.0, 1 - 2**-24])
+    assert Sampling(top_k=3).choose(logits.expand(2, -1), edge).tolist() == [1, 0]
+
+
+def test_beyond_the_positions_only_attention_goes_on_over_the_last_of_them():
+    model = gpt(length=8)
+    (row,) = generated(model, "attention", count=12, prompts=[[1, 2]])
+    assert len(row) == 14
+    with torch.inference_mode():
+        assert row[13] == model(torch.tensor([row[5:13]]))[0, -1].argmax()
+    with pytest.raises(ValueError, match="2 and 12 more are beyond the model's 8 positions; take 6 at most"):
+        generated(model, "kv", count=12, prompts=[[1, 2]])
+    assert len(generated(model, "kv", count=6, prompts=[[1, 2]])[0]) == 8
+    with pytest.raises(ValueError, match="9 and 0 more are beyond"):
+        Continuation.of(model, "kv", [[1] * 9])
+
+
+def test_wrong_modes_and_prompts():
+    with pytest.raises(ValueError, match="mixer 'lion_s' has attention and rnn, got 'kv'"):
+        Continuation.of(gpt("lion_s"), "kv", PROMPTS)
+    with pytest.raises(ValueError, match="has attention and kv, got 'rnn'"):
+        Continuation.of(gpt(), "rnn", PROMPTS)
+    with pytest.raises(ValueError, match="at least one token"):
+        Continuation.of(gpt(), "kv", [[1], []])

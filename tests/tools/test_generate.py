@@ -1,0 +1,135 @@
+"""`./run.sh generate`: streams, several prompts, every mode, and going on from a file."""
+
+import pytest
+import torch
+
+from lion.runs import open_run
+from tests.helpers import here, refuse, tiny_recipe
+from tools import generate
+from tools.generate import Decoder
+
+TEXT = "the cat sat on the mat. the dog sat on the log. a hat, a bat; what of that?\n" * 30
+
+
+def trained(folder, mixer):
+    file = folder / "text.txt"
+    file.write_text(TEXT)
+    path = folder / f"{mixer}.yaml"
+    path.write_text(f"""
+task: {{name: causal_lm}}
+data: {{name: text, path: {file}, tokenizer: characters, pack: windows, length: 33, split: tail, val_split: 0.1}}
+model: {{mixer: {mixer}, dim: 16, depth: 2, num_heads: 2, init_std: 0.3}}
+optim: {{lr: 1e-3}}
+trainer: {{batch_size: 8, steps: 4, eval_every: 4, save_every: 4, compile: false, device: cpu}}
+run: {{root: {folder / "runs"}}}
+""")
+    assert here("train", path, "--no-eval") == 0
+    return folder / "runs" / mixer
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LION_DATA", str(folder / "data"))
+        yield {mixer: trained(folder, mixer) for mixer in ("softmax", "lion_s")}
+
+
+def text_of(capsys, *args):
+    assert here("generate", *args) == 0
+    out = capsys.readouterr()
+    return out.out, out.err
+
+
+@pytest.mark.parametrize(("mixer", "mode"), [("softmax", "kv"), ("lion_s", "rnn")])
+def test_modes_write_the_same_text(runs, capsys, mixer, mode):
+    greedy = [runs[mixer], "--prompt", "the ", "--tokens", 20, "--temperature", 0]
+    text, said = text_of(capsys, *greedy)
+    assert text.startswith("the ") and len(text) == 4 + 20 + 1 and set(text) <= set(TEXT)
+    assert f"mode {mode}: 20 tokens" in said
+    assert text_of(capsys, *greedy, "--mode", "attention")[0] == text
+    drawn = [runs[mixer], "--prompt", "the ", "--tokens", 20, "--seed", 3, "--top-k", 9, "--top-p", 0.9]
+    assert text_of(capsys, *drawn)[0] == text_of(capsys, *drawn, "--mode", "attention")[0] != text
+
+
+def test_several_prompts_are_each_continued_as_if_alone(runs, capsys):
+    prompts = ["the cat sat", "a", "what of"]
+    options = ["--tokens", 15, "--temperature", 0]
+    for run in runs.values():
+        many, _ = text_of(capsys, run, *(x for p in prompts for x in ("--prompt", p)), *options)
+        alone = [text_of(capsys, run, "--prompt", p, *options)[0] for p in prompts]
+        assert many == "".join(f"[{i}] {text}" for i, text in enumerate(alone, 1))
+
+
+@pytest.mark.parametrize("mode", ["attention", "kv", "rnn"])
+def test_a_state_goes_on_as_one_longer_call_would_have(runs, capsys, tmp_path, mode):
+    run, state = runs["softmax" if mode == "kv" else "lion_s"], tmp_path / "state.pt"
+    asked = [run, "--mode", mode, "--seed", 1]
+    whole, _ = text_of(capsys, *asked, "--prompt", "the cat", "--tokens", 20)
+    first, _ = text_of(capsys, *asked, "--prompt", "the cat", "--tokens", 8, "--state", state)
+    second, _ = text_of(capsys, run, "--seed", 1, "--tokens", 5, "--state", state)
+    third, _ = text_of(capsys, *asked, "--tokens", 7, "--state", state)
+    assert first[:-1] + second[:-1] + third == whole
+
+
+def test_text_comes_as_it_is_written(runs, monkeypatch):
+    shown = []
+    monkeypatch.setattr(generate, "show", shown.append)
+    assert here("generate", runs["lion_s"], "--prompt", "a", "--tokens", 6) == 0
+    assert len(shown) == 8 and shown[0] == "a" and all(len(text) == 1 for text in shown)
+
+
+def test_a_character_waits_for_its_bytes():
+    raw = "aé€".encode()
+    decoder = Decoder(lambda ids: bytes(ids).decode(errors="replace"))
+    assert [decoder.add(byte) for byte in raw] == ["a", "", "é", "", "", "€"]
+    assert [decoder.add(0x80) for _ in range(4)] == ["", "", "", "\ufffd" * 4]  # never to be one
+    assert decoder.add(0xC3) == "" and decoder.rest() == "\ufffd" and decoder.rest() == ""
+
+
+def test_bad_requests(runs, capsys, tmp_path):
+    softmax, lion = runs["softmax"], runs["lion_s"]
+    state = tmp_path / "state.pt"
+    assert "give a --prompt" in refuse(capsys, "generate", lion)
+    assert "no --prompt to begin one" in refuse(capsys, "generate", lion, "--state", state)
+    assert "'lion_s' has attention and rnn, got 'kv'" in refuse(
+        capsys, "generate", lion, "--prompt", "a", "--mode", "kv"
+    )
+    assert "at least one token" in refuse(capsys, "generate", lion, "--prompt", "")
+    assert "cannot encode 'an Ä'" in refuse(capsys, "generate", lion, "--prompt", "an Ä")
+    long = refuse(capsys, "generate", softmax, "--prompt", "the", "--tokens", 30)
+    assert "--tokens: 3 and 30 more are beyond the model's 32 positions; take 29 at most" in long
+    for option, value in (("--temperature", -1), ("--top-k", 0), ("--top-p", 2), ("--top-p", "much")):
+        assert option in refuse(capsys, "generate", lion, "--prompt", "a", option, value)
+    assert here("generate", lion, "--prompt", "a", "--tokens", 2, "--state", state) == 0
+    capsys.readouterr()
+    assert "go on from it without --prompt" in refuse(capsys, "generate", lion, "--prompt", "a", "--state", state)
+    assert "is of other weights" in refuse(capsys, "generate", softmax, "--state", state)
+    assert "is of mode rnn" in refuse(capsys, "generate", lion, "--state", state, "--mode", "attention")
+    torch.save({"mode": "rnn"}, state)
+    assert "is no state of ./run.sh generate" in refuse(capsys, "generate", lion, "--state", state)
+    state.write_text("text")
+    assert "not a readable checkpoint" in refuse(capsys, "generate", lion, "--state", state)
+
+
+def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT.replace("cat", "CAT"))
+    line = refuse(capsys, "generate", runs["lion_s"], f"data.path={other}", "--prompt", "a")
+    assert "of another vocabulary" in line
+
+
+def test_a_model_of_pictures_writes_no_text(capsys, tmp_path):
+    pytest.importorskip("sklearn")
+    assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
+    capsys.readouterr()
+    assert "writes no text" in refuse(capsys, "generate", tmp_path / "runs" / "tiny", "--prompt", "a")
+
+
+def test_the_digest_is_of_all_weights(runs):
+    model = open_run(runs["lion_s"]).model
+    before = generate.digest(model)
+    assert before == generate.digest(open_run(runs["lion_s"]).model)
+    with torch.no_grad():
+        model.encoder.norm.bias[0] += 1
+    assert generate.digest(model) != before

@@ -1,0 +1,183 @@
+"""Text that a run's causal model writes on from prompts, token by token.
+
+    python -m tools.generate RUN --prompt TEXT [--prompt TEXT ..] [--mode attention|kv|rnn] [--tokens N]
+        [--temperature T] [--top-k K] [--top-p P] [--seed S] [--state FILE]
+
+Text goes to stdout as it comes; of several prompts, which are continued at once, the first, and the others after it.
+--state keeps where it ended: the same command without --prompt goes on from there, and gives the text that one longer
+call would have given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lion.config import ConfigError
+from lion.models.gpt import GPT
+from lion.runs import LoadedRun, open_run
+from lion.tasks.generation import MODES, Continuation, Sampling, streaming_mode
+from lion.trainer.checkpoint import load_state, write_atomic
+from lion.trainer.runtime import start_runtime
+from tools.cli import Parser, count, run_command, say
+from tools.compose import open_data, resolve_run
+
+UNFINISHED, LONGEST = "\ufffd", 4  # what a character lacks bytes for decodes to, and the tokens that it has at most
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh generate", description=__doc__.splitlines()[0])
+    parser.add_argument("run")
+    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where its data are now")
+    parser.add_argument("--prompt", action="append", default=[], help="several are continued at once")
+    parser.add_argument("--mode", choices=MODES, help="default: kv for softmax, rnn for linear mixers")
+    parser.add_argument("--tokens", type=count, default=200, help="to write")
+    parser.add_argument("--temperature", type=between(0, 1000), default=1.0, help="0: the likeliest token")
+    parser.add_argument("--top-k", type=count, help="draw from the K likeliest tokens")
+    parser.add_argument("--top-p", type=between(0, 1), default=1.0, help="and from the fewest that hold this share")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--state", type=Path, metavar="FILE", help="where to keep the end, and to go on from")
+    parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
+    args = parser.parse_intermixed_args(argv)
+    check_request(args)
+    loaded = open_run(args.run, checkpoint=args.checkpoint)
+    if not isinstance(loaded.model, GPT):
+        raise ConfigError(f"{loaded.folder}: task {loaded.recipe.task.name!r} writes no text, causal_lm does")
+    tokenizer = open_data(resolve_run(loaded.folder, args.overrides)).tokenizer
+    check_tokenizer(tokenizer, loaded)
+    runtime = start_runtime(loaded.recipe.trainer.device, matmul=loaded.recipe.trainer.matmul)
+    model = loaded.model.to(runtime.device)
+    try:
+        text = begin(args, model, tokenizer) if args.prompt else read_state(args, loaded)
+        shown = args.prompt or [""] * len(text.rows)
+        write(text, shown, args, tokenizer.decode)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
+    if args.state:
+        write_state(args.state, text)
+    return 0
+
+
+def between(least: float, most: float) -> Callable[[str], float]:
+    """An option's number in a range."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected {least} to {most}, got {text}")
+        return value
+
+    return number
+
+
+def check_request(args: Any) -> None:
+    """Raises ConfigError: There is nothing to go on from, or two things."""
+    there = args.state is not None and args.state.exists()
+    if not args.prompt and not there:
+        missing = f"no such state {args.state}, and no --prompt to begin one" if args.state else "give a --prompt"
+        raise ConfigError(f"run.sh generate: {missing}")
+    if args.prompt and there:
+        raise ConfigError(f"--state: {args.state} is there; go on from it without --prompt, or name another file")
+
+
+def check_tokenizer(tokenizer: Any, loaded: LoadedRun) -> None:
+    """Refuse one in which ids mean other tokens than those that the model was trained on."""
+    info = loaded.task.info
+    if tokenizer.fingerprint != info.fingerprint:
+        raise ConfigError(
+            f"{loaded.folder}: its checkpoint is of another vocabulary: its tokenizer was {info.tokenizer!r}, "
+            f"fingerprint {info.fingerprint[:12]}, and is {tokenizer.name!r}, {tokenizer.fingerprint[:12]} now"
+        )
+
+
+def begin(args: Any, model: GPT, tokenizer: Any) -> Continuation:
+    """From the prompts of the command line."""
+    return Continuation.of(model, args.mode or streaming_mode(model), [tokenizer.encode(p) for p in args.prompt])
+
+
+def write(text: Continuation, prompts: Sequence[str], args: Any, decode: Callable[[list[int]], str]) -> None:
+    """Generate, and print each sequence behind its prompt."""
+    several, sampling = len(prompts) > 1, Sampling(args.temperature, args.top_k, args.top_p)
+    first, before = Decoder(decode), [len(row) for row in text.rows]
+    show(f"[1] {prompts[0]}" if several else prompts[0])
+    started = time.perf_counter()
+    for tokens in text.generate(args.tokens, sampling, args.seed):
+        show(first.add(tokens[0]))
+    seconds = time.perf_counter() - started
+    show(first.rest() + "\n")
+    for i, prompt in enumerate(prompts[1:], 1):
+        show(f"[{i + 1}] {prompt}{decode(text.rows[i][before[i] :])}\n")
+    kept = sum(x.nbytes for x in tree_leaves(text.state) if torch.is_tensor(x))
+    each = f"{1000 * seconds / args.tokens:.2f} ms a token"
+    say(f"mode {text.mode}: {args.tokens} tokens in {seconds:.2f} s, {each}; state {kept / 2**20:.2f} MiB")
+
+
+def show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+class Decoder:
+    """Tokens as text, as they come; a character of which bytes are missing waits for them."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.decode, self.waiting = decode, []
+
+    def add(self, token: int) -> str:
+        self.waiting.append(token)
+        text = self.decode(self.waiting)
+        return "" if text.endswith(UNFINISHED) and len(self.waiting) < LONGEST else self.rest()
+
+    def rest(self) -> str:
+        text, self.waiting = self.decode(self.waiting), []
+        return text
+
+
+def write_state(path: Path, text: Continuation) -> None:
+    """Where it ended."""
+    parts = {"mode": text.mode, "rows": text.rows, "logits": text.logits, "state": text.state}
+    held = {**parts, "weights": digest(text.model)}
+    write_atomic(path, lambda file: torch.save(tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, held), file))
+
+
+def read_state(args: Any, loaded: LoadedRun) -> Continuation:
+    """What `write_state` kept.
+
+    Raises:
+        ConfigError: It is of another model or mode, or no such file.
+    """
+    path, model = args.state, loaded.model
+    held = load_state(path)
+    if held.keys() != {"mode", "rows", "logits", "state", "weights"}:
+        raise ConfigError(f"--state: {path} is no state of ./run.sh generate")
+    if held["weights"] != digest(model):
+        raise ConfigError(f"--state: {path} is of other weights than the {args.checkpoint!r} ones of {loaded.folder}")
+    if args.mode not in (None, held["mode"]):
+        raise ConfigError(f"--mode: {path} is of mode {held['mode']}, got {args.mode}")
+    device = model.tokens.weight.device
+    held = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, held)
+    return Continuation(model, held["mode"], held["rows"], held["logits"], held["state"])
+
+
+def digest(model: GPT) -> str:
+    """Of all weights: a state goes with no others."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, value in model.state_dict().items():
+        found.update(name.encode())
+        found.update(value.cpu().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    run_command(main)
