@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import setting
+from lion.config import fill, setting
 from lion.layers.blocks import BLOCKS
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.mixers import MIXERS
@@ -57,8 +57,7 @@ class BertConfig(EncoderConfig):
         knows_order = c.attention.rotation != NO_ROTATION or (c.mixer in MIXERS and MIXERS[c.mixer].decay is not None)
         if c.position_embedding is None:
             c.position_embedding = not knows_order
-        if c.attention.out_norm is None:
-            c.attention.out_norm = "layernorm" if c.mixer == "lion_lit" else NO_NORM
+        c.attention = fill(c.attention, {"out_norm": "layernorm" if c.mixer == "lion_lit" else NO_NORM})
         return c
 
 

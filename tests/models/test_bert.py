@@ -87,6 +87,8 @@ def test_conventions_of_the_mixers():
         assert built(mixer) == (*around, *paper)
         assert built(mixer, preset="released") == (*around, *released)
     assert built(SOFTMAX) == (True, "none", None, None) == built(SOFTMAX, preset="released")
+    asked = BertConfig(SOFTMAX, 12, 2, 3)
+    assert asked.resolved() != asked == BertConfig(SOFTMAX, 12, 2, 3)  # what was asked stays as it was
     assert built("lion_s", position_embedding=True)[0] and not built(SOFTMAX, position_embedding=False)[0]
     bare = AttentionConfig(out_norm="none")
     assert built("lion_lit", attention=bare)[1] == "none"
