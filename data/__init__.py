@@ -20,6 +20,7 @@ DATASETS = {
     "openwebtext": "data.text.text.OpenWebText",
     "python_source": "data.text.text.PythonSource",
     "text": "data.text.text.Text",
+    "tiny_shakespeare": "data.text.shakespeare.TinyShakespeare",
 }
 
 

@@ -121,7 +121,7 @@ def test_shakespeare_is_trained_as_by_nanogpt_on_a_cpu():
     recipe = resolve(ROOT / "recipes/shakespeare_char_softmax.yaml")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
-    assert (samples, model.vocabulary, model.length) == (1_003_854 - 64, 65, 64)
+    assert (samples, model.vocabulary, model.length) == (1_003_855 - 64, 65, 64)
     assert count_parameters(model) == 795_904 + 64 * 128  # nanoGPT prints 0.80M, without the positions
     plan, optim = make_plan(recipe, samples=samples, world=1), recipe.optim
     assert (plan.total, plan.micro, recipe.trainer.clip_grad, recipe.model.dropout) == (2000, 12, 1, 0)
@@ -282,3 +282,26 @@ def test_two_steps_of_a_shrunken_copy(path, tmp_path):
     assert trainer.fit() and trainer.state.step == 2
     assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
     assert newest(tmp_path, "last")
+
+
+class Windows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"tokens": torch.randint(0, 65, (9,))}
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.stem.startswith("shakespeare_char_")], ids=lambda p: p.stem)
+def test_two_steps_of_a_shrunken_language_model(path, tmp_path):
+    shrink = ["model.dim=12", "model.depth=2", "model.num_heads=3", "data.length=9", "trainer.device=cpu"]
+    shorten = ["trainer.steps=2", "trainer.batch_size=4", "trainer.compile=false", "schedule.warmup=1"]
+    recipe = resolve(path, [*shrink, *shorten])
+    task = make_task(recipe, describe_data(recipe, look=False)[0])
+    model = task.build_model(recipe.model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    splits = Splits(Windows(), Windows(), None, task.info)
+    trainer = Trainer(make_plan(recipe, samples=8, world=1), task, model, splits, tmp_path, start_runtime("cpu"))
+    assert trainer.fit() and trainer.state.step == 2
+    assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
+    assert trainer.state.best["value"] == pytest.approx(65, rel=0.1)  # perplexity of a guess

@@ -57,6 +57,33 @@ def test_positions_are_for_mixers_that_know_no_order():
     assert gpt(SOFTMAX, attention=CausalAttentionConfig(rotation="rope")).positions is None
 
 
+@torch.inference_mode()
+def test_it_is_gpt2_written_out():
+    model, tokens = gpt(), ids(2, 9)
+    for parameter in model.parameters():  # biases and norms start where nothing is seen of them
+        parameter.normal_(std=0.3)
+    w = model.state_dict()
+
+    def norm(x, name):
+        return F.layer_norm(x, (12,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    x = w["tokens.weight"][tokens] + w["positions.weight"][:9]
+    for i in (0, 1):
+        block = f"encoder.blocks.{i}"
+        q, k, v = linear(norm(x, f"{block}.norm1"), f"{block}.attention.qkv").chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in (q, k, v))  # (B, 3 heads, L, 4)
+        later = torch.ones(9, 9, dtype=torch.bool).triu(1)
+        y = (q @ k.mT / 2).masked_fill(later, -math.inf).softmax(-1) @ v
+        x = x + linear(y.transpose(1, 2).flatten(2), f"{block}.attention.proj")
+        hidden = F.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1"))
+        x = x + linear(hidden, f"{block}.mlp.fc2")
+    expected = norm(x, "encoder.norm") @ w["tokens.weight"].T
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("mixer", KINDS)
 @torch.inference_mode()
 def test_no_token_sees_a_later_one(mixer):

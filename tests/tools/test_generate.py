@@ -113,10 +113,11 @@ def test_bad_requests(runs, capsys, tmp_path):
 
 
 def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
-    other = tmp_path / "other.txt"
+    run, other = runs["lion_s"], tmp_path / "other.txt"
     other.write_text(TEXT.replace("cat", "CAT"))
-    line = refuse(capsys, "generate", runs["lion_s"], f"data.path={other}", "--prompt", "a")
-    assert "of another vocabulary" in line
+    assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0
+    capsys.readouterr()
+    assert "of another vocabulary" in refuse(capsys, "generate", run, f"data.path={other}", "--prompt", "a")
 
 
 def test_a_model_of_pictures_writes_no_text(capsys, tmp_path):

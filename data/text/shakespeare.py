@@ -1,0 +1,53 @@
+"""Tiny Shakespeare by character, as nanoGPT reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from data.base import data_root, user_path
+from data.text.text import Text, TextConfig
+from lion.config import ConfigError, setting
+from lion.tasks.text import TextInfo
+
+CHARACTERS, TRAIN = 65, 1_003_855  # of all, and of the first nine tenths
+FINGERPRINT = "7bf421ab48463b87ed6086fe1042e369d708138245b0798ff9157a314cd412a5"
+
+
+@dataclass
+class TinyShakespeareConfig(TextConfig):
+    """Its last tenth is held out; a window of 65 characters is a context of 64 and what comes next."""
+
+    name: str = "tiny_shakespeare"
+    tokenizer: str = "characters"
+    length: int = setting(65, min=2, max=2**20)
+    pack: str = setting("windows", choices=("documents", "padded", "windows"))
+    split: str = setting("tail", choices=("documents", "tail"))
+    val_split: float = setting(0.1, above=0, max=0.5)
+
+
+class TinyShakespeare(Text):
+    """One file, `tinyshakespeare/input.txt` in the data root unless `data.path` is another place."""
+
+    Config = TinyShakespeareConfig
+
+    def __init__(self, config: TinyShakespeareConfig) -> None:
+        path = config.path or str(data_root() / "tinyshakespeare" / "input.txt")
+        super().__init__(replace(config, path=path))
+
+    def prepare(self) -> None:
+        self.check_file()
+        super().prepare()
+
+    def check_file(self) -> None:
+        """Raises ConfigError: It is not there."""
+        if not user_path(self.config.path).exists():
+            raise ConfigError(
+                f"data set 'tiny_shakespeare': no file {self.config.path} (data.path=FILE or $LION_DATA set it); "
+                f"github.com/karpathy/char-rnn has it, data/tinyshakespeare/input.txt"
+            )
+
+    def published(self) -> tuple[TextInfo, int] | None:
+        if (self.config.tokenizer, self.config.split, self.config.val_split) != ("characters", "tail", 0.1):
+            return None
+        length = self.config.length
+        return TextInfo(CHARACTERS, length, "characters", FINGERPRINT), TRAIN - length + 1
