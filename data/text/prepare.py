@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -124,9 +125,7 @@ def tokenize(parts: Path, corpus: Corpus, tokenizer: Tokenizer, workers: int) ->
             make_part(parts, corpus, tokenizer, shard)
         return
     place = (str(parts), corpus, tokenizer.name)
-    with ProcessPoolExecutor(
-        min(workers, len(todo)), multiprocessing.get_context("spawn"), initializer=start_worker, initargs=place
-    ) as pool:
+    with ProcessPoolExecutor(min(workers, len(todo)), initializer=start_worker, initargs=place) as pool:
         try:
             running = [pool.submit(work, shard) for shard in todo]
             for done in tqdm(as_completed(running), disable=None, **bar):
@@ -143,8 +142,9 @@ worker: tuple[Path, Corpus, Tokenizer]  # of a process of the pool
 
 
 def start_worker(parts: str, corpus: Corpus, name: str) -> None:
-    """Of the pool; it ends with its parent, however that ends."""
+    """Of the pool; it ends with its parent, however that ends, and at once when interrupted: no half part stays."""
     global worker
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     worker = Path(parts), corpus, read_tokenizer(Path(parts), name)

@@ -37,6 +37,7 @@ class TextConfig(DataConfig):
 
     Args:
         root: Where token files are kept; null: `text` in the data root.
+        workers: Processes that tokenise; null: one a core.
         path: A file or folder of txt, jsonl or parquet, a Hub id, or a token file's folder that was made before.
         subset, source: Of a Hub id, its configuration and split.
         column: That of the text; null: found.
@@ -259,9 +260,11 @@ class PythonSource(Text):
         return Files(self.files(), document="file")
 
     def files(self) -> list[Path]:
-        library = Path(sysconfig.get_paths()["stdlib"])
-        outside = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-        return sorted(p for p in library.rglob("*.py") if not outside & set(p.relative_to(library).parts))
+        found, outside = [], {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        for folder, below, names in os.walk(sysconfig.get_paths()["stdlib"]):
+            below[:] = [name for name in below if name not in outside]
+            found += [Path(folder, name) for name in names if name.endswith(".py")]
+        return sorted(found)
 
     def published(self) -> tuple[TextInfo, int] | None:
         files = self.files()

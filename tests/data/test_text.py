@@ -1,0 +1,523 @@
+"""Text: tokenizers, token files made once, and the samples cut out of them."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import data
+from data.text import corpus as corpora
+from data.text import prepare as preparing
+from data.text.store import Tokens, Writer, id_type
+from data.text.tokenizers import make_tokenizer, open_tokenizer
+from lion.config import ConfigError, build
+from lion.tasks.order import Drawn, Shuffled
+from lion.tasks.text import TextInfo
+from tests.helpers import ROOT, command, here, refuse
+from tools.compose import resolve
+
+SHARED = Path(os.environ.get("LION_SHARED", "/work/shared")) / "data"
+WORDS = "lion reads text in both directions at once , the mask decays and the sum is kept é ü 日本".split()
+shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data on this machine")
+
+
+def sentences(count: int, seed: int = 0, longest: int = 30) -> list[str]:
+    """Lines, no two alike."""
+    rng = random.Random(seed)
+    return [f"{i} " + " ".join(rng.choices(WORDS, k=rng.randint(1, longest))) for i in range(count)]
+
+
+def text_set(tmp_path, name="text", **settings):
+    """The data set that a recipe would open; its token files go to `tmp_path`."""
+    kind = data.dataset(name)
+    values = {"name": name, "root": str(tmp_path / "root"), "workers": 1, **settings}
+    return kind(build(kind.Config, values, source=lambda key: "recipe"))
+
+
+def lines_set(tmp_path, lines, **settings):
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(lines))
+    return text_set(tmp_path, **{"path": str(path), "document": "line", "tokenizer": "bytes", "length": 16} | settings)
+
+
+def prepared(source):
+    source.prepare()
+    return source
+
+
+def documents(source, split):
+    """The ids of each document of a split, as the token file holds them."""
+    layout = getattr(source.build(), split)
+    ids, ends = layout.tokens.ids, layout.tokens.ends.tolist()
+    return [ids[begin:end].tolist() for begin, end in zip([0, *ends], ends)]
+
+
+def recipe(folder, **settings):
+    """A recipe file that learns from a text."""
+    path = folder / "text.yaml"
+    held = {"name": "text", "root": str(folder / "root"), "tokenizer": "bytes", **settings}
+    model = {"mixer": "softmax", "dim": 16, "depth": 1, "num_heads": 2}
+    values = {"data": held, "task": {"name": "causal_lm"}, "model": model, "optim": {"lr": 1e-3}}
+    rest = {"trainer": {"batch_size": 2, "steps": 1}, "run": {"root": str(folder / "runs")}}
+    path.write_text(yaml.safe_dump({**values, **rest}))
+    return path
+
+
+# tokenizers
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe", "characters"])
+def test_what_is_encoded_comes_back(name):
+    text = "\n".join(sentences(30)) + "\n\n  [MASK] <|endoftext|>\t"
+    tokenizer = open_tokenizer(name) if name == "bytes" else make_tokenizer(name, [text], 400)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert not set(ids) & set(tokenizer.special.values()), "text never becomes a special token"
+    assert max(ids) < tokenizer.vocabulary <= 400
+
+
+def test_bytes_are_their_own_ids():
+    tokenizer = open_tokenizer("bytes")
+    assert tokenizer.encode("aé\n") == list("aé\n".encode())
+    assert sorted(tokenizer.special.values()) == list(range(256, 261))
+
+
+def test_a_trained_wordpiece_has_berts_special_tokens_and_keeps_its_ids(tmp_path):
+    tokenizer = make_tokenizer("wordpiece", sentences(50), 300)
+    assert tokenizer.special == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+    (tmp_path / "tokenizer.json").write_text(tokenizer.inner.to_str())
+    again = open_tokenizer(str(tmp_path))
+    assert again.fingerprint == tokenizer.fingerprint
+    assert again.encode("Lion reads [MASK]") == tokenizer.encode("lion reads [mask]")
+    assert 4 not in again.encode("[MASK]")
+
+
+@shared
+@pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2"])
+def test_published_vocabularies_are_what_recipes_say_without_their_files(name, monkeypatch):
+    monkeypatch.setenv("LION_DATA", str(SHARED))  # a bare name is looked for in the data root
+    tokenizer = open_tokenizer(name)
+    info, _ = data.dataset("c4")(build(data.dataset("c4").Config, {"tokenizer": name}, source=str)).published()
+    assert (info.vocabulary, info.fingerprint, info.special) == (
+        tokenizer.vocabulary,
+        tokenizer.fingerprint,
+        tokenizer.special,
+    )
+    known = {"gpt2": [15496, 995], "bert-base-uncased": [7592, 2088]}
+    assert tokenizer.encode("Hello world") == known[name]
+    assert tokenizer.frame == {"gpt2": ([], [50256]), "bert-base-uncased": ([101], [102])}[name]
+
+
+def test_what_cannot_be_encoded_is_named():
+    tokenizer = make_tokenizer("characters", ["abc"], 0)
+    with pytest.raises(ConfigError, match="'characters' cannot encode 'abz': no token for 'z'"):
+        tokenizer.encode("abz")
+    with pytest.raises(ConfigError, match="no id 3, they are 0 to 2"):
+        tokenizer.decode([0, 3])
+    with pytest.raises(ConfigError, match="no token 'mask'"):
+        TextInfo(3, 8, "characters", tokenizer.fingerprint, tokenizer.special).id("mask")
+
+
+# a corpus in shards
+
+
+def reassembled(corpus):
+    found = []
+    for piece in (piece for shard in range(len(corpus)) for piece in corpus.read(shard)):
+        if piece.begins:
+            found.append("")
+        found[-1] += piece.text
+    return found
+
+
+@pytest.mark.parametrize("document", ["line", "paragraph", "file"])
+@pytest.mark.parametrize("shard", [64, 1000, 2**22])
+def test_every_document_is_read_once_however_the_corpus_is_cut(tmp_path, monkeypatch, document, shard):
+    monkeypatch.setattr(corpora, "SHARD", shard)
+    monkeypatch.setattr(corpora, "BLOCK", 16)
+    lines = [line if i % 3 else f"{line}\n" for i, line in enumerate(sentences(40))]  # a blank line after each third
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    (tmp_path / "b.txt").write_text("the second file\nhas a few lines\n")
+    (tmp_path / "empty.txt").write_text("")
+    corpus = corpora.open_corpus(str(tmp_path), document=document, column=None, subset=None, split="train")
+    both = ["\n".join(lines), "the second file\nhas a few lines\n"]
+    wanted = {"line": [x.split("\n") for x in both], "paragraph": [x.split("\n\n") for x in both], "file": [both]}
+    cleaned = [x for part in wanted[document] for x in part if x.strip()]
+    assert [x.strip() for x in reassembled(corpus)] == [x.strip() for x in cleaned]
+    assert len(corpus) > 1 or shard > 2000
+
+
+def test_a_document_in_many_shards_has_the_ids_of_the_whole(tmp_path, monkeypatch):
+    text = "\n".join(sentences(60)) + "\n\n\nthe end \n"
+    tokenizer = make_tokenizer("bpe", [text], 400)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.inner.to_str())
+    path = tmp_path / "one.txt"
+    path.write_text(text)
+    monkeypatch.setattr(corpora, "SHARD", 300)
+    settings = {"path": str(path), "tokenizer": str(tmp_path / "tokenizer.json"), "split": "tail", "length": 8}
+    source = prepared(text_set(tmp_path, **settings))
+    ids = [i for split in ("train", "val") for document in documents(source, split) for i in document]
+    assert ids == [*tokenizer.encode(text), tokenizer.special["end"]]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_tables_are_read_by_their_column(tmp_path, kind):
+    import datasets
+
+    lines = sentences(50)
+    table = datasets.Dataset.from_dict({"url": [f"u{i}" for i in range(50)], "text": lines})
+    path = tmp_path / f"table.{kind}"
+    table.to_json(path) if kind == "jsonl" else table.to_parquet(path)
+    source = prepared(text_set(tmp_path, path=str(path), tokenizer="bytes", length=8))
+    found = {source.tokenizer.decode(ids[:-1]) for split in ("train", "val") for ids in documents(source, split)}
+    assert found == set(lines)
+    with pytest.raises(ConfigError, match=r"no column 'txt' in .*did you mean 'text'"):
+        text_set(tmp_path, path=str(path), tokenizer="bytes", column="txt").prepare()
+
+
+# token files
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "wordpiece"])
+def test_a_token_file_holds_each_document_once_in_its_frame(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(corpora, "SHARD", 500)
+    lines = sentences(100)
+    source = prepared(lines_set(tmp_path, lines, tokenizer=tokenizer, vocabulary=300, val_split=0.1))
+    before, after = source.tokenizer.frame
+    wanted = [before + source.tokenizer.encode(line) + after for line in lines]
+    train, val = documents(source, "train"), documents(source, "val")
+    assert len(val) == 10
+    assert sorted(train + val) == sorted(wanted)
+    assert train == [ids for ids in wanted if ids in train], "in order"
+    info = source.build().info
+    assert (info.fingerprint, info.vocabulary) == (source.tokenizer.fingerprint, source.tokenizer.vocabulary)
+
+
+def test_processes_change_nothing(tmp_path, monkeypatch):
+    lines = sentences(400)
+    monkeypatch.setattr(corpora, "SHARD", 2000)
+    one, two = (lines_set(tmp_path, lines, root=str(tmp_path / str(n)), workers=n) for n in (1, 2))
+    for source in (one, two):
+        source.prepare()
+    assert (one.folder / "train.bin").read_bytes() == (two.folder / "train.bin").read_bytes()
+    assert not list(two.folder.parent.glob("*.parts"))
+
+
+def test_the_tail_is_held_out_of_one_document(tmp_path):
+    text = "abcdefghij" * 10
+    source = prepared(lines_set(tmp_path, [text], tokenizer="characters", split="tail", val_split=0.1))
+    splits = source.build()
+    train, val = (part.tokens.ids for part in (splits.train, splits.val))
+    assert (len(train), len(val)) == (90, 10)
+    assert source.tokenizer.decode(np.concatenate([train, val]).tolist()) == text
+
+
+def test_another_text_is_another_token_file(tmp_path):
+    first = lines_set(tmp_path, sentences(20))
+    assert first.folder != lines_set(tmp_path, sentences(20), val_split=0.2).folder
+    path = tmp_path / "text.txt"
+    now = text_set(tmp_path, path=str(path), document="line", tokenizer="bytes").folder
+    assert now == text_set(tmp_path, path=os.path.relpath(path), document="line", tokenizer="bytes", length=99).folder
+    path.write_text("another\ntext")
+    assert now != text_set(tmp_path, path=str(path), document="line", tokenizer="bytes").folder
+
+
+def test_a_token_file_can_be_carried_elsewhere(tmp_path):
+    source = prepared(lines_set(tmp_path, sentences(20)))
+    before = source.build()
+    moved = source.folder.rename(tmp_path / "moved")
+    (tmp_path / "text.txt").unlink()
+    there = prepared(text_set(tmp_path, path=str(moved), length=16)).build()
+    assert there.info == before.info and len(there.train) == len(before.train)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+def test_a_killed_preparation_goes_on(tmp_path):
+    """kill -9 in the middle: no half file appears, finished shards are kept, the outcome is that of a quiet one."""
+    lines = sentences(60_000, longest=60)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(6):
+        (texts / f"{i}.txt").write_text("\n".join(lines[i::6] * 2))
+    file = recipe(tmp_path, path=str(texts), document="line", tokenizer="bytes", workers=2)
+    source = data.dataset("text")(resolve(file).data)
+    parts = source.folder.with_name(f"{source.folder.name}.parts")
+    first = subprocess.Popen([sys.executable, "-m", "tools", "prepare", str(file)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(kept := list(parts.glob("*.npz"))) < 1:
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    workers = children(first.pid)
+    assert len(workers) == 2
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert not source.folder.exists()
+    with pytest.raises(ConfigError, match="prepare RECIPE makes it"):
+        source.build()
+    times = {path: path.stat().st_mtime_ns for path in kept}
+    assert len(kept) < len(source.corpus())
+    while any(map(runs, workers)):  # they end with their parent
+        assert time.monotonic() < deadline, "a worker outlives its parent"
+        time.sleep(0.05)
+    assert all(path.stat().st_mtime_ns == then for path, then in times.items())
+    again = command("prepare", file)
+    assert again.returncode == 0, again.stderr
+    assert "shards are there, going on" in again.stderr
+    assert "checksums match" in again.stdout
+    quiet = data.dataset("text")(resolve(file, [f"data.root={tmp_path / 'quiet'}", "data.workers=1"]).data)
+    quiet.prepare()
+    for name in ("train.bin", "train.ends", "val.bin", "val.ends", "manifest.json"):
+        assert (quiet.folder / name).read_bytes() == (source.folder / name).read_bytes()
+    assert {p.name for p in source.folder.parent.iterdir()} == {source.folder.name, f"{source.folder.name}.lock"}
+
+
+def children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def runs(pid):
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# samples
+
+
+@pytest.mark.parametrize("length", [7, 16, 1000])
+def test_packing_loses_and_doubles_nothing(tmp_path, length):
+    source = prepared(lines_set(tmp_path, sentences(60), length=length))
+    for split in ("train", "val"):
+        layout, wanted = getattr(source.build(), split), documents(source, split)
+        rows = [layout[i] for i in range(len(layout))]
+        tokens, segments = (torch.stack([row[name] for row in rows]) for name in ("tokens", "segments"))
+        assert tokens.shape == segments.shape == (len(layout), length)
+        real = segments >= 0
+        assert tokens[real].tolist() == [i for ids in wanted for i in ids]
+        assert real[:-1].all() and not real[-1].int().diff().gt(0).any(), "only the end is padded"
+        assert (tokens[~real] == source.build().info.id("pad")).all()
+        inner = segments[:, 1:][real[:, 1:]], segments[:, :-1][real[:, 1:]]
+        assert (segments[:, 0] == 0).all() and set((inner[0] - inner[1]).tolist()) <= {0, 1}
+        # a border is where a document ends, and nowhere else
+        borders = torch.cat([row.diff(prepend=torch.tensor([0])) for row in segments])[real.flatten()] > 0
+        begins = torch.zeros(len(borders), dtype=bool)
+        begins[torch.tensor([0, *map(len, wanted[:-1])]).cumsum(0)] = True
+        begins[::length] = False  # a row's first segment is 0, whatever it goes on with
+        assert torch.equal(borders, begins)
+
+
+def test_without_a_mask_packed_documents_have_no_borders(tmp_path):
+    source = prepared(lines_set(tmp_path, sentences(60), document_mask=False))
+    splits = source.build()
+    tokens = torch.cat([splits.train[i]["tokens"] for i in range(len(splits.train))])
+    assert splits.train[0].keys() == {"tokens"}
+    held = splits.train.tokens.ids
+    assert tokens.tolist() == held[: len(held) // 16 * 16].tolist()
+
+
+def test_padded_samples_are_documents(tmp_path):
+    lines = sentences(60, longest=8)
+    source = prepared(lines_set(tmp_path, lines, tokenizer="wordpiece", vocabulary=300, pack="padded", length=12))
+    splits = source.build()
+    info = splits.info
+    wanted = documents(source, "train")
+    assert len(splits.train) == len(wanted)
+    assert {len(ids) > 12 for ids in wanted} == {True, False}
+    for row, ids in zip((splits.train[i] for i in range(len(wanted))), wanted):
+        cut = ids if len(ids) <= 12 else [*ids[:11], info.id("sep")]
+        assert row["tokens"].tolist() == cut + [info.id("pad")] * (12 - len(cut))
+        assert row["segments"].tolist() == [0] * len(cut) + [-1] * (12 - len(cut))
+
+
+def test_windows_begin_anywhere_and_are_drawn(tmp_path):
+    source = prepared(lines_set(tmp_path, sentences(60), pack="windows"))
+    splits = source.build()
+    ids = splits.train.tokens.ids
+    assert len(splits.train) == len(ids) - 16 + 1
+    for start in (0, 5, len(splits.train) - 1):
+        assert splits.train[start]["tokens"].tolist() == ids[start : start + 16].tolist()
+    assert splits.order == Drawn()
+    assert splits.val[1]["tokens"].tolist() == splits.val.tokens.ids[16:32].tolist(), "side by side to evaluate on"
+    assert prepared(lines_set(tmp_path, sentences(60))).build().order == Shuffled()
+    with pytest.raises(IndexError):
+        splits.train[len(splits.train)]
+
+
+def test_batches_are_the_samples(tmp_path):
+    train = prepared(lines_set(tmp_path, sentences(60))).build().train
+    batch = train.batch([3, 0, 3], torch.device("cpu"))
+    assert batch["tokens"].dtype == batch["segments"].dtype == torch.int64
+    for row, index in enumerate([3, 0, 3]):
+        assert all(torch.equal(batch[name][row], train[index][name]) for name in batch)
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import numpy as np
+from data.text.layouts import Packed
+from data.text.store import Tokens, Writer, id_type
+def held():  # bytes of this process's own, without what is only mapped
+    return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith("RssAnon"))
+layout = Packed(Tokens.open(Path(sys.argv[1]), "train", 300), 128, 0)
+size, rng = len(layout), np.random.default_rng(0)
+layout.batch(range(64), "cpu")
+before = held()
+for _ in range(40):
+    layout.batch(rng.integers(size, size=64), "cpu")
+print(size, held() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+@pytest.mark.process
+def test_reading_takes_the_same_memory_whatever_the_size(tmp_path):
+    count = 2**31  # 4 GiB of ids, in a sparse file that takes no disk
+    with open(tmp_path / "train.bin", "wb") as file:
+        file.truncate(2 * count)
+    (np.arange(1, 2**16 + 1) * (count // 2**16)).astype(np.int64).tofile(tmp_path / "train.ends")
+    found = subprocess.run([sys.executable, "-c", MEMORY, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    size, grown = map(int, found.stdout.split())
+    assert size == count // 128
+    assert grown < 2**24, f"{grown:,} bytes more after 40 batches"
+
+
+# sets by name
+
+
+def test_python_source_is_there_on_every_machine(tmp_path, monkeypatch):
+    kind = data.dataset("python_source")
+    some = kind.files(text_set(tmp_path, "python_source"))
+    assert len(some) > 300 and all(path.suffix == ".py" for path in some)
+    monkeypatch.setattr(kind, "files", lambda self: some[:12])
+    source = prepared(text_set(tmp_path, "python_source", tokenizer="bytes"))
+    found = {source.tokenizer.decode(ids[:-1]) for split in ("train", "val") for ids in documents(source, split)}
+    assert found == {text for path in some[:12] if (text := path.read_text(encoding="utf-8")).strip()}
+
+
+@pytest.mark.parametrize("name", ["c4", "openwebtext", "python_source"])
+def test_sets_are_known_without_their_files(name, tmp_path):
+    info, count = text_set(tmp_path, name).published()
+    assert count > 1000 and info.length == text_set(tmp_path, name).config.length
+    assert TextInfo.from_dict(json.loads(json.dumps(info.to_dict()))) == info
+
+
+def test_what_the_hub_does_not_give_is_one_line(tmp_path, monkeypatch):
+    import datasets
+
+    def away(*args, **kwargs):
+        raise ConnectionError("no route\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", away)
+    with pytest.raises(ConfigError, match=r"'allenai/c4' is no local file.*ConnectionError: no route\)"):
+        text_set(tmp_path, "c4", tokenizer="bytes").prepare()
+    assert not (tmp_path / "root").exists() or not list((tmp_path / "root").glob("*[0-9a-f]"))
+
+
+# what does not fit
+
+
+def test_a_run_of_another_vocabulary_is_refused(tmp_path):
+    info = prepared(lines_set(tmp_path, sentences(20))).build().info
+    there = make_tokenizer("characters", ["abc"], 0)
+    then = TextInfo(there.vocabulary, 16, "characters", there.fingerprint).to_dict()
+    with pytest.raises(ConfigError, match=r"another vocabulary: its tokenizer was 'characters'.* and is 'bytes'"):
+        info.check_same("run x", then)
+    swapped = {**info.to_dict(), "fingerprint": "0" * 64}  # as many ids, of other tokens
+    assert not info.shares_heads(swapped)
+    with pytest.raises(ConfigError, match="fingerprint 000000000000"):
+        info.check_same("run x", swapped)
+    info.check_same("run x", info.resized(99).to_dict())
+
+
+def bad(**settings):
+    return lambda folder: recipe(folder, **{"path": str(folder / "texts"), "document": "line", **settings})
+
+
+@pytest.mark.parametrize(
+    "files, make, message",
+    [
+        ({"a.txt": " \n\n"}, bad(), "no tokens, the text is empty"),
+        ({"a.txt": " \n\n"}, bad(tokenizer="characters"), "no text to take the characters from"),
+        ({"a.txt": ""}, bad(), "no tokens"),
+        ({"a.txt": "one line"}, bad(), "a corpus of one document.*data.document=line.*data.split=tail"),
+        ({"a.txt": "a\nb"}, bad(tokenizer="./nothing"), "data.tokenizer: no file or folder ./nothing"),
+        ({"a.txt": "a\nb"}, bad(path="/nowhere.txt"), "'/nowhere.txt' is no local file or folder"),
+        ({"a.txt": "a\nb"}, bad(path=None), "data.path: missing"),
+        ({"a.txt": b"\xff\xfe\x00"}, bad(), "a.txt: no UTF-8 text"),
+        ({"a.jsonl": "{}\n"}, bad(), "data.column: name it, none of  in .*a.jsonl"),
+        ({"a.jsonl": '{"a": "x", "b": "y"}\n'}, bad(), "more than one of a, b"),
+        ({"a.jsonl": "{no\n"}, bad(), "a.jsonl: no JSON lines"),
+        ({"a.jsonl": '["x"]\n'}, bad(), "no JSON objects"),
+        ({"a.csv": "x"}, bad(), "holds .csv; expected .txt"),
+        ({"a.parquet": "x"}, bad(), "texts' cannot be read"),
+        ({}, bad(), "holds nothing; expected .txt"),
+        ({"a.txt": "a\nb"}, bad(pack="rows"), "data.pack"),
+        ({"a.txt": "a\nb"}, bad(document="word"), "data.document"),
+    ],
+)
+def test_bad_text_is_refused(files, make, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LION_DATA", str(tmp_path / "none"))
+    (tmp_path / "texts").mkdir()
+    for name, content in files.items():
+        (tmp_path / "texts" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    line = refuse(capsys, "prepare", make(tmp_path))
+    assert re.search(message, line), line
+
+
+def test_a_damaged_token_file_is_refused(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("\n".join(sentences(20)))
+    file = recipe(tmp_path, path=str(tmp_path / "a.txt"), document="line", workers=1)
+    source = prepared(data.dataset("text")(resolve(file).data))
+    held = source.folder / "train.bin"
+    whole = held.read_bytes()
+    held.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    assert "damaged, its SHA-256" in refuse(capsys, "prepare", file)
+    held.write_bytes(whole[:-2])
+    for name in ("prepare", "train"):
+        assert "a truncated token file; remove" in refuse(capsys, name, file)
+    held.write_bytes(whole)
+    (source.folder / "manifest.json").write_text("{")
+    assert "manifest.json: cannot be read" in refuse(capsys, "train", file)
+
+
+def test_too_little_text_for_a_sample_is_refused(tmp_path):
+    source = prepared(lines_set(tmp_path, ["ab", "cd"], pack="windows"))
+    with pytest.raises(ConfigError, match=r"data.length: 16 is more than the 3 tokens of train"):
+        source.build()
+
+
+def test_a_worker_that_dies_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "SHARD", 200)
+    monkeypatch.setattr(preparing, "start_worker", os._exit)
+    with pytest.raises(ConfigError, match=r"a process died.*finished shards are kept"):
+        lines_set(tmp_path, sentences(50), workers=2).prepare()
+
+
+def test_a_set_that_needs_nothing_says_so(tmp_path, capsys):
+    assert here("prepare", "quickstart") == 0
+    assert "'digits' needs no preparation" in capsys.readouterr().out
+
+
+def test_tokens_of_a_large_vocabulary_take_four_bytes(tmp_path):
+    assert id_type(2**16) == np.uint16 and id_type(2**16 + 1) == np.uint32
+    writer = Writer(tmp_path, "train", id_type(70_000))
+    writer.write(np.array([1, 69_999, 5]), np.array([2]))
+    assert writer.close()["documents"] == 2
+    tokens = Tokens.open(tmp_path, "train", 70_000)
+    assert tokens.ids.tolist() == [1, 69_999, 5] and tokens.ends.tolist() == [2, 3]
+    assert isinstance(tokens.ids, np.memmap)
