@@ -3,7 +3,7 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "digits": ["scikit-learn", "scipy"],
     "plots": ["matplotlib"],
-    "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm"],
+    "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm", "transformers"],
 }
 
 setup(

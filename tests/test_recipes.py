@@ -140,6 +140,54 @@ def assert_warms_up_as_nanogpt(recipe, plan, peak, least):
     assert rate(plan.warmup) == peak and rate(plan.total) == pytest.approx(least)
 
 
+MLM = {  # Tables 10, 11 and 3: MLM accuracy; our count of the parameters, without positions for D and S
+    "base_softmax": ("Table 10, BERT, base", 67.70, 109_518_912),
+    "base_lion_lit": ("Table 10, Lion-lit, base", 65.47, 109_518_912 + 12 * 2 * 768),
+    "base_lion_d": ("Table 10, Lion-D, base", 66.62, 109_518_912 - 512 * 768 + 12 * 12),
+    "base_lion_s": ("Table 10, Lion-S, base", 67.05, 109_518_912 - 512 * 768 + 12 * 12 * 769),
+    "base_softmax_hf": ("Table 11, BERT, base, HF's recipe", 67.23, 109_518_912),
+    "large_softmax": ("Table 3, BERT, large", 69.88, 335_180_608),
+    "large_lion_lit": ("Table 3, Lion-lit, large", 67.11, 335_180_608 + 24 * 2 * 1024),
+    "large_lion_d": ("Table 3, Lion-D, large", 68.64, 335_180_608 - 512 * 1024 + 24 * 16),
+    "large_lion_s": ("Table 3, Lion-S, large", 69.16, 335_180_608 - 512 * 1024 + 24 * 16 * 1025),
+}
+
+
+@pytest.mark.parametrize("name", MLM)
+def test_mlm_is_trained_as_published(name):
+    """recipes.md 3.1 and 3.4, read from the resolved recipe."""
+    row, expected, parameters = MLM[name]
+    recipe, text = resolve(ROOT / f"recipes/mlm_{name}.yaml"), (ROOT / f"recipes/mlm_{name}.yaml").read_text()
+    large, hf = name.startswith("large"), name.endswith("hf")
+    assert recipe.about.row == row and recipe.about.expected == f"{expected:.2f} MLM accuracy"
+    assert text.startswith(f"# {row}: {recipe.about.expected} on C4.")
+    assert recipe.model.mixer == name.split("_", 1)[1].removesuffix("_hf")
+    info, samples, _ = describe_data(recipe, look=False)
+    task = make_task(recipe, info)
+    model = build_on_meta(task, recipe.model)
+    assert recipe.about.expected.endswith(f" {task.metric.title}")
+    assert count_parameters(model) == parameters
+    assert (model.length, model.vocabulary, len(model.tokens.weight)) == (128, 30_522, 30_528)
+    assert (recipe.data.name, recipe.data.pack, info.id("mask")) == ("c4", "padded", 103)
+    assert (recipe.task.rate, recipe.task.eval_rate) == (0.15 if hf else 0.30, 0.15)
+    assert (recipe.task.masked, recipe.task.random) == (0.8, 0.1)
+    assert (recipe.model.dropout, recipe.model.attention.score_dropout, recipe.model.norm_eps) == (0.1, 0.1, 1e-12)
+    plan, optim, peak = make_plan(recipe, samples=samples, world=4), recipe.optim, 2e-4 if large else 8e-4
+    peak = 5e-4 if hf else peak
+    assert (plan.total, plan.warmup, plan.micro * plan.accumulation * 4) == (70_000, 4_200, 4096)
+    assert plan.micro == (64 if large else 128)
+    assert (optim.peak(4096), optim.betas, optim.eps, optim.no_decay) == (peak, (0.9, 0.98), 1e-6, "none")
+    assert optim.weight_decay == pytest.approx(1e-5 / peak)
+    assert (recipe.schedule.kind, recipe.schedule.min_lr) == ("linear", pytest.approx(0.02 * peak))
+    assert (recipe.trainer.precision, recipe.trainer.clip_grad, recipe.seed) == ("bf16", None, 17)
+
+
+def test_mlm_of_the_released_code():
+    path = ROOT / "recipes/mlm_base_lion_d.yaml"
+    built = [resolve(path, more).model.resolved().attention for more in ([], ["model.preset=released"])]
+    assert [(a.feature_map, a.normalize) for a in built] == [("silu_shifted", "sum"), ("identity", "none")]
+
+
 EXPECTED = {  # Tables 2 and 12; DeiT's own for softmax
     "tiny": {"softmax": 72.2, "lion_lit": 68.9, "lion_d": 72.4, "lion_d♮": 74.2, "lion_s": 72.4, "lion_s♮": 73.5},
     "small": {"softmax": 79.8, "lion_lit": 72.4, "lion_d": 73.5, "lion_d♮": 79.9, "lion_s": 74.0, "lion_s♮": 79.6},
@@ -170,8 +218,9 @@ def test_cifar100_holds_the_rows_of_its_tables():
 
 
 def test_mixers_differ_by_one_line():
-    for size in ("tiny", "small", "base"):
-        paths = [ROOT / f"recipes/deit_{size}_{m}.yaml" for m in EXPECTED[size] if "♮" not in m]
+    sizes = ["deit_tiny", "deit_small", "deit_base", "mlm_base", "mlm_large", "mlm_tiny"]
+    for size in sizes:
+        paths = [ROOT / f"recipes/{size}_{m}.yaml" for m in ("softmax", "lion_lit", "lion_d", "lion_s")]
         trees = [yaml.safe_load(p.read_text()) for p in paths]
         for tree in trees:
             tree.pop("about"), tree["model"].pop("mixer")

@@ -17,6 +17,15 @@ def deit(model: nn.Module, std: float) -> None:
                 nn.init.zeros_(m.bias)
 
 
+def bert(model: nn.Module, std: float) -> None:
+    """BERT's: Linear and Embedding normal, biases 0; norms and other parameters of decays keep their own."""
+    for m in model.modules():
+        if isinstance(m, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(m.weight, std=std)
+            if getattr(m, "bias", None) is not None:
+                nn.init.zeros_(m.bias)
+
+
 def gpt2(model: nn.Module, std: float) -> None:
     """GPT-2's, as in nanoGPT: Linear and Embedding normal, biases 0; what writes into the residual stream smaller by
     the root of how often that is done. Norms and other parameters of decays keep their own."""
@@ -28,4 +37,4 @@ def gpt2(model: nn.Module, std: float) -> None:
                 nn.init.zeros_(m.bias)
 
 
-INITS: dict[str, Callable[[nn.Module, float], None]] = {"deit": deit, "gpt2": gpt2}
+INITS: dict[str, Callable[[nn.Module, float], None]] = {"bert": bert, "deit": deit, "gpt2": gpt2}

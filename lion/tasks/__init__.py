@@ -3,5 +3,10 @@
 from lion.tasks.base import Task
 from lion.tasks.causal_lm import CausalLM
 from lion.tasks.image_classification import ImageClassification
+from lion.tasks.masked_lm import MaskedLM
 
-TASKS: dict[str, type[Task]] = {"causal_lm": CausalLM, "image_classification": ImageClassification}
+TASKS: dict[str, type[Task]] = {
+    "causal_lm": CausalLM,
+    "image_classification": ImageClassification,
+    "masked_lm": MaskedLM,
+}

@@ -3,6 +3,8 @@ import torch
 
 from lion.layers import AttentionConfig
 from lion.layers.block import DropPath, PreNorm
+from lion.layers.blocks import BLOCKS
+from lion.layers.post_norm import PostNorm
 from tests.layers.test_attention import PACKED, PADDED, check_padding
 
 
@@ -18,20 +20,50 @@ def test_drop_path_drops_whole_samples_and_keeps_the_mean():
     assert "rate" not in layer.state_dict()
 
 
-def test_variants_of_the_block():
+@pytest.mark.parametrize("kind", BLOCKS.values())
+def test_variants_of_the_block(kind):
     x = torch.randn(2, 5, 12)
     for mlp in ("mlp", "glu"):
         for norm in ("layernorm", "rmsnorm"):
-            block = PreNorm(12, 3, mixer="lion_d", attention=AttentionConfig(), mlp=mlp, norm=norm, drop_path=0.1)
+            block = kind(12, 3, mixer="lion_d", attention=AttentionConfig(), mlp=mlp, norm=norm, drop_path=0.1)
             block(x).sum().backward()
             assert all(p.grad is not None for p in block.parameters())
 
 
+@torch.no_grad()
+def test_where_the_norms_stand():
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 12)
+    for kind in (PreNorm, PostNorm):
+        block = kind(12, 3, mixer="lion_d", attention=AttentionConfig())
+        for norm in (block.norm1, block.norm2):
+            norm.weight.normal_(), norm.bias.normal_()
+        mix, mlp, norm1, norm2 = block.attention, block.mlp, block.norm1, block.norm2
+        if kind is PreNorm:
+            middle = x + mix(norm1(x))
+            expected = middle + mlp(norm2(middle))
+        else:
+            middle = norm1(x + mix(x))
+            expected = norm2(middle + mlp(middle))
+        torch.testing.assert_close(block(x), expected)
+
+
+@torch.no_grad()
+def test_a_post_norm_block_streams():
+    torch.manual_seed(0)
+    block = PostNorm(12, 3, mixer="lion_s", attention=AttentionConfig(direction="forward")).double()
+    x = torch.randn(2, 8, 12, dtype=torch.double)
+    start, state = block.prefill(x[:, :5])
+    end, _ = block.step(x[:, 5:], state)
+    torch.testing.assert_close(torch.cat([start, end], 1), block(x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", BLOCKS.values())
 @pytest.mark.parametrize("mixer", ["softmax", "lion_s"])
 @pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
-def test_what_padding_holds_reaches_no_parameter(mixer, valid, segments):
+def test_what_padding_holds_reaches_no_parameter(kind, mixer, valid, segments):
     """Neither through the residual, which goes around the attention."""
     torch.manual_seed(0)
     for mlp, norm in (("mlp", "layernorm"), ("glu", "rmsnorm")):
-        block = PreNorm(12, 3, mixer=mixer, attention=AttentionConfig(), mlp=mlp, norm=norm).double()
+        block = kind(12, 3, mixer=mixer, attention=AttentionConfig(), mlp=mlp, norm=norm).double()
         check_padding(block, valid, segments)

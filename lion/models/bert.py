@@ -1,0 +1,157 @@
+"""BERT as in M2-BERT, with any mixer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.config import fill, setting
+from lion.layers.blocks import BLOCKS
+from lion.layers.layout import AS_THEY_STAND, Layout
+from lion.layers.norms import NO_NORM
+from lion.models.base import Model
+from lion.models.encoder import Encoder, EncoderConfig
+from lion.models.init import INITS
+
+PLAIN_SCORES = {"attention": {"feature_map": "identity", "normalize": "none"}}  # scale 1/sqrt(d)
+
+
+@dataclass
+class BertConfig(EncoderConfig):
+    """A BERT. None in `position_embedding` and `attention.out_norm` stands for the convention of the mixer.
+
+    Position embedding: on where the mixer itself knows no order (softmax, Lion-lit), off for decays and rotations.
+    Norm behind the attention: in Lion-lit alone.
+
+    `max_positions` is the longest row that position embeddings allow. `token_types` are the kinds of segments that
+    have embeddings of their own (BERT's 2, the sentences of a pair); 0: none. The vocabulary's embeddings are as many
+    as the next multiple of `pad_vocabulary`, for speed alone.
+    """
+
+    name: str = "bert"
+    block: str = setting("post_norm", choices=BLOCKS)
+    norm_eps: float = setting(1e-12, above=0)
+    init: str = setting("bert", choices=INITS)
+    position_embedding: bool | None = None
+    max_positions: int = setting(512, min=1, max=2**24)
+    token_types: int = setting(0, min=0, max=65_536)
+    pad_vocabulary: int = setting(1, min=1, max=65_536)
+
+    released: ClassVar[dict[str, dict[str, Any]]] = dict.fromkeys(("lion_lit", "lion_d", "lion_s"), PLAIN_SCORES)
+    conventions: ClassVar[dict[str, str]] = {
+        "positions": "position_embedding",
+        **EncoderConfig.conventions,
+        "output norm": "attention.out_norm",
+    }
+
+    def resolved(self) -> Self:
+        c = super().resolved()
+        if c.attention.scans != AS_THEY_STAND:
+            raise ValueError("attention.scans: text has one order, that in which its tokens come")
+        if c.position_embedding is None:
+            c.position_embedding = not c.knows_order()
+        c.attention = fill(c.attention, {"out_norm": "layernorm" if c.mixer == "lion_lit" else NO_NORM})
+        return c
+
+
+class MaskedHead(nn.Module):
+    """From tokens x (.., dim) to logits (.., rows): Linear, GELU, norm, and the token embeddings (rows, dim)."""
+
+    def __init__(self, dim: int, rows: int, norm_eps: float) -> None:
+        super().__init__()
+        self.transform = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.bias = nn.Parameter(torch.zeros(rows))
+
+    def forward(self, x: Tensor, embeddings: Tensor) -> Tensor:
+        return F.linear(self.norm(F.gelu(self.transform(x))), embeddings, self.bias)
+
+
+class Bert(Model):
+    """Masked language model: embeddings with a norm, encoder, and a head tied to the token embeddings.
+
+    Args:
+        config: Shape of the model.
+        vocabulary: Token ids are below it.
+        length: Tokens of a training sample.
+
+    Raises:
+        ValueError: `length` is more than there are position embeddings.
+    """
+
+    Config = BertConfig
+    heads = ("tokens.", "head.")
+
+    def __init__(self, config: BertConfig, *, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.config = c = config.resolved()
+        self.vocabulary, self.length = vocabulary, length
+        rows = -(-vocabulary // c.pad_vocabulary) * c.pad_vocabulary
+        self.tokens = nn.Embedding(rows, c.dim)
+        self.positions = nn.Embedding(c.max_positions, c.dim) if c.position_embedding else None
+        self.types = nn.Embedding(c.token_types, c.dim) if c.token_types else None
+        self.norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
+        self.dropout = nn.Dropout(c.dropout)
+        self.encoder = Encoder(c)
+        self.head = MaskedHead(c.dim, rows, c.norm_eps)
+        if self.longest is not None and length > self.longest:
+            raise ValueError(f"data.length: {length} tokens, model.max_positions has embeddings of {self.longest}")
+        INITS[c.init](self, c.init_std)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest row that it can read; None where there is no limit."""
+        return None if self.positions is None else self.config.max_positions
+
+    def units(self) -> list[nn.Module]:
+        return list(self.encoder.blocks)
+
+    def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
+        """A model with fewer positions takes the first of them; for one with more they do not fit."""
+        if self.positions is None or "positions.weight" not in weights:
+            return weights
+        return {**weights, "positions.weight": weights["positions.weight"][: self.longest]}
+
+    def forward(
+        self,
+        tokens: Tensor,
+        segments: Tensor | None = None,
+        types: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, L, vocabulary) for each of tokens (B, L), or (B, K, vocabulary) for those at `places` alone.
+
+        Args:
+            tokens: Ids (B, L).
+            segments: Integer (B, L), documents that do not see one another, each with positions of its own; -1 is
+                padding, whose logits mean nothing, but do not depend on what it holds.
+            types: Of each token (B, L), below `token_types`; None: all 0.
+            places: Integer (B, K), below L.
+
+        Raises:
+            ValueError: More tokens than there are position embeddings, or types without embeddings.
+        """
+        hidden = self.encode(tokens, segments, types)
+        if places is not None:
+            hidden = hidden.take_along_dim(places[..., None], 1)  # (B, K, dim)
+        return self.head(hidden, self.tokens.weight)[..., : self.vocabulary]
+
+    def encode(self, tokens: Tensor, segments: Tensor | None = None, types: Tensor | None = None) -> Tensor:
+        """What the head is given, (B, L, dim), zeros for padding; arguments as those of the model."""
+        x = self.tokens(tokens)
+        layout = Layout.of(x, segments=segments)
+        if self.positions is not None:
+            if x.shape[1] > self.longest:
+                raise ValueError(
+                    f"tokens: {x.shape[1]} in a row, this model has embeddings of {self.longest} positions"
+                )
+            x = x + self.positions(layout.positions_of(x).clamp(min=0))  # padding in front has none
+        if self.types is not None:
+            x = x + (self.types.weight[0] if types is None else self.types(types))
+        elif types is not None:
+            raise ValueError("types: this model has no embeddings of token types (model.token_types)")
+        return layout.clean(self.encoder(self.dropout(self.norm(x)), layout))

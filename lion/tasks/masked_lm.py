@@ -1,0 +1,138 @@
+"""Masked language modelling (1810.04805): some tokens are hidden, and told from those around them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.config import setting
+from lion.models import MODELS
+from lion.models.bert import Bert
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain
+from lion.tasks.data import Batch
+from lion.tasks.metrics import Mean, Metric, OfMeans
+from lion.tasks.seeds import uniform
+from lion.tasks.text import TextInfo
+
+ACCURACY = Mean("accuracy", "MLM accuracy", percent=True)
+LOSS = Mean("loss", higher_is_better=False, digits=3)
+PERPLEXITY = OfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False)
+
+
+@dataclass
+class MaskedLMConfig:
+    """`rate` is the share of tokens that are chosen, in training and in evaluation; of these, `masked` become the mask
+    token, `random` any token, and the others stay as they are."""
+
+    name: str = "masked_lm"
+    rate: float = setting(0.30, above=0, max=1)
+    eval_rate: float = setting(0.15, above=0, max=1)
+    masked: float = setting(0.8, min=0, max=1)
+    random: float = setting(0.1, min=0, max=1)
+
+    def __post_init__(self) -> None:
+        if self.masked + self.random > 1 + 1e-9:
+            raise ValueError(f"masked: with random {self.random} at most {1 - self.random:g}, got {self.masked}")
+
+
+class Masked(NamedTuple):
+    """A batch whose tokens are hidden, with K slots a row, however many of them a row needs.
+
+    Attributes:
+        tokens: What the model sees, (B, L).
+        places: Where chosen tokens stand, (B, K); those of slots that are not needed mean nothing.
+        targets: What stood there, (B, K).
+        chosen: Boolean (B, K), which slots are needed.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    targets: Tensor
+    chosen: Tensor
+
+
+class MaskedLM(Task):
+    """Batches hold `tokens` (B, L), and `segments` (B, L) where documents are packed or padded; evaluation batches also
+    `mask` and `key` (B,).
+
+    Hiding is done here, on the device. In training chance is PyTorch's own; in evaluation it is a function of the
+    sample's `key`, so that all models, forms and batch sizes are asked the same.
+    """
+
+    Config = MaskedLMConfig
+    Model = Bert
+    default_model = "bert"
+    Info = TextInfo
+    unit = "sequences"
+
+    def __init__(self, config: MaskedLMConfig, info: TextInfo) -> None:
+        super().__init__(config, info)
+        self.mask_id = info.id("mask")
+
+    @staticmethod
+    def metrics_of(config: MaskedLMConfig) -> tuple[Metric, ...]:
+        return ACCURACY, LOSS, PERPLEXITY
+
+    def build_model(self, config: Any) -> Bert:
+        return build_or_explain(MODELS[config.name], config, vocabulary=self.info.vocabulary, length=self.info.length)
+
+    def hide(self, batch: Batch, rate: float, draws: Tensor) -> Masked:
+        """Choose `rate` of each row's tokens, at least one, but no special ones and no padding, and hide them.
+
+        `draws` (B, L, 3) in [0, 1) say, token by token, in which order they are chosen, what is done, and with which
+        token: it does not matter how long the row is padded. As in the original BERT a row has a fixed number of them,
+        so that shapes are the same in every step.
+        """
+        tokens, segments = batch["tokens"], batch.get("segments")
+        order, action, other = draws.unbind(-1)
+        usable = torch.ones_like(tokens, dtype=torch.bool) if segments is None else segments >= 0
+        for special in self.info.special.values():
+            usable &= tokens != special
+        slots = max(1, round(rate * tokens.shape[1]))
+        count = usable.sum(1, keepdim=True)
+        wanted = (rate * count).round().clamp(1, slots).minimum(count)  # (B, 1)
+        places = order.masked_fill(~usable, 2).argsort(dim=1, stable=True)[:, :slots]
+        chosen = torch.arange(slots, device=tokens.device) < wanted
+        replaced = torch.where(action < self.config.masked, self.mask_id, (other * self.info.vocabulary).long())
+        replaced = torch.where(action < self.config.masked + self.config.random, replaced, tokens)
+        hidden = torch.zeros_like(usable).scatter(1, places, chosen)
+        return Masked(torch.where(hidden, replaced, tokens), places, tokens.gather(1, places), chosen)
+
+    def logits(self, model: nn.Module, batch: Batch, masked: Masked) -> Tensor:
+        """Of the chosen tokens, (B, K, vocabulary)."""
+        return model(masked.tokens, batch.get("segments"), places=masked.places).float()
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        tokens = batch["tokens"]
+        masked = self.hide(batch, self.config.rate, torch.rand(*tokens.shape, 3, device=tokens.device))
+        loss = cross_entropy(self.logits(model, batch, masked), masked)
+        return Sums(loss.sum(), masked.chosen.sum().to(loss.dtype))
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        length = batch["tokens"].shape[1]
+        draws = uniform(batch["key"], 3 * length).unflatten(1, (length, 3))
+        masked = self.hide(batch, self.config.eval_rate, draws)
+        logits = self.logits(model, batch, masked)
+        counted = masked.chosen & batch["mask"][:, None]
+        right = (logits.argmax(-1) == masked.targets) & counted
+        loss = cross_entropy(logits, masked) * counted
+        weight = counted.sum()
+        return Outcome({"accuracy": (right.sum(), weight), "loss": (loss.sum(), weight)}, logits)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Logits (B, L, vocabulary) of tokens as they stand."""
+        return model(batch["tokens"], batch.get("segments")).float()
+
+    def example(self, size: int, device: torch.device | str) -> Batch:
+        return {"tokens": torch.randint(self.info.vocabulary, (size, self.info.length), device=device)}
+
+
+def cross_entropy(logits: Tensor, masked: Masked) -> Tensor:
+    """Of every slot (B, K), 0 where it is not needed."""
+    targets = masked.targets.masked_fill(~masked.chosen, -100)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)

@@ -1,0 +1,220 @@
+"""BERT: the published shapes, transformers' logits, and documents that do not see one another, with every mixer."""
+
+import pytest
+import torch
+
+from lion.config import ConfigError
+from lion.layers import MIXERS, NONE, SOFTMAX, Attention, AttentionConfig
+from lion.layers.mixer import forms_of, set_form
+from lion.layers.post_norm import PostNorm
+from lion.models.bert import Bert, BertConfig
+from lion.recipe import build
+from lion.runs import count_parameters
+
+VOCABULARY = 40
+EVERY = (SOFTMAX, *MIXERS)
+
+
+def bert(mixer=SOFTMAX, length=24, **settings):
+    torch.manual_seed(0)
+    model = Bert(
+        BertConfig(mixer, 12, 2, 3, **{"mlp_ratio": 2, "max_positions": 32, "init_std": 0.3, **settings}),
+        vocabulary=VOCABULARY,
+        length=length,
+    )
+    return model.double().eval()
+
+
+def documents(lengths=(7, 1, 5, 9)):
+    torch.manual_seed(1)
+    return [torch.randint(VOCABULARY, (n,)) for n in lengths]
+
+
+@pytest.mark.parametrize("mixer", [*EVERY, NONE])
+@torch.inference_mode()
+def test_packed_documents_give_the_logits_of_one_a_row(mixer):
+    """So does padding in front, between and behind, whatever it holds."""
+    model, texts = bert(mixer, token_types=2), documents()
+    row = torch.randint(VOCABULARY, (24,))
+    segments = torch.full((24,), -1)
+    begins = (1, 8, 10, 15)  # the first two touch; the others have padding around them
+    for i, (begin, text) in enumerate(zip(begins, texts)):
+        row[begin : begin + len(text)], segments[begin : begin + len(text)] = text, i
+    for form in forms_of(model):
+        set_form(model, form, 4)
+        packed = model(row[None], segments[None])[0]
+        for begin, text in zip(begins, texts):
+            alone = model(text[None])[0]
+            torch.testing.assert_close(packed[begin : begin + len(text)], alone, rtol=0, atol=1e-10)
+        other = torch.where(segments < 0, (row + 1) % VOCABULARY, row)
+        assert torch.equal(model(other[None], segments[None])[0], packed)
+
+
+@pytest.mark.parametrize("mixer", EVERY)
+@torch.inference_mode()
+def test_a_padded_batch_gives_the_logits_of_single_texts(mixer):
+    model, texts = bert(mixer), documents()
+    tokens, segments = torch.zeros(4, 9, dtype=torch.long), torch.full((4, 9), -1)
+    for i, text in enumerate(texts):
+        tokens[i, : len(text)], segments[i, : len(text)] = text, 0
+    logits = model(tokens, segments)
+    assert logits.shape == (4, 9, VOCABULARY)
+    for i, text in enumerate(texts):
+        torch.testing.assert_close(logits[i, : len(text)], model(text[None])[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_lit", "lion_s"])
+@torch.inference_mode()
+def test_the_head_reads_the_places_that_are_asked_for(mixer):
+    model, tokens = bert(mixer, pad_vocabulary=64), torch.randint(VOCABULARY, (2, 9))
+    places = torch.tensor([[3, 0, 8], [5, 5, 1]])
+    whole = model(tokens)
+    assert model.tokens.weight.shape == (*model.head.bias.shape, 12) == (64, 12) and whole.shape[-1] == VOCABULARY
+    found = model(tokens, places=places)
+    torch.testing.assert_close(found, whole[torch.arange(2)[:, None], places], rtol=0, atol=1e-12)
+
+
+def test_conventions_of_the_mixers():
+    """recipes.md 3.2, 3.3 and 9.8: what the paper has, and what the released code does."""
+
+    def built(mixer, **settings):
+        c = BertConfig(mixer, 12, 2, 3, **settings).resolved()
+        a = c.attention
+        return c.position_embedding, a.out_norm, a.feature_map, a.normalize
+
+    paper, released = ("silu_shifted", "sum"), ("identity", "none")
+    for mixer, around in (("lion_lit", (True, "layernorm")), ("lion_d", (False, "none")), ("lion_s", (False, "none"))):
+        assert built(mixer) == (*around, *paper)
+        assert built(mixer, preset="released") == (*around, *released)
+    assert built(SOFTMAX) == (True, "none", None, None) == built(SOFTMAX, preset="released")
+    asked = BertConfig(SOFTMAX, 12, 2, 3)
+    assert asked.resolved() != asked == BertConfig(SOFTMAX, 12, 2, 3)  # what was asked stays as it was
+    assert built("lion_s", position_embedding=True)[0] and not built(SOFTMAX, position_embedding=False)[0]
+    bare = AttentionConfig(out_norm="none")
+    assert built("lion_lit", attention=bare)[1] == "none"
+    assert BertConfig("lion_lit", 12, 2, 3, attention=bare).label() == "lion_lit without output norm"
+    for mixer, norms in (("lion_lit", 1), ("lion_s", 0)):
+        layers = [m for m in bert(mixer).modules() if isinstance(m, Attention)]
+        assert all((m.out_norm is not None) == bool(norms) for m in layers)
+
+
+@torch.inference_mode()
+def test_the_released_attention_is_plain_products():
+    """Y = ((Q K^T / sqrt(d)) * M) V with Eq. 14's mask of a fixed decay."""
+    layer = bert("lion_d", preset="released").encoder.blocks[0].attention
+    x = torch.randn(2, 9, 12, dtype=torch.double)
+    q, k, v = layer.heads(x)
+    decay = torch.sigmoid(layer.decays[0].a)[:, None, None]
+    gap = (torch.arange(9)[:, None] - torch.arange(9)).abs()
+    mixed = (q @ k.mT / 4**0.5 * decay**gap) @ v
+    torch.testing.assert_close(layer(x), layer.proj(mixed.transpose(1, 2).flatten(2)), rtol=0, atol=1e-10)
+
+
+def test_another_mixer_keeps_the_dropout():
+    config = BertConfig("lion_lit", 12, 2, 3, attention=AttentionConfig(score_dropout=0.1)).with_mixer(SOFTMAX)
+    assert config.attention.score_dropout == 0.1 and config.resolved().attention.out_norm == "none"
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    model = Bert(BertConfig("lion_s", 64, 2, 4, position_embedding=True, token_types=2), vocabulary=200, length=8)
+    for name, parameter in model.named_parameters():
+        norm, vector = "norm" in name, name.endswith("bias")
+        if norm or vector:
+            assert (parameter == (1 if norm and not vector else 0)).all(), name
+        else:
+            assert abs(parameter.std() - 0.02) < 0.004 and parameter.abs().max() > 0.04, name  # not truncated
+    assert all(isinstance(block, PostNorm) for block in model.encoder.blocks)
+
+
+@pytest.mark.parametrize(
+    ("size", "mixer", "count"),
+    [
+        # the published vocabulary 30,522 as 30,528 rows, 512 positions, two token types, tied head without pooler
+        ("base", "softmax", 109_518_912),
+        ("base", "lion_lit", 109_518_912 + 12 * 2 * 768),
+        ("base", "lion_d", 109_518_912 - 512 * 768 + 12 * 12),
+        ("base", "lion_s", 109_518_912 - 512 * 768 + 12 * (768 + 1) * 12),
+        ("large", "softmax", 335_180_608),
+        ("large", "lion_s", 335_180_608 - 512 * 1024 + 24 * (1024 + 1) * 16),
+    ],
+)
+def test_published_shapes(size, mixer, count):
+    shape = {"base": (768, 12, 12), "large": (1024, 24, 16)}[size]
+    with torch.device("meta"):
+        model = Bert(BertConfig(mixer, *shape, token_types=2, pad_vocabulary=8), vocabulary=30_522, length=128)
+    assert count_parameters(model) == count
+
+
+def test_rows_beyond_the_positions_are_refused():
+    with pytest.raises(ValueError, match=r"data.length: 33 tokens, model.max_positions has embeddings of 32"):
+        bert(length=33)
+    with pytest.raises(ValueError, match="tokens: 33 in a row, this model has embeddings of 32 positions"):
+        bert()(torch.zeros(1, 33, dtype=torch.long))
+    with pytest.raises(ValueError, match="no embeddings of token types"):
+        bert()(torch.zeros(1, 3, dtype=torch.long), types=torch.zeros(1, 3, dtype=torch.long))
+    assert bert("lion_s", length=33)(torch.zeros(1, 40, dtype=torch.long)).shape == (1, 40, VOCABULARY)
+    with pytest.raises(ConfigError, match=r"model.attention.scans: text has one order"):
+        values = {"mixer": "lion_s", "dim": 12, "depth": 1, "num_heads": 3, "attention": {"scans": ["row_snake"]}}
+        build(BertConfig, values, source=lambda key: "recipe", key="model")
+
+
+def test_a_model_with_fewer_positions_takes_the_first():
+    source, model = bert(), bert(max_positions=24)
+    assert torch.equal(
+        model.adapt(source.state_dict(), source)["positions.weight"], source.state_dict()["positions.weight"][:24]
+    )
+
+
+@torch.inference_mode()
+def test_transformers_gives_the_same_logits():
+    """`BertForMaskedLM` with copied weights, of a padded batch of pairs."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=24,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+        attn_implementation="eager",
+    )
+    theirs, ours = transformers.BertForMaskedLM(config).double().eval(), bert(token_types=2)
+    weights = theirs.state_dict()
+    ours.load_state_dict({name: torch.cat([weights[n] for n in theirs_of(name)]) for name in ours.state_dict()})
+    tokens = torch.randint(VOCABULARY, (2, 9))
+    segments, types = torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 9, dtype=torch.long)
+    segments[1, 6:], types[:, 4:] = -1, 1
+    expected = theirs(tokens, attention_mask=(segments >= 0).long(), token_type_ids=types).logits
+    found = ours(tokens, segments, types)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found[segments >= 0], expected[segments >= 0], rtol=0, atol=1e-10)
+
+
+NAMES = {  # ours -> theirs
+    "tokens": "bert.embeddings.word_embeddings",
+    "positions": "bert.embeddings.position_embeddings",
+    "types": "bert.embeddings.token_type_embeddings",
+    "norm": "bert.embeddings.LayerNorm",
+    "encoder.blocks.": "bert.encoder.layer.",
+    "head.transform": "cls.predictions.transform.dense",
+    "head.norm": "cls.predictions.transform.LayerNorm",
+    "head.bias": "cls.predictions.bias",
+    ".norm1": ".attention.output.LayerNorm",
+    ".attention.qkv": ".attention.self.qkv",
+    ".attention.proj": ".attention.output.dense",
+    ".norm2": ".output.LayerNorm",
+    ".mlp.fc1": ".intermediate.dense",
+    ".mlp.fc2": ".output.dense",
+}
+
+
+def theirs_of(name):
+    """The tensors there that one of ours is made of."""
+    for ours, theirs in NAMES.items():
+        if name.startswith(ours) or (ours.startswith(".") and ours in name):
+            name = name.replace(ours, theirs, 1)
+    parts = ("query", "key", "value") if "qkv" in name else ("",)
+    return [name.replace("qkv", part) for part in parts]

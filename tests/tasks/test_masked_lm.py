@@ -1,0 +1,251 @@
+"""Masked language modelling: who is hidden, how, and by which chance; the loss of a global batch; training."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import Dataset
+
+from lion.config import ConfigError
+from lion.layers import MIXERS, SOFTMAX
+from lion.layers.mixer import forms_of, set_form
+from lion.models.bert import Bert, BertConfig
+from lion.recipe import build
+from lion.tasks.data import Splits
+from lion.tasks.masked_lm import MaskedLM, MaskedLMConfig
+from lion.tasks.seeds import derive
+from lion.tasks.text import TextInfo
+from lion.trainer.evaluate import evaluate
+from lion.trainer.loop import Trainer
+from lion.trainer.plan import make_plan
+from lion.trainer.run_data import RunData
+from lion.trainer.runtime import Runtime, seed_everything
+from tests.trainer.toys import settings
+
+INFO = TextInfo(30, 20, "toy", "f" * 64, {"pad": 0, "mask": 1, "cls": 2, "sep": 3, "unk": 4})
+CPU = Runtime(torch.device("cpu"))
+
+
+class Text(Dataset):
+    """Documents of letters in the order of the alphabet: what is hidden follows from what is not."""
+
+    def __init__(self, size, seed=0):
+        self.size, self.seed = size, seed
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        chance = torch.Generator().manual_seed(derive(self.seed, index))
+        length, start = (int(torch.randint(high, (), generator=chance)) for high in (10, 25))
+        tokens = torch.zeros(20, dtype=torch.long)
+        tokens[: 10 + length] = 5 + (start + torch.arange(10 + length)) % 25
+        tokens[0], tokens[9 + length] = 2, 3
+        return {"tokens": tokens, "segments": -(tokens == 0).long()}
+
+
+def task(info=INFO, **config):
+    return MaskedLM(MaskedLMConfig(**config), info)
+
+
+def model(mixer="lion_s", **config):
+    torch.manual_seed(0)
+    return task().build_model(BertConfig(mixer, 12, 2, 3, mlp_ratio=2, init_std=0.3, **config)).eval()
+
+
+def batch(size=4, begin=0, data=None):
+    rows = [(data or Text(100))[begin + i] for i in range(size)]
+    key = torch.tensor([derive(0, "key", begin + i) for i in range(size)])
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {**stacked, "key": key, "mask": torch.ones(size, dtype=torch.bool)}
+
+
+def hidden_of(own, data, rate):
+    return own.hide(data, rate, torch.rand(*data["tokens"].shape, 3))
+
+
+def test_shares_of_what_is_hidden():
+    """Of 20,000 rows: 30 % of the letters, of these 80 % the mask, 10 % any token, 10 % as they are."""
+    torch.manual_seed(0)
+    own, data = task(), batch(1)
+    data = {name: data[name].expand(20_000, -1) for name in ("tokens", "segments")}
+    masked = hidden_of(own, data, 0.3)
+    letters = int((data["tokens"][0] > 4).sum())
+    assert (masked.chosen.sum(1) == round(0.3 * letters)).all()
+    at = masked.tokens.gather(1, masked.places)[masked.chosen]
+    before = masked.targets[masked.chosen]
+    assert ((at == 1).double().mean() - (0.8 + 0.1 / 30)).abs() < 0.005
+    assert ((at == before).double().mean() - (0.1 + 0.1 / 30)).abs() < 0.005
+    others = at[(at != 1) & (at != before)]
+    assert others.unique().tolist() == [i for i in range(30) if i != 1]  # any token, special ones as well
+    counts = torch.bincount(masked.places[masked.chosen], minlength=20)[data["tokens"][0] > 4]
+    assert (counts / 20_000 - masked.chosen[0].sum() / letters).abs().max() < 0.02  # every place alike
+
+
+def test_specials_and_padding_are_left_alone():
+    torch.manual_seed(0)
+    own = task(rate=0.9, masked=1.0, random=0.0)
+    data = batch(50)
+    data["tokens"][:, 4], data["segments"][:, 5] = 4, -1  # an unknown word; padding that holds a letter
+    masked = hidden_of(own, data, 0.9)
+    usable = (data["tokens"] > 4) & (data["segments"] >= 0)
+    changed = masked.tokens != data["tokens"]
+    assert not (changed & ~usable).any()
+    assert (changed.sum(1) == masked.chosen.sum(1)).all()
+    assert (masked.chosen.sum(1) == (0.9 * usable.sum(1)).round()).all()
+    assert torch.equal(masked.targets, data["tokens"].gather(1, masked.places))
+    assert all(len(p[c].unique()) == c.sum() for p, c in zip(masked.places, masked.chosen))
+
+
+def test_a_row_of_any_length_has_as_many_slots():
+    torch.manual_seed(0)
+    own, data = task(), {"tokens": torch.zeros(3, 20, dtype=torch.long), "segments": torch.full((3, 20), -1)}
+    data["tokens"][1:, 0], data["segments"][1:, 0] = 7, 0  # one letter
+    data["tokens"][2:], data["segments"][2:] = 7, 0  # all letters
+    masked = hidden_of(own, data, 0.15)
+    assert masked.places.shape == (3, 3) and masked.chosen.sum(1).tolist() == [0, 1, 3]
+    loss, weight = own.loss(model(), {name: x[:1] for name, x in data.items()})
+    assert loss == weight == 0
+    assert hidden_of(own, data, 0.01).chosen.sum(1).tolist() == [0, 1, 1]
+
+
+def test_loss_is_per_hidden_token_of_the_global_batch():
+    """The sums of ragged micro-batches are those of the whole, and torch's own cross-entropy over it."""
+    own, net, data = task(rate=0.9), model().double(), batch(6)
+    torch.manual_seed(3)
+    draws = torch.rand(6, 20, 3)
+    masked = own.hide(data, 0.9, draws)
+    targets = torch.full((6, 20), -100)
+    for row in range(6):
+        for place, chosen in zip(masked.places[row], masked.chosen[row]):
+            if chosen:
+                targets[row, place] = data["tokens"][row, place]
+    logits = net(masked.tokens, data["segments"])
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    parts = []
+    for rows in (slice(0, 1), slice(1, 6)):
+        own.hide = lambda data, rate, _, rows=rows: MaskedLM.hide(own, data, rate, draws[rows])
+        parts.append(own.loss(net, {name: x[rows] for name, x in data.items()}))
+    assert parts[0].weight != parts[1].weight / 5
+    total = sum(p.loss for p in parts) / sum(p.weight for p in parts)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_training_noise_is_pytorchs_own():
+    own, net, data = task(), model(), batch()
+    torch.manual_seed(1)
+    first, second = own.loss(net, data).loss, own.loss(net, data).loss
+    torch.manual_seed(1)
+    assert own.loss(net, data).loss == first != second
+
+
+def shown_to(net, own, data):
+    """What a model sees in an evaluation: tokens and places."""
+    seen = []
+    hook = net.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((*args, *kwargs.values())), with_kwargs=True
+    )
+    own.evaluate(net, data)
+    hook.remove()
+    return seen[0]
+
+
+@torch.no_grad()
+def test_evaluation_asks_all_the_same():
+    """Whatever was drawn before, whatever the model, however samples are batched and padded, in every evaluation."""
+    own, data = task(), batch(6)
+    tokens, _, places = shown_to(model(), own, data)
+    assert (tokens != data["tokens"]).any(1).all() and places.shape == (6, 3)
+    torch.rand(3)
+    again = shown_to(model(SOFTMAX), own, data)
+    assert torch.equal(again[0], tokens) and torch.equal(again[2], places)
+    for row in range(6):
+        alone = shown_to(model(), own, {name: x[row : row + 1] for name, x in data.items()})
+        assert torch.equal(alone[0][0], tokens[row]) and torch.equal(alone[2][0], places[row])
+    padded = {**data, "tokens": F.pad(data["tokens"], (0, 5)), "segments": F.pad(data["segments"], (0, 5), value=-1)}
+    assert torch.equal(shown_to(model(), own, padded)[0][:, :20], tokens)
+    other = shown_to(model(), own, {**data, "key": data["key"] + 1})
+    assert not torch.equal(other[0], tokens)
+
+
+@torch.no_grad()
+def test_metrics_of_a_model_that_knows():
+    """Accuracy, loss and perplexity are per hidden token, of real samples alone."""
+    own, data = task(), batch(4)
+    data["mask"][3] = False
+
+    class Sage(torch.nn.Module):
+        def forward(self, tokens, segments, places):
+            truth = data["tokens"].gather(1, places)
+            truth[1] = (truth[1] + 1) % 30  # always wrong about one row
+            return 2.0 * F.one_hot(truth, 30)
+
+    outcome = own.evaluate(Sage(), data)
+    count = [round(0.15 * int((row > 4).sum())) for row in data["tokens"]]
+    means = {name: (total / weight).item() for name, (total, weight) in outcome.sums.items()}
+    assert outcome.sums["accuracy"][1] == sum(count[:3])
+    share = (count[0] + count[2]) / sum(count[:3])
+    right, wrong = (math.log(math.exp(2) + 29) - hit for hit in (2, 0))
+    found = {metric.name: metric.value(means, {}) for metric in own.metrics}
+    assert found["accuracy"] == pytest.approx(share)
+    assert found["loss"] == pytest.approx(share * right + (1 - share) * wrong)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert own.metric.name == "accuracy" and own.metric.text(0.6705) == "67.05 %"
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@torch.no_grad()
+def test_every_form_and_batch_size_measures_the_same(mixer):
+    own, net, data = task(), model(mixer).double(), batch(6)
+    whole = own.evaluate(net, data)
+    assert whole.outputs.shape == (6, 3, 30)
+    for form in forms_of(net):
+        set_form(net, form, 4)
+        parts = [own.evaluate(net, {name: x[i : i + 2] for name, x in data.items()}) for i in (0, 2, 4)]
+        torch.testing.assert_close(torch.cat([p.outputs for p in parts]), whole.outputs, rtol=0, atol=1e-5)
+        for name, pair in whole.sums.items():
+            for i in range(2):
+                torch.testing.assert_close(sum(p.sums[name][i] for p in parts), pair[i], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_outputs_are_of_tokens_as_they_stand():
+    own, net, data = task(), model(), batch()
+    assert torch.equal(own.outputs(net, data), net(data["tokens"], data["segments"]).float())
+    assert own.outputs(net, data).shape == (4, 20, 30)
+
+
+def test_examples_are_tokens_and_need_no_memory():
+    own = task()
+    example = own.example(3, "cpu")
+    assert example["tokens"].shape == (3, 20) and example["tokens"].max() < 30
+    with torch.device("meta"):
+        net = own.build_model(BertConfig("lion_s", 12, 2, 3))
+    assert own.loss(net, own.example(3, "meta")).loss.device.type == "meta"
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ConfigError, match=r"task.masked: with random 0.4 at most 0.6, got 0.8"):
+        build(MaskedLMConfig, {"random": 0.4}, source=lambda key: "recipe", key="task")
+    with pytest.raises(ConfigError, match="tokenizer 'toy' has no token 'mask', it has pad"):
+        task(TextInfo(30, 20, "toy", "f" * 64, {"pad": 0}))
+    with pytest.raises(ConfigError, match=r"data.length: 20 tokens, model.max_positions has embeddings of 16"):
+        task().build_model(BertConfig(SOFTMAX, 12, 1, 3, max_positions=16))
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_lit", "lion_d", "lion_s"])
+def test_it_learns(mixer, tmp_path):
+    """Through the trainer, in micro-batches: far better than the commonest letter."""
+    plan = make_plan(
+        settings(batch_size=32, micro_batch=16, steps=150, eval_every=150, save_every=75), samples=256, world=1
+    )
+    own = task()
+    seed_everything(0)
+    net = own.build_model(BertConfig(mixer, 24, 2, 3, mlp_ratio=2, init_std=0.1, dropout=0.0))
+    splits = Splits(Text(256), Text(40, seed=1), None, INFO)
+    trainer = Trainer(plan, own, net, splits, tmp_path, CPU)
+    assert trainer.fit()
+    found = evaluate(net, RunData(splits, plan, CPU).val(), own, CPU)
+    assert found["accuracy"] > 0.3 and found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert isinstance(trainer.model, Bert)
