@@ -66,6 +66,9 @@ class TextInfo(Info):
     def shares_heads(self, then: dict[str, Any]) -> bool:
         return all(then.get(name) == getattr(self, name) for name in ("vocabulary", "fingerprint"))
 
+    def check_transfer(self, whose: str, then: dict[str, Any]) -> None:
+        self.check_same(whose, then)
+
     def check_same(self, whose: str, then: dict[str, Any]) -> None:
         """Ids must mean the same tokens; another length is the model's own affair."""
         if not self.shares_heads(then):

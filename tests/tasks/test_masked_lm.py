@@ -1,5 +1,6 @@
 """Masked language modelling: who is hidden, how, and by which chance; the loss of a global batch; training."""
 
+import dataclasses
 import math
 
 import pytest
@@ -249,3 +250,9 @@ def test_it_learns(mixer, tmp_path):
     found = evaluate(net, RunData(splits, plan, CPU).val(), own, CPU)
     assert found["accuracy"] > 0.3 and found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert isinstance(trainer.model, Bert)
+
+
+def test_weights_of_another_vocabulary_mean_nothing_here():
+    INFO.check_transfer("it", dataclasses.replace(INFO, length=999).to_dict())
+    with pytest.raises(ConfigError, match="init_from: run is of another vocabulary: its tokenizer was 'toy' "):
+        INFO.check_transfer("init_from: run", dataclasses.replace(INFO, fingerprint="e" * 64).to_dict())
