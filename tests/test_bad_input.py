@@ -225,7 +225,7 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("--form full", "unknown option --form full: "),
         ("trian x.yaml", "'trian' is no command, did you mean 'train'?"),
         ("quickstrt", "'quickstrt' is no command, did you mean 'quickstart'?"),
-        ("zz", "valid: train, eval, list, show, predict, bench ops, "),
+        ("zz", "valid: train, prepare, eval, list, show, predict, generate, bench ops, "),
         ("train", "required: recipe\n"),
         ("train x.yaml --frsh", "unknown option --frsh: did you mean '--fresh'?"),
         ("train x.yaml --processes", "--processes: expected one argument"),

@@ -523,9 +523,10 @@ def test_the_data_root(monkeypatch, tmp_path):
 
 
 def test_every_name_is_that_of_a_data_set():
-    own = ["cifar10", "cifar100", "digits", "fashion_mnist", "hf", "imagefolder", "imagenet", "mnist"]
-    assert sorted(data.DATASETS) == own
-    for name in own:
+    pictures = ["cifar10", "cifar100", "digits", "fashion_mnist", "hf", "imagefolder", "imagenet", "mnist"]
+    text = ["c4", "openwebtext", "python_source", "text", "tiny_shakespeare"]
+    assert sorted(data.DATASETS) == sorted([*pictures, *text])
+    for name in pictures:
         kind = data.dataset(name)
         assert issubclass(kind, DataSet) and kind.Config().name == name and issubclass(kind.Info, Info)
         source = kind(kind.Config())

@@ -247,7 +247,7 @@ def test_it_learns(mixer, tmp_path):
     splits = Splits(Text(256), Text(40, seed=1), None, INFO)
     trainer = Trainer(plan, own, net, splits, tmp_path, CPU)
     assert trainer.fit()
-    found = evaluate(net, RunData(splits, plan, CPU).val(), own, CPU)
+    found = evaluate(net, RunData(splits, plan, CPU).held_out()["val"], own, CPU)
     assert found["accuracy"] > 0.3 and found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert isinstance(trainer.model, Bert)
 
