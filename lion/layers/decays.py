@@ -97,9 +97,7 @@ class SelectiveDecay(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         log_decay = F.logsigmoid(linear(self.gate, x)).mT  # (B, H, L)
-        return Gating(
-            k, log_decay if layout.special is None else log_decay.masked_fill(layout.special[..., None, :], 0)
-        )
+        return Gating(k, log_decay if layout.special is None else log_decay.masked_fill(layout.special_of_heads(), 0))
 
 
 class SelectiveVectorDecay(Decay):
@@ -115,7 +113,7 @@ class SelectiveVectorDecay(Decay):
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         log_decay = self.by_head(F.logsigmoid(linear(self.gate, x)))
         return Gating(
-            k, log_decay if layout.special is None else log_decay.masked_fill(layout.special[..., None, :, None], 0)
+            k, log_decay if layout.special is None else log_decay.masked_fill(layout.special_of_heads()[..., None], 0)
         )
 
 

@@ -73,6 +73,10 @@ class Layout(NamedTuple):
         """The place of each token of x (B, L, dim) in its segment, (B or 1, L)."""
         return torch.arange(x.shape[1], device=x.device)[None] if self.positions is None else self.positions
 
+    def special_of_heads(self) -> Tensor | None:
+        """`special` as it broadcasts over heads: (L,) or (B, 1, L)."""
+        return self.special if self.special is None or self.special.dim() == 1 else self.special[:, None]
+
     def next_position(self, x: Tensor) -> Tensor:
         """The place (B,) of the token that would come after x (B, L, dim), in the last segment."""
         if self.positions is None:
