@@ -208,6 +208,7 @@ def test_files_that_cannot_be_written(name, replace, trained, tmp_path, capsys):
     assert line.startswith(f"error: {tmp_path / 'tiny' / name}: ")
 
 
+@pytest.mark.slow
 def test_weights_without_finite_outputs(trained, tmp_path, capsys):
     shutil.copytree(trained[1], tmp_path / "tiny")
     file, picture = next(tmp_path.glob(f"tiny/checkpoints/best-*/{STATE}")), tmp_path / "picture.png"

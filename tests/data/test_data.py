@@ -536,6 +536,7 @@ def test_every_name_is_that_of_a_data_set():
         data.dataset("cifar")
 
 
+@pytest.mark.slow
 def test_a_missing_extra_only_hurts_its_own_set():
     code = """
 import sys

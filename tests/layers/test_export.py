@@ -44,6 +44,7 @@ def vit(mixer: str, **attention) -> ViT:
 
 @pytest.mark.parametrize("form", ("full", "chunk", "rnn"))
 @pytest.mark.parametrize("mixer", (*MIXERS, "deltanet"))
+@pytest.mark.slow
 def test_layer_of_all_batches(mixer, form):
     length = 12 if form == "rnn" else 100  # unrolled
     layer = lion.LionAttention(16, 2, mixer=mixer, form=form)
@@ -54,6 +55,7 @@ def test_layer_of_all_batches(mixer, form):
 
 
 @pytest.mark.parametrize("form, mixer", [("chunk", "lion_s"), ("chunk", "rwkv6"), ("full", "lion_s")])
+@pytest.mark.slow
 def test_layer_of_all_lengths(form, mixer):
     layer = lion.LionAttention(16, 2, mixer=mixer, form=form)
     exported = export(layer, (torch.randn(3, 100, 16),), dynamic_shapes=(BOTH,)).module()

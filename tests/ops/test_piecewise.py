@@ -135,6 +135,7 @@ def test_one_graph_for_all_lengths(form, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", ("S", "vector"))
+@pytest.mark.slow
 def test_memory_is_that_of_a_piece(decay, form):
     """Beside output, row sums and the sums of gates nothing grows with the sequence, and no copy of q and k is made."""
     largest = {}

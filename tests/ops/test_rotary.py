@@ -34,6 +34,7 @@ def rng(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize("normalize", ALL_NORMALIZE)
 @pytest.mark.parametrize("what", SHAPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.slow
 def test_every_shape(direction, what, normalize):
     """Row sums are those of the unrotated scores: those of rotated ones may vanish or be negative."""
     for decay, decay_convention in (("lit", "source"), ("S", "source"), ("S", "between"), ("vector", "target")):

@@ -82,6 +82,7 @@ def check_closed(decay: str, closed_gate: float, share: float, how: dict) -> Non
 
 @pytest.mark.parametrize("form", (*FORMS, *BLOCKWISE))
 @pytest.mark.parametrize("lanes", (1, 8), ids=("scalar", "vector"))
+@pytest.mark.slow
 def test_no_denormal_numbers(lanes, form):
     """Decays of 0.3 to 0.7 pass through every size of number within some hundred tokens; products with denormal ones
     take many times as long on some processors."""

@@ -236,6 +236,7 @@ def test_bad_settings_are_refused():
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "lion_lit", "lion_d", "lion_s"])
+@pytest.mark.slow
 def test_it_learns(mixer, tmp_path):
     """Through the trainer, in micro-batches: far better than the commonest letter."""
     plan = make_plan(

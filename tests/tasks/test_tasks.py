@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers import ROOT
 
 LIGHT = """
@@ -16,6 +18,7 @@ print(found["torchvision"], "torchvision" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_task_without_pictures_loads_no_torchvision():
     import torchvision
 

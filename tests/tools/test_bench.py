@@ -62,6 +62,7 @@ def sdpa(**changes) -> dict:
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.slow
 def test_every_mixer_is_verified_and_measured(mixer):
     rows, notes = measure(mixer=mixer, forms=("full", "chunk"), passes=("both",), rounds=1)
     assert not notes
@@ -73,6 +74,7 @@ def test_every_mixer_is_verified_and_measured(mixer):
     assert all(r["error"] <= ops.TOLERANCE for r in rows[1:])
 
 
+@pytest.mark.slow
 def test_rows_hold_time_ratio_floor_and_memory():
     rows, _ = measure(chunk_sizes=(8, 16))
     assert [r["form"] for r in rows if r["pass"] == "both"] == ["sdpa", "full", "chunk", "chunk"]  # rnn: inference
@@ -111,6 +113,7 @@ def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
     assert note["failed"] and "lion_s chunk 8: off by" in note["text"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_is_a_line(monkeypatch):
     rows, (note,) = measure(mixer="gla", forms=("full", "blockwise"), passes=("forward",))
     assert len(rows) == 2 and "gla blockwise 8: form: 'blockwise' takes" in note["text"] and not note["failed"]
@@ -232,6 +235,7 @@ def test_bad_input(tmp_path, capsys):
 SMALL = "--eager --length 24 --tokens 48 --heads 2 --dim 8 --chunk-size 8 --rounds".split()
 
 
+@pytest.mark.slow
 def test_the_command_in_pieces(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ops, "measure_rates", lambda *args: RATES)
     monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: measure(job, receive))

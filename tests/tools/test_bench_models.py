@@ -93,6 +93,7 @@ def test_a_step_trains():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_rows_of_training_steps():
     sent = []
     train.measure(JOB, sent.append)
@@ -105,6 +106,7 @@ def test_rows_of_training_steps():
     assert rows[2]["parameters"] != rows[0]["parameters"]
 
 
+@pytest.mark.slow
 def test_the_train_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "in_a_process", lambda measure, job, receive: measure(job, receive))
     command = ["bench", "train", *JOB.recipes[:1], "--eager", "--size", "32", "--batch", "2", "--rounds", "2"]
@@ -227,6 +229,7 @@ def test_only_decays_are_filled_in(form, tmp_path, monkeypatch):
         inference.build(loaded, 8, Variant(form))
 
 
+@pytest.mark.slow
 def test_mixer_memory_counts_the_scores(run):
     """Shapes that the mixing allocates: L x L in full, none in the others."""
     rows = {v.form: measured(run, v, sizes=(256,), batch=1)[0][0] for v in (Variant("full"), Variant("rnn", 64))}

@@ -203,6 +203,7 @@ def test_init_from_another_grid_interpolates_positions(tmp_path, caplog, capsys)
     assert not (tmp_path / "runs" / "other").exists()
 
 
+@pytest.mark.slow
 def test_show_and_list():
     text = show(str(ROOT / "recipes/deit_small_lion_s.yaml"), [], processes=4)
     for part in ("mixer: lion_s", "22,002,736", "375,300", "1024 = 4 processes x 1 accumulated x 256", "GiB"):
@@ -247,6 +248,7 @@ def test_forms_to_measure():
     assert forms_to_measure("rnn", None, forms) == [("rnn", 1)]
 
 
+@pytest.mark.slow
 def test_help_names_every_command_before_anything_is_installed(tmp_path):
     """With `-S` an interpreter sees no package that was installed."""
     for argv in (["--help"], ["help"], ["bench", "-h"]):
@@ -294,6 +296,7 @@ def test_quick_leaves_the_slow_tests_out(monkeypatch):
     assert called == [["-m", "pytest", "-m", marks, "tests/ops", "-x"], ["-m", "pytest", "-k", "quick"]]
 
 
+@pytest.mark.slow
 def test_a_closed_stderr_and_ascii_stop_no_run(tmp_path):
     call = [sys.executable, "-m", "tools", "train", tiny_recipe(tmp_path), "--no-eval", "run.name=\u00e9"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
@@ -368,6 +371,7 @@ def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
         assert here(*line) == 0 and calls == ["prepare", "build"]
 
 
+@pytest.mark.slow
 def test_others_wait_for_who_prepares(tmp_path):
     """Two processes that need the same data: they are made once, and whole before anybody opens them."""
     code = """
@@ -432,6 +436,7 @@ def test_repeated_augmentation_reaches_the_trainer(tmp_path):
     assert len(upcoming) >= 3 and upcoming[:3] == upcoming[:1] * 3
 
 
+@pytest.mark.slow
 def test_data_of_other_classes_is_refused(tmp_path, capsys):
     """The labels of a run mean its own classes: renamed folders would change them without a word."""
     recipe, run = photo_recipe(tmp_path), tmp_path / "runs" / "tiny"

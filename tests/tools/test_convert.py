@@ -216,6 +216,7 @@ def test_weights_are_found_where_they_are_kept(tmp_path):
         assert all(value.dtype == torch.float32 for value in state_of(run, "best")["model"].values())
 
 
+@pytest.mark.slow
 def test_the_run_serves_every_command(tmp_path, capsys):
     model = theirs()
     torch.save(model.state_dict(), tmp_path / "their.pth")

@@ -49,6 +49,7 @@ def test_all_forms_are_of_one_checkpoint(run, monkeypatch):
     assert chunk["best_step"] == first and chunk["deviation"] < 1e-4
 
 
+@pytest.mark.slow
 def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
     """Against each form by itself over the whole split; at no time are there outputs of more than one batch."""
     loaded = open_run(run)

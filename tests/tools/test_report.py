@@ -43,6 +43,7 @@ def of(runs, *names):
     return [load(str(p)) for p in sorted(runs.iterdir()) if not names or p.name.rstrip("01") in names]
 
 
+@pytest.mark.slow
 def test_runs_of_one_recipe_are_one_row_in_the_papers_order(runs):
     groups = group(of(runs), PAPER)
     assert list(groups) == ["softmax", "lion_s", "lion_s multiscan", "lion_s forward"]

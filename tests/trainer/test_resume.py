@@ -58,6 +58,7 @@ def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
     assert [index for _, _, index in next(iter(first))][:8] == upcoming["samples"]
 
 
+@pytest.mark.slow
 def test_workers_may_change_at_every_stop(tmp_path):
     path = tiny_recipe(tmp_path, trainer={"steps": 14})
     straight = train(path, tmp_path / "a")
