@@ -262,6 +262,7 @@ class Noise(torch.utils.data.Dataset):
         return {"image": torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8), "label": index % 10}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*DEIT, *CIFAR100], ids=lambda p: p.stem)
 def test_two_steps_of_a_shrunken_copy(path, tmp_path):
     shrink = ["model.dim=12", "model.depth=2", "model.num_heads=3", "data.image_size=[32, 32]", "trainer.device=cpu"]

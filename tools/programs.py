@@ -14,7 +14,10 @@ def logs(argv: list[str]) -> NoReturn:
 
 
 def test(argv: list[str]) -> NoReturn:
-    quick = ["-m", QUICK] if "--quick" in argv else []
+    quick = []
+    if "--quick" in argv:  # in two processes that keep to one thread each
+        quick = ["-m", QUICK, "-n", "2", "--dist", "worksteal"]
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     become("pytest", *quick, *(word for word in argv if word != "--quick"))
 
 

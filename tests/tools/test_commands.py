@@ -293,7 +293,10 @@ def test_quick_leaves_the_slow_tests_out(monkeypatch):
     programs.test(["--quick", "tests/ops", "-x"])
     programs.test(["-k", "quick"])
     marks = "not slow and not compiled and not process"
-    assert called == [["-m", "pytest", "-m", marks, "tests/ops", "-x"], ["-m", "pytest", "-k", "quick"]]
+    assert called == [
+        ["-m", "pytest", "-m", marks, "-n", "2", "--dist", "worksteal", "tests/ops", "-x"],
+        ["-m", "pytest", "-k", "quick"],
+    ]
 
 
 @pytest.mark.slow
