@@ -7,12 +7,12 @@ python -m tools list
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 import torch
 
 from lion.config import flatten, to_dict
-from lion.layers import MIXERS, SOFTMAX
-from lion.layers.decays import DECAYS
+from lion.layers import KINDS, MIXERS
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
@@ -49,19 +49,13 @@ def listing() -> str:
         parameters = count_parameters(build_on_meta(make_task(recipe, info), recipe.model))
         rows.append([path.name, recipe.about.row, recipe.about.expected, f"{parameters / 1e6:.2f} M"])
     recipes = table(["recipe", "table row", "expected", "parameters"], rows)
-    softmax = [SOFTMAX, "1706.03762, the baseline", "-", "softmax"]
-    mixers = table(["model.mixer", *MIXER_COLUMNS[:-1]], [softmax, *(row[:-1] for row in mixer_rows())])
+    mixers = table(["model.mixer", *MIXER_COLUMNS[:-1]], [row[:-1] for row in mixer_rows(KINDS)])
     return f"{recipes}\n\n{mixers}"
 
 
-def mixer_rows() -> list[list[str]]:
-    """Every linear mixer: its name, and what the table of lion/layers/README.md says of it."""
-    normalized = {"sum": "row sum", "max": "max(abs(row sum), 1)", "none": "-"}
-    rows = []
-    for name, entry in MIXERS.items():
-        memory = "none" if entry.decay is None else DECAYS[entry.decay].per
-        rows.append([name, entry.source, memory, normalized[entry.normalize], entry.left_out or "-"])
-    return rows
+def mixer_rows(names: Iterable[str] = MIXERS) -> list[list[str]]:
+    """Mixers, all linear ones by default: the name, and what the table of lion/layers/README.md says of each."""
+    return [[name, *KINDS[name].facts(name)[: len(MIXER_COLUMNS)]] for name in names]
 
 
 def show(path: str, overrides: list[str], processes: int | None = None) -> str:
