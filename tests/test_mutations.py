@@ -79,6 +79,7 @@ def every_leaf():
 
 
 @pytest.mark.parametrize("place", range(len(every_leaf())), ids=lambda i: every_leaf()[i][0])
+@pytest.mark.slow
 def test_every_key(place, tmp_path, capsys):
     key, field, hint, changes = every_leaf()[place]
     section, _, name = key.rpartition(".")

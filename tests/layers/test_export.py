@@ -80,6 +80,7 @@ def test_step(mixer):
 @pytest.mark.parametrize(
     "mixer, attention", [("lion_s", dict(form="chunk")), ("lion_d", dict(scans=("row_snake", "column_snake")))]
 )
+@pytest.mark.slow
 def test_vit(mixer, attention):
     model = vit(mixer, **attention)
     exported = export(model, (torch.randn(3, 1, 18, 18),), dynamic_shapes=(BATCH,)).module()

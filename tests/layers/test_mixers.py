@@ -96,6 +96,7 @@ def oracle_of(layer: LionAttention, x: torch.Tensor, direction: str) -> torch.Te
 
 @every_mixer
 @every_direction
+@pytest.mark.slow
 def test_gradients_are_those_of_the_published_recurrence(mixer, direction):
     layer, x, length = make(mixer, direction), tokens(65), 65
     projection = tokens(length, seed=2)
@@ -303,6 +304,7 @@ def test_every_direction_of_blocks_trains(mixer, direction):
 
 @every_mixer
 @pytest.mark.parametrize("direction", ["forward", "both"])
+@pytest.mark.slow
 def test_extreme_inputs_stay_finite(mixer, direction):
     for scale in (1e3, 1e-3, 0.0):
         for form, size in SMALL_FORMS:

@@ -69,6 +69,7 @@ def test_lengths(length, decay, direction, decay_convention, normalize):
 
 
 @pytest.mark.parametrize("decay, direction, decay_convention", LONG)
+@pytest.mark.slow
 def test_long(decay, direction, decay_convention):
     how = dict(direction=direction, decay_convention=decay_convention)
     forms = {form: how for form, how in FORMS.items() if form != "rnn1"}  # its gradients: of shorter sequences
@@ -215,6 +216,7 @@ def test_two_levels_of_chunks(decay, direction):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.slow
 def test_more_levels_of_chunks(direction, decay, monkeypatch):
     """With groups of two, 67 tokens need four levels, each with its own padding."""
     monkeypatch.setattr(lion.ops.chunk, "GROUP", 2)

@@ -103,6 +103,7 @@ def test_inputs_are_what_the_layer_hands_over():
 
 
 @pytest.mark.parametrize("wrong", [1 + 1e-4, math.nan])
+@pytest.mark.slow
 def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
     def off(*args, **kwargs):
         return linear_attention(*args, **kwargs) * (wrong if kwargs["form"] == "chunk" else 1)

@@ -77,6 +77,7 @@ def test_what_is_promised_depends_on_what_is_the_same():
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "delete", "manifest"])
+@pytest.mark.slow
 def test_a_damaged_last_is_reported_and_the_one_before_it_used(tmp_path, caplog, harm):
     path = tiny_recipe(tmp_path, trainer={"steps": 12})
     straight = train(path, tmp_path / "a")
