@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -13,6 +16,8 @@ from torch.utils.data import default_collate
 
 from lion.config import ConfigError, setting
 from lion.tasks.data import Batch, Info, Splits
+
+log = logging.getLogger("lion")
 
 
 @dataclass
@@ -101,6 +106,27 @@ def data_root() -> Path:
 def user_path(path: str) -> Path:
     """A path whose `~` is the home folder; one of an unknown user stays as it is."""
     return Path(os.path.expanduser(path))
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file, which may mean to wait for another process.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}), $LION_DATA names another folder") from None
+    with file:  # closing it gives the lock back, as the process's end does
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("%s: another process prepares these data, waiting for it", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def find_root(config: DataConfig, folder: str, how: str) -> Path:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import data
-from data.base import DataSet, data_root
+from data.base import DataSet, data_root, locked
 from lion.config import ConfigError, nearest
 from lion.recipe import Recipe, free_keys, load_recipe
 from lion.runs import RECIPE
@@ -21,8 +18,6 @@ from lion.tasks import TASKS, Task
 from lion.tasks.data import Info, Splits
 from lion.tasks.metrics import Metric
 from lion.trainer.plan import Plan
-
-log = logging.getLogger("lion")
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -90,27 +85,6 @@ def needs_preparing(source: DataSet) -> bool:
     return type(source).prepare is not DataSet.prepare
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, which may mean to wait for another process.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}), $LION_DATA names another folder") from None
-    with file:  # closing it gives the lock back, as the process's end does
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("%s: another process prepares these data, waiting for it", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def make_task(recipe: Recipe, info: Info) -> Task:
     return TASKS[recipe.task.name](recipe.task, info)
 
@@ -123,15 +97,16 @@ def metric_of(recipe: Recipe) -> Metric:
 def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str | None]:
     """(info, training samples, note) of a recipe's data; published figures where the files are absent.
 
-    With `look=False` the published figures are enough, and no folder is walked.
+    With `look=False` the published figures are enough, and no folder is walked. Where there are such figures, nothing
+    is prepared, which may take hours, to be told of.
     """
-    source = open_data(recipe)
-    if not look and (known := source.published()) is not None:
+    source = open_data(replace(recipe, data=recipe.data.uncached()))
+    known = source.published()
+    if not look and known is not None:
         return *known, None
     try:
-        splits = build_data(recipe)
+        splits = build_data(recipe) if known is None else source.build()
     except ConfigError as error:
-        known = source.published()
         if known is None:
             raise
         return *known, str(error)

@@ -15,6 +15,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,9 @@ def check_request(args: Any) -> None:
 
 def check_tokenizer(tokenizer: Any, loaded: LoadedRun) -> None:
     """Refuse one in which ids mean other tokens than those that the model was trained on."""
-    info = loaded.task.info
-    if tokenizer.fingerprint != info.fingerprint:
-        raise ConfigError(
-            f"{loaded.folder}: its checkpoint is of another vocabulary: its tokenizer was {info.tokenizer!r}, "
-            f"fingerprint {info.fingerprint[:12]}, and is {tokenizer.name!r}, {tokenizer.fingerprint[:12]} now"
-        )
+    then = loaded.task.info
+    now = {name: getattr(tokenizer, name) for name in ("vocabulary", "fingerprint", "special")}
+    replace(then, tokenizer=tokenizer.name, **now).check_same(f"{loaded.folder}: its checkpoint", then.to_dict())
 
 
 def begin(args: Any, model: GPT, tokenizer: Any) -> Continuation:

@@ -5,8 +5,6 @@ While it is made, FOLDER.parts holds the tokenizer and the finished parts; FOLDE
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import io
 import json
 import logging
@@ -15,7 +13,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -25,6 +23,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from data.base import locked
 from data.text.corpus import Corpus
 from data.text.store import FORMAT, MANIFEST, SPLITS, TOKENIZER, Writer, id_type, read_tokenizer, write_file
 from data.text.tokenizers import Tokenizer
@@ -90,18 +89,6 @@ def prepare(
             os.replace(partial, folder)
             log.info("%s: %s", folder, ", ".join(f"{splits[s]['tokens']:,} {s}" for s in SPLITS) + " tokens")
         shutil.rmtree(parts, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Alone; the lock ends with the process that holds it."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("%s is being prepared by another process; waiting", path.stem)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def settle(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> Tokenizer:

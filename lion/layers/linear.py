@@ -63,17 +63,16 @@ class LionAttention(Attention):
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
         check_settings(config)
         check_scan_names(config)
-        decay = MIXERS[name].decay
-        if config.scans != AS_THEY_STAND and config.rotation not in (None, NO_ROTATION):
+        entry, several = MIXERS[name], config.scans != AS_THEY_STAND
+        if several and config.rotation not in (None, NO_ROTATION):
             raise ValueError(f"rotation {config.rotation!r} goes by one order of the tokens, not several scans")
-        if config.scans != AS_THEY_STAND and not (decay and DECAYS[decay].scans):
-            fits = ", ".join(n for n, entry in MIXERS.items() if entry.decay and DECAYS[entry.decay].scans)
+        if several and not (entry.decay and DECAYS[entry.decay].scans):
+            fits = ", ".join(n for n, other in MIXERS.items() if other.decay and DECAYS[other.decay].scans)
             raise ValueError(f"scans: not available with mixer {name!r}, only with {fits}")
         if config.score_dropout and config.form in ("chunk", "rnn"):
             raise ValueError(
                 f"score_dropout exists in the full form only, use form 'auto' or 'full', got {config.form!r}"
             )
-        entry = MIXERS[name]
         filled = {"feature_map": entry.feature_map, "normalize": entry.normalize, "rotation": entry.rotation}
         both = config.direction == "both"
         filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
