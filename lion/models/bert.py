@@ -13,9 +13,9 @@ from lion.config import fill, setting
 from lion.layers.blocks import BLOCKS
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.norms import NO_NORM
-from lion.models.base import Model
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
+from lion.models.language import LanguageModel
 
 PLAIN_SCORES = {"attention": {"feature_map": "identity", "normalize": "none"}}  # scale 1/sqrt(d)
 
@@ -71,7 +71,7 @@ class MaskedHead(nn.Module):
         return F.linear(self.norm(F.gelu(self.transform(x))), embeddings, self.bias)
 
 
-class Bert(Model):
+class Bert(LanguageModel):
     """Masked language model: embeddings with a norm, encoder, and a head tied to the token embeddings.
 
     Args:
@@ -102,20 +102,6 @@ class Bert(Model):
             raise ValueError(f"data.length: {length} tokens, model.max_positions has embeddings of {self.longest}")
         INITS[c.init](self, c.init_std)
 
-    @property
-    def longest(self) -> int | None:
-        """Tokens of the longest row that it can read; None where there is no limit."""
-        return None if self.positions is None else self.config.max_positions
-
-    def units(self) -> list[nn.Module]:
-        return list(self.encoder.blocks)
-
-    def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
-        """A model with fewer positions takes the first of them; for one with more they do not fit."""
-        if self.positions is None or "positions.weight" not in weights:
-            return weights
-        return {**weights, "positions.weight": weights["positions.weight"][: self.longest]}
-
     def forward(
         self,
         tokens: Tensor,
@@ -144,12 +130,7 @@ class Bert(Model):
         """What the head is given, (B, L, dim), zeros for padding; arguments as those of the model."""
         x = self.tokens(tokens)
         layout = Layout.of(x, segments=segments)
-        if self.positions is not None:
-            if x.shape[1] > self.longest:
-                raise ValueError(
-                    f"tokens: {x.shape[1]} in a row, this model has embeddings of {self.longest} positions"
-                )
-            x = x + self.positions(layout.positions_of(x).clamp(min=0))  # padding in front has none
+        x = self.placed(x, layout.positions_of(x))
         if self.types is not None:
             x = x + (self.types.weight[0] if types is None else self.types(types))
         elif types is not None:

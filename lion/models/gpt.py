@@ -13,9 +13,9 @@ from lion.layers import AttentionConfig
 from lion.layers.decays import Decay
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.mixer import state_type
-from lion.models.base import Model
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
+from lion.models.language import LanguageModel
 
 
 @dataclass
@@ -63,7 +63,7 @@ class GPTState(NamedTuple):
     blocks: list[Any]
 
 
-class GPT(Model):
+class GPT(LanguageModel):
     """Causal language model: embeddings, encoder, and the token embeddings once more as the head.
 
     Args:
@@ -89,20 +89,6 @@ class GPT(Model):
             drop_biases(self)
         INITS[c.init](self, c.init_std)
 
-    @property
-    def longest(self) -> int | None:
-        """Tokens of the longest sequence it can read; None where there is no limit."""
-        return None if self.positions is None else self.length
-
-    def units(self) -> list[nn.Module]:
-        return list(self.encoder.blocks)
-
-    def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
-        """A shorter model takes the first positions; for a longer one they do not fit."""
-        if self.positions is None or "positions.weight" not in weights:
-            return weights
-        return {**weights, "positions.weight": weights["positions.weight"][: self.length]}
-
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         """Logits (B, L, vocabulary) of the token after each of tokens (B, L); `segments` (B, L), -1 is padding.
 
@@ -111,15 +97,11 @@ class GPT(Model):
         """
         x = self.tokens(tokens)
         layout = Layout.of(x, segments=segments)
-        return self.logits(self.encoder(self.placed(x, layout.positions_of(x)), layout))
+        return self.logits(self.encoder(self.embedded(x, layout.positions_of(x)), layout))
 
-    def placed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings x (B, L, dim) of tokens, with those of their positions (B or 1, L)."""
-        if self.positions is not None:
-            if x.shape[1] > self.length:
-                raise ValueError(f"tokens: {x.shape[1]} in a row, this model has embeddings of {self.length} positions")
-            x = x + self.positions(positions.clamp(min=0))  # padding in front has none
-        return self.dropout(x)
+    def embedded(self, x: Tensor, positions: Tensor) -> Tensor:
+        """What the encoder is given for token embeddings x (B, L, dim) at positions (B or 1, L)."""
+        return self.dropout(self.placed(x, positions))
 
     def logits(self, x: Tensor) -> Tensor:
         """(B, L, dim) -> (B, L, vocabulary)"""
@@ -136,7 +118,7 @@ class GPT(Model):
         """Logits (B, L, vocabulary) after each token of prompts (B, L), and the state to go on from."""
         x = self.tokens(inputs)
         layout = Layout.of(x, valid)
-        y, blocks = self.encoder.prefill(self.placed(x, layout.positions_of(x)), layout)
+        y, blocks = self.encoder.prefill(self.embedded(x, layout.positions_of(x)), layout)
         return self.logits(y), GPTState(layout.next_position(x), blocks)
 
     def step(self, inputs: Tensor, state: GPTState) -> tuple[Tensor, GPTState]:
@@ -146,7 +128,7 @@ class GPT(Model):
         """
         count = inputs.shape[1]
         positions = state.position[:, None] + state.position.new_ones(count).cumsum(0) - 1
-        x, blocks = self.encoder.step(self.placed(self.tokens(inputs), positions), state.blocks)
+        x, blocks = self.encoder.step(self.embedded(self.tokens(inputs), positions), state.blocks)
         return self.logits(x), GPTState(state.position + count, blocks)
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import ConfigError
 from lion.models import MODELS
 from lion.models.gpt import GPT
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain
+from lion.tasks.base import Outcome, Sums, build_or_explain
 from lion.tasks.data import Batch
-from lion.tasks.metrics import Mean, Metric, OfMeans
-from lion.tasks.text import TextInfo
-
-LOSS = Mean("loss", higher_is_better=False, digits=3)
-PERPLEXITY = OfMeans("perplexity", higher_is_better=False, function=math.exp, of=("loss",))
+from lion.tasks.language import LOSS, PERPLEXITY, LanguageTask, token_losses
+from lion.tasks.metrics import Metric
 
 
 @dataclass
@@ -27,7 +22,7 @@ class CausalLMConfig:
     name: str = "causal_lm"
 
 
-class CausalLM(Task):
+class CausalLM(LanguageTask):
     """Batches hold `tokens` (B, L), and where documents share a row `segments` (B, L), -1 for padding; evaluation
     batches also `mask` (B,).
 
@@ -38,8 +33,6 @@ class CausalLM(Task):
     Config = CausalLMConfig
     Model = GPT
     default_model = "gpt"
-    Info = TextInfo
-    unit = "sequences"
 
     @staticmethod
     def metrics_of(config: CausalLMConfig) -> tuple[Metric, ...]:
@@ -52,22 +45,19 @@ class CausalLM(Task):
         return build_or_explain(MODELS[config.name], config, **sizes)
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        losses = token_losses(self.outputs(model, batch), batch)
+        losses = token_losses(self.outputs(model, batch), *judged(batch))
         return Sums(losses.sum(), counted(batch).sum().to(losses.dtype))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         logits = self.outputs(model, batch)
         real = batch["mask"][:, None]
-        losses = token_losses(logits, batch) * real
+        losses = token_losses(logits, *judged(batch)) * real
         return Outcome({"loss": (losses.sum(dtype=torch.float64), (counted(batch) & real).sum())}, logits)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits (B, L - 1, vocabulary) of every token but the first."""
         segments = batch.get("segments")
         return model(batch["tokens"][:, :-1], None if segments is None else segments[:, :-1]).float()
-
-    def example(self, size: int, device: torch.device | str) -> Batch:
-        return {"tokens": torch.randint(self.info.vocabulary, (size, self.info.length), device=device)}
 
 
 def counted(batch: Batch) -> Tensor:
@@ -78,9 +68,6 @@ def counted(batch: Batch) -> Tensor:
     return (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
 
 
-def token_losses(logits: Tensor, batch: Batch) -> Tensor:
-    """Cross-entropy (B, L - 1), in nats, of the tokens after the first; 0 for those that are not counted."""
-    targets = batch["tokens"][:, 1:]
-    if "segments" in batch:
-        targets = targets.masked_fill(~counted(batch), -100)  # also padding, whose ids may be anything
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+def judged(batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """The tokens (B, L - 1) after the first, and which of them count; None for all."""
+    return batch["tokens"][:, 1:], counted(batch) if "segments" in batch else None

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.bert import Bert
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain
+from lion.tasks.base import Outcome, Sums, build_or_explain
 from lion.tasks.data import Batch
-from lion.tasks.metrics import Mean, Metric, OfMeans
+from lion.tasks.language import LOSS, PERPLEXITY, LanguageTask, token_losses
+from lion.tasks.metrics import Mean, Metric
 from lion.tasks.seeds import uniform
 from lion.tasks.text import TextInfo
 
 ACCURACY = Mean("accuracy", "MLM accuracy", percent=True)
-LOSS = Mean("loss", higher_is_better=False, digits=3)
-PERPLEXITY = OfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False)
 
 
 @dataclass
@@ -56,7 +53,7 @@ class Masked(NamedTuple):
     chosen: Tensor
 
 
-class MaskedLM(Task):
+class MaskedLM(LanguageTask):
     """Batches hold `tokens` (B, L), and `segments` (B, L) where documents are packed or padded; evaluation batches also
     `mask` and `key` (B,).
 
@@ -67,8 +64,6 @@ class MaskedLM(Task):
     Config = MaskedLMConfig
     Model = Bert
     default_model = "bert"
-    Info = TextInfo
-    unit = "sequences"
 
     def __init__(self, config: MaskedLMConfig, info: TextInfo) -> None:
         super().__init__(config, info)
@@ -110,7 +105,7 @@ class MaskedLM(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         tokens = batch["tokens"]
         masked = self.hide(batch, self.config.rate, torch.rand(*tokens.shape, 3, device=tokens.device))
-        loss = cross_entropy(self.logits(model, batch, masked), masked)
+        loss = token_losses(self.logits(model, batch, masked), masked.targets, masked.chosen)
         return Sums(loss.sum(), masked.chosen.sum().to(loss.dtype))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
@@ -120,19 +115,10 @@ class MaskedLM(Task):
         logits = self.logits(model, batch, masked)
         counted = masked.chosen & batch["mask"][:, None]
         right = (logits.argmax(-1) == masked.targets) & counted
-        loss = cross_entropy(logits, masked) * counted
+        loss = token_losses(logits, masked.targets, masked.chosen) * counted
         weight = counted.sum()
         return Outcome({"accuracy": (right.sum(), weight), "loss": (loss.sum(), weight)}, logits)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits (B, L, vocabulary) of tokens as they stand."""
         return model(batch["tokens"], batch.get("segments")).float()
-
-    def example(self, size: int, device: torch.device | str) -> Batch:
-        return {"tokens": torch.randint(self.info.vocabulary, (size, self.info.length), device=device)}
-
-
-def cross_entropy(logits: Tensor, masked: Masked) -> Tensor:
-    """Of every slot (B, K), 0 where it is not needed."""
-    targets = masked.targets.masked_fill(~masked.chosen, -100)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)

@@ -1,0 +1,34 @@
+"""What tasks of text share: their data, their batches, and the loss of a token."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lion.tasks.base import Task
+from lion.tasks.data import Batch
+from lion.tasks.metrics import Mean, OfMeans
+from lion.tasks.text import TextInfo
+
+LOSS = Mean("loss", higher_is_better=False, digits=3)
+PERPLEXITY = OfMeans("perplexity", higher_is_better=False, function=math.exp, of=("loss",))
+
+
+class LanguageTask(Task):
+    """Batches hold `tokens` (B, L), and where documents are packed or padded `segments` (B, L), -1 for padding."""
+
+    Info = TextInfo
+    unit = "sequences"
+
+    def example(self, size: int, device: torch.device | str) -> Batch:
+        return {"tokens": torch.randint(self.info.vocabulary, (size, self.info.length), device=device)}
+
+
+def token_losses(logits: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
+    """Cross-entropy in nats of logits (B, K, vocabulary) against targets (B, K); 0 for those that are not counted."""
+    if counted is not None:
+        targets = targets.masked_fill(~counted, -100)  # also padding, whose ids may be anything
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
