@@ -299,12 +299,10 @@ class HippoDecay(Decay):
         else:
             rates, frequencies = SPECTRA[spectrum](self.width)
             states = self.width // 2 if self.pairs else self.width
-            rates = rates[:states].expand(num_heads, -1).float()
+            rates = rates[:states].expand(num_heads, -1)
             dt = torch.empty(num_heads, states).uniform_(math.log(dt_min), math.log(dt_max)).exp()
         # of one dimension: spared from weight decay
-        self.log_rate, self.log_dt = (
-            nn.Parameter(x.to(torch.get_default_dtype()).log().flatten()) for x in (rates, dt)
-        )
+        self.log_rate, self.log_dt = (nn.Parameter(x.to(dt).log().flatten()) for x in (rates, dt))
         self.frequency = None
         if frequencies is not None:
             each = frequencies.to(self.log_dt.dtype).expand(num_heads, -1).flatten()

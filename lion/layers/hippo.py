@@ -18,9 +18,9 @@ HIPPO = tuple(name for name, entry in MIXERS.items() if entry.decay in ("hippo",
 class HippoConfig(AttentionConfig):
     """Where the decays start, and what they are (`lion.layers.decays.HippoDecay`): the switches of Tables 5 and 6.
 
-    `spectrum` is the start, `random` for Table 5's rows without HiPPO; `decay_shape: scalar` is Table 6's [3],
-    `decay_gate: softplus` its [7]. Its other rows are `feature_map: sigmoid, normalize: none` ([1]), `feature_map: relu`
-    ([2]), `normalize: none` ([4]), `normalize: pre` ([5]), and the mixer `lion_d_hippo` ([6]).
+    `spectrum` is the start, `random` for the rows of Table 5 without HiPPO. Table 6 is `feature_map: sigmoid` with
+    `normalize: none` ([1]), `feature_map: relu` ([2]), `decay_shape: scalar` ([3]), `normalize: none` ([4]),
+    `normalize: pre` ([5]), the mixer `lion_d_hippo` ([6]) and `decay_gate: softplus` ([7]).
 
     `value_start` is where W_v starts under the initialisation `lra`: `zoh`, the diagonal of zero-order hold, each
     channel by its decay, or `dense` as every other projection; None is `zoh` beside HiPPO.

@@ -1,6 +1,6 @@
-"""Where decays start: spectra of state matrices from HiPPO, by name. A new one is one function and its line in `SPECTRA`.
+"""Where decays start: spectra of state matrices from HiPPO. A new one is one function and its line in `SPECTRA`.
 
-A state matrix with eigenvalues `-rate + i frequency` decays by `exp(-rate dt)` and turns by `frequency dt` in a step dt.
+A state matrix with eigenvalues `-rate + i frequency` decays by `exp(-rate dt)` and turns by `frequency dt` a step dt.
 A function gives the rates (D,) of a head's D key dimensions and the frequencies (D/2,) of its pairs, None where nothing
 turns; a pair (p, p + D/2) is one complex state.
 """

@@ -28,8 +28,10 @@ class LRAMaskedConfig:
 
 
 class LRAMaskedTask(SequenceTask):
-    """Cross-entropy of hidden ids in nats, absolute error of hidden pixels (normalised). Labels are not read; evaluation
-    batches also hold `mask` and `key` (B,). The documents of a pair are sequences of their own."""
+    """Cross-entropy of hidden ids in nats, absolute error of hidden pixels (normalised); labels are not read.
+
+    Evaluation batches also hold `mask` and `key` (B,). The documents of a pair are sequences of their own.
+    """
 
     Config = LRAMaskedConfig
     Model = LRAMasked
