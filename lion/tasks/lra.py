@@ -92,7 +92,7 @@ class LRATask(SequenceTask):
     @staticmethod
     def remark(values: dict[str, float]) -> str | None:
         above = values["above_chance"]
-        if above >= STUCK:
+        if above is None or above >= STUCK:  # none where nothing was finite, which is told elsewhere
             return None
         how = f"{ACCURACY.text(values['accuracy'])} is {above:.1f} standard deviations from always naming one class"
         return f"stuck at chance: accuracy {how}; this is no result of the model"
