@@ -16,6 +16,7 @@ DATASETS = {
     "hf": "data.vision.hf.HubPictures",
     "imagefolder": "data.vision.imagefolder.ImageFolder",
     "imagenet": "data.vision.imagenet.ImageNet",
+    "listops": "data.lra.listops.ListOps",
     "mnist": "data.vision.torchvision_sets.Mnist",
     "openwebtext": "data.text.text.OpenWebText",
     "python_source": "data.text.text.PythonSource",
