@@ -10,9 +10,9 @@ import hashlib
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from data.base import user_path
 from data.lra.lines import Lines
-from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
-from data.lra.store import Arrays, Part, Source, read_part, write_part
+from data.lra.sequences import END, PAD, UNKNOWN, GeneratedConfig, SequenceSet, TokenConfig, checked_files, stamps
+from data.lra.store import Arrays, Part, Source, in_parts, read_part, write_part
 from lion.config import ConfigError, setting
 from lion.tasks.seeds import derive
 from lion.tasks.sequences import SequenceInfo
@@ -44,12 +44,9 @@ TRIES = 100_000  # expressions that may be drawn for one that is neither too sho
 
 
 @dataclass
-class ListOpsConfig(TokenConfig):
+class ListOpsConfig(GeneratedConfig, TokenConfig):
     """Settings of ListOps; those of the generator are LRA's.
 
-    seed: Of the samples; that of a run is another.
-    samples: Training samples; as many of the others as LRA has to its 96,000, where `val_samples` and `test_samples`
-        are null.
     max_depth: Of operators in one another, and a last level of digits.
     max_args: Arguments of an operator, of which there are 2 at least.
     min_length, max_length: Tokens lie between these, and are neither.
@@ -57,14 +54,12 @@ class ListOpsConfig(TokenConfig):
     """
 
     name: str = "listops"
-    seed: int = setting(0, min=0)
     samples: int = setting(96_000, min=1)
-    val_samples: int | None = setting(None, min=1)
-    test_samples: int | None = setting(None, min=1)
     max_depth: int = setting(10, min=2, max=100)
     max_args: int = setting(10, min=2, max=1000)
     min_length: int = setting(500, min=0)
     max_length: int = setting(2000, min=5)
+    share: ClassVar[int] = 48
 
     def __post_init__(self) -> None:
         longest = 1
@@ -91,11 +86,6 @@ class ListOpsConfig(TokenConfig):
         low, high = sample_size * self.min_length // self.length, sample_size * self.max_length // self.length
         return replace(self, length=sample_size, min_length=low, max_length=max(high, low + 2))
 
-    def counts(self) -> dict[str, int]:
-        """Samples by split."""
-        other = max(1, self.samples // 48)
-        return {"train": self.samples, "val": self.val_samples or other, "test": self.test_samples or other}
-
 
 class ListOps(SequenceSet):
     """Generated, or read from LRA's files."""
@@ -105,10 +95,7 @@ class ListOps(SequenceSet):
     def identity(self) -> Any:
         if self.config.path:
             return {"files": stamps(list(self.files().values())), "length": self.config.length}
-        outside = ("name", "root", "workers", "path", "limit", "length", "pad")
-        return {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in outside} | {
-            "counts": self.config.counts()
-        }
+        return self.config.decided("length", "pad")
 
     def files(self) -> dict[str, Path]:
         found = checked_files(self.config.name, user_path(self.config.path), list(FILES.values()))
@@ -218,11 +205,7 @@ class Generator(Source):
         self.config = config
 
     def parts(self) -> list[Part]:
-        return [
-            Part(split, number, first, min(PART, size - first))
-            for split, size in self.config.counts().items()
-            for number, first in enumerate(range(0, size, PART))
-        ]
+        return in_parts(self.config.counts(), PART)
 
     def make(self, part: Part) -> Arrays:
         drawn = (self.draw(part.split, i) for i in range(part.first, part.first + part.count))

@@ -8,9 +8,9 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -56,6 +56,32 @@ class TokenConfig(SequenceConfig):
 
     def resized(self, sample_size: int) -> Self:
         return replace(self, length=sample_size)
+
+
+@dataclass
+class GeneratedConfig(SequenceConfig):
+    """Settings of what is generated, unless `path` names files.
+
+    seed: Of the samples; that of a run is another.
+    samples: Training samples; LRA's share of them are the others, where `val_samples` and `test_samples` are null.
+    """
+
+    seed: int = setting(0, min=0)
+    samples: int = setting(160_000, min=1)
+    val_samples: int | None = setting(None, min=1)
+    test_samples: int | None = setting(None, min=1)
+    share: ClassVar[int] = 8  # training samples for one of the others
+
+    def counts(self) -> dict[str, int]:
+        """Samples by split."""
+        other = max(1, self.samples // self.share)
+        return {"train": self.samples, "val": self.val_samples or other, "test": self.test_samples or other}
+
+    def decided(self, *outside: str) -> dict[str, Any]:
+        """The settings that decide the samples, which those that are named do not."""
+        outside += ("name", "root", "workers", "path", "limit", "samples", "val_samples", "test_samples")
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in outside}
+        return settings | {"counts": self.counts()}
 
 
 class Collate:

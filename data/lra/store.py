@@ -40,10 +40,17 @@ class Part(NamedTuple):
     count: int = 0
 
 
+def in_parts(counts: dict[str, int], size: int) -> list[Part]:
+    """Splits of so many samples, in stretches of `size`."""
+    return [
+        Part(split, number, first, min(size, count - first))
+        for split, count in counts.items()
+        for number, first in enumerate(range(0, count, size))
+    ]
+
+
 class Source(ABC):
     """Where samples come from: parts that any process can make, again and again the same."""
-
-    unit = "parts"
 
     @abstractmethod
     def parts(self) -> list[Part]:
