@@ -165,12 +165,12 @@ def measure(
     results = {}
     for form, measured in found.items():
         choose_form(model, *form)
+        values = measured.totals.values(runtime)
         if isinstance(task.metric, OwnPass):
-            value = own_value(task.metric, model, batches, task, runtime, precision, seed)
-        else:
-            value = measured.totals.values(runtime)[task.metric.name]
+            values[task.metric.name] = own_value(task.metric, model, batches, task, runtime, precision, seed)
         results[form] = {
-            "value": value,
+            "value": values[task.metric.name],
+            "remark": task.remark(values),
             "samples_per_second": samples / measured.seconds,
             "peak_bytes": measured.peak,
             "deviation": measured.deviation.item(),
@@ -195,7 +195,7 @@ def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:
     weights = f"{first['weight_bytes'] / 2**20:.1f} MiB"
     how = "compiled" if first.get("compiled") else "eager"
     note = f"batch {first['batch']}, {first['precision']}, {how}; weights ({weights}) are not in the peak"
-    return f"{table(header, body)}\n{note}"
+    return "\n".join([table(header, body), note, *([first["remark"]] if first.get("remark") else [])])
 
 
 if __name__ == "__main__":

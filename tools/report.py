@@ -59,6 +59,7 @@ class Run(NamedTuple):
     parameters: int
     environment: dict[str, Any]
     info: Info
+    remark: str | None
 
     @property
     def val(self) -> float:
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
     picture = store.draw(store.path.with_suffix(".png"), (9, 5.2), lambda fig: curves(fig, groups))
     store.save(markdown(groups, paper, picture and picture.name, notes))
     tables = [table(*rows) for rows in (result_table(groups, paper), claim_table(groups, paper)) if rows[1]]
-    print(*tables, store.files_and(picture), sep="\n\n")
+    print(*tables, *filter(None, [remarks(groups)]), store.files_and(picture), sep="\n\n")
     return 0
 
 
@@ -127,7 +128,8 @@ def load(name: str) -> Run:
     task = read_run(folder, "best")[1]
     parameters = count_parameters(build_on_meta(task, recipe.model))
     test = summary["value"] if summary and summary["split"] == "test" else None
-    return Run(folder, recipe, metric, curve, test, parameters, environment, task.info)
+    remark = summary.get("remark") if summary else task.remark(lines[-1])
+    return Run(folder, recipe, metric, curve, test, parameters, environment, task.info, remark)
 
 
 def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
@@ -207,6 +209,12 @@ def result_table(groups: dict[str, list[Run]], paper: Paper) -> tuple[list[str],
     return [*header, *(f"paper: {column}" for column in paper.columns)], rows
 
 
+def remarks(groups: dict[str, list[Run]]) -> str:
+    """What must be told of single runs (that they are stuck at chance)."""
+    told = [(name, run) for name, runs in groups.items() for run in runs if run.remark]
+    return "\n".join(f"- {name}, seed {run.recipe.seed}: {run.remark}" for name, run in told)
+
+
 def metric_shared(groups: dict[str, list[Run]]) -> Metric:
     """All runs have one task."""
     return next(iter(groups.values()))[0].metric
@@ -264,6 +272,7 @@ def markdown(groups: dict[str, list[Run]], paper: Paper, picture: str | None, no
         "Mean ± standard deviation over n seeds (of the sample). `test` is that of the weights that did best on `val`. "
         "The paper's columns are its numbers on its own data, for the order only."
     )
+    parts += [remarks(groups)] if remarks(groups) else []
     header, rows = claim_table(groups, paper)
     if rows:
         parts += ["## What the paper claims", pipes(header, rows, text=("the paper: ", "on", "here"))]

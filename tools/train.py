@@ -56,6 +56,8 @@ from tools.compose import (
 )
 from tools.launch import launch
 
+SHARED = ("metric", "split", "value", "best_step", "remark")  # by all forms of a run
+
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh", description="Train a recipe and evaluate it in every form.")
@@ -216,9 +218,8 @@ def summarise(folder: Path, runtime: Runtime) -> None:
     forms = {}
     for result in results:
         name = result["form"] if result["form"] not in forms else f"{result['form']}_{result['chunk_size']}"
-        forms[name] = {k: v for k, v in result.items() if k not in ("form", "metric", "split", "best_step")}
-    summary = {k: first[k] for k in ("metric", "split", "value", "best_step")}
-    save_json(folder / SUMMARY, {**summary, "forms": forms})
+        forms[name] = {k: v for k, v in result.items() if k not in ("form", *SHARED)}
+    save_json(folder / SUMMARY, {**{k: first[k] for k in SHARED}, "forms": forms})
 
 
 def print_summary(recipe: Recipe) -> None:
@@ -228,6 +229,8 @@ def print_summary(recipe: Recipe) -> None:
     print(f"\n{evaluate.as_table(rows, metric)}\n")
     value = f"{summary['split']} {metric.title} {metric.text(summary['value'])}"
     print(f"{value} (best on val at step {summary['best_step']})")
+    if summary.get("remark"):
+        print(summary["remark"])
     print(f"run folder   {folder}")
     print(f"curves       ./run.sh logs    (tensorboard --logdir {folder.parent})")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lion.layers.attention import Attention, AttentionConfig
+from lion.layers.hippo import HIPPO, HippoAttention
 from lion.layers.linear import LionAttention
 from lion.layers.mixer import Mixer
 from lion.layers.mixers import MIXERS, NONE, SOFTMAX
@@ -15,6 +16,7 @@ __all__ = [
     "SOFTMAX",
     "Attention",
     "AttentionConfig",
+    "HippoAttention",
     "LionAttention",
     "NoMixing",
     "SoftmaxAttention",
@@ -26,6 +28,7 @@ KINDS: dict[str, type[Mixer]] = {
     SOFTMAX: SoftmaxAttention,
     NONE: NoMixing,
     **dict.fromkeys(MIXERS, LionAttention),
+    **dict.fromkeys(HIPPO, HippoAttention),
 }
 
 

@@ -60,12 +60,13 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer of an encoder: a mixer and an MLP, each with a residual and a norm. A subclass says which comes when.
+    """One layer of an encoder: a mixer, and what a subclass puts around it (MLPs, norms, residuals).
 
     `drop_path` is this layer's stochastic depth rate, None where the model has none.
     """
 
     final_norm: ClassVar[bool]  # whether what the last of them gives is not normalised yet
+    Dropout: ClassVar[type[nn.Module]] = nn.Dropout
 
     def __init__(
         self,
@@ -84,10 +85,14 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = NORMS[norm](dim, eps=norm_eps)
         self.attention = make_mixer(mixer, dim, num_heads, attention)
+        self.add_mlp(dim, mlp=mlp, mlp_ratio=mlp_ratio, norm=norm, norm_eps=norm_eps, dropout=dropout)
+        self.dropout = self.Dropout(dropout)
+        self.drop_path = nn.Identity() if drop_path is None else DropPath(drop_path)
+
+    def add_mlp(self, dim: int, *, mlp: str, mlp_ratio: float, norm: str, norm_eps: float, dropout: float) -> None:
+        """What comes after the mixer, and its norm."""
         self.norm2 = NORMS[norm](dim, eps=norm_eps)
         self.mlp = MLPS[mlp](dim, int(dim * mlp_ratio))
-        self.dropout = nn.Dropout(dropout)
-        self.drop_path = nn.Identity() if drop_path is None else DropPath(drop_path)
 
     def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
         """(B, L, dim) -> (B, L, dim); layout, padding and streaming as in `Mixer`.

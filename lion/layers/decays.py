@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
-from lion.ops import no_autocast
+from lion.layers.spectra import RANDOM, SPECTRA, TURNING
+from lion.ops import no_autocast, rotary_angles
 
 
 class Gating(NamedTuple):
@@ -264,6 +265,109 @@ class DeltaRule(Decay):
         return Gating(k, beta=torch.sigmoid(linear(self.gate, x)).mT)
 
 
+class HippoDecay(Decay):
+    """Lion-D on long sequences (Theorem B.1): `lambda = exp(B dt)`, B < 0 from HiPPO; log_decay (H, D) or (H,).
+
+    The step sizes dt, log-uniform in `dt_min` .. `dt_max` (S5), let some dimensions remember thousands of tokens: as
+    printed, without them, all decay by 0.6 or more a token. Rates -B and dt are learned as logarithms, so that lambda
+    stays below 1. A spectrum that turns (`lion.layers.spectra`) has one rate and dt a pair, and turns queries and keys.
+
+    Args:
+        spectrum: An entry of `SPECTRA`, or `random`: lambda = sigmoid(a), a ~ N(0, 1).
+        shape: "vector", a lambda for each key dimension, or "scalar", one a head, which starts at rate 1.
+    """
+
+    per = "a key dimension"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        spectrum: str = "s4d_real",
+        shape: str = "vector",
+        dt_min: float = 1e-3,
+        dt_max: float = 0.1,
+    ) -> None:
+        super().__init__(dim, num_heads)
+        head_dim, frequencies = dim // num_heads, None
+        self.width, self.pairs = head_dim if shape == "vector" else 1, spectrum in TURNING
+        if self.pairs and (shape == "scalar" or head_dim % 2):
+            raise ValueError(f"spectrum: {spectrum!r} turns pairs of key dimensions, a head decays in {self.width}")
+        if spectrum == RANDOM:
+            rates, dt = F.softplus(torch.randn(num_heads, self.width)), torch.ones(num_heads, self.width)
+        else:
+            rates, frequencies = SPECTRA[spectrum](self.width)
+            states = self.width // 2 if self.pairs else self.width
+            rates = rates[:states].expand(num_heads, -1)
+            dt = torch.empty(num_heads, states).uniform_(math.log(dt_min), math.log(dt_max)).exp()
+        # of one dimension: spared from weight decay
+        self.log_rate, self.log_dt = (nn.Parameter(x.to(dt).log().flatten()) for x in (rates, dt))
+        self.frequency = None
+        if frequencies is not None:
+            each = frequencies.to(self.log_dt.dtype).expand(num_heads, -1).flatten()
+            self.frequency = nn.Parameter(each.clone())
+
+    def by_state(self, x: Tensor, like: Tensor) -> Tensor:
+        """A parameter as (H, states), in the dtype of tokens."""
+        return x.to(like.dtype).view(self.num_heads, -1)
+
+    def steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rates times steps, and steps, (H, states); where they overflow lambda is 0 long before."""
+        log_rate, log_dt = self.by_state(self.log_rate, x), self.by_state(self.log_dt, x)
+        return (log_rate + log_dt).clamp(max=7).exp(), log_dt.clamp(max=7).exp()
+
+    def of_keys(self, rates: Tensor) -> Tensor:
+        """Rates (.., states) of all key dimensions, (.., D), as log lambda; (..) where a head has one."""
+        return -torch.cat([rates, rates], -1) if self.pairs else -(rates.squeeze(-1) if self.width == 1 else rates)
+
+    def angles(self, x: Tensor, steps: Tensor, layout: Layout) -> Tensor | None:
+        """(H, L, D/2), or (B, H, L, D/2) where positions differ."""
+        if self.frequency is None:
+            return None
+        positions = layout.positions_of(x)  # (B or 1, L)
+        positions = positions[:, None] if positions.shape[0] > 1 else positions
+        return rotary_angles(positions, (self.by_state(self.frequency, x) * steps)[:, None])
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        rates, steps = self.steps(x)
+        return Gating(k, self.of_keys(rates), angles=self.angles(x, steps, layout))
+
+    @torch.no_grad()
+    def zero_order_hold(self) -> Tensor:
+        """`B^-1 (exp(B dt) - 1)` of each key dimension, (H, D): by what ZOH multiplies the input (C.2)."""
+        rates, steps = self.steps(self.log_dt)
+        held = -torch.expm1(-rates) / rates * steps
+        held = torch.cat([held, held], -1) if self.pairs else held
+        return held.expand(-1, self.dim // self.num_heads)
+
+
+class SelectiveHippoDecay(HippoDecay):
+    """Lion-S on long sequences: `lambda_i = exp((B - sigmoid(W x_i + b)) dt)`, the selective part added to what decays.
+
+    The printed `exp(sigmoid(A_i) + B)` exceeds 1 wherever B > -sigmoid, 1.6 a token with a step size: not offered.
+
+    Args:
+        gate: "sigmoid", or "softplus" (Table 6, [7]).
+    """
+
+    per = "a token and key dimension"
+
+    def __init__(self, dim: int, num_heads: int, *, gate: str = "sigmoid", **settings) -> None:
+        super().__init__(dim, num_heads, **settings)
+        self.gate, self.selects = nn.Linear(dim, self.log_dt.numel()), GATES[gate]
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        rates, steps = self.steps(x)
+        selected = self.by_head(self.selects(linear(self.gate, x)))  # (B, H, L, states)
+        log_decay = self.of_keys(rates[:, None] + selected * steps[:, None])
+        if layout.special is not None:
+            special = layout.special_of_heads()
+            log_decay = log_decay.masked_fill(special if self.width == 1 else special[..., None], 0)
+        return Gating(k, log_decay, angles=self.angles(x, steps, layout))
+
+
+GATES = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 DECAYS = {
     "fixed": FixedDecay,
     "selective": SelectiveDecay,
@@ -277,4 +381,6 @@ DECAYS = {
     "bounded": BoundedDecay,
     "input_and_forget": InputAndForgetGate,
     "delta": DeltaRule,
+    "hippo": HippoDecay,
+    "selective_hippo": SelectiveHippoDecay,
 }

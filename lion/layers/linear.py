@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lion.config import check_settings, fill
 from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check_scan_names
-from lion.layers.decays import DECAYS, Gating
+from lion.layers.decays import DECAYS, Decay, Gating
 from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
 from lion.layers.mixer import Facts, state_type
 from lion.layers.mixers import MIXERS
@@ -51,13 +51,16 @@ class LionAttention(Attention):
     ) -> None:
         if mixer not in MIXERS:
             raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer!r}")
-        super().__init__(dim, num_heads, self.resolve(mixer, replace(config or AttentionConfig(), **settings)))
+        super().__init__(dim, num_heads, self.resolve(mixer, replace(config or self.Config(), **settings)))
         if self.config.direction == ALTERNATING:
             raise ValueError(f"direction: {ALTERNATING!r} is that of a model, one layer goes forward or backward")
         self.mixer = MIXERS[mixer]
-        kinds = [DECAYS[self.mixer.decay]] * len(self.config.scans) if self.mixer.decay else []
-        self.decays = nn.ModuleList(kind(dim, num_heads) for kind in kinds)  # one of each scan
+        scans = len(self.config.scans) if self.mixer.decay else 0
+        self.decays = nn.ModuleList(self.make_decay(dim) for _ in range(scans))  # one of each scan
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
+
+    def make_decay(self, dim: int) -> Decay:
+        return DECAYS[self.mixer.decay](dim, self.num_heads)
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:

@@ -42,6 +42,8 @@ MIXERS = {
     "lion_d": LinearMixer("fixed", **LION),
     "lion_s": LinearMixer("selective", **LION),
     "lion_s_vector": LinearMixer("selective_vector", **LION),
+    "lion_d_hippo": LinearMixer("hippo", **LION),
+    "lion_s_hippo": LinearMixer("selective_hippo", **LION),
     "linear_transformer": LinearMixer(
         None, feature_map="elu1", normalize="sum", source="Katharopoulos et al., 2006.16236", left_out="nothing"
     ),

@@ -3,6 +3,7 @@
 from lion.models.base import Model
 from lion.models.bert import Bert
 from lion.models.gpt import GPT
+from lion.models.lra import LRA, LRAMasked
 from lion.models.vit import ViT
 
-MODELS: dict[str, type[Model]] = {"bert": Bert, "gpt": GPT, "vit": ViT}
+MODELS: dict[str, type[Model]] = {"bert": Bert, "gpt": GPT, "lra": LRA, "lra_masked": LRAMasked, "vit": ViT}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from torch import nn
+
+from lion.layers import Attention, HippoAttention
 
 
 def deit(model: nn.Module, std: float) -> None:
@@ -37,4 +40,32 @@ def gpt2(model: nn.Module, std: float) -> None:
                 nn.init.zeros_(m.bias)
 
 
-INITS: dict[str, Callable[[nn.Module, float], None]] = {"bert": bert, "deit": deit, "gpt2": gpt2}
+@torch.no_grad()
+def lra(model: nn.Module, std: float) -> None:
+    """LION's on the Long Range Arena (C.2): W_q, W_k and what decays select by normal, W_v as `value_start` says.
+
+    All else as in S5: Linear and Embedding normal by the root of what comes in (LeCun), biases 0.
+    """
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.normal_(m.weight, std=m.in_features**-0.5)
+            if m.bias is not None:
+                nn.init.zeros_(m.bias)
+        elif isinstance(m, nn.Embedding):
+            nn.init.normal_(m.weight, std=m.num_embeddings**-0.5)
+    for m in model.modules():
+        if not isinstance(m, Attention):
+            continue
+        query, key, value = m.qkv.weight.chunk(3)
+        for weight in (query, key, *(gate.weight for gate in gates_of(m))):
+            nn.init.normal_(weight, std=std)
+        if isinstance(m, HippoAttention) and m.config.value_start == "zoh":
+            value.copy_(m.decays[0].zero_order_hold().flatten().diag())
+
+
+def gates_of(attention: Attention) -> list[nn.Linear]:
+    """The layers that make decays depend on tokens."""
+    return [m for decay in getattr(attention, "decays", ()) for m in decay.modules() if isinstance(m, nn.Linear)]
+
+
+INITS: dict[str, Callable[[nn.Module, float], None]] = {"bert": bert, "deit": deit, "gpt2": gpt2, "lra": lra}

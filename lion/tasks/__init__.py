@@ -3,10 +3,14 @@
 from lion.tasks.base import Task
 from lion.tasks.causal_lm import CausalLM
 from lion.tasks.image_classification import ImageClassification
+from lion.tasks.lra import LRATask
+from lion.tasks.lra_masked import LRAMaskedTask
 from lion.tasks.masked_lm import MaskedLM
 
 TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
     "image_classification": ImageClassification,
+    "lra": LRATask,
+    "lra_masked": LRAMaskedTask,
     "masked_lm": MaskedLM,
 }

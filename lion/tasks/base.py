@@ -94,6 +94,11 @@ class Task(ABC):
     def example(self, size: int, device: torch.device | str) -> Batch:
         """A training batch of `size` samples of noise, to measure with."""
 
+    @staticmethod
+    def remark(values: dict[str, float]) -> str | None:
+        """What a person must be told of the metrics of an evaluation (that nothing was learned), if anything."""
+        return None
+
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
         """Pictures (channels, height, width) or text of a model and its first training batch, for TensorBoard."""
         return {}

@@ -225,6 +225,8 @@ class Trainer:
             log.warning("%s: no best checkpoint", what)
         else:
             self.keep_if_best(results["val"][self.task.metric.name])
+        if state.finished and (remark := self.task.remark(results["val"])) is not None:
+            log.warning("val: %s", remark)
         return True
 
     def keep_if_best(self, value: float) -> None:

@@ -122,6 +122,17 @@ def lion(f: Callable[[Weights, Tensor, int], Tensor]):
     return cell
 
 
+def hippo(w: Weights, x: Tensor, heads: int) -> Tensor:
+    """exp(B dt), for each key dimension (4.5)"""
+    return split(torch.exp(-torch.exp(w["decays.0.log_rate"]) * torch.exp(w["decays.0.log_dt"])), heads)[None]
+
+
+def selective_hippo(w: Weights, x: Tensor, heads: int) -> Tensor:
+    """exp((B - sigmoid(W x + b)) dt)"""
+    fixed, selected = torch.exp(w["decays.0.log_rate"]), sigmoid(linear(w, "decays.0.gate", x))
+    return split(torch.exp(-(fixed + selected) * torch.exp(w["decays.0.log_dt"])), heads)
+
+
 def linear_transformer(w: Weights, x: Tensor, state, way: Way):
     q, k, v = project(w, x, way.heads)
     return decayed(elu1(q), elu1(k), v, 1.0, state)
@@ -219,6 +230,8 @@ ORACLES = {
     "lion_d": (lion(lambda w, x, heads: sigmoid(w["decays.0.a"])[:, None]), ratio),
     "lion_s": (lion(lambda w, x, heads: sigmoid(linear(w, "decays.0.gate", x))[..., None]), ratio),
     "lion_s_vector": (lion(lambda w, x, heads: split(sigmoid(linear(w, "decays.0.gate", x)), heads)), ratio),
+    "lion_d_hippo": (lion(hippo), ratio),
+    "lion_s_hippo": (lion(selective_hippo), ratio),
     "linear_transformer": (linear_transformer, ratio),
     "retnet": (retnet, plain),
     "gated_rfa": (gated_rfa, ratio),

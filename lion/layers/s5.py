@@ -1,0 +1,59 @@
+"""The block of S5 (2208.04933): a norm, a mixer and an activation that gates, in one residual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.layers.block import MLPS, Block
+from lion.layers.layout import Layout
+
+
+class ChannelDropout(nn.Dropout):
+    """Drops channels of a sequence (B, L, dim) as a whole: one mask for all its tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * super().forward(x.new_ones(x.shape[0], 1, x.shape[-1])) if self.training and self.p else x
+
+
+class HalfGlu(nn.Module):
+    """`u * sigmoid(W u + b)` with `u = drop(gelu(x))`: S5's half_glu1."""
+
+    def __init__(self, dim: int, dropout: float) -> None:
+        super().__init__()
+        self.gate, self.dropout = nn.Linear(dim, dim), ChannelDropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.dropout(F.gelu(x))
+        return u * torch.sigmoid(self.gate(u))
+
+
+class HalfGluOfInput(HalfGlu):
+    """`x * sigmoid(W u + b)` with `u = drop(gelu(x))`: S5's half_glu2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.gate(self.dropout(F.gelu(x))))
+
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"half_glu1": HalfGlu, "half_glu2": HalfGluOfInput}
+
+
+class S5Block(Block):
+    """`x + drop(activation(mixer(norm(x))))`; the activation is `mlp`, an entry of `ACTIVATIONS` (or an MLP in its
+    place), and dropout takes whole channels."""
+
+    final_norm = False
+    Dropout = ChannelDropout
+
+    def add_mlp(self, dim: int, *, mlp: str, mlp_ratio: float, dropout: float, **norm: Any) -> None:
+        gates = mlp in ACTIVATIONS
+        self.mlp = ACTIVATIONS[mlp](dim, dropout) if gates else MLPS[mlp](dim, int(dim * mlp_ratio))
+
+    def before(self, x: Tensor, layout: Layout, context: Any) -> Tensor:
+        return self.norm1(x, layout)
+
+    def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
+        return x + self.drop_path(self.dropout(self.mlp(mixed)))

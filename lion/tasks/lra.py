@@ -1,0 +1,125 @@
+"""Long Range Arena: a class of each long sequence of ids or pixels, or of each pair of documents."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.config import setting
+from lion.models import MODELS
+from lion.models.lra import LRA
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain
+from lion.tasks.data import Batch
+from lion.tasks.metrics import Mean, Metric, OfAll
+from lion.tasks.sequences import PIXELS, SequenceInfo
+
+STUCK = 3.0  # standard deviations that are still chance
+
+
+def above_chance(prediction: Tensor, label: Tensor) -> float:
+    """How many standard deviations the accuracy lies above that of always naming the commonest class (or, were all
+    samples alike, above nothing)."""
+    share = torch.bincount(label.long()).max().item() / len(label)
+    accuracy = (prediction == label).double().mean().item()
+    return (accuracy - share) / math.sqrt(max(share * (1 - share), 1e-12) / len(label))
+
+
+ACCURACY = Mean("accuracy", percent=True)
+LOSS = Mean("loss", higher_is_better=False, digits=3)
+ABOVE_CHANCE = OfAll(
+    "above_chance", "deviations above chance", function=above_chance, of=("prediction", "label"), digits=1
+)
+
+
+class SequenceTask(Task):
+    """Batches hold `pixels` (B, L), or `tokens` and `segments` (B, L) or, of pairs, (B, 2, L): see `SequenceInfo`."""
+
+    Info = SequenceInfo
+    unit = "sequences"
+
+    def sizes(self) -> dict[str, Any]:
+        """What every model of such sequences must know."""
+        info = self.info
+        return {"length": info.length, "vocabulary": info.vocabulary, "mean": info.mean, "std": info.std}
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Ids or pixels, and their segments."""
+        return batch["pixels" if self.info.vocabulary is None else "tokens"], batch.get("segments")
+
+    def example(self, size: int, device: torch.device | str) -> Batch:
+        info, label = self.info, torch.zeros(size, dtype=torch.long, device=device)
+        if info.vocabulary is None:
+            pixels = torch.randint(PIXELS, (size, info.length), dtype=torch.uint8, device=device)
+            return {"pixels": pixels, "label": label}
+        shape = (size, 2, info.length) if info.parts == 2 else (size, info.length)
+        tokens = torch.randint(info.vocabulary, shape, device=device)
+        return {"tokens": tokens, "segments": torch.zeros_like(tokens), "label": label}
+
+    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
+        """Pictures that are squares."""
+        side = math.isqrt(self.info.length)
+        if self.info.vocabulary is not None or side * side != self.info.length:
+            return {}
+        from torchvision.utils import make_grid
+
+        return {"inputs": make_grid(batch["pixels"][:32].view(-1, 1, side, side), nrow=8)}
+
+
+@dataclass
+class LRAConfig:
+    """`label_smoothing` is the share of each label that goes to all classes."""
+
+    name: str = "lra"
+    label_smoothing: float = setting(0.0, min=0, max=0.99)
+
+
+class LRATask(SequenceTask):
+    """Batches also hold `label` (B,); evaluation batches `mask` (B,)."""
+
+    Config = LRAConfig
+    Model = LRA
+    default_model = "lra"
+
+    @staticmethod
+    def metrics_of(config: LRAConfig) -> tuple[Metric, ...]:
+        return ACCURACY, LOSS, ABOVE_CHANCE
+
+    @staticmethod
+    def remark(values: dict[str, float]) -> str | None:
+        above = values["above_chance"]
+        if above is None or above >= STUCK:  # none where nothing was finite, which is told elsewhere
+            return None
+        how = f"{ACCURACY.text(values['accuracy'])} is {above:.1f} standard deviations from always naming one class"
+        return f"stuck at chance: accuracy {how}; this is no result of the model"
+
+    def build_model(self, config: Any) -> LRA:
+        info = self.info
+        return build_or_explain(MODELS[config.name], config, classes=info.classes, parts=info.parts, **self.sizes())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        logits = self.outputs(model, batch)
+        smoothing = self.config.label_smoothing
+        loss = F.cross_entropy(logits, batch["label"], label_smoothing=smoothing, reduction="sum")
+        return Sums(loss, loss.new_full((), len(logits)))
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        logits, mask, label = self.outputs(model, batch), batch["mask"], batch["label"]
+        prediction, count = logits.argmax(-1), mask.sum()
+        sums = {"accuracy": prediction == label, "loss": F.cross_entropy(logits, label, reduction="none")}
+        rows = {"prediction": prediction, "label": label}
+        return Outcome({name: ((value * mask).sum(), count) for name, value in sums.items()}, logits, rows)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Logits (B, classes)."""
+        return model(*self.inputs(batch)).float()
+
+    def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
+        """Classes and their shares, the likeliest first."""
+        top = outputs.softmax(-1).topk(min(count, outputs.shape[-1]))
+        rows = zip(top.values.tolist(), top.indices.tolist())
+        return [[f"class {c} {100 * p:.1f}%" for p, c in zip(*row)] for row in rows]

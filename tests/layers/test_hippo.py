@@ -1,0 +1,203 @@
+"""Decays that start from HiPPO: spectra, rotations, bounds, starts, and what the switches mean."""
+
+import math
+
+import pytest
+import torch
+
+from lion.layers import HippoAttention, make_mixer
+from lion.layers.attention import AttentionConfig
+from lion.layers.hippo import HippoConfig
+from lion.layers.layout import PLAIN, Layout
+from lion.layers.mixer import set_form
+from lion.layers.spectra import SPECTRA, TURNING, legs, s4d_lin, s4d_real
+
+DIM, HEADS = 16, 2
+MIXERS = ("lion_d_hippo", "lion_s_hippo")
+both = pytest.mark.parametrize("mixer", MIXERS)
+
+
+def make(mixer: str, spread: float = 0.3, **settings) -> HippoAttention:
+    torch.manual_seed(0)
+    layer = HippoAttention(DIM, HEADS, mixer, HippoConfig(**settings)).double()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "log_" not in name:  # rates and steps stay where long sequences need them
+                parameter.add_(spread * torch.randn_like(parameter))
+    return layer.eval()
+
+
+def tokens(length: int, batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(1)).double()
+
+
+def test_spectra_are_the_published_ones():
+    """LegS is written out: A_nk = -sqrt((2n+1)(2k+1)) below the diagonal, -(n+1) on it, and P_n = sqrt(n + 1/2)."""
+    size = 12
+    A = torch.zeros(size, size, dtype=torch.float64)
+    for n in range(size):
+        for k in range(n + 1):
+            A[n, k] = -(n + 1) if n == k else -math.sqrt((2 * n + 1) * (2 * k + 1))
+    P = (torch.arange(size, dtype=torch.float64) + 0.5).sqrt()
+    eigenvalues = torch.linalg.eigvals(A + P[:, None] * P)
+    rates, frequencies = legs(size)
+    torch.testing.assert_close(-eigenvalues.real, rates, atol=1e-9, rtol=0)
+    torch.testing.assert_close(eigenvalues.imag.sort().values[size // 2 :], frequencies, atol=1e-9, rtol=0)
+    assert s4d_real(3)[0].tolist() == [1, 2, 3] and s4d_real(3)[1] is None
+    rates, frequencies = s4d_lin(6)
+    assert rates.tolist() == [0.5] * 6 and frequencies.tolist() == pytest.approx([0, math.pi, 2 * math.pi])
+
+
+def complex_oracle(layer: HippoAttention, x: torch.Tensor) -> torch.Tensor:
+    """Every pair of tokens, with complex states: exp((-rate + i frequency) dt) a step, row sums without rotation."""
+    w = {name: p.detach() for name, p in layer.named_parameters()}
+    D, L = DIM // HEADS, x.shape[1]
+    q, k, v = (x @ w["qkv.weight"].T + w["qkv.bias"]).unflatten(-1, (3, HEADS, D)).permute(2, 0, 3, 1, 4)
+    q, k = (torch.nn.functional.normalize(y * torch.sigmoid(y) + 0.5, dim=-1) for y in (q, k))
+    rate, dt, turn = (w[f"decays.0.{n}"].view(HEADS, 1, -1) for n in ("log_rate", "log_dt", "frequency"))
+    rate, dt = rate.exp(), dt.exp()
+    if "decays.0.gate.weight" in w:
+        selected = torch.sigmoid(x @ w["decays.0.gate.weight"].T + w["decays.0.gate.bias"])
+        rate = rate + selected.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    decay = torch.exp(-rate * dt).expand(x.shape[0], HEADS, L, D // 2)
+    qc, kc = (torch.complex(y[..., : D // 2], y[..., D // 2 :]) for y in (q, k))
+    y = torch.zeros_like(v)
+    for i in range(L):
+        numerator, total = 0, 0
+        for j in range(L):
+            between = decay[:, :, j:i] if j < i else decay[:, :, i + 1 : j + 1]  # of the tokens being left (Eq. 14)
+            factor = between.prod(2)  # (B, H, D/2)
+            angle = turn[:, 0] * dt[:, 0] * (i - j)
+            turned = factor * torch.polar(torch.ones_like(angle), angle)
+            score = (qc[:, :, i] * kc[:, :, j].conj() * turned).real.sum(-1)
+            plain = (q[:, :, i] * k[:, :, j] * torch.cat([factor, factor], -1)).sum(-1)
+            numerator, total = numerator + score[..., None] * v[:, :, j], total + plain
+        y[:, :, i] = numerator / total[..., None]
+    return y.transpose(1, 2).flatten(2) @ w["proj.weight"].T + w["proj.bias"]
+
+
+@both
+@pytest.mark.parametrize("spectrum", TURNING)
+@torch.inference_mode()
+def test_spectra_that_turn_are_complex_states_in_every_form(mixer, spectrum):
+    layer, x = make(mixer, spectrum=spectrum), tokens(37)
+    want = complex_oracle(layer, x)
+    for form, size in (("full", None), ("chunk", 8), ("rnn", 1), ("rnn", 16)):
+        set_form(layer, form, size)
+        torch.testing.assert_close(layer(x), want, atol=1e-9, rtol=1e-9)
+
+
+@both
+@pytest.mark.parametrize(
+    ("spectrum", "shape"),
+    [*((name, "vector") for name in (*SPECTRA, "random")), ("s4d_real", "scalar"), ("random", "scalar")],
+)
+def test_a_lambda_never_exceeds_one_however_far_it_is_learned(mixer, spectrum, shape):
+    layer, x = make(mixer, spectrum=spectrum, decay_shape=shape).float(), tokens(9).float()
+    decay = layer.decays[0]
+    for log_rate, log_dt in ((0.0, 0.0), (200.0, 200.0), (-200.0, -200.0), (200.0, -200.0), (-200.0, 200.0)):
+        for form in ("full", "chunk", "rnn"):
+            with torch.no_grad():
+                decay.log_rate.fill_(log_rate), decay.log_dt.fill_(log_dt)
+            set_form(layer, form, 4)
+            layer.zero_grad()
+            y = layer(x)
+            y.square().sum().backward()
+            log_decay = decay(x, torch.zeros(2, HEADS, 9, DIM // HEADS)).log_decay
+            assert (log_decay <= 0).all() and y.isfinite().all()
+            assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+
+
+def test_steps_start_log_uniform_and_let_some_remember():
+    torch.manual_seed(0)
+    layer = HippoAttention(64, 2, "lion_d_hippo", dt_min=1e-4, dt_max=0.1)
+    dt = layer.decays[0].log_dt.detach()
+    assert dt.min() >= math.log(1e-4) and dt.max() <= math.log(0.1) and dt.min() < math.log(1e-3)
+    assert abs(dt.mean() - math.log(1e-4 * 0.1) / 2) < 0.6
+    log_decay = layer.decays[0](torch.zeros(1, 1, 64), torch.zeros(1, 2, 1, 32)).log_decay
+    assert log_decay.shape == (2, 32) and (log_decay.exp() ** 1000).max() > 0.1  # a thousand tokens back
+
+
+def test_a_random_start_has_no_steps():
+    """Table 5's rows without HiPPO: lambda = sigmoid(a), a ~ N(0, 1)."""
+    torch.manual_seed(0)
+    layer = HippoAttention(256, 2, "lion_d_hippo", spectrum="random")
+    decay = layer.decays[0](torch.zeros(1, 1, 256), torch.zeros(1, 2, 1, 128)).log_decay.exp()
+    a = torch.logit(decay)
+    assert abs(a.mean()) < 0.2 and abs(a.std() - 1) < 0.2 and (layer.decays[0].log_dt == 0).all()
+    assert layer.config.value_start == "dense"
+
+
+def test_scalar_decays_have_one_lambda_a_head():
+    x, k = tokens(5).float(), torch.zeros(2, HEADS, 5, DIM // HEADS)
+    for mixer, shape in zip(MIXERS, ((HEADS,), (2, HEADS, 5))):
+        assert make(mixer, decay_shape="scalar").float().decays[0](x, k).log_decay.shape == shape
+
+
+def test_what_is_selected_only_shortens_the_memory():
+    layer, x = make("lion_s_hippo", spread=1.0), tokens(30)
+    rates, steps = layer.decays[0].steps(x)
+    log_decay = layer.decays[0](x, x.new_zeros(2, HEADS, 30, DIM // HEADS)).log_decay
+    assert (log_decay < -rates[:, None]).all() and (log_decay >= -(rates + steps)[:, None]).all()
+    assert log_decay.std(2).min() > 0  # and depends on the token
+    soft = make("lion_s_hippo", spread=1.0, decay_gate="softplus").decays[0](x, x.new_zeros(2, HEADS, 30, 8)).log_decay
+    assert not torch.allclose(soft, log_decay) and (soft < -rates[:, None]).all()
+
+
+def test_zero_order_hold():
+    decay = make("lion_d_hippo").decays[0]
+    held, B, dt = decay.zero_order_hold(), -decay.log_rate.exp(), decay.log_dt.exp()
+    torch.testing.assert_close(held.flatten(), (((B * dt).exp() - 1) / B).detach())
+    for settings in ({"spectrum": "legs"}, {"decay_shape": "scalar"}):
+        assert make("lion_s_hippo", **settings).decays[0].zero_order_hold().shape == (HEADS, DIM // HEADS)
+
+
+@both
+@pytest.mark.parametrize("spectrum", ["s4d_real", "legs"])
+def test_padding_wherever_it_is(mixer, spectrum):
+    layer, x = make(mixer, spectrum=spectrum), tokens(24, batch=4)
+    valid = torch.zeros(4, 24, dtype=torch.bool)
+    valid[0], valid[1, :13], valid[2, 9:], valid[3, 5:17] = True, True, True, True
+    x[~valid] = torch.nan
+    for form in ("full", "chunk", "rnn"):
+        set_form(layer, form, 8)
+        y = layer(x, Layout.of(x, valid))
+        for row in range(4):
+            torch.testing.assert_close(y[row][valid[row]], layer(x[row][valid[row]][None], PLAIN)[0])
+
+
+@both
+def test_settings_of_any_attention_do(mixer):
+    layer = make_mixer(mixer, DIM, HEADS, AttentionConfig(direction="forward"))
+    assert (layer.config.spectrum, layer.config.decay_shape, layer.causal) == ("s4d_real", "vector", True)
+
+
+def test_what_does_not_go_together():
+    for settings, words in (
+        ({"spectrum": "legs", "decay_shape": "scalar"}, "spectrum: 'legs' turns pairs"),
+        ({"decay_gate": "sigmoid"}, "decay_gate: mixer 'lion_d_hippo' has none"),
+        ({"dt_min": 0.5}, "dt_min: 0.5 is above dt_max 0.1"),
+        ({"spectrum": "hippo"}, "spectrum: 'hippo' is not a choice"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            HippoAttention(DIM, HEADS, "lion_d_hippo", **settings)
+    with pytest.raises(ValueError, match="spectrum: 's4d_lin' turns pairs"):
+        HippoAttention(9, 3, "lion_d_hippo", spectrum="s4d_lin")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["vector", "scalar"])
+def test_sixteen_thousand_tokens(shape):
+    """What is 16,000 tokens away arrives, and the form is exact there: chunks in float32 beside steps in float64."""
+    torch.manual_seed(0)
+    layer = HippoAttention(DIM, HEADS, "lion_s_hippo", dt_min=1e-4, decay_shape=shape, form="chunk")
+    with torch.no_grad():
+        layer.decays[0].log_dt.fill_(math.log(1e-4))
+    x = torch.randn(1, 16_384, DIM, requires_grad=True)
+    y = layer(x)
+    y[0, -1].sum().backward()
+    assert x.grad[0, 0].abs().max() > 1e-7 and x.grad.isfinite().all()
+    double = layer.double()
+    set_form(double, "rnn", 512)
+    with torch.inference_mode():
+        torch.testing.assert_close(y.double(), double(x.double()), atol=2e-5, rtol=1e-3)

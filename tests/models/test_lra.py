@@ -1,0 +1,281 @@
+"""Models of long sequences: padding, pairs, windows, forms, starts, groups of the optimizer, long inputs."""
+
+import pytest
+import torch
+
+from lion.layers import KINDS, Attention, AttentionConfig
+from lion.layers.hippo import HippoConfig
+from lion.layers.marks import marks_of
+from lion.layers.mixer import set_form
+from lion.models.lra import LRA, LRAConfig, LRAMasked, LRAMaskedConfig
+from lion.trainer.optim import OptimConfig, make_optimizer
+from lion.trainer.runtime import compile_blocks
+
+DIM, HEADS, VOCABULARY, LENGTH = 16, 2, 11, 40
+MIXERS = ("softmax", "lion_lit", "lion_d_hippo", "lion_s_hippo")
+every_mixer = pytest.mark.parametrize("mixer", MIXERS)
+
+
+def config(mixer: str = "lion_s_hippo", attention: dict | None = None, **settings) -> LRAConfig:
+    kind = KINDS[mixer].Config
+    return LRAConfig(
+        **{"mixer": mixer, "dim": DIM, "depth": 2, "num_heads": HEADS}, attention=kind(**attention or {}), **settings
+    )
+
+
+def model(mixer: str = "lion_s_hippo", attention: dict | None = None, parts: int = 1, **settings) -> LRA:
+    torch.manual_seed(0)
+    sizes = {"classes": 3, "length": 2 * LENGTH, "vocabulary": VOCABULARY, "parts": parts}
+    made = LRA(config(mixer, attention, **settings), **sizes).double()
+    made(*rows(parts=parts))  # running statistics that are not 0 and 1
+    return made.eval()
+
+
+def rows(batch: int = 4, parts: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and segments (B, L), or (B, 2, L), padded at the end."""
+    rng = torch.Generator().manual_seed(seed)
+    shape = (batch, LENGTH) if parts == 1 else (batch, 2, LENGTH)
+    tokens = torch.randint(VOCABULARY, shape, generator=rng)
+    lengths = torch.randint(1, LENGTH + 1, shape[:-1], generator=rng)
+    return tokens, torch.where(torch.arange(LENGTH) < lengths[..., None], 0, -1)
+
+
+@every_mixer
+def test_padding_at_either_side_reaches_nothing(mixer):
+    made, (tokens, segments) = model(mixer), rows()
+    want = made(tokens, segments)
+    for junk in (0, VOCABULARY - 1):
+        torch.testing.assert_close(made(tokens.masked_fill(segments < 0, junk), segments), want)
+    for row in range(len(tokens)):
+        alone = tokens[row][segments[row] >= 0][None]
+        torch.testing.assert_close(made(alone)[0], want[row])
+        for left, right in ((5, 0), (3, 4)):
+            wide = torch.nn.functional.pad(alone, (left, right))
+            where = torch.nn.functional.pad(torch.zeros_like(alone), (left, right), value=-1)
+            torch.testing.assert_close(made(wide, where)[0], want[row])
+
+
+@every_mixer
+def test_training_normalises_by_valid_tokens_alone(mixer):
+    """Losses and gradients do not depend on how far a batch is padded, nor on what padding holds."""
+    (tokens, segments), found = rows(), []
+    for padding, junk in ((0, 0), (9, 5)):
+        made = model(mixer).train()
+        wide = torch.nn.functional.pad(tokens.masked_fill(segments < 0, junk), (0, padding), value=junk)
+        made(wide, torch.nn.functional.pad(segments, (0, padding), value=-1)).logsumexp(1).sum().backward()
+        found.append({name: p.grad for name, p in made.named_parameters()} | dict(made.named_buffers()))
+    for name, value in found[0].items():
+        if value is not None:
+            torch.testing.assert_close(found[1][name], value, msg=name)
+
+
+@every_mixer
+def test_every_parameter_learns(mixer):
+    made = model(mixer).train()
+    made(*rows()).logsumexp(1).sum().backward()
+    assert [name for name, p in made.named_parameters() if p.grad is None or not p.grad.any()] in (
+        [],
+        ["positions.weight"],
+    )
+
+
+@pytest.mark.parametrize("attention", [{}, {"spectrum": "legs"}, {"decay_shape": "scalar"}, {"normalize": "pre"}])
+def test_forms_agree(attention):
+    made, given = model("lion_s_hippo", attention), rows()
+    want = made(*given)
+    for form, size in (("full", None), ("chunk", 8), ("chunk", 64), ("rnn", 1), ("rnn", 16)):
+        set_form(made, form, size)
+        torch.testing.assert_close(made(*given), want)
+
+
+def test_pairs_are_encoded_by_themselves_and_compared():
+    made, (tokens, segments) = model(parts=2), rows(parts=2)
+    first, second = (made.pooled(tokens[:, i], segments[:, i]) for i in (0, 1))
+    want = made.head(torch.cat([first, second, first - second, first * second], -1))
+    torch.testing.assert_close(made(tokens, segments), want)
+    assert made.length == 4 * LENGTH
+
+
+def test_pixels_are_normalised():
+    torch.manual_seed(0)
+    made = LRA(config(), classes=2, length=LENGTH, mean=0.4, std=0.2).eval()
+    pixels = torch.randint(256, (3, LENGTH), dtype=torch.uint8)
+    value = (pixels / 255 - 0.4) / 0.2
+    seen = []
+    made.tokens.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    assert made(pixels).shape == (3, 2)
+    torch.testing.assert_close(seen[0][..., 0], value)
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "lion_s_hippo"])
+@pytest.mark.parametrize("window", [1, 8, 13, 100])
+def test_a_window_sees_its_own_tokens_alone(mixer, window):
+    """At any depth: what a token gives changes with those of its window, and with no other."""
+    made, (tokens, _) = model(mixer, window=window, position_embedding=False), rows(batch=1)
+    before, other = made.encode(tokens), tokens.clone()
+    other[0, 20] = (other[0, 20] + 1) % VOCABULARY
+    changed = ((made.encode(other) - before).abs().amax(-1)[0] > 1e-12).nonzero().flatten().tolist()
+    start = 20 // window * window
+    assert changed == list(range(start, min(start + window, LENGTH)))
+    whole = model(mixer, position_embedding=False)
+    whole.load_state_dict(made.state_dict())
+    part = tokens[:, start : start + window]
+    torch.testing.assert_close(before[:, start : start + window], whole.encode(part))
+
+
+def test_windows_and_padding():
+    made, (tokens, segments) = model(window=16), rows()
+    want = made(tokens, segments)
+    torch.testing.assert_close(made(tokens.masked_fill(segments < 0, 3), segments), want)
+    torch.testing.assert_close(
+        made(
+            *(torch.nn.functional.pad(x, (0, 9), value=-1).clamp(min=low) for x, low in ((tokens, 0), (segments, -1)))
+        ),
+        want,
+    )
+
+
+def test_a_window_of_nothing_is_refused():
+    from lion.config import ConfigError, build
+
+    values = {"mixer": "softmax", "dim": 8, "depth": 1, "num_heads": 2, "window": 0}
+    with pytest.raises(ConfigError, match=r"model.window: expected at least 1, got 0"):
+        build(LRAConfig, values, source=lambda key: "recipe", key="model")
+    assert config("softmax", window=8).with_mixer("lion_lit").window == 8
+
+
+def test_where_weights_start():
+    """C.2: W_q, W_k and what decays select ~ N(0, 0.1^2); W_v is the diagonal of zero-order hold."""
+    torch.manual_seed(0)
+    made = LRA(LRAConfig("lion_s_hippo", 128, 1, 8), classes=2, length=8, vocabulary=20)
+    attention = made.encoder.blocks[0].attention
+    query, key, value = attention.qkv.weight.chunk(3)
+    for weight in (query, key, attention.decays[0].gate.weight):
+        assert weight.std().item() == pytest.approx(0.1, rel=0.05) and abs(weight.mean()) < 5e-3
+    held = attention.decays[0].zero_order_hold().flatten()
+    assert torch.equal(value, held.diag()) and (held > 0).all()
+    dense = LRA(LRAConfig("lion_s_hippo", 128, 1, 8, attention=HippoConfig(value_start="dense")), classes=2, length=8)
+    value = dense.encoder.blocks[0].attention.qkv.weight.chunk(3)[2]
+    assert value.std().item() == pytest.approx(128**-0.5, rel=0.05)
+    assert dense.head.weight.std().item() == pytest.approx(128**-0.5, rel=0.15)
+
+
+def test_groups_of_the_optimizer():
+    """S5's: decays, steps and norms learn at a rate of their own, without weight decay."""
+    made = model(memory_lr=0.25)
+    own = {name.rpartition("encoder.blocks.0.")[2] for name in marks_of(made) if "blocks.0." in name}
+    decays = {f"attention.decays.0.{name}" for name in ("log_rate", "log_dt")}
+    assert own == {"norm1.weight", "norm1.bias"} | decays
+    optimizer, factors = make_optimizer(made, OptimConfig(lr=1e-3, weight_decay=0.05))
+    names = {id(p): name for name, p in made.named_parameters()}
+    for group, factor in zip(optimizer.param_groups, factors):
+        for name in (names[id(p)] for p in group["params"]):
+            slow = "norm" in name or "log_" in name
+            assert factor == (0.25 if slow else 1.0), name
+            assert (group["weight_decay"] == 0) == (slow or name.endswith("bias")), name
+
+
+def test_batch_norm_moves_as_the_config_says():
+    assert {block.norm1.momentum for block in model(norm_momentum=0.9).encoder.blocks} == {0.9}
+
+
+def test_dropout_takes_whole_channels():
+    torch.manual_seed(0)
+    made = model(dropout=0.3).train()
+    seen = []
+    made.encoder.blocks[0].dropout.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    made(rows()[0])
+    gone = seen[0] == 0
+    assert (gone.all(1) | ~gone.any(1)).all() and 0.2 < gone.double().mean() < 0.8
+
+
+def test_labels_tell_rows_apart():
+    labels = [
+        config("softmax").label(),
+        config("softmax", {"rotation": "rope"}).label(),
+        config("softmax", {"rotation": "rope"}, window=64).label(),
+        config("lion_s_hippo").label(),
+        config("lion_s_hippo", {"spectrum": "random"}).label(),
+        config("lion_s_hippo", {"decay_shape": "scalar"}).label(),
+        config("lion_s_hippo", {"decay_gate": "softplus"}).label(),
+        config("lion_s_hippo", {"feature_map": "sigmoid", "normalize": "none"}).label(),
+    ]
+    assert labels == [
+        "softmax",
+        "softmax rope rotation",
+        "softmax rope rotation window 64",
+        "lion_s_hippo",
+        "lion_s_hippo random start",
+        "lion_s_hippo scalar decay",
+        "lion_s_hippo softplus gate",
+        "lion_s_hippo sigmoid feature map without row sum",
+    ]
+
+
+def test_what_does_not_go_together():
+    with pytest.raises(ValueError, match="mlp: 'half_glu1' belongs to block 's5', 'pre_norm' takes mlp or glu"):
+        config(block="pre_norm")
+    with pytest.raises(ValueError, match=r"attention.scans: a sequence has one order"):
+        LRAConfig("lion_s", DIM, 1, HEADS, attention=AttentionConfig(scans=("row_snake",)))
+    with pytest.raises(ValueError, match="tokens: 81 in a row, this model has embeddings of 80 positions"):
+        model("softmax")(torch.zeros(1, 81, dtype=torch.long))
+
+
+def test_hidden_inputs_are_not_seen():
+    torch.manual_seed(0)
+    made = LRAMasked(LRAMaskedConfig("lion_s_hippo", DIM, 2, HEADS), length=LENGTH, vocabulary=VOCABULARY).eval()
+    tokens, hidden = rows()[0], torch.rand(4, LENGTH) < 0.3
+    other = torch.where(hidden, (tokens + 1) % VOCABULARY, tokens)
+    want = made(tokens, hidden=hidden)
+    assert want.shape == (4, LENGTH, VOCABULARY) and torch.equal(made(other, hidden=hidden), want)
+    assert not torch.allclose(made(other), made(tokens))
+    with pytest.raises(ValueError, match="hidden: only a model that is trained to find them"):
+        model().encode(tokens, hidden=hidden)
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+def test_compiled_blocks_compute_the_same():
+    made, given = model().float(), rows()
+    made.train()
+    want = made(*given)
+    compile_blocks(made, backend="aot_eager")
+    torch.testing.assert_close(made(*given), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fifty_steps_on_sixteen_thousand_tokens(precision):
+    """Path-X's length: nothing but finite numbers, and the weights move."""
+    torch.manual_seed(0)
+    attention = HippoConfig(form="chunk", dt_min=1e-4)
+    made = LRA(LRAConfig("lion_s_hippo", 8, 1, 2, attention=attention), classes=2, length=16_384)
+    optimizer, _ = make_optimizer(made, OptimConfig(lr=5e-3))
+    pixels, label = torch.randint(256, (2, 16_384), dtype=torch.uint8), torch.tensor([0, 1])
+    for _ in range(50):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = torch.nn.functional.cross_entropy(made(pixels).float(), label)
+        loss.backward()
+        assert loss.isfinite() and all(p.grad.isfinite().all() for p in made.parameters())
+        optimizer.step(), optimizer.zero_grad()
+    assert all(p.isfinite().all() for p in made.parameters()) and loss < 0.65
+
+
+@pytest.mark.slow
+def test_memory_is_linear_in_length():
+    """Of a training step: four times the tokens, four times the memory."""
+    from lion.trainer.memory import tensor_peak
+
+    made = LRA(LRAConfig("lion_s_hippo", 16, 1, 2, attention=HippoConfig(form="chunk")), classes=2, length=16_384)
+
+    def peak(length: int) -> int:
+        pixels = torch.zeros(1, length, dtype=torch.uint8)
+        return tensor_peak(lambda: made(pixels).sum().backward(), torch.device("cpu"))
+
+    assert 3.6 < peak(16_384) / peak(4_096) < 4.4
+
+
+def test_attention_is_that_of_the_mixer():
+    for mixer in MIXERS:
+        layers = [m for m in model(mixer).modules() if isinstance(m, Attention)]
+        assert len(layers) == 2 and all(type(m) is KINDS[mixer] for m in layers)
