@@ -8,16 +8,22 @@ from data.base import DataSet
 from lion.config import ConfigError, nearest
 
 DATASETS = {
+    "aan": "data.lra.documents.Aan",
     "c4": "data.text.text.C4",
     "cifar10": "data.vision.torchvision_sets.Cifar10",
     "cifar100": "data.vision.torchvision_sets.Cifar100",
+    "cifar10_pixels": "data.lra.cifar.CifarPixels",
     "digits": "data.vision.digits.Digits",
     "fashion_mnist": "data.vision.torchvision_sets.FashionMnist",
     "hf": "data.vision.hf.HubPictures",
     "imagefolder": "data.vision.imagefolder.ImageFolder",
     "imagenet": "data.vision.imagenet.ImageNet",
+    "imdb": "data.lra.documents.Imdb",
+    "listops": "data.lra.listops.ListOps",
     "mnist": "data.vision.torchvision_sets.Mnist",
     "openwebtext": "data.text.text.OpenWebText",
+    "pathfinder": "data.lra.pathfinder.Pathfinder",
+    "pathx": "data.lra.pathfinder.PathX",
     "python_source": "data.text.text.PythonSource",
     "text": "data.text.text.Text",
     "tiny_shakespeare": "data.text.shakespeare.TinyShakespeare",

@@ -5,25 +5,21 @@ While it is made, FOLDER.parts holds the tokenizer and the finished parts; FOLDE
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import logging
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from data.base import locked
+from data.pool import each
 from data.text.corpus import Corpus
 from data.text.store import FORMAT, MANIFEST, SPLITS, TOKENIZER, Writer, id_type, read_tokenizer, write_file
 from data.text.tokenizers import Tokenizer
@@ -104,46 +100,10 @@ def settle(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> 
 def tokenize(parts: Path, corpus: Corpus, tokenizer: Tokenizer, workers: int) -> None:
     """Make the parts that are missing."""
     todo = [i for i in range(len(corpus)) if not (parts / f"{i}.npz").exists()]
-    bar = {"total": len(corpus), "initial": len(corpus) - len(todo), "unit": "shard", "desc": "tokenizing"}
     if todo and len(todo) < len(corpus):
         log.info("%s: %d of %d shards are there, going on", parts, len(corpus) - len(todo), len(corpus))
-    if min(workers, len(todo)) < 2:
-        for shard in tqdm(todo, disable=None, **bar):
-            make_part(parts, corpus, tokenizer, shard)
-        return
-    place = (str(parts), corpus, tokenizer.name)
-    with ProcessPoolExecutor(min(workers, len(todo)), initializer=start_worker, initargs=place) as pool:
-        try:
-            running = [pool.submit(work, shard) for shard in todo]
-            for done in tqdm(as_completed(running), disable=None, **bar):
-                done.result()
-        except BrokenProcessPool:
-            raise ConfigError(
-                f"{parts}: a process died; is memory short? data.workers=1 takes one only, finished shards are kept"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-worker: tuple[Path, Corpus, Tokenizer]  # of a process of the pool
-
-
-def start_worker(parts: str, corpus: Corpus, name: str) -> None:
-    """Of the pool; it ends with its parent, however that ends, and at once when interrupted: no half part stays."""
-    global worker
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    worker = Path(parts), corpus, read_tokenizer(Path(parts), name)
-
-
-def end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def work(shard: int) -> None:
-    make_part(*worker, shard)
+    bar = {"total": len(corpus), "initial": len(corpus) - len(todo), "unit": "shard", "desc": "tokenizing"}
+    each(functools.partial(make_part, parts, corpus, tokenizer), todo, workers=workers, place=parts, **bar)
 
 
 def make_part(parts: Path, corpus: Corpus, tokenizer: Tokenizer, shard: int) -> None:

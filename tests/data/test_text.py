@@ -16,8 +16,8 @@ import torch
 import yaml
 
 import data
+from data import pool
 from data.text import corpus as corpora
-from data.text import prepare as preparing
 from data.text.store import Tokens, Writer, id_type
 from data.text.tokenizers import make_tokenizer, open_tokenizer
 from lion.config import ConfigError, build
@@ -503,8 +503,8 @@ def test_too_little_text_for_a_sample_is_refused(tmp_path):
 
 def test_a_worker_that_dies_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "SHARD", 200)
-    monkeypatch.setattr(preparing, "start_worker", os._exit)
-    with pytest.raises(ConfigError, match=r"a process died.*finished shards are kept"):
+    monkeypatch.setattr(pool, "start_worker", os._exit)
+    with pytest.raises(ConfigError, match=r"a process died.*finished parts are kept"):
         lines_set(tmp_path, sentences(50), workers=2).prepare()
 
 

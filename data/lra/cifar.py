@@ -1,0 +1,106 @@
+"""CIFAR-10 as LRA's "image" task reads it: in grey, pixel by pixel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchvision.datasets import CIFAR10
+
+from data.base import data_root, user_path, walk
+from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey
+from data.lra.sequences import stamps
+from data.lra.store import Arrays, Part, Source, in_parts
+from data.vision.hf import HubConfig, HubPictures
+from data.vision.sources import Images, read_sample
+from data.vision.torchvision_sets import Cifar10, Cifar10Config
+from lion.config import ConfigError, setting
+from lion.tasks.data import Splits, Unreadable
+from lion.tasks.sequences import SequenceInfo
+
+
+@dataclass
+class CifarPixelsConfig(PixelConfig):
+    """Settings of CIFAR-10's pixels.
+
+    path: What torchvision stores (the folder that holds cifar-10-batches-py), a Hub id, or a folder or file of parquet;
+        null: torchvision's, in `cifar10` of the data root.
+    download: Fetch what torchvision stores.
+    val_split: Share of the training pictures that validate; null: the test pictures do.
+    """
+
+    name: str = "cifar10_pixels"
+    download: bool = setting(False, free=True)
+    val_split: float | None = setting(0.1, min=0.001, max=0.9)
+
+
+class CifarPixels(PixelSet):
+    """50,000 + 10,000 pictures, of the training pictures a tenth held out."""
+
+    Config = CifarPixelsConfig
+
+    @property
+    def held_out(self) -> dict[str, float]:
+        return {"val": self.config.val_split} if self.config.val_split else {}
+
+    def identity(self) -> Any:
+        place = self.place
+        if not place.exists():
+            return self.config.path or "cifar10"
+        files = (
+            [place] if place.is_file() else [Path(folder) / n for folder, names in walk(place) for n in sorted(names)]
+        )
+        return {"files": stamps(files), "side": self.config.side}
+
+    @property
+    def place(self) -> Path:
+        """Where torchvision's files are, or others."""
+        root = user_path(self.config.path) if self.config.path else data_root() / "cifar10"
+        batches = root / CIFAR10.base_folder
+        return batches if batches.is_dir() or not self.config.path else root
+
+    def source(self) -> Source:
+        config, place = self.config, self.place
+        size = {"image_size": (config.side, config.side), "channels": 1}
+        if place.name == CIFAR10.base_folder:
+            splits = Cifar10(Cifar10Config(root=str(place.parent), download=config.download, **size)).build()
+        else:
+            splits = HubPictures(HubConfig(path=config.path, **size)).build()
+        return Pictures(splits, config)
+
+    def info(self, manifest: dict[str, Any] | None = None) -> SequenceInfo:
+        classes = 10 if manifest is None else manifest["classes"]
+        return SequenceInfo(classes, self.config.side**2, mean=round(122.6 / 255, 4), std=round(61 / 255, 4))  # as S5
+
+    def published(self) -> tuple[SequenceInfo, int]:
+        held = round(50_000 * (self.config.val_split or 0))
+        return self.info(), min(50_000 - held, self.config.limit or 50_000)
+
+
+class Pictures(Source):
+    """Those of a set of pictures, in grey."""
+
+    def __init__(self, splits: Splits, config: CifarPixelsConfig) -> None:
+        self.config, self.classes = config, len(splits.info.classes)
+        test = splits.test or splits.val
+        self.splits: dict[str, Images] = {"train": splits.train, "test": test}
+        if splits.test is not None:
+            self.splits["val"] = splits.val
+
+    def describe(self) -> dict[str, Any]:
+        return {"classes": self.classes}
+
+    def parts(self) -> list[Part]:
+        return in_parts({split: len(images) for split, images in self.splits.items()}, self.config.part)
+
+    def make(self, part: Part) -> Arrays:
+        images, samples = self.splits[part.split], []
+        for row in range(part.first, part.first + part.count):
+            where = f"{self.config.path or self.config.name}, {part.split} row {row + 1}"
+            try:
+                picture, label = read_sample(images.source, images.indices[row] if images.indices else row)
+            except Unreadable as error:
+                raise ConfigError(f"{where}: {error}") from None
+            samples.append((grey(picture, self.config.side, where), label))
+        return arrays_of(samples)

@@ -1,0 +1,353 @@
+"""Pictures of dashed contours, as Pathfinder draws them (1805.08315): are the two discs at the ends of one contour?
+
+Many pictures are drawn side by side. Each draws from numbers of its own, a function of its key alone: it is the same
+whichever others are drawn with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from data.lra.dashes import SEEDS, SOLID, TOUCH, Copies, Dashes, Shape, dashes, dilated, disc
+from lion.config import ConfigError
+from lion.tasks.seeds import GOLDEN, mix, uniform
+
+FREE = 0.3 * SOLID  # room up to which a first dash may begin
+DRAWS = 3  # of a dash, before its contour is given up
+ATTEMPTS = 5  # of a distractor, before it is left out
+PLACES = 64  # that are tried for a distractor's first dash
+SLOTS = 512  # pictures that are drawn side by side
+HOPELESS = 100_000  # attempts at two contours without a picture
+NEVER = 2**62
+
+
+@dataclass(frozen=True)
+class Contours:
+    """What pictures look like.
+
+    Args:
+        shape: Of the dashes, but for their margin.
+        margins: Gaps, of which each picture has one.
+        frame: Width of the border that stays free.
+        seed_distance: Between the first dashes of the two contours.
+        radius: Of the discs.
+        length: Dashes of a contour.
+        distractors, distractor_length: How many other contours there are at most, and their dashes.
+        brightness, distractor_brightness: Of dashes; that of discs is 1.
+    """
+
+    shape: Shape
+    margins: tuple[int, ...]
+    frame: int
+    seed_distance: int
+    radius: float
+    length: int
+    distractors: int
+    distractor_length: int
+    brightness: float
+    distractor_brightness: float
+
+
+def draw(contours: Contours, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pictures uint8 (B, side, side) and labels uint8 (B,), 1 where the discs are on one contour, of keys (B,), int64.
+
+    Raises:
+        ConfigError: There is no room for two contours.
+    """
+    side = contours.shape.side
+    pictures, labels = np.empty((len(keys), side, side), np.uint8), np.empty(len(keys), np.uint8)
+    which = (Chance(keys).draw(np.arange(len(keys)), 1)[:, 0] * len(contours.margins)).astype(int)
+    for i, margin in enumerate(contours.margins):
+        rows = np.nonzero(which == i)[0]
+        if not len(rows):
+            continue
+        table, chance = dashes(contours.shape._replace(margin=margin)), Chance(keys[rows], 1)
+        dash, start = Targets(contours, table, keys[rows]).draw()
+        for begin in range(0, len(rows), SLOTS):
+            some = np.arange(begin, min(begin + SLOTS, len(rows)))
+            canvas = Canvas(contours, table, chance, some, dash[some], start[some])
+            canvas.draw_distractors()
+            pictures[rows[some]], labels[rows[some]] = canvas.render()
+    return pictures, labels
+
+
+class Chance:
+    """Streams of random numbers, each a function of its key and of how many were drawn from it before."""
+
+    def __init__(self, keys: np.ndarray, drawn: int = 0) -> None:
+        self.keys, self.drawn = keys.copy(), np.full(len(keys), drawn)
+
+    def draw(self, rows: np.ndarray, n: int) -> np.ndarray:
+        """The next `n` of some streams, (rows, n) in [0, 1)."""
+        found = uniform(torch.from_numpy(self.keys[rows] + self.drawn[rows] * GOLDEN), n)
+        self.drawn[rows] += n
+        return found.numpy()
+
+    def begin(self, rows: np.ndarray, keys: np.ndarray) -> None:
+        """Let streams begin anew, with other keys."""
+        self.keys[rows], self.drawn[rows] = keys, 0
+
+
+class Field:
+    """What dashes have taken, in padded pictures side by side.
+
+    Attributes:
+        room, wide: (slots * area,), see `Dashes`.
+        base: Where each slot begins, (slots,).
+    """
+
+    def __init__(self, contours: Contours, table: Dashes, slots: int) -> None:
+        side, margin, around = table.shape.side, table.shape.margin, ((0, 0), *((table.border, table.border),) * 2)
+        frame = np.full((1, side, side), SOLID, np.uint8)
+        frame[:, contours.frame : -contours.frame, contours.frame : -contours.frame] = 0
+        wide = np.pad(dilated(frame, margin), around, constant_values=SOLID)  # no dash ends outside
+        self.empty = np.pad(frame, around).reshape(-1), wide.reshape(-1)
+        self.table, self.area = table, table.width**2
+        self.room, self.wide = (np.tile(each, slots) for each in self.empty)
+        self.base = np.arange(slots) * self.area
+
+    def reset(self, slots: np.ndarray) -> None:
+        for taken, empty in zip((self.room, self.wide), self.empty):
+            taken.reshape(-1, self.area)[slots] = empty
+
+    def keep(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What is taken in some slots, for `restore`."""
+        return self.room.reshape(-1, self.area)[slots], self.wide.reshape(-1, self.area)[slots]
+
+    def restore(self, slots: np.ndarray, kept: tuple[np.ndarray, np.ndarray], which: np.ndarray) -> None:
+        """Of what was kept the rows `which` into these slots."""
+        for taken, held in zip((self.room, self.wide), kept):
+            taken.reshape(-1, self.area)[slots] = held[which]
+
+    def block(self, slots: np.ndarray, dash: np.ndarray, start: np.ndarray) -> None:
+        """Take the room of a dash in each slot."""
+        begin = (self.base[slots] + start)[:, None]
+        for taken, copies in ((self.room, self.table.room), (self.wide, self.table.wide)):
+            cells = begin + copies.cells[dash]
+            taken[cells] = np.maximum(taken[cells], copies.values[dash])
+
+    def extend(
+        self, slots: np.ndarray, streams: np.ndarray, chance: Chance, dash: np.ndarray, pivot: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Draw the dash that follows `dash`, of a pivot, in each slot: (ok, dash, start, pivot), where `ok`."""
+        table, base = self.table, self.base[slots]
+        pivot = pivot + table.move[dash]
+        starts = pivot[:, None] + table.ends[dash]  # (n, K)
+        weights = table.weights[dash] * (SOLID - self.wide[base[:, None] + starts])
+        total = weights.cumsum(1)
+        ok, new, start = np.zeros(len(slots), bool), np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
+        todo = np.nonzero(total[:, -1] > 1e-4 * SOLID)[0]
+        for _ in range(DRAWS):
+            if not len(todo):
+                break
+            chosen = (total[todo] > chance.draw(streams[todo], 1) * total[todo, -1:]).argmax(1)
+            start[todo], new[todo] = starts[todo, chosen], table.follow[dash[todo], chosen]
+            near = self.room[(base[todo] + start[todo])[:, None] + table.check.cells[new[todo]]]
+            ok[todo] = fits = (near.astype(np.int16) + table.check.values[new[todo]]).max(1) < TOUCH
+            todo = todo[~fits]
+        return ok, new, start, pivot
+
+
+def place(table: Dashes, places: np.ndarray) -> np.ndarray:
+    """The cells of (rows, columns), (.., 2)."""
+    return (places[..., 0] + table.border) * table.width + places[..., 1] + table.border
+
+
+def begin(table: Dashes, tail: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A first dash from tails (n, 2): whether it lies inside, and its pivot's cell."""
+    ways = table.first[degrees]
+    pivot, head = tail + ways[:, :2], tail + ways[:, 2:]
+    inside = [((each >= 0) & (each < table.shape.side)).all(1) for each in (tail, head, pivot)]
+    return np.logical_and.reduce(inside), place(table, pivot.clip(0, table.shape.side - 1))
+
+
+class Targets:
+    """Attempts at the two contours of pictures, side by side in slots: both grow in turn, and where one cannot go on,
+    the attempt has failed. A picture's is its first that succeeds; later ones may have been tried already.
+
+    Attributes:
+        dash, start: (slots, 2, dashes) which dash it is, and the cell where it begins.
+        pivot: (slots, 2) the cell from which a contour goes on.
+    """
+
+    def __init__(self, contours: Contours, table: Dashes, keys: np.ndarray) -> None:
+        self.contours, self.table = contours, table
+        self.keys = mix(torch.from_numpy(keys))
+        self.chance = Chance(np.zeros(SLOTS, np.int64))
+        self.field = Field(contours, table, SLOTS)
+        self.dash, self.start = (np.zeros((SLOTS, 2, contours.length), np.int64) for _ in range(2))
+        self.pivot = np.zeros((SLOTS, 2), np.int64)
+
+    def draw(self) -> tuple[np.ndarray, np.ndarray]:
+        """`dash` and `start` of each picture.
+
+        Raises:
+            ConfigError: There is no room for two contours.
+        """
+        many, length = len(self.keys), self.contours.length
+        best, tried = np.full(many, NEVER), np.zeros(many, np.int64)  # attempts
+        dash, start = (np.zeros((many, 2, length), np.int64) for _ in range(2))
+        slots, step = np.arange(SLOTS), np.full(SLOTS, -1)
+        picture, attempt, next_one, done = np.zeros(SLOTS, np.int64), np.full(SLOTS, NEVER), 0, 0
+        while len(slots):
+            fresh = slots[step[slots] < 0]
+            todo = np.nonzero(best == NEVER)[0]
+            if not len(todo):
+                slots, fresh = slots[step[slots] >= 0], fresh[:0]
+            if len(fresh):
+                places = next_one + np.arange(len(fresh))
+                picture[fresh], next_one = todo[places % len(todo)], (next_one + len(fresh)) % len(todo)
+                attempt[fresh] = tried[picture[fresh]] + np.arange(len(fresh)) // len(todo)
+                np.add.at(tried, picture[fresh], 1)
+                self.check(tried.sum(), done)
+                keys = mix(self.keys[picture[fresh]] + torch.from_numpy(attempt[fresh]) * GOLDEN)
+                self.chance.begin(fresh, keys.numpy())
+                step[fresh] = np.where(self.begin(fresh), 0, -1)
+            going = slots[step[slots] >= 0]
+            step[going] = np.where(self.extend(going, step[going] % 2, 1 + step[going] // 2), step[going] + 1, -1)
+            for slot in going[step[going] == 2 * (length - 1)]:
+                if attempt[slot] < best[picture[slot]]:
+                    done += best[picture[slot]] == NEVER
+                    best[picture[slot]] = attempt[slot]
+                    dash[picture[slot]], start[picture[slot]] = self.dash[slot], self.start[slot]
+            step[going[attempt[going] >= best[picture[going]]]] = -1
+        return dash, start
+
+    def check(self, attempts: int, done: int) -> None:
+        if attempts > HOPELESS * (1 + done):
+            side, shape = self.table.shape.side, self.table.shape
+            raise ConfigError(
+                f"data.contour_length: in {HOPELESS:,} attempts there was no room in {side} x {side} pixels for two "
+                f"contours of {self.contours.length} dashes of {shape.length} pixels that begin "
+                f"{self.contours.seed_distance} apart (data.paddle_length, data.seed_distance)"
+            )
+
+    def begin(self, slots: np.ndarray) -> np.ndarray:
+        """The first dashes: one in the middle, one not far from it; says where they lie inside."""
+        distance, table, drawn = self.contours.seed_distance, self.table, self.chance.draw(slots, 5)
+        degrees = (SEEDS * drawn[:, [0, 3]]).astype(int)
+        top, bottom, left, right = table.reach[degrees[:, 0]].T
+        low = 2 * distance - np.stack([top, left], 1)
+        room = table.shape.side - 2 * distance - np.stack([bottom, right], 1) - low
+        first = low + (drawn[:, 1:3] * room).astype(int)
+        angle = np.deg2rad((360 * drawn[:, 4]).astype(int))
+        second = first + np.rint(distance * np.stack([np.sin(angle), np.cos(angle)], 1)).astype(int)
+        inside = (room > 0).all(1)
+        for contour, tail in enumerate((first, second)):
+            ok, self.pivot[slots, contour] = begin(table, tail, degrees[:, contour])
+            self.dash[slots, contour, 0], self.start[slots, contour, 0] = degrees[:, contour], place(table, tail)
+            inside &= ok
+        self.field.reset(slots[inside])
+        return inside
+
+    def extend(self, slots: np.ndarray, contour: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """The next dash of a contour in each slot; says where there is one."""
+        last = self.dash[slots, contour, number - 1]
+        ok, *found = self.field.extend(slots, slots, self.chance, last, self.pivot[slots, contour])
+        mine, number = (slots[ok], contour[ok]), number[ok]
+        self.field.block(slots[ok], last[ok], self.start[*mine, number - 1])
+        self.dash[*mine, number], self.start[*mine, number], self.pivot[mine] = (each[ok] for each in found)
+        return ok
+
+
+class Canvas:
+    """Pictures (B), of which the two target contours are known.
+
+    Attributes:
+        dash, start: (B, contours, dashes) which dash it is, and the cell where it begins; the targets come first.
+        count: (B, contours) how many dashes there are.
+    """
+
+    def __init__(
+        self,
+        contours: Contours,
+        table: Dashes,
+        chance: Chance,
+        pictures: np.ndarray,
+        dash: np.ndarray,
+        start: np.ndarray,
+    ) -> None:
+        self.contours, self.table, self.chance, self.pictures = contours, table, chance, pictures
+        self.every = np.arange(len(pictures))
+        self.field = Field(contours, table, len(pictures))
+        more = max(0, contours.distractor_length - contours.length)
+        around = ((0, 0), (0, contours.distractors), (0, more))
+        self.dash, self.start = np.pad(dash, around), np.pad(start, around)
+        self.count = np.zeros(self.dash.shape[:2], int)
+        self.count[:, :2] = contours.length
+        for contour in range(2):
+            for number in range(contours.length - (contour == 0)):  # the first one's end is open, as published
+                self.field.block(self.every, dash[:, contour, number], start[:, contour, number])
+
+    def draw_distractors(self) -> None:
+        """Contours wherever there is room; one that finds none in some attempts is left out."""
+        length = self.contours.distractor_length
+        for contour in range(2, self.dash.shape[1]):
+            todo = self.every
+            for _ in range(ATTEMPTS):
+                if not len(todo):
+                    break
+                kept = self.field.keep(todo)
+                drawn = self.draw_distractor(todo, contour)
+                self.count[drawn, contour] = length
+                failed = np.nonzero(~np.isin(todo, drawn))[0]
+                todo = todo[failed]
+                self.field.restore(todo, kept, failed)
+
+    def draw_distractor(self, rows: np.ndarray, contour: int) -> np.ndarray:
+        """A contour with all its dashes; returns the rows where it was possible."""
+        rows, pivot = self.begin_distractor(rows, contour)
+        for number in range(1, self.contours.distractor_length):
+            last, start = self.dash[rows, contour, number - 1], self.start[rows, contour, number - 1]
+            ok, *found = self.field.extend(rows, self.pictures[rows], self.chance, last, pivot)
+            rows = rows[ok]
+            self.field.block(rows, last[ok], start[ok])
+            self.dash[rows, contour, number], self.start[rows, contour, number], pivot = (each[ok] for each in found)
+        number = self.contours.distractor_length - 1
+        self.field.block(rows, self.dash[rows, contour, number], self.start[rows, contour, number])
+        return rows
+
+    def begin_distractor(self, rows: np.ndarray, contour: int) -> tuple[np.ndarray, np.ndarray]:
+        """Its first dash, in the first of some places where there is room: the rows where there is, and its pivot."""
+        table, side = self.table, self.table.shape.side
+        drawn = self.chance.draw(self.pictures[rows], 1 + 2 * PLACES)
+        degrees = (SEEDS * drawn[:, 0]).astype(int)
+        places = (side * drawn[:, 1:].reshape(-1, PLACES, 2)).astype(int)
+        tail, found = np.zeros((len(rows), 2), np.int64), np.zeros(len(rows), bool)
+        for number in range(PLACES):
+            todo = np.nonzero(~found)[0]
+            at = places[todo, number]
+            begins = (self.field.base[rows[todo]] + place(table, at))[:, None]
+            free = (self.field.room[begins + table.solid.cells[degrees[todo]]] <= FREE).all(1)
+            tail[todo[free]], found[todo[free]] = at[free], True
+        ok, pivot = begin(table, tail, degrees)
+        ok &= found
+        self.dash[rows, contour, 0], self.start[rows, contour, 0] = degrees, place(table, tail)
+        return rows[ok], pivot[ok]
+
+    def render(self) -> tuple[np.ndarray, np.ndarray]:
+        """Pictures uint8 (B, side, side), the brightest cell 255, and labels (B,)."""
+        contours, table, every, side = self.contours, self.table, self.every, self.table.shape.side
+        image = np.zeros(len(every) * self.field.area, np.float32)
+
+        def copy(rows: np.ndarray, copies: Copies, which: np.ndarray, start: np.ndarray, brightness: float) -> None:
+            cells = (self.field.base[rows] + start)[:, None] + copies.cells[which]
+            image[cells] = np.maximum(image[cells], brightness * copies.values[which])
+
+        for contour in range(self.dash.shape[1]):
+            brightness = contours.brightness if contour < 2 else contours.distractor_brightness
+            for number in range(self.count[:, contour].max()):
+                rows = every[self.count[:, contour] > number]
+                here = (rows, contour, number)
+                copy(rows, table.ink, self.dash[here], self.start[here], brightness)
+        origin, label = (2 * self.chance.draw(self.pictures, 2)).astype(int).T
+        end = np.where(label == 1, origin, 1 - origin)
+        white = disc(contours.radius, table.shape.scale, table.width)
+        for start in (self.start[every, origin, 0], self.start[every, end, contours.length - 1]):
+            copy(every, white, np.zeros(len(every), int), start, 1.0)
+        inner = slice(table.border, table.border + side)
+        image = image.reshape(-1, table.width, table.width)[:, inner, inner]
+        return np.rint(255 / image.max((1, 2), keepdims=True) * image).astype(np.uint8), label.astype(np.uint8)

@@ -1,0 +1,322 @@
+"""LRA's "text" and "retrieval" tasks: documents, or pairs of them, byte by byte or character by character."""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.base import data_root, user_path
+from data.lra.lines import Lines
+from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
+from data.lra.store import Arrays, Part, Source, in_parts, read_manifest
+from data.text.corpus import whole
+from data.vision.hf import TEST, VAL, by_split
+from lion.config import ConfigError, setting
+from lion.tasks.sequences import SequenceInfo
+
+FIRST = 1 + max(PAD, UNKNOWN, END)  # id of the first byte or character
+ROWS = 1000  # of a table in a part
+PAIRS = {split: f"new_aan_pairs.{name}.tsv" for split, name in (("train", "train"), ("val", "eval"), ("test", "test"))}
+
+
+@dataclass
+class DocumentConfig(TokenConfig):
+    """Settings of documents, which are cut to `length` tokens.
+
+    tokenizer: `bytes` of their UTF-8, as LRA; or `characters` that stand `min_count` times in the training documents,
+        the others being unknown, as S5.
+    """
+
+    tokenizer: str = setting("bytes", choices=("bytes", "characters"))
+    min_count: int = setting(15, min=1)
+
+
+class Row(NamedTuple):
+    """The documents of a sample, and its class."""
+
+    texts: tuple[str, ...]
+    label: int
+
+
+class Ids:
+    """From text to ids; the end token is the last, also of what was cut."""
+
+    def __init__(self, length: int, characters: str | None = None) -> None:
+        self.length = length
+        self.of = None if characters is None else {c: FIRST + i for i, c in enumerate(characters)}
+
+    def encode(self, text: str) -> np.ndarray:
+        """(L,) with L no more than `length`."""
+        if self.of is None:
+            ids = np.frombuffer(text.encode()[: self.length - 1], np.uint8).astype(np.uint16) + FIRST
+        else:
+            ids = np.array([self.of.get(c, UNKNOWN) for c in text[: self.length - 1]], np.uint16)
+        return np.append(ids, np.uint16(END))
+
+    def arrays(self, rows: list[Row]) -> Arrays:
+        arrays = {"label": np.array([row.label for row in rows], np.uint8)}
+        parts = len(rows[0].texts) if rows else 1
+        for i, (name, lengths) in enumerate((("tokens", "lengths"), ("second", "second_lengths"))[:parts]):
+            ids = [self.encode(row.texts[i]) for row in rows]
+            arrays |= {name: np.concatenate([*ids, np.empty(0, np.uint16)])}
+            arrays |= {lengths: np.array([len(each) for each in ids], np.int32)}
+        return arrays
+
+
+def count_characters(rows: Iterator[Row], config: DocumentConfig) -> str | None:
+    """Those that have an id, in their order in Unicode; None for bytes."""
+    if config.tokenizer == "bytes":
+        return None
+    found = Counter[str]()
+    for row in rows:
+        for text in row.texts:
+            found.update(text[: config.length - 1])
+    return "".join(sorted(c for c, n in found.items() if n >= config.min_count))
+
+
+class Documents(SequenceSet):
+    """Documents with a class."""
+
+    parts_of_a_sample = 1
+    samples: int  # published, to train on
+
+    def identity(self) -> Any:
+        keys = ("tokenizer", "length", *(("min_count",) if self.config.tokenizer == "characters" else ()))
+        return {key: getattr(self.config, key) for key in keys} | {"files": self.place()}
+
+    @abstractmethod
+    def place(self) -> Any:
+        """Which documents they are, as JSON.
+
+        Raises:
+            ConfigError: They are not there.
+        """
+
+    def info(self, manifest: dict[str, Any]) -> SequenceInfo:
+        characters = manifest["characters"]
+        vocabulary = FIRST + (256 if characters is None else len(characters))
+        return SequenceInfo(2, self.config.length, vocabulary, self.parts_of_a_sample)
+
+    def published(self) -> tuple[SequenceInfo, int] | None:
+        if self.config.tokenizer == "characters":  # how many there are, the documents tell
+            return None
+        return self.info({"characters": None}), min(self.samples, self.config.limit or self.samples)
+
+    def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
+        """{tokens}: of a text file; of a pair of documents, also {second}: what follows a tab."""
+        try:
+            text = user_path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error})") from None
+        texts = text.split("\t", 1) if self.parts_of_a_sample == 2 else [text]
+        if len(texts) != self.parts_of_a_sample:
+            raise ConfigError(f"{path}: expected two documents with a tab between")
+        characters = self.characters() if self.config.tokenizer == "characters" else None
+        ids = Ids(info.length, characters)
+        return {name: torch.from_numpy(ids.encode(t).astype(np.int64)) for name, t in zip(("tokens", "second"), texts)}
+
+    def characters(self) -> str:
+        """Of the samples that were made."""
+        return read_manifest(self.folder)["characters"]
+
+
+class DocumentLines(Lines):
+    """Files with a sample a line."""
+
+    def __init__(self, files: dict[str, Path], config: DocumentConfig) -> None:
+        super().__init__(files)
+        train = (p for p in self.parts() if p.split == "train")
+        self.characters = count_characters((self.row(*row) for part in train for row in self.rows(part)), config)
+        self.ids = Ids(config.length, self.characters)
+
+    def describe(self) -> dict[str, Any]:
+        return {"characters": self.characters}
+
+    def arrays(self, rows: list[tuple[str, str]]) -> Arrays:
+        return self.ids.arrays([self.row(*row) for row in rows])
+
+    @abstractmethod
+    def row(self, where: str, line: str) -> Row:
+        """Raises ConfigError: The line is no sample."""
+
+
+# text
+
+
+@dataclass
+class ImdbConfig(DocumentConfig):
+    """Settings of IMDB.
+
+    path: A Hub id, or a folder with train.jsonl and test.jsonl (columns `text` and `label`; val.jsonl where there is
+        one), or with parquet files that are named so.
+    val_split: Share of the training documents that validate, where none do; null: the test documents, as S5.
+    """
+
+    name: str = "imdb"
+    path: str | None = setting("stanfordnlp/imdb", free=True)
+    length: int = setting(4096, min=2, max=2**20)
+    val_split: float | None = setting(None, min=0.001, max=0.9)
+
+
+class Imdb(Documents):
+    """Reviews, bad (0) or good (1)."""
+
+    Config, samples = ImdbConfig, 25_000
+
+    @property
+    def held_out(self) -> dict[str, float]:
+        return {"val": self.config.val_split} if self.config.val_split else {}
+
+    def place(self) -> Any:
+        if not self.config.path:
+            raise ConfigError("data.path: missing, a Hub id, or a folder with train.jsonl and test.jsonl")
+        root = user_path(self.config.path)
+        return stamps([file for files in self.files(root).values() for file in files]) if root.exists() else str(root)
+
+    def files(self, root: Path) -> dict[str, list[Path]]:
+        """JSON lines by split, or parquet.
+
+        Raises:
+            ConfigError: No train, or nothing to validate on.
+        """
+        lines = {split: root / f"{split}.jsonl" for split in ("train", *VAL, *TEST)}
+        found = {split: [path] for split, path in lines.items() if path.is_file()}
+        if not found and root.is_dir():
+            found = {split: [Path(f) for f in files] for split, files in by_split(root, "train").items()}
+        if "train" not in found or (len(found) < 2 and not self.config.val_split):
+            raise ConfigError(
+                f"data set '{self.config.name}': no {'test' if 'train' in found else 'train'}.jsonl in {root}; "
+                "data.path is a Hub id, or a folder with train.jsonl and test.jsonl, or with parquet files named so"
+            )
+        return found
+
+    def source(self) -> Source:
+        root = user_path(self.config.path)
+        files = self.files(root) if root.exists() else None
+        if files is not None and files["train"][0].suffix == ".jsonl":
+            return Reviews({known(split): paths[0] for split, paths in files.items()}, self.config)
+        return ReviewTable(load_table(self.config.path, files), self.config)
+
+
+def known(split: str) -> str:
+    """Ours, of the names that a split may have."""
+    return "val" if split in VAL else split
+
+
+def load_table(path: str, files: dict[str, list[Path]] | None) -> dict[str, Any]:
+    """Tables of the `datasets` library by split: of parquet files, or of a Hub id.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    import datasets  # takes a second
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it cannot read is said below
+    try:
+        if files is None:
+            found = datasets.load_dataset(path)
+        else:
+            found = datasets.load_dataset("parquet", data_files={s: [str(f) for f in fs] for s, fs in files.items()})
+    except Exception as error:  # what a missing network, a missing set and a broken file raise has no common type
+        reason = (str(error).splitlines() or [""])[0]
+        what = "is no local folder, and cannot be had from the Hub" if files is None else "cannot be read"
+        raise ConfigError(f"data.path: {path!r} {what} ({type(error).__name__}: {reason})") from None
+    return {known(split): found[split] for split in found if split in ("train", *VAL, *TEST)}
+
+
+def review(row: Any, where: str) -> Row:
+    """A sample of a row with columns.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str) or row.get("label") not in (0, 1):
+        raise ConfigError(f"{where}: expected a text and a label 0 or 1, got {str(row)[:60]!r}")
+    return Row((whole(row["text"]),), int(row["label"]))
+
+
+class Reviews(DocumentLines):
+    """JSON lines."""
+
+    def row(self, where: str, line: str) -> Row:
+        try:
+            return review(json.loads(line), where)
+        except ValueError as error:
+            raise ConfigError(f"{where}: no JSON ({error})") from None
+
+
+class ReviewTable(Source):
+    """Tables of the `datasets` library."""
+
+    def __init__(self, tables: dict[str, Any], config: ImdbConfig) -> None:
+        self.tables, self.path = tables, config.path
+        self.characters = count_characters((self.row("train", i) for i in range(len(tables["train"]))), config)
+        self.ids = Ids(config.length, self.characters)
+
+    def row(self, split: str, number: int) -> Row:
+        return review(self.tables[split][number], f"{self.path}, {split} row {number + 1}")
+
+    def describe(self) -> dict[str, Any]:
+        return {"characters": self.characters}
+
+    def parts(self) -> list[Part]:
+        return in_parts({split: len(table) for split, table in self.tables.items()}, ROWS)
+
+    def make(self, part: Part) -> Arrays:
+        return self.ids.arrays([self.row(part.split, i) for i in range(part.first, part.first + part.count)])
+
+
+# retrieval
+
+
+@dataclass
+class AanConfig(DocumentConfig):
+    """Settings of AAN. `path`: LRA's folder tsv_data; null: `aan` in the data root."""
+
+    name: str = "aan"
+    length: int = setting(4000, min=2, max=2**20)
+    min_count: int = setting(1, min=1)
+
+
+class Aan(Documents):
+    """Pairs of papers of the ACL Anthology Network: does one cite the other?"""
+
+    Config, samples, parts_of_a_sample = AanConfig, 147_086, 2
+
+    def files(self) -> dict[str, Path]:
+        root = user_path(self.config.path) if self.config.path else data_root() / "aan"
+        return dict(zip(PAIRS, checked_files(self.config.name, root, list(PAIRS.values()))))
+
+    def place(self) -> Any:
+        return stamps(list(self.files().values()))
+
+    def source(self) -> Source:
+        return Pairs(self.files(), self.config)
+
+
+class Pairs(DocumentLines):
+    """LRA's files: label, two names and two documents, with tabs between; quotation marks are text."""
+
+    def row(self, where: str, line: str) -> Row:
+        columns = line.split("\t")
+        if len(columns) != 5:
+            raise ConfigError(
+                f"{where}: expected label, two names and two documents with tabs between, got {len(columns)} columns"
+            )
+        label, _, _, first, second = columns
+        if not first.strip() or not second.strip():
+            raise ConfigError(f"{where}: half a pair, the {'second' if first.strip() else 'first'} document is empty")
+        if label.strip() not in ("0", "1", "0.0", "1.0"):
+            raise ConfigError(f"{where}: expected label 0 or 1, got {label[:20]!r}")
+        return Row((first, second), int(float(label)))

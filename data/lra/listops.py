@@ -1,0 +1,286 @@
+"""ListOps: nested operators on lists of digits, whose value, 0 to 9, is the class (1804.06028; long ones: 2011.04006).
+
+`[MAX 2 9 [MIN 4 7 ] 0 ]` is 9. A token is a digit, an operator with its opening bracket, or `]`; the parentheses of the
+files, which only pair what stands beside them, are none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.base import user_path
+from data.lra.lines import Lines
+from data.lra.sequences import END, PAD, UNKNOWN, GeneratedConfig, SequenceSet, TokenConfig, checked_files, stamps
+from data.lra.store import Arrays, Part, Source, in_parts, read_part, write_part
+from lion.config import ConfigError, setting
+from lion.tasks.seeds import derive
+from lion.tasks.sequences import SequenceInfo
+
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(statistics.median(values)),  # of an even number the mean of the two in the middle
+    "[SM": lambda values: sum(values) % 10,
+}
+CLOSE = "]"
+TOKENS = (*map(str, range(10)), *OPERATORS, CLOSE)
+IDS = {"<pad>": PAD, "<unk>": UNKNOWN, "<eos>": END, **{token: 3 + i for i, token in enumerate(TOKENS)}}
+OF_ID = {i: token for token, i in IDS.items()}
+DIGIT, CLOSING = IDS["0"], IDS[CLOSE]
+FILES = {"train": "basic_train.tsv", "val": "basic_val.tsv", "test": "basic_test.tsv"}  # of LRA
+LEAF = 0.75  # the share of nodes that are digits
+PART = 500  # samples
+TRIES = 100_000  # expressions that may be drawn for one that is neither too short nor too long
+
+
+@dataclass
+class ListOpsConfig(GeneratedConfig, TokenConfig):
+    """Settings of ListOps; those of the generator are LRA's.
+
+    max_depth: Of operators in one another, and a last level of digits.
+    max_args: Arguments of an operator, of which there are 2 at least.
+    min_length, max_length: Tokens lie between these, and are neither.
+    path: A folder with LRA's basic_train.tsv, basic_val.tsv, basic_test.tsv, in place of what is generated.
+    """
+
+    name: str = "listops"
+    samples: int = setting(96_000, min=1)
+    max_depth: int = setting(10, min=2, max=100)
+    max_args: int = setting(10, min=2, max=1000)
+    min_length: int = setting(500, min=0)
+    max_length: int = setting(2000, min=5)
+    share: ClassVar[int] = 48
+
+    def __post_init__(self) -> None:
+        longest = 1
+        for _ in range(self.max_depth - 1):
+            longest = min(2 + self.max_args * longest, 2**62)
+        if self.min_length + 2 > self.max_length:
+            raise ValueError(
+                f"max_length: no length lies between min_length={self.min_length} and {self.max_length}, "
+                f"nearest: {self.min_length + 2}"
+            )
+        if longest <= self.min_length:
+            raise ValueError(
+                f"min_length: {self.min_length}, but with max_depth={self.max_depth} and max_args={self.max_args} no "
+                f"expression has more than {longest} tokens, nearest: {longest - 1}"
+            )
+        if self.path is None and self.max_length > self.length:
+            raise ValueError(
+                f"length: {self.length} tokens, but max_length={self.max_length} has samples of as many with the end "
+                f"token, nearest: {self.max_length}"
+            )
+
+    def resized(self, sample_size: int) -> Self:
+        """Expressions of a length of LRA's share of it."""
+        low, high = sample_size * self.min_length // self.length, sample_size * self.max_length // self.length
+        return replace(self, length=sample_size, min_length=low, max_length=max(high, low + 2))
+
+
+class ListOps(SequenceSet):
+    """Generated, or read from LRA's files."""
+
+    Config = ListOpsConfig
+
+    def identity(self) -> Any:
+        if self.config.path:
+            return {"files": stamps(list(self.files().values())), "length": self.config.length}
+        return self.config.decided("length", "pad")
+
+    def files(self) -> dict[str, Path]:
+        found = checked_files(self.config.name, user_path(self.config.path), list(FILES.values()))
+        return dict(zip(FILES, found))
+
+    def source(self) -> Source:
+        return Rows(self.files(), self.config.length) if self.config.path else Generator(self.config)
+
+    def info(self, manifest: dict[str, Any] | None = None) -> SequenceInfo:
+        return SequenceInfo(classes=10, length=self.config.length, vocabulary=len(IDS))
+
+    def published(self) -> tuple[SequenceInfo, int]:
+        return self.info(), self.config.samples if self.config.limit is None else self.config.limit
+
+    def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
+        """{tokens}: of an expression in a text file."""
+        try:
+            text = user_path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error})") from None
+        ids = parse(text, path)
+        evaluate(ids, path)
+        return {"tokens": torch.tensor([*ids, END])}
+
+
+def parse(text: str, where: str) -> list[int]:
+    """The ids of an expression.
+
+    Raises:
+        ConfigError: A word is no token.
+    """
+    words = text.replace("(", " ").replace(")", " ").split()
+    try:
+        return [IDS[word] for word in words]
+    except KeyError as error:
+        raise ConfigError(f"{where}: {error.args[0]!r} is no token of ListOps ({' '.join(TOKENS)})") from None
+
+
+def evaluate(ids: list[int], where: str) -> int:
+    """The value of an expression.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    stack: list[tuple[int, list[int]]] = []
+    values: list[int] = []  # of the operator that is open, or, outside, of the whole
+    for i, token in enumerate(ids, 1):
+        if token == CLOSING:
+            if not stack:
+                raise ConfigError(f"{where}: token {i} is a ']' that closes nothing")
+            if not values:
+                raise ConfigError(f"{where}: the operator that token {i} closes has no arguments")
+            (operator, outer), inner = stack.pop(), values
+            values = [*outer, OPERATORS[OF_ID[operator]](inner)] if outer else [OPERATORS[OF_ID[operator]](inner)]
+        elif DIGIT <= token < DIGIT + 10:
+            values.append(token - DIGIT)
+        else:
+            stack.append((token, values))
+            values = []
+    if stack:
+        raise ConfigError(f"{where}: {len(stack)} brackets are never closed")
+    if len(values) != 1:
+        raise ConfigError(f"{where}: expected one expression, found {len(values)}")
+    return values[0]
+
+
+def arrays_of(samples: list[tuple[list[int], int]]) -> Arrays:
+    """Of (ids, value); each sample ends with its end token."""
+    rows = [[*ids, END] for ids, _ in samples]
+    return {
+        "tokens": np.array([i for row in rows for i in row], np.uint8),
+        "lengths": np.array([len(row) for row in rows], np.int32),
+        "label": np.array([value for _, value in samples], np.uint8),
+    }
+
+
+class Rows(Lines):
+    """LRA's files: an expression and its value in each row, which are compared."""
+
+    def __init__(self, files: dict[str, Path], length: int) -> None:
+        super().__init__(files, header=True)
+        self.length = length
+
+    def arrays(self, rows: list[tuple[str, str]]) -> Arrays:
+        return arrays_of([self.sample(*row) for row in rows])
+
+    def sample(self, where: str, line: str) -> tuple[list[int], int]:
+        source, tab, target = line.partition("\t")
+        if not tab or target.strip() not in TOKENS[:10]:
+            raise ConfigError(f"{where}: expected an expression, a tab and its value 0 to 9, got {line[-40:]!r}")
+        ids = parse(source, where)
+        value = evaluate(ids, where)
+        if value != int(target):
+            raise ConfigError(f"{where}: the expression's value is {value}, its label {int(target)}")
+        if len(ids) >= self.length:
+            raise ConfigError(
+                f"{where}: {len(ids)} tokens and the end token, data.length is {self.length}; cut, it would be "
+                f"another expression, nearest: {len(ids) + 1}"
+            )
+        return ids, value
+
+
+class Generator(Source):
+    """Expressions drawn by (seed, split, number): neither processes nor the hashes of a set decide which."""
+
+    def __init__(self, config: ListOpsConfig) -> None:
+        self.config = config
+
+    def parts(self) -> list[Part]:
+        return in_parts(self.config.counts(), PART)
+
+    def make(self, part: Part) -> Arrays:
+        drawn = (self.draw(part.split, i) for i in range(part.first, part.first + part.count))
+        return arrays_of([(ids, evaluate(ids, "generated")) for ids in drawn])
+
+    def draw(self, split: str, number: int, attempt: int = 0) -> list[int]:
+        """The ids of an expression.
+
+        Raises:
+            ConfigError: Hardly any expression has the lengths that are asked for.
+        """
+        config = self.config
+        uniform = random.Random(derive(config.seed, split, number, attempt)).random  # the same in every Python
+        for _ in range(TRIES):
+            ids = expression(uniform, config.max_depth, config.max_args, config.max_length)
+            if len(ids) > config.min_length:
+                return ids
+        raise ConfigError(
+            f"data.min_length: of {TRIES:,} expressions none had more than {config.min_length} and less than "
+            f"{config.max_length} tokens (data.max_depth={config.max_depth}, data.max_args={config.max_args})"
+        )
+
+    def finish(self, path: Callable[[Part], Path]) -> None:
+        """Draw what was drawn before anew, in order: every expression is there once, in one split alone."""
+        parts, seen, again = self.parts(), set[bytes](), list[tuple[Part, int]]()
+        for part in parts:
+            arrays = read_part(path(part))
+            for i, ids in enumerate(np.split(arrays["tokens"], arrays["lengths"].cumsum()[:-1])):
+                if (digest := hashlib.blake2b(ids.tobytes(), digest_size=16).digest()) in seen:
+                    again.append((part, i))
+                seen.add(digest)
+        for part in dict.fromkeys(part for part, _ in again):
+            arrays = read_part(path(part))
+            rows = np.split(arrays["tokens"], arrays["lengths"].cumsum()[:-1])
+            samples = [(row[:-1].tolist(), int(label)) for row, label in zip(rows, arrays["label"])]
+            for i in (i for other, i in again if other == part):
+                ids = self.unseen(part.split, part.first + i, seen)
+                samples[i] = ids, evaluate(ids, "generated")
+            write_part(path(part), arrays_of(samples))
+
+    def unseen(self, split: str, number: int, seen: set[bytes]) -> list[int]:
+        """An expression that was not drawn yet.
+
+        Raises:
+            ConfigError: There are too few.
+        """
+        for attempt in range(1, 1000):
+            ids = self.draw(split, number, attempt)
+            digest = hashlib.blake2b(bytes([*ids, END]), digest_size=16).digest()
+            if digest not in seen:
+                seen.add(digest)
+                return ids
+        raise ConfigError(
+            f"data.samples: {sum(self.config.counts().values()):,} samples, but there are too few different "
+            f"expressions (data.max_depth={self.config.max_depth}, data.max_length={self.config.max_length})"
+        )
+
+
+def expression(uniform: Callable[[], float], max_depth: int, max_args: int, max_length: int) -> list[int]:
+    """The ids of a tree whose root is an operator (LRA throws single digits away: they are too short); none where it
+    has `max_length` tokens or more."""
+    ids: list[int] = []
+    operators = len(OPERATORS)
+    first = IDS["[MIN"]
+    todo = [1]  # depths of the nodes to come, the next one last; 0 closes a bracket
+    while todo:
+        depth = todo.pop()
+        if len(ids) + len(todo) + 1 >= max_length:  # each of them is a token at least
+            return []
+        if not depth:
+            ids.append(CLOSING)
+        elif depth == max_depth or (depth > 1 and uniform() < LEAF):
+            ids.append(DIGIT + int(10 * uniform()))
+        else:
+            ids.append(first + int(operators * uniform()))
+            todo.append(0)
+            todo.extend([depth + 1] * (2 + int((max_args - 1) * uniform())))
+    return ids

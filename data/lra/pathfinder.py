@@ -1,0 +1,230 @@
+"""Pathfinder (1805.08315, 2011.04006): are the two discs of a picture at the ends of one dashed contour?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.base import user_path
+from data.lra.contours import Contours, draw
+from data.lra.dashes import Shape
+from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey
+from data.lra.sequences import GeneratedConfig, stamps
+from data.lra.store import Arrays, Part, Source, in_parts
+from data.vision.pictures import open_or_explain
+from lion.config import ConfigError, setting
+from lion.tasks.seeds import derive
+from lion.tasks.sequences import SequenceInfo
+
+log = logging.getLogger("lion")
+
+FOLDERS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}  # by dashes; the last is LRA's
+EMPTY = "curv_baseline/imgs/0/sample_172.png"  # of LRA's files for 32 pixels: no picture
+
+
+@dataclass
+class PathfinderConfig(GeneratedConfig, PixelConfig):
+    """Settings of Pathfinder; those of the generator are LRA's for pictures of 32 x 32.
+
+    contour_length: Dashes of a contour; 14 is LRA's task, 6 and 9 are its easier ones.
+    paddle_length, paddle_thickness: Of a dash.
+    margins: Gaps around dashes; each picture has one of them.
+    antialias: How much finer than the picture dashes are drawn.
+    continuity: How straight contours are, 1: turns of up to a right angle.
+    frame: Width of the border that stays free.
+    seed_distance: Between the beginnings of the two contours.
+    marker_radius: Of the discs.
+    distractor_length: Of other contours; null: a third of `contour_length`.
+    distractors: How many of them at most; null: as many as `distractor_dashes` are enough for.
+    contrast, distractor_contrast: Brightness of dashes, that of the discs being 1.
+    path: LRA's folder of pictures and metadata, in place of what is generated; a tenth is held out twice.
+    """
+
+    name: str = "pathfinder"
+    contour_length: int = setting(14, min=2, max=100)
+    paddle_length: int = setting(2, min=1, max=64)
+    paddle_thickness: float = setting(0.5, above=0, max=16)
+    margins: tuple[int, ...] = (1,)
+    antialias: int = setting(2, min=1, max=8)
+    continuity: float = setting(1.0, min=0.5, max=10)
+    frame: int = setting(1, min=1)
+    seed_distance: int = setting(7, min=1)
+    marker_radius: float = setting(1.5, above=0, max=32)
+    distractor_length: int | None = setting(None, min=1, max=100)
+    distractors: int | None = setting(None, min=0, max=100)
+    distractor_dashes: int = setting(20, min=0)
+    contrast: float = setting(1.5, above=0, max=10)
+    distractor_contrast: float = setting(2.0, above=0, max=10)
+
+    def __post_init__(self) -> None:
+        thickness = self.paddle_thickness * self.antialias
+        if not self.margins or min(self.margins) < 1 or max(self.margins) > 32:
+            raise ValueError(f"margins: expected gaps of 1 to 32 pixels, got {list(self.margins)}")
+        if thickness != round(thickness):
+            raise ValueError(
+                f"paddle_thickness: {self.paddle_thickness} is no whole number of pixels drawn {self.antialias} times "
+                f"finer (antialias), nearest: {max(1, round(thickness)) / self.antialias}"
+            )
+        if 2 * self.frame >= self.side:
+            raise ValueError(
+                f"frame: {self.frame} leaves nothing of {self.side} pixels, nearest: {(self.side - 1) // 2}"
+            )
+        if 4 * self.seed_distance >= self.side:
+            raise ValueError(
+                f"seed_distance: contours begin twice {self.seed_distance} pixels from every border, which {self.side} "
+                f"pixels (side) have no room for, nearest: {(self.side - 1) // 4}"
+            )
+
+    def contours(self) -> Contours:
+        length = self.distractor_length or max(1, self.contour_length // 3)
+        others = self.distractor_dashes // length if self.distractors is None else self.distractors
+        shape = Shape(
+            self.side, self.paddle_length, self.paddle_thickness, self.margins[0], self.antialias, self.continuity
+        )
+        return Contours(
+            shape=shape,
+            margins=self.margins,
+            frame=self.frame,
+            seed_distance=self.seed_distance,
+            radius=self.marker_radius,
+            length=self.contour_length,
+            distractors=others,
+            distractor_length=length,
+            brightness=self.contrast,
+            distractor_brightness=self.distractor_contrast,
+        )
+
+
+class Pathfinder(PixelSet):
+    """Generated, or read from LRA's files."""
+
+    Config = PathfinderConfig
+    held_out = {"val": 0.1, "test": 0.1}  # noqa: RUF012  # of LRA's files, which have no splits
+
+    def identity(self) -> Any:
+        if self.config.path:
+            return {"files": stamps(self.metadata()), "side": self.config.side}
+        return self.config.decided()
+
+    def source(self) -> Source:
+        return Folder(self.config, self.metadata()) if self.config.path else Generator(self.config)
+
+    def metadata(self) -> list[Path]:
+        """LRA's files of metadata of the task with this contour length, in order.
+
+        Raises:
+            ConfigError: There are none.
+        """
+        config, root = self.config, user_path(self.config.path)
+        name = FOLDERS.get(config.contour_length)
+        if name is None:
+            raise ConfigError(
+                f"data.contour_length: LRA's pictures have {', '.join(map(str, FOLDERS))} dashes a contour"
+            )
+        places = (root, root / name, root / f"pathfinder{config.side}" / name)
+        found = next((p for p in places if p.name == name and (p / "metadata").is_dir()), None)
+        if found is None:
+            raise ConfigError(
+                f"data set '{config.name}': no folder {places[1] / 'metadata'}; data.path is LRA's folder "
+                f"pathfinder{config.side}, the task is its {name} (data.contour_length={config.contour_length})"
+            )
+        files = [p for p in (found / "metadata").glob("*.npy") if p.stem.isdecimal()]
+        if not files:
+            raise ConfigError(
+                f"data set '{config.name}': no metadata in {found / 'metadata'}, expected 0.npy, 1.npy, .."
+            )
+        return sorted(files, key=lambda p: int(p.stem))
+
+    def info(self, manifest: dict[str, Any] | None = None) -> SequenceInfo:
+        return SequenceInfo(classes=2, length=self.config.side**2, mean=0.5, std=0.5)
+
+    def published(self) -> tuple[SequenceInfo, int]:
+        samples = 160_000 if self.config.path else self.config.samples
+        return self.info(), min(samples, self.config.limit or samples)
+
+
+@dataclass
+class PathXConfig(PathfinderConfig):
+    """LRA's settings for pictures of 128 x 128."""
+
+    name: str = "pathx"
+    side: int = setting(128, min=4, max=1024)
+    paddle_length: int = setting(5, min=1, max=64)
+    paddle_thickness: float = setting(1.5, above=0, max=16)
+    margins: tuple[int, ...] = (2, 3)
+    continuity: float = setting(1.8, min=0.5, max=10)
+    seed_distance: int = setting(20, min=1)
+    marker_radius: float = setting(3.0, above=0, max=32)
+    distractor_dashes: int = setting(35, min=0)
+    contrast: float = setting(0.9, above=0, max=10)
+    distractor_contrast: float = setting(0.9, above=0, max=10)
+
+
+class PathX(Pathfinder):
+    """Pathfinder with 16,384 pixels."""
+
+    Config = PathXConfig
+
+
+class Generator(Source):
+    """Pictures drawn by (seed, split, number): any part can be made anywhere."""
+
+    def __init__(self, config: PathfinderConfig) -> None:
+        self.config, self.contours = config, config.contours()
+
+    def parts(self) -> list[Part]:
+        return in_parts(self.config.counts(), self.config.part)
+
+    def make(self, part: Part) -> Arrays:
+        numbers = range(part.first, part.first + part.count)
+        keys = np.array([derive(self.config.seed, part.split, number) for number in numbers])
+        pictures, labels = draw(self.contours, keys)
+        return {"pixels": pictures.reshape(len(pictures), -1), "label": labels}
+
+
+class Folder(Source):
+    """LRA's pictures, all of them as `train`, in the order of their metadata."""
+
+    def __init__(self, config: PathfinderConfig, metadata: list[Path]) -> None:
+        self.side, self.size = config.side, config.part
+        self.samples = [sample for path in metadata for sample in read_metadata(path)]
+        if not self.samples:
+            raise ConfigError(f"{metadata[0]}: no rows, there are no samples")
+
+    def parts(self) -> list[Part]:
+        return in_parts({"train": len(self.samples)}, self.size)
+
+    def make(self, part: Part) -> Arrays:
+        some = self.samples[part.first : part.first + part.count]
+        return arrays_of([(grey(open_or_explain(str(path)), self.side, str(path)), label) for path, label in some])
+
+
+def read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
+    """The pictures that a file of metadata names, and their labels; the one known to be empty is left out.
+
+    Raises:
+        ConfigError: A row is none.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read(6) != b"\x93NUMPY"
+        rows = [line.split() for line in path.read_text().splitlines()] if text else np.load(path).tolist()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no metadata ({error})") from None
+    root = path.parent.parent
+    for number, row in enumerate(rows, 1):
+        if not row:
+            continue
+        if len(row) < 4 or str(row[3]) not in ("0", "1"):
+            found = " ".join(map(str, row))[:60]
+            raise ConfigError(f"{path}, row {number}: expected folder, file, number and label 0 or 1, got {found!r}")
+        file = root / str(row[0]) / str(row[1])
+        if file.as_posix().endswith(EMPTY):
+            log.info("%s: left out, the file is known to be empty", file)
+        else:
+            yield file, int(row[3])

@@ -1,0 +1,63 @@
+"""Pictures read pixel by pixel, row after row: what their sets share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from data.lra.sequences import SequenceConfig, SequenceSet
+from data.vision.pictures import open_or_explain
+from lion.config import ConfigError, setting
+from lion.tasks.sequences import SequenceInfo
+
+PART = 2**21  # pixels
+
+
+@dataclass
+class PixelConfig(SequenceConfig):
+    """`side`: pixels in a row, and rows."""
+
+    side: int = setting(32, min=4, max=1024)
+
+    def resized(self, sample_size: int) -> Self:
+        side = math.isqrt(sample_size)
+        if side * side != sample_size:
+            raise ConfigError(f"data set {self.name!r} has square pictures: {sample_size} pixels, nearest: {side**2}")
+        return replace(self, side=side)
+
+    @property
+    def part(self) -> int:
+        """Pictures that are made at once."""
+        return max(1, PART // self.side**2)
+
+
+class PixelSet(SequenceSet):
+    """Samples are bytes: intensities."""
+
+    def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
+        """{pixels}: of a picture's file, which may be coloured."""
+        return {"pixels": torch.from_numpy(grey(open_or_explain(path), math.isqrt(info.length), path))}
+
+
+def grey(picture: Image.Image, side: int, where: str) -> np.ndarray:
+    """A picture's intensities, (side * side,), row after row.
+
+    Raises:
+        ConfigError: It has another size.
+    """
+    if picture.size != (side, side):
+        width, height = picture.size
+        raise ConfigError(f"{where}: a picture of {width} x {height} pixels, expected {side} x {side}")
+    return np.array(picture if picture.mode == "L" else picture.convert("L")).reshape(-1)
+
+
+def arrays_of(samples: list[tuple[np.ndarray, int]]) -> dict[str, Any]:
+    """Of (intensities, label)."""
+    pixels, labels = zip(*samples)
+    return {"pixels": np.stack(pixels), "label": np.array(labels, np.uint8)}

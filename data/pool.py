@@ -1,0 +1,68 @@
+"""Long work in parts, in several processes: what is finished stays, and an interrupt leaves no half of one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from lion.config import ConfigError
+
+
+def each(work: Callable[[Any], None], parts: Sequence[Any], *, workers: int, place: Path, **bar: Any) -> None:
+    """Call `work`, which is sent to each process once, with every part, under a progress bar.
+
+    Args:
+        place: Where finished parts are kept, to be named where a process dies.
+        bar: Of tqdm.
+
+    Raises:
+        ConfigError: A process died, or `work` raised it.
+    """
+    workers = min(workers, len(parts))
+    if workers < 2:
+        for part in tqdm(parts, disable=None, **bar):
+            work(part)
+        return
+    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(work,)) as pool:
+        try:
+            running = [pool.submit(run, part) for part in parts]
+            for done in tqdm(as_completed(running), disable=None, **bar):
+                done.result()
+        except BrokenProcessPool:
+            raise ConfigError(
+                f"{place}: a process died; is memory short? data.workers=1 takes one only, finished parts are kept"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+task: Callable[[Any], None]  # of a process of the pool
+
+
+def start_worker(work: Callable[[Any], None]) -> None:
+    """Of the pool; it ends with its parent, however that ends, and at once when interrupted: no half part stays."""
+    global task
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+    task = work
+
+
+def end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def run(part: Any) -> None:
+    task(part)
