@@ -1,4 +1,4 @@
-"""Recipes of the Long Range Arena as a person runs them, shrunken: self-pretraining, the task from there, its report."""
+"""Recipes of the Long Range Arena as a person runs them, shrunken: self-pretraining, what starts there, a report."""
 
 import json
 
