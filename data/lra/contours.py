@@ -21,6 +21,7 @@ ATTEMPTS = 5  # of a distractor, before it is left out
 PLACES = 64  # that are tried for a distractor's first dash
 SLOTS = 512  # pictures that are drawn side by side
 HOPELESS = 100_000  # attempts at two contours without a picture
+AHEAD = 32  # attempts at one picture at once
 NEVER = 2**62
 
 
@@ -176,10 +177,11 @@ class Targets:
     def __init__(self, contours: Contours, table: Dashes, keys: np.ndarray) -> None:
         self.contours, self.table = contours, table
         self.keys = mix(torch.from_numpy(keys))
-        self.chance = Chance(np.zeros(SLOTS, np.int64))
-        self.field = Field(contours, table, SLOTS)
-        self.dash, self.start = (np.zeros((SLOTS, 2, contours.length), np.int64) for _ in range(2))
-        self.pivot = np.zeros((SLOTS, 2), np.int64)
+        self.slots = min(SLOTS, AHEAD * len(keys))
+        self.chance = Chance(np.zeros(self.slots, np.int64))
+        self.field = Field(contours, table, self.slots)
+        self.dash, self.start = (np.zeros((self.slots, 2, contours.length), np.int64) for _ in range(2))
+        self.pivot = np.zeros((self.slots, 2), np.int64)
 
     def draw(self) -> tuple[np.ndarray, np.ndarray]:
         """`dash` and `start` of each picture.
@@ -190,8 +192,8 @@ class Targets:
         many, length = len(self.keys), self.contours.length
         best, tried = np.full(many, NEVER), np.zeros(many, np.int64)  # attempts
         dash, start = (np.zeros((many, 2, length), np.int64) for _ in range(2))
-        slots, step = np.arange(SLOTS), np.full(SLOTS, -1)
-        picture, attempt, next_one, done = np.zeros(SLOTS, np.int64), np.full(SLOTS, NEVER), 0, 0
+        slots, step = np.arange(self.slots), np.full(self.slots, -1)
+        picture, attempt, next_one, done = np.zeros(self.slots, np.int64), np.full(self.slots, NEVER), 0, 0
         while len(slots):
             fresh = slots[step[slots] < 0]
             todo = np.nonzero(best == NEVER)[0]

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 SEEDS = 360  # directions of a first dash, in degrees; those after them are of the circle
 SOLID = 255
 TOUCH = 1.8 * SOLID  # sum of two rooms from which on dashes touch
-CLEAR = TOUCH - SOLID  # room that touches nothing
+CLEAR = TOUCH - SOLID  # less room touches nothing
 NEAR = 1e-9  # sines of right angles are no whole numbers
 
 
@@ -111,7 +111,7 @@ def dashes(shape: Shape) -> Dashes:
     weights = np.where(turn < np.pi / 2, np.cos(turn) ** 2, 0)
     most = (weights > NEAR).sum(1).max()
     follow = np.argsort(-weights, 1, kind="stable")[:, :most]
-    copies = (Copies.of(each, cells[0]) for each in (ink, room, wide, np.where(room > CLEAR, room, 0), solid))
+    copies = (Copies.of(each, cells[0]) for each in (ink, room, wide, np.where(room >= CLEAR, room, 0), solid))
     return Dashes(
         shape,
         border,

@@ -210,8 +210,8 @@ class SequenceSet(DataSet):
         if empty := [split for split, indices in chosen.items() if not indices]:
             raise ConfigError(f"data set '{config.name}': too few samples in {folder}, none is left for {empty[0]}")
         made = {split: Sequences(arrays[split], collate, chosen[split]) for split in arrays}
-        val = made.get("val") or made["test"]
-        return Splits(made["train"], val, made["test"] if "val" in made else None, info, collate)
+        val, test = (made["val"], made.get("test")) if "val" in made else (made["test"], None)
+        return Splits(made["train"], val, test, info, collate)
 
     def collate_of(self, info: SequenceInfo) -> Collate:
         return Collate(info.length, getattr(self.config, "pad", "length"))

@@ -1,0 +1,740 @@
+"""The sets of the Long Range Arena: generators, files of others, and what of both is kept."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import data
+from data.lra import contours as drawing
+from data.lra import lines, store
+from data.lra.contours import Canvas, Chance, Targets, draw
+from data.lra.dashes import TOUCH, dashes
+from data.lra.listops import IDS, TOKENS, Generator, ListOpsConfig, evaluate, expression, parse
+from data.lra.pathfinder import PathfinderConfig, PathXConfig
+from data.lra.sequences import END, PAD, UNKNOWN
+from lion.config import ConfigError, build
+from lion.tasks.seeds import derive
+from lion.tasks.sequences import SequenceInfo
+from tests.helpers import command, here, picture, refuse
+
+SHARED = Path(os.environ.get("LION_SHARED", "/work/shared")) / "data"
+SHORT = {"min_length": 8, "max_length": 30, "length": 32, "samples": 96}  # expressions
+SMALL = {"side": 16, "seed_distance": 3, "contour_length": 4, "distractors": 1, "samples": 16}  # pictures
+
+
+def lra_set(tmp_path, name, **settings):
+    """The data set that a recipe would open; its samples go to `tmp_path`."""
+    kind = data.dataset(name)
+    values = {"name": name, "root": str(tmp_path / "made"), "workers": 1, **settings}
+    return kind(build(kind.Config, values, source=lambda key: "recipe"))
+
+
+def prepared(*args, **settings):
+    source = lra_set(*args, **settings)
+    source.prepare()
+    return source
+
+
+def recipe(folder, **settings):
+    path = folder / "lra.yaml"
+    held = {"root": str(folder / "made"), "workers": 1, **settings}
+    model = {"mixer": "softmax", "dim": 16, "depth": 1, "num_heads": 2}
+    values = {"data": held, "task": {"name": "lra"}, "model": model, "optim": {"lr": 1e-3}}
+    trainer = {"batch_size": 4, "steps": 2, "compile": False, "device": "cpu"}
+    path.write_text(yaml.safe_dump({**values, "trainer": trainer, "run": {"root": str(folder / "runs")}}))
+    return path
+
+
+def words(ids):
+    names = {i: word for word, i in IDS.items()}
+    return " ".join(names[int(i)] for i in ids)
+
+
+def checksums(source):
+    return {name: held["sha256"] for name, held in store.read_manifest(source.folder)["arrays"].items()}
+
+
+# what all share
+
+
+@pytest.mark.parametrize(
+    "name, settings, classes, length, vocabulary, samples",
+    [
+        ("listops", {}, 10, 2048, 18, 96_000),
+        ("imdb", {}, 2, 4096, 259, 25_000),
+        ("aan", {}, 2, 4000, 259, 147_086),
+        ("cifar10_pixels", {}, 10, 1024, None, 45_000),
+        ("pathfinder", {}, 2, 1024, None, 160_000),
+        ("pathx", {"limit": 500}, 2, 16_384, None, 500),
+    ],
+)
+def test_recipes_know_what_the_sets_hold_without_their_files(
+    tmp_path, name, settings, classes, length, vocabulary, samples
+):
+    info, count = lra_set(tmp_path, name, **settings).published()
+    assert (info.classes, info.length, info.vocabulary, count) == (classes, length, vocabulary, samples)
+    assert (info.parts == 2) == (name == "aan")
+    assert type(info).from_dict(info.to_dict()) == info
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name, settings", [("listops", SHORT), ("pathfinder", SMALL)])
+def test_samples_are_the_same_however_many_processes_make_them(tmp_path, name, settings, monkeypatch):
+    monkeypatch.setattr(data.lra.listops, "PART", 10)
+    monkeypatch.setattr(data.lra.pixels, "PART", 5 * 16**2)
+    one = prepared(tmp_path / "1", name, **settings)
+    two = prepared(tmp_path / "2", name, **settings, workers=2)
+    assert one.folder.name == two.folder.name and checksums(one) == checksums(two)
+    assert len(one.build().train) == settings["samples"]
+    other = prepared(tmp_path / "3", name, **settings, seed=1)
+    assert other.folder.name != one.folder.name and checksums(other) != checksums(one)
+
+
+def test_a_killed_generation_goes_on_where_it_was(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(data.lra.listops, "PART", 10)
+    whole = prepared(tmp_path / "whole", "listops", **SHORT)
+    made, write = [], store.write_part
+
+    def failing(path, arrays):
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        made.append(path)
+        write(path, arrays)
+
+    monkeypatch.setattr(store, "write_part", failing)
+    source = lra_set(tmp_path / "cut", "listops", **SHORT)
+    with pytest.raises(KeyboardInterrupt):
+        source.prepare()
+    assert not source.folder.exists()
+    monkeypatch.setattr(store, "write_part", lambda path, arrays: (made.append(path), write(path, arrays)))
+    with caplog.at_level(logging.INFO, "lion"):
+        source.prepare()
+    assert "4 of 12 parts are there, going on" in caplog.text
+    assert len(made) == len(set(made)) == 12 and checksums(source) == checksums(whole)
+    assert not list((tmp_path / "cut" / "made").glob("*.parts"))
+
+
+@pytest.mark.process
+def test_the_order_of_a_set_decides_nothing(tmp_path):
+    """LRA's own generator writes its samples in the order of a set of tuples of text, another one in each process."""
+    file = recipe(tmp_path, name="listops", **SHORT)
+    out = command("prepare", file, "data.workers=2", env={"PYTHONHASHSEED": "7"})
+    assert out.returncode == 0 and "96 train, 2 val, 2 test, checksums match" in out.stdout, out.stderr
+    there = lra_set(tmp_path, "listops", **SHORT)
+    assert checksums(there) == checksums(prepared(tmp_path / "here", "listops", **SHORT))
+
+
+def test_damage_is_found(tmp_path, capsys):
+    file = recipe(tmp_path, name="listops", **SHORT)
+    folder = prepared(tmp_path, "listops", **SHORT).folder
+    path = folder / "train.tokens.bin"
+    held = path.read_bytes()
+    path.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    assert f"{path}: damaged, its SHA-256 is not that of the manifest" in refuse(capsys, "prepare", file)
+    path.write_bytes(held[:-1])
+    assert "a truncated file; remove" in refuse(capsys, "prepare", file)
+    (folder / "manifest.json").write_text("{}")
+    assert "manifest.json: cannot be read" in refuse(capsys, "train", file)
+
+
+def test_a_limit_takes_the_same_training_samples_each_time(tmp_path):
+    source = prepared(tmp_path, "listops", **SHORT)
+    few = lra_set(tmp_path, "listops", **SHORT, limit=10)
+    assert few.folder == source.folder
+    chosen = few.build().train.indices.tolist()
+    assert len(set(chosen)) == 10 and chosen == few.build().train.indices.tolist() != list(range(10))
+    assert few.published()[1] == 10 and len(few.build().val) == 2
+
+
+def test_a_run_trains_shows_its_pictures_and_answers(tmp_path, capsys):
+    file = recipe(tmp_path, name="pathfinder", **SMALL)
+    assert here("prepare", file) == 0
+    assert here(file) == 0
+    run = tmp_path / "runs" / "lra"
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(next(run.rglob("events.*")).parent)).Reload()
+    assert any("inputs" in tag for tag in events.Tags()["images"])
+    pixels = prepared(tmp_path, "pathfinder", **SMALL).build().val[0]["pixels"]
+    Image.fromarray(pixels.view(16, 16).numpy()).save(tmp_path / "one.png")
+    picture(0, (20, 16)).save(tmp_path / "odd.png")
+    capsys.readouterr()
+    assert here("predict", run, tmp_path / "one.png", tmp_path / "odd.png", "--eager") == 2
+    out = capsys.readouterr()
+    assert "class 0" in out.out and "odd.png: a picture of 20 x 16 pixels, expected 16 x 16" in out.err
+
+
+# ListOps
+
+
+def test_brackets_are_kept_and_parentheses_are_not(tmp_path):
+    ids = parse("( ( ( [MAX 2 ) ( ( [MIN 9 ) 7 ) ] ) ) 0 ) ]", "here")
+    assert words(ids) == "[MAX 2 [MIN 9 7 ] 0 ]" and len(ids) == 8
+    assert len(set(IDS.values())) == len(IDS) == 18 and len(TOKENS) == 15
+    row = "( ( [SM 9 ) 8 ) ]\t7\r\n"
+    for name in ("train", "val", "test"):
+        (tmp_path / f"basic_{name}.tsv").write_bytes(b"Source\tTarget\r\n" + row.encode())
+    splits = prepared(tmp_path, "listops", path=str(tmp_path), length=16).build()
+    sample = splits.train[0]
+    assert words(sample["tokens"]) == "[SM 9 8 ] <eos>" and sample["label"] == 7 and len(splits.train) == 1
+    batch = splits.train.batch([0, 0], "cpu")
+    assert batch["tokens"].shape == (2, 16) and batch["tokens"][0, 5:].unique().tolist() == [PAD]
+    assert batch["segments"].tolist() == [[0] * 5 + [-1] * 11] * 2 and batch["label"].tolist() == [7, 7]
+    short = lra_set(tmp_path, "listops", path=str(tmp_path), length=128, pad="batch")
+    short.prepare()
+    assert short.build().train.batch([0], "cpu")["tokens"].shape == (1, 64)
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("3", 3),
+        ("[MIN 4 2 8 ]", 2),
+        ("[MAX 4 2 8 ]", 8),
+        ("[MED 4 2 8 ]", 4),
+        ("[MED 1 2 8 9 ]", 5),
+        ("[MED 1 2 ]", 1),  # 1.5, cut
+        ("[SM 9 9 9 ]", 7),
+        ("[MAX 1 [SM [MED 0 9 9 ] 4 ] 2 ]", 3),
+    ],
+)
+def test_values_are_those_of_the_operators(text, value):
+    assert evaluate(parse(text, "here"), "here") == value
+
+
+def test_generated_expressions_are_lras(tmp_path):
+    config = build(ListOpsConfig, {**SHORT, "max_depth": 4, "max_args": 5, "samples": 200}, source=str)
+    made = prepared(tmp_path, "listops", **{**SHORT, "max_depth": 4, "max_args": 5, "samples": 200}).build().train
+    for i in range(len(made)):
+        *ids, end = made[i]["tokens"].tolist()
+        assert config.min_length < len(ids) < config.max_length and end == END
+        nested, depth, most = read(words(ids).split())
+        assert depth <= 4 and most <= 5
+        assert isinstance(nested, tuple) and value_of(nested) == made[i]["label"]
+
+
+def read(tokens):
+    """Another parser: the tree of an expression, with its depth and its greatest number of arguments."""
+    token = tokens.pop(0)
+    if not token.startswith("["):
+        return int(token), 1, 0
+    arguments, depth, most = [], 0, 0
+    while tokens[0] != "]":
+        argument, deep, many = read(tokens)
+        arguments.append(argument)
+        depth, most = max(depth, deep), max(most, many)
+    tokens.pop(0)
+    assert len(arguments) >= 2
+    return (token, arguments), depth + 1, max(most, len(arguments))
+
+
+def value_of(tree):
+    if isinstance(tree, int):
+        return tree
+    operator, values = tree[0], sorted(map(value_of, tree[1]))
+    middle = (values[len(values) // 2] + values[(len(values) - 1) // 2]) / 2
+    return {"[MIN": values[0], "[MAX": values[-1], "[MED": int(middle), "[SM": int(str(sum(values))[-1])}[operator]
+
+
+def test_the_shares_of_digits_operators_and_arguments_are_lras():
+    import random
+
+    uniform, trees = random.Random(0).random, []
+    for _ in range(1500):
+        trees.append(read(words(expression(uniform, 3, 10, 10**6)).split())[0])
+    second = [child for _, children in trees for child in children]
+    third = [child for each in second if isinstance(each, tuple) for child in each[1]]
+    assert all(isinstance(child, int) for child in third), "the deepest are digits"
+    assert abs(np.mean([isinstance(child, int) for child in second]) - 0.75) < 0.02
+    counts = np.bincount([len(children) for _, children in trees], minlength=11)[2:] / len(trees)
+    assert np.abs(counts - 1 / 9).max() < 0.03
+    operators = [operator for operator, _ in trees]
+    assert all(abs(operators.count(name) / len(trees) - 0.25) < 0.05 for name in ("[MIN", "[MAX", "[MED", "[SM"))
+    assert np.abs(np.bincount(third) / len(third) - 0.1).max() < 0.02
+
+
+def test_an_expression_stays_the_same_in_every_version_of_ours():
+    found = Generator(build(ListOpsConfig, {"samples": 2}, source=str)).draw("train", 0)
+    assert 500 < len(found) < 2000
+    assert hashlib.sha256(bytes(found)).hexdigest()[:16] == "2810991f56c31aef"
+
+
+def test_more_samples_are_more_of_the_same(tmp_path):
+    few, many = (prepared(tmp_path, "listops", **{**SHORT, "samples": n}).build() for n in (48, 144))
+    same = [few.train[i]["tokens"].tolist() == many.train[i]["tokens"].tolist() for i in range(48)]
+    assert all(same) and few.val[0]["tokens"].tolist() == many.val[0]["tokens"].tolist()
+
+
+def test_no_expression_is_there_twice(tmp_path):
+    tiny = {"max_depth": 2, "max_args": 2, "min_length": 3, "max_length": 5, "length": 5}  # 400 expressions
+    splits = prepared(tmp_path, "listops", **tiny, samples=300, val_samples=30, test_samples=30).build()
+    found = [tuple(part[i]["tokens"].tolist()) for part in splits[:3] for i in range(len(part))]
+    assert len(found) == len(set(found)) == 360
+    with pytest.raises(ConfigError, match=r"data.samples: 480 samples, but there are too few different expressions"):
+        prepared(tmp_path, "listops", **tiny, samples=400, val_samples=40, test_samples=40)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"min_length": 100, "max_length": 101},
+            "max_length: no length lies between min_length=100 and 101, nearest: 102",
+        ),
+        ({"max_depth": 2}, "max_depth=2 and max_args=10 no expression has more than 12 tokens, nearest: 11"),
+        ({"length": 1000}, "length: 1000 tokens, but max_length=2000"),
+        ({"max_args": 1}, "data.max_args: expected at least 2"),
+        ({"max_depth": 1}, "data.max_depth: expected at least 2"),
+    ],
+)
+def test_expressions_that_cannot_be_are_refused(tmp_path, capsys, settings, message):
+    assert message in refuse(capsys, "prepare", recipe(tmp_path, name="listops", **settings))
+
+
+def test_expressions_that_hardly_ever_are_give_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.lra.listops, "TRIES", 50)
+    rare = {"max_depth": 3, "max_args": 10, "min_length": 120, "max_length": 125, "length": 128, "samples": 1}
+    with pytest.raises(
+        ConfigError, match=r"data.min_length: of 50 expressions none had more than 120 and less than 125"
+    ):
+        prepared(tmp_path, "listops", **rare)
+
+
+BAD_LINES = [
+    ("[MAX 1 2 ]", "expected an expression, a tab and its value 0 to 9"),
+    ("[MAX 1 2 ]\t10", "expected an expression, a tab and its value 0 to 9"),
+    ("[MAX 1 2\t2", "1 brackets are never closed"),
+    ("1 ]\t1", "token 2 is a ']' that closes nothing"),
+    ("[MAX ]\t1", "the operator that token 2 closes has no arguments"),
+    ("1 2\t1", "expected one expression, found 2"),
+    ("\t1", "expected one expression, found 0"),
+    ("[FIRST 1 2 ]\t1", "'[FIRST' is no token of ListOps"),
+    ("[MAX 1 2 ]\t1", "the expression's value is 2, its label 1"),
+    ("[MAX 1 2 3 4 5 6 7 8 ]\t8", "10 tokens and the end token, data.length is 10"),
+]
+
+
+@pytest.mark.parametrize("line, message", BAD_LINES)
+def test_a_malformed_expression_is_named_with_its_line(tmp_path, capsys, line, message):
+    good = "[MAX 1 2 ]\t2\n"
+    for name in ("train", "val", "test"):
+        (tmp_path / f"basic_{name}.tsv").write_text("Source\tTarget\n" + good + (line + "\n" if name == "val" else ""))
+    file = recipe(tmp_path, name="listops", path=str(tmp_path), length=10)
+    assert f"{tmp_path / 'basic_val.tsv'}, line 3: {message}" in refuse(capsys, "prepare", file)
+
+
+def test_files_are_read_whole_however_they_are_cut(tmp_path, monkeypatch):
+    rows = [f"[SM {i % 10} {i // 10} ]\t{(i % 10 + i // 10) % 10}" for i in range(60)]
+    for name in ("train", "val", "test"):
+        (tmp_path / f"basic_{name}.tsv").write_text("\n".join(["Source\tTarget", *rows]))
+    monkeypatch.setattr(lines, "SHARD", 50)
+    splits = prepared(tmp_path, "listops", path=str(tmp_path), length=16).build()
+    assert [words(splits.train[i]["tokens"][:-1]) for i in range(60)] == [row.partition("\t")[0] for row in rows]
+    with open(tmp_path / "basic_val.tsv", "a") as file:
+        file.write("\n[MAX 1")
+    with pytest.raises(ConfigError, match=r"basic_val.tsv, line 62: expected an expression"):
+        prepared(tmp_path, "listops", path=str(tmp_path), length=16)
+
+
+def test_a_missing_file_is_named(tmp_path, capsys):
+    (tmp_path / "basic_train.tsv").write_text("Source\tTarget\n")
+    line = refuse(capsys, "prepare", recipe(tmp_path, name="listops", path=str(tmp_path)))
+    assert f"no file {tmp_path / 'basic_val.tsv'}; data.path is a folder with basic_train.tsv" in line
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data on this machine")
+def test_our_values_are_those_of_a_published_file(tmp_path):
+    source = prepared(tmp_path, "listops", path=str(SHARED / "lra" / "listops_d20s"))  # labels are compared
+    assert "5,970 train, 500 val, 500 test" in source.check()
+
+
+# documents
+
+
+REVIEWS = [{"text": "Bad.", "label": 0}, {"text": 'Gööd, a "joy"\tyes', "label": 1}, {"text": "", "label": 0}]
+
+
+def reviews(folder, **splits):
+    for name, rows in splits.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_reviews_are_read_by_byte(tmp_path):
+    path = reviews(tmp_path, train=REVIEWS, test=REVIEWS[:1])
+    splits = prepared(tmp_path, "imdb", path=path, length=12).build()
+    for i, row in enumerate(REVIEWS):
+        *ids, end = splits.train[i]["tokens"].tolist()
+        assert bytes(j - 3 for j in ids) == row["text"].encode()[:11] and end == END
+        assert splits.train[i]["label"] == row["label"]
+    assert splits.info == SequenceInfo(2, 12, 259)
+    assert splits.test is None and len(splits.val) == 1, "the test documents validate, as in S5"
+    own = reviews(tmp_path, val=REVIEWS[:2])
+    splits = prepared(tmp_path, "imdb", path=own, length=12).build()
+    assert len(splits.val) == 2 and len(splits.test) == 1
+
+
+def test_reviews_by_character_leave_rare_ones_out(tmp_path):
+    path = reviews(tmp_path, train=[{"text": "abba", "label": 0}, {"text": "abc", "label": 1}], test=REVIEWS[:1])
+    source = prepared(tmp_path, "imdb", path=path, length=4, tokenizer="characters", min_count=2)
+    splits = source.build()
+    assert splits.info.vocabulary == 3 + 2, "what is cut off does not count"
+    assert [splits.train[i]["tokens"].tolist() for i in range(2)] == [[3, 4, 4, END], [3, 4, UNKNOWN, END]]
+    (tmp_path / "new.txt").write_text("bz")
+    assert source.load(str(tmp_path / "new.txt"), splits.info)["tokens"].tolist() == [4, UNKNOWN, END]
+    assert source.published() is None
+
+
+def test_a_share_of_the_reviews_may_validate(tmp_path):
+    path = reviews(tmp_path, train=[{"text": str(i), "label": 0} for i in range(20)], test=REVIEWS)
+    splits = prepared(tmp_path, "imdb", path=path, val_split=0.25).build()
+    texts = [{tuple(part[i]["tokens"].tolist()) for i in range(len(part))} for part in splits[:2]]
+    assert [len(part) for part in splits[:3]] == [15, 5, 3] and not texts[0] & texts[1]
+    (tmp_path / "test.jsonl").unlink()
+    splits = prepared(tmp_path, "imdb", path=path, val_split=0.25).build()
+    assert [len(splits.train), len(splits.val)] == [15, 5] and splits.test is None
+
+
+def test_a_table_is_read_as_lines_are(tmp_path):
+    import datasets
+
+    lines_, table = (tmp_path / name for name in ("lines", "table"))
+    for folder in (lines_, table):
+        folder.mkdir()
+    path = reviews(lines_, train=REVIEWS, test=REVIEWS)
+    for split in ("train", "test"):
+        datasets.Dataset.from_list(REVIEWS).to_parquet(table / f"{split}.parquet")
+    for tokenizer in ("bytes", "characters"):
+        how = {"length": 12, "tokenizer": tokenizer, "min_count": 2}
+        one, two = (prepared(tmp_path, "imdb", path=p, **how) for p in (path, str(table)))
+        assert one.folder != two.folder and checksums(one) == checksums(two)
+
+
+PAIR = "{}\tA-1\tB-2\t{}\t{}"
+
+
+@pytest.mark.parametrize(
+    "name, row, message",
+    [
+        ("imdb", "{no", "no JSON ("),
+        ("imdb", '{"text": "a", "label": -1}', "expected a text and a label 0 or 1, got"),
+        ("imdb", '{"text": 3, "label": 1}', "expected a text and a label 0 or 1, got"),
+        ("imdb", '["text", 1]', "expected a text and a label 0 or 1, got"),
+        (
+            "aan",
+            "1\tA-1\tB-2\tonly one",
+            "expected label, two names and two documents with tabs between, got 4 columns",
+        ),
+        ("aan", PAIR.format(1, "a", " "), "half a pair, the second document is empty"),
+        ("aan", PAIR.format(1, "", "b"), "half a pair, the first document is empty"),
+        ("aan", PAIR.format(2, "a", "b"), "expected label 0 or 1, got '2'"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, capsys, name, row, message):
+    good = json.dumps(REVIEWS[0]) if name == "imdb" else PAIR.format("0.0", "a", "b")
+    names = (
+        ["train.jsonl", "test.jsonl"]
+        if name == "imdb"
+        else [f"new_aan_pairs.{n}.tsv" for n in ("train", "eval", "test")]
+    )
+    for file in names:
+        (tmp_path / file).write_text(f"{good}\n\n{row}\n" if file == names[-1] else f"{good}\n")
+    line = refuse(capsys, "prepare", recipe(tmp_path, name=name, path=str(tmp_path)))
+    assert f"{tmp_path / names[-1]}, line 3: {message}" in line
+
+
+def test_pairs_are_two_rows_of_one_length(tmp_path):
+    texts = [("one", '"two'), ("b'x\"", "y" * 99)]  # quotation marks are text
+    for name in ("train", "eval", "test"):
+        rows = [PAIR.format(f"{i}.0", *pair) for i, pair in enumerate(texts)]
+        (tmp_path / f"new_aan_pairs.{name}.tsv").write_text("\n".join(rows) + "\n")
+    source = prepared(tmp_path, "aan", path=str(tmp_path), length=80, pad="batch")
+    splits = source.build()
+    assert splits.info == SequenceInfo(2, 80, 259, parts=2) and len(splits.val) == len(splits.test) == 2
+    for i, pair in enumerate(texts):
+        for name, text in zip(("tokens", "second"), pair):
+            assert bytes(j - 3 for j in splits.train[i][name][:-1].tolist()).decode() == text[:79]
+    batch = splits.train.batch([0, 1], "cpu")
+    assert batch["tokens"].shape == batch["segments"].shape == (2, 2, 80) and batch["label"].tolist() == [0, 1]
+    assert (batch["segments"] == 0).sum(-1).tolist() == [[4, 5], [5, 80]]
+    assert splits.train.batch([0], "cpu")["tokens"].shape == (1, 2, 64)
+    (tmp_path / "pair.txt").write_text("one\ttwo")
+    assert source.collate([source.load(str(tmp_path / "pair.txt"), splits.info)])["tokens"].shape == (1, 2, 64)
+    (tmp_path / "pair.txt").write_text("one")
+    with pytest.raises(ConfigError, match="expected two documents with a tab between"):
+        source.load(str(tmp_path / "pair.txt"), splits.info)
+
+
+def test_where_documents_come_from_is_said(tmp_path, capsys):
+    assert "no file" in (line := refuse(capsys, "prepare", recipe(tmp_path, name="aan", path=str(tmp_path))))
+    assert "new_aan_pairs.train.tsv" in line
+    assert "no train.jsonl in" in refuse(capsys, "prepare", recipe(tmp_path, name="imdb", path=str(tmp_path)))
+    path = reviews(tmp_path, train=REVIEWS)
+    assert "no test.jsonl in" in refuse(capsys, "prepare", recipe(tmp_path, name="imdb", path=path))
+    (tmp_path / "test.jsonl").write_text("")
+    assert "test.jsonl: no rows, the file is empty" in refuse(
+        capsys, "prepare", recipe(tmp_path, name="imdb", path=path)
+    )
+    nowhere = recipe(tmp_path, name="imdb", path="nobody/nothing")
+    assert "is no local folder, and cannot be had from the Hub" in refuse(capsys, "prepare", nowhere)
+
+
+# pictures
+
+
+def parquet(folder, pictures, labels):
+    import datasets
+
+    for split in ("train", "test"):
+        features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+        table = datasets.Dataset.from_dict({"img": pictures, "label": labels}, features=features)
+        table.to_parquet(folder / f"{split}.parquet")
+    return str(folder)
+
+
+def test_pictures_are_grey_and_read_row_by_row(tmp_path):
+    pictures = [picture(i, (32, 32)) for i in range(20)]
+    path = parquet(tmp_path, pictures, [i % 2 for i in range(20)])
+    splits = prepared(tmp_path, "cifar10_pixels", path=path).build()
+    assert [len(part) for part in splits[:3]] == [18, 2, 20]
+    assert (splits.info.classes, splits.info.length, splits.info.vocabulary) == (2, 1024, None)
+    for i, original in enumerate(pictures):
+        grey = np.asarray(original.convert("L"))
+        sample = splits.test[i]
+        assert sample["label"] == i % 2 and sample["pixels"].dtype == torch.uint8
+        assert sample["pixels"].tolist() == [int(grey[y, x]) for y in range(32) for x in range(32)]
+    assert splits.train.batch([0, 1], "cpu")["pixels"].shape == (2, 1024)
+
+
+def test_a_picture_of_another_size_is_named(tmp_path):
+    pictures = [picture(i, (32, 32) if i != 3 else (32, 30)) for i in range(6)]
+    with pytest.raises(ConfigError, match="train row 4: a picture of 32 x 30 pixels, expected 32 x 32"):
+        prepared(tmp_path, "cifar10_pixels", path=parquet(tmp_path, pictures, [0, 1] * 3))
+
+
+def test_cifars_place_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LION_DATA", str(tmp_path / "nowhere"))
+    line = refuse(capsys, "prepare", recipe(tmp_path, name="cifar10_pixels"))
+    assert "cifar-10-batches-py" in line and "data.download=true fetches it" in line
+
+
+# Pathfinder
+
+
+def keys_of(count, seed=0):
+    return np.array([derive(seed, "train", i) for i in range(count)])
+
+
+def look(**settings):
+    return build(PathfinderConfig, settings, source=str).contours()
+
+
+def test_a_picture_depends_on_its_key_alone(monkeypatch):
+    small = {"side": 40, "seed_distance": 8, "paddle_length": 3, "contour_length": 4}
+    contours = build(PathXConfig, small, source=str).contours()
+    assert contours.margins == (2, 3)
+    pictures, labels = draw(contours, keys_of(12))
+    monkeypatch.setattr(drawing, "SLOTS", 7)
+    again, same = draw(contours, keys_of(12)[[7, 2, 5]])
+    assert (again == pictures[[7, 2, 5]]).all() and (same == labels[[7, 2, 5]]).all()
+    assert len({picture.tobytes() for picture in pictures}) == 12
+
+
+def test_the_discs_stand_at_the_ends_that_the_label_says():
+    contours = look(contrast=0.4, distractors=0, marker_radius=1.0)  # discs are the brightest
+    table, keys = dashes(contours.shape), keys_of(40)
+    _, start = Targets(contours, table, keys).draw()
+    places = np.stack([start // table.width, start % table.width], -1) - table.border  # (B, 2, dashes, 2)
+    pictures, labels = draw(contours, keys)
+    found = []
+    for i, (shown, label) in enumerate(zip(pictures, labels)):
+        bright = {tuple(place) for place in np.argwhere(shown == 255)}
+        first, last = (
+            [contour for contour in range(2) if tuple(places[i, contour, number]) in bright] for number in (0, -1)
+        )
+        assert len(first) == len(last) == 1 and (first == last) == label
+        found.append(first[0])
+    assert 10 < labels.sum() < 30 and 10 < sum(found) < 30
+
+
+def test_dashes_follow_one_another_and_touch_no_others():
+    contours = look()
+    table, keys = dashes(contours.shape), keys_of(20)
+    dash, start = Targets(contours, table, keys).draw()
+    places = np.stack([start // table.width, start % table.width], -1) - table.border
+    assert (places >= 0).all() and (places < 32).all()
+    steps = np.linalg.norm(np.diff(places, axis=2), axis=-1)[:, :, 1:]
+    length, margin = contours.shape.length, contours.shape.margin
+    assert steps.max() <= 2 * length + 3 * margin + 2 and steps.min() > 1
+    for i in range(len(keys)):
+        rooms = np.zeros((2, contours.length, table.width**2), int)
+        for contour in range(2):
+            for number in range(contours.length):
+                which = dash[i, contour, number]
+                rooms[contour, number, start[i, contour, number] + table.room.cells[which]] = table.room.values[which]
+        for contour in range(2):
+            for number in range(2, contours.length):
+                own = rooms[contour, : number - 1].max(0)
+                assert (own + rooms[contour, number]).max() < TOUCH, "it may touch the one before it alone"
+        assert (rooms[0, :-1].max(0) + rooms[1, -1]).max() < TOUCH
+
+
+def test_pictures_look_as_published():
+    contours = look()
+    pictures, labels = draw(contours, keys_of(100))
+    assert pictures.shape == (100, 32, 32) and pictures.dtype == np.uint8 and (pictures.max((1, 2)) == 255).all()
+    assert abs(labels.mean() - 0.5) < 0.2
+    table = dashes(contours.shape)
+    targets = Targets(contours, table, keys_of(100)).draw()
+    canvas = Canvas(contours, table, Chance(keys_of(100), 1), np.arange(100), *targets)
+    canvas.draw_distractors()
+    count = canvas.count[:, 2:]
+    assert set(np.unique(count)) == {0, 4} and count.shape[1] == 5 and (count > 0).mean() > 0.5
+    _, label = canvas.render()
+    assert (label == labels).all()
+    large = build(PathXConfig, {}, source=str).contours()
+    assert (large.distractors, large.distractor_length, large.length, large.shape.side) == (8, 4, 14, 128)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"seed_distance": 8},
+            "seed_distance: contours begin twice 8 pixels from every border, which 32 pixels (side)",
+        ),
+        ({"margins": [0]}, "margins: expected gaps of 1 to 32 pixels, got [0]"),
+        ({"margins": []}, "margins: expected gaps of 1 to 32 pixels, got []"),
+        ({"paddle_thickness": 0.3}, "paddle_thickness: 0.3 is no whole number of pixels drawn 2 times finer"),
+        ({"frame": 16}, "frame: 16 leaves nothing of 32 pixels, nearest: 15"),
+        ({"contour_length": 1}, "data.contour_length: expected at least 2"),
+    ],
+)
+def test_pictures_that_cannot_be_are_refused(tmp_path, capsys, settings, message):
+    assert message in refuse(capsys, "prepare", recipe(tmp_path, name="pathfinder", **settings))
+
+
+def test_contours_without_room_are_given_up(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(drawing, "HOPELESS", 2000)
+    file = recipe(tmp_path, name="pathfinder", **{**SMALL, "contour_length": 60})
+    assert "no room in 16 x 16 pixels for two contours of 60 dashes" in refuse(capsys, "prepare", file)
+
+
+def lra_folder(root, name, rows, *, binary=False):
+    """What the published generator writes."""
+    (root / name / "metadata").mkdir(parents=True)
+    (root / name / "imgs" / "0").mkdir(parents=True)
+    table = []
+    for number, label in rows:
+        file = root / name / "imgs" / "0" / f"sample_{number}.png"
+        picture(number, (32, 32), "L").save(file)
+        table.append(["imgs/0", file.name, str(number), str(label), "1.0", "14", "4", "2", "0.5", "1", "1"])
+    path = root / name / "metadata" / "0.npy"
+    if binary:
+        np.save(path, np.array(table))
+    else:
+        path.write_text("".join(" ".join(row) + "\n" for row in table))
+    return path
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_lras_pictures_are_read_from_the_folder_of_the_task(tmp_path, binary, caplog):
+    root = tmp_path / "pathfinder32"
+    rows = [(i, i % 2) for i in range(40)]
+    lra_folder(root, "curv_contour_length_14", rows, binary=binary)
+    lra_folder(root, "curv_baseline", [(100 + i, 1) for i in range(3)] + [(172, 0)])
+    (root / "curv_baseline" / "imgs" / "0" / "sample_172.png").write_bytes(b"")  # as in LRA's release
+    for path in (tmp_path, root, root / "curv_contour_length_14"):
+        splits = prepared(tmp_path, "pathfinder", path=str(path)).build()
+        assert [len(part) for part in splits[:3]] == [32, 4, 4]
+    whole = {}
+    for part in splits[:3]:
+        whole |= {part[i]["pixels"].numpy().tobytes(): part[i]["label"] for i in range(len(part))}
+    assert whole == {np.asarray(picture(i, (32, 32), "L")).tobytes(): label for i, label in rows}
+    with caplog.at_level(logging.INFO, "lion"):
+        easy = prepared(tmp_path, "pathfinder", path=str(root), contour_length=6)
+    assert store.read_manifest(easy.folder)["samples"] == {"train": 3}
+    assert "sample_172.png: left out, the file is known to be empty" in caplog.text
+
+
+def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):
+    root = tmp_path / "pathfinder32"
+    path = lra_folder(root, "curv_contour_length_14", [(i, 0) for i in range(12)])
+    file = recipe(tmp_path, name="pathfinder", path=str(root))
+    third = path.parent.parent / "imgs" / "0" / "sample_2.png"
+    picture(0, (64, 64), "L").save(third)
+    assert f"{third}: a picture of 64 x 64 pixels, expected 32 x 32" in refuse(capsys, "prepare", file)
+    third.write_bytes(b"")
+    assert f"{third}: not a readable picture" in refuse(capsys, "prepare", file)
+    third.unlink()
+    assert f"{third}: no such file" in refuse(capsys, "prepare", file)
+    path.write_text("imgs/0 sample_0.png 0 0\nimgs/0 sample_1.png\n")
+    assert f"{path}, row 2: expected folder, file, number and label 0 or 1" in refuse(capsys, "prepare", file)
+    path.write_text("")
+    assert "there are no samples" in refuse(capsys, "prepare", file)
+    line = refuse(capsys, "prepare", file, "data.contour_length=9")
+    assert "no folder" in line and "curv_contour_length_9" in line
+    assert "LRA's pictures have 6, 9, 14 dashes" in refuse(capsys, "prepare", file, "data.contour_length=10")
+    shutil.rmtree(root)
+    assert "no folder" in refuse(capsys, "prepare", file)
+
+
+@pytest.mark.slow
+def test_a_small_network_learns_each_half_of_the_pictures_alike():
+    """Of a Path-X that was shipped, one half could not be learnt."""
+    contours = look(contour_length=3, distractors=0, continuity=2.0)
+    keys = {name: np.array([derive(0, name, i) for i in range(n)]) for name, n in (("train", 10_000), ("val", 1000))}
+    (images, labels), held_out = (as_tensors(*draw(contours, each)) for each in keys.values())
+    found = []
+    for half in (slice(5000), slice(5000, None)):
+        model = learn(images[half], labels[half], steps=300)
+        seen, unseen = (accuracy(model, *some) for some in ((images[half][:1000], labels[half][:1000]), held_out))
+        assert unseen > 0.7 and abs(seen - unseen) < 0.1
+        found.append(unseen)
+    assert abs(found[0] - found[1]) < 0.1
+
+
+def as_tensors(pictures, labels):
+    return torch.from_numpy(pictures).float()[:, None] / 255, torch.from_numpy(labels).long()
+
+
+def learn(images, labels, steps):
+    """A small convolutional network, trained."""
+
+    def convolution(inputs, outputs, size=3, stride=1):
+        layers = (
+            torch.nn.Conv2d(inputs, outputs, size, stride, size // 2),
+            torch.nn.BatchNorm2d(outputs),
+            torch.nn.ReLU(),
+        )
+        return torch.nn.Sequential(*layers)
+
+    torch.manual_seed(0)
+    body = [convolution(1, 16, 5, 2), convolution(16, 32), torch.nn.MaxPool2d(2), convolution(32, 32)]
+    body += [convolution(32, 32), torch.nn.MaxPool2d(2), convolution(32, 64), torch.nn.Flatten()]
+    model = torch.nn.Sequential(*body, torch.nn.Linear(1024, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
+    for step in range(steps):
+        chosen = torch.randint(len(images), (64,))
+        shown = images[chosen].flip([axis for axis, odd in ((-1, step % 2), (-2, step // 2 % 2)) if odd])
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(shown), labels[chosen]).backward()
+        optimizer.step()
+        schedule.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def accuracy(model, images, labels):
+    return (model(images).argmax(1) == labels).float().mean().item()
