@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     "config",
+    "files",
     "ops",
     "layers",
     "models",
@@ -60,10 +61,14 @@ def test_imports_run_one_way(path):
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if room(p) == "data"], ids=place)
-def test_data_knows_config_and_what_tasks_are_told_and_no_task(path):
+def test_data_knows_config_files_and_what_tasks_are_told_and_no_task(path):
     modules = {".".join(n.split(".")[:3]) for n in imported(path) if n.split(".")[0] in ("lion", "tools")}
-    known = {"lion.config", *(f"lion.tasks.{name}" for name in ("data", "order", "seeds", "images", "text"))}
-    assert {m for m in modules if not m.startswith("lion.config.")} <= known, modules - known
+    known = {
+        "lion.config",
+        "lion.files",
+        *(f"lion.tasks.{name}" for name in ("data", "order", "seeds", "images", "text")),
+    }
+    assert {m for m in modules if not m.startswith(("lion.config.", "lion.files."))} <= known, modules - known
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=place)

@@ -23,10 +23,11 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lion.config import ConfigError
+from lion.files import write_atomic
 from lion.models.gpt import GPT
 from lion.runs import LoadedRun, open_run
 from lion.tasks.generation import MODES, Continuation, Sampling, streaming_mode
-from lion.trainer.checkpoint import load_state, write_atomic
+from lion.trainer.checkpoint import load_state
 from lion.trainer.runtime import start_runtime
 from tools.cli import Parser, count, run_command, say
 from tools.compose import open_data, resolve_run

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from lion.config import ConfigError, flatten, to_dict
+from lion.files import digest, save_json, save_text, sync
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import ENVIRONMENT, RECIPE, build_on_meta, check_weights
-from lion.trainer.checkpoint import STATE, digest, load_state, save_json, save_text, scratch_folder, seal, sync
+from lion.trainer.checkpoint import STATE, load_state, scratch_folder, seal
 from lion.trainer.runtime import environment
 from tools.cli import Parser
 from tools.compose import describe_data, make_task, metric_of, resolve
