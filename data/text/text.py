@@ -178,21 +178,23 @@ class Text(DataSet):
         most = None if name == "characters" else LEARNT_FROM
         return make_tokenizer(name, corpus.texts(most), self.config.vocabulary)
 
-    def estimate(self, tokens: float, documents: int) -> tuple[TextInfo, int] | None:
-        """What `published` says of a training split of this size."""
+    def estimate(self, tokens: float, documents: int) -> tuple[TextInfo, int]:
+        """What `published` says of a training split of this size.
+
+        Raises:
+            ConfigError: There is no such tokenizer.
+        """
         config = self.config
         name = Path(config.tokenizer).name
         if name in KNOWN:
             vocabulary, fingerprint, special = KNOWN[name]
-        elif name == "bytes":
-            made = open_tokenizer(name)
-            vocabulary, fingerprint, special = made.vocabulary, made.fingerprint, made.special
-        elif name in MADE:
+        elif name in MADE[1:]:
             wordpiece = dict(zip(("pad", "unk", "cls", "sep", "mask"), range(len(WORDPIECE))))
             special = {"wordpiece": wordpiece, "bpe": {"end": 0}}.get(name, {})
             vocabulary, fingerprint = config.vocabulary, "not known before ./run.sh prepare RECIPE"
         else:
-            return None
+            made = open_tokenizer(config.tokenizer)
+            vocabulary, fingerprint, special = made.vocabulary, made.fingerprint, made.special
         samples = {"padded": documents, "documents": tokens // config.length, "windows": tokens - config.length}
         return TextInfo(vocabulary, config.length, name, fingerprint, special), int(samples[config.pack])
 

@@ -416,6 +416,15 @@ def test_sets_are_known_without_their_files(name, tmp_path):
     assert TextInfo.from_dict(json.loads(json.dumps(info.to_dict()))) == info
 
 
+def test_a_set_is_known_with_any_tokenizer_that_is_there(tmp_path):
+    tokenizer = make_tokenizer("wordpiece", sentences(50), 300)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.inner.to_str())
+    info, count = text_set(tmp_path, "c4", tokenizer=str(tmp_path)).published()
+    assert (info.vocabulary, info.fingerprint, count) == (tokenizer.vocabulary, tokenizer.fingerprint, 364_868_892)
+    with pytest.raises(ConfigError, match="data.tokenizer: no file or folder ./none"):
+        text_set(tmp_path, "c4", tokenizer="./none").published()
+
+
 def test_what_the_hub_does_not_give_is_one_line(tmp_path, monkeypatch):
     import datasets
 
