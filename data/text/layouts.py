@@ -26,10 +26,6 @@ class Layout(DeviceDataset):
     def rows(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """The arrays (B, L) of samples (B,)."""
 
-    def filled(self) -> float:
-        """The share of its places that hold tokens."""
-        return 1.0
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -92,7 +88,7 @@ class Padded(Layout):
         return len(self.tokens.ends)
 
     def filled(self) -> float:
-        """Of 2^16 documents that lie evenly, where there are more."""
+        """The share of its places that hold tokens; of 2^16 documents that lie evenly, where there are more."""
         starts, ends = self.bounds(np.linspace(0, len(self) - 1, min(len(self), 2**16), dtype=np.int64))
         return float(np.minimum(ends - starts, self.length).mean() / self.length)
 

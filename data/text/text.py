@@ -135,7 +135,8 @@ class Text(DataSet):
         return Splits(train, val, None, info, order=Drawn() if config.pack == "windows" else Shuffled())
 
     def filled(self) -> float:
-        return self.build().train.filled()
+        train = self.build().train if self.config.pack == "padded" else None
+        return 1.0 if train is None else train.filled()
 
     def layout(self, tokens: Tokens, info: TextInfo, split: str) -> Layout:
         """The samples of a split; windows to evaluate on lie side by side."""
