@@ -22,7 +22,7 @@ MODES = {
 
 
 PIECE = 256  # tokens of a prompt that are read at once
-ROOM = 256  # tokens for which a KV cache is made larger at once
+ROOM = 256  # tokens for which a KV cache is made larger at once, at most
 
 
 def streaming_mode(model: GPT) -> str:
@@ -100,7 +100,10 @@ class Continuation:
         """
         if self.mode != "attention":
             check_room(self.model, self.rows, count)
-        for _ in range(count):
+        for left in range(count, 0, -1):
+            if not self.room:
+                self.room = min(ROOM, left)
+                self.state = reserve(self.state, self.room)
             keys = [derive(seed, i, len(row)) for i, row in enumerate(self.rows)]
             chance = uniform(torch.tensor(keys, device=self.logits.device), 1)[:, 0]
             chosen = sampling.choose(self.logits, chance)
@@ -115,10 +118,8 @@ class Continuation:
         if self.mode == "attention":
             self.logits = recomputed(self.model, self.rows)
             return
-        if not self.room:
-            self.state, self.room = reserve(self.state, ROOM), ROOM
         logits, self.state = self.model.step(tokens[:, None], self.state)
-        self.logits, self.room = logits[:, -1], self.room - 1
+        self.logits, self.room = logits[:, -1], max(0, self.room - 1)
 
 
 def check_room(model: GPT, rows: list[list[int]], count: int) -> None:
