@@ -103,7 +103,7 @@ class Continuation:
         for left in range(count, 0, -1):
             if not self.room:
                 self.room = min(ROOM, left)
-                self.state = reserve(self.state, self.room)
+                self.state = reserve(self.state, self.room + 1)  # a cache that is full is a graph of its own
             keys = [derive(seed, i, len(row)) for i, row in enumerate(self.rows)]
             chance = uniform(torch.tensor(keys, device=self.logits.device), 1)[:, 0]
             chosen = sampling.choose(self.logits, chance)
