@@ -74,11 +74,11 @@ def main(argv: list[str]) -> int:
 
 
 def compile_mode(model: GPT, mode: str) -> None:
-    """What a mode does for each token; sizes that grow are symbols, so that one graph serves all."""
+    """What a mode does for each token, in one graph for all of them."""
     if mode == "attention":
         compile_blocks(model, dynamic=True)
     else:
-        compile_steps(model, grows=mode == "kv")
+        compile_steps(model)
 
 
 def between(least: float, most: float) -> Callable[[str], float]:

@@ -34,8 +34,10 @@ class KeyValueCache(NamedTuple):
     def with_room(self, count: int) -> Self:
         """The same with room for `count` more tokens."""
         length = self.valid.shape[1]
-        k, v = (F.pad(x[:, :, :length], (0, 0, 0, count)) for x in (self.k, self.v))
-        return self._replace(k=k, v=v)
+        cache = KeyValueCache(*(F.pad(x[:, :, :length], (0, 0, 0, count)) for x in (self.k, self.v)), self.valid)
+        for x, tokens in zip(cache, (2, 2, 1)):
+            torch._dynamo.maybe_mark_dynamic(x, tokens)  # a symbol, so that one compiled step serves all lengths
+        return cache
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor) -> Self:
         """With C more tokens: keys and values (B, H, C, D), and which of them are read, (B, C)."""

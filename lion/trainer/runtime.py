@@ -196,16 +196,15 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool
     return True
 
 
-def compile_steps(model: nn.Module, backend: Any = "inductor", *, grows: bool) -> bool:
+def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
     """Compile `step` of every block of a model that streams, in place; eager, with a line, without a compiler.
 
-    One graph serves all blocks and tokens: where the state `grows` (a KV cache), its sizes are symbols. What is read at
-    once, several tokens, is better left to `torch.compiler.set_stance("force_eager")`.
+    One graph serves all blocks and tokens; a cache that grows needs room for that, see `lion.layers.softmax.reserve`.
     """
     if not can_compile(backend):
         return False
     for unit in model.units():
-        unit.step = torch.compile(unit.step, backend=backend, fullgraph=True, dynamic=grows)
+        unit.step = torch.compile(unit.step, backend=backend, fullgraph=True, dynamic=False)
     return True
 
 
