@@ -111,9 +111,11 @@ class Block(nn.Module):
         mixed, state = self.attention.prefill(self.before(x, layout, context), layout)
         return self.after(x, mixed, layout, context), state
 
-    def step(self, x: Tensor, state: Any, context: Any = None) -> tuple[Tensor, Any]:
-        mixed, state = self.attention.step(self.before(x, PLAIN, context), state)
-        return self.after(x, mixed, PLAIN, context), state
+    def step(self, x: Tensor, state: Any, context: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        layout = Layout.of(x, valid)
+        x = layout.clean(x)
+        mixed, state = self.attention.step(self.before(x, layout, context), state, valid)
+        return self.after(x, mixed, layout, context), state
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
         """The layout with what every block makes of it alike."""
