@@ -31,10 +31,16 @@ from lion.trainer.runtime import environment
 from tools.cli import Parser
 from tools.compose import make_task, metric_of, resolve
 from tools.convert.base import Converter, Setting
+from tools.convert.bert import BertConverter
 from tools.convert.files import Held, read_checkpoint
+from tools.convert.gpt import GPTConverter
 from tools.convert.vit import ViTConverter
 
-CONVERTERS: dict[str, type[Converter]] = {"vit": ViTConverter}  # by `model.name`
+CONVERTERS: dict[str, type[Converter]] = {
+    "bert": BertConverter,
+    "gpt": GPTConverter,
+    "vit": ViTConverter,
+}  # by `model.name`
 
 
 def main(argv: list[str]) -> int:
