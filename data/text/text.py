@@ -60,7 +60,7 @@ class TextConfig(DataConfig):
     source: str = "train"
     column: str | None = None
     document: str = setting("file", choices=("line", "paragraph", "file"))
-    tokenizer: str = "bert-base-uncased"
+    tokenizer: str = setting("bert-base-uncased", free=True)
     vocabulary: int = setting(8192, min=300, max=2**20)
     length: int = setting(128, min=2, max=2**20)
     pack: str = setting("documents", choices=("documents", "padded", "windows"))
@@ -159,11 +159,14 @@ class Text(DataSet):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The one that made the token file; where there is no token file, the one that would.
+        """The one that made the token file; where there is no token file, the one that would. Where its own files are
+        at hand, no text is asked for.
 
         Raises:
             ConfigError: There is none yet.
         """
+        if local_files(self.config.tokenizer) is not None:
+            return open_tokenizer(self.config.tokenizer)
         if self.folder.is_dir():
             return read_tokenizer(self.folder, read_manifest(self.folder)["tokenizer"]["name"])
         if self.config.tokenizer in MADE[1:]:
@@ -257,7 +260,7 @@ class OpenWebTextConfig(TextConfig):
 
     name: str = "openwebtext"
     path: str | None = setting("Skylion007/openwebtext", free=True)
-    tokenizer: str = "gpt2"
+    tokenizer: str = setting("gpt2", free=True)
     length: int = setting(1024, min=2, max=2**20)
     pack: str = setting("windows", choices=("documents", "padded", "windows"))
     val_split: float = setting(0.0005, above=0, max=0.5)
@@ -277,7 +280,7 @@ class PythonSourceConfig(TextConfig):
     """The source of Python's standard library; its tests are left out."""
 
     name: str = "python_source"
-    tokenizer: str = "wordpiece"
+    tokenizer: str = setting("wordpiece", free=True)
 
 
 class PythonSource(Text):

@@ -25,6 +25,13 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
+class TanhMlp(Mlp):
+    """The same with GELU's approximation through tanh, as in OpenAI's GPT-2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
 class Glu(nn.Module):
     """Gated linear unit with SiLU: `W_o (silu(W_g x) * W_v x)`."""
 
@@ -38,7 +45,7 @@ class Glu(nn.Module):
         return self.fc2(F.silu(gate) * value)
 
 
-MLPS = {"mlp": Mlp, "glu": Glu}
+MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu}
 
 
 class DropPath(nn.Module):
