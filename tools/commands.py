@@ -29,6 +29,11 @@ COMMANDS = {
         "text that a causal run writes on from prompts",
         "tools.generate",
     ),
+    "glue": Command(
+        "RUN --recipe bert24|m2_base|m2_large|hydra|modified [--dry-run]",
+        "fine-tune a masked language model on GLUE",
+        "tools.glue",
+    ),
     "bench ops": Command("", "time the operators against SDPA", "tools.bench.ops"),
     "bench train": Command("RECIPE ...", "time whole training steps against softmax", "tools.bench.train"),
     "bench inference": Command("RUN", "latency and memory by form and input size", "tools.bench.inference"),

@@ -126,10 +126,13 @@ class Padding(NamedTuple):
     step: int
     length: int
 
+    def to(self, longest: int) -> int:
+        """Tokens of the rows of a batch whose longest has so many."""
+        return min(-(-longest // self.step) * self.step, self.length)
+
     def rows(self, samples: Sequence[Sample]) -> Batch:
         """{tokens, types, segments} of int64 (B, L)."""
-        longest = max(len(s.ids) for s in samples)
-        length = min(-(-longest // self.step) * self.step, self.length)
+        length = self.to(max(len(s.ids) for s in samples))
         tokens = np.full((len(samples), length), self.token, np.int64)
         types, segments = np.zeros_like(tokens), np.full_like(tokens, -1)
         for row, (ids, first) in enumerate(samples):
