@@ -23,7 +23,7 @@ COMMANDS = {
     ),
     "list": Command("", "the recipes and what they claim; the mixers", "tools.show:list_all"),
     "show": Command("RECIPE [key=value ...]", "a recipe in full; its steps, parameters, memory", "tools.show"),
-    "predict": Command("RUN FILE ...", "the answers of a run for files", "tools.predict"),
+    "predict": Command("RUN FILE|SENTENCE ...", "the answers of a run for files, or sentences", "tools.predict"),
     "generate": Command(
         "RUN --prompt TEXT [--mode attention|kv|rnn] [--state FILE]",
         "text that a causal run writes on from prompts",

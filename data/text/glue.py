@@ -282,8 +282,12 @@ class Glue(DataSet):
         except ConfigError:
             return False
 
-    def load(self, path: str, info: LabelledTextInfo) -> Sample:
-        return self.encoded([(path,)], info)[0]
+    @property
+    def asks(self) -> tuple[str, ...]:
+        return self.task.columns
+
+    def load(self, *texts: str, info: LabelledTextInfo) -> Sample:
+        return self.encoded([texts], info)[0]
 
     def collate(self, samples: list[Sample]) -> Batch:
         return self.padding.rows(samples)

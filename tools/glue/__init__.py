@@ -67,7 +67,8 @@ def main(argv: list[str]) -> int:
         return 0
     steps = {job.name: held[job.task].steps for job in jobs}
     code = work(jobs, steps, args.jobs or max(1, torch.cuda.device_count()))
-    print(summarise(pretrained.folder / "glue" / name, pretrained.recipe, name))
+    if code != 130:
+        print(summarise(pretrained.folder / "glue" / name, pretrained.recipe, name, length, cells))
     return code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lion.runs import SUMMARY
 from lion.tasks.sequence_classification import METRICS
 from tools.cli import table
 from tools.compose import RECIPES, resolve_run
+from tools.glue.plan import Cell
 from tools.store import Row, Store, pipes
 
 # what enters the average, as (split, metric): a task's score is their mean; of the others it is their first metric
@@ -59,6 +61,12 @@ def read(run: Path) -> Row:
         "score": scores[last],
         "best": max(scores.values()),
         "steps": last,
+        "settings": {
+            "lr": recipe.optim.lr,
+            "weight_decay": recipe.optim.weight_decay,
+            "epochs": recipe.trainer.epochs,
+            "length": recipe.data.length,
+        },
         "start": str(recipe.init_from),
         "samples": samples,
         "missing": [e for e in entering if e not in steps[last]],
@@ -70,13 +78,13 @@ def enters(recipe: Recipe) -> tuple[tuple[str, str], ...]:
     return ENTERS.get(recipe.data.task, (("val", recipe.task.metrics[0]),))
 
 
-def summarise(folder: Path, pretrained: Recipe, recipe: str) -> str:
+def summarise(folder: Path, pretrained: Recipe, recipe: str, length: int, cells: Mapping[str, Cell]) -> str:
     """Write `results.json` and `results.md` of a folder's finished runs; returns what to print.
 
     Args:
         folder: Of the runs.
         pretrained: What they started from, in the end.
-        recipe: The row of Table 8.
+        recipe, length, cells: The row of Table 8.
     """
     rows = collect(folder)
     if not rows:
@@ -84,7 +92,7 @@ def summarise(folder: Path, pretrained: Recipe, recipe: str) -> str:
     store = Store(folder / "results.json", rows=("task", "seed"))
     for row in rows:
         store.add(row)
-    body, average, notes = task_rows(rows), mean_of_tasks(rows), remarks(rows)
+    body, average, notes = task_rows(rows), mean_of_tasks(rows), [*remarks(rows), *changes(rows, length, cells)]
     label = "average" if len(body) == len(TASKS) else f"average of {len(body)} tasks"
     body.append([label, "", f"{average:.2f}", *[""] * (len(HEADER) - 3)])
     paper = paper_rows()
@@ -162,9 +170,19 @@ def remarks(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
+def changes(rows: list[Row], length: int, cells: Mapping[str, Cell]) -> list[str]:
+    """Where runs have other settings than the table."""
+    notes = []
+    for row in rows:
+        cell = cells[row["task"]]
+        named = {"lr": cell.lr, "weight_decay": cell.torch_decay, "epochs": cell.epochs, "length": length}
+        own = row["settings"]
+        if other := [f"{key} {own[key]} in place of {value:g}" for key, value in named.items() if own[key] != value]:
+            notes.append(f"{row['task']}: {', '.join(other)}.")
+    return list(dict.fromkeys(notes))
+
+
 def paper_rows() -> tuple[list[str], list[list[str]]]:
     held: list[dict[str, Any]] = yaml.safe_load((RECIPES / "paper" / "glue.yaml").read_text(encoding="utf-8"))
-    header = ["size", "model", "recipe", "average"]
-    return ["size", "model", "recipe", "the paper"], [
-        [f"{row[k]:.2f}" if k == "average" else row[k] for k in header] for row in held
-    ]
+    rows = [[row["size"], row["model"], row["recipe"], f"{row['average']:.2f}"] for row in held]
+    return ["size", "model", "recipe", "the paper"], rows

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from lion.trainer.checkpoint import steps_of
 from tools.cli import say
 from tools.glue.plan import Job
+from tools.glue.results import read
 from tools.processes import ending, kill_tree, start_command
 
 PAUSE = 0.5  # seconds between two looks at the processes
@@ -88,7 +89,7 @@ def end(running: Running) -> str:
     if code == 0 and job.finished:
         for _, path in steps_of(job.folder, "last"):
             shutil.rmtree(path, ignore_errors=True)
-        return f"{job.name}: finished"
+        return f"{job.name}: finished, {read(job.folder)['score']:.2f}"
     lines = Path(running.log.name).read_text(encoding="utf-8", errors="replace").splitlines()
     reason = next((line for line in reversed(lines) if line.startswith("error: ")), ending(code))
     return f"{job.name}: failed, {reason.removeprefix('error: ')} ({running.log.name})"
