@@ -2,6 +2,7 @@ from setuptools import find_packages, setup
 
 EXTRAS = {
     "digits": ["scikit-learn", "scipy"],
+    "glue": ["scikit-learn", "scipy"],
     "plots": ["matplotlib"],
     "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm", "transformers"],
 }

@@ -13,6 +13,7 @@ DATASETS = {
     "cifar100": "data.vision.torchvision_sets.Cifar100",
     "digits": "data.vision.digits.Digits",
     "fashion_mnist": "data.vision.torchvision_sets.FashionMnist",
+    "glue": "data.text.glue.Glue",
     "hf": "data.vision.hf.HubPictures",
     "imagefolder": "data.vision.imagefolder.ImageFolder",
     "imagenet": "data.vision.imagenet.ImageNet",

@@ -65,6 +65,7 @@ class DataSet(ABC):
     Config: ClassVar[type[DataConfig]]  # the recipe's `data` section
     Info: ClassVar[type[Info]]  # what it tells a model: tasks that want this kind can learn from it
     workers: ClassVar[int] = 4  # loader processes that suit it; none for data in memory
+    asks: tuple[str, ...] = ("file",)  # what `load` takes, in the words of a heading
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -101,7 +102,8 @@ class DataSet(ABC):
         return 1.0
 
     def load(self, path: str, info: Info) -> dict[str, Any]:
-        """A file as a sample for a model that was trained with `info`: as the splits' own, but for the label.
+        """A file, or what else it `asks` for, as a sample for a model that was trained with `info`: as the splits' own,
+        but for the label.
 
         Raises:
             ConfigError: It cannot be read, or no file is a sample of such data.

@@ -23,11 +23,16 @@ COMMANDS = {
     ),
     "list": Command("", "the recipes and what they claim; the mixers", "tools.show:list_all"),
     "show": Command("RECIPE [key=value ...]", "a recipe in full; its steps, parameters, memory", "tools.show"),
-    "predict": Command("RUN FILE ...", "the answers of a run for files", "tools.predict"),
+    "predict": Command("RUN FILE|SENTENCE ...", "the answers of a run for files, or sentences", "tools.predict"),
     "generate": Command(
         "RUN --prompt TEXT [--mode attention|kv|rnn] [--state FILE]",
         "text that a causal run writes on from prompts",
         "tools.generate",
+    ),
+    "glue": Command(
+        "RUN --recipe bert24|m2_base|m2_large|hydra|modified [--dry-run]",
+        "fine-tune a masked language model on GLUE",
+        "tools.glue",
     ),
     "bench ops": Command("", "time the operators against SDPA", "tools.bench.ops"),
     "bench train": Command("RECIPE ...", "time whole training steps against softmax", "tools.bench.train"),
@@ -37,7 +42,7 @@ COMMANDS = {
         "CHECKPOINT RECIPE OUT", "make a run of a checkpoint of transformers, nanoGPT, DeiT, timm, ..", "tools.convert"
     ),
     "export": Command("RUN OUT", "make a folder of transformers of a run of BERT or GPT", "tools.convert.export"),
-    "report": Command("RUN ...", "runs as tables beside the paper\'s numbers, with curves", "tools.report"),
+    "report": Command("RUN ...", "runs as tables beside the paper's numbers, with curves", "tools.report"),
     "consolidate": Command("RUN", "turn a sharded checkpoint into one file", "tools.consolidate"),
     "soak": Command("[--kills N] [key=value ...]", "kill a run again and again; nothing may be lost", "tools.soak"),
     "logs": Command("[TensorBoard's options]", "TensorBoard over runs/", "tools.programs:logs"),

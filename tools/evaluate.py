@@ -143,21 +143,25 @@ def measure(
     once, run in every form, and forgotten."""
     model, task = loaded.model, loaded.task
     found = {form: Measured(task, runtime.device) for form in forms}
-    samples = 0
+    samples, seen = 0, set()
 
     def forward(batch: Batch) -> Outcome:
         with torch.inference_mode(), runtime.autocast(precision):
             return task.evaluate(model, batch)
 
     shown = tqdm(batches, total=rounds, desc="evaluating", unit="batch", leave=False, disable=None)
-    for number, batch in enumerate(shown):
+    for batch in shown:
         batch = to_device(batch, runtime.device)
         once, outcomes = partial(forward, batch), []
+        shapes = tuple(x.shape for x in batch.values())  # padded text has several
+        new = shapes not in seen
+        seen.add(shapes)
         for form, measured in found.items():
             choose_form(model, *form)
-            if number == 0:
+            if new:
                 once()  # compiles, and is not timed
-                measured.peak = tensor_peak(once, runtime.device)
+                peak = tensor_peak(once, runtime.device)
+                measured.peak = peak if measured.peak is None else max(measured.peak, peak)
             measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)
             measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
             del outcomes[1:]

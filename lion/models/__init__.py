@@ -1,8 +1,8 @@
 """The table of models: the recipe's `model.name`."""
 
 from lion.models.base import Model
-from lion.models.bert import Bert
+from lion.models.bert import Bert, BertClassifier
 from lion.models.gpt import GPT
 from lion.models.vit import ViT
 
-MODELS: dict[str, type[Model]] = {"bert": Bert, "gpt": GPT, "vit": ViT}
+MODELS: dict[str, type[Model]] = {"bert": Bert, "bert_classifier": BertClassifier, "gpt": GPT, "vit": ViT}

@@ -4,9 +4,11 @@ from lion.tasks.base import Task
 from lion.tasks.causal_lm import CausalLM
 from lion.tasks.image_classification import ImageClassification
 from lion.tasks.masked_lm import MaskedLM
+from lion.tasks.sequence_classification import SequenceClassification
 
 TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
     "image_classification": ImageClassification,
     "masked_lm": MaskedLM,
+    "sequence_classification": SequenceClassification,
 }
