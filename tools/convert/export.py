@@ -18,8 +18,8 @@ from tokenizers import processors
 
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
-from lion.runs import open_run
 from lion.files import save_json, sync
+from lion.runs import open_run
 from tools.cli import Parser
 from tools.compose import open_data, resolve_run
 from tools.convert import converter_of
