@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from data.text.glue import TASKS
 from data.text.tokenizers import FILES, Tokenizer, open_tokenizer
 from lion.config import ConfigError, build, nearest, parse_yaml, setting, to_dict
+from lion.files import save_text
 from lion.recipe import Recipe, differences
 from lion.runs import RECIPE, SUMMARY, find_run, read_run, stored_recipe
 from lion.tasks.masked_lm import MaskedLM
