@@ -207,7 +207,8 @@ class LanguageConverter(Converter):
 
     def describe(self, held: Held, recipe: Recipe, info: TextInfo) -> str:
         c = recipe.model
-        unused = sorted(name for name in self.cleaned(held.weights) if re.fullmatch(self.format.unused, name))
+        unused = (name for name in self.cleaned(held.weights) if re.fullmatch(self.format.unused, name))
+        unused = dict.fromkeys(re.sub(r"\d+", "*", name) for name in unused)  # each once for all blocks
         left = f"; not used: {', '.join(unused)}" if unused else ""
         shape = f"{c.depth} blocks of width {c.dim}, {c.num_heads} heads"
         return f"{shape}, {info.vocabulary:,} ids of tokenizer {info.tokenizer!r}{left}"
