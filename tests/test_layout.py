@@ -17,7 +17,10 @@ FLOORS = [
     "runs",
 ]  # each may import what stands before
 COMPILING = {"tools/bench/ops.py", "tools/bench/inference.py", "lion/ops/piecewise.py"}  # pieces of models, by hand
-EXTRAS = {"data/vision/digits.py": {"sklearn"}}  # what is asked for where it is used
+EXTRAS = {  # what is asked for where it is used
+    "data/vision/digits.py": {"sklearn"},
+    "tools/convert/files.py": {"safetensors"},
+}
 SOURCES = sorted(p for folder in ("lion", "data", "tools") for p in (ROOT / folder).rglob("*.py"))
 
 
