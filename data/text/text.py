@@ -141,13 +141,14 @@ class Text(DataSet):
         Raises:
             ConfigError: There is none yet.
         """
-        if local_files(self.config.tokenizer) is not None or looks_like_path(self.config.tokenizer):
-            return open_tokenizer(self.config.tokenizer)
+        name = self.config.tokenizer
+        if name == MADE[0] or local_files(name) is not None or looks_like_path(name):
+            return open_tokenizer(name)
         if self.folder.is_dir():
             return read_tokenizer(self.folder, read_manifest(self.folder)["tokenizer"]["name"])
-        if self.config.tokenizer in MADE[1:]:
-            raise ConfigError(f"data.tokenizer: {self.config.tokenizer!r} is made by ./run.sh prepare RECIPE")
-        return open_tokenizer(self.config.tokenizer)
+        if name in MADE[1:]:
+            raise ConfigError(f"data.tokenizer: {name!r} is made by ./run.sh prepare RECIPE")
+        return open_tokenizer(name)
 
     @property
     def made_before(self) -> Path | None:
