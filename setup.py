@@ -1,6 +1,7 @@
 from setuptools import find_packages, setup
 
 EXTRAS = {
+    "convert": ["safetensors"],
     "digits": ["scikit-learn", "scipy"],
     "glue": ["scikit-learn", "scipy"],
     "plots": ["matplotlib"],

@@ -17,9 +17,11 @@ from data.base import DataSet
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import LoadedRun, open_run
+from lion.tasks.masked_lm import MaskedLM
 from lion.trainer.runtime import compile_blocks
 from tools.cli import Parser, choose_form, count, run_command, table
 from tools.compose import open_data, resolve_run
+from tools.fill import fill
 
 Sample = dict[str, Any]
 SIZES = (1, 8, 64)  # of batches: few, so that compiled code comes out of Inductor's cache
@@ -35,6 +37,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
+    if isinstance(loaded.task, MaskedLM):
+        return fill(loaded, args.files, args.top)
     recipe = resolve_run(loaded.folder)
     source = open_data(recipe)
     asked, files, read = grouped(args.files, source.asks), [], []

@@ -17,7 +17,15 @@ from data.text.corpus import BORDERS, Corpus, Files, open_corpus
 from data.text.layouts import Layout, Packed, Padded, Windows
 from data.text.prepare import prepare
 from data.text.store import FORMAT, MANIFEST, SPLITS, Tokens, check_sums, read_manifest, read_tokenizer
-from data.text.tokenizers import MADE, WORDPIECE, Tokenizer, local_files, make_tokenizer, open_tokenizer
+from data.text.tokenizers import (
+    MADE,
+    WORDPIECE,
+    Tokenizer,
+    local_files,
+    looks_like_path,
+    make_tokenizer,
+    open_tokenizer,
+)
 from lion.config import ConfigError, setting
 from lion.tasks.data import Splits
 from lion.tasks.order import Drawn, Shuffled
@@ -159,19 +167,20 @@ class Text(DataSet):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The one that made the token file; where there is no token file, the one that would. Where its own files are
-        at hand, no text is asked for.
+        """The one that made the token file; where there is no token file, the one that would. No text is needed where
+        its own files are at hand.
 
         Raises:
             ConfigError: There is none yet.
         """
-        if local_files(self.config.tokenizer) is not None:
-            return open_tokenizer(self.config.tokenizer)
+        name = self.config.tokenizer
+        if name == MADE[0] or local_files(name) is not None or looks_like_path(name):
+            return open_tokenizer(name)
         if self.folder.is_dir():
             return read_tokenizer(self.folder, read_manifest(self.folder)["tokenizer"]["name"])
-        if self.config.tokenizer in MADE[1:]:
-            raise ConfigError(f"data.tokenizer: {self.config.tokenizer!r} is made by ./run.sh prepare RECIPE")
-        return open_tokenizer(self.config.tokenizer)
+        if name in MADE[1:]:
+            raise ConfigError(f"data.tokenizer: {name!r} is made by ./run.sh prepare RECIPE")
+        return open_tokenizer(name)
 
     @property
     def made_before(self) -> Path | None:
@@ -191,6 +200,7 @@ class Text(DataSet):
             decided["vocabulary"] = config.vocabulary
         if (files := local_files(config.tokenizer)) is not None:
             decided["tokenizer"] = files.stem if files.is_file() else files.name
+            decided["rules"] = open_tokenizer(config.tokenizer).inner.to_str()  # the same name may be of other files
         digest = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
         root = user_path(config.root) if config.root else data_root() / "text"
         return root / f"{config.name}-{decided['tokenizer'].replace('/', '_')}-{digest}"

@@ -135,7 +135,9 @@ def read_files(path: Path) -> tokenizers.Tokenizer:
     file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
     try:
         if file.suffix == ".txt":
-            return wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"))
+            rules = file.with_name("tokenizer_config.json")  # of transformers
+            cased = rules.is_file() and json.loads(rules.read_text()).get("do_lower_case") is False
+            return wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"), cased)
         if file.name == "vocab.json":
             inner = tokenizers.Tokenizer(models.BPE.from_file(str(file), str(file.with_name("merges.txt"))))
             return in_bytes(inner)
@@ -177,10 +179,10 @@ def plain(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps({**held, "added_tokens": []}))
 
 
-def wordpiece(model: models.WordPiece) -> tokenizers.Tokenizer:
-    """As BERT's, uncased."""
+def wordpiece(model: models.WordPiece, cased: bool = False) -> tokenizers.Tokenizer:
+    """As BERT's, which is uncased unless told otherwise."""
     inner = tokenizers.Tokenizer(model)
-    inner.normalizer = normalizers.BertNormalizer(lowercase=True)
+    inner.normalizer = normalizers.BertNormalizer(lowercase=not cased)
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.WordPiece()
     return inner

@@ -1,14 +1,15 @@
-"""Make a run of a checkpoint of others: of the authors' vision code (LIONS-EPFL/LION), of DeiT, of timm.
+"""Make a run of a checkpoint of others: BERT and GPT-2 of transformers, nanoGPT; DeiT, timm, the authors' vision code.
 
     python -m tools convert CHECKPOINT RECIPE OUT [key=value ...] [--ema]
 
-CHECKPOINT is a file of torch.save: the weights, or a training state that holds them. RECIPE and the overrides say what
-the model is. OUT, a new folder, is then a run that eval, predict, `lion.load` and `init_from` take.
+CHECKPOINT is a folder of transformers, a file of safetensors, or one of torch.save: the weights, or a training state
+that holds them. RECIPE and the overrides say what the model is and what its data are. OUT, a new folder, is then a run
+that eval, predict, generate, export, `lion.load` and `init_from` take.
 
-All that its shapes show is checked, and what the arguments of the training say, which some keep beside the weights.
-What neither shows, the recipe must have right, and is named at the end. `model.preset` is `released` unless overridden:
-what the authors' code does otherwise than their paper, its weights were trained with. `CONVERTERS` knows how the
-checkpoints for a model of ours are written; what is special about each stands there.
+All that its shapes show is checked, and what stands beside the weights: the arguments of a training, a `config.json`.
+Language models' recipes follow it, and the run keeps the tokenizer of the folder. What neither shows, the recipe must
+have right, and is named at the end. `CONVERTERS` knows how the checkpoints for a model of ours are written; what is
+special about each stands there.
 """
 
 from __future__ import annotations

@@ -65,6 +65,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         raise ConfigError(f"{loaded.folder}: {error}") from None
     inner, described = dressed(tokenizer)
+    kinds = ["token_type_ids"] if config.get("type_vocab_size", 1) > 1 else []
+    described |= {"model_input_names": ["input_ids", *kinds, "attention_mask"]}
+    described |= {"model_max_length": loaded.model.longest}
     scratch = args.out.with_name(f".{args.out.name}.{os.getpid()}.tmp")
     try:
         scratch.mkdir(parents=True)
@@ -72,7 +75,7 @@ def main(argv: list[str]) -> int:
         sync(scratch / FOLDER[0])
         save_json(scratch / CONFIG, config)
         inner.save(str(scratch / "tokenizer.json"))
-        save_json(scratch / "tokenizer_config.json", {**described, "model_max_length": loaded.model.longest})
+        save_json(scratch / "tokenizer_config.json", described)
         os.rename(scratch, args.out)
         sync(args.out.parent)
     except OSError as error:

@@ -129,26 +129,20 @@ class LanguageConverter(Converter):
 
     def facts(self, held: Held, ours: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
         """Settings of the model by key, and where they are seen."""
-        told, sizes = self.told(held), self.sizes(ours)
+        keys, told, sizes = self.format.keys, self.told(held), self.sizes(ours)
         for name, size in sizes.items():
-            wanted = told.get(self.format.keys[name])
-            if wanted not in (None, size):
-                raise ConfigError(
-                    f"{held.path}: {self.format.keys[name]} is {wanted} in its config, {size} by its weights"
-                )
+            if (wanted := told.get(keys[name])) not in (None, size):
+                raise ConfigError(f"{held.path}: {keys[name]} is {wanted} in its config, {size} by its weights")
         shown = {"dim": sizes["dim"], "depth": sizes["depth"], "mlp_ratio": ratio(sizes["hidden"], sizes["dim"])}
         found = {k: (value, "its weights") for k, value in {**shown, **self.format.plain, **self.more(ours)}.items()}
-        told = {
-            name: told[self.format.keys[name]]
-            for name in ("heads", "eps", "activation")
-            if self.format.keys[name] in told
-        }
-        if "activation" in told and told["activation"] not in self.format.activations:
-            known = ", ".join(self.format.activations)
-            raise ConfigError(f"{held.path}: its activation is {told['activation']!r}, our model knows {known}")
-        for name, key in (("heads", "num_heads"), ("eps", "norm_eps"), ("activation", "mlp")):
-            if name in told:
-                found[key] = self.format.activations[told[name]] if name == "activation" else told[name], "its config"
+        for name, key in (("heads", "num_heads"), ("eps", "norm_eps")):
+            if keys[name] in told:
+                found[key] = told[keys[name]], "its config"
+        if (activation := told.get(keys["activation"])) is not None:
+            known = self.format.activations
+            if activation not in known:
+                raise ConfigError(f"{held.path}: its activation is {activation!r}, our model knows {', '.join(known)}")
+            found["mlp"] = known[activation], "its config"
         return {f"model.{key}": value for key, value in found.items()}
 
     def told(self, held: Held) -> dict[str, Any]:
@@ -207,7 +201,8 @@ class LanguageConverter(Converter):
 
     def describe(self, held: Held, recipe: Recipe, info: TextInfo) -> str:
         c = recipe.model
-        unused = sorted(name for name in self.cleaned(held.weights) if re.fullmatch(self.format.unused, name))
+        unused = (name for name in self.cleaned(held.weights) if re.fullmatch(self.format.unused, name))
+        unused = dict.fromkeys(re.sub(r"\d+", "*", name) for name in unused)  # each once for all blocks
         left = f"; not used: {', '.join(unused)}" if unused else ""
         shape = f"{c.depth} blocks of width {c.dim}, {c.num_heads} heads"
         return f"{shape}, {info.vocabulary:,} ids of tokenizer {info.tokenizer!r}{left}"
