@@ -32,6 +32,7 @@ COMMANDS = {
     "bench ops": Command("", "time the operators against SDPA", "tools.bench.ops"),
     "bench train": Command("RECIPE ...", "time whole training steps against softmax", "tools.bench.train"),
     "bench inference": Command("RUN", "latency and memory by form and input size", "tools.bench.inference"),
+    "bench generate": Command("RUN ...", "latency of a token and memory by length of the text", "tools.bench.generate"),
     "bench lengths": Command("", "the README's picture, of what bench ops measured", "tools.bench.lengths"),
     "convert": Command("FILE RECIPE OUT", "make a run of a checkpoint of DeiT, timm or the authors", "tools.convert"),
     "report": Command("RUN ...", "runs as one table, with curves", "tools.report"),
