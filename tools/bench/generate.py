@@ -36,7 +36,7 @@ from lion.tasks.generation import MODES, PIECE, streaming_mode
 from lion.trainer.memory import tensor_peak
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.bench.report import COLOURS
-from tools.cli import Parser, count, say, table
+from tools.cli import Parser, count, counts, say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.generate import compile_mode
 from tools.processes import Send, in_a_process
@@ -68,7 +68,7 @@ class Job:
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench generate", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run, or a recipe")
-    parser.add_argument("--lengths", type=lengths, default=LENGTHS, help="tokens of the text so far, as 256,1024")
+    parser.add_argument("--lengths", type=counts, default=LENGTHS, help="tokens of the text so far, as 256,1024")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=[*MODES])
     parser.add_argument("--batch", type=count, nargs="+", default=[1], help="sequences at once")
     parser.add_argument("--rounds", type=count, default=31)
@@ -115,10 +115,6 @@ def main(argv: list[str]) -> int:
             rows = [row for key, row in report.rows.items() if key in report.new]
             print(f"{title(rows[0])}\n{table(*tabled(rows))}\n\n{report.files_and(draw(report))}")
     return 1 if failed or not report.new else 0
-
-
-def lengths(text: str) -> tuple[int, ...]:
-    return tuple(sorted({count(part) for part in text.split(",")}))
 
 
 def open_task(name: str) -> tuple[Task, Any]:
