@@ -17,7 +17,7 @@ COMMANDS = {
     "train": Command("RECIPE [key=value ...]", "train a recipe, then evaluate it in every form", "tools.train"),
     "prepare": Command("RECIPE [key=value ...]", "make what a recipe's data need, once for all runs", "tools.prepare"),
     "eval": Command(
-        "RUN [--form full|chunk|rnn|all] [--chunk-size N]",
+        "RUN [--form full|chunk|rnn|all] [--chunk-size N] [--lengths N,N]",
         "a run in every form: metric, speed, memory",
         "tools.evaluate",
     ),
@@ -37,6 +37,7 @@ COMMANDS = {
     "bench ops": Command("", "time the operators against SDPA", "tools.bench.ops"),
     "bench train": Command("RECIPE ...", "time whole training steps against softmax", "tools.bench.train"),
     "bench inference": Command("RUN", "latency and memory by form and input size", "tools.bench.inference"),
+    "bench generate": Command("RUN ...", "latency of a token and memory by length of the text", "tools.bench.generate"),
     "bench lengths": Command("", "the README's picture, of what bench ops measured", "tools.bench.lengths"),
     "convert": Command(
         "CHECKPOINT RECIPE OUT", "make a run of a checkpoint of transformers, nanoGPT, DeiT, timm, ..", "tools.convert"
