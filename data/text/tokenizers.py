@@ -91,7 +91,8 @@ def open_tokenizer(name: str) -> Tokenizer:
     if (local := local_files(name)) is not None:
         return Tokenizer(local.stem if local.is_file() else local.name, read_files(local))
     if looks_like_path(name):
-        raise ConfigError(f"data.tokenizer: no file or folder {name}")
+        there = f"{name} holds none of {', '.join(FILES)}" if user_path(name).is_dir() else f"no file or folder {name}"
+        raise ConfigError(f"data.tokenizer: {there}")
     approach_hub()
     try:
         return Tokenizer(name, tokenizers.Tokenizer.from_pretrained(name))
@@ -124,7 +125,10 @@ def read_files(path: Path) -> tokenizers.Tokenizer:
     file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
     try:
         if file.suffix == ".txt":
-            return wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"))
+            inner = wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"))
+            if inner.token_to_id("[UNK]") is None:
+                raise ValueError("no vocabulary of WordPiece, it has no line [UNK]")
+            return inner
         if file.name == "vocab.json":
             inner = tokenizers.Tokenizer(models.BPE.from_file(str(file), str(file.with_name("merges.txt"))))
             return in_bytes(inner)
