@@ -443,6 +443,42 @@ def test_reading_takes_the_same_memory_whatever_the_size(tmp_path):
     assert grown < 2**24, f"{grown:,} bytes more after 40 batches"
 
 
+PREPARING = """
+import resource, sys
+from pathlib import Path
+import data
+from data.text import corpus
+from lion.config import build
+corpus.SHARD = 2**18
+def peak(path):  # bytes that this process has ever held
+    kind = data.dataset("text")
+    values = dict(name="text", path=path, root=path + ".root", tokenizer="bytes", document="line", workers=1)
+    source = kind(build(kind.Config, values, source=str))
+    source.prepare()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(source.build().train.tokens.ids)
+small, _ = peak(sys.argv[1])
+large, ids = peak(sys.argv[2])
+print(large - small, ids)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units")
+def test_preparing_takes_the_same_memory_whatever_the_size(tmp_path):
+    line, paths = "a line of some sixty characters, of which there are very many.\n", []
+    for size in (2**21, 2**24):
+        paths.append(tmp_path / f"{size}.txt")
+        with open(paths[-1], "w") as file:
+            for _ in range(size // 2**18):
+                file.write(line * (2**18 // len(line)))
+    found = subprocess.run([sys.executable, "-c", PREPARING, *paths], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    grown, ids = map(int, found.stdout.split())
+    assert ids > 0.9 * 2**24
+    assert grown < ids, f"{grown:,} bytes more for {ids:,} ids, which take two each"
+
+
 # sets by name
 
 
