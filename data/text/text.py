@@ -86,8 +86,8 @@ class TextConfig(DataConfig):
 
     def describe(self) -> str:
         made = f", {self.vocabulary:,} ids" if self.tokenizer in MADE[2:] else ""
-        held_out = f"; held out: {self.eval_pack}" if self.eval_pack is not None else ""
-        rows = f"samples of {self.length} tokens, {self.layout()}{held_out}"
+        how = self.layout() if self.eval_pack is None else f"held out: {self.eval_pack}"
+        rows = f"samples of {self.length} tokens, {how}"
         return f"{super().describe()}, tokenizer {self.tokenizer}{made}, a document a {self.document}, {rows}"
 
     def resized(self, sample_size: int) -> Self:
