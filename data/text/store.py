@@ -112,12 +112,12 @@ def check_sums(folder: Path) -> None:
         ConfigError: A file is damaged.
     """
     manifest = read_manifest(folder)
+    again = f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
+    if read_tokenizer(folder, "").fingerprint != manifest["tokenizer"]["fingerprint"]:
+        raise ConfigError(f"{folder / TOKENIZER}: damaged, not the tokenizer of the manifest; {again}")
     for name, wanted in (item for split in SPLITS for item in manifest[split]["sha256"].items()):
         if digest(folder / name) != wanted:
-            raise ConfigError(
-                f"{folder / name}: damaged, its SHA-256 is not that of the manifest; "
-                f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
-            )
+            raise ConfigError(f"{folder / name}: damaged, its SHA-256 is not that of the manifest; {again}")
 
 
 def read_tokenizer(folder: Path, name: str) -> Tokenizer:

@@ -86,16 +86,16 @@ class TextConfig(DataConfig):
         return () if self.eval_pack is None else ("pack", "document_mask")
 
     def label(self) -> str:
-        return "" if self.eval_pack is None else self.layout()
+        return "" if self.eval_pack is None else self.packing()
 
-    def layout(self) -> str:
+    def packing(self) -> str:
         """Of training samples, in a word."""
         return ("packed" if self.document_mask else "borderless") if self.pack == "documents" else self.pack
 
     def describe(self) -> str:
         made = f", {self.vocabulary:,} ids" if self.tokenizer in MADE[2:] else ""
-        held_out = f"; held out: {self.eval_pack}" if self.eval_pack is not None else ""
-        rows = f"samples of {self.length} tokens, {self.layout()}{held_out}"
+        how = self.packing() if self.eval_pack is None else f"held out: {self.eval_pack}"
+        rows = f"samples of {self.length} tokens, {how}"
         return f"{super().describe()}, tokenizer {self.tokenizer}{made}, a document a {self.document}, {rows}"
 
     def resized(self, sample_size: int) -> Self:

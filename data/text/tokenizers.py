@@ -102,7 +102,8 @@ def open_tokenizer(name: str) -> Tokenizer:
     if (local := local_files(name)) is not None:
         return Tokenizer(local.stem if local.is_file() else local.name, read_files(local))
     if looks_like_path(name):
-        raise ConfigError(f"data.tokenizer: no file or folder {name}")
+        there = f"{name} holds none of {', '.join(FILES)}" if user_path(name).is_dir() else f"no file or folder {name}"
+        raise ConfigError(f"data.tokenizer: {there}")
     approach_hub()
     try:
         return Tokenizer(name, tokenizers.Tokenizer.from_pretrained(name))
@@ -137,7 +138,10 @@ def read_files(path: Path) -> tokenizers.Tokenizer:
         if file.suffix == ".txt":
             rules = file.with_name("tokenizer_config.json")  # of transformers
             cased = rules.is_file() and json.loads(rules.read_text()).get("do_lower_case") is False
-            return wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"), cased)
+            inner = wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"), cased)
+            if inner.token_to_id("[UNK]") is None:
+                raise ValueError("no vocabulary of WordPiece, it has no line [UNK]")
+            return inner
         if file.name == "vocab.json":
             inner = tokenizers.Tokenizer(models.BPE.from_file(str(file), str(file.with_name("merges.txt"))))
             return in_bytes(inner)

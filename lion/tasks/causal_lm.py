@@ -33,6 +33,7 @@ class CausalLM(LanguageTask):
     Config = CausalLMConfig
     Model = GPT
     default_model = "gpt"
+    speed_unit = "tokens"
 
     @property
     def pieces(self) -> int:

@@ -64,10 +64,15 @@ class MaskedLM(LanguageTask):
     Config = MaskedLMConfig
     Model = Bert
     default_model = "bert"
+    speed_unit = "tokens"
 
     def __init__(self, config: MaskedLMConfig, info: TextInfo) -> None:
         super().__init__(config, info)
         self.mask_id = info.id("mask")
+
+    @property
+    def pieces(self) -> int:
+        return self.info.length
 
     @staticmethod
     def metrics_of(config: MaskedLMConfig) -> tuple[Metric, ...]:

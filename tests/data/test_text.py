@@ -185,6 +185,16 @@ def test_tables_are_read_by_their_column(tmp_path, kind):
         text_set(tmp_path, path=str(path), tokenizer="bytes", column="txt").prepare()
 
 
+def test_rows_without_text_are_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "\n".join(['{"text": null, "id": "x"}', "", '{"text": "one"}', '{"text": " "}', '{"text": "two", "b": "c"}'])
+    )
+    source = prepared(text_set(tmp_path, path=str(path), tokenizer="bytes", length=8))
+    found = {source.tokenizer.decode(ids[:-1]) for split in ("train", "val") for ids in documents(source, split)}
+    assert found == {"one", "two"}
+
+
 # token files
 
 
@@ -433,6 +443,42 @@ def test_reading_takes_the_same_memory_whatever_the_size(tmp_path):
     assert grown < 2**24, f"{grown:,} bytes more after 40 batches"
 
 
+PREPARING = """
+import resource, sys
+from pathlib import Path
+import data
+from data.text import corpus
+from lion.config import build
+corpus.SHARD = 2**18
+def peak(path):  # bytes that this process has ever held
+    kind = data.dataset("text")
+    values = dict(name="text", path=path, root=path + ".root", tokenizer="bytes", document="line", workers=1)
+    source = kind(build(kind.Config, values, source=str))
+    source.prepare()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(source.build().train.tokens.ids)
+small, _ = peak(sys.argv[1])
+large, ids = peak(sys.argv[2])
+print(large - small, ids)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units")
+def test_preparing_takes_the_same_memory_whatever_the_size(tmp_path):
+    line, paths = "a line of some sixty characters, of which there are very many.\n", []
+    for size in (2**21, 2**24):
+        paths.append(tmp_path / f"{size}.txt")
+        with open(paths[-1], "w") as file:
+            for _ in range(size // 2**18):
+                file.write(line * (2**18 // len(line)))
+    found = subprocess.run([sys.executable, "-c", PREPARING, *paths], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    grown, ids = map(int, found.stdout.split())
+    assert ids > 0.9 * 2**24
+    assert grown < ids, f"{grown:,} bytes more for {ids:,} ids, which take two each"
+
+
 # sets by name
 
 
@@ -504,6 +550,11 @@ def bad(**settings):
     return lambda folder: recipe(folder, **{"path": str(folder / "texts"), "document": "line", **settings})
 
 
+def in_texts(name):
+    """A tokenizer that lies beside the text."""
+    return lambda folder: bad(path=str(folder / "texts" / "a.txt"), tokenizer=f"{folder}/texts/{name}")(folder)
+
+
 @pytest.mark.parametrize(
     "files, make, message",
     [
@@ -512,13 +563,23 @@ def bad(**settings):
         ({"a.txt": ""}, bad(), "no tokens"),
         ({"a.txt": "one line"}, bad(), "a corpus of one document.*data.document=line.*data.split=tail"),
         ({"a.txt": "a\nb"}, bad(tokenizer="./nothing"), "data.tokenizer: no file or folder ./nothing"),
+        ({"a.txt": "a\nb", "v.txt": "a\nb"}, in_texts("v.txt"), r"v.txt cannot be read \(no vocabulary of WordPiece"),
+        ({"a.txt": "a\nb", "v.json": "{}"}, in_texts("v.json"), "data.tokenizer: .*v.json cannot be read"),
+        (
+            {"a.txt": "a\nb"},
+            in_texts("."),
+            r"data.tokenizer: .*texts/. holds none of tokenizer.json, vocab.txt, vocab.json",
+        ),
         ({"a.txt": "a\nb"}, bad(path="/nowhere.txt"), "'/nowhere.txt' is no local file or folder"),
         ({"a.txt": "a\nb"}, bad(path=None), "data.path: missing"),
-        ({"a.txt": b"\xff\xfe\x00"}, bad(), "a.txt: no UTF-8 text"),
+        ({"a.txt": b"caf\xe9 \nand\n"}, bad(), r"a.txt: no UTF-8 text, byte 3 is 0xe9 \(.*\); iconv converts it"),
         ({"a.jsonl": "{}\n"}, bad(), "data.column: name it, none of  in .*a.jsonl"),
         ({"a.jsonl": '{"a": "x", "b": "y"}\n'}, bad(), "more than one of a, b"),
         ({"a.jsonl": "{no\n"}, bad(), "a.jsonl: no JSON lines"),
         ({"a.jsonl": '["x"]\n'}, bad(), "no JSON objects"),
+        ({"a.jsonl": '{"text": "a"}\n\n{"text": "b\n{"text": "c"}'}, bad(), """a.jsonl: no JSON lines.*{"text": "b'"""),
+        ({"a.jsonl": '{"text": "a"}\n{"txt": "b"}\n'}, bad(), """a.jsonl: no column 'text' in '{"txt": "b"}'"""),
+        ({"a.jsonl": '{"text": null}\n', "b.jsonl": '{"text": null}'}, bad(), "no tokens, the text is empty"),
         ({"a.csv": "x"}, bad(), "holds .csv; expected .txt"),
         ({"a.parquet": "x"}, bad(), "texts' cannot be read"),
         ({}, bad(), "holds nothing; expected .txt"),
@@ -547,6 +608,11 @@ def test_a_damaged_token_file_is_refused(tmp_path, capsys):
     for name in ("prepare", "train"):
         assert "a truncated token file; remove" in refuse(capsys, name, file)
     held.write_bytes(whole)
+    swapped = make_tokenizer("bpe", ["abc"], 300).inner.to_str()
+    (source.folder / "tokenizer.json").write_text(swapped)
+    assert "tokenizer.json: damaged, not the tokenizer of the manifest" in refuse(capsys, "prepare", file)
+    (source.folder / "tokenizer.json").unlink()
+    assert "tokenizer.json: cannot be read" in refuse(capsys, "prepare", file)
     (source.folder / "manifest.json").write_text("{")
     assert "manifest.json: cannot be read" in refuse(capsys, "train", file)
 

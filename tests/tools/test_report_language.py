@@ -45,8 +45,9 @@ def test_layouts_judged_by_the_same_samples_are_rows(runs):
     groups = group([load(str(run)) for run in runs], PAPER)
     assert list(groups) == ["lion_s borderless", "lion_s packed", "lion_s padded"]
     header, rows = result_table(groups, PAPER)
-    assert header == ["model", "val MLM accuracy %", "val loss", "n", "parameters", "tokens/s"], "the paper has none"
-    packed = dict(zip(header, rows[1]))
+    assert header == ["model", "val MLM accuracy %", "val loss", "n", "parameters", "tokens seen", "tokens/s"]
+    packed, padded = (dict(zip(header, row)) for row in rows[1:])
+    assert packed["tokens seen"] == f"{4 * 4 * 16}" and int(padded["tokens seen"]) < 0.9 * 4 * 4 * 16
     lines = [
         min((json.loads(t) for t in (run / "metrics.jsonl").read_text().splitlines() if '"val"' in t), key=better)
         for run in runs[:2]
@@ -90,8 +91,9 @@ def test_several_tables_in_one_report(runs, tmp_path, capsys):
     assert text.startswith("# Both: runs at one budget each\n")
     parts = text.split("\n## ")
     assert [part.split("\n")[0] for part in parts[1:3]] == ["Packing", "Pictures"]
-    assert "### What it does not say" in parts[1] and "a document a line" in parts[1] and "tokens/s" in parts[1]
-    assert "images/s" in parts[2] and "6 steps in batches of 64" in parts[2]
+    assert "### What it does not say" in parts[1] and "tokens/s" in parts[1]
+    assert "a document a line, samples of 16 tokens, held out: padded\n" in parts[1]
+    assert "images/s" in parts[2] and "images seen" not in parts[2] and "6 steps in batches of 64" in parts[2]
     assert out.index("Packing") < out.index("tokens/s") < out.index("Pictures") < out.index("images/s")
     rows = json.loads((tmp_path / "both.json").read_text())["rows"]
     assert [row["section"] for row in rows] == ["Packing"] * 6 + ["Pictures"]

@@ -29,7 +29,8 @@ class Run(NamedTuple):
         curve: (epoch, value), or (step, value) where the recipe counts in steps, of every validation.
         beside: Other metrics, with their values where `metric` was best.
         test: The test metric, if it was evaluated.
-        speed: In `task.speed_unit`s a second, of training; None where it was not written or cannot be told.
+        seen: `task.speed_unit`s that it was trained on, without padding; None where the data, which know, are gone.
+        speed: The same of a second; None also where it was not written.
     """
 
     folder: Path
@@ -39,6 +40,7 @@ class Run(NamedTuple):
     curve: list[tuple[float, float]]
     beside: list[tuple[Metric, float]]
     test: float | None
+    seen: float | None
     speed: float | None
     parameters: int
     environment: dict[str, Any]
@@ -64,20 +66,20 @@ def load(name: str) -> Run:
         metric, *others = task.metrics
         unit = "epoch" if recipe.trainer.steps is None else "step"
         curve = [(line[unit], line[metric.name]) for line in held_out]
-        best = next(
-            line for line in reversed(held_out) if metric.as_good(line[metric.name], metric.best(v for _, v in curve))
-        )
+        top = metric.best(value for _, value in curve)
+        best = next(line for line in reversed(held_out) if line[metric.name] == top)  # of equals, the longer trained
         beside = [(m, best[m.name]) for m in others if not isinstance(m, OfMeans)]
         environment = json.loads((folder / ENVIRONMENT).read_text())
         summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else None
         test = summary["value"] if summary and summary["split"] == "test" else None
-    except ConfigError:
-        raise
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{folder}: its metrics cannot be read ({error})") from None
     parameters = count_parameters(build_on_meta(task, recipe.model))
-    speed = speed_of(recipe, task, trained)
-    return Run(folder, recipe, task, metric, curve, beside, test, speed, parameters, environment, task.info)
+    rates = [line[key] for line in trained if (key := f"{task.unit}_per_second") in line]
+    of_sample = pieces_of(recipe, task)
+    seen = of_sample and of_sample * held_out[-1]["step"] * recipe.trainer.batch_size
+    speed = of_sample and of_sample * statistics.median(rates) if rates else None
+    return Run(folder, recipe, task, metric, curve, beside, test, seen, speed, parameters, environment, task.info)
 
 
 def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
@@ -86,12 +88,11 @@ def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
     return step >= (c.steps if c.steps is not None else round(c.epochs * step / last["epoch"]))
 
 
-def speed_of(recipe: Recipe, task: Task, trained: list[dict[str, Any]]) -> float | None:
-    """The median over the lines of training; padding does not count."""
-    rates = [line[key] for line in trained if (key := f"{task.unit}_per_second") in line]
+def pieces_of(recipe: Recipe, task: Task) -> float | None:
+    """Of a training sample, on average, without padding; None where its data, which know, are not here."""
     try:
-        return statistics.median(rates) * task.pieces * open_data(recipe).filled() if rates else None
-    except ConfigError:  # how much is padding, the data know, which are not here
+        return task.pieces * open_data(recipe).filled()
+    except ConfigError:
         return None
 
 

@@ -17,12 +17,13 @@ ASKED = ("yes", "no, the other way round")
 
 
 def result_table(groups: Groups, paper: Paper) -> Table:
-    """A row for each recipe; a column that no row has a value for is left out."""
+    """A row for each recipe; columns that tell nothing are left out."""
     numbers, first = claimed(paper), next(iter(groups.values()))[0]
     beside = [metric for metric, _ in first.beside]
     header = ["model", f"test {first.metric.heading}", f"val {first.metric.heading}"]
     header += [f"val {metric.heading}" for metric in beside]
-    header += ["n", "parameters", f"{first.task.speed_unit}/s", *(f"paper: {column}" for column in paper.columns)]
+    unit = first.task.speed_unit
+    header += ["n", "parameters", f"{unit} seen", f"{unit}/s", *(f"paper: {column}" for column in paper.columns)]
     rows = []
     for name, runs in groups.items():
         tests = [run.test for run in runs if run.test is not None]
@@ -30,9 +31,11 @@ def result_table(groups: Groups, paper: Paper) -> Table:
         row = [name, spread(tests if len(tests) == len(runs) else [], first.metric)]
         row.append(spread([run.val for run in runs], first.metric))
         row += [spread([run.beside[i][1] for run in runs], metric) for i, metric in enumerate(beside)]
-        row += [str(len(runs)), f"{runs[0].parameters:,}", f"{statistics.median(speeds):,.0f}" if speeds else "-"]
+        row += [str(len(runs)), f"{runs[0].parameters:,}", "-" if runs[0].seen is None else f"{runs[0].seen:,.0f}"]
+        row.append(f"{statistics.median(speeds):,.0f}" if speeds else "-")
         rows.append([*row, *(numbers.get(name, {}).get(column, "-") for column in paper.columns)])
-    kept = [i for i in range(len(header)) if any(row[i] != "-" for row in rows)]
+    told = {i: {row[i] for row in rows} for i in range(len(header))}
+    kept = [i for i in told if told[i] != {"-"} and (len(told[i]) > 1 or not header[i].endswith(" seen"))]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
