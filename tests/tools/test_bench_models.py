@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from statistics import median
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from lion.layers.layout import Layout
 from lion.runs import open_run
 from tests.helpers import ROOT, here, refuse, tiny_recipe
 from tools.bench import inference, probe, train
+from tools.bench.plain import PLAIN, PlainGPT, plain_step
 from tools.bench.probe import Variant
 from tools.compose import resolve
 
@@ -30,7 +32,14 @@ JOB = train.Job(
     seconds=60,
     threads=torch.get_num_threads(),
     eager=True,
+    plain=False,
     command="x",
+)
+TEXT = replace(
+    JOB,
+    recipes=tuple(str(ROOT / f"recipes/shakespeare_char_{m}.yaml") for m in ("softmax", "lion_s")),
+    size=9,
+    plain=True,
 )
 
 
@@ -86,7 +95,7 @@ def test_a_step_trains():
     torch.manual_seed(0)
     model = task.build_model(recipe.model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step = train.training_step(model, task, recipe, 3, "fp32", torch.device("cpu"))
+    step = train.training_step(model, task, recipe, task.example(3, "cpu"), "fp32", torch.device("cpu"))
     for _ in range(2):
         step()
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -102,7 +111,7 @@ def test_rows_of_training_steps():
     assert rows[0]["ratio"] == 1 and all(r["ms"] > 0 and len(r["ratios"]) >= 2 for r in rows)
     assert all((r["batch"], r["tokens"], r["size"]) == (3, 5, 32) for r in rows)
     for row in rows:
-        assert row["ratio"] == sorted(row["ratios"])[len(row["ratios"]) // 2]
+        assert row["ratio"] == median(row["ratios"])
     assert rows[2]["parameters"] != rows[0]["parameters"]
 
 
@@ -121,7 +130,7 @@ def test_the_train_command(tmp_path, monkeypatch, capsys):
     held = json.loads((tmp_path / "train.json").read_text())["rows"]
     assert sorted(r["mixer"] for r in held) == ["lion_s", "lion_s chunk", "softmax", train.FLOOR]
     text = (tmp_path / "train.md").read_text()
-    assert "| lion_s chunk | " in text and "32 px (5 tokens), batch 2, dim 12" in text
+    assert "| lion_s chunk | " in text and "32 px (5 tokens), batch 2, vit, dim 12" in text
     (tmp_path / "train.json").write_text("[]")
     capsys.readouterr()
     assert "not a report of this command" in refuse(capsys, *command)
@@ -137,6 +146,81 @@ def test_models_must_be_alike(capsys):
     line = refuse(capsys, "bench", "train", *twins, "--eager", "--set", "model.attention.scans=[row_major]")
     assert "cifar100_lion_s_multiscan.yaml: a second lion_s, by all that is timed here" in line
     assert "'bench op' is no command, did you mean 'bench ops'" in refuse(capsys, "bench", "op")
+
+
+def gpt(mixer="softmax"):
+    """A tiny GPT of 8 tokens, its recipe, task, and a batch."""
+    torch.manual_seed(0)
+    recipe, task = train.models(TEXT)[mixer]
+    return task.build_model(recipe.model), recipe, task, task.example(2, "cpu")
+
+
+def test_the_plain_model_is_ours():
+    model, _, _, batch = gpt()
+    tokens = batch["tokens"][:, :-1]
+    torch.testing.assert_close(PlainGPT.of(model)(tokens), model(tokens))
+
+
+def test_the_plain_step_is_ours():
+    """From the same weights, on the same batch: forward, backward, clipping, AdamW and its groups."""
+    model, recipe, task, batch = gpt()
+    recipe = replace(recipe, trainer=replace(recipe.trainer, clip_grad=0.1))
+    plain = PlainGPT.of(model)
+    steps = (
+        train.training_step(model, task, recipe, batch, "fp32", torch.device("cpu")),
+        plain_step(plain, recipe, batch["tokens"]),
+    )
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    for _ in range(3):
+        for step in steps:
+            step()
+    ours = {name.removeprefix("encoder."): value for name, value in model.state_dict().items()}
+    torch.testing.assert_close(dict(plain.state_dict()), ours, rtol=1e-4, atol=1e-5)
+    assert all((value - ours[name]).abs().max() > 1e-3 for name, value in before.items())
+
+
+def test_a_step_clips(monkeypatch):
+    model, recipe, task, batch = gpt("lion_s")
+    found, take = [], torch.optim.AdamW.step
+
+    def kept(self, *args):
+        found.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        return take(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", kept)
+    for norm in (None, 1e-3):
+        own = replace(recipe, trainer=replace(recipe.trainer, clip_grad=norm))
+        train.training_step(model, task, own, batch, "fp32", torch.device("cpu"))()
+    assert found[0] > 1e-2 and found[1] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_dropout_is_part_of_the_shape():
+    parts = ("model.dropout", "model.attention.score_dropout")
+    shapes = [resolve("cifar100_lion_s", [f"{part}=0.1"]).model.shape() for part in parts]
+    assert "heads, dropout 0.1," in shapes[0] and "heads, score dropout 0.1," in shapes[1]
+
+
+@pytest.mark.slow
+def test_rows_of_text():
+    """Another size is a length; what is timed plainly has a multiplier of its own."""
+    sent = []
+    train.measure(TEXT, sent.append)
+    rows = {m["mixer"]: m for m in sent if m["kind"] == "row"}
+    assert list(rows) == ["softmax", PLAIN, train.FLOOR, "lion_s"]
+    assert rows[PLAIN]["plain_ratio"] == 1 == rows["softmax"]["ratio"] and rows[PLAIN]["ratio"] > 0
+    assert {(r["model"], r["tokens"], r["batch"]) for r in rows.values()} == {("gpt", 8, 3)}
+    assert rows[PLAIN]["parameters"] == rows["softmax"]["parameters"] != rows["lion_s"]["parameters"]
+    assert train.title(rows["softmax"]).startswith("8 tokens, batch 3, gpt, dim 12")
+    header, (cells, *_) = train.columns(list(rows.values()))
+    assert header[:5] == ["mixer", "x softmax", "x plain", "ms a step", "tokens/s"]
+    assert float(cells[4].replace(",", "")) == pytest.approx(24e3 / rows["softmax"]["ms"], rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ("mlm_tiny_softmax", "shakespeare_char_softmax"))
+def test_only_a_gpt_without_additions_is_written_plainly(capsys, recipe):
+    more = ["model.dropout=0.1"] if recipe.startswith("shakespeare") else []
+    line = refuse(capsys, "bench", "train", recipe, "--plain", "--eager", "--set", "data.length=65", *more)
+    assert "--plain: only a GPT without dropout" in line
 
 
 # Inference
