@@ -110,7 +110,8 @@ class Text(DataSet):
         return Splits(train, val, None, info, order=Drawn() if config.pack == "windows" else Shuffled())
 
     def layout(self, tokens: Tokens, info: TextInfo, split: str) -> Layout:
-        """The samples of a split; windows to evaluate on lie side by side."""
+        """The samples of a split; of windows to evaluate on, the next begins with the last token of the one before: a
+        causal model is judged by every token once."""
         config, pad = self.config, info.special.get("pad", 0)
         if config.pack == "padded":
             return Padded(tokens, config.length, pad, info.special.get("sep") if "end" not in info.special else None)
@@ -118,7 +119,9 @@ class Text(DataSet):
             return Packed(tokens, config.length, pad)
         if len(tokens.ids) < config.length:
             raise ConfigError(f"data.length: {config.length} is more than the {len(tokens.ids)} tokens of {split}")
-        return Windows(tokens, config.length, 1 if config.pack == "windows" and split == "train" else config.length)
+        if config.pack == "windows":
+            return Windows(tokens, config.length, 1 if split == "train" else config.length - 1)
+        return Windows(tokens, config.length, config.length)
 
     def info(self, described: dict[str, Any]) -> TextInfo:
         """Of a manifest's tokenizer."""
