@@ -91,18 +91,22 @@ def check_plain(config: ModelConfig) -> None:
 
 
 def plain_step(model: PlainGPT, recipe: Recipe, tokens: Tensor) -> Callable[[], object]:
-    """A training step on samples (B, L + 1), as one would write it: PyTorch's AdamW and clipping as they come."""
+    """A training step on samples (B, L + 1), as one would write it: PyTorch's AdamW, clipping and products as they come,
+    whatever precision of products is timed beside it."""
     optim, clip = recipe.optim, recipe.trainer.clip_grad
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == large] for large in (True, False))
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
 
     def step() -> None:
+        timed = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
         optimizer.zero_grad()
         logits = model(tokens[:, :-1])
         F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+        torch.set_float32_matmul_precision(timed)
 
     return step
