@@ -91,7 +91,7 @@ def check_plain(config: ModelConfig) -> None:
 
 
 def plain_step(model: PlainGPT, recipe: Recipe, tokens: Tensor) -> Callable[[], object]:
-    """A training step on samples (B, L + 1), as one would write it: PyTorch's AdamW, clipping and products as they come,
+    """A training step on samples (B, L + 1), as one would write it: AdamW, clipping and products as PyTorch has them,
     whatever precision of products is timed beside it."""
     optim, clip = recipe.optim, recipe.trainer.clip_grad
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == large] for large in (True, False))
