@@ -147,7 +147,8 @@ class Text(DataSet):
         return 1.0 if train is None else train.filled()
 
     def layout(self, tokens: Tokens, info: TextInfo, split: str) -> Layout:
-        """The samples of a split; windows to evaluate on lie side by side."""
+        """The samples of a split; of windows to evaluate on, the next begins with the last token of the one before: a
+        causal model is judged by every token once."""
         config, pad = self.config, info.special.get("pad", 0)
         pack, apart = config.pack, config.document_mask
         if split == "val" and config.eval_pack is not None:
@@ -158,7 +159,9 @@ class Text(DataSet):
             return Packed(tokens, config.length, pad)
         if len(tokens.ids) < config.length:
             raise ConfigError(f"data.length: {config.length} is more than the {len(tokens.ids)} tokens of {split}")
-        return Windows(tokens, config.length, 1 if pack == "windows" and split == "train" else config.length)
+        if pack == "windows":
+            return Windows(tokens, config.length, 1 if split == "train" else config.length - 1)
+        return Windows(tokens, config.length, config.length)
 
     def info(self, described: dict[str, Any]) -> TextInfo:
         """Of a manifest's tokenizer."""

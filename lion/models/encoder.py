@@ -113,7 +113,10 @@ class EncoderConfig(ModelConfig):
 
     def shape(self) -> str:
         """What models must share to be compared by their mixers."""
-        return f"dim {self.dim}, depth {self.depth}, {self.num_heads} heads"
+        parts = [f"dim {self.dim}", f"depth {self.depth}", f"{self.num_heads} heads"]
+        parts += [f"dropout {self.dropout:g}"] * bool(self.dropout)
+        parts += [f"score dropout {self.attention.score_dropout:g}"] * bool(self.attention.score_dropout)
+        return ", ".join(parts)
 
 
 class Encoder(nn.Module):
