@@ -38,8 +38,11 @@ COMMANDS = {
     "bench train": Command("RECIPE ...", "time whole training steps against softmax", "tools.bench.train"),
     "bench inference": Command("RUN", "latency and memory by form and input size", "tools.bench.inference"),
     "bench lengths": Command("", "the README's picture, of what bench ops measured", "tools.bench.lengths"),
-    "convert": Command("FILE RECIPE OUT", "make a run of a checkpoint of DeiT, timm or the authors", "tools.convert"),
-    "report": Command("RUN ...", "runs as one table, with curves", "tools.report"),
+    "convert": Command(
+        "CHECKPOINT RECIPE OUT", "make a run of a checkpoint of transformers, nanoGPT, DeiT, timm, ..", "tools.convert"
+    ),
+    "export": Command("RUN OUT", "make a folder of transformers of a run of BERT or GPT", "tools.convert.export"),
+    "report": Command("RUN ...", "runs as tables beside the paper's numbers, with curves", "tools.report"),
     "consolidate": Command("RUN", "turn a sharded checkpoint into one file", "tools.consolidate"),
     "soak": Command("[--kills N] [key=value ...]", "kill a run again and again; nothing may be lost", "tools.soak"),
     "logs": Command("[TensorBoard's options]", "TensorBoard over runs/", "tools.programs:logs"),

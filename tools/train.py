@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lion.config import ConfigError
+from lion.files import save_json, save_text
 from lion.ops import FORMS
 from lion.recipe import Recipe, differences, dump_recipe
 from lion.runs import (
@@ -31,7 +32,7 @@ from lion.runs import (
 )
 from lion.tasks import Task
 from lion.tasks.data import Info
-from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
+from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, steps_of
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import Plan, make_plan
 from lion.trainer.runtime import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import re
 from abc import ABC, abstractmethod
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path, walk
+from data.hub import approach_hub
 from lion.config import ConfigError, nearest
 
 SHARD = 2**22  # bytes of text in a shard, about
@@ -170,10 +170,9 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
     Raises:
         ConfigError: There is no such set, or no such split of it.
     """
+    approach_hub()
     import datasets  # takes a second
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it cannot read is said below
     try:
         if files:
             stream = datasets.load_dataset("parquet", data_files=list(files), split="train", streaming=True)

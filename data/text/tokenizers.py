@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from data.base import data_root, user_path
+from data.hub import approach_hub
 from lion.config import ConfigError, nearest
 
 MADE = ("bytes", "characters", "wordpiece", "bpe")  # from no file; all but `bytes` of the text that they are to read
@@ -103,7 +103,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         return Tokenizer(local.stem if local.is_file() else local.name, read_files(local))
     if looks_like_path(name):
         raise ConfigError(f"data.tokenizer: no file or folder {name}")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
+    approach_hub()
     try:
         return Tokenizer(name, tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:  # what a missing network and a missing name raise has no common type

@@ -164,13 +164,16 @@ class Encoder(nn.Module):
             states.append(state)
         return self.norm(x, layout), states
 
-    def step(self, x: Tensor, states: list[Any], context: Any = None) -> tuple[Tensor, list[Any]]:
-        """As `forward` for the next token(s) x (B, C, dim), and the states after them."""
+    def step(
+        self, x: Tensor, states: list[Any], context: Any = None, valid: Tensor | None = None
+    ) -> tuple[Tensor, list[Any]]:
+        """As `forward` for the next token(s) x (B, C, dim), and the states after them; `valid` (B, C) is False for
+        padding."""
         new = []
         for block, state in zip(self.blocks, states):
-            x, state = block.step(x, state, context)
+            x, state = block.step(x, state, context, valid)
             new.append(state)
-        return self.norm(x), new
+        return self.norm(x, Layout.of(x, valid)), new
 
     def prepared(self, x: Tensor, layout: Layout) -> Layout:
         """The layout with what its blocks make of it alike, once for all of them."""

@@ -34,6 +34,10 @@ class CausalLM(LanguageTask):
     Model = GPT
     default_model = "gpt"
 
+    @property
+    def pieces(self) -> int:
+        return self.info.length - 1
+
     @staticmethod
     def metrics_of(config: CausalLMConfig) -> tuple[Metric, ...]:
         return PERPLEXITY, LOSS

@@ -22,6 +22,11 @@ class LanguageTask(Task):
 
     Info = TextInfo
     unit = "sequences"
+    speed_unit = "tokens"
+
+    @property
+    def pieces(self) -> int:
+        return self.info.length
 
     def example(self, size: int, device: torch.device | str) -> Batch:
         return {"tokens": torch.randint(self.info.vocabulary, (size, self.info.length), device=device)}

@@ -343,6 +343,43 @@ def test_padded_samples_are_documents(tmp_path):
         assert row["segments"].tolist() == [0] * len(cut) + [-1] * (12 - len(cut))
 
 
+@pytest.mark.parametrize(
+    "layout, label",
+    [
+        ({}, "packed"),
+        ({"document_mask": False}, "borderless"),
+        ({"pack": "padded"}, "padded"),
+        ({"pack": "windows"}, "windows"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_runs_of_any_layout_can_be_judged_by_the_same_samples(tmp_path, layout, label):
+    (tmp_path / "text.txt").write_text("\n".join(sentences(60, longest=8)))
+
+    def of(**settings):
+        made = {"tokenizer": "wordpiece", "vocabulary": 300, "length": 12, "document": "line"}
+        return prepared(text_set(tmp_path, path=str(tmp_path / "text.txt"), **made, **settings))
+
+    def rows(split):
+        return [{name: x.tolist() for name, x in split[i].items()} for i in range(len(split))]
+
+    source, own = of(**layout, eval_pack="padded"), of(**layout)
+    assert rows(source.build().val) == rows(of(pack="padded").build().val)
+    assert rows(source.build().train) == rows(own.build().train) and source.build().order == own.build().order
+    assert source.config.label() == label and source.config.of_training == ("pack", "document_mask")
+    assert rows(of(**layout, eval_pack="documents").build().val) == rows(of().build().val), "kept apart"
+    assert own.config.label() == "" and own.config.of_training == ()
+
+
+@pytest.mark.parametrize("pack", ["documents", "padded", "windows"])
+def test_the_share_of_places_that_hold_tokens(tmp_path, pack):
+    source = prepared(lines_set(tmp_path, sentences(60, longest=5), pack=pack))
+    train = source.build().train
+    segments = torch.stack([row.get("segments", row["tokens"]) for row in map(train.__getitem__, range(len(train)))])
+    assert source.filled() == pytest.approx((segments >= 0).double().mean().item(), abs=1 / len(train))
+    assert (source.filled() < 0.9) == (pack == "padded")
+
+
 def test_windows_begin_anywhere_and_are_drawn(tmp_path):
     source = prepared(lines_set(tmp_path, sentences(60), pack="windows"))
     splits = source.build()
@@ -409,11 +446,30 @@ def test_python_source_is_there_on_every_machine(tmp_path, monkeypatch):
     assert found == {text for path in some[:12] if (text := path.read_text(encoding="utf-8")).strip()}
 
 
+def test_python_source_in_paragraphs(tmp_path, monkeypatch):
+    kind = data.dataset("python_source")
+    some = kind.files(text_set(tmp_path, "python_source"))[:12]
+    monkeypatch.setattr(kind, "files", lambda self: some)
+    source = prepared(text_set(tmp_path, "python_source", tokenizer="bytes", document="paragraph", pack="padded"))
+    train, val = (len(part) for part in source.build()[:2])
+    assert train + val > 10 * len(some)
+    assert source.published()[1] == pytest.approx(train, rel=0.15), "what is said before it is prepared"
+
+
 @pytest.mark.parametrize("name", ["c4", "openwebtext", "python_source"])
 def test_sets_are_known_without_their_files(name, tmp_path):
     info, count = text_set(tmp_path, name).published()
     assert count > 1000 and info.length == text_set(tmp_path, name).config.length
     assert TextInfo.from_dict(json.loads(json.dumps(info.to_dict()))) == info
+
+
+def test_a_set_is_known_with_any_tokenizer_that_is_there(tmp_path):
+    tokenizer = make_tokenizer("wordpiece", sentences(50), 300)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.inner.to_str())
+    info, count = text_set(tmp_path, "c4", tokenizer=str(tmp_path)).published()
+    assert (info.vocabulary, info.fingerprint, count) == (tokenizer.vocabulary, tokenizer.fingerprint, 364_868_892)
+    with pytest.raises(ConfigError, match=r"data.tokenizer: no file or folder ./none"):
+        text_set(tmp_path, "c4", tokenizer="./none").published()
 
 
 def test_what_the_hub_does_not_give_is_one_line(tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.text.glue import TASKS
-from data.text.store import write_file
 from data.text.tokenizers import FILES, Tokenizer, open_tokenizer
 from lion.config import ConfigError, build, nearest, parse_yaml, setting, to_dict
+from lion.files import save_text
 from lion.recipe import Recipe, differences
 from lion.runs import RECIPE, SUMMARY, find_run, read_run, stored_recipe
 from lion.tasks.masked_lm import MaskedLM
@@ -121,7 +121,7 @@ def read_pretrained(run: str, tokenizer: str | None = None) -> Pretrained:
         check_tokenizer(opened, task.info, folder)
         kept = place / opened.name.replace("/", "_")
         kept.mkdir(parents=True, exist_ok=True)
-        write_file(kept / FILES[0], opened.inner.to_str().encode())
+        save_text(kept / FILES[0], opened.inner.to_str())
     else:
         check_tokenizer(open_tokenizer(str(kept)), task.info, folder)
     return Pretrained(folder, recipe, task.info, kept)
