@@ -3,16 +3,18 @@
 import contextlib
 import io
 import json
+import shutil
 import signal
 import time
 
 import pytest
 import torch
+import yaml
 
 from data.text.glue import TASKS
 from lion.config import ConfigError
 from lion.runs import SUMMARY, init_from, lock_run, open_run
-from tests.helpers import glue_folder, here, refuse, tiny_recipe
+from tests.helpers import glue_folder, here, refuse
 from tools import __main__ as commands
 from tools.cli import run_command
 from tools.compose import RECIPES, resolve
@@ -302,8 +304,10 @@ def test_bad_input_is_refused_in_a_line(run, tmp_path, capsys):
     assert "data.length: 256 tokens, model.max_positions has embeddings of 32" in said
 
 
-def test_a_run_of_another_task_is_no_start(tmp_path, capsys):
-    assert here("train", tiny_recipe(tmp_path, task={"mixup": 0}), "--no-eval") == 0
-    capsys.readouterr()
-    said = refuse(capsys, "glue", tmp_path / "runs" / "tiny", "--recipe", "modified")
-    assert "task 'image_classification', GLUE starts from a run of masked_lm" in said
+def test_a_run_of_another_task_is_no_start(run, tmp_path, capsys):
+    shutil.copytree(run[0] / "checkpoints", tmp_path / "gpt" / "checkpoints")
+    recipe = yaml.safe_load((run[0] / "recipe.yaml").read_text())
+    recipe["task"], recipe["model"] = {"name": "causal_lm"}, {"mixer": "lion_s", "dim": 16, "depth": 1, "num_heads": 2}
+    (tmp_path / "gpt" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    said = refuse(capsys, "glue", tmp_path / "gpt", "--recipe", "modified")
+    assert "task 'causal_lm', GLUE starts from a run of masked_lm" in said
