@@ -72,7 +72,7 @@ class GlueConfig(DataConfig):
     name: str = "glue"
     task: str = setting(choices=TASKS)
     path: str = setting("nyu-mll/glue", free=True)
-    tokenizer: str = "bert-base-uncased"
+    tokenizer: str = setting("bert-base-uncased", free=True)
     length: int = setting(128, min=8, max=2**20)
     padding: str = setting("longest", choices=("longest", "max_length"), free=True)
     shuffle: bool = True

@@ -291,6 +291,7 @@ def test_bad_input_is_refused_in_a_line(run, tmp_path, capsys):
         ((folder, "--recipe", "modified", place, "--tasks", "cola,"), "expected tasks with commas between"),
         ((folder, "--recipe", "modified", place, "--seeds", 6), "--seeds: 6, 5 are published"),
         ((folder, "--recipe", "modified", place, "data.lenght=3"), "unknown key 'data.lenght'"),
+        ((folder, "--recipe", "modified", place, "seed=3"), "seed: is set for each task; --seeds, --no-mnli and"),
         (("nothing", "--recipe", "modified", place), "run 'nothing': no recipe.yaml"),
         ((folder,), "required: --recipe"),
         ((folder, "--recipe", "modified", place, "--tokenizer", "bytes"), "is of another vocabulary"),

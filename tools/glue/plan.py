@@ -22,6 +22,7 @@ from tools.compose import RECIPES, open_data, resolve, resolve_run
 TABLE_8 = RECIPES / "glue"
 FROM_MNLI = ("rte", "mrpc", "stsb")  # by Table 8's caption
 SEEDS = (19, 8364, 717, 10536, 90166)  # of LION's YAMLs
+OWN = ("seed", "init_from", "data.name", "data.task", "data.tokenizer", "model.name", "model.mixer", "task.name")
 PUBLISHED_SEEDS = {"mnli": 1, "qnli": 1, "qqp": 1, "rte": 5, "sst2": 3, "mrpc": 5, "cola": 4, "stsb": 5}
 
 
@@ -157,6 +158,9 @@ def make_jobs(
     Raises:
         ConfigError: A task that is none, settings that do not fit, or no run of MNLI, there or asked for.
     """
+    for key in (item.partition("=")[0] for item in overrides):
+        if key in OWN or key.startswith("run."):
+            raise ConfigError(f"{key}: is set for each task; --seeds, --no-mnli and --name choose among them")
     for task in tasks:
         if task not in cells:
             raise ConfigError(f"--tasks: {task!r} is no task of GLUE in this recipe, {nearest(task, cells)}")
