@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DataSet, user_path
+from data.hub import approach_hub
 from data.text.text import KNOWN
 from data.text.tokenizers import Tokenizer, looks_like_path, open_tokenizer
 from lion.config import ConfigError, nearest, setting
@@ -72,7 +72,7 @@ class GlueConfig(DataConfig):
     name: str = "glue"
     task: str = setting(choices=TASKS)
     path: str = setting("nyu-mll/glue", free=True)
-    tokenizer: str = "bert-base-uncased"
+    tokenizer: str = setting("bert-base-uncased", free=True)
     length: int = setting(128, min=8, max=2**20)
     padding: str = setting("longest", choices=("longest", "max_length"), free=True)
     shuffle: bool = True
@@ -156,8 +156,8 @@ class Glue(DataSet):
         return open_tokenizer(self.config.tokenizer)
 
     def build(self) -> Splits:
-        info = self.info(self.tokenizer.name, self.tokenizer.vocabulary, self.tokenizer.special)
-        info = replace(info, fingerprint=self.tokenizer.fingerprint)
+        tokenizer = self.tokenizer
+        info = self.info(tokenizer.vocabulary, tokenizer.fingerprint, tokenizer.special)
         for needed in ("cls", "sep"):
             info.id(needed)
         val, *more = self.task.validation
@@ -165,15 +165,16 @@ class Glue(DataSet):
         found = {split.partition("_")[2]: self.sequences(split, info) for split in more if self.has(split)}
         return Splits(train, val, None, info, order=Shuffled() if self.config.shuffle else Sequential(), more=found)
 
-    def info(self, name: str, vocabulary: int, special: dict[str, int]) -> LabelledTextInfo:
-        return LabelledTextInfo(vocabulary, self.config.length, name, "", special, self.task.classes)
-
-    def published(self) -> tuple[LabelledTextInfo, int] | None:
+    def info(self, vocabulary: int, fingerprint: str, special: Mapping[str, int]) -> LabelledTextInfo:
         name = Path(self.config.tokenizer).name
-        if name not in KNOWN:
-            return None
-        vocabulary, fingerprint, special = KNOWN[name]
-        return replace(self.info(name, vocabulary, special), fingerprint=fingerprint), self.task.samples
+        return LabelledTextInfo(vocabulary, self.config.length, name, fingerprint, special, self.task.classes)
+
+    def published(self) -> tuple[LabelledTextInfo, int]:
+        name = Path(self.config.tokenizer).name
+        if name in KNOWN:
+            return self.info(*KNOWN[name]), self.task.samples
+        tokenizer = self.tokenizer
+        return self.info(tokenizer.vocabulary, tokenizer.fingerprint, tokenizer.special), self.task.samples
 
     @property
     def padding(self) -> Padding:
@@ -233,10 +234,9 @@ class Glue(DataSet):
 
     def rows(self, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Rows, each with where it stands."""
+        approach_hub()
         import datasets  # takes a second
 
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
-        logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it cannot read is said below
         source = self.source(split)
         try:
             if isinstance(source, Path):

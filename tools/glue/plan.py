@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from tools.compose import RECIPES, open_data, resolve, resolve_run
 TABLE_8 = RECIPES / "glue"
 FROM_MNLI = ("rte", "mrpc", "stsb")  # by Table 8's caption
 SEEDS = (19, 8364, 717, 10536, 90166)  # of LION's YAMLs
+OWN = ("seed", "init_from", "data.name", "data.task", "data.tokenizer", "model.name", "model.mixer", "task.name")
 PUBLISHED_SEEDS = {"mnli": 1, "qnli": 1, "qqp": 1, "rte": 5, "sst2": 3, "mrpc": 5, "cola": 4, "stsb": 5}
 
 
@@ -156,10 +158,17 @@ def make_jobs(
     Raises:
         ConfigError: A task that is none, settings that do not fit, or no run of MNLI, there or asked for.
     """
+    for key in (item.partition("=")[0] for item in overrides):
+        if key in OWN or key.startswith("run."):
+            raise ConfigError(f"{key}: is set for each task; --seeds, --no-mnli and --name choose among them")
     for task in tasks:
         if task not in cells:
             raise ConfigError(f"--tasks: {task!r} is no task of GLUE in this recipe, {nearest(task, cells)}")
     jobs: list[Job] = []
+
+    @functools.cache
+    def mnli(seed: int) -> Job:
+        return job("mnli", seed, None)
 
     def job(task: str, seed: int, after: Job | None) -> Job:
         shared = settings(pretrained, task, length, cells[task], overrides)
@@ -173,7 +182,7 @@ def make_jobs(
         for seed in SEEDS[: seeds or PUBLISHED_SEEDS[task]]:
             after = None
             if task in FROM_MNLI and from_mnli:
-                starts = [job("mnli", s, None) for s in dict.fromkeys((seed, SEEDS[0]))] if "mnli" in cells else []
+                starts = [mnli(s) for s in dict.fromkeys((seed, SEEDS[0]))] if "mnli" in cells else []
                 planned = [other.name for other in jobs]
                 after = next((other for other in starts if other.name in planned or other.finished), None)
                 if after is None:
@@ -181,7 +190,7 @@ def make_jobs(
                         f"--tasks: {task} starts from the run of mnli (Table 8), and there is none yet: add mnli, or "
                         f"--no-mnli starts it from {pretrained.folder}"
                     )
-            jobs.append(job(task, seed, after))
+            jobs.append(mnli(seed) if task == "mnli" else job(task, seed, after))
     for each in jobs:
         check_earlier(each)
     return jobs
@@ -192,7 +201,6 @@ def settings(pretrained: Pretrained, task: str, length: int, cell: Cell, overrid
     off, and precision stays float32 where the task wants it."""
     model, trainer = to_dict(pretrained.recipe.model), pretrained.recipe.trainer
     own = {"name": "bert_classifier", "attention": {**model["attention"], "score_dropout": 0.0}}
-    plain = resolve(RECIPES / f"glue_{task}.yaml").trainer.precision == "fp32"
     given: dict[str, Any] = {
         "model": {**model, **own},
         "data.tokenizer": str(pretrained.tokenizer),
@@ -200,12 +208,18 @@ def settings(pretrained: Pretrained, task: str, length: int, cell: Cell, overrid
         "optim.lr": cell.lr,
         "optim.weight_decay": cell.torch_decay,
         "trainer.epochs": cell.epochs,
-        "trainer.precision": "fp32" if plain else trainer.precision,
+        "trainer.precision": "fp32" if in_float32(task) else trainer.precision,
         "trainer.matmul": trainer.matmul,
         "trainer.compile": trainer.compile,
         "trainer.device": trainer.device,
     }
     return [*(f"{key}={json.dumps(value)}" for key, value in given.items()), *overrides]
+
+
+@functools.cache
+def in_float32(task: str) -> bool:
+    """Whether its recipe says so."""
+    return resolve(RECIPES / f"glue_{task}.yaml").trainer.precision == "fp32"
 
 
 def check_earlier(job: Job) -> None:
