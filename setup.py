@@ -1,7 +1,9 @@
 from setuptools import find_packages, setup
 
 EXTRAS = {
+    "convert": ["safetensors"],
     "digits": ["scikit-learn", "scipy"],
+    "glue": ["scikit-learn", "scipy"],
     "plots": ["matplotlib"],
     "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm", "transformers"],
 }

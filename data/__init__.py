@@ -15,6 +15,7 @@ DATASETS = {
     "cifar10_pixels": "data.lra.cifar.CifarPixels",
     "digits": "data.vision.digits.Digits",
     "fashion_mnist": "data.vision.torchvision_sets.FashionMnist",
+    "glue": "data.text.glue.Glue",
     "hf": "data.vision.hf.HubPictures",
     "imagefolder": "data.vision.imagefolder.ImageFolder",
     "imagenet": "data.vision.imagenet.ImageNet",

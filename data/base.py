@@ -37,6 +37,15 @@ class DataConfig:
         """Where a person said that they are."""
         return self.root
 
+    @property
+    def of_training(self) -> tuple[str, ...]:
+        """Settings that change nothing of what is held out: runs that differ in them are judged by the same."""
+        return ()
+
+    def label(self) -> str:
+        """What tells apart the rows of a table whose runs differ in `of_training`."""
+        return ""
+
     def describe(self) -> str:
         """Which data they are and where, in a line."""
         return f"{self.name} ({self.place or 'its usual place'})"
@@ -56,6 +65,7 @@ class DataSet(ABC):
     Config: ClassVar[type[DataConfig]]  # the recipe's `data` section
     Info: ClassVar[type[Info]]  # what it tells a model: tasks that want this kind can learn from it
     workers: ClassVar[int] = 4  # loader processes that suit it; none for data in memory
+    asks: tuple[str, ...] = ("file",)  # what `load` takes, in the words of a heading
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -83,8 +93,17 @@ class DataSet(ABC):
         """What the set is known to hold, without its files: its info and the number of training samples."""
         return None
 
+    def filled(self) -> float:
+        """The share of a training sample that is no padding, on average.
+
+        Raises:
+            ConfigError: Its files are not there.
+        """
+        return 1.0
+
     def load(self, path: str, info: Info) -> dict[str, Any]:
-        """A file as a sample for a model that was trained with `info`: as the splits' own, but for the label.
+        """A file, or what else it `asks` for, as a sample for a model that was trained with `info`: as the splits' own,
+        but for the label.
 
         Raises:
             ConfigError: It cannot be read, or no file is a sample of such data.

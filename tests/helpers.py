@@ -1,5 +1,6 @@
 """What several tests use: tiny recipes, and commands run as a person runs them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -55,6 +56,25 @@ def pictures(root, layout, grey=False):
             for i in range(count):
                 mode = "L" if grey or i % 2 == 0 else "RGB"
                 picture(i, (30 + i, 20), mode).save(root / split / name / f"{i}.png")
+
+
+def glue_folder(root: Path, tasks, rows: int = 24, seed: int = 0) -> Path:
+    """Tasks of GLUE as JSON lines with the Hub's columns; the label follows from the first letter."""
+    from data.text.glue import TASKS
+
+    rng = np.random.default_rng(seed)
+    for name in tasks:
+        task = TASKS[name]
+        (root / name).mkdir(parents=True)
+        for split in ("train", *task.validation):
+            lines = []
+            for i in range(rows):
+                label = i % (len(task.classes) or 6)
+                texts = ["".join(rng.choice(list("xyz "), rng.integers(1, 30))) for _ in task.columns]
+                values = {column: "abcdef"[label] + text for column, text in zip(task.columns, texts)}
+                lines.append(json.dumps({**values, "label": label if task.classes else label * 0.8, "idx": i}))
+            (root / name / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return root
 
 
 def state_of(run: Path, kind: str = "last") -> dict:

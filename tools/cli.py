@@ -51,6 +51,11 @@ def count(text: str) -> int:
     return number
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """An option's several numbers, as 256,512: each once, rising."""
+    return tuple(sorted({count(part) for part in text.split(",")}))
+
+
 def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
     """`set_form` for what a person typed."""
     try:

@@ -1,9 +1,9 @@
 """Evaluate a run as full attention, chunks and an RNN: metric, speed, memory, deviation.
 
-    python -m tools.evaluate RUN [data.root=PATH] [--form full|chunk|rnn|all] [--chunk-size N]
+    python -m tools.evaluate RUN [data.root=PATH] [--form full|chunk|rnn|all] [--chunk-size N] [--lengths 256,512,..]
 
 Blocks are compiled, as in training, where the recipe says so and there is a compiler; that is not timed. Memory is what
-tensors held at most in one batch, beside the weights.
+tensors held at most in one batch, beside the weights. --lengths: text in windows of these, see `tools.lengths`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lion.trainer.loader import Batches, eval_batches
 from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import seconds
-from tools.cli import Parser, choose_form, count, run_command, table
+from tools.cli import Parser, choose_form, count, counts, run_command, table
 from tools.compose import build_data, loader_workers, metric_of, resolve_run
 
 LONG = 1024  # tokens; above it neither an L x L matrix nor single steps are measured unless asked for
@@ -47,10 +47,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--split", choices=("test", "val"), help="default: test, or val where there is no test")
     parser.add_argument("--ema", action="store_true", help="the averaged weights")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--lengths", type=counts, help="of text, in windows of so many tokens, as 256,512")
+    parser.add_argument("--tokens", type=count, default=2**18, help="with --lengths, of held-out text, at most")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="with --lengths, where to add JSON and a picture")
     args = parser.parse_intermixed_args(argv)
     if args.chunk_size and args.form == "full":
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
     wanted = {"checkpoint": args.checkpoint, "split": args.split, "ema": args.ema, "eager": args.eager}
+    if args.lengths:
+        from tools.lengths import evaluate_lengths  # which measures with what is here
+
+        return evaluate_lengths(args, argv)
     results = measure_forms(args.run, args.form, args.chunk_size, overrides=args.overrides, **wanted)
     print(as_table(results, metric_of(resolve_run(find_run(args.run)))))
     return 0
@@ -149,21 +156,25 @@ def measure(
     once, run in every form, and forgotten."""
     model, task = loaded.model, loaded.task
     found = {form: Measured(task, runtime.device) for form in forms}
-    samples = 0
+    samples, seen = 0, set()
 
     def forward(batch: Batch) -> Outcome:
         with torch.inference_mode(), runtime.autocast(precision):
             return task.evaluate(model, batch)
 
     shown = tqdm(batches, total=rounds, desc="evaluating", unit="batch", leave=False, disable=None)
-    for number, batch in enumerate(shown):
+    for batch in shown:
         batch = to_device(batch, runtime.device)
         once, outcomes = partial(forward, batch), []
+        shapes = tuple(x.shape for x in batch.values())  # padded text has several
+        new = shapes not in seen
+        seen.add(shapes)
         for form, measured in found.items():
             choose_form(model, *form)
-            if number == 0:
+            if new:
                 once()  # compiles, and is not timed
-                measured.peak = tensor_peak(once, runtime.device)
+                peak = tensor_peak(once, runtime.device)
+                measured.peak = peak if measured.peak is None else max(measured.peak, peak)
             measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)
             measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
             del outcomes[1:]

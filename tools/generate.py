@@ -1,17 +1,20 @@
 """Text that a run's causal model writes on from prompts, token by token.
 
     python -m tools.generate RUN --prompt TEXT [--prompt TEXT ..] [--mode attention|kv|rnn] [--tokens N]
-        [--temperature T] [--top-k K] [--top-p P] [--seed S] [--state FILE]
+        [--temperature T] [--top-k K] [--top-p P] [--seed S] [--state FILE] [--eager]
 
 Text goes to stdout as it comes; of several prompts, which are continued at once, the first, and the others after it.
 --state keeps where it ended: the same command without --prompt goes on from there, and gives the text that one longer
-call would have given.
+call would have given. Prompts are read in pieces, of any length in the same memory; what is done for each token is
+compiled with the first, where the recipe compiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,11 +26,12 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lion.config import ConfigError
+from lion.files import write_atomic
 from lion.models.gpt import GPT
 from lion.runs import LoadedRun, open_run
 from lion.tasks.generation import MODES, Continuation, Sampling, streaming_mode
-from lion.trainer.checkpoint import load_state, write_atomic
-from lion.trainer.runtime import start_runtime
+from lion.trainer.checkpoint import load_state
+from lion.trainer.runtime import compile_blocks, compile_steps, start_runtime
 from tools.cli import Parser, count, run_command, say
 from tools.compose import open_data, resolve_run
 
@@ -47,6 +51,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", type=Path, metavar="FILE", help="where to keep the end, and to go on from")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
     args = parser.parse_intermixed_args(argv)
     check_request(args)
     loaded = open_run(args.run, checkpoint=args.checkpoint)
@@ -58,6 +63,8 @@ def main(argv: list[str]) -> int:
     model = loaded.model.to(runtime.device)
     try:
         text = begin(args, model, tokenizer) if args.prompt else read_state(args, loaded)
+        if loaded.recipe.trainer.compile and not args.eager:
+            compile_mode(model, text.mode)
         shown = args.prompt or [""] * len(text.rows)
         write(text, shown, args, tokenizer.decode)
     except ValueError as error:
@@ -65,6 +72,14 @@ def main(argv: list[str]) -> int:
     if args.state:
         write_state(args.state, text)
     return 0
+
+
+def compile_mode(model: GPT, mode: str) -> None:
+    """What a mode does for each token, in one graph for all of them."""
+    if mode == "attention":
+        compile_blocks(model, dynamic=True)
+    else:
+        compile_steps(model)
 
 
 def between(least: float, most: float) -> Callable[[str], float]:
@@ -109,16 +124,18 @@ def write(text: Continuation, prompts: Sequence[str], args: Any, decode: Callabl
     several, sampling = len(prompts) > 1, Sampling(args.temperature, args.top_k, args.top_p)
     first, before = Decoder(decode), [len(row) for row in text.rows]
     show(f"[1] {prompts[0]}" if several else prompts[0])
-    started = time.perf_counter()
+    clock = [time.perf_counter()]
     for tokens in text.generate(args.tokens, sampling, args.seed):
         show(first.add(tokens[0]))
-    seconds = time.perf_counter() - started
+        clock.append(time.perf_counter())
     show(first.rest() + "\n")
     for i, prompt in enumerate(prompts[1:], 1):
         show(f"[{i + 1}] {prompt}{decode(text.rows[i][before[i] :])}\n")
     kept = sum(x.nbytes for x in tree_leaves(text.state) if torch.is_tensor(x))
-    each = f"{1000 * seconds / args.tokens:.2f} ms a token"
-    say(f"mode {text.mode}: {args.tokens} tokens in {seconds:.2f} s, {each}; state {kept / 2**20:.2f} MiB")
+    each = [b - a for a, b in itertools.pairwise(clock[1:])]
+    some = f", then {1000 * statistics.median(each):.2f} ms a token" if each else ""
+    spent = f"the first in {clock[1] - clock[0]:.2f} s{some}"
+    say(f"mode {text.mode}: {args.tokens} tokens, {spent}; state {kept / 2**20:.2f} MiB")
 
 
 def show(text: str) -> None:

@@ -1,6 +1,7 @@
-"""The answers of a trained run for files: for pictures their classes, the likeliest first.
+"""The answers of a trained run for files: for pictures their classes, the likeliest first. A run on GLUE answers for
+sentences, of a task of pairs two by two.
 
-python -m tools.predict RUN FILE [FILE ...] [--form full|chunk|rnn] [--top K]
+python -m tools.predict RUN FILE|SENTENCE ... [--form full|chunk|rnn] [--top K]
 
 A file that cannot be read is named on stderr; the others are answered, and the exit code is 2.
 """
@@ -16,9 +17,11 @@ from data.base import DataSet
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import LoadedRun, open_run
+from lion.tasks.masked_lm import MaskedLM
 from lion.trainer.runtime import compile_blocks
 from tools.cli import Parser, choose_form, count, run_command, table
 from tools.compose import open_data, resolve_run
+from tools.fill import fill
 
 Sample = dict[str, Any]
 SIZES = (1, 8, 64)  # of batches: few, so that compiled code comes out of Inductor's cache
@@ -34,16 +37,18 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
+    if isinstance(loaded.task, MaskedLM):
+        return fill(loaded, args.files, args.top)
     recipe = resolve_run(loaded.folder)
     source = open_data(recipe)
-    files, read = [], []
-    for path in args.files:
+    asked, files, read = grouped(args.files, source.asks), [], []
+    for paths in asked:
         try:
-            read.append(source.load(path, loaded.task.info))
-            files.append(path)
+            read.append(source.load(*paths, info=loaded.task.info))
+            files.append(paths)
         except ConfigError as error:  # keeps no other file from its answer
             print(f"error: {error}", file=sys.stderr)
-    code = 0 if files == args.files else 2
+    code = 0 if files == asked else 2
     if not files:
         return code
     size = next(n for n in SIZES if n >= min(len(files), SIZES[-1]))
@@ -53,9 +58,20 @@ def main(argv: list[str]) -> int:
     for start in range(0, len(files), size):
         some = slice(start, start + size)
         answers = answer(loaded, source, read[some], size, args.top)
-        rows += [[path, *words] for path, words in zip(files[some], answers)]
-    print(table(["file", *(f"top {i}" for i in range(1, len(rows[0])))], rows))
+        rows += [[*paths, *words] for paths, words in zip(files[some], answers)]
+    print(table([*source.asks, *(f"top {i + 1}" for i in range(len(rows[0]) - len(source.asks)))], rows))
     return code
+
+
+def grouped(words: list[str], asks: tuple[str, ...]) -> list[list[str]]:
+    """As many words a sample as are asked for.
+
+    Raises:
+        ConfigError: One is left over.
+    """
+    if len(words) % len(asks):
+        raise ConfigError(f"predict: {words[-1]!r} is alone, this run wants {' and '.join(asks)} each time")
+    return [words[i : i + len(asks)] for i in range(0, len(words), len(asks))]
 
 
 def answer(loaded: LoadedRun, source: DataSet, samples: list[Sample], size: int, top: int) -> list[list[str]]:

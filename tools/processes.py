@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 Message = dict[str, Any]
 Send = Callable[[Message], None]
 
@@ -69,11 +72,16 @@ def ending(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def start_command(*argv: str) -> subprocess.Popen:
-    """`python -m tools ...` in a session of its own; what it prints is piped here."""
+def start_command(*argv: str, out: Any = subprocess.PIPE, env: Mapping[str, str] | None = None) -> subprocess.Popen:
+    """`python -m tools ...` in a session of its own; what it prints is piped here, or goes to the file `out`.
+
+    When we die, it is told to save and stop (SIGTERM), as far as there is such a kernel.
+    """
     command = [sys.executable, "-m", "tools", *argv]
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, start_new_session=True, **pipe)
+    how = {"stdout": out, "stderr": subprocess.STDOUT, "text": True, "env": env}
+    if sys.platform == "linux":
+        how["preexec_fn"] = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    return subprocess.Popen(command, start_new_session=True, **how)
 
 
 def kill_tree(process: subprocess.Popen) -> None:

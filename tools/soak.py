@@ -22,7 +22,8 @@ import torch
 from tqdm import tqdm
 
 from lion.config import ConfigError
-from lion.trainer.checkpoint import FOLDER, load_state, newest, save_text
+from lion.files import save_text
+from lion.trainer.checkpoint import FOLDER, load_state, newest
 from tools.cli import Parser, count, run_command
 from tools.compose import resolve
 from tools.processes import kill_tree, start_command

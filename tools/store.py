@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lion.config import ConfigError
-from lion.trainer.checkpoint import save_text, write_atomic
+from lion.files import save_text, write_atomic
 
 SCHEMA = 1
 Row = dict[str, Any]

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lion.config import ConfigError
+from lion.files import save_json, save_text
+from lion.ops import FORMS
 from lion.recipe import Recipe, differences, dump_recipe
 from lion.runs import (
     ENVIRONMENT,
@@ -30,7 +32,7 @@ from lion.runs import (
 )
 from lion.tasks import Task
 from lion.tasks.data import Info
-from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, save_json, save_text, steps_of
+from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, steps_of
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import Plan, make_plan
 from lion.trainer.runtime import (
@@ -65,6 +67,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--fresh", action="store_true", help="set an earlier run of this name aside and start anew")
     parser.add_argument("--no-eval", action="store_true", help="do not evaluate in the end; the same command will")
+    parser.add_argument("--form", choices=(*FORMS, "all"), default="all", help="to evaluate in, in the end")
     parser.add_argument("--processes", type=count, help="on this machine (default: one a visible GPU)")
     args = parser.parse_intermixed_args(argv)
     recipe = resolve(args.recipe, args.overrides)
@@ -78,12 +81,12 @@ def main(argv: list[str]) -> int:
         check_device(recipe.trainer.device, world)
     if world > 1 and not launched:  # all else is checked by the processes themselves
         flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
-        return launch(world, [args.recipe, *args.overrides, *flags])
-    return train(recipe, world, fresh=args.fresh, evaluation=not args.no_eval, first=first)
+        return launch(world, [args.recipe, *args.overrides, *flags, "--form", args.form])
+    return train(recipe, world, fresh=args.fresh, form=None if args.no_eval else args.form, first=first)
 
 
-def train(recipe: Recipe, world: int, *, fresh: bool, evaluation: bool, first: bool) -> int:
-    """Train in this process, one of `world`; the first looks after the folder, and evaluates."""
+def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: bool) -> int:
+    """Train in this process, one of `world`; the first looks after the folder, and evaluates in `form`, or all."""
     source = open_data(recipe)
     if needs_preparing(source) and (known := source.published()) is not None:
         check_settings(recipe, *known, world, room=first)  # before hours are spent on data
@@ -123,13 +126,13 @@ def train(recipe: Recipe, world: int, *, fresh: bool, evaluation: bool, first: b
         if runtime.main:
             print(f"stopped at step {step} of {plan.total}; the same command goes on from there")
         return 130
-    if not runtime.main or not evaluation:
+    if not runtime.main or form is None:
         return 0
     del trainer, model
     gc.collect()
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
-    summarise(recipe.folder, Runtime(runtime.device))
+    summarise(recipe.folder, form, Runtime(runtime.device))
     print_summary(recipe)
     del lock
     return 0
@@ -211,9 +214,9 @@ def describe_folder(recipe: Recipe) -> None:
     save_json(recipe.folder / ENVIRONMENT, environment())
 
 
-def summarise(folder: Path, runtime: Runtime) -> None:
-    """Evaluate the best checkpoint in every form into `summary.json`."""
-    results = evaluate.measure_forms(folder, runtime=runtime)
+def summarise(folder: Path, form: str, runtime: Runtime) -> None:
+    """Evaluate the best checkpoint in a form, or in all, into `summary.json`."""
+    results = evaluate.measure_forms(folder, form, runtime=runtime)
     first = results[0]
     forms = {}
     for result in results:

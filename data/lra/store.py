@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import logging
 import os
@@ -21,8 +20,9 @@ import numpy as np
 
 from data.base import locked
 from data.pool import each
-from data.text.store import MANIFEST, write_file
+from data.text.store import MANIFEST
 from lion.config import ConfigError
+from lion.files import save_json, write_atomic
 
 log = logging.getLogger("lion")
 
@@ -100,7 +100,7 @@ def prepare(folder: Path, open_source: Callable[[], Source], identity: Any, *, w
             arrays = join(partial, kept, parts)
             samples = {part.split: arrays[f"{part.split}.label"]["shape"][0] for part in parts}
             manifest = {"format": FORMAT, "samples": samples, "arrays": arrays, **source.describe()}
-            write_file(partial / MANIFEST, json.dumps({**manifest, "of": identity}, indent=1).encode())
+            save_json(partial / MANIFEST, {**manifest, "of": identity})
             os.replace(partial, folder)
             log.info("%s: %s samples", folder, ", ".join(f"{n:,} {split}" for split, n in samples.items()))
         shutil.rmtree(kept, ignore_errors=True)
@@ -115,9 +115,7 @@ def make_part(kept: Path, source: Source, part: Part) -> None:
 
 
 def write_part(path: Path, arrays: Arrays) -> None:
-    held = io.BytesIO()
-    np.savez_compressed(held, **arrays)  # pictures of lines take a tenth
-    write_file(path, held.getbuffer())
+    write_atomic(path, lambda file: np.savez_compressed(file, **arrays))  # pictures of lines take a tenth
 
 
 def read_part(path: Path) -> Arrays:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import re
 from abc import ABC, abstractmethod
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path, walk
+from data.hub import approach_hub
 from lion.config import ConfigError, nearest
 
 SHARD = 2**22  # bytes of text in a shard, about
@@ -95,13 +95,15 @@ class Files(Corpus):
         for part in self.shards[shard]:
             rows = part.path.endswith(JSON)
             try:
-                raw, first, last = cut(part, BORDERS["line" if rows else self.document])
+                raw, begin = cut(part, BORDERS["line" if rows else self.document])
             except OSError as error:
                 raise ConfigError(f"{part.path}: {error.strerror}") from None
+            first, last = begin == 0, part.end == part.size
             try:
                 text = raw.decode("utf-8-sig" if first else "utf-8").replace("\r\n", "\n")
             except UnicodeDecodeError as error:
-                raise ConfigError(f"{part.path}: no UTF-8 text ({error.reason} after byte {part.begin})") from None
+                odd = f"byte {begin + error.start} is {raw[error.start]:#04x}"
+                raise ConfigError(f"{part.path}: no UTF-8 text, {odd} ({error.reason}); iconv converts it") from None
             if rows:
                 yield from (Piece(t) for t in self.rows(part.path, text) if t.strip())
             elif self.document == "file":
@@ -112,16 +114,22 @@ class Files(Corpus):
                 yield from (Piece(t) for t in documents if t.strip())
 
     def rows(self, path: str, text: str) -> Iterator[str]:
-        for line in text.split("\n"):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{path}: no JSON lines: {line[:40]!r} ({error})") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}: no JSON objects with a column of text: {line[:40]!r}")
-            yield whole(row[find_column(row, self.column, path)])
+        for line in filter(str.strip, text.split("\n")):
+            row = parse_row(line, path)
+            if self.text_column not in row:
+                raise ConfigError(f"{path}: no column {self.text_column!r} in {line[:40]!r}")
+            if row[self.text_column] is not None:
+                yield whole(row[self.text_column])
+
+    @functools.cached_property
+    def text_column(self) -> str:
+        """Of all JSON lines: as it was named, else as the first of them has it."""
+        paths = dict.fromkeys(part.path for shard in self.shards for part in shard if part.path.endswith(JSON))
+        for path in paths:
+            with open(path, encoding="utf-8-sig", errors="replace") as file:
+                for line in filter(str.strip, file):
+                    return find_column(parse_row(line, path), self.column, path)
+        raise LookupError("no rows")
 
 
 class Table(Corpus):
@@ -170,10 +178,9 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
     Raises:
         ConfigError: There is no such set, or no such split of it.
     """
+    approach_hub()
     import datasets  # takes a second
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it cannot read is said below
     try:
         if files:
             stream = datasets.load_dataset("parquet", data_files=list(files), split="train", streaming=True)
@@ -207,13 +214,13 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
     return Files(texts, document=document, column=column)
 
 
-def cut(part: Slice, border: bytes) -> tuple[bytes, bool, bool]:
-    """The bytes of a slice, and whether they begin and end the file."""
+def cut(part: Slice, border: bytes) -> tuple[bytes, int]:
+    """The bytes of a slice, and the place of the file where they begin."""
     pattern = re.compile(border)
     with open(part.path, "rb") as file:
         begin, end = (following(file, place, part.size, pattern) for place in (part.begin, part.end))
         file.seek(begin)
-        return file.read(end - begin), begin == 0, part.end == part.size
+        return file.read(end - begin), begin
 
 
 def following(file: Any, place: int, size: int, pattern: re.Pattern[bytes]) -> int:
@@ -229,6 +236,17 @@ def following(file: Any, place: int, size: int, pattern: re.Pattern[bytes]) -> i
     return size
 
 
+def parse_row(line: str, path: str) -> dict[str, Any]:
+    """Raises ConfigError: It is no JSON object."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: no JSON lines, an object each: {line[:40]!r} ({error})") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path}: no JSON objects with a column of text: {line[:40]!r}")
+    return row
+
+
 def find_column(row: dict[str, Any], name: str | None, path: str) -> str:
     """The column that holds text.
 
@@ -240,7 +258,7 @@ def find_column(row: dict[str, Any], name: str | None, path: str) -> str:
         if name not in row:
             raise ConfigError(f"data.column: no column {name!r} in {path}, {nearest(name, found)}")
         return name
-    if "text" in found:
+    if "text" in found or row.get("text", "") is None:
         return "text"
     if len(found) != 1:
         what = "none of" if not found else "more than one of"

@@ -87,9 +87,18 @@ class Padded(Layout):
     def __len__(self) -> int:
         return len(self.tokens.ends)
 
+    def filled(self) -> float:
+        """The share of its places that hold tokens; of 2^16 documents that lie evenly, where there are more."""
+        starts, ends = self.bounds(np.linspace(0, len(self) - 1, min(len(self), 2**16), dtype=np.int64))
+        return float(np.minimum(ends - starts, self.length).mean() / self.length)
+
+    def bounds(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the documents (B,) begin and end."""
+        ends = self.tokens.ends
+        return np.where(samples > 0, ends[np.maximum(samples - 1, 0)], 0), np.asarray(ends[samples])
+
     def rows(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        ends = np.asarray(self.tokens.ends[samples])
-        starts = np.where(samples > 0, self.tokens.ends[np.maximum(samples - 1, 0)], 0)
+        starts, ends = self.bounds(samples)
         places = starts[:, None] + np.arange(self.length)  # (B, L)
         real = places < ends[:, None]
         tokens = np.where(real, self.tokens.ids[np.minimum(places, len(self.tokens.ids) - 1)], self.pad)

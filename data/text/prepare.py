@@ -6,8 +6,6 @@ While it is made, FOLDER.parts holds the tokenizer and the finished parts; FOLDE
 from __future__ import annotations
 
 import functools
-import io
-import json
 import logging
 import os
 import shutil
@@ -21,9 +19,10 @@ import torch
 from data.base import locked
 from data.pool import each
 from data.text.corpus import Corpus
-from data.text.store import FORMAT, MANIFEST, SPLITS, TOKENIZER, Writer, id_type, read_tokenizer, write_file
+from data.text.store import FORMAT, MANIFEST, SPLITS, TOKENIZER, Writer, id_type, read_tokenizer
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
+from lion.files import save_json, save_text, write_atomic
 from lion.tasks.order import permute
 
 log = logging.getLogger("lion")
@@ -81,7 +80,7 @@ def prepare(
                 "held_out": {"share": held_out, "by": "tail" if tail else "documents", "seed": SEED},
                 "corpus": corpus.identity,
             }
-            write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+            save_json(partial / MANIFEST, manifest)
             os.replace(partial, folder)
             log.info("%s: %s", folder, ", ".join(f"{splits[s]['tokens']:,} {s}" for s in SPLITS) + " tokens")
         shutil.rmtree(parts, ignore_errors=True)
@@ -92,8 +91,8 @@ def settle(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> 
     name = parts / "name"
     if not name.exists():
         tokenizer = make(corpus)
-        write_file(parts / TOKENIZER, tokenizer.inner.to_str().encode())
-        write_file(name, tokenizer.name.encode())
+        save_text(parts / TOKENIZER, tokenizer.inner.to_str())
+        save_text(name, tokenizer.name)
     return read_tokenizer(parts, name.read_text())
 
 
@@ -116,10 +115,8 @@ def make_part(parts: Path, corpus: Corpus, tokenizer: Tokenizer, shard: int) -> 
             lengths.append(len(found))
             begins.append(piece.begins)
             ends.append(piece.ends)
-    held = io.BytesIO()
     part = Part(np.concatenate(ids), np.array(lengths, np.int64), np.array(begins, bool), np.array(ends, bool))
-    np.savez(held, **part._asdict())
-    write_file(parts / f"{shard}.npz", held.getbuffer())
+    write_atomic(parts / f"{shard}.npz", lambda file: np.savez(file, **part._asdict()))
 
 
 def read_part(path: Path) -> Part:

@@ -18,7 +18,7 @@ class TinyShakespeareConfig(TextConfig):
     """Its last tenth is held out; a window of 65 characters is a context of 64 and what comes next."""
 
     name: str = "tiny_shakespeare"
-    tokenizer: str = "characters"
+    tokenizer: str = setting("characters", free=True)
     length: int = setting(65, min=2, max=2**20)
     pack: str = setting("windows", choices=("documents", "padded", "windows"))
     split: str = setting("tail", choices=("documents", "tail"))

@@ -17,6 +17,7 @@ import tokenizers
 
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
+from lion.files import digest
 
 FORMAT = 1
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
@@ -80,16 +81,6 @@ class Writer:
         return {"tokens": self.count, "documents": self.documents, "sha256": files}
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """A file that appears whole or not at all."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What a token file's folder holds; sizes are compared, its bytes are not read.
 
@@ -121,14 +112,12 @@ def check_sums(folder: Path) -> None:
         ConfigError: A file is damaged.
     """
     manifest = read_manifest(folder)
+    again = f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
+    if read_tokenizer(folder, "").fingerprint != manifest["tokenizer"]["fingerprint"]:
+        raise ConfigError(f"{folder / TOKENIZER}: damaged, not the tokenizer of the manifest; {again}")
     for name, wanted in (item for split in SPLITS for item in manifest[split]["sha256"].items()):
-        with open(folder / name, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != wanted:
-            raise ConfigError(
-                f"{folder / name}: damaged, its SHA-256 is not that of the manifest; "
-                f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
-            )
+        if digest(folder / name) != wanted:
+            raise ConfigError(f"{folder / name}: damaged, its SHA-256 is not that of the manifest; {again}")
 
 
 def read_tokenizer(folder: Path, name: str) -> Tokenizer:

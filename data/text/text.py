@@ -6,17 +6,26 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from data.base import DataConfig, DataSet, data_root, user_path
-from data.text.corpus import Corpus, Files, open_corpus
+from data.text.corpus import BORDERS, Corpus, Files, open_corpus
 from data.text.layouts import Layout, Packed, Padded, Windows
 from data.text.prepare import prepare
 from data.text.store import FORMAT, MANIFEST, SPLITS, Tokens, check_sums, read_manifest, read_tokenizer
-from data.text.tokenizers import MADE, WORDPIECE, Tokenizer, local_files, make_tokenizer, open_tokenizer
+from data.text.tokenizers import (
+    MADE,
+    WORDPIECE,
+    Tokenizer,
+    local_files,
+    looks_like_path,
+    make_tokenizer,
+    open_tokenizer,
+)
 from lion.config import ConfigError, setting
 from lion.tasks.data import Splits
 from lion.tasks.order import Drawn, Shuffled
@@ -46,6 +55,8 @@ class TextConfig(DataConfig):
             a name (`bert-base-uncased`, `gpt2`), or local files.
         length: Tokens of a sample.
         pack: `documents` side by side; `padded`, one a sample; `windows` that begin anywhere.
+        eval_pack: The same of what is held out, with documents kept apart; null: as in training. With one, runs that
+            were trained in other layouts are judged by the same samples.
         document_mask: Whether packed documents are kept apart through `segments`; without, the last incomplete
             sample is left out.
         split, val_split: What is held out: this share of the `documents`, or of the tokens at the `tail`.
@@ -57,13 +68,35 @@ class TextConfig(DataConfig):
     source: str = "train"
     column: str | None = None
     document: str = setting("file", choices=("line", "paragraph", "file"))
-    tokenizer: str = "bert-base-uncased"
+    tokenizer: str = setting("bert-base-uncased", free=True)
     vocabulary: int = setting(8192, min=300, max=2**20)
     length: int = setting(128, min=2, max=2**20)
     pack: str = setting("documents", choices=("documents", "padded", "windows"))
+    eval_pack: str | None = setting(None, choices=("documents", "padded", "windows"))
     document_mask: bool = True
     split: str = setting("documents", choices=("documents", "tail"))
     val_split: float = setting(0.05, above=0, max=0.5)
+
+    @property
+    def place(self) -> str | None:
+        return self.path
+
+    @property
+    def of_training(self) -> tuple[str, ...]:
+        return () if self.eval_pack is None else ("pack", "document_mask")
+
+    def label(self) -> str:
+        return "" if self.eval_pack is None else self.packing()
+
+    def packing(self) -> str:
+        """Of training samples, in a word."""
+        return ("packed" if self.document_mask else "borderless") if self.pack == "documents" else self.pack
+
+    def describe(self) -> str:
+        made = f", {self.vocabulary:,} ids" if self.tokenizer in MADE[2:] else ""
+        how = self.packing() if self.eval_pack is None else f"held out: {self.eval_pack}"
+        rows = f"samples of {self.length} tokens, {how}"
+        return f"{super().describe()}, tokenizer {self.tokenizer}{made}, a document a {self.document}, {rows}"
 
     def resized(self, sample_size: int) -> Self:
         return replace(self, length=sample_size)
@@ -109,16 +142,26 @@ class Text(DataSet):
         train, val = (self.layout(Tokens.open(folder, split, info.vocabulary), info, split) for split in SPLITS)
         return Splits(train, val, None, info, order=Drawn() if config.pack == "windows" else Shuffled())
 
+    def filled(self) -> float:
+        train = self.build().train if self.config.pack == "padded" else None
+        return 1.0 if train is None else train.filled()
+
     def layout(self, tokens: Tokens, info: TextInfo, split: str) -> Layout:
-        """The samples of a split; windows to evaluate on lie side by side."""
+        """The samples of a split; of windows to evaluate on, the next begins with the last token of the one before: a
+        causal model is judged by every token once."""
         config, pad = self.config, info.special.get("pad", 0)
-        if config.pack == "padded":
+        pack, apart = config.pack, config.document_mask
+        if split == "val" and config.eval_pack is not None:
+            pack, apart = config.eval_pack, True
+        if pack == "padded":
             return Padded(tokens, config.length, pad, info.special.get("sep") if "end" not in info.special else None)
-        if config.pack == "documents" and config.document_mask:
+        if pack == "documents" and apart:
             return Packed(tokens, config.length, pad)
         if len(tokens.ids) < config.length:
             raise ConfigError(f"data.length: {config.length} is more than the {len(tokens.ids)} tokens of {split}")
-        return Windows(tokens, config.length, 1 if config.pack == "windows" and split == "train" else config.length)
+        if pack == "windows":
+            return Windows(tokens, config.length, 1 if split == "train" else config.length - 1)
+        return Windows(tokens, config.length, config.length)
 
     def info(self, described: dict[str, Any]) -> TextInfo:
         """Of a manifest's tokenizer."""
@@ -127,16 +170,20 @@ class Text(DataSet):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The one that made the token file; where there is no token file, the one that would.
+        """The one that made the token file; where there is no token file, the one that would. No text is needed where
+        its own files are at hand.
 
         Raises:
             ConfigError: There is none yet.
         """
+        name = self.config.tokenizer
+        if name == MADE[0] or local_files(name) is not None or looks_like_path(name):
+            return open_tokenizer(name)
         if self.folder.is_dir():
             return read_tokenizer(self.folder, read_manifest(self.folder)["tokenizer"]["name"])
-        if self.config.tokenizer in MADE[1:]:
-            raise ConfigError(f"data.tokenizer: {self.config.tokenizer!r} is made by ./run.sh prepare RECIPE")
-        return open_tokenizer(self.config.tokenizer)
+        if name in MADE[1:]:
+            raise ConfigError(f"data.tokenizer: {name!r} is made by ./run.sh prepare RECIPE")
+        return open_tokenizer(name)
 
     @property
     def made_before(self) -> Path | None:
@@ -156,6 +203,7 @@ class Text(DataSet):
             decided["vocabulary"] = config.vocabulary
         if (files := local_files(config.tokenizer)) is not None:
             decided["tokenizer"] = files.stem if files.is_file() else files.name
+            decided["rules"] = open_tokenizer(config.tokenizer).inner.to_str()  # the same name may be of other files
         digest = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
         root = user_path(config.root) if config.root else data_root() / "text"
         return root / f"{config.name}-{decided['tokenizer'].replace('/', '_')}-{digest}"
@@ -178,21 +226,23 @@ class Text(DataSet):
         most = None if name == "characters" else LEARNT_FROM
         return make_tokenizer(name, corpus.texts(most), self.config.vocabulary)
 
-    def estimate(self, tokens: float, documents: int) -> tuple[TextInfo, int] | None:
-        """What `published` says of a training split of this size."""
+    def estimate(self, tokens: float, documents: int) -> tuple[TextInfo, int]:
+        """What `published` says of a training split of this size.
+
+        Raises:
+            ConfigError: There is no such tokenizer.
+        """
         config = self.config
         name = Path(config.tokenizer).name
         if name in KNOWN:
             vocabulary, fingerprint, special = KNOWN[name]
-        elif name == "bytes":
-            made = open_tokenizer(name)
-            vocabulary, fingerprint, special = made.vocabulary, made.fingerprint, made.special
-        elif name in MADE:
+        elif name in MADE[1:]:
             wordpiece = dict(zip(("pad", "unk", "cls", "sep", "mask"), range(len(WORDPIECE))))
             special = {"wordpiece": wordpiece, "bpe": {"end": 0}}.get(name, {})
             vocabulary, fingerprint = config.vocabulary, "not known before ./run.sh prepare RECIPE"
         else:
-            return None
+            made = open_tokenizer(config.tokenizer)
+            vocabulary, fingerprint, special = made.vocabulary, made.fingerprint, made.special
         samples = {"padded": documents, "documents": tokens // config.length, "windows": tokens - config.length}
         return TextInfo(vocabulary, config.length, name, fingerprint, special), int(samples[config.pack])
 
@@ -223,7 +273,7 @@ class OpenWebTextConfig(TextConfig):
 
     name: str = "openwebtext"
     path: str | None = setting("Skylion007/openwebtext", free=True)
-    tokenizer: str = "gpt2"
+    tokenizer: str = setting("gpt2", free=True)
     length: int = setting(1024, min=2, max=2**20)
     pack: str = setting("windows", choices=("documents", "padded", "windows"))
     val_split: float = setting(0.0005, above=0, max=0.5)
@@ -240,10 +290,10 @@ class OpenWebText(Text):
 
 @dataclass
 class PythonSourceConfig(TextConfig):
-    """The source of Python's standard library, a document a file; its tests are left out."""
+    """The source of Python's standard library; its tests are left out."""
 
     name: str = "python_source"
-    tokenizer: str = "wordpiece"
+    tokenizer: str = setting("wordpiece", free=True)
 
 
 class PythonSource(Text):
@@ -257,7 +307,7 @@ class PythonSource(Text):
     def corpus(self) -> Corpus:
         if self.config.path:
             raise ConfigError("data.path: 'python_source' is this Python's own, data.name=text reads other text")
-        return Files(self.files(), document="file")
+        return Files(self.files(), document=self.config.document)
 
     def files(self) -> list[Path]:
         found, outside = [], {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -267,6 +317,9 @@ class PythonSource(Text):
         return sorted(found)
 
     def published(self) -> tuple[TextInfo, int] | None:
-        files = self.files()
-        size = sum(path.stat().st_size for path in files) * (1 - self.config.val_split)
-        return self.estimate(size / BYTES_A_TOKEN.get(self.config.tokenizer, 3.5), len(files))
+        files, config, share = self.files(), self.config, 1 - self.config.val_split
+        size = sum(path.stat().st_size for path in files)
+        documents = len(files)
+        if config.document != "file" and config.pack == "padded":
+            documents += sum(len(re.findall(BORDERS[config.document], path.read_bytes())) for path in files)
+        return self.estimate(share * size / BYTES_A_TOKEN.get(config.tokenizer, 3.5), int(share * documents))

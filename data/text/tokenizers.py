@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from data.base import data_root, user_path
+from data.hub import approach_hub
 from lion.config import ConfigError, nearest
 
 MADE = ("bytes", "characters", "wordpiece", "bpe")  # from no file; all but `bytes` of the text that they are to read
@@ -67,6 +67,17 @@ class Tokenizer:
             reason = f"no token for {odd!r}" if odd is not None else (str(error).splitlines() or [""])[0]
             raise ConfigError(f"tokenizer {self.name!r} cannot encode {text[:40]!r}: {reason}") from None
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode` for each of them, in parallel.
+
+        Raises:
+            ConfigError: One cannot be encoded.
+        """
+        try:
+            return [each.ids for each in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception:  # one of them says what is wrong
+            return [self.encode(text) for text in texts]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, special tokens included.
 
@@ -91,8 +102,9 @@ def open_tokenizer(name: str) -> Tokenizer:
     if (local := local_files(name)) is not None:
         return Tokenizer(local.stem if local.is_file() else local.name, read_files(local))
     if looks_like_path(name):
-        raise ConfigError(f"data.tokenizer: no file or folder {name}")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
+        there = f"{name} holds none of {', '.join(FILES)}" if user_path(name).is_dir() else f"no file or folder {name}"
+        raise ConfigError(f"data.tokenizer: {there}")
+    approach_hub()
     try:
         return Tokenizer(name, tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:  # what a missing network and a missing name raise has no common type
@@ -124,7 +136,12 @@ def read_files(path: Path) -> tokenizers.Tokenizer:
     file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
     try:
         if file.suffix == ".txt":
-            return wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"))
+            rules = file.with_name("tokenizer_config.json")  # of transformers
+            cased = rules.is_file() and json.loads(rules.read_text()).get("do_lower_case") is False
+            inner = wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"), cased)
+            if inner.token_to_id("[UNK]") is None:
+                raise ValueError("no vocabulary of WordPiece, it has no line [UNK]")
+            return inner
         if file.name == "vocab.json":
             inner = tokenizers.Tokenizer(models.BPE.from_file(str(file), str(file.with_name("merges.txt"))))
             return in_bytes(inner)
@@ -166,10 +183,10 @@ def plain(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps({**held, "added_tokens": []}))
 
 
-def wordpiece(model: models.WordPiece) -> tokenizers.Tokenizer:
-    """As BERT's, uncased."""
+def wordpiece(model: models.WordPiece, cased: bool = False) -> tokenizers.Tokenizer:
+    """As BERT's, which is uncased unless told otherwise."""
     inner = tokenizers.Tokenizer(model)
-    inner.normalizer = normalizers.BertNormalizer(lowercase=True)
+    inner.normalizer = normalizers.BertNormalizer(lowercase=not cased)
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.WordPiece()
     return inner

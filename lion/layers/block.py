@@ -25,6 +25,13 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
+class TanhMlp(Mlp):
+    """The same with GELU's approximation through tanh, as in OpenAI's GPT-2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
 class Glu(nn.Module):
     """Gated linear unit with SiLU: `W_o (silu(W_g x) * W_v x)`."""
 
@@ -38,7 +45,7 @@ class Glu(nn.Module):
         return self.fc2(F.silu(gate) * value)
 
 
-MLPS = {"mlp": Mlp, "glu": Glu}
+MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu}
 
 
 class DropPath(nn.Module):
@@ -116,9 +123,11 @@ class Block(nn.Module):
         mixed, state = self.attention.prefill(self.before(x, layout, context), layout)
         return self.after(x, mixed, layout, context), state
 
-    def step(self, x: Tensor, state: Any, context: Any = None) -> tuple[Tensor, Any]:
-        mixed, state = self.attention.step(self.before(x, PLAIN, context), state)
-        return self.after(x, mixed, PLAIN, context), state
+    def step(self, x: Tensor, state: Any, context: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        layout = Layout.of(x, valid)
+        x = layout.clean(x)
+        mixed, state = self.attention.step(self.before(x, layout, context), state, valid)
+        return self.after(x, mixed, layout, context), state
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
         """The layout with what every block makes of it alike."""

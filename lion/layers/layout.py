@@ -45,6 +45,12 @@ class Layout(NamedTuple):
         """
         return Layout().masked(x, valid, segments)
 
+    @staticmethod
+    def after(x: Tensor, position: Tensor, valid: Tensor | None = None) -> Layout:
+        """That of the next tokens x (B, C, dim) of a stream, the first of which stands at `position` (B,)."""
+        layout = Layout.of(x, valid)
+        return layout._replace(positions=position[:, None] + layout.positions_of(x))
+
     def masked(self, x: Tensor, valid: Tensor | None = None, segments: Tensor | None = None) -> Layout:
         """The same with padding and segments, see `of`."""
         if valid is None and segments is None:
@@ -83,6 +89,10 @@ class Layout(NamedTuple):
             return torch.full((x.shape[0],), x.shape[1], device=x.device)
         last = self.valid if self.segment_index is None else self.in_last_segment()
         return self.positions.masked_fill(~last, -1).amax(1) + 1
+
+    def count(self, x: Tensor) -> Tensor | int:
+        """How many of the tokens x (B, L, dim) are no padding, (B,) where there is any."""
+        return x.shape[1] if self.valid is None else self.valid.sum(1)
 
     def in_last_segment(self) -> Tensor:
         """Which valid tokens belong to the last segment of their row, (B, L)."""

@@ -169,12 +169,13 @@ class LionAttention(Attention):
         y, state = prefill(**inputs, chunk_size=self.chunk_size, segments=layout.segments)
         return self.merge(x, y, layout), LinearState(*state, layout.next_position(x), decay)
 
-    def step(self, x: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+    def step(self, x: Tensor, state: LinearState, valid: Tensor | None = None) -> tuple[Tensor, LinearState]:
         self.check_causal()
-        layout = Layout(positions=state.position[:, None] + torch.arange(x.shape[1], device=x.device))
+        layout = Layout.after(x, state.position, valid)
+        x = layout.clean(x)
         inputs, decay = self.arguments_and_state(x, *self.heads(x), layout, state.decay)
-        y, new = step(State(state.S, state.z), **inputs)
-        return self.merge(x, y), LinearState(*new, state.position + x.shape[1], decay)
+        y, new = step(State(state.S, state.z), **inputs, valid=valid)
+        return self.merge(x, y, layout), LinearState(*new, state.position + layout.count(x), decay)
 
     def initial_state(self, batch: int) -> LinearState:
         weight, width = self.proj.weight, self.head_dim

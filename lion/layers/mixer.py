@@ -77,8 +77,11 @@ class Mixer(nn.Module):
         """
         raise NotImplementedError
 
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Mix the next token(s) x (B, C, dim); the output, as `forward` over the whole sequence, and the new state."""
+    def step(self, x: Tensor, state: Any, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Mix the next token(s) x (B, C, dim); the output, as `forward` over the whole sequence, and the new state.
+
+        Where `valid` (B, C) is False there is padding, which is not remembered.
+        """
         raise NotImplementedError
 
     def set_form(self, form: str, chunk_size: int | None = None) -> None:

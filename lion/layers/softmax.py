@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
 from lion.layers.attention import Attention, AttentionConfig, check_scan_names
@@ -21,11 +22,48 @@ from lion.ops.rotary import rotate_pair
 
 @state_type
 class KeyValueCache(NamedTuple):
-    """Keys and values (B, H, T, D) of all tokens so far, and which of them are read, (B, T)."""
+    """Keys and values (B, H, R, D) of all tokens so far, the first T of R, and which of them are read, (B, T).
+
+    A cache is a value, copied by each step, unless it has room, R > T: see `reserve`.
+    """
 
     k: Tensor
     v: Tensor
     valid: Tensor
+
+    def with_room(self, count: int) -> Self:
+        """The same with room for `count` more tokens."""
+        length = self.valid.shape[1]
+        cache = KeyValueCache(*(F.pad(x[:, :, :length], (0, 0, 0, count)) for x in (self.k, self.v)), self.valid)
+        for x, tokens in zip(cache, (2, 2, 1)):
+            torch._dynamo.maybe_mark_dynamic(x, tokens)  # a symbol, so that one compiled step serves all lengths
+        return cache
+
+    def append(self, k: Tensor, v: Tensor, valid: Tensor) -> Self:
+        """With C more tokens: keys and values (B, H, C, D), and which of them are read, (B, C)."""
+        length, end = self.valid.shape[1], self.valid.shape[1] + k.shape[2]
+        valid = torch.cat([self.valid, valid], 1)
+        if end <= self.k.shape[2]:
+            self.k[:, :, length:end], self.v[:, :, length:end] = k, v
+            return self._replace(valid=valid)
+        k, v = (torch.cat([old[:, :, :length], new], 2) for old, new in ((self.k, k), (self.v, v)))
+        return KeyValueCache(k, v, valid)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, T, D), without the room."""
+        return tuple(x[:, :, : self.valid.shape[1]] for x in (self.k, self.v))
+
+
+def reserve(state: Any, count: int) -> Any:
+    """A state, of a layer or of a whole model, with room for `count` more tokens in every cache.
+
+    While there is room, a step writes its tokens there, in place, in constant time; the state before it is used up.
+    """
+
+    def is_cache(part: Any) -> bool:
+        return isinstance(part, KeyValueCache)
+
+    return tree_map(lambda part: part.with_room(count) if is_cache(part) else part, state, is_leaf=is_cache)
 
 
 class SoftmaxAttention(Attention):
@@ -93,17 +131,20 @@ class SoftmaxAttention(Attention):
         cache = KeyValueCache(self.turned(x, q, k, layout)[1], v, read)
         return self.merge(x, self.mix(x, q, k, v, layout), layout), cache
 
-    def step(self, x: Tensor, state: KeyValueCache) -> tuple[Tensor, KeyValueCache]:
+    def step(self, x: Tensor, state: KeyValueCache, valid: Tensor | None = None) -> tuple[Tensor, KeyValueCache]:
         self.check_causal()
+        layout = Layout.after(x, state.valid.sum(1), valid)
+        x = layout.clean(x)
         q, k, v = self.heads(x)
-        new, before = x.shape[1], state.k.shape[2]
-        positions = state.valid.sum(1, keepdim=True) + torch.arange(new, device=x.device)  # (B, C)
-        q, k = self.turned(x, q, k, Layout(positions=positions))
-        k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
-        valid = torch.cat([state.valid, state.valid.new_ones(x.shape[0], new)], 1)  # (B, T)
-        seen = torch.ones(new, before + new, dtype=torch.bool, device=x.device).tril(before)  # (C, T)
-        y = self.attend(q, k, v, valid[:, None, None] & seen)
-        return self.merge(x, y), KeyValueCache(k, v, valid)
+        q, k = self.turned(x, q, k, layout)
+        new, before = x.shape[1], state.valid.shape[1]
+        state = state.append(k, v, state.valid.new_ones(x.shape[0], new) if valid is None else valid)
+        read = state.valid[:, None, None]  # (B, 1, 1, T)
+        if new > 1:
+            read = read & torch.ones(new, before + new, dtype=torch.bool, device=x.device).tril(before)  # (C, T)
+        if valid is not None:
+            read = read | ~valid[:, None, :, None]  # padding reads anything, and stays finite
+        return self.merge(x, self.attend(q, *state.read(), read), layout), state
 
 
 class NoMixing(Attention):
@@ -138,5 +179,5 @@ class NoMixing(Attention):
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, tuple]:
         return self(x, layout), ()
 
-    def step(self, x: Tensor, state: tuple) -> tuple[Tensor, tuple]:
-        return self(x), ()
+    def step(self, x: Tensor, state: tuple, valid: Tensor | None = None) -> tuple[Tensor, tuple]:
+        return self(x, Layout.of(x, valid)), ()

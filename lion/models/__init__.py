@@ -1,9 +1,16 @@
 """The table of models: the recipe's `model.name`."""
 
 from lion.models.base import Model
-from lion.models.bert import Bert
+from lion.models.bert import Bert, BertClassifier
 from lion.models.gpt import GPT
 from lion.models.lra import LRA, LRAMasked
 from lion.models.vit import ViT
 
-MODELS: dict[str, type[Model]] = {"bert": Bert, "gpt": GPT, "lra": LRA, "lra_masked": LRAMasked, "vit": ViT}
+MODELS: dict[str, type[Model]] = {
+    "bert": Bert,
+    "bert_classifier": BertClassifier,
+    "gpt": GPT,
+    "lra": LRA,
+    "lra_masked": LRAMasked,
+    "vit": ViT,
+}

@@ -75,8 +75,8 @@ class Model(nn.Module):
         """The outputs for prompts (B, L, ..), and the state to go on from; `valid` (B, L) is False for padding."""
         raise self._no_stream()
 
-    def step(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The outputs for the next inputs, and the state after them."""
+    def step(self, inputs: Tensor, state: Any, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """The outputs for the next inputs (B, C, ..), and the state after them; `valid` (B, C) as in `prefill`."""
         raise self._no_stream()
 
     def _no_stream(self) -> ValueError:

@@ -71,20 +71,17 @@ class MaskedHead(nn.Module):
         return F.linear(self.norm(F.gelu(self.transform(x))), embeddings, self.bias)
 
 
-class Bert(LanguageModel):
-    """Masked language model: embeddings with a norm, encoder, and a head tied to the token embeddings.
+class BertEncoder(LanguageModel):
+    """Embeddings with a norm, and encoder; a subclass adds its head, and then draws all weights by `config.init`.
 
     Args:
         config: Shape of the model.
         vocabulary: Token ids are below it.
-        length: Tokens of a training sample.
+        length: Tokens of a training sample, at most.
 
     Raises:
         ValueError: `length` is more than there are position embeddings.
     """
-
-    Config = BertConfig
-    heads = ("tokens.", "head.")
 
     def __init__(self, config: BertConfig, *, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -97,9 +94,41 @@ class Bert(LanguageModel):
         self.norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         self.dropout = nn.Dropout(c.dropout)
         self.encoder = Encoder(c)
-        self.head = MaskedHead(c.dim, rows, c.norm_eps)
         if self.longest is not None and length > self.longest:
             raise ValueError(f"data.length: {length} tokens, model.max_positions has embeddings of {self.longest}")
+
+    def encode(self, tokens: Tensor, segments: Tensor | None = None, types: Tensor | None = None) -> Tensor:
+        """What a head is given, (B, L, dim), zeros for padding.
+
+        Args:
+            tokens: Ids (B, L).
+            segments: Integer (B, L), documents that do not see one another, each with positions of its own; -1 is
+                padding, which nothing else depends on.
+            types: Of each token (B, L), below `token_types`; None: all 0.
+
+        Raises:
+            ValueError: More tokens than there are position embeddings, or types without embeddings.
+        """
+        x = self.tokens(tokens)
+        layout = Layout.of(x, segments=segments)
+        x = self.placed(x, layout.positions_of(x))
+        if self.types is not None:
+            x = x + (self.types.weight[0] if types is None else self.types(types))
+        elif types is not None:
+            raise ValueError("types: this model has no embeddings of token types (model.token_types)")
+        return layout.clean(self.encoder(self.dropout(self.norm(x)), layout))
+
+
+class Bert(BertEncoder):
+    """Masked language model: a head tied to the token embeddings."""
+
+    Config = BertConfig
+    heads = ("tokens.", "head.")
+
+    def __init__(self, config: BertConfig, *, vocabulary: int, length: int) -> None:
+        super().__init__(config, vocabulary=vocabulary, length=length)
+        c = self.config
+        self.head = MaskedHead(c.dim, self.tokens.num_embeddings, c.norm_eps)
         INITS[c.init](self, c.init_std)
 
     def forward(
@@ -109,30 +138,38 @@ class Bert(LanguageModel):
         types: Tensor | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, L, vocabulary) for each of tokens (B, L), or (B, K, vocabulary) for those at `places` alone.
-
-        Args:
-            tokens: Ids (B, L).
-            segments: Integer (B, L), documents that do not see one another, each with positions of its own; -1 is
-                padding, whose logits mean nothing, but do not depend on what it holds.
-            types: Of each token (B, L), below `token_types`; None: all 0.
-            places: Integer (B, K), below L.
-
-        Raises:
-            ValueError: More tokens than there are position embeddings, or types without embeddings.
-        """
+        """Logits (B, L, vocabulary) for each of the tokens, or (B, K, vocabulary) for those at `places` (B, K) alone;
+        the other arguments are those of `encode`. The logits of padding mean nothing."""
         hidden = self.encode(tokens, segments, types)
         if places is not None:
             hidden = hidden.take_along_dim(places[..., None], 1)  # (B, K, dim)
         return self.head(hidden, self.tokens.weight)[..., : self.vocabulary]
 
-    def encode(self, tokens: Tensor, segments: Tensor | None = None, types: Tensor | None = None) -> Tensor:
-        """What the head is given, (B, L, dim), zeros for padding; arguments as those of the model."""
-        x = self.tokens(tokens)
-        layout = Layout.of(x, segments=segments)
-        x = self.placed(x, layout.positions_of(x))
-        if self.types is not None:
-            x = x + (self.types.weight[0] if types is None else self.types(types))
-        elif types is not None:
-            raise ValueError("types: this model has no embeddings of token types (model.token_types)")
-        return layout.clean(self.encoder(self.dropout(self.norm(x)), layout))
+
+@dataclass
+class BertClassifierConfig(BertConfig):
+    """A BERT that reads a sequence as a whole; `classifier_dropout` stands before the last layer."""
+
+    name: str = "bert_classifier"
+    classifier_dropout: float = setting(0.1, min=0, max=1)
+
+
+class BertClassifier(BertEncoder):
+    """From a sequence to `outputs` numbers: its first token, [CLS], through dense and tanh (the pooler, as in the
+    original BERT), dropout, and a linear layer. Another task keeps the pooler, and starts with a new last layer."""
+
+    Config = BertClassifierConfig
+    heads = ("classifier.",)
+
+    def __init__(self, config: BertClassifierConfig, *, vocabulary: int, length: int, outputs: int) -> None:
+        super().__init__(config, vocabulary=vocabulary, length=length)
+        c = self.config
+        self.pooler = nn.Linear(c.dim, c.dim)
+        self.classifier_dropout = nn.Dropout(c.classifier_dropout)
+        self.classifier = nn.Linear(c.dim, outputs)
+        INITS[c.init](self, c.init_std)
+
+    def forward(self, tokens: Tensor, segments: Tensor | None = None, types: Tensor | None = None) -> Tensor:
+        """Logits (B, outputs); arguments as those of `encode`."""
+        first = self.encode(tokens, segments, types)[:, 0]  # (B, dim)
+        return self.classifier(self.classifier_dropout(self.pooler(first).tanh()))

@@ -113,7 +113,10 @@ class EncoderConfig(ModelConfig):
 
     def shape(self) -> str:
         """What models must share to be compared by their mixers."""
-        return f"dim {self.dim}, depth {self.depth}, {self.num_heads} heads"
+        parts = [f"dim {self.dim}", f"depth {self.depth}", f"{self.num_heads} heads"]
+        parts += [f"dropout {self.dropout:g}"] * bool(self.dropout)
+        parts += [f"score dropout {self.attention.score_dropout:g}"] * bool(self.attention.score_dropout)
+        return ", ".join(parts)
 
 
 class Encoder(nn.Module):
@@ -164,13 +167,16 @@ class Encoder(nn.Module):
             states.append(state)
         return self.norm(x, layout), states
 
-    def step(self, x: Tensor, states: list[Any], context: Any = None) -> tuple[Tensor, list[Any]]:
-        """As `forward` for the next token(s) x (B, C, dim), and the states after them."""
+    def step(
+        self, x: Tensor, states: list[Any], context: Any = None, valid: Tensor | None = None
+    ) -> tuple[Tensor, list[Any]]:
+        """As `forward` for the next token(s) x (B, C, dim), and the states after them; `valid` (B, C) is False for
+        padding."""
         new = []
         for block, state in zip(self.blocks, states):
-            x, state = block.step(x, state, context)
+            x, state = block.step(x, state, context, valid)
             new.append(state)
-        return self.norm(x), new
+        return self.norm(x, Layout.of(x, valid)), new
 
     def prepared(self, x: Tensor, layout: Layout) -> Layout:
         """The layout with what its blocks make of it alike, once for all of them."""

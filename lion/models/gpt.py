@@ -95,9 +95,13 @@ class GPT(LanguageModel):
         Raises:
             ValueError: More tokens than there are position embeddings.
         """
+        return self.logits(self.encode(tokens, segments))
+
+    def encode(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        """What the head is given, (B, L, dim); arguments as those of the model."""
         x = self.tokens(tokens)
         layout = Layout.of(x, segments=segments)
-        return self.logits(self.encoder(self.embedded(x, layout.positions_of(x)), layout))
+        return self.encoder(self.embedded(x, layout.positions_of(x)), layout)
 
     def embedded(self, x: Tensor, positions: Tensor) -> Tensor:
         """What the encoder is given for token embeddings x (B, L, dim) at positions (B or 1, L)."""
@@ -121,15 +125,20 @@ class GPT(LanguageModel):
         y, blocks = self.encoder.prefill(self.embedded(x, layout.positions_of(x)), layout)
         return self.logits(y), GPTState(layout.next_position(x), blocks)
 
-    def step(self, inputs: Tensor, state: GPTState) -> tuple[Tensor, GPTState]:
+    def step(self, inputs: Tensor, state: GPTState, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
         """Logits (B, C, vocabulary) after each of the next tokens (B, C), and the state after them.
 
         Beyond the position embeddings it fails: `longest` says when.
         """
-        count = inputs.shape[1]
-        positions = state.position[:, None] + state.position.new_ones(count).cumsum(0) - 1
-        x, blocks = self.encoder.step(self.embedded(self.tokens(inputs), positions), state.blocks)
-        return self.logits(x), GPTState(state.position + count, blocks)
+        x, state = self.encode_next(inputs, state, valid)
+        return self.logits(x), state
+
+    def encode_next(self, inputs: Tensor, state: GPTState, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
+        """What the head is given for the next tokens (B, C), (B, C, dim), and the state after them."""
+        x = self.tokens(inputs)
+        layout = Layout.after(x, state.position, valid)
+        x, blocks = self.encoder.step(self.embedded(x, layout.positions), state.blocks, valid=valid)
+        return x, GPTState(state.position + layout.count(x), blocks)
 
 
 def drop_biases(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype
 from lion.ops.blockwise import blockwise_parts
 from lion.ops.delta import delta_parts
-from lion.ops.full import add_diagonal, masked_parts, product_parts
+from lion.ops.full import add_diagonal, masked_parts, product_parts, undecayed_parts
 from lion.ops.piecewise import in_pieces
 from lion.ops.rotary import rotate_pair
 from lion.ops.segments import SegmentIndex, prepared
@@ -164,7 +164,8 @@ def _score_parts(
     if bonus is not None:
         bonus = bonus.to(tokens.gate.dtype).reshape(bonus.shape[0], 1, -1)  # (H, 1, D or 1)
     how = how._replace(include_diagonal=bonus is None and (no_decay or how.decay_convention != "between"))
-    product = no_decay and how.include_diagonal and how.form == "full" and not dropout_p
+    undecayed = no_decay and how.include_diagonal and how.form == "full"
+    product = undecayed and not dropout_p
     if product and not (how.direction == "both" and tokens.segment_index is None):
         how = how._replace(form="chunk")  # a product with borders: still never an L x L matrix
     if how.form in ("chunk", "rnn"):
@@ -174,7 +175,8 @@ def _score_parts(
     if product:
         return product_parts(q, k, v, rowsum=how.rowsum)
     if how.form == "full":
-        parts = full_vector_parts if log_decay.shape[-1] > 1 else masked_parts
+        decayed = full_vector_parts if log_decay.shape[-1] > 1 else masked_parts
+        parts = undecayed_parts if undecayed else decayed
         numerator, total = parts(tokens, how, dropout_p)
     else:
         numerator, total = blockwise_parts(tokens, how)

@@ -34,6 +34,20 @@ def masked_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tu
     return weighted_sum(weights, v, length, rowsum=how.rowsum, dropout_p=dropout_p)
 
 
+def undecayed_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
+    """The same where nothing decays, for scores that are dropped: a mask of which pairs there are, if not all."""
+    length, wide = tokens.q.shape[2], tokens.gate.dtype
+    q, k, v, padding = aligned(*tokens[:3])
+    index, place = pad_segments(tokens.segment_index, padding), torch.arange(length + padding, device=q.device)
+    weights = (q @ k.mT).to(wide)  # (B, H, L, L)
+    if index is not None:
+        weights = weights.masked_fill((index[:, :, None] != index[:, None])[:, None], 0)
+    if how.direction != "both":
+        later = place[:, None] < place  # keys behind their queries
+        weights = weights.masked_fill(later if how.direction == "forward" else later.mT, 0)
+    return weighted_sum(weights, v, length, rowsum=how.rowsum, dropout_p=dropout_p)
+
+
 def aligned(*xs: Tensor) -> tuple:
     """Tokens (B, H, L, D) with zeros behind them, to a length that matrix products are fast at, and how many."""
     length = xs[0].shape[2]

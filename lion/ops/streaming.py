@@ -15,7 +15,7 @@ from lion.ops.delta import delta_advance, delta_scan
 from lion.ops.features import apply_feature_map
 from lion.ops.rnn import Recurrence, advance
 from lion.ops.rotary import rotate_pair
-from lion.ops.segments import SegmentIndex, prepared
+from lion.ops.segments import SegmentIndex, check_masks, prepared
 from lion.ops.settings import DEFAULTS, Settings, with_fields
 from lion.ops.tokens import State, TokenBlock
 
@@ -32,6 +32,7 @@ def step(
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
+    valid: Tensor | None = None,
     settings: Settings = DEFAULTS,
     **fields: Any,
 ) -> tuple[Tensor, State]:
@@ -41,6 +42,7 @@ def step(
         state: `initial_state(k, v)`, or what `prefill` or the last step returned. Under the `source` convention it is
             stored already decayed by the last token.
         q, k: (B, H, C, D); v: (B, H, C, E), C = 1 for streaming. The others as in `linear_attention`, with C for L.
+        valid: Boolean (B, C), False for padding, which leaves the state as it is.
         settings, fields: See `Settings`; nothing depends on `form`, `direction`, `chunk_size` and `dropout_p` here.
 
     Returns:
@@ -52,6 +54,7 @@ def step(
     settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
     check_tokens(q, k, v)
     check_gates(q, Gates(log_decay, beta, bonus, angles), settings)
+    check_masks(q, valid, None)
     q, k = apply_feature_map(settings.feature_map, q), apply_feature_map(settings.feature_map, k)
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
     if state.S.shape != shape or state.z.shape != shape[:-1]:
@@ -60,14 +63,14 @@ def step(
     with no_autocast(q):
         rotated = rotate_pair(q, k, angles)
         if beta is not None:
-            y, row, state, _ = delta_advance(None, state, None, TokenBlock(*rotated, v, beta[..., None]))
+            y, row, state, _ = delta_advance(None, state, None, TokenBlock(*rotated, v, beta[..., None], valid))
         else:
             weight = 1.0 if bonus is None else bonus.to(state.z.dtype).reshape(bonus.shape[0], 1, -1)
             separate = separate_rowsum(normalize, angles)
             recurrence = Recurrence(
                 settings.decay_convention, "forward", weight, rowsum=normalize != "none" and not separate
             )
-            tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q))
+            tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q), valid)
             y, row, new, _ = advance(recurrence, state, None, tokens)
             if separate:
                 if normalize == "pre":

@@ -6,6 +6,7 @@ from lion.tasks.image_classification import ImageClassification
 from lion.tasks.lra import LRATask
 from lion.tasks.lra_masked import LRAMaskedTask
 from lion.tasks.masked_lm import MaskedLM
+from lion.tasks.sequence_classification import SequenceClassification
 
 TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
@@ -13,4 +14,5 @@ TASKS: dict[str, type[Task]] = {
     "lra": LRATask,
     "lra_masked": LRAMaskedTask,
     "masked_lm": MaskedLM,
+    "sequence_classification": SequenceClassification,
 }

@@ -53,6 +53,15 @@ class Task(ABC):
         self.metrics = self.metrics_of(config)
 
     @property
+    def speed_unit(self) -> str:
+        """What its speed is counted in, of which a sample is `pieces`."""
+        return self.unit
+
+    @property
+    def pieces(self) -> int:
+        return 1
+
+    @property
     def metric(self) -> Metric:
         """The one that `best` is chosen by."""
         return self.metrics[0]

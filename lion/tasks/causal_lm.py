@@ -33,6 +33,11 @@ class CausalLM(LanguageTask):
     Config = CausalLMConfig
     Model = GPT
     default_model = "gpt"
+    speed_unit = "tokens"
+
+    @property
+    def pieces(self) -> int:
+        return self.info.length - 1
 
     @staticmethod
     def metrics_of(config: CausalLMConfig) -> tuple[Metric, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lion.layers.mixers import SOFTMAX
+from lion.layers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.tasks.seeds import derive, uniform
 
@@ -18,6 +19,10 @@ MODES = {
     "kv": "keys and values of all tokens are kept (softmax)",
     "rnn": "a state of constant size is kept (linear mixers)",
 }
+
+
+PIECE = 256  # tokens of a prompt that are read at once
+ROOM = 256  # tokens for which a KV cache is made larger at once, at most
 
 
 def streaming_mode(model: GPT) -> str:
@@ -64,6 +69,7 @@ class Continuation:
     rows: list[list[int]]
     logits: Tensor
     state: Any = None
+    room: int = 0  # tokens that the state has room for
 
     @classmethod
     def of(cls, model: GPT, mode: str, prompts: Sequence[Sequence[int]]) -> Self:
@@ -82,10 +88,7 @@ class Continuation:
         if mode == "attention":
             return cls(model, mode, rows, recomputed(model, rows))
         check_room(model, rows, 0)
-        tokens, valid = padded(rows, model.tokens.weight.device)
-        with torch.inference_mode():
-            logits, state = model.prefill(tokens, None if valid.all() else valid)
-        return cls(model, mode, rows, last(logits, valid), state)
+        return cls(model, mode, rows, *read(model, rows))
 
     def generate(self, count: int, sampling: Sampling, seed: int) -> Iterator[list[int]]:
         """`count` times the next token of every row, which then stands in `rows`.
@@ -97,7 +100,10 @@ class Continuation:
         """
         if self.mode != "attention":
             check_room(self.model, self.rows, count)
-        for _ in range(count):
+        for left in range(count, 0, -1):
+            if not self.room:
+                self.room = min(ROOM, left)
+                self.state = reserve(self.state, self.room + 1)  # a cache that is full is a graph of its own
             keys = [derive(seed, i, len(row)) for i, row in enumerate(self.rows)]
             chance = uniform(torch.tensor(keys, device=self.logits.device), 1)[:, 0]
             chosen = sampling.choose(self.logits, chance)
@@ -111,9 +117,9 @@ class Continuation:
             row.append(token)
         if self.mode == "attention":
             self.logits = recomputed(self.model, self.rows)
-        else:
-            logits, self.state = self.model.step(tokens[:, None], self.state)
-            self.logits = logits[:, -1]
+            return
+        logits, self.state = self.model.step(tokens[:, None], self.state)
+        self.logits, self.room = logits[:, -1], max(0, self.room - 1)
 
 
 def check_room(model: GPT, rows: list[list[int]], count: int) -> None:
@@ -127,11 +133,27 @@ def check_room(model: GPT, rows: list[list[int]], count: int) -> None:
 
 
 @torch.inference_mode()
+def read(model: GPT, rows: list[list[int]]) -> tuple[Tensor, Any]:
+    """Logits (B, vocabulary) after rows, and the state to go on from.
+
+    They are read in pieces: beside the state of the model, memory does not grow with their length.
+    """
+    tokens, valid = padded(rows, model.tokens.weight.device)
+    state = reserve(model.initial_state(len(rows)), tokens.shape[1])
+    last = torch.zeros(len(rows), model.config.dim, dtype=model.tokens.weight.dtype, device=tokens.device)
+    with torch.compiler.set_stance("force_eager"):  # what is compiled is the step of one token
+        for piece, real in zip(tokens.split(PIECE, 1), valid.split(PIECE, 1)):
+            x, state = model.encode_next(piece, state, None if real.all() else real)
+            last = torch.where(real.any(1, keepdim=True), of_last(x, real), last)
+    return model.logits(last[:, None])[:, 0], state
+
+
+@torch.inference_mode()
 def recomputed(model: GPT, rows: list[list[int]]) -> Tensor:
     """Logits (B, vocabulary) after the last tokens of rows; beyond the position embeddings of the last that fit."""
     longest = model.longest or max(map(len, rows))
     tokens, valid = padded([row[-longest:] for row in rows], model.tokens.weight.device)
-    return last(model(tokens), valid)  # what is padded comes later, and is not seen
+    return model.logits(of_last(model.encode(tokens), valid)[:, None])[:, 0]  # padding comes later, and is not seen
 
 
 def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -143,6 +165,6 @@ def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]
     return tokens, valid
 
 
-def last(logits: Tensor, valid: Tensor) -> Tensor:
-    """Of logits (B, L, vocabulary) those after each row's last token, (B, vocabulary)."""
-    return logits[torch.arange(len(logits), device=logits.device), valid.sum(1) - 1]
+def of_last(x: Tensor, valid: Tensor) -> Tensor:
+    """Of x (B, L, dim) that of each row's last token, (B, dim); where a row has none it means nothing."""
+    return x[torch.arange(len(x), device=x.device), valid.sum(1) - 1]

@@ -58,16 +58,21 @@ class MaskedLM(LanguageTask):
     `mask` and `key` (B,).
 
     Hiding is done here, on the device. In training chance is PyTorch's own; in evaluation it is a function of the
-    sample's `key`, so that all models, forms and batch sizes are asked the same.
+    sample's `key`, so that all models, forms and batch sizes are asked the same; see `hide_by_key`.
     """
 
     Config = MaskedLMConfig
     Model = Bert
     default_model = "bert"
+    speed_unit = "tokens"
 
     def __init__(self, config: MaskedLMConfig, info: TextInfo) -> None:
         super().__init__(config, info)
         self.mask_id = info.id("mask")
+
+    @property
+    def pieces(self) -> int:
+        return self.info.length
 
     @staticmethod
     def metrics_of(config: MaskedLMConfig) -> tuple[Metric, ...]:
@@ -98,6 +103,18 @@ class MaskedLM(LanguageTask):
         hidden = torch.zeros_like(usable).scatter(1, places, chosen)
         return Masked(torch.where(hidden, replaced, tokens), places, tokens.gather(1, places), chosen)
 
+    def hide_by_key(self, batch: Batch) -> Masked:
+        """As evaluation hides. With a `key` (B, n) the n parts of a row, each as if it was a row: so the same tokens of
+        a text are hidden whatever the length of its rows."""
+        key, size = batch["key"], len(batch["tokens"])
+        parts = key.numel() // size
+        rows = {name: batch[name].view(size * parts, -1) for name in ("tokens", "segments") if name in batch}
+        length = rows["tokens"].shape[1]
+        draws = uniform(key.flatten(), 3 * length).unflatten(1, (length, 3))
+        tokens, places, targets, chosen = self.hide(rows, self.config.eval_rate, draws)
+        places = places.view(size, parts, -1) + length * torch.arange(parts, device=places.device)[:, None]
+        return Masked(tokens.view(size, -1), places.flatten(1), targets.view(size, -1), chosen.view(size, -1))
+
     def logits(self, model: nn.Module, batch: Batch, masked: Masked) -> Tensor:
         """Of the chosen tokens, (B, K, vocabulary)."""
         return model(masked.tokens, batch.get("segments"), places=masked.places).float()
@@ -109,9 +126,7 @@ class MaskedLM(LanguageTask):
         return Sums(loss.sum(), masked.chosen.sum().to(loss.dtype))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        length = batch["tokens"].shape[1]
-        draws = uniform(batch["key"], 3 * length).unflatten(1, (length, 3))
-        masked = self.hide(batch, self.config.eval_rate, draws)
+        masked = self.hide_by_key(batch)
         logits = self.logits(model, batch, masked)
         counted = masked.chosen & batch["mask"][:, None]
         right = (logits.argmax(-1) == masked.targets) & counted

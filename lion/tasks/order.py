@@ -41,6 +41,14 @@ class Shuffled(Order):
 
 
 @dataclass(frozen=True)
+class Sequential(Order):
+    """Every sample once an epoch, as they stand."""
+
+    def samples(self, positions: range, *, size: int, seed: int, epoch: int) -> list[int]:
+        return list(positions)
+
+
+@dataclass(frozen=True)
 class Drawn(Order):
     """Each sample drawn from all, with replacement: windows that begin anywhere in a token file."""
 

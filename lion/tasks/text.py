@@ -63,17 +63,53 @@ class TextInfo(Info):
     def resized(self, sample_size: int) -> Self:
         return replace(self, length=sample_size)
 
-    def shares_heads(self, then: dict[str, Any]) -> bool:
+    def shares_ids(self, then: dict[str, Any]) -> bool:
+        """Whether ids mean the same tokens there."""
         return all(then.get(name) == getattr(self, name) for name in ("vocabulary", "fingerprint"))
 
+    def shares_heads(self, then: dict[str, Any]) -> bool:
+        return self.shares_ids(then)
+
     def check_transfer(self, whose: str, then: dict[str, Any]) -> None:
-        self.check_same(whose, then)
+        TextInfo.check_same(self, whose, then)
 
     def check_same(self, whose: str, then: dict[str, Any]) -> None:
         """Ids must mean the same tokens; another length is the model's own affair."""
-        if not self.shares_heads(then):
+        if not self.shares_ids(then):
             old, new = (
                 f"{d.get('tokenizer')!r} ({d.get('vocabulary')} ids, fingerprint {str(d.get('fingerprint'))[:12]})"
                 for d in (then, self.to_dict())
             )
             raise ConfigError(f"{whose} is of another vocabulary: its tokenizer was {old}, and is {new} now")
+
+
+@dataclass(frozen=True)
+class LabelledTextInfo(TextInfo):
+    """What a model must know of sequences with a label each.
+
+    A batch is {"tokens", "types", "segments": int64 (B, L), "label": int64 or float32 (B,)}: rows of one document,
+    padded; `types` are 1 in the second of two parts.
+
+    Args:
+        classes: Their names, in the order of the labels; none: labels are numbers to come near to.
+    """
+
+    kind = "labelled text"
+
+    classes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        classes = tuple(values["classes"])
+        if not all(isinstance(name, str) for name in classes):
+            raise ValueError(f"no names of classes: {classes}")
+        return replace(super().from_dict(values), classes=classes)
+
+    def shares_heads(self, then: dict[str, Any]) -> bool:
+        return then.get("classes") == list(self.classes)
+
+    def check_same(self, whose: str, then: dict[str, Any]) -> None:
+        super().check_same(whose, then)
+        if not self.shares_heads(then):
+            old, new = (", ".join(names or ()) or "numbers" for names in (then.get("classes"), self.classes))
+            raise ConfigError(f"{whose} is of other labels: they were {old}, and are {new} now")

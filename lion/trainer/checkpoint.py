@@ -1,4 +1,4 @@
-"""Files of a run that must never be half-written, and checkpoints that are checked before they are trusted.
+"""Checkpoints, which are never half-written, and are checked before they are trusted.
 
 A checkpoint is a folder `RUN/checkpoints/KIND-STEP/` with its manifest (sizes and SHA-256 of its files). It is
 filled under a hidden name and renamed when it is on the disk: a checkpoint that has its name is complete.
@@ -7,7 +7,6 @@ filled under a hidden name and renamed when it is on the disk: a checkpoint that
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -16,11 +15,12 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lion.config import ConfigError
+from lion.files import digest, save_json, sync
 from lion.trainer.faults import out_of_memory
 
 log = logging.getLogger("lion")
@@ -44,42 +44,6 @@ class Checkpoint(NamedTuple):
     step: int
     state: Path
     sharded: bool
-
-
-def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Write to a temporary file beside `path`, flush it to the disk, and put it in place in one step."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        if error.errno and not error.filename:  # a full disk names none
-            error.filename = str(path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
-
-
-def save_json(path: Path, values: Any) -> None:
-    write_atomic(path, lambda file: file.write((json.dumps(values, indent=2) + "\n").encode()))
-
-
-def save_text(path: Path, text: str) -> None:
-    write_atomic(path, lambda file: file.write(text.encode()))
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder's list of names to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def scratch_path(run: Path, kind: str, step: int) -> Path:
@@ -111,11 +75,6 @@ def write_manifest(folder: Path, files: list[Path], *, sharded: bool) -> None:
         sync(path)
         entries[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
     save_json(folder / MANIFEST, {"sharded": sharded, "files": entries})
-
-
-def digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verified(step: int, folder: Path) -> Checkpoint:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lion.trainer.checkpoint import write_atomic
+from lion.files import write_atomic
 from lion.trainer.faults import full_disk
 from lion.trainer.histogram import Histogram
 

@@ -189,14 +189,33 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool
     In place (`Module.compile`) the names in checkpoints stay as they are. Equal blocks share their graphs. With
     `dynamic=None` a size that changes between calls becomes a symbol, for callers whose batches are not all alike.
     """
+    if not can_compile(backend):
+        return False
+    for unit in model.units():
+        unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
+    return True
+
+
+def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
+    """Compile `step` of every block of a model that streams, in place; eager, with a line, without a compiler.
+
+    One graph serves all blocks and tokens; a cache that grows needs room for that, see `lion.layers.softmax.reserve`.
+    """
+    if not can_compile(backend):
+        return False
+    for unit in model.units():
+        unit.step = torch.compile(unit.step, backend=backend, fullgraph=True, dynamic=False)
+    return True
+
+
+def can_compile(backend: Any) -> bool:
+    """Whether this machine can, with a line where it cannot; torch.compile is set up."""
     missing = missing_compiler() if backend == "inductor" else None
     if missing:
         log.warning("running eager, without torch.compile: %s", missing)
         return False
     warnings.filterwarnings("ignore", message=".*_prims_common.check.*", category=FutureWarning)  # torch 2.14's own
     torch._dynamo.config.recompile_limit = 32  # train, evaluation and each form are graphs of their own
-    for unit in model.units():
-        unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return True
 
 

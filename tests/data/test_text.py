@@ -185,6 +185,16 @@ def test_tables_are_read_by_their_column(tmp_path, kind):
         text_set(tmp_path, path=str(path), tokenizer="bytes", column="txt").prepare()
 
 
+def test_rows_without_text_are_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "\n".join(['{"text": null, "id": "x"}', "", '{"text": "one"}', '{"text": " "}', '{"text": "two", "b": "c"}'])
+    )
+    source = prepared(text_set(tmp_path, path=str(path), tokenizer="bytes", length=8))
+    found = {source.tokenizer.decode(ids[:-1]) for split in ("train", "val") for ids in documents(source, split)}
+    assert found == {"one", "two"}
+
+
 # token files
 
 
@@ -343,6 +353,43 @@ def test_padded_samples_are_documents(tmp_path):
         assert row["segments"].tolist() == [0] * len(cut) + [-1] * (12 - len(cut))
 
 
+@pytest.mark.parametrize(
+    "layout, label",
+    [
+        ({}, "packed"),
+        ({"document_mask": False}, "borderless"),
+        ({"pack": "padded"}, "padded"),
+        ({"pack": "windows"}, "windows"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_runs_of_any_layout_can_be_judged_by_the_same_samples(tmp_path, layout, label):
+    (tmp_path / "text.txt").write_text("\n".join(sentences(60, longest=8)))
+
+    def of(**settings):
+        made = {"tokenizer": "wordpiece", "vocabulary": 300, "length": 12, "document": "line"}
+        return prepared(text_set(tmp_path, path=str(tmp_path / "text.txt"), **made, **settings))
+
+    def rows(split):
+        return [{name: x.tolist() for name, x in split[i].items()} for i in range(len(split))]
+
+    source, own = of(**layout, eval_pack="padded"), of(**layout)
+    assert rows(source.build().val) == rows(of(pack="padded").build().val)
+    assert rows(source.build().train) == rows(own.build().train) and source.build().order == own.build().order
+    assert source.config.label() == label and source.config.of_training == ("pack", "document_mask")
+    assert rows(of(**layout, eval_pack="documents").build().val) == rows(of().build().val), "kept apart"
+    assert own.config.label() == "" and own.config.of_training == ()
+
+
+@pytest.mark.parametrize("pack", ["documents", "padded", "windows"])
+def test_the_share_of_places_that_hold_tokens(tmp_path, pack):
+    source = prepared(lines_set(tmp_path, sentences(60, longest=5), pack=pack))
+    train = source.build().train
+    segments = torch.stack([row.get("segments", row["tokens"]) for row in map(train.__getitem__, range(len(train)))])
+    assert source.filled() == pytest.approx((segments >= 0).double().mean().item(), abs=1 / len(train))
+    assert (source.filled() < 0.9) == (pack == "padded")
+
+
 def test_windows_begin_anywhere_and_are_drawn(tmp_path):
     source = prepared(lines_set(tmp_path, sentences(60), pack="windows"))
     splits = source.build()
@@ -351,7 +398,10 @@ def test_windows_begin_anywhere_and_are_drawn(tmp_path):
     for start in (0, 5, len(splits.train) - 1):
         assert splits.train[start]["tokens"].tolist() == ids[start : start + 16].tolist()
     assert splits.order == Drawn()
-    assert splits.val[1]["tokens"].tolist() == splits.val.tokens.ids[16:32].tolist(), "side by side to evaluate on"
+    held_out, judged = splits.val.tokens.ids.tolist(), []
+    for sample in (splits.val[i]["tokens"].tolist() for i in range(len(splits.val))):
+        judged += sample[1:]
+    assert judged == held_out[1 : 1 + len(judged)] and 0 <= len(held_out) - 1 - len(judged) < 15, "each token once"
     assert prepared(lines_set(tmp_path, sentences(60))).build().order == Shuffled()
     with pytest.raises(IndexError):
         splits.train[len(splits.train)]
@@ -396,6 +446,42 @@ def test_reading_takes_the_same_memory_whatever_the_size(tmp_path):
     assert grown < 2**24, f"{grown:,} bytes more after 40 batches"
 
 
+PREPARING = """
+import resource, sys
+from pathlib import Path
+import data
+from data.text import corpus
+from lion.config import build
+corpus.SHARD = 2**18
+def peak(path):  # bytes that this process has ever held
+    kind = data.dataset("text")
+    values = dict(name="text", path=path, root=path + ".root", tokenizer="bytes", document="line", workers=1)
+    source = kind(build(kind.Config, values, source=str))
+    source.prepare()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(source.build().train.tokens.ids)
+small, _ = peak(sys.argv[1])
+large, ids = peak(sys.argv[2])
+print(large - small, ids)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units")
+def test_preparing_takes_the_same_memory_whatever_the_size(tmp_path):
+    line, paths = "a line of some sixty characters, of which there are very many.\n", []
+    for size in (2**21, 2**24):
+        paths.append(tmp_path / f"{size}.txt")
+        with open(paths[-1], "w") as file:
+            for _ in range(size // 2**18):
+                file.write(line * (2**18 // len(line)))
+    found = subprocess.run([sys.executable, "-c", PREPARING, *paths], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    grown, ids = map(int, found.stdout.split())
+    assert ids > 0.9 * 2**24
+    assert grown < ids, f"{grown:,} bytes more for {ids:,} ids, which take two each"
+
+
 # sets by name
 
 
@@ -409,11 +495,30 @@ def test_python_source_is_there_on_every_machine(tmp_path, monkeypatch):
     assert found == {text for path in some[:12] if (text := path.read_text(encoding="utf-8")).strip()}
 
 
+def test_python_source_in_paragraphs(tmp_path, monkeypatch):
+    kind = data.dataset("python_source")
+    some = kind.files(text_set(tmp_path, "python_source"))[:12]
+    monkeypatch.setattr(kind, "files", lambda self: some)
+    source = prepared(text_set(tmp_path, "python_source", tokenizer="bytes", document="paragraph", pack="padded"))
+    train, val = (len(part) for part in source.build()[:2])
+    assert train + val > 10 * len(some)
+    assert source.published()[1] == pytest.approx(train, rel=0.15), "what is said before it is prepared"
+
+
 @pytest.mark.parametrize("name", ["c4", "openwebtext", "python_source"])
 def test_sets_are_known_without_their_files(name, tmp_path):
     info, count = text_set(tmp_path, name).published()
     assert count > 1000 and info.length == text_set(tmp_path, name).config.length
     assert TextInfo.from_dict(json.loads(json.dumps(info.to_dict()))) == info
+
+
+def test_a_set_is_known_with_any_tokenizer_that_is_there(tmp_path):
+    tokenizer = make_tokenizer("wordpiece", sentences(50), 300)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.inner.to_str())
+    info, count = text_set(tmp_path, "c4", tokenizer=str(tmp_path)).published()
+    assert (info.vocabulary, info.fingerprint, count) == (tokenizer.vocabulary, tokenizer.fingerprint, 364_868_892)
+    with pytest.raises(ConfigError, match=r"data.tokenizer: no file or folder ./none"):
+        text_set(tmp_path, "c4", tokenizer="./none").published()
 
 
 def test_what_the_hub_does_not_give_is_one_line(tmp_path, monkeypatch):
@@ -448,6 +553,11 @@ def bad(**settings):
     return lambda folder: recipe(folder, **{"path": str(folder / "texts"), "document": "line", **settings})
 
 
+def in_texts(name):
+    """A tokenizer that lies beside the text."""
+    return lambda folder: bad(path=str(folder / "texts" / "a.txt"), tokenizer=f"{folder}/texts/{name}")(folder)
+
+
 @pytest.mark.parametrize(
     "files, make, message",
     [
@@ -456,13 +566,23 @@ def bad(**settings):
         ({"a.txt": ""}, bad(), "no tokens"),
         ({"a.txt": "one line"}, bad(), "a corpus of one document.*data.document=line.*data.split=tail"),
         ({"a.txt": "a\nb"}, bad(tokenizer="./nothing"), "data.tokenizer: no file or folder ./nothing"),
+        ({"a.txt": "a\nb", "v.txt": "a\nb"}, in_texts("v.txt"), r"v.txt cannot be read \(no vocabulary of WordPiece"),
+        ({"a.txt": "a\nb", "v.json": "{}"}, in_texts("v.json"), "data.tokenizer: .*v.json cannot be read"),
+        (
+            {"a.txt": "a\nb"},
+            in_texts("."),
+            r"data.tokenizer: .*texts/. holds none of tokenizer.json, vocab.txt, vocab.json",
+        ),
         ({"a.txt": "a\nb"}, bad(path="/nowhere.txt"), "'/nowhere.txt' is no local file or folder"),
         ({"a.txt": "a\nb"}, bad(path=None), "data.path: missing"),
-        ({"a.txt": b"\xff\xfe\x00"}, bad(), "a.txt: no UTF-8 text"),
+        ({"a.txt": b"caf\xe9 \nand\n"}, bad(), r"a.txt: no UTF-8 text, byte 3 is 0xe9 \(.*\); iconv converts it"),
         ({"a.jsonl": "{}\n"}, bad(), "data.column: name it, none of  in .*a.jsonl"),
         ({"a.jsonl": '{"a": "x", "b": "y"}\n'}, bad(), "more than one of a, b"),
         ({"a.jsonl": "{no\n"}, bad(), "a.jsonl: no JSON lines"),
         ({"a.jsonl": '["x"]\n'}, bad(), "no JSON objects"),
+        ({"a.jsonl": '{"text": "a"}\n\n{"text": "b\n{"text": "c"}'}, bad(), """a.jsonl: no JSON lines.*{"text": "b'"""),
+        ({"a.jsonl": '{"text": "a"}\n{"txt": "b"}\n'}, bad(), """a.jsonl: no column 'text' in '{"txt": "b"}'"""),
+        ({"a.jsonl": '{"text": null}\n', "b.jsonl": '{"text": null}'}, bad(), "no tokens, the text is empty"),
         ({"a.csv": "x"}, bad(), "holds .csv; expected .txt"),
         ({"a.parquet": "x"}, bad(), "texts' cannot be read"),
         ({}, bad(), "holds nothing; expected .txt"),
@@ -491,6 +611,11 @@ def test_a_damaged_token_file_is_refused(tmp_path, capsys):
     for name in ("prepare", "train"):
         assert "a truncated token file; remove" in refuse(capsys, name, file)
     held.write_bytes(whole)
+    swapped = make_tokenizer("bpe", ["abc"], 300).inner.to_str()
+    (source.folder / "tokenizer.json").write_text(swapped)
+    assert "tokenizer.json: damaged, not the tokenizer of the manifest" in refuse(capsys, "prepare", file)
+    (source.folder / "tokenizer.json").unlink()
+    assert "tokenizer.json: cannot be read" in refuse(capsys, "prepare", file)
     (source.folder / "manifest.json").write_text("{")
     assert "manifest.json: cannot be read" in refuse(capsys, "train", file)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lion.layers import AttentionConfig
-from lion.layers.block import DropPath, PreNorm
+from lion.layers.block import MLPS, DropPath, PreNorm
 from lion.layers.blocks import BLOCKS
 from lion.layers.post_norm import PostNorm
 from tests.layers.test_attention import PACKED, PADDED, check_padding
@@ -23,7 +23,7 @@ def test_drop_path_drops_whole_samples_and_keeps_the_mean():
 @pytest.mark.parametrize("kind", BLOCKS.values())
 def test_variants_of_the_block(kind):
     x = torch.randn(2, 5, 12)
-    for mlp in ("mlp", "glu"):
+    for mlp in MLPS:
         for norm in ("layernorm", "rmsnorm"):
             block = kind(12, 3, mixer="lion_d", attention=AttentionConfig(), mlp=mlp, norm=norm, drop_path=0.1)
             block(x).sum().backward()
@@ -67,3 +67,14 @@ def test_what_padding_holds_reaches_no_parameter(kind, mixer, valid, segments):
     for mlp, norm in (("mlp", "layernorm"), ("glu", "rmsnorm")):
         block = kind(12, 3, mixer=mixer, attention=AttentionConfig(), mlp=mlp, norm=norm).double()
         check_padding(block, valid, segments)
+
+
+def test_the_tanh_of_gpt2_is_near_the_exact_gelu_and_not_the_same():
+    torch.manual_seed(0)
+    exact, near = MLPS["mlp"](12, 24), MLPS["mlp_tanh"](12, 24)
+    near.load_state_dict(exact.state_dict())
+    x = 3 * torch.randn(5, 12)
+    hidden = exact.fc1(x)
+    written = hidden / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)))
+    torch.testing.assert_close(near(x), near.fc2(written))
+    assert 1e-5 < (near(x) - exact(x)).abs().max() < 1e-2

@@ -219,6 +219,26 @@ def test_prefill_skips_padding_wherever_it_is(mixer):
 
 @every_mixer
 @torch.inference_mode()
+def test_a_step_skips_padding_wherever_it_is(mixer):
+    layer, x = make(mixer), tokens(14, batch=3)
+    valid = torch.ones(3, 12, dtype=torch.bool)
+    valid[0, 1:5], valid[1, :4], valid[1, 9:], valid[2, 0], valid[2, 6:] = False, False, False, False, False
+    x[:, :12][~valid] = torch.nan
+    state, out = layer.initial_state(3), []
+    for piece, real in zip(x[:, :12].split([1, 3, 7, 1], 1), valid.split([1, 3, 7, 1], 1)):
+        y, state = layer.step(piece, state, real)
+        assert y.isfinite().all()
+        out.append(y)
+    y, state = layer.step(x[:, 12:], state)
+    out = torch.cat([*out, y], 1)
+    for row, kept in enumerate(valid):
+        kept = torch.cat([kept, torch.ones(2, dtype=torch.bool)])
+        want = oracle(mixer, weights(layer), x[row, kept][None], HEADS)
+        assert error(out[row, kept][None], want) < 1e-10, row
+
+
+@every_mixer
+@torch.inference_mode()
 def test_a_saved_state_goes_on_bit_for_bit(mixer):
     layer, x = make(mixer).float(), tokens(40).float()
     for _, state in (layer.prefill(x[:, :21]), stream(layer, x[:, :21], [1] * 21)):

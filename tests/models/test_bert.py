@@ -7,7 +7,7 @@ from lion.config import ConfigError
 from lion.layers import MIXERS, NONE, SOFTMAX, Attention, AttentionConfig
 from lion.layers.mixer import forms_of, set_form
 from lion.layers.post_norm import PostNorm
-from lion.models.bert import Bert, BertConfig
+from lion.models.bert import Bert, BertClassifier, BertClassifierConfig, BertConfig
 from lion.recipe import build
 from lion.runs import count_parameters
 
@@ -193,6 +193,34 @@ def test_transformers_gives_the_same_logits():
     torch.testing.assert_close(found[segments >= 0], expected[segments >= 0], rtol=0, atol=1e-10)
 
 
+@torch.inference_mode()
+def test_transformers_classifies_the_same():
+    """`BertForSequenceClassification` with copied weights."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=24,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+        num_labels=3,
+    )
+    theirs = transformers.BertForSequenceClassification(config).double().eval()
+    shape = {"mlp_ratio": 2, "max_positions": 32, "token_types": 2}
+    ours = BertClassifier(BertClassifierConfig(SOFTMAX, 12, 2, 3, **shape), vocabulary=VOCABULARY, length=9, outputs=3)
+    ours = ours.double().eval()
+    weights = theirs.state_dict()
+    ours.load_state_dict({name: torch.cat([weights[n] for n in theirs_of(name)]) for name in ours.state_dict()})
+    tokens, types = torch.randint(VOCABULARY, (2, 9)), (torch.arange(9) > 4).long().expand(2, -1)
+    segments = torch.zeros(2, 9, dtype=torch.long)
+    segments[1, 6:] = -1
+    expected = theirs(tokens, attention_mask=(segments >= 0).long(), token_type_ids=types).logits
+    torch.testing.assert_close(ours(tokens, segments, types), expected, rtol=0, atol=1e-10)
+
+
 NAMES = {  # ours -> theirs
     "tokens": "bert.embeddings.word_embeddings",
     "positions": "bert.embeddings.position_embeddings",
@@ -202,6 +230,7 @@ NAMES = {  # ours -> theirs
     "head.transform": "cls.predictions.transform.dense",
     "head.norm": "cls.predictions.transform.LayerNorm",
     "head.bias": "cls.predictions.bias",
+    "pooler": "bert.pooler.dense",
     ".norm1": ".attention.output.LayerNorm",
     ".attention.qkv": ".attention.self.qkv",
     ".attention.proj": ".attention.output.dense",

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lion.layers import KINDS, MIXERS, SOFTMAX
+from lion.layers.softmax import reserve
 from lion.models.gpt import GPT, CausalAttentionConfig, GPTConfig
 from lion.runs import count_parameters
 
@@ -119,6 +120,39 @@ def test_it_streams_as_a_whole_from_ragged_prompts(mixer):
         logits, state = model.step(new, saved(state))
         for i, row in enumerate(rows):
             torch.testing.assert_close(logits[i : i + 1], model(row)[:, -count:], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mixer", KINDS)
+@torch.inference_mode()
+def test_ragged_prompts_are_read_in_pieces(mixer):
+    model, tokens, lengths = gpt(mixer), ids(3, 12), torch.tensor([12, 4, 7])
+    valid = torch.arange(12) < lengths[:, None]
+    state = reserve(model.initial_state(3), 9)  # then it grows
+    pieces = []
+    for piece, real in zip(tokens.split(5, 1), valid.split(5, 1)):
+        logits, state = model.step(piece, state, real)
+        pieces.append(logits)
+    assert state.position.tolist() == lengths.tolist()
+    logits = torch.cat(pieces, 1)
+    last, _ = model.step(tokens[:, :1], state)
+    for i, n in enumerate(lengths):
+        row = torch.cat([tokens[i : i + 1, :n], tokens[i : i + 1, :1]], 1)
+        both = torch.cat([logits[i : i + 1, :n], last[i : i + 1]], 1)
+        torch.testing.assert_close(both, model(row), rtol=0, atol=1e-10)
+
+
+@torch.inference_mode()
+def test_a_cache_with_room_is_written_in_place():
+    model, tokens = gpt(), ids(2, 8)
+    _, start = model.prefill(tokens[:, :5])
+    roomy = reserve(start, 2)
+    first, state = model.step(tokens[:, 5:7], roomy)
+    assert state.blocks[0].k.data_ptr() == roomy.blocks[0].k.data_ptr()
+    second, state = model.step(tokens[:, 7:], state)  # no room is left
+    assert state.blocks[0].k.data_ptr() != roomy.blocks[0].k.data_ptr()
+    torch.testing.assert_close(torch.cat([first, second], 1), model(tokens)[:, 5:], rtol=0, atol=1e-10)
+    again, _ = model.step(tokens[:, 5:7], start)  # without room a state is a value
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
 
 
 @torch.inference_mode()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lion.ops import initial_state, linear_attention, linear_attention_parts, prefill, step
+from lion.ops import full, initial_state, linear_attention, linear_attention_parts, prefill, step
 
 from .helpers import DECAYS, assert_close, make
 
@@ -202,6 +202,28 @@ def test_dropout(decay):
     # The row sum is taken before the drop, so the mean of n draws is off by sd / sqrt(n); sd is at most max |v|
     mean = dropped(20_000, 0).mean(0, keepdim=True)
     assert_close(mean, plain, 5 * inputs.v.abs().max().item() / plain.abs().max().item() / 20_000**0.5)
+
+
+@pytest.mark.parametrize("direction", ("both", "forward", "backward"))
+def test_dropout_where_nothing_decays(direction, monkeypatch):
+    """The same scores are dropped as under decays of one, bit for bit: no mask is made for nothing."""
+    q, k, v = (torch.randn(2, 3, 69, 8, requires_grad=True) for _ in range(3))
+    segments = torch.arange(69).div(30, rounding_mode="floor").expand(2, -1).clone()
+    segments[1, -9:] = -1
+    found = []
+    for log_decay in (None, torch.zeros(3)):
+        for masks in ({}, {"segments": segments}):
+            torch.manual_seed(0)
+            with monkeypatch.context() as patch:
+                if log_decay is None:
+                    patch.delattr(full, "decay_mask")
+                y = linear_attention(
+                    q, k, v, log_decay, feature_map="silu_shifted", direction=direction, dropout_p=0.5, **masks
+                )
+            found.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
+    for plain, decayed in zip(found[:2], found[2:]):
+        assert all(torch.equal(*pair) for pair in zip(plain, decayed))
+    assert not torch.equal(found[0][0], found[1][0])
 
 
 def test_no_dropout_no_randomness():

@@ -2,13 +2,24 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lion.layers import KINDS, SOFTMAX
 from lion.models.gpt import GPT, GPTConfig
+from lion.tasks import generation
 from lion.tasks.generation import Continuation, Sampling, streaming_mode
+from lion.trainer.runtime import compile_blocks, compile_steps
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7], [8, 9, 1]]
 GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def _short_pieces(monkeypatch):
+    """Prompts of several pieces, and a cache that grows several times."""
+    monkeypatch.setattr(generation, "PIECE", 4)
+    monkeypatch.setattr(generation, "ROOM", 3)
 
 
 def gpt(mixer=SOFTMAX, length=40):
@@ -115,3 +126,62 @@ def test_wrong_modes_and_prompts():
         Continuation.of(gpt(), "rnn", PROMPTS)
     with pytest.raises(ValueError, match="at least one token"):
         Continuation.of(gpt(), "kv", [[1], []])
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor of numbers, and the tokens that were read at once."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for x in out if isinstance(out, (list, tuple)) else (out,):
+            if torch.is_tensor(x) and x.is_floating_point():
+                self.numbers = max(self.numbers, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("mixer", ["lion_s", "gla", "deltanet"])
+def test_a_long_prompt_is_read_in_constant_memory(mixer):
+    found = {}
+    for length in (50, 500):
+        with Largest() as largest:
+            Continuation.of(gpt(mixer), "rnn", [[1] * length])
+        found[length] = largest.numbers
+    assert found[50] == found[500] > 0
+
+
+@pytest.mark.parametrize("mode", ["attention", "kv"])
+def test_only_the_last_token_of_a_prompt_has_logits(mode):
+    seen, model = [], gpt(length=40)
+    model.logits = lambda x, logits=model.logits: seen.append(tuple(x.shape)) or logits(x)
+    Continuation.of(model, mode, [[1] * 30, [2] * 7])
+    assert seen == [(2, 1, 24)]
+
+
+def test_a_cache_has_room_for_what_is_to_come_alone(monkeypatch):
+    monkeypatch.setattr(generation, "ROOM", 100)
+    text = Continuation.of(gpt(), "kv", [[1, 2]])
+    for _ in text.generate(5, GREEDY, 0):
+        pass
+    assert text.state.blocks[0].k.shape[2] == 2 + 5 + 1 and text.room == 0
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s", "gla"])
+def test_one_graph_serves_all_blocks_and_tokens(mixer):
+    torch._dynamo.reset()
+    expected = generated(gpt(mixer).double(), streaming_mode(gpt(mixer)))
+    model, counter = gpt(mixer).double(), CompileCounterWithBackend("aot_eager")
+    assert compile_steps(model, counter)
+    assert generated(model, streaming_mode(model)) == expected
+    assert counter.frame_count == 1
+
+
+@pytest.mark.compiled
+def test_one_graph_reads_sequences_that_grow():
+    torch._dynamo.reset()
+    model, counter = gpt().double(), CompileCounterWithBackend("eager")
+    assert compile_blocks(model, counter, dynamic=True)
+    assert generated(model, "attention") == generated(gpt().double(), "attention")
+    assert counter.frame_count == 1

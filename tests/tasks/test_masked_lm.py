@@ -257,3 +257,15 @@ def test_weights_of_another_vocabulary_mean_nothing_here():
     INFO.check_transfer("it", dataclasses.replace(INFO, length=999).to_dict())
     with pytest.raises(ConfigError, match="init_from: run is of another vocabulary: its tokenizer was 'toy' "):
         INFO.check_transfer("init_from: run", dataclasses.replace(INFO, fingerprint="e" * 64).to_dict())
+
+
+def test_parts_of_a_row_are_hidden_as_rows():
+    tokens, keys = torch.randint(5, 30, (2, 60)), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    segments = torch.zeros_like(tokens)
+    segments[0, 50:] = -1
+    long = task().hide_by_key({"tokens": tokens, "key": keys, "segments": segments})
+    rows = {"tokens": tokens.view(6, 20), "key": keys.flatten(), "segments": segments.view(6, 20)}
+    short = task().hide_by_key(rows)
+    assert torch.equal(long.tokens.view(6, 20), short.tokens) and not torch.equal(long.tokens, tokens)
+    assert torch.equal(long.targets.view(6, -1), short.targets) and torch.equal(long.chosen.view(6, -1), short.chosen)
+    assert torch.equal(tokens.gather(1, long.places), long.targets)

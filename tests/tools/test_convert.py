@@ -232,7 +232,7 @@ def test_the_run_serves_every_command(tmp_path, capsys):
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["run"]
     assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "environment.json", "recipe.yaml"]
     converted = json.loads((run / "environment.json").read_text())["converted"]
-    assert converted["file"] == str(tmp_path / "their.pth") and len(converted["sha256"]) == 64
+    assert converted["from"] == str(tmp_path / "their.pth") and len(converted["sha256"]["their.pth"]) == 64
 
     loaded = open_run(run)
     assert loaded.task.info.classes == tuple(f"class {i}" for i in range(CLASSES))

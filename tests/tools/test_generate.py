@@ -1,9 +1,13 @@
 """`./run.sh generate`: streams, several prompts, every mode, and going on from a file."""
 
+import shutil
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from lion.runs import open_run
+from lion.trainer.runtime import missing_compiler
 from tests.helpers import here, refuse, tiny_recipe
 from tools import generate
 from tools.generate import Decoder
@@ -70,6 +74,21 @@ def test_a_state_goes_on_as_one_longer_call_would_have(runs, capsys, tmp_path, m
     second, _ = text_of(capsys, run, "--seed", 1, "--tokens", 5, "--state", state)
     third, _ = text_of(capsys, *asked, "--tokens", 7, "--state", state)
     assert first[:-1] + second[:-1] + third == whole
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.skipif(missing_compiler() is not None, reason="no compiler")
+def test_compiled_where_the_recipe_says_so(runs, capsys, tmp_path):
+    run = shutil.copytree(runs["softmax"], tmp_path / "compiled")
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("compile: false", "compile: true"))
+    torch._dynamo.reset()
+    asked = [run, "--prompt", "the ", "--prompt", "a", "--tokens", 8, "--temperature", 0]
+    eager = text_of(capsys, *asked, "--eager")[0]
+    assert not counters["frames"]
+    assert text_of(capsys, *asked)[0] == eager
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_text_comes_as_it_is_written(runs, monkeypatch):

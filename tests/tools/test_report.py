@@ -12,8 +12,10 @@ import data
 from lion.config import ConfigError
 from lion.tasks.metrics import OfMeans
 from tests.helpers import here, refuse, tiny_recipe
-from tools import report
-from tools.report import claim_table, claimed, group, load, place, read_paper, result_table, verdict
+from tools.report.paper import claimed, read_paper
+from tools.report.runs import group, load, place
+from tools.report.section import Section, markdown
+from tools.report.tables import ASKED, claim_table, result_table, verdict
 
 PAPER = read_paper("image_classification")
 KINDS = {
@@ -66,6 +68,7 @@ def test_the_table_holds_what_the_runs_measured(runs):
     assert by_name["lion_s multiscan"]["paper: CIFAR-100"] == "80.07"
     assert by_name["lion_s forward"]["paper: CIFAR-100"] == "71.08"
     assert by_name["softmax"]["parameters"] != row["parameters"]
+    assert "val top-5 %" in header and "val loss" in header
 
 
 def test_every_claim_of_the_cifar100_recipes_has_a_name_of_its_own():
@@ -94,10 +97,11 @@ def test_a_metric_that_falls(runs):
         for name, some in group(of(runs, *curves), PAPER).items()
     }
     header, rows = result_table(groups, PAPER)
-    assert header[1:3] == ["test perplexity", "val perplexity"]
-    assert [row[2] for row in rows] == ["20.00 ± 0.00", "17.25 ± 0.00"]
+    assert header[:2] == ["model", "val perplexity"], "nothing was tested"
+    assert [row[1] for row in rows] == ["20.00 ± 0.00", "17.25 ± 0.00"]
     header, rows = claim_table(groups, PAPER)
-    assert rows == [["lion_s > softmax", "val", "2.75 ± 0.00", "2", "so here, too"]] and header[2] == "difference"
+    assert rows == [["lion_s > softmax", "val", "2.75 ± 0.00", "2", "so here, too"]]
+    assert header[2] == "difference, perplexity"
 
 
 def test_a_run_that_is_not_finished(runs, tmp_path):
@@ -117,6 +121,7 @@ def test_students_t_decides():
     assert verdict([-0.02, -0.03, -0.025]) == "the other way round here"
     assert verdict([-0.02, 0.03, 0.01]) == "undecided, within the noise"
     assert verdict([0.5]) == "one seed decides nothing"
+    assert [verdict(gaps, ASKED) for gaps in ([0.02, 0.03, 0.025], [-0.02, -0.03, -0.025])] == [*ASKED]
 
 
 def test_rows_stand_in_the_papers_order():
@@ -206,8 +211,8 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
 def test_a_task_of_which_the_paper_says_nothing(runs):
     paper, groups = read_paper("chess"), group(of(runs, "lion_s", "softmax"), PAPER)
     header, rows = result_table(groups, paper)
-    assert header[-1] == "parameters" and len(rows) == 2 and not claim_table(groups, paper)[1]
-    assert report.markdown(groups, paper, None).startswith("# chess: runs at one budget")
+    assert header[-1] == "images/s" and len(rows) == 2 and not claim_table(groups, paper)[1]
+    assert markdown([Section("", paper, groups)], None, None).startswith("# chess: runs at one budget\n")
 
 
 def test_data_say_which_they_are_in_a_line():
@@ -255,8 +260,8 @@ def test_what_started_from_another_run_is_a_row_of_its_own(runs):
     assert list(group([run, started], PAPER)) == ["lion_s", "lion_s pre-trained"]
 
 
-def test_a_run_that_is_stuck_is_told(runs, capsys, tmp_path, monkeypatch):
+def test_a_run_that_is_stuck_is_told(runs):
     told = [run._replace(remark="stuck at chance: ..") for run in of(runs, "lion_s", "softmax")[:1]]
     groups = group([*told, *of(runs, "softmax")], PAPER)
-    text = report.markdown(groups, PAPER, None)
+    text = markdown([Section("", PAPER, groups)], None, None)
     assert "- lion_s, seed 0: stuck at chance: .." in text and text.count("stuck at chance") == 1

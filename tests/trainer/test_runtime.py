@@ -6,9 +6,10 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from lion.config import ConfigError
+from lion.files import write_atomic
 from lion.layers import MIXERS, SOFTMAX, AttentionConfig
 from lion.models.vit import ViT, ViTConfig
-from lion.trainer.checkpoint import load_state, write_atomic
+from lion.trainer.checkpoint import load_state
 from lion.trainer.runtime import (
     compile_blocks,
     missing_compiler,

@@ -51,7 +51,7 @@ from tools.bench.probe import (
     time_rounds,
     warm_up,
 )
-from tools.cli import Parser, count, say, table
+from tools.cli import Parser, count, counts, say, table
 from tools.compose import build_data, resolve_run
 from tools.processes import Send, first_line, in_a_process
 from tools.store import Row, Store, digits, pipes
@@ -83,7 +83,7 @@ class Job:
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench inference", description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("--sizes", type=sizes, help="of a sample, in px or tokens, as 224,384 (default: the run's)")
+    parser.add_argument("--sizes", type=counts, help="of a sample, in px or tokens, as 224,384 (default: the run's)")
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
     parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="of blockwise, chunk and rnn")
     parser.add_argument("--batch", type=count, default=1)
@@ -138,10 +138,6 @@ def main(argv: list[str]) -> int:
             rows = [row for key, row in report.rows.items() if key in report.new]
             print(f"{title(rows[0])}\n{table(*tabled(rows))}\n\n{report.files_and(draw(report))}")
     return 1 if failed or not report.new else 0
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    return tuple(sorted({count(part) for part in text.split(",")}))
 
 
 def variants(loaded: LoadedRun, forms: list[str], chunk_sizes: list[int]) -> list[Variant]:

@@ -1,20 +1,24 @@
 """Time whole training steps against softmax attention (the paper's Table 2), and against no mixer at all.
 
-    ./run.sh bench train RECIPE [RECIPE ...] [--size 224 512] [--batch N] [--set key=value ...]
+    ./run.sh bench train RECIPE [RECIPE ...] [--size 224 512] [--batch N] [--plain] [--set key=value ...]
 
-A step is what the trainer does: mixing of the batch, forward, backward, optimizer, compiled, in the recipe's precision
-on a GPU and in float32 on a CPU. All recipes must have one shape (dim, depth, heads, ..); beside them are timed the
-same model with softmax, which is 1, and without a mixer (each hands v on), which is the floor. Rounds are interleaved;
-a multiplier is the median over rounds of a step's time over the softmax step's of that round.
+A step is the trainer's own, on a batch of noise: mixing or masking, forward, backward, clipping, optimizer, compiled,
+in the recipe's precision on a GPU and in float32 on a CPU. All recipes must have one shape (dim, depth, heads, dropout,
+..); beside them are timed the same model with softmax, which is 1, and without a mixer (each hands v on), which is the
+floor. `--plain` adds softmax written plainly in eager PyTorch (`tools/bench/plain.py`). Rounds are interleaved;
+a multiplier is the median over rounds of a step's time over the softmax, or plain, step's of that round.
 Results are added to `reports/train.md` and `train.json`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,9 +29,13 @@ from lion.layers import NONE, SOFTMAX
 from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
+from lion.tasks.data import Batch, Splits
+from lion.trainer.log import NoLog
+from lion.trainer.loop import Trainer
 from lion.trainer.memory import process_peak
-from lion.trainer.optim import make_optimizer
-from lion.trainer.runtime import MATMUL, compile_blocks
+from lion.trainer.plan import make_plan
+from lion.trainer.runtime import MATMUL, Runtime, compile_blocks
+from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
@@ -35,8 +43,8 @@ from tools.processes import Send, in_a_process
 from tools.store import Store, digits, pipes
 
 FLOOR = "without a mixer"
-SETTING = ("device", "threads", "precision", "matmul", "compiled", "shape", "size", "batch")
-HEADER = ["mixer", "x softmax", "ms a step", "peak GiB"]
+SETTING = ("device", "threads", "precision", "matmul", "compiled", "model", "shape", "size", "batch")
+HEADER = ["mixer", "x softmax", "x plain", "ms a step", "tokens/s", "peak GiB"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Job:
     seconds: float
     threads: int
     eager: bool
+    plain: bool
     command: str
 
 
@@ -68,6 +77,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=count, default=900, help="end the rounds of a size after these")
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--plain", action="store_true", help="beside a GPT, the same in plain eager PyTorch")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
     args = parser.parse_args(argv)
@@ -87,6 +97,7 @@ def main(argv: list[str]) -> int:
             seconds=args.seconds,
             threads=torch.get_num_threads(),
             eager=args.eager,
+            plain=args.plain,
             command=shlex.join(["./run.sh", "bench", "train", *argv]),
         )
         for size in sorted(set(args.size or [size_of(args.recipes[0], args.set)]))
@@ -108,7 +119,7 @@ def main(argv: list[str]) -> int:
         problem = in_a_process(measure, job, receive)
         if new:
             report.save(markdown(report))
-            print(f"{title(new[0])}\n{table(HEADER, [cells(row) for row in new])}\n")
+            print(f"{title(new[0])}\n{table(*columns(new))}\n")
         if problem:
             say(f"size {job.size}: {problem}")
         failed |= problem is not None or not new
@@ -147,6 +158,8 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
         build_on_meta(task, recipe.model)
         found[name_of(recipe)] = (recipe, task)
     recipe, task = next(iter(found.values()))
+    if job.plain:
+        check_plain(recipe.model.with_mixer(SOFTMAX))
     beside = {
         name: (dataclasses.replace(recipe, model=recipe.model.with_mixer(mixer)), task)
         for name, mixer in ((SOFTMAX, SOFTMAX), (FLOOR, NONE))
@@ -172,51 +185,71 @@ def measure(job: Job, send: Send) -> None:
         send({"kind": "progress", "text": f"  {name}: {'warming up' if job.eager else 'compiling'}"})
         precision = job.precision or (recipe.trainer.precision if device.type == "cuda" else "fp32")
         torch.manual_seed(0)
-        model = task.build_model(recipe.model).to(device)
-        tokens = model.length
-        batch = job.batch or max(1, round((50_000 if device.type == "cuda" else 1_600) / tokens))
-        if not job.eager:
-            compile_blocks(model)
-        runs[name] = training_step(model, task, recipe, batch, precision, device)
-        warm_up(runs[name], device)
-        rows[name] = {
-            "mixer": name,
-            "device": device_name(),
-            "threads": job.threads,
-            "precision": precision,
-            "matmul": job.matmul,
-            "compiled": not job.eager,
-            "shape": recipe.model.shape(),
-            "size": job.size,
-            "unit": task.info.size_unit,
-            "batch": batch,
-            "tokens": tokens,
-            "parameters": count_parameters(model),
-            "peak_bytes": process_peak(runs[name], device),
-            **stamp(job.command),
-        }
+        model = task.build_model(recipe.model)
+        batch = job.batch or max(1, round((50_000 if device.type == "cuda" else 1_600) / model.length))
+        example = task.example(batch, device)
+        steps = {name: training_step(model, task, recipe, example, precision, device, compiled=not job.eager)}
+        if job.plain and name == SOFTMAX:
+            steps[PLAIN] = plain_step(PlainGPT.of(model), recipe, example["tokens"])
+        for kind, step in steps.items():
+            runs[kind] = step
+            warm_up(step, device)
+            rows[kind] = {
+                "mixer": kind,
+                "device": device_name(),
+                "threads": job.threads,
+                "precision": precision,
+                "matmul": job.matmul,
+                "compiled": not job.eager,
+                "model": recipe.model.name,
+                "shape": recipe.model.shape(),
+                "size": job.size,
+                "unit": task.info.size_unit,
+                "batch": batch,
+                "tokens": model.length,
+                "parameters": count_parameters(model),
+                "peak_bytes": process_peak(step, device),
+                **stamp(job.command),
+            }
     send({"kind": "progress", "text": f"  timing {', '.join(runs)}"})
     times = time_rounds(runs, job.rounds, job.seconds, device)
     for name, row in rows.items():
-        ratios = sorted(t / s for t, s in zip(times[name], times[SOFTMAX]))
-        middle = len(ratios) // 2
-        row |= {"ratio": ratios[middle], "ratios": ratios, "ms": 1e3 * sorted(times[name])[middle]}
+        row |= {"ratios": ratios(times[name], times[SOFTMAX]), "ms": 1e3 * median(times[name])}
+        row["ratio"] = median(row["ratios"])
+        if job.plain:
+            row["plain_ratio"] = median(ratios(times[name], times[PLAIN]))
         send({"kind": "row", **row})
 
 
+def ratios(times: list[float], others: list[float]) -> list[float]:
+    """Of the times of each round, sorted."""
+    return sorted(t / s for t, s in zip(times, others))
+
+
 def training_step(
-    model: nn.Module, task: Task, recipe: Recipe, batch: int, precision: str, device: torch.device
+    model: nn.Module,
+    task: Task,
+    recipe: Recipe,
+    example: Batch,
+    precision: str,
+    device: torch.device,
+    *,
+    compiled: bool = False,
 ) -> Callable[[], object]:
-    optimizer, _ = make_optimizer(model, recipe.optim)
-    example = task.example(batch, device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    """The trainer's step on one batch, again and again."""
+    plan = make_plan(recipe, samples=recipe.trainer.batch_size, world=1)
+    plan = dataclasses.replace(
+        plan, trainer=dataclasses.replace(plan.trainer, precision=precision, parallel="ddp"), accumulation=1
+    )
+    trainer = Trainer(plan, task, model, Splits([], [], None, task.info), Path(), Runtime(device))
+    if compiled:
+        compile_blocks(model)
+    trainer.state.step = 1  # at 0 the first batch is shown
+    batches, monitor = itertools.repeat(example), SimpleNamespace(waited=0.0)
 
     def step() -> None:
-        with autocast:
-            loss, weight = task.loss(model, example)
-        (loss / weight).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        trainer.train_step(batches, monitor, NoLog())
+        trainer.optimizer.zero_grad()  # as the next step would: what one needs is taken anew
 
     return step
 
@@ -224,20 +257,30 @@ def training_step(
 def title(row: dict[str, Any]) -> str:
     how = "compiled" if row["compiled"] else "eager"
     products = "" if row["matmul"] == "highest" else f" with products of {row['matmul']} precision"
-    size = f"{row['size']} {row['unit']} ({row['tokens']:,} tokens)"
+    tokens = f"{row['tokens']:,} tokens"
+    size = tokens if row["unit"] == "tokens" else f"{row['size']} {row['unit']} ({tokens})"
     return (
-        f"{size}, batch {row['batch']}, {row['shape']}: {row['device']}, "
+        f"{size}, batch {row['batch']}, {row['model']}, {row['shape']}: {row['device']}, "
         f"{row['threads']} threads, {row['precision']}{products}, {how}"
     )
 
 
+def columns(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of rows of one setting; without what none of them has."""
+    found = [cells(row) for row in rows]
+    kept = [i for i in range(len(HEADER)) if any(row[i] for row in found)]
+    return [HEADER[i] for i in kept], [[row[i] or "-" for i in kept] for row in found]
+
+
 def cells(row: dict[str, Any]) -> list[str]:
-    peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
-    return [row["mixer"], f"{row['ratio']:.2f}", digits(row["ms"]), peak]
+    plain = f"{row['plain_ratio']:.2f}" if "plain_ratio" in row else ""
+    speed = digits(row["batch"] * row["tokens"] / row["ms"] * 1e3)
+    peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
+    return [row["mixer"], f"{row['ratio']:.2f}", plain, digits(row["ms"]), speed, peak]
 
 
 def markdown(report: Store) -> str:
     parts = ["# Training steps against softmax", "Written by `./run.sh bench train`.", __doc__.split("\n\n")[2]]
     for rows in report.groups(SETTING):
-        parts += [f"## {title(rows[0])}", pipes(HEADER, [cells(row) for row in rows]), report.commands(rows)]
+        parts += [f"## {title(rows[0])}", pipes(*columns(rows)), report.commands(rows)]
     return "\n\n".join(parts) + "\n"

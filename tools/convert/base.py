@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,8 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.recipe import Recipe
 from lion.tasks.data import Info
+from tools.compose import describe_data
+from tools.convert.files import Held
 
 
 class Setting(NamedTuple):
@@ -26,45 +27,68 @@ class Setting(NamedTuple):
 
 
 class Converter(ABC):
-    """Checkpoints of others for one model of ours. A new one is one file and its line in `CONVERTERS`."""
+    """Checkpoints of others for one model of ours. A new one is one file and its line in `CONVERTERS`.
 
-    whose: ClassVar[str]  # what it takes, in words
-    names: ClassVar[tuple[tuple[str, str, int], ...]]  # theirs (a pattern), ours, and the sign of the weights
-    needed: ClassVar[dict[str, int]]  # weights that every such file has, and how many axes they have
+    The command calls its methods in this order. `held` is the checkpoint, `ours` its weights as our model has them.
+    """
+
     trusted: ClassVar[tuple[str, ...]]  # settings that a file need not show
 
-    def rename(self, theirs: dict[str, Any], path: Path) -> dict[str, Tensor]:
-        """The same weights under our names, with our signs, in float32.
+    @abstractmethod
+    def rename(self, held: Held) -> dict[str, Tensor]:
+        """Their weights as ours, in float32.
 
         Raises:
             ConfigError: A weight that every such model has is missing, we have no place for one, or one is not finite.
         """
-        for name, axes in self.needed.items():
-            if not torch.is_tensor(theirs.get(name)) or theirs[name].dim() != axes:
-                raise ConfigError(f"{path}: no {name} of {axes} axes in it: not {self.whose}")
-        ours = {}
-        for name, value in theirs.items():
-            matches = ((re.fullmatch(pattern, name), our, sign) for pattern, our, sign in self.names)
-            match, our, sign = next((m for m in matches if m[0]), (None, "", 1))
-            if match is None or not torch.is_tensor(value) or not value.dim() or not value.is_floating_point():
-                raise ConfigError(f"{path}: our model has no place for {name}: distilled, or of another architecture?")
-            ours[match.expand(our)] = sign * value.float()
-            if not ours[match.expand(our)].isfinite().all():
-                raise ConfigError(f"{path}: {name} holds NaN or infinity: no trained model")
-        return ours
+
+    def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
+        """Settings by key in which the recipe follows the checkpoint, unless the command line gives them.
+
+        Raises:
+            ConfigError: Ours is no such model.
+        """
+        return {}
+
+    def info(self, recipe: Recipe) -> Info:
+        """What the recipe's data tells the model."""
+        return describe_data(recipe, look=False)[0]
 
     @abstractmethod
-    def settings(self, theirs: dict[str, Tensor], recipe: Recipe, info: Info) -> Iterator[Setting]:
-        """What shapes and names show; each is asked for only if those before it agree with the recipe."""
+    def settings(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Iterator[Setting]:
+        """What shapes, names, and what stands beside the weights show; each is asked for only if those before it agree
+        with the recipe."""
 
     @abstractmethod
-    def arguments(self, said: dict[str, Any], recipe: Recipe) -> Iterator[Setting]:
-        """What the arguments of the training show, which some keep beside the weights."""
+    def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Info:
+        """Set in the recipe what the file alone decides, and cut or fill weights to what the recipe decides; the info
+        of its data.
+
+        Raises:
+            ConfigError: They do not go together.
+        """
+
+    def keep(self, held: Held, recipe: Recipe) -> dict[str, str]:
+        """Texts by file name that the run holds for itself; the recipe is told where."""
+        return {}
 
     @abstractmethod
-    def decide(self, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Info:
-        """Set in the recipe what the file alone decides; the info of its data."""
-
-    @abstractmethod
-    def describe(self, recipe: Recipe, info: Info) -> str:
+    def describe(self, held: Held, recipe: Recipe, info: Info) -> str:
         """What was found, beside mixer and parameters."""
+
+
+def checked(name: str, value: Any, path: Path) -> Tensor:
+    """A weight in float32.
+
+    Raises:
+        ConfigError: It is no weight, or not finite.
+    """
+    if not torch.is_tensor(value) or not value.dim() or not value.is_floating_point():
+        raise no_place(name, path)
+    if not value.isfinite().all():
+        raise ConfigError(f"{path}: {name} holds NaN or infinity: no trained model")
+    return value.float()
+
+
+def no_place(name: str, path: Path) -> ConfigError:
+    return ConfigError(f"{path}: our model has no place for {name}: distilled, or of another architecture?")

@@ -8,13 +8,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lion.config import ConfigError
 from lion.layers import SOFTMAX
 from lion.layers.layout import AS_THEY_STAND
 from lion.recipe import Recipe
 from lion.tasks.images import ImageInfo, numbered
-from tools.convert.base import Converter, Setting
+from tools.convert.base import Converter, Setting, checked, no_place
+from tools.convert.files import Held
 
 NAMES = (  # theirs, ours, and the sign: their selective decay is 1 - sigmoid(W x + b), ours sigmoid(W x + b)
     (r"patch_embed\.proj\.(\w+)", r"patch.\1", 1),
@@ -42,12 +45,28 @@ class ViTConverter(Converter):
     the readout (`cls` where the authors' code ran with --cls_tok).
     """
 
-    whose = "a classifier of LION, DeiT or timm's ViT"
-    names = NAMES
-    needed = NEEDED
     trusted = ("model.mixer", "model.num_heads", "model.readout", "data.mean", "data.std")
 
-    def settings(self, theirs: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> Iterator[Setting]:
+    def rename(self, held: Held) -> dict[str, Tensor]:
+        theirs, ours = held.weights, {}
+        for name, axes in NEEDED.items():
+            if not torch.is_tensor(theirs.get(name)) or theirs[name].dim() != axes:
+                whose = "a classifier of LION, DeiT or timm's ViT"
+                raise ConfigError(f"{held.path}: no {name} of {axes} axes in it: not {whose}")
+        for name, value in theirs.items():
+            matches = ((re.fullmatch(pattern, name), our, sign) for pattern, our, sign in NAMES)
+            match, our, sign = next((m for m in matches if m[0]), (None, "", 1))
+            if match is None:
+                raise no_place(name, held.path)
+            ours[match.expand(our)] = sign * checked(name, value, held.path)
+        return ours
+
+    def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
+        """What the authors' code does otherwise than their paper, its weights were trained with."""
+        return {"model.preset": "released"}
+
+    def settings(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> Iterator[Setting]:
+        theirs = held.weights
         c, patch = recipe.model.resolved(), theirs["patch_embed.proj.weight"]
         a, a2 = ([n for n in theirs if n.startswith(f"blocks.0.attn.{name}")] for name in ("a_i", "a2_i"))
         if a:
@@ -69,8 +88,10 @@ class ViTConverter(Converter):
             side = math.isqrt(max(places, 0))
             if side * side == places != math.prod(grid):
                 yield Setting("data.image_size", tuple(side * p for p in c.patch_size), info.size, "pos_embed")
+        yield from self.arguments(held.said, recipe)
 
     def arguments(self, said: dict[str, Any], recipe: Recipe) -> Iterator[Setting]:
+        """What the arguments of the training show, which some keep beside the weights."""
         c, name, mask = recipe.model.resolved(), str(said.get("model")), str(said.get("mask_type"))
         if mask in MASKS:
             yield Setting("model.mixer", MASKS[mask], c.mixer, f"its args have mask_type {mask}")
@@ -82,12 +103,12 @@ class ViTConverter(Converter):
         if size := re.match(rf"(?:deit|lion)_({'|'.join(HEADS)})_", name):
             yield Setting("model.num_heads", HEADS[size[1]], c.num_heads, f"its args have model {name}")
 
-    def decide(self, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> ImageInfo:
+    def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> ImageInfo:
         recipe.model.position_embedding = "position" in ours
         classes = len(ours["head.weight"])
         return info if classes == len(info.classes) else dataclasses.replace(info, classes=numbered(classes))
 
-    def describe(self, recipe: Recipe, info: ImageInfo) -> str:
+    def describe(self, held: Held, recipe: Recipe, info: ImageInfo) -> str:
         c = recipe.model.resolved()
         embedding = f"{'with' if c.position_embedding else 'without'} position embedding"
         return f"{len(info.classes)} classes, {embedding}, {c.num_heads} heads, readout {c.readout}"

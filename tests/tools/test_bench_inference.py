@@ -1,8 +1,6 @@
-"""`bench train` and `bench inference`: what they build, count and write. Times are not judged."""
+"""`bench inference`: what it builds, counts and writes. Times are not judged."""
 
 import json
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,133 +11,9 @@ from torchvision.transforms import v2
 from lion.layers import Attention
 from lion.layers.layout import Layout
 from lion.runs import open_run
-from tests.helpers import ROOT, here, refuse, tiny_recipe
-from tools.bench import inference, probe, train
+from tests.helpers import here, refuse, tiny_recipe
+from tools.bench import inference, probe
 from tools.bench.probe import Variant
-from tools.compose import resolve
-
-TINY = ["model.dim=12", "model.depth=2", "model.num_heads=3"]
-JOB = train.Job(
-    recipes=tuple(str(ROOT / f"recipes/deit_tiny_{m}.yaml") for m in ("lion_s", "softmax", "lion_d_multiscan")),
-    overrides=tuple(TINY),
-    size=32,
-    batch=3,
-    matmul="highest",
-    precision=None,
-    rounds=2,
-    seconds=60,
-    threads=torch.get_num_threads(),
-    eager=True,
-    command="x",
-)
-
-
-# Training steps
-
-
-def test_softmax_and_the_floor_stand_beside_the_recipes():
-    models = train.models(JOB)
-    assert list(models) == ["softmax", train.FLOOR, "lion_s", "lion_d multiscan"]
-    assert {name: recipe.model.mixer for name, (recipe, _) in models.items()} == {
-        "softmax": "softmax",
-        train.FLOOR: "none",
-        "lion_s": "lion_s",
-        "lion_d multiscan": "lion_d",
-    }
-    softmax = models["softmax"][0].model.resolved()
-    assert softmax.position_embedding and softmax.readout == "cls" and softmax.dim == 12
-    assert all(task.info.size == (32, 32) for _, task in models.values())
-
-
-def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
-    names = ("lion_lit", "linear", "linear_feature_map", "linear_positions", "softmax_no_positions", "lion_s_forward")
-    models = train.models(replace(JOB, recipes=tuple(str(ROOT / f"recipes/cifar100_{n}.yaml") for n in names)))
-    assert len(models) == 2 + len(names)
-    assert models["softmax without positions"][0].model.position_embedding is False
-
-
-def test_a_model_of_other_parts_has_a_name():
-    """What a config must have here is in the contract; no section `attention` is."""
-
-    @dataclass
-    class Config:
-        mixer: str = "conv"
-
-        def label(self):
-            return self.mixer
-
-    assert train.name_of(SimpleNamespace(model=Config())) == "conv"
-    recipe = resolve(JOB.recipes[0], ["model.attention.form=rnn"])
-    assert train.name_of(recipe) == "lion_s rnn"
-
-
-def test_the_floor_has_everything_but_the_mixing():
-    recipe, task = train.models(JOB)[train.FLOOR]
-    model = task.build_model(recipe.model).eval()
-    layer = next(m for m in model.modules() if isinstance(m, Attention))
-    x = torch.randn(2, 5, 12)
-    torch.testing.assert_close(layer(x), layer.proj(layer.qkv(x)[..., 24:]))
-
-
-def test_a_step_trains():
-    recipe, task = train.models(JOB)["lion_s"]
-    torch.manual_seed(0)
-    model = task.build_model(recipe.model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step = train.training_step(model, task, recipe, 3, "fp32", torch.device("cpu"))
-    for _ in range(2):
-        step()
-    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.slow
-def test_rows_of_training_steps():
-    sent = []
-    train.measure(JOB, sent.append)
-    rows = [m for m in sent if m["kind"] == "row"]
-    assert [r["mixer"] for r in rows] == ["softmax", train.FLOOR, "lion_s", "lion_d multiscan"]
-    assert rows[0]["ratio"] == 1 and all(r["ms"] > 0 and len(r["ratios"]) >= 2 for r in rows)
-    assert all((r["batch"], r["tokens"], r["size"]) == (3, 5, 32) for r in rows)
-    for row in rows:
-        assert row["ratio"] == sorted(row["ratios"])[len(row["ratios"]) // 2]
-    assert rows[2]["parameters"] != rows[0]["parameters"]
-
-
-@pytest.mark.slow
-def test_the_train_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "in_a_process", lambda measure, job, receive: measure(job, receive))
-    command = ["bench", "train", *JOB.recipes[:1], "--eager", "--size", "32", "--batch", "2", "--rounds", "2"]
-    command += ["--out", tmp_path, "--set", *TINY]
-    assert here(*command) == 0
-    out = capsys.readouterr().out
-    assert "lion_s" in out and train.FLOOR in out and "x softmax" in out
-    assert here(*command, "model.attention.form=chunk") == 0
-    plain = [part for part in command if part not in ("--size", "32")]
-    assert here(*plain[:-4], "--out", tmp_path / "own", "--set", *TINY, "data.image_size=[48, 48]") == 0
-    assert {r["size"] for r in json.loads((tmp_path / "own" / "train.json").read_text())["rows"]} == {48}
-    held = json.loads((tmp_path / "train.json").read_text())["rows"]
-    assert sorted(r["mixer"] for r in held) == ["lion_s", "lion_s chunk", "softmax", train.FLOOR]
-    text = (tmp_path / "train.md").read_text()
-    assert "| lion_s chunk | " in text and "32 px (5 tokens), batch 2, dim 12" in text
-    (tmp_path / "train.json").write_text("[]")
-    capsys.readouterr()
-    assert "not a report of this command" in refuse(capsys, *command)
-
-
-def test_models_must_be_alike(capsys):
-    paths = [ROOT / f"recipes/deit_{size}_lion_s.yaml" for size in ("tiny", "small")]
-    assert "dim 384, depth 12, 6 heads" in refuse(capsys, "bench", "train", *paths, "--eager")
-    assert "no such file" in refuse(capsys, "bench", "train", "recipes/deit_tiny_lion_x.yaml", "--eager")
-    line = refuse(capsys, "bench", "train", paths[0], "--eager", "--size", "30")
-    assert "model.patch_size: 16 does not divide image height 30" in line
-    twins = [ROOT / f"recipes/cifar100_lion_s{more}.yaml" for more in ("", "_multiscan")]
-    line = refuse(capsys, "bench", "train", *twins, "--eager", "--set", "model.attention.scans=[row_major]")
-    assert "cifar100_lion_s_multiscan.yaml: a second lion_s, by all that is timed here" in line
-    assert "'bench op' is no command, did you mean 'bench ops'" in refuse(capsys, "bench", "op")
-
-
-# Inference
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,52 @@
+"""Files that are never half-written, and what tells that they are what was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write to a temporary file beside `path`, flush it to the disk, and put it in place in one step."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.errno and not error.filename:  # a full disk names none
+            error.filename = str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def save_json(path: Path, values: Any) -> None:
+    write_atomic(path, lambda file: file.write((json.dumps(values, indent=2) + "\n").encode()))
+
+
+def save_text(path: Path, text: str) -> None:
+    write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's list of names to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

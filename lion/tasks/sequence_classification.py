@@ -1,0 +1,151 @@
+"""Classes of token sequences, or numbers: cross-entropy or squared error, and the metrics of GLUE.
+
+scikit-learn and SciPy are imported where they are used: the table of tasks imports this file for every task.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.config import ConfigError, nearest
+from lion.models import MODELS
+from lion.models.bert import BertClassifier
+from lion.tasks.base import Outcome, Sums, build_or_explain, unwrapped
+from lion.tasks.data import Batch
+from lion.tasks.language import LOSS, LanguageTask
+from lion.tasks.metrics import Mean, Metric, OfAll
+from lion.tasks.text import LabelledTextInfo
+
+
+def f1(prediction: Tensor, label: Tensor) -> float:
+    """Of class 1."""
+    from sklearn.metrics import f1_score
+
+    return f1_score(label, prediction, zero_division=0)
+
+
+def matthews(prediction: Tensor, label: Tensor) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
+    return matthews_corrcoef(label, prediction)
+
+
+def spearman(prediction: Tensor, label: Tensor) -> float:
+    from scipy.stats import spearmanr
+
+    return correlation(spearmanr, prediction, label)
+
+
+def pearson(prediction: Tensor, label: Tensor) -> float:
+    from scipy.stats import pearsonr
+
+    return correlation(pearsonr, prediction, label)
+
+
+def correlation(measure: Callable[..., Any], prediction: Tensor, label: Tensor) -> float:
+    """0 where all predictions are equal."""
+    if prediction.min() == prediction.max() or label.min() == label.max():
+        return 0.0
+    value = float(measure(prediction.double(), label.double()).statistic)
+    return value if math.isfinite(value) else 0.0
+
+
+ACCURACY = Mean("accuracy", percent=True)
+BOTH = ("prediction", "label")
+F1 = OfAll("f1", "F1", function=f1, of=BOTH, percent=True)
+MATTHEWS = OfAll("matthews", "Matthews", function=matthews, of=BOTH, percent=True)
+SPEARMAN = OfAll("spearman", "Spearman", function=spearman, of=BOTH, percent=True)
+PEARSON = OfAll("pearson", "Pearson", function=pearson, of=BOTH, percent=True)
+OF_CLASSES: dict[str, Metric] = {m.name: m for m in (ACCURACY, F1, MATTHEWS)}
+OF_NUMBERS: dict[str, Metric] = {m.name: m for m in (SPEARMAN, PEARSON)}
+METRICS = {**OF_CLASSES, **OF_NUMBERS}
+
+
+@dataclass
+class SequenceClassificationConfig:
+    """`metrics` are measured beside the loss: `accuracy`, `f1` (of class 1 of two), `matthews`; of numbers `spearman`,
+    `pearson`. The first chooses `best`."""
+
+    name: str = "sequence_classification"
+    metrics: tuple[str, ...] = ("accuracy",)
+
+    def __post_init__(self) -> None:
+        for name in self.metrics:
+            if name not in METRICS:
+                raise ValueError(f"metrics: {name!r} is no metric, {nearest(name, METRICS)}")
+        if not self.metrics:
+            raise ValueError("metrics: expected at least one")
+
+
+class SequenceClassification(LanguageTask):
+    """Batches hold `tokens`, `types` and `segments` (B, L), -1 for padding, and `label` (B,): a class, or a number;
+    evaluation batches also `mask` (B,). Types reach a model that has embeddings for them."""
+
+    Config = SequenceClassificationConfig
+    Model = BertClassifier
+    default_model = "bert_classifier"
+    Info = LabelledTextInfo
+
+    def __init__(self, config: SequenceClassificationConfig, info: LabelledTextInfo) -> None:
+        super().__init__(config, info)
+        fit = OF_CLASSES if info.classes else OF_NUMBERS
+        for name in config.metrics:
+            if name not in fit:
+                what = f"{len(info.classes)} classes" if info.classes else "numbers"
+                raise ConfigError(f"task.metrics: {name!r} is no metric of {what}, {nearest(name, fit)}")
+        if "f1" in config.metrics and len(info.classes) != 2:
+            raise ConfigError(f"task.metrics: 'f1' is of two classes, these are {len(info.classes)}: 'accuracy'")
+        if config.metrics != ("accuracy",) and importlib.util.find_spec("sklearn") is None:
+            raise ConfigError("task.metrics: all but 'accuracy' need scikit-learn: pip install scikit-learn")
+
+    @staticmethod
+    def metrics_of(config: SequenceClassificationConfig) -> tuple[Metric, ...]:
+        return *(METRICS[name] for name in config.metrics), LOSS
+
+    def build_model(self, config: Any) -> BertClassifier:
+        sizes = {"vocabulary": self.info.vocabulary, "length": self.info.length}
+        return build_or_explain(MODELS[config.name], config, outputs=len(self.info.classes) or 1, **sizes)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        losses = self.losses(self.outputs(model, batch), batch["label"])
+        return Sums(losses.sum(), losses.new_full((), len(losses)))
+
+    def losses(self, outputs: Tensor, label: Tensor) -> Tensor:
+        """Of each sample, (B,)."""
+        if self.info.classes:
+            return F.cross_entropy(outputs, label, reduction="none")
+        return F.mse_loss(outputs[:, 0], label, reduction="none")
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        outputs, mask, label = self.outputs(model, batch), batch["mask"], batch["label"]
+        prediction = outputs.argmax(-1) if self.info.classes else outputs[:, 0]
+        sums = {"loss": self.losses(outputs, label)}
+        if self.info.classes:
+            sums["accuracy"] = prediction == label
+        count, rows = mask.sum(), {"prediction": prediction, "label": label}
+        return Outcome({name: ((value * mask).sum(), count) for name, value in sums.items()}, outputs, rows)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Logits (B, classes), or numbers (B, 1)."""
+        types = batch.get("types") if unwrapped(model).types is not None else None
+        return model(batch["tokens"], batch.get("segments"), types).float()
+
+    def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
+        """Classes and their shares, the likeliest first; or the number."""
+        if not self.info.classes:
+            return [[f"{value:.2f}"] for value in outputs[:, 0].tolist()]
+        top = outputs.softmax(-1).topk(min(count, outputs.shape[-1]))
+        rows = zip(top.values.tolist(), top.indices.tolist())
+        return [[f"{self.info.classes[c]} {100 * p:.1f}%" for p, c in zip(*row)] for row in rows]
+
+    def example(self, size: int, device: torch.device | str) -> Batch:
+        kind = torch.long if self.info.classes else torch.float32
+        return {**super().example(size, device), "label": torch.zeros(size, dtype=kind, device=device)}

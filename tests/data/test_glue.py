@@ -1,0 +1,176 @@
+"""GLUE: local files as samples, how pairs are cut and batches padded, and what is refused."""
+
+import json
+import random
+
+import pytest
+import tokenizers.processors
+import torch
+
+import data
+from data.text.glue import TASKS, cut
+from data.text.tokenizers import open_tokenizer
+from lion.config import ConfigError, build
+from lion.tasks.order import Sequential, Shuffled
+from tests.helpers import glue_folder
+from tools.compose import resolve
+
+
+def glue(root, task="rte", **settings):
+    """The data set that a recipe would open; bytes have ids, [CLS] and [SEP] of their own."""
+    kind = data.dataset("glue")
+    values = {"name": "glue", "task": task, "path": str(root), "tokenizer": "bytes", "length": 32, **settings}
+    return kind(build(kind.Config, values, source=lambda key: "recipe"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return glue_folder(tmp_path_factory.mktemp("glue"), TASKS)
+
+
+def rewrite(root, tmp_path, task, row, number=3, name="train.jsonl"):
+    """A copy of a task in which one row is another, counted from 1."""
+    copy = tmp_path / task
+    copy.mkdir(exist_ok=True)
+    for file in (root / task).iterdir():
+        (copy / file.name).write_text(file.read_text())
+    lines = (copy / name).read_text().splitlines()
+    lines[number - 1] = json.dumps(row) if isinstance(row, dict) else row
+    (copy / name).write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_is_read_with_its_columns_and_labels(root, task):
+    splits, known = glue(root, task, length=80).build(), TASKS[task]
+    rows = [json.loads(line) for line in (root / task / "train.jsonl").read_text().splitlines()]
+    assert len(splits.train) == len(rows) and splits.info.classes == known.classes
+    assert splits.train.labels.dtype == (torch.int64 if known.classes else torch.float32)
+    assert splits.train.labels.tolist() == pytest.approx([row["label"] for row in rows])
+    tokenizer, (cls, sep) = open_tokenizer("bytes"), (splits.info.id(name) for name in ("cls", "sep"))
+    for i in (0, 5):
+        sample, texts = splits.train[i], [rows[i][column] for column in known.columns]
+        ids = [[*tokenizer.encode(text), sep] for text in texts]
+        real = sample["segments"] == 0
+        assert sample["tokens"][real].tolist() == [cls, *(token for part in ids for token in part)]
+        assert sample["types"].tolist()[: len(ids[0]) + 1] == [0] * (1 + len(ids[0]))
+        assert int(sample["types"].sum()) == (len(ids[1]) if len(ids) == 2 else 0)
+        assert (sample["segments"][~real] == -1).all() and (sample["types"][~real] == 0).all()
+    assert set(splits.more) == ({"mismatched"} if task == "mnli" else set())
+    assert splits.test is None and isinstance(splits.order, Shuffled)
+
+
+def test_pairs_are_cut_as_the_tokenizers_library_cuts_them():
+    rng = random.Random(0)
+    inner = open_tokenizer("bytes").inner
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(name, inner.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    cases = [(rng.randint(0, 40), rng.randint(0, 40), rng.randint(8, 40)) for _ in range(300)]
+    for first, second, length in [*cases, (20, 20, 31), (20, 20, 32), (3, 30, 12), (30, 3, 12)]:
+        inner.enable_truncation(length, strategy="longest_first")
+        theirs = inner.encode("a" * first, "b" * second)
+        kept = [theirs.tokens.count("a"), theirs.tokens.count("b")]
+        assert [*cut(first, second, length - 3)] == kept, (first, second, length)
+
+
+def test_a_cut_pair_keeps_both_ends(root, tmp_path):
+    long = {"sentence1": "a" * 50, "sentence2": "b" * 5, "label": 0}
+    splits = glue(rewrite(root, tmp_path, "rte", long, 1)).build()
+    tokenizer, sample = open_tokenizer("bytes"), splits.train[0]
+    assert tokenizer.decode(sample["tokens"].tolist()) == f"[CLS]{'a' * 24}[SEP]{'b' * 5}[SEP]"
+
+
+def test_batches_are_as_long_as_their_longest_row_in_quarters(root):
+    splits = glue(root, "cola", length=64).build()
+    lengths = {i: int((splits.train[i]["segments"] == 0).sum()) for i in range(len(splits.train))}
+    seen = set()
+    for i, length in lengths.items():
+        padded = splits.train.batch([i], "cpu")["tokens"].shape[1]
+        assert padded == min(64, -(-length // 16) * 16)
+        seen.add(padded)
+    assert len(seen) > 1
+    both = splits.train.batch([min(lengths, key=lengths.get), max(lengths, key=lengths.get)], "cpu")
+    assert both["tokens"].shape == (2, max(seen)) and both["label"].shape == (2,)
+    whole = glue(root, "cola", length=64, padding="max_length").build().train.batch([0], "cpu")
+    assert all(whole[name].shape == (1, 64) for name in ("tokens", "types", "segments"))
+
+
+def test_the_published_order_is_a_switch(root):
+    order = glue(root, shuffle=False).build().order
+    assert isinstance(order, Sequential)
+    assert order.samples(range(4, 8), size=10, seed=3, epoch=2) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_other_files(root, tmp_path, kind):
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "rte").mkdir()
+    for split in ("train", "validation"):
+        rows = [json.loads(line) for line in (root / "rte" / f"{split}.jsonl").read_text().splitlines()]
+        rows[0]["sentence1"] = "None"  # a word, and no missing value
+        getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(tmp_path / "rte" / f"{split}.{kind}")
+    splits = glue(tmp_path).build()
+    assert len(splits.train) == len(glue(root).build().train)
+    assert open_tokenizer("bytes").decode(splits.train[0]["tokens"].tolist()).startswith("[CLS]None[SEP]")
+
+
+def refusal(path, task="rte", **settings):
+    with pytest.raises(ConfigError) as error:
+        glue(path, task, **settings).build()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_is_refused_is_named_with_its_file_and_row(root, tmp_path):
+    row = {"sentence1": "x", "sentence2": "y"}
+    for label in (2, -1, 0.5, "entailment", None, True, float("nan")):
+        if label == "entailment":  # another type than in the other rows: the reader's own words
+            assert "train.jsonl" in refusal(rewrite(root, tmp_path, "rte", {**row, "label": label}))
+            continue
+        said = refusal(rewrite(root, tmp_path, "rte", {**row, "label": label}))
+        assert "rte/train.jsonl" in said, said
+    said = refusal(rewrite(root, tmp_path, "rte", {**row, "label": 2}))
+    assert said == (
+        f"{tmp_path}/rte/train.jsonl, row 3: label: 2 is none of rte, valid: 0 (entailment), 1 (not_entailment)"
+    )
+    said = refusal(rewrite(root, tmp_path, "stsb", {**row, "label": 5.5}), "stsb")
+    assert said.endswith("row 3: label: 5.5 is none of stsb, valid: a number from 0 to 5")
+    said = refusal(rewrite(root, tmp_path, "rte", {**row, "label": 1}, 2, "validation.jsonl").joinpath("."), "mrpc")
+    assert "no folder" in said and "has rte, stsb" in said
+    assert "cannot be read" in refusal(rewrite(root, tmp_path, "rte", "{ no json"))
+    for text, words in (
+        ("", "train.jsonl: no rows, the file is empty"),
+        ('{"sentence1": "x", "label": 1}\n', "row 1: no column 'sentence2', did you mean 'sentence1'?"),
+        ('{"sentence1": "x", "sentence2": "y"}\n', "row 1: no column 'label'"),
+        ('{"sentence1": "x", "sentence2": 3, "label": 1}\n', "row 1: sentence2: expected text, got 3"),
+    ):
+        (tmp_path / "rte" / "train.jsonl").write_text(text)
+        assert words in refusal(tmp_path)
+    (tmp_path / "rte" / "train.jsonl").unlink()
+    assert "no train.jsonl (or .json, .parquet, .csv) in" in refusal(tmp_path)
+    assert "no folder /nowhere/rte" in refusal("/nowhere") and "has no task of GLUE" in refusal("/nowhere")
+    assert "cannot be had from the Hub" in refusal("no/such-set")
+    assert "has no token 'cls'" in refusal(root, tokenizer=str(characters(tmp_path)))
+
+
+def characters(folder):
+    """The file of a tokenizer without special tokens."""
+    from data.text.tokenizers import make_tokenizer
+
+    path = folder / "tokenizer.json"
+    path.write_text(make_tokenizer("characters", ["abc"], 0).inner.to_str())
+    return path
+
+
+def test_published_figures_need_no_files():
+    recipe = resolve("glue_mnli", ["data.path=/nowhere"])
+    info, samples = data.dataset("glue")(recipe.data).published()
+    assert samples == 392_702 and info.classes == TASKS["mnli"].classes and info.id("cls") == 101
+
+
+def test_an_unknown_task(root):
+    with pytest.raises(ConfigError, match=r"data.task: 'colla' is not a choice, did you mean 'cola'\?"):
+        resolve("glue_cola", ["data.task=colla"])

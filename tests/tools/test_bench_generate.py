@@ -1,0 +1,82 @@
+"""`bench generate`: what is built, counted and written. Times are not judged."""
+
+import json
+
+import pytest
+import torch
+
+from lion.layers import SOFTMAX
+from lion.tasks.generation import Continuation
+from tests.helpers import here, refuse
+from tools.bench import generate
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A recipe beside softmax, eager, in this process: rows, and the folder of the report."""
+    out = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "in_a_process", lambda measure, job, receive: measure(job, receive))
+        command = ["bench", "generate", "shakespeare_char_lion_s", "--lengths", "80,20"]
+        assert here(*command, "--batch", 2, "--rounds", 1, "--eager", "--out", out) == 0
+    return json.loads((out / "generate.json").read_text())["rows"], out
+
+
+def test_every_mode_at_every_length(measured):
+    rows, _ = measured
+    modes = [(SOFTMAX, "attention"), (SOFTMAX, "kv"), ("lion_s", "attention"), ("lion_s", "rnn")]
+    found = sorted((r["batch"], r["length"], r["mixer"], r["mode"]) for r in rows)
+    assert found == sorted((2, n, *mode) for n in (20, 80) for mode in modes)
+    for row in rows:
+        assert row["ms"] > 0 and row["vocabulary"] == 65 and row["shape"] == "dim 128, depth 4, 4 heads"
+        assert (row["growth"] == 1) == (row["length"] == 20) or row["growth"] > 0
+        assert (row["ratio"] == 1) == (row["mode"] == "kv")
+
+
+def test_bytes_of_states(measured):
+    """4 layers, 4 heads of 32, float32: keys and values and a mask of every token, or a matrix and a vector a head."""
+    for row in measured[0]:
+        batch, room = row["batch"], row["length"] + generate.SPARE
+        expected = {
+            "attention": 8 * row["length"],
+            "kv": 4 * (2 * 4 * 128 * room + row["length"]) + 8,
+            "rnn": 4 * (4 * (4 * 32 * 32 + 128) + 8) + 8,
+        }
+        assert row["state_bytes"] == batch * expected[row["mode"]]
+        assert row["peak_bytes"] > 0
+
+
+def test_the_report(measured):
+    rows, out = measured
+    text = (out / "generate.md").read_text()
+    assert "dim 128, depth 4, 4 heads, vocabulary 65" in text and "| 2 | 80 | lion_s | rnn |" in text
+    line = next(line for line in text.splitlines() if line.startswith("| 2 | 80 | lion_s | rnn |")).split(" | ")
+    state = {r["mode"]: r["state_bytes"] for r in rows if r["length"] == 80}
+    assert line[8] == generate.digits(state["kv"] / state["rnn"])
+    pytest.importorskip("matplotlib")
+    assert (out / "generate.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s"])
+def test_what_is_timed_is_what_generation_does(mixer):
+    task, config = generate.models([f"shakespeare_char_{mixer}"])[mixer]
+    torch.manual_seed(0)
+    model = task.build_model(config).double().eval()
+    tokens = torch.randint(65, (1, 21))
+    job = generate.Job((), (8, 20), (), 2, 1, 1, 1, True, "")
+    text = Continuation.of(model, "kv" if mixer == SOFTMAX else "rnn", [tokens[0, :20].tolist()] * 2)
+    text.append(tokens[:, 20].expand(2))
+    state = generate.states_of(model, tokens[:, :20], job)[20]
+    for _ in range(2):  # again and again the same
+        logits = generate.go_on(model, tokens[:, 20:].expand(2, -1), state)
+        torch.testing.assert_close(logits[:, -1], text.logits, rtol=0, atol=1e-10)
+    anew = generate.read_anew(model, tokens.expand(2, -1))
+    torch.testing.assert_close(anew[:, -1], text.logits, rtol=0, atol=1e-10)
+
+
+def test_what_cannot_be_measured(capsys):
+    line = refuse(capsys, "bench", "generate", "shakespeare_char_lion_s", "gpt2_small_lion_s", "--eager")
+    assert "dim 768, depth 12, 12 heads, vocabulary 50,257; beside shakespeare_char_lion_s it must be dim 128" in line
+    line = refuse(capsys, "bench", "generate", "shakespeare_char_lion", "--eager")
+    assert "'shakespeare_char_lion'" in line and "no recipe of that name either" in line
+    assert "writes no text" in refuse(capsys, "bench", "generate", "quickstart", "--eager")

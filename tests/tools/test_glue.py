@@ -1,0 +1,314 @@
+"""`./run.sh glue`: Table 8 as recipes, the starts, runs that are not run again, and the table."""
+
+import contextlib
+import io
+import json
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+import yaml
+
+from data.text.glue import TASKS
+from lion.config import ConfigError
+from lion.runs import SUMMARY, init_from, lock_run, open_run
+from tests.helpers import glue_folder, here, refuse
+from tools import __main__ as commands
+from tools.cli import run_command
+from tools.compose import RECIPES, resolve
+from tools.glue.plan import PUBLISHED_SEEDS, SEEDS, TABLE_8, make_jobs, read_pretrained, read_table
+from tools.glue.results import collect
+from tools.processes import kill_tree, start_command
+
+# recipes.md 4.1: learning rate / weight decay / epochs, "a" for AdamW, in this order
+ORDER = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
+PUBLISHED = {
+    "bert24": "5e-5/5e-6/3 1e-5/1e-5/10 3e-5/3e-6/5 1e-5/1e-6/3 3e-5/3e-6/3 8e-5/8e-5/10 5e-5/5e-6/10 3e-5/3e-6/10",
+    "m2_base": "5e-5/5e-6/3 5e-5/1e-5/10 3e-5/3e-6/5 1e-5/1e-6/3 3e-5/3e-6/3 8e-5/8e-5/10 8e-5/5e-6/10 8e-5/3e-6/10a",
+    "m2_large": "5e-5/5e-6/3 5e-5/1e-6/10 3e-5/3e-6/5 5e-5/1e-6/2a 3e-5/3e-6/3 8e-5/8e-6/10 5e-5/1e-6/10 8e-5/3e-5/8",
+    "hydra": "1e-4/5e-6/2 5e-5/1e-6/7 5e-5/3e-6/3 1e-5/1e-6/3a 5e-5/3e-6/2 8e-5/8e-6/10 1e-4/8e-6/10 3e-5/3e-6/8",
+    "modified": "1e-5/5e-6/3 1e-5/1e-6/10 1e-5/3e-6/5 1e-5/1e-6/2a 1e-5/3e-6/3 1e-5/8e-6/10 1e-5/1e-6/10 1e-5/3e-5/8",
+}
+CITED = {  # recipes.md 4.3: what the cited files have
+    ("bert24", "qnli"): {"weight_decay": 1e-6},
+    ("bert24", "mrpc"): {"weight_decay": 8e-6},
+    ("m2_base", "qnli"): {"weight_decay": 1e-6},
+    ("m2_base", "cola"): {"optimizer": "adamw"},
+    ("m2_base", "stsb"): {"optimizer": "decoupled_adamw"},
+    ("m2_large", "stsb"): {"weight_decay": 3e-6},
+    ("hydra", "cola"): {"weight_decay": 5e-6},
+    ("hydra", "stsb"): {"epochs": 10},
+    ("hydra", "rte"): {"optimizer": "decoupled_adamw"},
+    ("modified", "stsb"): {"weight_decay": 3e-6},
+}
+COMMON = {  # recipes.md 4.2: batch, steps between evaluations, metrics, seeds
+    "mnli": (48, 2300, "accuracy", 1),
+    "qnli": (16, 1000, "accuracy", 1),
+    "qqp": (16, 2000, "accuracy f1", 1),
+    "rte": (16, 100, "accuracy", 5),
+    "sst2": (16, 500, "accuracy", 3),
+    "mrpc": (32, 100, "f1 accuracy", 5),
+    "cola": (32, 250, "matthews accuracy", 4),
+    "stsb": (32, 200, "spearman pearson", 5),
+}
+QUICK = ("trainer.epochs=2", "trainer.batch_size=8", "trainer.log_every=1", "data.length=32")
+
+
+def test_table_8_is_there_in_full():
+    assert {path.stem for path in TABLE_8.glob("*.yaml")} == PUBLISHED.keys()
+    for name, row in PUBLISHED.items():
+        length, cells = read_table(name)
+        assert length == (256 if name in ("bert24", "hydra") else 128) and [*cells] == list(ORDER)
+        for task, text in zip(ORDER, row.split()):
+            lr, decay, epochs = text.rstrip("a").split("/")
+            cell, optimizer = cells[task], "adamw" if text.endswith("a") else "decoupled_adamw"
+            assert (cell.lr, cell.weight_decay, cell.epochs, cell.optimizer) == (
+                float(lr), float(decay), int(epochs), optimizer,
+            )  # fmt: skip
+            assert cell.torch_decay == pytest.approx(float(decay) / (1 if optimizer == "adamw" else float(lr)))
+            other = read_table(name, cited=True)[1][task]
+            changed = {
+                k: v
+                for k in ("lr", "weight_decay", "epochs", "optimizer")
+                if (v := getattr(other, k)) != getattr(cell, k)
+            }
+            assert changed == CITED.get((name, task), {})
+
+
+@pytest.mark.parametrize("task", ORDER)
+def test_the_tasks_are_trained_as_published(task):
+    """recipes.md 4.2, read from the resolved recipe."""
+    recipe, (batch, every, metrics, seeds) = resolve(RECIPES / f"glue_{task}.yaml"), COMMON[task]
+    optim, schedule, trainer = recipe.optim, recipe.schedule, recipe.trainer
+    assert (recipe.data.name, recipe.data.task, recipe.data.length) == ("glue", task, 128)
+    assert (trainer.batch_size, trainer.eval_every, " ".join(recipe.task.metrics)) == (batch, every, metrics)
+    assert (optim.betas, optim.eps, optim.no_decay, trainer.clip_grad) == ((0.9, 0.98), 1e-6, "none", None)
+    assert (schedule.kind, schedule.warmup, schedule.min_lr) == ("linear", "6%", 0)
+    assert trainer.precision == ("fp32" if task == "stsb" else "bf16")
+    assert (recipe.model.attention.score_dropout, recipe.model.classifier_dropout) == (0, 0.1)
+    assert PUBLISHED_SEEDS[task] == seeds and SEEDS == (19, 8364, 717, 10536, 90166)
+    lr, decay, epochs = PUBLISHED["bert24"].split()[ORDER.index(task)].split("/")  # the defaults, but for two decays
+    assert (optim.lr, trainer.epochs) == (float(lr), float(epochs))
+    cited = CITED.get(("bert24", task), {}).get("weight_decay", float(decay))
+    assert optim.weight_decay == pytest.approx(cited / float(lr))
+
+
+def masked_lm(folder, tokenizer="wordpiece", steps=2):
+    """A run of masked language modelling, of a second."""
+    (folder / "text.txt").write_text("\n".join(f"abcdef xyz zyx {i % 7} yz" for i in range(200)))
+    path, dropout = folder / "mlm.yaml", "{score_dropout: 0.1}"
+    path.write_text(f"""
+task: {{name: masked_lm}}
+data: {{name: text, path: {folder / "text.txt"}, document: line, tokenizer: {tokenizer}, vocabulary: 300, length: 32}}
+model: {{mixer: lion_s, dim: 16, depth: 1, num_heads: 2, token_types: 2, max_positions: 32, attention: {dropout}}}
+optim: {{lr: 1e-3}}
+trainer: {{batch_size: 8, steps: {steps}, eval_every: {steps}, save_every: {steps}, compile: false, device: cpu}}
+run: {{root: {folder / "runs"}}}
+""")
+    assert here("train", path, "--no-eval") == 0
+    return folder / "runs" / "mlm"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(run of the pre-training, folder of GLUE)"""
+    folder = tmp_path_factory.mktemp("glue")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LION_DATA", str(folder / "data"))
+        yield masked_lm(folder), glue_folder(folder / "tasks", TASKS)
+
+
+def jobs_of(run, tasks, seeds=1, *overrides, **how):
+    pretrained = read_pretrained(str(run[0]))
+    length, cells = read_table("modified")
+    how = {"name": "modified", "from_mnli": True, "tasks": tasks, "seeds": seeds, **how}
+    return make_jobs(pretrained, length, cells, overrides=[f"data.path={run[1]}", *QUICK, *overrides], **how)
+
+
+def test_a_task_is_a_recipe_of_its_own(run):
+    (job,) = jobs_of(run, ["cola"])
+    recipe, before = job.recipe, resolve(run[0] / "recipe.yaml")
+    assert (recipe.optim.lr, recipe.optim.weight_decay) == (1e-5, pytest.approx(0.1))
+    assert (recipe.model.name, recipe.model.mixer, recipe.model.dim) == ("bert_classifier", "lion_s", 16)
+    assert before.model.attention.score_dropout == 0.1 and recipe.model.attention.score_dropout == 0
+    assert (recipe.trainer.precision, recipe.trainer.compile) == ("fp32", False)
+    assert recipe.init_from == str(run[0]) and recipe.folder == run[0] / "glue" / "modified" / "cola_seed19"
+    assert recipe.data.tokenizer == str(run[0] / "glue" / "tokenizer" / "wordpiece")
+
+
+def test_starts_and_seeds(run):
+    jobs = jobs_of(run, ["stsb", "rte", "mnli", "cola"], 2)
+    starts = {job.name: job.recipe.init_from.rpartition("/")[2] for job in jobs}
+    assert [*starts][:2] == ["mnli_seed19", "mnli_seed8364"]
+    for task in ("rte", "stsb"):
+        assert all(starts[f"{task}_seed{seed}"] == f"mnli_seed{seed}" for seed in (19, 8364))
+    assert starts["cola_seed19"] == starts["mnli_seed19"] == "mlm"
+    published = jobs_of(run, ["mnli", "rte"], None)
+    assert [job.seed for job in published] == [19, *SEEDS]
+    assert {job.recipe.init_from.rpartition("/")[2] for job in published[1:]} == {"mnli_seed19"}  # all that there is
+    alone = jobs_of(run, ["rte"], from_mnli=False)
+    assert alone[0].recipe.init_from == str(run[0]) and alone[0].after is None
+    with pytest.raises(ConfigError, match=r"rte starts from the run of mnli \(Table 8\), and there is none yet: add"):
+        jobs_of(run, ["rte"])
+
+
+def test_a_dry_run_prints_the_plan_and_its_cost(run, capsys):
+    call = ["glue", run[0], "--recipe", "m2_base", f"data.path={run[1]}", "--tasks", "mnli,stsb", "--dry-run", *QUICK]
+    assert here(*call) == 0
+    text = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(tuple(TASKS))}
+    assert rows["mnli"][:6] == ["mnli", "mlm", "5e-05", "5e-06", "0.1", "2.0"] and "392,702" in rows["mnli"]
+    assert "stsb: Table 8's values; the file it cites has optimizer decoupled_adamw (--cited)" in text
+    assert "runs, 0.0 M tokens" in text and "one after the other" in text
+    assert not (run[0] / "glue" / "m2_base").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(run):
+    """mnli with the mismatched genres, rte after it, two at a time, and cola, where another process, we, trains."""
+    folder = run[0] / "glue" / "modified"
+    call = [run[0], "--recipe", "modified", f"data.path={run[1]}", *QUICK, "--seeds", "1", "--jobs", "2"]
+    (folder / "cola_seed19").mkdir(parents=True)
+    with lock_run(folder / "cola_seed19"), contextlib.redirect_stderr(io.StringIO()) as said:
+        assert here("glue", *call, "--tasks", "rte,cola,mnli") == 2
+    return folder, call, said.getvalue()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_table(trained):
+    folder, *_ = trained
+    rows = collect(folder)
+    assert [row["task"] for row in rows] == ["mnli", "rte"]
+    both = [rows[0]["metrics"][f"{split} accuracy"] for split in ("val", "val_mismatched")]
+    assert rows[0]["score"] == pytest.approx(50 * sum(both)) and not rows[0]["missing"]
+    held = json.loads((folder / "results.json").read_text())
+    assert held["average"] == pytest.approx((rows[0]["score"] + rows[1]["score"]) / 2) and held["rows"] == rows
+    text = (folder / "results.md").read_text()
+    for words in (
+        "| mnli | accuracy + mismatched accuracy |",
+        "| average of 2 tasks |",
+        "Not run: qnli, qqp, sst2, mrpc, cola, stsb; the average is not that of GLUE.",
+        "Trained on a part of the training set: mnli, rte.",
+        "mnli: epochs 2.0 in place of 3, length 32 in place of 128.",
+        "| base | softmax | m2_base | 82.25 |",
+    ):
+        assert words in text, words
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_what_is_finished_is_not_run_again(trained, capsys):
+    folder, call, _ = trained
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
+    assert here("glue", *call, "--tasks", "rte") == 0  # its start is there, and is not asked for
+    assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
+    assert "19 (done)" in capsys.readouterr().out
+    assert [path.name.partition("-")[0] for path in folder.glob("*/checkpoints/*")] == ["best", "best"]
+    said = refuse_last(capsys, "glue", *call, "--tasks", "rte", "optim.eps=1e-7")
+    assert "holds a run of other settings, optim.eps: 1e-06 -> 1e-07: --name NAME keeps these runs apart" in said
+
+
+def refuse_last(capsys, *argv):
+    """As `refuse`, where lines of progress stand before the error."""
+    with pytest.raises(SystemExit) as error:
+        run_command(commands.main, [str(a) for a in argv])
+    assert error.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_pooler_comes_from_mnli_and_the_last_layer_is_new(trained, run):
+    (job,) = jobs_of(run, ["rte"])
+    loaded, start = open_run(job.folder), open_run(job.after.folder)
+    torch.manual_seed(0)
+    fresh = loaded.task.build_model(job.recipe.model)
+    before = fresh.classifier.weight.clone()
+    init_from(fresh, job.after.folder, loaded.task.info)
+    assert torch.equal(fresh.pooler.weight, start.model.pooler.weight)
+    assert torch.equal(fresh.encoder.blocks[0].mlp.fc1.weight, start.model.encoder.blocks[0].mlp.fc1.weight)
+    assert torch.equal(fresh.classifier.weight, before) and len(start.model.classifier.weight) == 3
+    mlm = open_run(run[0])
+    init_from(fresh, run[0], loaded.task.info)  # the vocabulary is the same
+    assert torch.equal(fresh.tokens.weight, mlm.model.tokens.weight)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_fine_tuned_run_is_evaluated_and_answers(trained, run, capsys):
+    folder, *_ = trained
+    assert here("eval", folder / "rte_seed19", "--form", "rnn", "--chunk-size", "8") == 0
+    assert "accuracy %" in capsys.readouterr().out
+    assert here("predict", folder / "rte_seed19", "abc", "xyz", "a", "b", "--eager") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["sentence1", "sentence2"] and lines[2].split()[:2] == ["abc", "xyz"]
+    assert len(lines) == 4 and "entailment" in lines[3]
+    said = refuse(capsys, "predict", folder / "rte_seed19", "abc")
+    assert "'abc' is alone, this run wants sentence1 and sentence2 each time" in said
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_one_that_fails_does_not_keep_the_others(trained):
+    folder, _, said = trained
+    assert "cola_seed19: failed, " in said and "trains there now" in said and "rte_seed19: finished, " in said
+    assert "trains there now" in (folder / "logs" / "cola_seed19.log").read_text()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_what_is_stopped_goes_on_within_a_task(run):
+    call = [run[0], "--recipe", "modified", "--name", "stopped", f"data.path={run[1]}", "--tasks", "qqp", *QUICK]
+    call = [*map(str, call), "trainer.epochs=100000"]
+    process = start_command("glue", *call)
+    folder = run[0] / "glue" / "stopped" / "qqp_seed19"
+    try:
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        kill_tree(process)
+    assert process.returncode == 130 and "stopped: the same command goes on from here" in out
+    (last,) = (folder / "checkpoints").glob("last-*")
+    assert int(last.name.partition("-")[2]) > 0 and not (folder / SUMMARY).exists()
+
+
+def wait_for(what, seconds=120):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_bad_input_is_refused_in_a_line(run, tmp_path, capsys):
+    folder, place = run[0], f"data.path={run[1]}"
+    for argv, words in (
+        ((folder, "--recipe", "m2_bas", place), "'m2_bas' is no recipe for GLUE, did you mean 'm2_base'?"),
+        ((folder, "--recipe", "modified", place, "--tasks", "cola,wnli"), "'wnli' is no task of GLUE in this recipe"),
+        ((folder, "--recipe", "modified", place, "--tasks", "cola,"), "expected tasks with commas between"),
+        ((folder, "--recipe", "modified", place, "--seeds", 6), "--seeds: 6, 5 are published"),
+        ((folder, "--recipe", "modified", place, "data.lenght=3"), "unknown key 'data.lenght'"),
+        ((folder, "--recipe", "modified", place, "seed=3"), "seed: is set for each task; --seeds, --no-mnli and"),
+        (("nothing", "--recipe", "modified", place), "run 'nothing': no recipe.yaml"),
+        ((folder,), "required: --recipe"),
+        ((folder, "--recipe", "modified", place, "--tokenizer", "bytes"), "is of another vocabulary"),
+    ):
+        assert words in refuse(capsys, "glue", *argv), words
+    (tmp_path / "cola").mkdir()
+    said = refuse_last(capsys, "glue", folder, "--recipe", "modified", f"data.path={tmp_path}", "--tasks", "cola")
+    assert "no train.jsonl" in said
+    more = [place, "--tasks", "cola", *QUICK[:2], "model.position_embedding=true"]
+    said = refuse_last(capsys, "glue", folder, "--recipe", "bert24", *more)
+    assert "data.length: 256 tokens, model.max_positions has embeddings of 32" in said
+
+
+def test_a_run_of_another_task_is_no_start(run, tmp_path, capsys):
+    shutil.copytree(run[0] / "checkpoints", tmp_path / "gpt" / "checkpoints")
+    recipe = yaml.safe_load((run[0] / "recipe.yaml").read_text())
+    recipe["task"], recipe["model"] = {"name": "causal_lm"}, {"mixer": "lion_s", "dim": 16, "depth": 1, "num_heads": 2}
+    (tmp_path / "gpt" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    said = refuse(capsys, "glue", tmp_path / "gpt", "--recipe", "modified")
+    assert "task 'causal_lm', GLUE starts from a run of masked_lm" in said

@@ -1,0 +1,128 @@
+"""`./run.sh eval RUN --lengths ..`: the same tokens at every length, judged as by hand."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lion.config import ConfigError
+from lion.runs import open_run
+from lion.tasks.seeds import derive
+from tests.helpers import here, refuse, tiny_recipe
+from tools.lengths import HeldOut, Windows
+
+TEXT = "the cat sat on the mat. the dog sat on the log. a hat, a bat; what of that?\n" * 60
+
+
+def trained(folder, task, mixer):
+    file = folder / "text.txt"
+    file.write_text(TEXT)
+    path, causal = folder / f"{task}_{mixer}.yaml", task == "causal_lm"
+    data = "characters, pack: windows, length: 17" if causal else "wordpiece, vocabulary: 300, length: 16"
+    positions = "" if causal else ", max_positions: 16"
+    path.write_text(f"""
+task: {{name: {task}}}
+data: {{name: text, path: {file}, tokenizer: {data}, split: tail, val_split: 0.2}}
+model: {{mixer: {mixer}, dim: 16, depth: 2, num_heads: 2, init_std: 0.3{positions}}}
+optim: {{lr: 1e-3}}
+trainer: {{batch_size: 8, steps: 4, eval_every: 4, save_every: 4, compile: false, device: cpu}}
+run: {{root: {folder / "runs"}}}
+""")
+    assert here("train", path, "--no-eval") == 0
+    return folder / "runs" / path.stem
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lengths")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LION_DATA", str(folder / "data"))
+        cases = [("causal_lm", "softmax"), ("causal_lm", "lion_s"), ("masked_lm", "lion_s")]
+        yield {case: trained(folder, *case) for case in cases}
+
+
+def rows_of(out):
+    return json.loads((out / "extrapolation.json").read_text())["rows"]
+
+
+def held_out(run):
+    found = list((run.parents[1] / "data" / "text").glob("*characters*/val.bin"))
+    return np.fromfile(found[0], np.uint16).astype(np.int64)
+
+
+def test_the_same_tokens_at_every_length():
+    text = HeldOut.of(np.arange(100), (4, 8, 16), 1000, 1)
+    assert text.count == 96
+    judged = {}
+    for length in text.lengths:
+        windows = Windows(text, length, 0)
+        batches = list(windows)
+        assert len(batches) == len(windows) and all(b["tokens"].shape == batches[0]["tokens"].shape for b in batches)
+        rows = torch.cat([b["tokens"][b["mask"]] for b in batches])
+        assert rows.shape == (96 // length, length + 1)
+        keys = torch.cat([b["key"][b["mask"]] for b in batches])
+        judged[length] = rows[:, 1:].flatten().tolist(), keys.flatten().tolist()
+    assert judged[4] == judged[8] == judged[16]
+    assert judged[4][0] == list(range(1, 97)) and len(set(judged[4][1])) == 24
+
+
+def test_what_cannot_be_cut():
+    with pytest.raises(ConfigError, match="multiples of the shortest, 4, got 6"):
+        HeldOut.of(np.arange(100), (4, 6), 1000, 0)
+    with pytest.raises(ConfigError, match="128 is the least that all divide, there are 99 tokens"):
+        HeldOut.of(np.arange(100), (4, 128), 1000, 1)
+
+
+def test_perplexity_by_hand(runs, tmp_path, capsys):
+    run = runs["causal_lm", "lion_s"]
+    assert here("eval", run, "--lengths", "16,64", "--chunk-size", "8", "--out", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "trained at 16 tokens" in out and "extrapolation.json" in out
+    ids, model, rows = torch.from_numpy(held_out(run)), open_run(run).model, rows_of(tmp_path)
+    count = (len(ids) - 1) // 64 * 64
+    assert [(r["length"], r["form"], r["chunk_size"]) for r in rows] == [
+        (n, *form) for n in (16, 64) for form in (("full", None), ("chunk", 8), ("rnn", 8))
+    ]
+    for row in rows:
+        read, asked = ids[:count].view(-1, row["length"]), ids[1 : count + 1].view(-1, row["length"])
+        with torch.inference_mode():
+            loss = F.cross_entropy(model(read).flatten(0, 1), asked.flatten()).item()
+        assert row["value"] == pytest.approx(math.exp(loss), rel=1e-4) and row["tokens"] == count
+        assert row["deviation"] < 1e-4 and row["rate"] > 0
+
+
+def test_beyond_the_positions_there_is_nothing(runs, tmp_path, capsys):
+    assert here("eval", runs["causal_lm", "softmax"], "--lengths", "8,16,32", "--out", tmp_path) == 0
+    out, err = capsys.readouterr()
+    assert "more than the 16 positions" in err
+    assert [("value" in row, row["shown"] == "-") for row in rows_of(tmp_path)] == [(True, False)] * 2 + [(False, True)]
+    assert next(line for line in out.splitlines() if line.startswith("32")).split() == ["32", "full", *"----"]
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "extrapolation_causal_lm_softmax.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 32 | full | - |" in (tmp_path / "extrapolation.md").read_text()
+
+
+def test_accuracy_of_a_masked_model(runs, tmp_path):
+    run = runs["masked_lm", "lion_s"]
+    assert here("eval", run, "--form", "full", "--lengths", "16,32", "--out", tmp_path) == 0
+    loaded, (short, long) = open_run(run), rows_of(tmp_path)
+    assert (short["metric"], short["trained_at"]) == ("MLM accuracy %", 16)
+    file = next((run.parents[1] / "data" / "text").glob("*wordpiece*/val.bin"))
+    text = HeldOut.of(np.fromfile(file, np.uint16), (16, 32), 1000, 0)
+    for row in (short, long):
+        right = asked = 0
+        for batch in Windows(text, row["length"], derive(loaded.recipe.seed, "val")):
+            with torch.inference_mode():
+                hits, count = loaded.task.evaluate(loaded.model, batch).sums["accuracy"]
+            right, asked = right + hits.item(), asked + count.item()
+        assert row["value"] == pytest.approx(right / asked) and asked > 10
+
+
+def test_lengths_are_of_text(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
+    capsys.readouterr()
+    assert "text alone has windows" in refuse(capsys, "eval", tmp_path / "runs" / "tiny", "--lengths", "16")

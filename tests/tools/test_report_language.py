@@ -1,0 +1,143 @@
+"""`report` of language models: layouts judged by the same samples, speed in tokens, several tables, GLUE."""
+
+import json
+import statistics
+
+import pytest
+
+from lion.config import ConfigError
+from tests.helpers import here, refuse, tiny_recipe
+from tools.compose import open_data
+from tools.report.glue import glue_table
+from tools.report.paper import claimed, read_paper
+from tools.report.runs import group, load
+from tools.report.tables import asked_table, claim_table, result_table
+
+PAPER = read_paper("masked_lm")
+LAYOUTS = {"packed": "pack: documents", "borderless": "document_mask: false", "padded": "pack: padded"}
+
+
+def trained(folder, name, layout, seed=0, held_out="eval_pack: padded", mixer="lion_s"):
+    path = folder / f"{name}{seed}.yaml"
+    path.write_text(f"""
+task: {{name: masked_lm}}
+data: {{name: text, path: {folder / "text.txt"}, root: {folder / "tokens"}, tokenizer: bytes, document: line,
+  length: 16, {held_out}, {layout}}}
+model: {{mixer: {mixer}, dim: 16, depth: 1, num_heads: 2}}
+optim: {{lr: 1e-3}}
+trainer: {{batch_size: 4, steps: 4, eval_every: 2, log_every: 1, compile: false, device: cpu}}
+seed: {seed}
+run: {{root: {folder / "runs"}}}
+""")
+    assert here("train", path, "--no-eval") == 0
+    return folder / "runs" / path.stem
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Finished runs of each layout and two seeds."""
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "text.txt").write_text("\n".join(f"{i} " + "abc def " * (i % 3) for i in range(60)))
+    return [trained(folder, name, layout, seed) for name, layout in LAYOUTS.items() for seed in (0, 1)]
+
+
+def test_layouts_judged_by_the_same_samples_are_rows(runs):
+    groups = group([load(str(run)) for run in runs], PAPER)
+    assert list(groups) == ["lion_s borderless", "lion_s packed", "lion_s padded"]
+    header, rows = result_table(groups, PAPER)
+    assert header == ["model", "val MLM accuracy %", "val loss", "n", "parameters", "tokens seen", "tokens/s"]
+    packed, padded = (dict(zip(header, row)) for row in rows[1:])
+    assert packed["tokens seen"] == f"{4 * 4 * 16}" and int(padded["tokens seen"]) < 0.9 * 4 * 4 * 16
+    lines = [
+        min((json.loads(t) for t in (run / "metrics.jsonl").read_text().splitlines() if '"val"' in t), key=better)
+        for run in runs[:2]
+    ]
+    losses = [line["loss"] for line in lines]
+    assert packed["val loss"] == f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}"
+    asked = asked_table(groups, PAPER)[1]
+    assert [row[0] for row in asked] == ["lion_s packed > lion_s borderless", "lion_s packed > lion_s padded"]
+    assert not claim_table(groups, PAPER)[1]
+
+
+def better(line):
+    """Of a run's validations the best comes first; of equals, the later one."""
+    return -line["accuracy"], -line["step"]
+
+
+def test_padding_counts_for_no_speed(runs):
+    packed, padded = load(str(runs[0])), load(str(runs[4]))
+    share = open_data(padded.recipe).filled()
+    assert 0.3 < share < 0.9
+    for run, filled in ((packed, 1.0), (padded, share)):
+        lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+        rates = [line["sequences_per_second"] for line in lines if line["kind"] == "train"]
+        assert len(rates) == 4 and run.speed == pytest.approx(statistics.median(rates) * 16 * filled)
+
+
+def test_layouts_judged_by_their_own_samples_do_not_compare(runs, tmp_path):
+    (tmp_path / "text.txt").write_text((runs[0].parents[1] / "text.txt").read_text())
+    own = [trained(tmp_path, name, layout, held_out="eval_pack: null") for name, layout in LAYOUTS.items()]
+    with pytest.raises(ConfigError, match=r"they differ in data\.pack"):
+        group([load(str(run)) for run in (own[0], own[2])], PAPER)
+
+
+def test_several_tables_in_one_report(runs, tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
+    capsys.readouterr()
+    sections = ["--section", "Packing", *runs, "--section", "Pictures", tmp_path / "runs" / "tiny"]
+    assert here("report", *sections, "--out", tmp_path, "--name", "both") == 0
+    out, text = capsys.readouterr().out, (tmp_path / "both.md").read_text()
+    assert text.startswith("# Both: runs at one budget each\n")
+    parts = text.split("\n## ")
+    assert [part.split("\n")[0] for part in parts[1:3]] == ["Packing", "Pictures"]
+    assert "### What it does not say" in parts[1] and "tokens/s" in parts[1]
+    assert "a document a line, samples of 16 tokens, held out: padded\n" in parts[1]
+    assert "images/s" in parts[2] and "images seen" not in parts[2] and "6 steps in batches of 64" in parts[2]
+    assert out.index("Packing") < out.index("tokens/s") < out.index("Pictures") < out.index("images/s")
+    rows = json.loads((tmp_path / "both.json").read_text())["rows"]
+    assert [row["section"] for row in rows] == ["Packing"] * 6 + ["Pictures"]
+    assert rows[0]["beside"].keys() == {"loss"} and rows[0]["speed"] > 0 and [x for x, _ in rows[0]["curve"]] == [2, 4]
+
+
+def test_sections_that_are_none(runs, capsys):
+    assert "give runs, or --section TITLE RUN" in refuse(capsys, "report")
+    assert "expected a title and runs, got 'Packing' alone" in refuse(capsys, "report", "--section", "Packing")
+    twice = ["--section", "A", runs[0], "--section", "A", runs[1]]
+    assert "'A' is given twice" in refuse(capsys, "report", *twice)
+
+
+def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
+    groups = group([load(str(run)) for run in runs[:2]], PAPER)
+    assert not glue_table(groups)[1]
+    scores = [{"cola": (10.0, 20.0), "rte": (50.0, 60.0)}, {"cola": (30.0, 40.0), "rte": (70.0, 80.0)}]
+    files = [run / "glue" / "m2_base" / "results.json" for run in runs[:2]]
+    for path, held in zip(files, scores):
+        path.parent.mkdir(parents=True)
+        rows = [{"task": task, "seed": i, "score": x} for task, some in held.items() for i, x in enumerate(some)]
+        path.write_text(json.dumps({"rows": rows}))
+    header, rows = glue_table(groups)
+    assert header == ["model", "fine-tuned as", "cola", "rte", "mean of 2", "n"]
+    assert rows == [["lion_s packed", "m2_base", "25.00", "65.00", "45.00", "4"]]
+    files[0].write_text("{}")
+    assert "not what ./run.sh glue writes" in refuse(capsys, "report", runs[0], "--out", tmp_path)
+    for path in files:
+        path.unlink()
+
+
+def test_the_papers_rows_of_language():
+    """recipes.md 3.4 and 5."""
+    found = claimed(PAPER)
+    base = {"softmax": "67.70", "lion_lit": "65.47", "lion_d": "66.62", "lion_s": "67.05"}
+    large = {"softmax": "69.88", "lion_lit": "67.11", "lion_d": "68.64", "lion_s": "69.16"}
+    assert {name: found[name]["C4, base"] for name in base} == base
+    assert {name: found[name]["C4, large"] for name in large} == large
+    more = {name: row["C4, base"] for name, row in found.items() if name not in base}
+    assert more == {"lion_d with positions": "66.97", "lion_s with positions": "67.35"}
+    causal = read_paper("causal_lm")
+    rows = {name: row["OpenWebText"] for name, row in claimed(causal).items()}
+    assert rows == {"softmax": "17.42", "linear_transformer": "21.07", "lion_s": "18.16"}
+    for paper, numbers in ((PAPER, {n: float(r["C4, base"]) for n, r in found.items()}), (causal, None)):
+        for this, that in paper.better:  # what it claims, its numbers say: accuracy rises, perplexity falls
+            assert numbers[this] > numbers[that] if numbers else float(rows[this]) < float(rows[that])
+        assert {name for pair in paper.better for name in pair} <= set(paper.order)

@@ -1,0 +1,318 @@
+"""Latency of a token and memory by the length of the text so far (the paper's Figure 6), for every mode of generation.
+
+    ./run.sh bench generate RUN [RUN ..] [--lengths 256,1024,8192] [--batch 1 8] [--mode attention kv rnn]
+
+A RUN is a run, or a recipe: what is measured depends on shapes alone, so weights are those of initialisation, and a
+model with position embeddings is given as many as the longest text needs. Beside the runs stands the first one's model
+with softmax attention. `ms` is the median time over rounds, in which all lengths and modes take turns, of the model's
+call for one more token of every sequence, compiled (`--eager`: not); sampling is not in it. `x shortest` is the median
+over rounds of the time over that at the shortest length: 1 is flat. `x kv` is that over softmax with its cache at the
+same length. `state` is what is kept from one token to the next, of all sequences; `x less` is how much smaller than
+the cache of softmax it is; `peak` is what a call takes beyond weights and state. Both count the bytes of tensors.
+Results are added to `reports/generate.md`, `generate.json` and `generate.png`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lion.config import ConfigError
+from lion.layers import SOFTMAX
+from lion.layers.softmax import reserve
+from lion.models.gpt import GPT
+from lion.runs import find_run, read_run
+from lion.tasks import Task
+from lion.tasks.generation import MODES, PIECE, streaming_mode
+from lion.trainer.memory import tensor_peak
+from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
+from tools.bench.report import COLOURS
+from tools.cli import Parser, count, counts, say, table
+from tools.compose import describe_data, make_task, resolve
+from tools.generate import compile_mode
+from tools.processes import Send, in_a_process
+from tools.store import Row, Store, digits, pipes
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+CALLS = 8  # of a step that are timed at once
+SPARE = 2  # tokens that a cache has room for: the one that is timed, and see `Continuation.generate`
+SETTING = ("device", "threads", "shape", "vocabulary", "compiled")
+HEADER = ["batch", "tokens", "mixer", "mode", "ms", "x shortest", "x kv", "state MiB", "x less", "peak MiB"]
+STYLES = {"attention": (":", "^"), "kv": ("--", "s"), "rnn": ("-", "o")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process measures: all models at all lengths."""
+
+    runs: tuple[str, ...]
+    lengths: tuple[int, ...]
+    modes: tuple[str, ...]
+    batch: int
+    rounds: int
+    seconds: float
+    threads: int
+    eager: bool
+    command: str
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh bench generate", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run, or a recipe")
+    parser.add_argument("--lengths", type=counts, default=LENGTHS, help="tokens of the text so far, as 256,1024")
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=[*MODES])
+    parser.add_argument("--batch", type=count, nargs="+", default=[1], help="sequences at once")
+    parser.add_argument("--rounds", type=count, default=31)
+    parser.add_argument("--seconds", type=count, default=300, help="end the rounds of a batch size after these")
+    parser.add_argument("--threads", type=count)
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    args = parser.parse_args(argv)
+    check_compiler(args.eager)
+    models(args.runs)  # what cannot be is refused before anything is measured
+    report = Store(args.out / "generate.json", rows=(*SETTING, "batch", "mixer", "mode", "length")).load(args.fresh)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    failed = False
+
+    def receive(message: Row) -> None:
+        kind = message.pop("kind")
+        say(f"  {message['text'] if kind == 'note' else line(message)}")
+        if kind == "row":
+            report.add(message)
+
+    try:
+        for batch in sorted(set(args.batch)):
+            say(f"batch {batch}")
+            job = Job(
+                runs=tuple(args.runs),
+                lengths=args.lengths,
+                modes=tuple(args.mode),
+                batch=batch,
+                rounds=args.rounds,
+                seconds=args.seconds,
+                threads=torch.get_num_threads(),
+                eager=args.eager,
+                command=shlex.join(["./run.sh", "bench", "generate", *argv]),
+            )
+            problem = in_a_process(measure, job, receive)
+            if problem:
+                say(f"  {problem}")
+                failed = True
+    finally:  # also what was measured before Ctrl-C
+        if report.new:
+            report.save(markdown(report))
+            rows = [row for key, row in report.rows.items() if key in report.new]
+            print(f"{title(rows[0])}\n{table(*tabled(rows))}\n\n{report.files_and(draw(report))}")
+    return 1 if failed or not report.new else 0
+
+
+def open_task(name: str) -> tuple[Task, Any]:
+    """The task and the `model` section of a run, or of a recipe.
+
+    Raises:
+        ConfigError: There is none of that name, or its models write no text.
+    """
+    try:
+        folder = find_run(name)
+    except ConfigError as error:
+        try:
+            recipe = resolve(name)
+        except ConfigError:
+            raise ConfigError(f"{error}; no recipe of that name either") from None
+        task = make_task(recipe, describe_data(recipe, look=False)[0])
+    else:
+        recipe, task, _ = read_run(folder, "best")
+    if not issubclass(task.Model, GPT):
+        raise ConfigError(f"{name}: task {recipe.task.name!r} writes no text, causal_lm does")
+    return task, recipe.model
+
+
+def models(runs: Sequence[str]) -> dict[str, tuple[Task, Any]]:
+    """Task and `model` section by what tells them apart, softmax among them.
+
+    Raises:
+        ConfigError: They are of several shapes.
+    """
+    found, shapes = {}, {}
+    for name in runs:
+        task, config = open_task(name)
+        found[config.label()] = task, config
+        shapes[name] = f"{config.shape()}, vocabulary {task.info.vocabulary:,}"
+        if shapes[name] != shapes[runs[0]]:
+            raise ConfigError(f"{name}: {shapes[name]}; beside {runs[0]} it must be {shapes[runs[0]]}")
+    task, config = open_task(runs[0])
+    return {SOFTMAX: (task, config.with_mixer(SOFTMAX))} | found
+
+
+def measure(job: Job, send: Send) -> None:
+    """Make all states, time what goes on from them by turns, and then what reads the whole text anew."""
+    torch.set_num_threads(job.threads)
+    device, longest = pick_device(), job.lengths[-1]
+    streams: dict[Variant, Callable[[], Tensor]] = {}
+    anew: dict[Variant, Callable[[], Tensor]] = {}
+    rows: dict[Variant, Row] = {}
+    for label, (task, config) in models(job.runs).items():
+        task = type(task)(task.config, task.info.resized(longest + 2))  # one more, and one to predict
+        model = task.build_model(config).eval().to(device)
+        streaming = streaming_mode(model)
+        tokens = torch.randint(model.vocabulary, (1, longest), device=device)
+        about = {
+            "device": device_name(),
+            "threads": job.threads,
+            "shape": config.shape(),
+            "vocabulary": model.vocabulary,
+            "compiled": not job.eager,
+            "batch": job.batch,
+            "mixer": label,
+            **stamp(job.command),
+        }
+        for mode in (m for m in ("attention", streaming) if m in job.modes):
+            send({"kind": "note", "text": f"{label}, {mode}: {'warming up' if job.eager else 'compiling'}"})
+            if not job.eager:
+                compile_mode(model, mode)
+            states = dict.fromkeys(job.lengths) if mode == "attention" else states_of(model, tokens, job)
+            for length, state in states.items():
+                variant, text = Variant(label, mode, length), tokens[:, :length].expand(job.batch, -1)
+                if mode == "attention":
+                    once = anew[variant] = partial(read_anew, model, text)
+                else:
+                    once = streams[variant] = partial(go_on, model, text[:, -1:], state)
+                warm_up(once, device)
+                kept = [text] if mode == "attention" else tree_leaves(state)
+                rows[variant] = about | {"mode": mode, "length": length, "peak_bytes": tensor_peak(once, device)}
+                rows[variant]["state_bytes"] = sum(x.numel() * x.itemsize for x in kept)
+    send({"kind": "note", "text": "timing"})
+    several = {variant: partial(repeat, once) for variant, once in streams.items()}
+    times = time_rounds(several, job.rounds, job.seconds / 2, device)
+    times = {variant: [t / CALLS for t in spent] for variant, spent in times.items()}
+    times |= time_rounds(anew, job.rounds, job.seconds / 2, device)
+    for variant, row in rows.items():
+        own, first = times[variant], times[variant._replace(length=job.lengths[0])]
+        cached = times.get(Variant(SOFTMAX, "kv", variant.length))
+        row["ms"] = 1e3 * statistics.median(own)
+        row["growth"] = statistics.median(t / s for t, s in zip(own, first))
+        row["ratio"] = statistics.median(t / s for t, s in zip(own, cached)) if cached else None
+        send({"kind": "row", **row})
+
+
+class Variant(NamedTuple):
+    """What is timed: a model, by its label, in a mode, behind a text."""
+
+    label: str
+    mode: str
+    length: int
+
+
+def states_of(model: GPT, tokens: Tensor, job: Job) -> dict[int, Any]:
+    """The state behind each length of a text (1, L), the same for all sequences of a batch."""
+    states, state, done = {}, model.initial_state(1), 0
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        for length in job.lengths:
+            for piece in tokens[:, done:length].split(PIECE, 1):
+                _, state = model.encode_next(piece, state)
+            states[length] = reserve(tree_map(lambda x: x.repeat_interleave(job.batch, 0), state), SPARE)
+            done = length
+    return states
+
+
+@torch.inference_mode()
+def read_anew(model: GPT, text: Tensor) -> Tensor:
+    """What comes after texts (B, L), as mode attention has it."""
+    return model.logits(model.encode(text)[:, -1:])
+
+
+@torch.inference_mode()
+def go_on(model: GPT, token: Tensor, state: Any) -> Tensor:
+    """What comes after one more token (B, 1); in a cache it is written to the same place every time."""
+    return model.step(token, state)[0]
+
+
+def repeat(once: Callable[[], Tensor]) -> None:
+    for _ in range(CALLS):
+        once()
+
+
+def line(row: Row) -> str:
+    """One measurement, as a line of progress."""
+    text = f"{row['mixer']} {row['mode']}, {row['length']:,} tokens: {digits(row['ms'])} ms a token"
+    return f"{text}, {row['growth']:.2f} x shortest, state {digits(row['state_bytes'] / 2**20)} MiB"
+
+
+def title(row: Row) -> str:
+    how = "compiled" if row["compiled"] else "eager"
+    shape = f"{row['shape']}, vocabulary {row['vocabulary']:,}"
+    return f"{shape}: {row['device']}, {row['threads']} threads, float32, {how}"
+
+
+def order(row: Row) -> tuple:
+    return row["batch"], row["length"], row["mixer"] != SOFTMAX, row["mixer"], [*MODES].index(row["mode"])
+
+
+def cells(row: Row, cache: int | None) -> list[str]:
+    """A row of the table; `cache`: bytes of softmax's at the same length."""
+    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    less = "-" if cache is None else digits(cache / row["state_bytes"])
+    peak = "-" if row["peak_bytes"] is None else digits(row["peak_bytes"] / 2**20)
+    state = digits(row["state_bytes"] / 2**20)
+    about = [str(row["batch"]), f"{row['length']:,}", row["mixer"], row["mode"]]
+    return [*about, digits(row["ms"]), f"{row['growth']:.2f}", ratio, state, less, peak]
+
+
+def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    caches = {(r["batch"], r["length"]): r["state_bytes"] for r in rows if r["mode"] == "kv"}
+    return HEADER, [cells(r, caches.get((r["batch"], r["length"]))) for r in sorted(rows, key=order)]
+
+
+def markdown(report: Store) -> str:
+    parts = ["# Generation by length", "Written by `./run.sh bench generate`.", "![curves](generate.png)"]
+    parts.append(__doc__.split("\n\n")[2])
+    for rows in report.groups(SETTING):
+        text = pipes(*tabled(rows), text=("mixer", "mode"))
+        parts += [f"## {title(rows[0])}", text, report.commands(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(report: Store) -> Path | None:
+    """`generate.png` of the setting measured last."""
+    rows = report.groups(SETTING)[0]
+    size = (11, 1 + 3.8 * len({row["batch"] for row in rows}))
+    return report.draw(report.path.with_suffix(".png"), size, lambda fig: curves(fig, rows))
+
+
+def curves(fig: Any, rows: list[Row]) -> None:
+    """Latency and memory over length, a row of panels for each batch size."""
+    batches, mixers = sorted({row["batch"] for row in rows}), list(dict.fromkeys(row["mixer"] for row in rows))
+    colours = {mixer: "black" if mixer == SOFTMAX else COLOURS[i] for i, mixer in enumerate(mixers)}
+    handles = {}
+    for axes, batch in zip(fig.subplots(len(batches), 2, squeeze=False), batches):
+        for ax, what in zip(axes, ("latency of a token, ms", "memory beyond weights, MiB")):
+            for mixer, mode in dict.fromkeys((row["mixer"], row["mode"]) for row in rows):
+                own = sorted(
+                    (r for r in rows if (r["mixer"], r["mode"], r["batch"]) == (mixer, mode, batch)),
+                    key=lambda r: r["length"],
+                )
+                memory = [(r["state_bytes"] + (r["peak_bytes"] or 0)) / 2**20 for r in own]
+                y = [r["ms"] for r in own] if what.startswith("latency") else memory
+                (dashes, marker), label = STYLES[mode], f"{mixer}, {mode}"
+                look = {"color": colours[mixer], "linestyle": dashes, "marker": marker, "markersize": 4}
+                handles[label] = ax.plot([r["length"] for r in own], y, **look)[0]
+            ticks = sorted({row["length"] for row in rows})
+            ax.set(xscale="log", yscale="log", xlabel="tokens so far", title=f"{what} (batch {batch})")
+            ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
+            ax.minorticks_off()
+            ax.yaxis.set_major_formatter("{x:,g}")
+            ax.grid(True, color="0.9", linewidth=0.7)
+            ax.spines[["top", "right"]].set_visible(False)
+    fig.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, handlelength=3.2)
+    fig.suptitle(f"{title(rows[0])}, torch {rows[0]['torch']}", fontsize=10)

@@ -1,0 +1,104 @@
+"""Make a folder of `transformers` of a run: the way back of convert, for BERT and GPT with softmax attention.
+
+    python -m tools export RUN OUT [data.path=PATH] [--checkpoint best|last] [--ema]
+
+`AutoModelForMaskedLM` or `AutoModelForCausalLM`, and `AutoTokenizer`, read OUT, a new folder, with `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import processors
+
+from data.text.tokenizers import Tokenizer
+from lion.config import ConfigError
+from lion.files import save_json, sync
+from lion.runs import open_run
+from tools.cli import Parser
+from tools.compose import open_data, resolve_run
+from tools.convert import converter_of
+from tools.convert.files import CONFIG, FOLDER, safetensors
+from tools.convert.language import LanguageConverter
+from tools.generate import check_tokenizer
+
+ROLES = {  # what transformers calls special tokens
+    "pad": ("pad_token",),
+    "mask": ("mask_token",),
+    "cls": ("cls_token",),
+    "sep": ("sep_token",),
+    "unk": ("unk_token",),
+    "end": ("bos_token", "eos_token"),
+}
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh export", description=__doc__.splitlines()[0])
+    parser.add_argument("run")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="data.path=PATH", help="where its data are now")
+    parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights")
+    args = parser.parse_intermixed_args(argv)
+    if os.path.lexists(args.out):
+        raise ConfigError(f"{args.out}: is there already, name a new folder")
+    write = safetensors(args.out).save_file
+    loaded = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
+    converter = converter_of(loaded.recipe)
+    if not isinstance(converter, LanguageConverter):
+        raise ConfigError(
+            f"{loaded.folder}: transformers is written for bert and gpt, not {loaded.recipe.model.name!r}"
+        )
+    tokenizer = open_data(resolve_run(loaded.folder, args.overrides)).tokenizer
+    check_tokenizer(tokenizer, loaded)
+    try:
+        weights = {
+            name: value.clone(memory_format=torch.contiguous_format)
+            for name, value in converter.restored(loaded.model).items()
+        }
+        config = converter.config(loaded.model, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"{loaded.folder}: {error}") from None
+    inner, described = dressed(tokenizer)
+    kinds = ["token_type_ids"] if config.get("type_vocab_size", 1) > 1 else []
+    described |= {"model_input_names": ["input_ids", *kinds, "attention_mask"]}
+    described |= {"model_max_length": loaded.model.longest}
+    scratch = args.out.with_name(f".{args.out.name}.{os.getpid()}.tmp")
+    try:
+        scratch.mkdir(parents=True)
+        write(weights, scratch / FOLDER[0], metadata={"format": "pt"})
+        sync(scratch / FOLDER[0])
+        save_json(scratch / CONFIG, config)
+        inner.save(str(scratch / "tokenizer.json"))
+        save_json(scratch / "tokenizer_config.json", described)
+        os.rename(scratch, args.out)
+        sync(args.out.parent)
+    except OSError as error:
+        raise ConfigError(f"{args.out}: cannot be written ({error.strerror})") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    parameters = f"{sum(w.numel() for w in weights.values()):,} parameters"
+    print(f"{args.out}: {config['architectures'][0]}, {parameters}, {tokenizer.vocabulary:,} ids")
+    return 0
+
+
+def dressed(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer as transformers has it, where special tokens stand in text and around it, and what they are for."""
+    inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
+    words = {name: inner.id_to_token(i) for name, i in tokenizer.special.items()}
+    inner.add_special_tokens(list(words.values()))
+    framed = bool(tokenizer.frame[0])
+    if framed and inner.post_processor is None:
+        cls, sep = words["cls"], words["sep"]
+        ids = [(words[name], tokenizer.special[name]) for name in ("cls", "sep")]
+        single = f"{cls} $A {sep}"
+        inner.post_processor = processors.TemplateProcessing(
+            single=single, pair=f"{single} $B:1 {sep}:1", special_tokens=ids
+        )
+    roles = {role: words[name] for name, taken in ROLES.items() if name in words for role in taken}
+    return inner, {"tokenizer_class": "PreTrainedTokenizerFast", **roles}

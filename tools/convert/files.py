@@ -1,0 +1,137 @@
+"""Checkpoints of others as they lie on disk: files of torch.save, safetensors, and folders of `transformers`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lion.config import ConfigError
+from lion.files import digest
+from lion.trainer.checkpoint import load_state
+
+CONFIG = "config.json"
+FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class Held(NamedTuple):
+    """What a checkpoint holds: its weights by name, what stands beside them (arguments of the training, or the
+    `config.json` of transformers), and the SHA-256 of each file that was read."""
+
+    path: Path
+    weights: dict[str, Any]
+    said: dict[str, Any]
+    sums: dict[str, str]
+
+    @property
+    def folder(self) -> Path | None:
+        """Where files of transformers lie beside the weights."""
+        if "model_type" not in self.said:
+            return None
+        return (self.path if self.path.is_dir() else self.path.parent).resolve()
+
+
+def read_checkpoint(path: Path, ema: bool) -> Held:
+    """A file of weights, or a folder with one of `FOLDER` in it.
+
+    Raises:
+        ConfigError: There is none, it is damaged, or holds no weights.
+    """
+    file = path
+    if path.is_dir():
+        file = next((path / name for name in FOLDER if (path / name).is_file()), None)
+        if file is None:
+            raise ConfigError(f"{path}: no checkpoint in this folder, expected {FOLDER[0]} or {FOLDER[2]}")
+    theirs = file.name in FOLDER
+    if file.name.endswith(".index.json"):
+        files = shards(file)
+        weights = {name: value for shard in files for name, value in read_file(shard).items()}
+    else:
+        files, weights = [file], read_file(file)
+    said = read_json(file.with_name(CONFIG)) if theirs and (path.is_dir() or file.with_name(CONFIG).exists()) else {}
+    if not theirs:
+        weights, said = inside(path, weights, ema)
+    elif ema:
+        raise ConfigError(f"{path}: --ema: a checkpoint of transformers holds no averaged weights")
+    plain = (re.sub(r"^(module\.)+", "", str(name).replace("_orig_mod.", "")) for name in weights)  # DDP, torch.compile
+    return Held(path, dict(zip(plain, weights.values())), said, {f.name: digest(f) for f in files})
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What a file of safetensors or of torch.save holds."""
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    check_sums(path)
+    with torch.serialization.safe_globals([argparse.Namespace]):  # DeiT saves its arguments beside the weights
+        return load_state(path)
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    load = safetensors(path).load_file
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such checkpoint")
+    try:
+        return load(path)
+    except Exception as error:  # safetensors' errors have no common type
+        raise ConfigError(f"{path}: not a readable safetensors file ({(str(error).splitlines() or [''])[0]})") from None
+
+
+def safetensors(path: Path) -> Any:
+    """The library's `safetensors.torch`, to read or write `path`."""
+    try:
+        import safetensors.torch as library
+    except ImportError:
+        raise ConfigError(f"{path}: needs safetensors: pip install safetensors") from None
+    return library
+
+
+def shards(index: Path) -> list[Path]:
+    """The files that an index says the weights are in."""
+    held = read_json(index).get("weight_map")
+    if not isinstance(held, dict) or not held or not all(isinstance(n, str) for n in held.values()):
+        raise ConfigError(f"{index}: no index of weights, it has no 'weight_map'")
+    return [index.with_name(Path(name).name) for name in sorted(set(held.values()))]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file, a folder of transformers has one beside the weights") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(held, dict):
+        raise ConfigError(f"{path}: expected an object of keys")
+    return held
+
+
+def inside(path: Path, held: dict[str, Any], ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights of a training state, or of a file that holds just them, and the arguments beside them."""
+    keys = ("model_ema", "state_dict_ema") if ema else ("model", "state_dict")
+    weights = next((held[key] for key in keys if isinstance(held.get(key), dict)), None if ema else held)
+    if weights is None:
+        raise ConfigError(f"{path}: it holds no {keys[0]!r}, leave out --ema")
+    if isinstance(held.get("args"), argparse.Namespace):
+        return weights, vars(held["args"])
+    said = held.get("model_args")  # nanoGPT
+    return weights, said if isinstance(said, dict) else {}
+
+
+def check_sums(path: Path) -> None:
+    """Refuse a file of torch.save that is not what was written; before torch 1.6 there were no checksums to tell."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as file:
+            written = any(entry.CRC for entry in file.infolist())  # torch can be told to write none
+            bad = file.testzip() if written else None
+    except Exception as error:  # whatever a damaged list of contents leads to
+        bad = type(error).__name__
+    if bad:
+        raise ConfigError(f"{path}: damaged, its checksums do not fit ({bad}); get it anew")

@@ -1,0 +1,116 @@
+"""GPT-2 of `transformers`, and checkpoints of nanoGPT (to read)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lion.config import ConfigError
+from lion.models.gpt import GPT
+from lion.recipe import Recipe
+from lion.tasks.text import TextInfo
+from tools.convert.files import Held
+from tools.convert.language import PLAIN, Format, LanguageConverter
+
+FIRST = "transformer.h.0.attn.c_attn.weight"
+TURNED = re.compile(r"transformer\.h\.\d+\.\w+\.c_\w+\.weight")  # Conv1D's are (inputs, outputs)
+
+
+class GPTConverter(LanguageConverter):
+    format = Format(
+        kind="gpt2",
+        architecture="GPT2LMHeadModel",
+        whose="a GPT-2 (GPT2LMHeadModel, nanoGPT)",
+        plain={**PLAIN, "block": "pre_norm"},
+        keys={
+            "rows": "vocab_size",
+            "dim": "n_embd",
+            "depth": "n_layer",
+            "heads": "n_head",
+            "hidden": "n_inner",
+            "positions": "n_positions",
+            "eps": "layer_norm_epsilon",
+            "activation": "activation_function",
+            "std": "initializer_range",
+            "dropout": "resid_pdrop",
+            "score_dropout": "attn_pdrop",
+        },
+        assumed={"heads": 12, "eps": 1e-5},
+        only={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "reorder_and_upcast_attn": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+            "pruned_heads": {},
+        },
+        activations={"gelu_new": "mlp_tanh", "gelu_pytorch_tanh": "mlp_tanh", "gelu": "mlp"},
+        tied={"transformer.wte.weight": "lm_head.weight"},
+        unused=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",  # which tokens see which
+        outer={
+            "tokens.weight": "transformer.wte.weight",
+            "positions.weight": "transformer.wpe.weight",
+            "encoder.norm.weight": "transformer.ln_f.weight",
+            "encoder.norm.bias": "transformer.ln_f.bias",
+        },
+        inner={
+            "norm1": ("ln_1",),
+            "attention.qkv": ("attn.c_attn",),
+            "attention.proj": ("attn.c_proj",),
+            "norm2": ("ln_2",),
+            "mlp.fc1": ("mlp.c_fc",),
+            "mlp.fc2": ("mlp.c_proj",),
+        },
+        blocks="transformer.h",
+    )
+
+    def cleaned(self, theirs: dict[str, Any]) -> dict[str, Any]:
+        """Without the head some files leave `transformer.` out."""
+        whole = FIRST in theirs
+        named = {n if whole or n == "lm_head.weight" else f"transformer.{n}": value for n, value in theirs.items()}
+        if conv1d(named):
+            named |= {n: w.mT for n, w in named.items() if TURNED.fullmatch(n) and torch.is_tensor(w) and w.dim() == 2}
+        return named
+
+    def optional(self, name: str, theirs: dict[str, Any]) -> bool:
+        """Biases, which nanoGPT leaves out all together."""
+        return name.endswith("bias") and "transformer.ln_f.bias" not in theirs
+
+    def told(self, held: Held) -> dict[str, Any]:
+        """Weights that are not Conv1D's are nanoGPT's, whose GELU is exact."""
+        return {self.format.keys["activation"]: "gelu_new" if conv1d(held.weights) else "gelu", **super().told(held)}
+
+    def more(self, ours: dict[str, Tensor]) -> dict[str, Any]:
+        return {"bias": "encoder.norm.bias" in ours}
+
+    def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
+        """A sample is as long as its positions, and the token after them."""
+        return {**super().adopted(held, ours, recipe), "data.length": len(ours["positions.weight"]) + 1}
+
+    def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo) -> TextInfo:
+        """Shorter samples leave the last positions out."""
+        positions = ours["positions.weight"]
+        if info.length - 1 > len(positions):
+            raise ConfigError(
+                f"data.length: {info.length} tokens, and {held.path} has embeddings of {len(positions)} positions: "
+                f"{len(positions) + 1} at most"
+            )
+        ours["positions.weight"] = positions[: info.length - 1]
+        return super().fit(held, ours, recipe, info)
+
+    def restored(self, model: GPT) -> dict[str, Tensor]:
+        return {n: w.mT if TURNED.fullmatch(n) else w for n, w in super().restored(model).items()}
+
+    def config(self, model: GPT, tokenizer: Any) -> dict[str, Any]:
+        end, dropout = tokenizer.special.get("end"), model.config.dropout
+        ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": tokenizer.special.get("pad")}
+        return {**super().config(model, tokenizer), "embd_pdrop": dropout, **ids}
+
+
+def conv1d(theirs: dict[str, Any]) -> bool:
+    """Whether its Linear are Conv1D, of which one that is not square shows it."""
+    first = theirs.get(FIRST, theirs.get(FIRST.removeprefix("transformer.")))
+    return torch.is_tensor(first) and first.dim() == 2 and first.shape[0] < first.shape[1]

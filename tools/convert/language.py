@@ -1,0 +1,257 @@
+"""Language models of `transformers`, there and back; each of ours is a file beside this one."""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.text.tokenizers import MADE, Tokenizer, local_files, open_tokenizer
+from lion.config import ConfigError, flatten, to_dict
+from lion.layers import SOFTMAX
+from lion.layers.rotations import NO_ROTATION
+from lion.models.language import LanguageModel
+from lion.recipe import Recipe
+from lion.tasks.text import TextInfo
+from tools.compose import open_data
+from tools.convert.base import Converter, Setting, checked, no_place
+from tools.convert.files import Held
+
+PLAIN = {  # what such an attention and its block are with us
+    "attention.feature_map": None,
+    "attention.rotation": NO_ROTATION,
+    "norm": "layernorm",
+    "position_embedding": True,
+}
+PADDED = tuple(2**n for n in range(11))  # embeddings are padded to a multiple of one of these
+BY_TOKEN = ("tokens.weight", "head.bias")  # a row for each id
+BLOCK = r"encoder\.blocks\.(\d+)\."
+
+
+@dataclass(frozen=True)
+class Format:
+    """How they write a model, and which of ours it is."""
+
+    kind: str  # `model_type` in config.json
+    architecture: str  # the class of transformers that we write
+    whose: str  # those that we read, in words
+    plain: dict[str, Any]  # settings of the model that make it theirs
+    keys: dict[str, str]  # what config.json calls things
+    assumed: dict[str, Any]  # of heads, eps and activation: what a config.json that is silent means
+    only: dict[str, Any]  # in config.json: settings of which our model knows one value
+    activations: dict[str, str]  # theirs, and our `model.mlp`
+    tied: dict[str, str]  # of two names for one weight, that in `names` and the other
+    unused: str  # pattern of names that our model does without
+    outer: dict[str, str]  # our weights outside of blocks, and theirs
+    inner: dict[str, tuple[str, ...]]  # our modules in a block, and theirs, of which several are side by side
+    blocks: str  # their name for the blocks
+
+
+class LanguageConverter(Converter):
+    """A folder's `config.json` says what the model is, and its tokenizer is the run's; of a single file, shapes say
+    what they can. The recipe follows."""
+
+    format: ClassVar[Format]
+    trusted = ("model.num_heads", "model.norm_eps", "model.mlp", "data.tokenizer")
+
+    def names(self, depth: int) -> dict[str, tuple[str, ...]]:
+        """Our weights, and theirs that each is made of."""
+        found = {ours: (theirs,) for ours, theirs in self.format.outer.items()}
+        for n in range(depth):
+            for ours, theirs in self.format.inner.items():
+                for kind in ("weight", "bias"):
+                    their = tuple(f"{self.format.blocks}.{n}.{t}.{kind}" for t in theirs)
+                    found[f"encoder.blocks.{n}.{ours}.{kind}"] = their
+        return found
+
+    @abstractmethod
+    def cleaned(self, theirs: dict[str, Any]) -> dict[str, Any]:
+        """Their weights under the names of `names`, each Linear as PyTorch has it."""
+
+    def optional(self, name: str, theirs: dict[str, Any]) -> bool:
+        """Whether such a model may do without one of our weights."""
+        return False
+
+    def rename(self, held: Held) -> dict[str, Tensor]:
+        self.check_kind(held)
+        theirs = {k: v for k, v in self.cleaned(held.weights).items() if not re.fullmatch(self.format.unused, k)}
+        for kept, other in self.format.tied.items():
+            if other in theirs:
+                twin = theirs.pop(other)
+                both = theirs.setdefault(kept, twin), twin
+                if not all(map(torch.is_tensor, both)) or not torch.equal(*both):
+                    raise ConfigError(f"{held.path}: {other} is not {kept}: our model has one for both")
+        numbers = [m for m in (re.match(rf"{re.escape(self.format.blocks)}\.(\d+)\.", k) for k in theirs) if m]
+        names = self.names(1 + max((int(m[1]) for m in numbers), default=0))
+        ours = {}
+        for our, parts in names.items():
+            missing = [name for name in parts if name not in theirs]
+            if len(missing) == len(parts) and self.optional(our, theirs):
+                continue
+            if missing:
+                raise ConfigError(f"{held.path}: no {missing[0]} in it: not {self.format.whose}")
+            values = [checked(name, theirs.pop(name), held.path) for name in parts]
+            if len({value.shape for value in values}) > 1:
+                raise ConfigError(f"{held.path}: {', '.join(parts)} are of different shapes")
+            ours[our] = torch.cat(values)
+        if theirs:
+            raise no_place(next(iter(theirs)), held.path)
+        for name in ("tokens.weight", "positions.weight", "encoder.blocks.0.mlp.fc1.weight"):
+            if ours[name].dim() != 2:
+                raise ConfigError(f"{held.path}: {names[name][0]} has the shape {tuple(ours[name].shape)}, no matrix")
+        return ours
+
+    def check_kind(self, held: Held) -> None:
+        """Raises ConfigError: Its config.json describes a model that ours cannot be."""
+        said = held.said
+        if said.get("model_type", self.format.kind) != self.format.kind:
+            raise ConfigError(
+                f"{held.path}: model_type {said['model_type']!r}, and the recipe's model is a {self.format.kind}; "
+                "known are bert (recipes mlm_*) and gpt2 (gpt2_*)"
+            )
+        for key, value in self.format.only.items():
+            if said.get(key, value) != value:
+                raise ConfigError(f"{held.path}: its config.json has {key} {said[key]!r}, our model has only {value!r}")
+
+    def sizes(self, ours: dict[str, Tensor]) -> dict[str, int]:
+        """What the shapes of our weights show, by the keys of `keys`."""
+        rows, dim = ours["tokens.weight"].shape
+        depth = 1 + max(int(m[1]) for m in map(re.compile(BLOCK).match, ours) if m)
+        hidden, positions = (len(ours[n]) for n in ("encoder.blocks.0.mlp.fc1.weight", "positions.weight"))
+        return {"rows": rows, "dim": dim, "depth": depth, "hidden": hidden, "positions": positions}
+
+    def facts(self, held: Held, ours: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
+        """Settings of the model by key, and where they are seen."""
+        keys, told, sizes = self.format.keys, self.told(held), self.sizes(ours)
+        for name, size in sizes.items():
+            if (wanted := told.get(keys[name])) not in (None, size):
+                raise ConfigError(f"{held.path}: {keys[name]} is {wanted} in its config, {size} by its weights")
+        shown = {"dim": sizes["dim"], "depth": sizes["depth"], "mlp_ratio": ratio(sizes["hidden"], sizes["dim"])}
+        found = {k: (value, "its weights") for k, value in {**shown, **self.format.plain, **self.more(ours)}.items()}
+        for name, key in (("heads", "num_heads"), ("eps", "norm_eps")):
+            if keys[name] in told:
+                found[key] = told[keys[name]], "its config"
+        if (activation := told.get(keys["activation"])) is not None:
+            known = self.format.activations
+            if activation not in known:
+                raise ConfigError(f"{held.path}: its activation is {activation!r}, our model knows {', '.join(known)}")
+            found["mlp"] = known[activation], "its config"
+        return {f"model.{key}": value for key, value in found.items()}
+
+    def told(self, held: Held) -> dict[str, Any]:
+        """What stands beside the weights, and what it means where it is silent."""
+        return {**{self.format.keys[k]: v for k, v in self.format.assumed.items()}, **held.said} if held.said else {}
+
+    def more(self, ours: dict[str, Tensor]) -> dict[str, Any]:
+        """Other settings of the model that shapes show."""
+        return {}
+
+    def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
+        if recipe.model.mixer != SOFTMAX:
+            raise ConfigError(
+                f"{held.path}: of softmax attention, and the recipe's mixer is {recipe.model.mixer!r}: convert it with "
+                "the softmax recipe, and start others from that run (init_from=RUN)"
+            )
+        folder = held.folder
+        tokenizer = {} if folder is None or local_files(str(folder)) is None else {"data.tokenizer": str(folder)}
+        return {**tokenizer, **{key: value for key, (value, _) in self.facts(held, ours).items()}}
+
+    def info(self, recipe: Recipe) -> TextInfo:
+        name = recipe.data.tokenizer
+        found = open_data(recipe).tokenizer if name in MADE[1:] else open_tokenizer(name)
+        return TextInfo(found.vocabulary, recipe.data.length, found.name, found.fingerprint, found.special)
+
+    def settings(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo) -> Iterator[Setting]:
+        mine = flatten({"model": to_dict(recipe.model.resolved())})
+        for key, (value, seen) in self.facts(held, ours).items():
+            yield Setting(key, value, mine[key], seen)
+        if held.folder is not None and recipe.data.tokenizer == str(held.folder):
+            yield Setting("data.tokenizer", str(held.folder), recipe.data.tokenizer, "its folder")
+
+    def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo) -> TextInfo:
+        """Embeddings become as many as the recipe's padding of this vocabulary asks for: those beyond it are of no
+        token, and mean nothing."""
+        rows, ids = len(ours["tokens.weight"]), info.vocabulary
+        if rows not in (-(-ids // multiple) * multiple for multiple in PADDED):
+            raise ConfigError(
+                f"{held.path}: embeddings of {rows:,} tokens, and tokenizer {info.tokenizer!r} has {ids:,} ids: "
+                "of another vocabulary; data.tokenizer names its own"
+            )
+        wanted = -(-ids // recipe.model.pad_vocabulary) * recipe.model.pad_vocabulary
+        for name in BY_TOKEN:
+            if name in ours:
+                missing = [0] * 2 * (ours[name].dim() - 1) + [0, wanted - ids]
+                ours[name] = F.pad(ours[name][:ids], missing)
+        return info
+
+    def keep(self, held: Held, recipe: Recipe) -> dict[str, str]:
+        """The tokenizer of the folder, which may go."""
+        if held.folder is None or recipe.data.tokenizer != str(held.folder):
+            return {}
+        found = open_tokenizer(recipe.data.tokenizer)
+        recipe.data.tokenizer = str(recipe.folder.absolute() / f"{found.name}.json")
+        return {f"{found.name}.json": found.inner.to_str(pretty=True)}
+
+    def describe(self, held: Held, recipe: Recipe, info: TextInfo) -> str:
+        c = recipe.model
+        unused = (name for name in self.cleaned(held.weights) if re.fullmatch(self.format.unused, name))
+        unused = dict.fromkeys(re.sub(r"\d+", "*", name) for name in unused)  # each once for all blocks
+        left = f"; not used: {', '.join(unused)}" if unused else ""
+        shape = f"{c.depth} blocks of width {c.dim}, {c.num_heads} heads"
+        return f"{shape}, {info.vocabulary:,} ids of tokenizer {info.tokenizer!r}{left}"
+
+    def restored(self, model: LanguageModel) -> dict[str, Tensor]:
+        """The other way: the weights of our model as theirs; what it does without is zero.
+
+        Raises:
+            ConfigError: Theirs is no such model.
+        """
+        c, ours = model.config, model.state_dict()
+        mine = flatten(to_dict(c))
+        for key, value in {"mixer": SOFTMAX, **self.format.plain}.items():
+            if mine[key] != value:
+                raise ConfigError(
+                    f"model.{key}: transformers' {self.format.kind} has only {value!r}, this run {mine[key]!r}"
+                )
+        names = self.names(c.depth)
+        if others := sorted(ours.keys() - names.keys()):
+            raise ConfigError(f"transformers' {self.format.kind} has no place for {others[0]}")
+        found = {}
+        for our, parts in names.items():
+            if our in ours:
+                value = ours[our][: model.vocabulary] if our in BY_TOKEN else ours[our]
+            else:  # a bias, or the kinds of segments
+                value = torch.zeros(len(ours[our.replace("bias", "weight")]) if our.endswith("bias") else (1, c.dim))
+            found |= zip(parts, value.chunk(len(parts)))
+        return found
+
+    def config(self, model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Its config.json.
+
+        Raises:
+            ConfigError: Theirs is no such model.
+        """
+        c, activations = model.config, {ours: theirs for theirs, ours in reversed(self.format.activations.items())}
+        if c.mlp not in activations:
+            raise ConfigError(
+                f"model.mlp: transformers' {self.format.kind} knows {', '.join(activations)}, this run {c.mlp!r}"
+            )
+        sizes = {"rows": model.vocabulary, "dim": c.dim, "depth": c.depth, "positions": model.longest}
+        sizes |= {"hidden": int(c.dim * c.mlp_ratio), "heads": c.num_heads}
+        more = {"eps": c.norm_eps, "activation": activations[c.mlp], "std": c.init_std}
+        more |= {"dropout": c.dropout, "score_dropout": c.attention.score_dropout}
+        held = {self.format.keys[name]: value for name, value in {**sizes, **more}.items()}
+        return {"architectures": [self.format.architecture], "model_type": self.format.kind, **held, "dtype": "float32"}
+
+
+def ratio(hidden: int, dim: int) -> float:
+    """The `mlp_ratio` of which `int(dim * mlp_ratio)` is `hidden`."""
+    found = hidden / dim
+    return found if int(dim * found) == hidden else math.nextafter(found, math.inf)

@@ -1,0 +1,65 @@
+"""What a masked language model says of hidden tokens: `./run.sh predict RUN "The capital of France is [MASK]."`"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from data.text.tokenizers import Tokenizer
+from lion.config import ConfigError
+from lion.runs import LoadedRun
+from tools.cli import table
+from tools.compose import open_data, resolve_run
+from tools.generate import check_tokenizer
+
+
+def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
+    """Print the likeliest tokens for each mask in each text. A text that cannot be read keeps no other from its
+    answer; the exit code is then 2."""
+    tokenizer = open_data(resolve_run(loaded.folder)).tokenizer
+    check_tokenizer(tokenizer, loaded)
+    rows, code = [], 0
+    for text in texts:
+        try:
+            answers = answer(loaded, tokenizer, text, top)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = 2
+            continue
+        numbers = [""] if len(answers) == 1 else [f" ({i})" for i in range(1, len(answers) + 1)]
+        rows += [[f"{text}{number}", *words] for number, words in zip(numbers, answers)]
+    if rows:
+        print(table(["text", *(f"top {i}" for i in range(1, len(rows[0])))], rows))
+    return code
+
+
+def answer(loaded: LoadedRun, tokenizer: Tokenizer, text: str, top: int) -> list[list[str]]:
+    """For each mask of a text its likeliest tokens and their shares.
+
+    Raises:
+        ConfigError: No mask in it, more tokens than the model has positions, or no finite logits.
+    """
+    hidden = loaded.task.mask_id
+    mask = tokenizer.inner.id_to_token(hidden)
+    before, after = tokenizer.frame
+    first, *rest = (tokenizer.encode(part) for part in text.split(mask))
+    if not rest:
+        raise ConfigError(f"{text[:40]!r}: no {mask} in it, which stands for a hidden token")
+    ids = [*before, *first, *(i for part in rest for i in (hidden, *part)), *after]
+    tokens = torch.tensor([ids])  # (1, L)
+    try:
+        with torch.inference_mode():
+            logits = loaded.task.outputs(loaded.model, {"tokens": tokens})[tokens == hidden]  # (masks, vocabulary)
+    except ValueError as error:
+        raise ConfigError(f"{text[:40]!r}: {error}") from None
+    if not logits.isfinite().all():
+        raise ConfigError(f"{loaded.folder}: its model gives no finite outputs, the run has diverged: train it anew")
+    likeliest = logits.softmax(-1).topk(min(top, logits.shape[-1]))
+    pairs = zip(likeliest.values.tolist(), likeliest.indices.tolist())
+    return [[f"{shown(tokenizer.decode([i]))} {100 * share:.1f}%" for share, i in zip(*pair)] for pair in pairs]
+
+
+def shown(token: str) -> str:
+    """A token's text, in quotes where blanks or bytes would not be seen."""
+    return token if token.strip() == token and token.isprintable() and token else repr(token)

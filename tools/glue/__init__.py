@@ -1,0 +1,182 @@
+"""Fine-tune a masked language model on the tasks of GLUE, with the values of the paper's Table 8.
+
+    ./run.sh glue RUN --recipe bert24|m2_base|m2_large|hydra|modified [data.path=FOLDER] [key=value ...]
+        [--tasks rte,mrpc] [--seeds N] [--no-mnli] [--cited] [--jobs N] [--name NAME] [--dry-run]
+
+Every task and seed is a run of its own, RUN/glue/NAME/TASK_seedN; what is finished is not run again, what was stopped
+goes on. The table is written beside them, results.json and results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from data.text.glue import TASKS, Sequences
+from lion.config import ConfigError
+from lion.tasks import Task
+from lion.tasks.base import to_device
+from lion.trainer.optim import make_optimizer
+from lion.trainer.runtime import start_runtime
+from tools.bench.probe import best
+from tools.cli import Parser, count, say, table
+from tools.compose import build_data
+from tools.glue.plan import SEEDS, Cell, Job, Pretrained, make_jobs, read_pretrained, read_table
+from tools.glue.results import summarise
+from tools.glue.work import work
+from tools.report import file_name
+from tools.store import digits
+from tools.train import check_settings
+
+MEASURED = 8  # samples of the steps that a dry run times
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh glue", description=__doc__.splitlines()[0])
+    parser.add_argument("run", help="of masked language modelling")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for all tasks: data.path says where they are"
+    )
+    parser.add_argument("--recipe", required=True, help="a row of Table 8: bert24, m2_base, m2_large, hydra, modified")
+    parser.add_argument("--tasks", type=names, default=[*TASKS], help=f"some of {','.join(TASKS)}")
+    parser.add_argument("--seeds", type=count, help="of each task (default: as many as published, 1 to 5)")
+    parser.add_argument("--no-mnli", action="store_true", help="rte, mrpc and stsb start from RUN, too")
+    parser.add_argument("--cited", action="store_true", help="the cited files' values, where Table 8 differs from them")
+    parser.add_argument("--jobs", type=count, help="tasks at a time (default: one a visible GPU)")
+    parser.add_argument("--name", type=file_name, help="of the folder of these runs (default: the recipe)")
+    parser.add_argument("--tokenizer", help="where RUN's is, if its data are gone")
+    parser.add_argument("--dry-run", action="store_true", help="the plan and its cost")
+    args = parser.parse_intermixed_args(argv)
+    if args.seeds and args.seeds > len(SEEDS):
+        raise ConfigError(f"--seeds: {args.seeds}, {len(SEEDS)} are published: {', '.join(map(str, SEEDS))}")
+    length, cells = read_table(args.recipe, args.cited)
+    pretrained = read_pretrained(args.run, args.tokenizer)
+    name = args.name or Path(args.recipe).stem + ("_cited" if args.cited else "")
+    chosen = {"tasks": args.tasks, "seeds": args.seeds, "from_mnli": not args.no_mnli, "overrides": args.overrides}
+    jobs = make_jobs(pretrained, length, cells, name=name, **chosen)
+    held = {task: read(job, pretrained) for task, job in {job.task: job for job in jobs}.items()}
+    print(plan(jobs, cells, held))
+    if args.dry_run:
+        print(cost(jobs, held))
+        return 0
+    steps = {job.name: held[job.task].steps for job in jobs}
+    code = work(jobs, steps, args.jobs or max(1, torch.cuda.device_count()))
+    if code != 130:
+        print(summarise(pretrained.folder / "glue" / name, pretrained.recipe, name, length, cells))
+    return code
+
+
+def names(text: str) -> list[str]:
+    """An option's list, with commas between."""
+    if not all(found := [name.strip() for name in text.split(",")]):
+        raise argparse.ArgumentTypeError(f"expected tasks with commas between, got {text!r}")
+    return list(dict.fromkeys(found))
+
+
+class Held(NamedTuple):
+    """What a task's data come to: its training samples, steps, and the tokens of a batch, padding included."""
+
+    samples: int
+    steps: int
+    tokens: float
+    train: Sequences
+    made: Task
+
+
+def read(job: Job, pretrained: Pretrained) -> Held:
+    """Read all of a task, so that what is wrong is said before hours are spent.
+
+    Raises:
+        ConfigError: The data cannot be used, or settings do not go together or with them.
+    """
+    say(f"reading {job.task}")
+    splits, recipe = build_data(job.recipe), job.recipe
+    splits.info.check_transfer(f"init_from: {pretrained.folder}", pretrained.info.to_dict())
+    plan, task = check_settings(recipe, splits.info, len(splits.train), 1, room=True)
+    lengths = np.random.default_rng(0).permutation(np.diff(splits.train.ends, prepend=0))
+    rows = lengths[: plan.steps_per_epoch * recipe.trainer.batch_size].reshape(-1, plan.micro).max(1)
+    tokens = plan.micro * plan.accumulation * statistics.mean(splits.train.padding.to(int(n)) for n in rows)
+    return Held(len(splits.train), plan.total, tokens, splits.train, task)
+
+
+def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, Held]) -> str:
+    """What will be trained, and from where."""
+    header = [
+        "task",
+        "start",
+        "lr",
+        "weight decay",
+        "AdamW",
+        "epochs",
+        "batch",
+        "length",
+        "steps",
+        "samples",
+        "of",
+        "seeds",
+    ]
+    rows = []
+    for task, each in held.items():
+        own = [job for job in jobs if job.task == task]
+        recipe, cell = own[0].recipe, cells[task]
+        starts = dict.fromkeys(Path(job.recipe.init_from).name for job in own)
+        rows.append(
+            [
+                task,
+                ", ".join(starts),
+                f"{recipe.optim.lr:g}",
+                f"{cell.weight_decay:g}{' (AdamW)' if cell.optimizer == 'adamw' else ''}",
+                f"{recipe.optim.weight_decay:g}",
+                f"{each.steps * recipe.trainer.batch_size / each.samples:.1f}",
+                str(recipe.trainer.batch_size),
+                str(recipe.data.length),
+                f"{each.steps:,}",
+                f"{each.samples:,}",
+                f"{TASKS[task].samples:,}",
+                ", ".join(f"{job.seed}{' (done)' if job.finished else ''}" for job in own),
+            ]
+        )
+    text = [table(header, rows)]
+    for task in held:
+        if cells[task].cited:
+            said = ", ".join(f"{key} {value}" for key, value in cells[task].cited.items())
+            text.append(f"{task}: Table 8's values; the file it cites has {said} (--cited)")
+    return "\n".join(text)
+
+
+def cost(jobs: Sequence[Job], held: Mapping[str, Held]) -> str:
+    """Tokens of all that is not finished, and hours, from some steps that are measured now."""
+    left = [job for job in jobs if not job.finished]
+    if not left:
+        return "all are finished"
+    token, update = measure(left[0], held[left[0].task])
+    tokens = {job.name: held[job.task].steps * held[job.task].tokens for job in left}
+    full = {job.name: held[job.task].steps * job.recipe.trainer.batch_size * job.recipe.data.length for job in left}
+    hours = sum(tokens[job.name] * token + held[job.task].steps * update for job in left) / 3600
+    return (
+        f"{len(left)} runs, {sum(tokens.values()) / 1e6:,.1f} M tokens in batches as long as their longest row "
+        f"({sum(full.values()) / 1e6:,.1f} M at full length); about {digits(hours)} h one after the other, without "
+        f"evaluation: {digits(1e6 * token)} us a token and {digits(1e3 * update)} ms an update, measured here, eager"
+    )
+
+
+def measure(job: Job, held: Held) -> tuple[float, float]:
+    """Seconds of a token's passes, and of an update of the weights."""
+    recipe = job.recipe
+    runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    model = held.made.build_model(recipe.model).to(runtime.device).train()
+    optimizer, _ = make_optimizer(model, recipe.optim)
+    batch = to_device(held.train.batch(list(range(min(MEASURED, held.samples))), "cpu"), runtime.device)
+
+    def passes() -> None:
+        with runtime.autocast(recipe.trainer.precision):
+            loss = held.made.loss(model, batch).loss
+        loss.backward()
+
+    return best(passes, runtime.device, 2) / batch["tokens"].numel(), best(optimizer.step, runtime.device, 2)

@@ -1,0 +1,133 @@
+"""Runs the jobs, some at a time, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from lion.trainer.checkpoint import steps_of
+from tools.cli import say
+from tools.glue.plan import Job
+from tools.glue.results import read
+from tools.processes import ending, kill_tree, start_command
+
+PAUSE = 0.5  # seconds between two looks at the processes
+PATIENCE = 60  # seconds in which a process that is told to stop saves and ends
+
+
+class Running(NamedTuple):
+    job: Job
+    process: subprocess.Popen
+    slot: int
+    log: IO[str]
+
+
+def work(jobs: Sequence[Job], steps: Mapping[str, int], at_once: int) -> int:
+    """Train what is not finished; `steps` of each job by its name. What fails is named, and the others go on.
+
+    Returns 0, the exit code of the first that failed, or 130 when it was interrupted: each has saved where it stood.
+    """
+    waiting, running, code = [job for job in jobs if not job.finished], list[Running](), 0
+    slots = list(range(at_once))
+    shown = {"total": sum(steps.values()), "unit": "step", "desc": "glue", "dynamic_ncols": True, "disable": None}
+    with tqdm(**shown) as bar, interruptible():
+        try:
+            while waiting or running:
+                ready = [job for job in waiting if job.after is None or job.after.finished]
+                for job in ready[: len(slots)]:
+                    waiting.remove(job)
+                    running.append(start(job, slots.pop(0), at_once))
+                    say(f"{job.name}: started, {running[-1].log.name}")
+                time.sleep(PAUSE)
+                for each in [r for r in running if r.process.poll() is not None]:
+                    running.remove(each)
+                    slots.append(each.slot)
+                    say(end(each))
+                    code = code or each.process.returncode
+                left = {job.name for job in (*waiting, *(r.job for r in running))}
+                for job in [j for j in waiting if j.after and not j.after.finished and j.after.name not in left]:
+                    waiting.remove(job)
+                    say(f"{job.name}: not run, {job.after.name} has failed")
+                bar.n = sum(min(step_of(job), steps[job.name]) for job in jobs)
+                bar.set_postfix_str(", ".join(r.job.name for r in running))
+        except KeyboardInterrupt:
+            stop(running)
+            say("stopped: the same command goes on from here")
+            return 130
+    return code
+
+
+def start(job: Job, slot: int, at_once: int) -> Running:
+    """Its process, on its share of the cores, or on the GPU of its slot; what it says goes to a file."""
+    place = job.folder.parent / "logs"
+    place.mkdir(parents=True, exist_ok=True)
+    log = open(place / f"{job.name}.log", "a", encoding="utf-8")
+    env = dict(os.environ)
+    env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once)))
+    if (gpus := torch.cuda.device_count()) > 1:
+        visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+        env["CUDA_VISIBLE_DEVICES"] = visible[slot % gpus]
+    process = start_command("train", *job.argv, "--form", "full", "--processes", "1", out=log, env=env)
+    return Running(job, process, slot, log)
+
+
+def end(running: Running) -> str:
+    """How it ended, in a line. A finished run keeps its best weights alone: there is nothing to go on with."""
+    job, code = running.job, running.process.returncode
+    running.log.close()
+    if code == 0 and job.finished:
+        for _, path in steps_of(job.folder, "last"):
+            shutil.rmtree(path, ignore_errors=True)
+        return f"{job.name}: finished, {read(job.folder)['score']:.2f}"
+    lines = Path(running.log.name).read_text(encoding="utf-8", errors="replace").splitlines()
+    reason = next((line for line in reversed(lines) if line.startswith("error: ")), ending(code))
+    return f"{job.name}: failed, {reason.removeprefix('error: ')} ({running.log.name})"
+
+
+def step_of(job: Job) -> int:
+    """How far it has come."""
+    try:
+        with open(job.folder / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            return int(json.loads(file.read().splitlines()[-1])["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
+
+
+def stop(running: Sequence[Running]) -> None:
+    """Tell all to save and end, and see to it that they do."""
+    for each in running:
+        with contextlib.suppress(ProcessLookupError):
+            each.process.terminate()
+    deadline = time.monotonic() + PATIENCE
+    for each in running:
+        try:
+            each.process.wait(max(0.0, deadline - time.monotonic()))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            kill_tree(each.process)
+        each.log.close()
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM is a KeyboardInterrupt, too."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

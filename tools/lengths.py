@@ -1,0 +1,232 @@
+"""A run at other lengths than the one that it was trained at: metric and memory (the paper's Figures 5b and 9).
+
+    ./run.sh eval RUN --lengths 256,512,1024,2048 [--form ..] [--chunk-size N] [--tokens N] [--out FOLDER]
+
+The held-out text, as one row of tokens, documents side by side, is cut into windows of each length; so many of its
+tokens as every length divides. The same tokens are judged at every length, once each, and only what is seen of the text
+around them differs: a causal model tells all of them from those before them in the window (and the token before it);
+to a masked one the same tokens are hidden. A batch has as many tokens as the longest window. A model with position
+embeddings cannot read more than there are: `-`.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from data.text.layouts import Layout
+from lion.config import ConfigError
+from lion.layers.mixer import forms_of
+from lion.models.language import LanguageModel
+from lion.runs import LoadedRun, find_run, open_run
+from lion.tasks.data import Batch
+from lion.tasks.seeds import derive
+from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
+from tools.bench.probe import Variant, device_name, stamp
+from tools.cli import choose_form, say, table
+from tools.compose import build_data, resolve_run
+from tools.evaluate import Form, forms_to_measure, measure
+from tools.store import Row, Store, digits, pipes
+
+CHUNK = 64  # tokens a chunk and a step, where none are asked for
+SETTING = ("run", "checkpoint", "split", "tokens", "device", "threads", "precision", "compiled")
+
+
+def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
+    """What `./run.sh eval RUN --lengths ..` does."""
+    recipe = resolve_run(find_run(args.run), args.overrides)
+    loaded = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
+    model = loaded.model
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(f"--lengths: {loaded.folder} reads samples of one size, text alone has windows")
+    if args.form != "all":
+        choose_form(model, args.form)
+    forms = forms_to_measure(args.form, args.chunk_size or CHUNK, forms_of(model))
+    forms = list(dict.fromkeys((form, size if form == "full" else args.chunk_size or CHUNK) for form, size in forms))
+    splits = build_data(recipe)
+    splits.info.check_same(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"])
+    split = args.split or ("val" if splits.test is None else "test")
+    held = getattr(splits, split)
+    if not isinstance(held, Layout):
+        raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such text")
+    store = (
+        Store(args.out / "extrapolation.json", rows=(*SETTING, "length", "form", "chunk_size")) if args.out else None
+    )
+    if store:
+        store.load()
+    text = HeldOut.of(held.tokens.ids, args.lengths, args.tokens, loaded.task.info.length - model.length)
+    runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    model.to(runtime.device)
+    compiled = recipe.trainer.compile and not args.eager and compile_blocks(model)
+    about = {
+        "run": loaded.folder.name,
+        "label": recipe.model.label(),
+        "metric": loaded.task.metric.heading,
+        "trained_at": model.length,
+        "checkpoint": args.checkpoint,
+        "split": split,
+        "tokens": text.count,
+        "batch_tokens": args.lengths[-1],
+        "device": device_name(),
+        "threads": torch.get_num_threads(),
+        "precision": recipe.trainer.precision,
+        "compiled": compiled,
+        **stamp(shlex.join(["./run.sh", "eval", *argv])),
+    }
+    rows: list[Row] = []
+    try:
+        for length in args.lengths:
+            rows += measure_length(loaded, text, length, forms, about, runtime)
+    finally:  # also what was measured before Ctrl-C
+        if rows:
+            print(f"{title(rows[0])}\n{table(*tabled(rows))}")
+        if rows and store:
+            for row in rows:
+                store.add(row)
+            store.save(markdown(store))
+            print(f"\n{store.files_and(draw(store, loaded.folder.name))}")
+    return 0
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Text to be cut: the first `count` of `ids` (T,) are judged, or asked for, and `ahead` more are read."""
+
+    ids: np.ndarray
+    count: int
+    ahead: int
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ids: np.ndarray, lengths: tuple[int, ...], most: int, ahead: int) -> Self:
+        """As much of the text as all lengths divide.
+
+        Raises:
+            ConfigError: There is none, or lengths that are no multiples of the shortest.
+        """
+        if odd := [n for n in lengths if n % lengths[0]]:
+            raise ConfigError(f"--lengths: expected multiples of the shortest, {lengths[0]}, got {odd[0]}")
+        there, step = min(most, len(ids) - ahead), math.lcm(*lengths)
+        if step > there:
+            raise ConfigError(f"--lengths: {step:,} is the least that all divide, there are {max(there, 0):,} tokens")
+        return cls(ids, there - there % step, ahead, lengths)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The batches of a text in windows of one length, to be gone through any number of times.
+
+    `key` (B, n) has one number for each stretch of a window that is as long as the shortest window.
+    """
+
+    text: HeldOut
+    length: int
+    seed: int
+
+    @property
+    def size(self) -> int:
+        """Windows a batch: as many tokens as the longest window has."""
+        return max(1, self.text.lengths[-1] // self.length)
+
+    def __len__(self) -> int:
+        return -(-self.text.count // (self.size * self.length))
+
+    def __iter__(self) -> Iterator[Batch]:
+        text, length = self.text, self.length
+        starts = np.arange(text.count // length) * length
+        for first in range(0, len(starts), self.size):
+            some = starts[first : first + self.size]
+            real = torch.arange(self.size) < len(some)  # one shape for all batches
+            some = np.resize(some, self.size)
+            places = some[:, None] + np.arange(length + text.ahead)  # (B, L)
+            parts = some[:, None] + np.arange(0, length, text.lengths[0])  # (B, n)
+            keys = [[derive(self.seed, int(place)) for place in row] for row in parts]
+            tokens = torch.from_numpy(text.ids[places].astype(np.int64))
+            yield {"tokens": tokens, "mask": real, "key": torch.tensor(keys)}
+
+
+def measure_length(
+    loaded: LoadedRun, text: HeldOut, length: int, forms: list[Form], about: Row, runtime: Runtime
+) -> list[Row]:
+    """A row for each form; without values where the model cannot read so far."""
+    longest, metric, found = loaded.model.longest, loaded.task.metric, {}
+    if longest is not None and length > longest:
+        say(f"{length} tokens: more than the {longest} positions of this model")
+    else:
+        say(f"{length} tokens")
+        batches = Windows(text, length, derive(loaded.recipe.seed, about["split"]))
+        wanted = list(dict.fromkeys([("full", None), *forms]))  # the deviation needs it
+        found = measure(loaded, batches, len(batches), wanted, runtime, loaded.recipe.trainer.precision)
+    rows = []
+    for form, size in forms:
+        row = {**about, "length": length, "form": form, "chunk_size": size, "shown": "-"}
+        if found:
+            own = found[form, size]
+            row |= own | {"shown": metric.number(own["value"]), "rate": own["samples_per_second"] * length}
+        rows.append(row)
+    return rows
+
+
+def title(row: Row) -> str:
+    how = f"{row['split']}, {row['tokens']:,} tokens in batches of {row['batch_tokens']:,}, {row['precision']}"
+    return f"{row['run']} ({row['label']}, trained at {row['trained_at']:,} tokens): {how}, {row['device']}, " + (
+        "compiled" if row["compiled"] else "eager"
+    )
+
+
+def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    body = []
+    for r in sorted(rows, key=lambda r: r["length"]):  # forms stay in the order in which they were measured
+        about = [f"{r['length']:,}", str(Variant(r["form"], r["chunk_size"])), r["shown"]]
+        peak = "-" if r.get("peak_bytes") is None else digits(r["peak_bytes"] / 2**20)
+        body.append([*about, *([digits(r["rate"]), peak, f"{r['deviation']:.0e}"] if "rate" in r else ["-"] * 3)])
+    return ["tokens", "form", rows[0]["metric"], "tokens/s", "peak MiB", "deviation"], body
+
+
+def markdown(store: Store) -> str:
+    parts = ["# Text of other lengths", "Written by `./run.sh eval RUN --lengths ..`.", __doc__.split("\n\n")[2]]
+    for rows in store.groups(SETTING):
+        picture = picture_of(store, rows[0]["run"]).name
+        parts += [f"## {title(rows[0])}", f"![curves]({picture})", pipes(*tabled(rows)), store.commands(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def picture_of(store: Store, run: str) -> Path:
+    return store.path.with_name(f"{store.path.stem}_{run}.png")
+
+
+def draw(store: Store, run: str) -> Path | None:
+    """A picture of what was measured last."""
+    rows = store.groups(SETTING)[0]
+    return store.draw(picture_of(store, run), (10, 4.2), lambda fig: curves(fig, rows))
+
+
+def curves(fig: Any, rows: list[Row]) -> None:
+    """The metric and the memory of a batch, over length."""
+    panels = {rows[0]["metric"]: lambda r: float(r["shown"]), "peak memory of a batch, MiB": memory}
+    for ax, (heading, value) in zip(fig.subplots(1, len(panels)), panels.items()):
+        for form in dict.fromkeys((r["form"], r["chunk_size"]) for r in rows):
+            own = [r for r in rows if (r["form"], r["chunk_size"]) == form and "rate" in r]
+            own.sort(key=lambda r: r["length"])
+            ax.plot([r["length"] for r in own], [value(r) for r in own], "o-", markersize=4, label=str(Variant(*form)))
+        ax.axvline(rows[0]["trained_at"], color="0.4", linestyle=":", label="trained at")
+        ticks = sorted({r["length"] for r in rows})
+        ax.set(xscale="log", title=heading, xlabel="tokens")
+        ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        ax.minorticks_off()
+        ax.grid(True, color="0.9", linewidth=0.7)
+        ax.spines[["top", "right"]].set_visible(False)
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False)
+    fig.suptitle(title(rows[0]), fontsize=8)
+
+
+def memory(row: Row) -> float:
+    return math.nan if row["peak_bytes"] is None else row["peak_bytes"] / 2**20

@@ -1,0 +1,101 @@
+"""Runs as tables beside the paper's numbers: mean and deviation over seeds, what the paper claims, and curves.
+
+    ./run.sh report RUN [RUN ...] [--section TITLE RUN [RUN ...] ..]
+        [--out reports] [--name vision] [--notes FILE] [--fresh]
+
+Runs whose recipes agree but for the seed are one row. All runs of a table must have the same data and budget (epochs or
+steps, batch), and what else differs is listed; each --section is a table of its own, of another task, data or budget.
+The paper's numbers, as `recipes/paper/TASK.yaml` has them, are those that our recipes claim for the same mixer, scans
+and direction: other data, so only their order compares. What `./run.sh glue` has made of the runs stands below their
+table. Writes NAME.md, NAME.json and NAME.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lion.config import ConfigError
+from tools.cli import Parser, table
+from tools.report.paper import read_paper
+from tools.report.runs import group, load
+from tools.report.section import Section, as_rows, curves, markdown
+from tools.store import Store
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh report", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="*", metavar="RUN")
+    parser.add_argument(
+        "--section", nargs="+", action="append", default=[], metavar=("TITLE", "RUN"), help="a table more"
+    )
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--name", type=file_name, help="of its files (default: that of the task)")
+    parser.add_argument("--notes", type=Path, help="Markdown to end the report with")
+    parser.add_argument("--fresh", action="store_true", help="write over a report of other runs")
+    args = parser.parse_args(argv)
+    notes = read_notes(args.notes)
+    sections = [read_section(title, runs) for title, runs in asked_for(args.runs, args.section)]
+    store = Store(args.out / f"{args.name or sections[0].paper.name}.json", rows=("section", "model", "seed"))
+    store.load(args.fresh)
+    check_earlier(store, {run.folder.name for section in sections for run in section.runs})
+    store.rows.clear()
+    for row in (row for section in sections for row in as_rows(section)):
+        store.add(row)
+    size = (9, 0.4 + 4.8 * len(sections))
+    picture = store.draw(store.path.with_suffix(".png"), size, lambda fig: curves(fig, sections))
+    store.save(markdown(sections, args.name, picture and picture.name, notes))
+    for section in sections:
+        parts = [section.title, *(table(*t) for t in section.tables()), section.remarks()]
+        print(*filter(None, parts), sep="\n\n", end="\n\n")
+    print(store.files_and(picture))
+    return 0
+
+
+def asked_for(runs: list[str], sections: list[list[str]]) -> list[tuple[str, list[str]]]:
+    """Titles and names of runs; those that stand in no section come first, without a title.
+
+    Raises:
+        ConfigError: There are none, or a title is given twice.
+    """
+    asked = [("", runs)] if runs else []
+    for title, *names in sections:
+        if not names:
+            raise ConfigError(f"--section: expected a title and runs, got {title!r} alone")
+        if title in dict(asked):
+            raise ConfigError(f"--section: {title!r} is given twice")
+        asked.append((title, names))
+    if not asked:
+        raise ConfigError("run.sh report: give runs, or --section TITLE RUN ..")
+    return asked
+
+
+def read_section(title: str, names: list[str]) -> Section:
+    runs = [load(name) for name in dict.fromkeys(names)]
+    paper = read_paper(runs[0].recipe.task.name)
+    return Section(title, paper, group(runs, paper))
+
+
+def file_name(text: str) -> str:
+    """An option's name of a file, without folders."""
+    if text in ("", "..") or text != Path(text).name:
+        raise argparse.ArgumentTypeError(f"expected a name without folders (--out has them), got {text!r}")
+    return text
+
+
+def check_earlier(store: Store, runs: set[str]) -> None:
+    """Refuse to lose a report.
+
+    Raises:
+        ConfigError: There is one of runs that are not among these.
+    """
+    lost = {row["run"] for row in store.rows.values()} - runs
+    if lost:
+        raise ConfigError(f"{store.path}: holds {min(lost)}, not given here; --name NAME starts another, --fresh this")
+
+
+def read_notes(path: Path | None) -> str:
+    try:
+        return "" if path is None else path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--notes: {path} cannot be read ({error})") from None

@@ -1,0 +1,53 @@
+"""What the paper says of a task: its numbers, and which row is better than which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import yaml
+
+from tools.compose import RECIPES, metric_of, resolve
+
+NO_NUMBER = "no number yet"  # what a recipe claims that the paper does not have
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What the paper says of a task, a file of `recipes/paper/`.
+
+    Args:
+        title: Of a report of this task.
+        name: Of the report's files.
+        columns: Columns of numbers, each those that our recipes of this pattern, or these patterns, claim.
+        order: Of the rows.
+        better: Which row is better than which, as the paper has it.
+        asked: The same of what it does not say.
+        alike: What may be said of both rows at once.
+    """
+
+    title: str
+    name: str
+    columns: dict[str, str | list[str]] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    better: tuple[tuple[str, str], ...] = ()
+    asked: tuple[tuple[str, str], ...] = ()
+    alike: tuple[str, ...] = ()
+
+
+def read_paper(task: str) -> Paper:
+    """What the paper says of a task; of some it says nothing."""
+    path = RECIPES / "paper" / f"{task}.yaml"
+    return Paper(**yaml.safe_load(path.read_text())) if path.is_file() else Paper(task, task)
+
+
+def claimed(paper: Paper) -> dict[str, dict[str, str]]:
+    """The paper's numbers, by the names of rows: {"lion_s": {"CIFAR-100": "77.56", ..}, ..}."""
+    found: dict[str, dict[str, str]] = {}
+    for column, patterns in paper.columns.items():
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            for recipe in map(resolve, sorted(RECIPES.glob(pattern))):
+                if recipe.about.expected == NO_NUMBER:
+                    continue
+                number = recipe.about.expected.removesuffix(f" {metric_of(recipe).title}")
+                found.setdefault(recipe.model.label(), {})[column] = number
+    return found

@@ -1,0 +1,132 @@
+"""A table of a report with what belongs to it, and the report of several."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from tools.report.glue import glue_table
+from tools.report.paper import Paper
+from tools.report.runs import Run, settings_of
+from tools.report.tables import Groups, Table, asked_table, claim_table, result_table
+from tools.store import Row, pipes
+
+TEXT = ("model", "the paper: ", "asked: ", "on", "here", "fine-tuned as")  # columns of text
+LEGEND = (
+    "Mean ± standard deviation over n seeds (of the sample). `test` is that of the weights that did best on `val`, "
+    "and what else is measured on `val` is of the same step. Speed is that of training, the median over its log; "
+    "padding does not count, and what ran beside it slowed it. The paper's columns are its numbers on its own data, "
+    "for the order only. Differences are between runs of one seed, positive where the first is better; Student's t "
+    "at 95 % decides whether they are more than noise."
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Runs that compare, in rows; the only one of a report may have no title."""
+
+    title: str
+    paper: Paper
+    groups: Groups
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for some in self.groups.values() for run in some]
+
+    def remarks(self) -> str:
+        """What must be told of single runs, a line each."""
+        told = [(name, run) for name, runs in self.groups.items() for run in runs if run.remark]
+        return "\n".join(f"- {name}, seed {run.recipe.seed}: {run.remark}" for name, run in told)
+
+    def tables(self) -> list[Table]:
+        """Those that have rows."""
+        return [rows for _, rows in self.parts()]
+
+    def parts(self) -> list[tuple[str, Table]]:
+        """The same, each with its heading."""
+        found = [
+            ("", result_table(self.groups, self.paper)),
+            ("What the paper claims", claim_table(self.groups, self.paper)),
+            ("What it does not say", asked_table(self.groups, self.paper)),
+            ("GLUE", glue_table(self.groups)),
+        ]
+        return [(heading, rows) for heading, rows in found if rows[1]]
+
+
+def markdown(sections: list[Section], name: str | None, picture: str | None, notes: str = "") -> str:
+    """The whole report."""
+    only = sections[0] if len(sections) == 1 else None
+    title = only.title or only.paper.title if only else (name or sections[0].paper.name).replace("_", " ").capitalize()
+    parts = [f"# {title}: runs at one budget{'' if only else ' each'}", "Written by `./run.sh report`.", LEGEND]
+    for section in sections:
+        parts += [f"## {section.title or section.paper.title}"] if not only else []
+        parts.append(budget(section.runs))
+        for heading, (header, rows) in section.parts():
+            parts += [f"{'##' if only else '###'} {heading}"] if heading else []
+            parts.append(pipes(header, rows, text=TEXT))
+        parts += [remarks] if (remarks := section.remarks()) else []
+    if picture:
+        parts += ["## Curves", f"![validation curves]({picture})", "Mean over seeds, from the lowest to the highest."]
+    if notes:
+        parts += ["## Notes", notes]
+    return "\n\n".join(parts) + "\n"
+
+
+def budget(runs: list[Run]) -> str:
+    """What all runs share, and on what they ran."""
+    c, first = runs[0].recipe.trainer, runs[0].recipe
+    length = f"{c.epochs:g} epochs" if c.epochs is not None else f"{c.steps:,} steps"
+    environments = dict.fromkeys(
+        f"{e.get('device')}, {e.get('threads')} thread(s), torch {e.get('torch')}, commit {str(e.get('commit'))[:9]}"
+        for e in (run.environment for run in runs)
+    )
+    keys = [settings_of(run.recipe) for run in runs]
+    differing = sorted(k for k in keys[0] if any(other.get(k) != keys[0][k] for other in keys))
+    lines = [
+        f"- Data: {first.data.describe()}",
+        f"- Model: {first.model.shape()}",
+        f"- Budget: {length} in batches of {c.batch_size}, {c.precision}",
+        f"- Settings that differ between rows: {', '.join(f'`{k}`' for k in differing) or 'none'}",
+        *(f"- Ran on: {text}" for text in environments),
+    ]
+    return "\n".join(lines)
+
+
+def as_rows(section: Section) -> list[Row]:
+    """What the report's JSON holds of each run."""
+    return [
+        {
+            "section": section.title,
+            "model": name,
+            "run": run.folder.name,
+            "seed": run.recipe.seed,
+            "val": run.val,
+            "test": run.test,
+            "beside": {metric.name: value for metric, value in run.beside},
+            "speed": run.speed,
+            "parameters": run.parameters,
+            "curve": run.curve,
+        }
+        for name, runs in section.groups.items()
+        for run in runs
+    ]
+
+
+def curves(fig: Any, sections: list[Section]) -> None:
+    """Validation over steps, or epochs where the budget is in epochs; a panel for each section."""
+    panels = fig.subplots(len(sections), squeeze=False)[:, 0]
+    for ax, section in zip(panels, sections):
+        first = section.runs[0]
+        for name, runs in section.groups.items():
+            places = sorted(set.intersection(*({x for x, _ in run.curve} for run in runs)))
+            columns = [[first.metric.scaled(dict(run.curve)[x]) for run in runs] for x in places]
+            style = {"color": "black"} if name == "softmax" else {}
+            (drawn,) = ax.plot(places, [statistics.mean(c) for c in columns], "o-", markersize=3, label=name, **style)
+            low, high = list(map(min, columns)), list(map(max, columns))
+            ax.fill_between(places, low, high, alpha=0.15, color=drawn.get_color())
+        unit = "epoch" if first.recipe.trainer.steps is None else "step"
+        ax.set(title=section.title, xlabel=unit, ylabel=f"val {first.metric.heading}")
+        ax.grid(True, color="0.9")
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

@@ -1,0 +1,88 @@
+"""Rows of runs as tables: results beside the paper's, and comparisons of two rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from lion.tasks.metrics import Metric
+from tools.report.paper import Paper, claimed
+from tools.report.runs import Run
+
+Groups = dict[str, list[Run]]
+Table = tuple[list[str], list[list[str]]]
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided 95 %, of 1, 2, .. degrees
+CLAIMED = ("so here, too", "the other way round here")
+ASKED = ("yes", "no, the other way round")
+
+
+def result_table(groups: Groups, paper: Paper) -> Table:
+    """A row for each recipe; columns that tell nothing are left out."""
+    numbers, first = claimed(paper), next(iter(groups.values()))[0]
+    beside = [metric for metric, _ in first.beside]
+    header = ["model", f"test {first.metric.heading}", f"val {first.metric.heading}"]
+    header += [f"val {metric.heading}" for metric in beside]
+    unit = first.task.speed_unit
+    header += ["n", "parameters", f"{unit} seen", f"{unit}/s", *(f"paper: {column}" for column in paper.columns)]
+    rows = []
+    for name, runs in groups.items():
+        tests = [run.test for run in runs if run.test is not None]
+        speeds = [run.speed for run in runs if run.speed is not None]
+        row = [name, spread(tests if len(tests) == len(runs) else [], first.metric)]
+        row.append(spread([run.val for run in runs], first.metric))
+        row += [spread([run.beside[i][1] for run in runs], metric) for i, metric in enumerate(beside)]
+        row += [str(len(runs)), f"{runs[0].parameters:,}", "-" if runs[0].seen is None else f"{runs[0].seen:,.0f}"]
+        row.append(f"{statistics.median(speeds):,.0f}" if speeds else "-")
+        rows.append([*row, *(numbers.get(name, {}).get(column, "-") for column in paper.columns)])
+    told = {i: {row[i] for row in rows} for i in range(len(header))}
+    kept = [i for i in told if told[i] != {"-"} and (len(told[i]) > 1 or not header[i].endswith(" seen"))]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def spread(values: list[float], metric: Metric) -> str:
+    """The mean as the metric writes it, and the deviation of a sample."""
+    if not values:
+        return "-"
+    mean = metric.number(statistics.mean(values))
+    return f"{mean} ± {metric.number(statistics.stdev(values))}" if len(values) > 1 else mean
+
+
+def claim_table(groups: Groups, paper: Paper) -> Table:
+    """Each claim of the paper whose two rows are here."""
+    return comparison(groups, paper.better, paper.alike, "the paper: ", CLAIMED)
+
+
+def asked_table(groups: Groups, paper: Paper) -> Table:
+    """Each question that it leaves open."""
+    return comparison(groups, paper.asked, paper.alike, "asked: ", ASKED)
+
+
+def comparison(
+    groups: Groups, pairs: Iterable[tuple[str, str]], alike: Iterable[str], title: str, words: tuple[str, str]
+) -> Table:
+    """Rows that are said to be better than others, by the differences of runs with the same seed: on test where all
+    of both rows have been tested, else on val."""
+    rows, metric, pairs = [], next(iter(groups.values()))[0].metric, list(pairs)
+    claims = [(f"{a} {so}".strip(), f"{b} {so}".strip()) for so in ("", *alike) for a, b in pairs]
+    for better, worse in claims:
+        if better in groups and worse in groups:
+            split = "test" if all(r.test is not None for r in (*groups[better], *groups[worse])) else "val"
+            other = {r.recipe.seed: getattr(r, split) for r in groups[better]}
+            gaps = [
+                metric.gain(other[r.recipe.seed], getattr(r, split)) for r in groups[worse] if r.recipe.seed in other
+            ]
+            if gaps:
+                claim = [f"{better} > {worse}", split, spread(gaps, metric), str(len(gaps)), verdict(gaps, words)]
+                rows.append(claim)
+    unit = "points" if metric.percent else metric.title
+    return [title, "on", f"difference, {unit}", "n", "here"], rows
+
+
+def verdict(gaps: list[float], words: tuple[str, str] = CLAIMED) -> str:
+    """Whether the mean of paired differences is other than 0, by Student's t at 95 %."""
+    if len(gaps) < 2:
+        return "one seed decides nothing"
+    error, gap = statistics.stdev(gaps) / len(gaps) ** 0.5, statistics.mean(gaps)
+    if abs(gap) <= T95[min(len(gaps) - 1, len(T95)) - 1] * error:
+        return "undecided, within the noise"
+    return words[0] if gap > 0 else words[1]
