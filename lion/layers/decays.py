@@ -269,8 +269,8 @@ class HippoDecay(Decay):
     """Lion-D on long sequences (Theorem B.1): `lambda = exp(B dt)`, B < 0 from HiPPO; log_decay (H, D) or (H,).
 
     The step sizes dt, log-uniform in `dt_min` .. `dt_max` (S5), let some dimensions remember thousands of tokens: as
-    printed, without them, all decay by 0.6 or more a token. Rates -B and dt are learned as logarithms, so that lambda
-    stays below 1. A spectrum that turns (`lion.layers.spectra`) has one rate and dt a pair, and turns queries and keys.
+    printed, without them, lambda is 0.61 at most. Rates -B and dt are learned as logarithms, so that lambda stays
+    below 1. A spectrum that turns (`lion.layers.spectra`) has one rate and dt a pair, and turns queries and keys.
 
     Args:
         spectrum: An entry of `SPECTRA`, or `random`: lambda = sigmoid(a), a ~ N(0, 1).
