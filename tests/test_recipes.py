@@ -5,8 +5,16 @@ import torch
 import yaml
 
 from lion.config import ConfigError
-from lion.layers import SOFTMAX, Attention, LionAttention, SoftmaxAttention, mixers
-from lion.layers.decays import FixedDecay, LowRankDecay, RandomFeatureGate, SelectiveDecay, SelectiveVectorDecay
+from lion.layers import SOFTMAX, Attention, HippoAttention, LionAttention, SoftmaxAttention, mixers
+from lion.layers.decays import (
+    FixedDecay,
+    HippoDecay,
+    LowRankDecay,
+    RandomFeatureGate,
+    SelectiveDecay,
+    SelectiveHippoDecay,
+    SelectiveVectorDecay,
+)
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks.data import Splits
@@ -19,7 +27,7 @@ from tests.helpers import ROOT
 from tools.compose import describe_data, make_task, resolve
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-DEIT, CIFAR100 = ([p for p in RECIPES if p.stem.startswith(f"{name}_")] for name in ("deit", "cifar100"))
+DEIT, CIFAR100, LRA = ([p for p in RECIPES if p.stem.startswith(f"{name}_")] for name in ("deit", "cifar100", "lra"))
 
 # our count of the published shapes: recipes.md 1.1, in parameters; `position` of 197 tokens where it is on
 PARAMETERS = {
@@ -48,6 +56,8 @@ MIXERS = {
     "lion_d": (LionAttention, FixedDecay),
     "lion_s": (LionAttention, SelectiveDecay),
     "lion_s_vector": (LionAttention, SelectiveVectorDecay),
+    "lion_d_hippo": (HippoAttention, HippoDecay),
+    "lion_s_hippo": (HippoAttention, SelectiveHippoDecay),
     "linear_transformer": (LionAttention, None),
     "gla": (LionAttention, LowRankDecay),
     "gated_rfa": (LionAttention, RandomFeatureGate),
@@ -64,7 +74,7 @@ def test_a_recipe_states_its_claim_and_builds_what_it_names(path):
     recipe = resolve(path)
     assert recipe.about.row and recipe.about.expected and recipe.about.hardware
     assert path.read_text().startswith("# ")
-    info, samples, _ = describe_data(recipe)
+    info, samples, _ = describe_data(recipe, look=path not in LRA)
     model = build_on_meta(make_task(recipe, info), recipe.model)
     layers = [m for m in model.modules() if isinstance(m, Attention)]
     kind, decay = MIXERS[recipe.model.mixer]
@@ -188,6 +198,83 @@ def test_mlm_of_the_released_code():
     assert [(a.feature_map, a.normalize) for a in built] == [("silu_shifted", "sum"), ("identity", "none")]
 
 
+S5 = {  # 6.1: depth, dim, dropout, rates of SSM and all, batch, epochs, weight decay, warm-up, gate, momentum, seed
+    "listops": (8, 128, 0.0, 1e-3, 3e-3, 50, 40, 0.04, 1, "half_glu2", 0.95, 6554595),
+    "text": (6, 256, 0.1, 1e-3, 4e-3, 50, 35, 0.07, 0, "half_glu2", 0.95, 8825365),
+    "retrieval": (6, 128, 0.0, 1e-3, 2e-3, 32, 20, 0.05, 1, "half_glu1", 0.95, 5464368),
+    "image": (6, 512, 0.1, 1e-3, 4.5e-3, 50, 250, 0.07, 1, "half_glu1", 0.95, 16416),
+    "pathfinder": (6, 192, 0.05, 9e-4, 4.5e-3, 64, 200, 0.03, 1, "half_glu1", 0.9, 8180844),
+    "pathx": (6, 128, 0.0, 6e-4, 1.8e-3, 32, 75, 0.06, 1, "half_glu1", 0.9, 6429262),
+}
+# Tables 5 and 7; softmax in 2011.04006
+ACCURACY = {
+    "lion_lit": ("16.78", "65.21", "54.00", "43.29", "72.78", None),
+    "lion_d": ("62.0", "88.78", "90.12", "85.66", "90.25", "97.28"),
+    "lion_s": ("62.25", "88.10", "90.35", "86.14", "91.30", "97.99"),
+    "softmax": ("36.37", "64.27", "57.46", "42.44", "71.40", None),
+}
+
+
+@pytest.mark.parametrize("task", S5)
+def test_long_range_arena_is_trained_as_by_s5(task):
+    depth, dim, dropout, slow, lr, batch, epochs, decay, warmup, gate, momentum, seed = S5[task]
+    place = list(S5).index(task)
+    for mixer, numbers in ACCURACY.items():
+        recipe = resolve(ROOT / f"recipes/lra_{task}_{mixer}.yaml")
+        m, optim = recipe.model, recipe.optim
+        expected = f"{numbers[place]} accuracy" if numbers[place] else "fail"
+        assert recipe.about.expected == expected
+        assert (m.depth, m.dim, m.dropout, m.mlp, m.norm_momentum) == (depth, dim, dropout, gate, momentum)
+        assert (m.block, m.norm, m.init, m.init_std) == ("s5", "batchnorm", "lra", 0.1)
+        assert optim.lr == lr and optim.lr * m.memory_lr == pytest.approx(slow, rel=1e-3)
+        assert (optim.weight_decay, optim.betas, optim.eps, optim.lr_batch) == (decay, (0.9, 0.999), 1e-8, None)
+        assert (recipe.trainer.batch_size, recipe.trainer.epochs, recipe.seed) == (batch, epochs, seed)
+        plan = make_plan(recipe, samples=describe_data(recipe, look=False)[1], world=1)
+        assert plan.warmup == warmup * plan.steps_per_epoch and plan.accumulation == 1
+        assert learning_rate(plan.total, config=recipe.schedule, peak=lr, warmup=plan.warmup, total=plan.total) == 0
+        c = m.resolved()
+        assert c.position_embedding == (mixer in ("softmax", "lion_lit"))
+        if mixer in ("lion_d", "lion_s"):
+            least = 1e-4 if task == "pathx" else 1e-3
+            assert (c.attention.spectrum, c.attention.value_start) == ("s4d_real", "zoh")
+            assert (c.attention.dt_min, c.attention.dt_max) == (least, 0.1)
+
+
+@pytest.mark.parametrize("task", S5)
+def test_controls_differ_by_what_they_are_called(task):
+    def section(name, part):
+        return yaml.safe_load((ROOT / f"recipes/lra_{task}_{name}.yaml").read_text()).get(part, {})
+
+    rotary = {"mixer": "softmax", "attention": {"rotation": "rope"}}
+    assert section("softmax_rotary", "model") == rotary
+    assert section("softmax_window", "model") == {**rotary, "window": 64}
+    for mixer in ("lion_s", "softmax"):
+        assert section(f"{mixer}_masked", "model") == section(mixer, "model")
+        assert section(f"{mixer}_masked", "task")["name"] == "lra_masked"
+        text = (ROOT / f"recipes/lra_{task}_{mixer}_masked.yaml").read_text()
+        assert f"init_from=lra_{task}_{mixer}_masked" in text
+
+
+def test_tables_5_and_6_are_switches():
+    path = ROOT / "recipes/lra_listops_lion_s.yaml"
+    rows = {
+        "[1]": ["feature_map=sigmoid", "normalize=none"],
+        "[2]": ["feature_map=relu"],
+        "[3]": ["decay_shape=scalar"],
+        "[4]": ["normalize=none"],
+        "[5]": ["normalize=pre"],
+        "[7]": ["decay_gate=softplus"],
+        "without HiPPO": ["spectrum=random"],
+        "legs": ["spectrum=legs"],
+        "s4d_lin": ["spectrum=s4d_lin"],
+    }
+    labels = {resolve(path, [f"model.attention.{item}" for item in row]).model.label() for row in rows.values()}
+    labels.add(resolve(path, ["model.mixer=lion_d_hippo"]).model.label())  # [6]
+    assert len(labels) == 10
+    shipped = [resolve(ROOT / f"recipes/lra_listops_lion_s_{name}.yaml").model.label() for name in ("random", "scalar")]
+    assert set(shipped) < labels
+
+
 EXPECTED = {  # Tables 2 and 12; DeiT's own for softmax
     "tiny": {"softmax": 72.2, "lion_lit": 68.9, "lion_d": 72.4, "lion_d♮": 74.2, "lion_s": 72.4, "lion_s♮": 73.5},
     "small": {"softmax": 79.8, "lion_lit": 72.4, "lion_d": 73.5, "lion_d♮": 79.9, "lion_s": 74.0, "lion_s♮": 79.6},
@@ -219,11 +306,13 @@ def test_cifar100_holds_the_rows_of_its_tables():
 
 def test_mixers_differ_by_one_line():
     sizes = ["deit_tiny", "deit_small", "deit_base", "mlm_base", "mlm_large", "mlm_tiny"]
-    for size in sizes:
+    for size in [*sizes, *(f"lra_{task}" for task in S5)]:
         paths = [ROOT / f"recipes/{size}_{m}.yaml" for m in ("softmax", "lion_lit", "lion_d", "lion_s")]
         trees = [yaml.safe_load(p.read_text()) for p in paths]
         for tree in trees:
             tree.pop("about"), tree["model"].pop("mixer")
+            if size == "lra_pathx":  # whose decays start at smaller steps
+                assert tree["model"].pop("attention", {"dt_min": 1e-4}) in ({"dt_min": 1e-4}, {"dt_min": "1e-4"})
         assert all(tree == trees[0] for tree in trees)
 
 
@@ -242,7 +331,8 @@ def test_a_resolved_recipe_reads_back(path, tmp_path):
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     assert resolve(tmp_path / "recipe.yaml") == recipe
     assert isinstance(load_recipe(tmp_path / "recipe.yaml").data, dict)
-    for mixer in (SOFTMAX, *mixers.MIXERS):  # what was asked is stored: an override means the same afterwards
+    mixed = (SOFTMAX, *mixers.MIXERS) if path not in LRA or "listops_softmax" in path.stem else ()
+    for mixer in mixed:  # what was asked is stored: an override means the same afterwards
         assert built(tmp_path / "recipe.yaml", mixer) == built(path, mixer), mixer
 
 

@@ -32,6 +32,7 @@ from tools.bench.probe import seconds
 from tools.cli import Parser, choose_form, count, run_command, table
 from tools.compose import build_data, loader_workers, metric_of, resolve_run
 
+LONG = 1024  # tokens; above it neither an L x L matrix nor single steps are measured unless asked for
 DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
 Form = tuple[str, int | None]  # and its tokens a chunk or step
 
@@ -55,12 +56,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ...]) -> list[Form]:
-    """What a request stands for."""
+def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ...], length: int = 0) -> list[Form]:
+    """What a request stands for, of a model with these forms and samples of `length` tokens."""
     if form != "all":
         return [(form, None if form == "full" else chunk_size or DEFAULT_SIZE[form])]
     size = chunk_size or 64
     every = [("full", None), ("chunk", size), ("rnn", 1), ("rnn", size)]
+    if length > LONG and "chunk" in available:
+        every = [("chunk", size), ("rnn", size)]
     return list(dict.fromkeys(f for f in every if f[0] in available))
 
 
@@ -76,7 +79,8 @@ def measure_forms(
     eager: bool = False,
     runtime: Runtime | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure a run in one form, or in all that its mixer has, with the deviation from the full one.
+    """Measure a run in one form, or in all that its mixer has, with the deviation from the full one (from chunks where
+    samples are longer than `LONG`).
 
     One checkpoint and one model serve all: a run that still trains may replace its checkpoints meanwhile.
     """
@@ -84,8 +88,10 @@ def measure_forms(
     loaded = open_run(run, checkpoint=checkpoint, ema=ema)
     if form != "all":
         choose_form(loaded.model, form)
-    forms = forms_to_measure(form, chunk_size, forms_of(loaded.model))
-    wanted = [*forms] if ("full", None) in forms else [("full", None), *forms]  # the deviation needs it
+    available, length = forms_of(loaded.model), loaded.model.length
+    forms = forms_to_measure(form, chunk_size, available, length)
+    reference = forms_to_measure("all", chunk_size, available, length)[0]
+    wanted = [*forms] if reference in forms else [reference, *forms]  # the deviation needs it
     splits = build_data(recipe)
     splits.info.check_same(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"])
     split = split or ("val" if splits.test is None else "test")

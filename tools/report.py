@@ -30,6 +30,7 @@ from tools.compose import RECIPES, metric_of, resolve, resolve_run
 from tools.store import Row, Store, pipes
 
 SHARED = ("data.", "task.", "optim.", "schedule.")
+NO_NUMBER = "no number yet"  # what a recipe claims that the paper does not have
 BUDGET = ("trainer.epochs", "trainer.steps", "trainer.batch_size")
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided 95 %, of 1, 2, .. degrees
 
@@ -148,7 +149,7 @@ def group(runs: list[Run], paper: Paper) -> dict[str, list[Run]]:
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
         run.info.check_same(f"{run.folder}: not comparable, {runs[0].folder}", runs[0].info.to_dict())
-        name, own = run.recipe.model.label(), settings_of(run.recipe)
+        name, own = name_of(run.recipe), settings_of(run.recipe)
         first = next(iter(settings.values()), own)
         for key in own:
             if (key.startswith(SHARED) or key in BUDGET) and own[key] != first.get(key):
@@ -165,6 +166,11 @@ def group(runs: list[Run], paper: Paper) -> dict[str, list[Run]]:
     }
 
 
+def name_of(recipe: Recipe) -> str:
+    """What a run's row is called."""
+    return recipe.model.label() + ("" if recipe.init_from is None else " pre-trained")
+
+
 def place(name: str, order: Sequence[str]) -> tuple[int, bool, str]:
     """Where a row stands; one that the paper does not have comes after the others of its mixer."""
     if name in order:
@@ -175,7 +181,7 @@ def place(name: str, order: Sequence[str]) -> tuple[int, bool, str]:
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """All that a row's runs share."""
-    left_out = free_keys(recipe) | {"seed", "about.row", "about.expected", "about.hardware"}
+    left_out = free_keys(recipe) | {"seed", "init_from", "about.row", "about.expected", "about.hardware"}
     return {k: v for k, v in flatten(to_dict(recipe)).items() if k not in left_out}
 
 
@@ -190,6 +196,8 @@ def claimed(paper: Paper) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for column, pattern in paper.columns.items():
         for recipe in map(resolve, sorted(RECIPES.glob(pattern))):
+            if recipe.about.expected == NO_NUMBER:
+                continue
             number = recipe.about.expected.removesuffix(f" {metric_of(recipe).title}")
             found.setdefault(recipe.model.label(), {})[column] = number
     return found

@@ -219,7 +219,7 @@ def summarise(folder: Path, runtime: Runtime) -> None:
     for result in results:
         name = result["form"] if result["form"] not in forms else f"{result['form']}_{result['chunk_size']}"
         forms[name] = {k: v for k, v in result.items() if k not in ("form", *SHARED)}
-    save_json(folder / SUMMARY, {**{k: first[k] for k in ("value", *SHARED)}, "forms": forms})
+    save_json(folder / SUMMARY, {**{k: first[k] for k in (*SHARED, "value")}, "forms": forms})
 
 
 def print_summary(recipe: Recipe) -> None:

@@ -71,7 +71,7 @@ class SequenceTask(Task):
 
 
 @dataclass
-class LRAConfig:
+class LRATaskConfig:
     """`label_smoothing` is the share of each label that goes to all classes."""
 
     name: str = "lra"
@@ -81,12 +81,12 @@ class LRAConfig:
 class LRATask(SequenceTask):
     """Batches also hold `label` (B,); evaluation batches `mask` (B,)."""
 
-    Config = LRAConfig
+    Config = LRATaskConfig
     Model = LRA
     default_model = "lra"
 
     @staticmethod
-    def metrics_of(config: LRAConfig) -> tuple[Metric, ...]:
+    def metrics_of(config: LRATaskConfig) -> tuple[Metric, ...]:
         return ACCURACY, LOSS, ABOVE_CHANCE
 
     @staticmethod

@@ -20,7 +20,7 @@ from lion.tasks.seeds import uniform
 
 
 @dataclass
-class LRAMaskedConfig:
+class LRAMaskedTaskConfig:
     """`rate` is the share of inputs that are hidden, each by itself; in evaluation the same ones at every time."""
 
     name: str = "lra_masked"
@@ -33,12 +33,12 @@ class LRAMaskedTask(SequenceTask):
     Evaluation batches also hold `mask` and `key` (B,). The documents of a pair are sequences of their own.
     """
 
-    Config = LRAMaskedConfig
+    Config = LRAMaskedTaskConfig
     Model = LRAMasked
     default_model = "lra_masked"
 
     @staticmethod
-    def metrics_of(config: LRAMaskedConfig) -> tuple[Metric, ...]:
+    def metrics_of(config: LRAMaskedTaskConfig) -> tuple[Metric, ...]:
         return (LOSS,)
 
     def build_model(self, config: Any) -> LRAMasked:

@@ -249,16 +249,18 @@ def test_fifty_steps_on_sixteen_thousand_tokens(precision):
     """Path-X's length: nothing but finite numbers, and the weights move."""
     torch.manual_seed(0)
     attention = HippoConfig(form="chunk", dt_min=1e-4)
-    made = LRA(LRAConfig("lion_s_hippo", 8, 1, 2, attention=attention), classes=2, length=16_384)
-    optimizer, _ = make_optimizer(made, OptimConfig(lr=5e-3))
-    pixels, label = torch.randint(256, (2, 16_384), dtype=torch.uint8), torch.tensor([0, 1])
+    made = LRA(LRAConfig("lion_s_hippo", 4, 1, 1, attention=attention), classes=2, length=16_384)
+    before = [p.clone() for p in made.parameters()]
+    optimizer, _ = make_optimizer(made, OptimConfig(lr=1e-3))
+    pixels, label = torch.randint(256, (1, 16_384), dtype=torch.uint8), torch.tensor([1])
     for _ in range(50):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss = torch.nn.functional.cross_entropy(made(pixels).float(), label)
         loss.backward()
         assert loss.isfinite() and all(p.grad.isfinite().all() for p in made.parameters())
         optimizer.step(), optimizer.zero_grad()
-    assert all(p.isfinite().all() for p in made.parameters()) and loss < 0.65
+    assert all(p.isfinite().all() and not torch.equal(p, old) for p, old in zip(made.parameters(), before))
+    assert loss < 0.69  # of a guess: log 2
 
 
 @pytest.mark.slow

@@ -246,6 +246,10 @@ def test_forms_to_measure():
     assert forms_to_measure("all", 1, forms) == [("full", None), ("chunk", 1), ("rnn", 1)]
     assert forms_to_measure("all", 8, ("full",)) == [("full", None)]
     assert forms_to_measure("rnn", None, forms) == [("rnn", 1)]
+    assert forms_to_measure("all", None, forms, length=1024)[0] == ("full", None)
+    assert forms_to_measure("all", None, forms, length=1025) == [("chunk", 64), ("rnn", 64)]  # no L x L matrix
+    assert forms_to_measure("full", None, forms, length=10_000) == [("full", None)]
+    assert forms_to_measure("all", None, ("full",), length=10_000) == [("full", None)]
 
 
 @pytest.mark.slow

@@ -232,3 +232,31 @@ def test_labels_tell_merges_apart(runs):
     recipe = load(str(runs / "lion_s_forward0")).recipe
     recipe.model.position_embedding, recipe.model.attention.decay_convention = True, "source"
     assert recipe.model.label() == "lion_s forward with positions source decay convention"
+
+
+def test_the_long_range_arena_beside_the_paper():
+    paper = read_paper("lra")
+    found = claimed(paper)
+    assert found["lion_s_hippo"] == {
+        "ListOps": "62.25",
+        "Text": "88.10",
+        "Retrieval": "90.35",
+        "Image": "86.14",
+        "Pathfinder": "91.30",
+        "Path-X": "97.99",
+    }
+    assert found["lion_s_hippo random start"] == {"ListOps": "36.34"} and found["softmax"]["Path-X"] == "fail"
+    assert set(found) <= set(paper.order) and {name for pair in paper.better for name in pair} <= set(paper.order)
+
+
+def test_what_started_from_another_run_is_a_row_of_its_own(runs):
+    run = of(runs, "lion_s")[0]
+    started = run._replace(recipe=dataclasses.replace(run.recipe, init_from="elsewhere"))
+    assert list(group([run, started], PAPER)) == ["lion_s", "lion_s pre-trained"]
+
+
+def test_a_run_that_is_stuck_is_told(runs, capsys, tmp_path, monkeypatch):
+    told = [run._replace(remark="stuck at chance: ..") for run in of(runs, "lion_s", "softmax")[:1]]
+    groups = group([*told, *of(runs, "softmax")], PAPER)
+    text = report.markdown(groups, PAPER, None)
+    assert "- lion_s, seed 0: stuck at chance: .." in text and text.count("stuck at chance") == 1

@@ -1,0 +1,240 @@
+"""Tasks of long sequences: losses, metrics, pairs, chance, self-pretraining and what starts from it."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lion.config import ConfigError, to_dict
+from lion.models.lra import LRAConfig, LRAMaskedConfig
+from lion.tasks import TASKS
+from lion.tasks.data import Splits
+from lion.tasks.lra import LRATask, LRATaskConfig, above_chance
+from lion.tasks.lra_masked import LRAMaskedTask, LRAMaskedTaskConfig
+from lion.tasks.sequences import SequenceInfo
+from lion.trainer.config import TrainerConfig
+from lion.trainer.evaluate import evaluate
+from lion.trainer.loop import Trainer
+from lion.trainer.optim import OptimConfig
+from lion.trainer.plan import make_plan
+from lion.trainer.runtime import Runtime, start_runtime
+from lion.trainer.schedule import ScheduleConfig
+
+LENGTH = 24
+INFOS = {
+    "ids": SequenceInfo(classes=3, length=LENGTH, vocabulary=7),
+    "pixels": SequenceInfo(classes=2, length=25, mean=0.5, std=0.3),
+    "pairs": SequenceInfo(classes=2, length=LENGTH, vocabulary=7, parts=2),
+}
+every_info = pytest.mark.parametrize("info", INFOS.values(), ids=INFOS)
+
+
+class Made(Dataset):
+    """Samples as the data sets give them, padded; the class is that of the first token, or unrelated to the sample."""
+
+    def __init__(self, info: SequenceInfo, size: int = 48, seed: int = 0, noise: bool = False) -> None:
+        self.info, rng = info, torch.Generator().manual_seed(seed)
+        shape = (size, info.length) if info.parts == 1 else (size, 2, info.length)
+        if info.vocabulary is None:
+            self.inputs = {"pixels": torch.randint(256, shape, generator=rng, dtype=torch.uint8)}
+            first = self.inputs["pixels"][:, 0].long()
+        else:
+            tokens = torch.randint(info.vocabulary, shape, generator=rng)
+            lengths = torch.randint(1, info.length + 1, shape[:-1], generator=rng)
+            segments = torch.where(torch.arange(info.length) < lengths[..., None], 0, -1)
+            self.inputs = {"tokens": tokens, "segments": segments}
+            first = tokens.flatten(1)[:, 0]
+        label = torch.randint(info.classes, (size,), generator=rng) if noise else first % info.classes
+        self.inputs["label"] = label
+
+    def __len__(self) -> int:
+        return len(self.inputs["label"])
+
+    def __getitem__(self, index: int) -> dict:
+        return {name: value[index] for name, value in self.inputs.items()}
+
+    def batch(self, size: int | None = None) -> dict:
+        batch = {name: value[:size] for name, value in self.inputs.items()}
+        count = len(batch["label"])
+        return {**batch, "mask": torch.ones(count, dtype=torch.bool), "key": torch.arange(count)}
+
+
+def classifier(info: SequenceInfo, **settings):
+    task = LRATask(LRATaskConfig(**settings), info)
+    torch.manual_seed(0)
+    return task, task.build_model(LRAConfig("lion_s_hippo", 16, 2, 2))
+
+
+def masked(info: SequenceInfo, **settings):
+    task = LRAMaskedTask(LRAMaskedTaskConfig(**settings), info)
+    torch.manual_seed(0)
+    return task, task.build_model(LRAMaskedConfig("lion_s_hippo", 16, 2, 2))
+
+
+def fit(task, model, info, folder, steps: int = 12, lr: float = 1e-2, noise: bool = False) -> Trainer:
+    class Recipe:
+        trainer = TrainerConfig(batch_size=16, steps=steps, eval_every=steps, save_every=steps, compile=False)
+        optim, schedule, seed = OptimConfig(lr=lr), ScheduleConfig(), 0
+
+    folder.mkdir(exist_ok=True)
+    splits = Splits(Made(info, noise=noise), Made(info, seed=1, noise=noise), None, info)
+    plan = make_plan(Recipe(), samples=48, world=1)
+    trainer = Trainer(plan, task, model, splits, folder, start_runtime("cpu"))
+    assert trainer.fit()
+    return trainer
+
+
+@every_info
+def test_a_batch_is_judged_sample_by_sample(info):
+    task, model = classifier(info)
+    model.eval()
+    batch = Made(info).batch()
+    values = evaluate(model, [batch], task, Runtime(torch.device("cpu")))
+    logits = model(batch.get("pixels", batch.get("tokens")), batch.get("segments"))
+    right = logits.argmax(1) == batch["label"]
+    assert values["accuracy"] == pytest.approx(right.double().mean().item())
+    assert values["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, batch["label"]).item(), rel=1e-5)
+    halves = [{k: v[rows] for k, v in batch.items()} for rows in (slice(0, 20), slice(20, None))]
+    again = evaluate(model, halves, task, Runtime(torch.device("cpu")))
+    assert again == pytest.approx(values, rel=1e-5)
+    batch["mask"] = torch.arange(48) < 20
+    only = evaluate(model, [halves[0]], task, Runtime(torch.device("cpu")))
+    assert evaluate(model, [batch], task, Runtime(torch.device("cpu"))) == pytest.approx(only, rel=1e-5)
+
+
+def test_examples_are_batches():
+    for info in INFOS.values():
+        for task, model in (classifier(info), masked(info)):
+            example = task.example(3, "cpu")
+            loss, weight = task.loss(model, example)
+            assert loss.isfinite() and 0 < weight <= 3 * info.parts * info.length
+            assert not any("mask" in name for name in example)
+
+
+def test_label_smoothing():
+    info, batch = INFOS["ids"], Made(INFOS["ids"]).batch()
+    (task, model), (plain, _) = classifier(info, label_smoothing=0.3), classifier(info)
+    model.eval()
+    logits = plain.outputs(model, batch)
+    share = torch.nn.functional.one_hot(batch["label"], 3) * 0.7 + 0.1
+    want = -(share * logits.log_softmax(1)).sum()
+    torch.testing.assert_close(task.loss(model, batch).loss, want)
+
+
+# Chance
+
+
+def test_chance_is_the_commonest_class_within_its_noise():
+    label = torch.tensor([0] * 60 + [1] * 40)
+    assert above_chance(torch.zeros(100), label) == 0
+    assert above_chance(label, label) == pytest.approx(0.4 / math.sqrt(0.6 * 0.4 / 100))
+    assert above_chance(1 - label, label) < 0
+    assert math.isfinite(above_chance(torch.zeros(9), torch.zeros(9)))
+
+
+def test_what_is_stuck_is_told():
+    told = LRATask.remark({"accuracy": 0.504, "above_chance": 1.1})
+    assert told.startswith("stuck at chance: accuracy 50.40 % is 1.1 standard deviations")
+    assert LRATask.remark({"accuracy": 0.62, "above_chance": 5.0}) is None
+    assert LRATask.remark({"accuracy": None, "above_chance": None}) is None
+    assert TASKS["image_classification"].remark({"top1": 0.1}) is None
+
+
+@pytest.mark.parametrize("noise", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_run_says_at_its_end_that_it_is_stuck(tmp_path, caplog, noise):
+    info = SequenceInfo(classes=2, length=3, vocabulary=2)
+    task, model = classifier(info)
+    with caplog.at_level("WARNING", logger="lion"):
+        fit(task, model, info, tmp_path, steps=2 if noise else 40, noise=noise)
+    assert any("val: stuck at chance" in line for line in caplog.messages) == noise
+
+
+# Self-pretraining
+
+
+@every_info
+def test_hidden_inputs_are_those_that_count(info):
+    task, model = masked(info, rate=0.4)
+    model.eval()
+    batch = Made(info).batch()
+    outcome = task.evaluate(model, batch)
+    total, weight = outcome.sums["loss"]
+    inputs, segments = task.rows(batch)
+    valid = torch.ones_like(inputs, dtype=torch.bool) if segments is None else segments >= 0
+    assert 0.3 < weight / valid.sum() < 0.5 and outcome.outputs.shape[0] == 48
+    assert torch.equal(task.evaluate(model, batch).outputs, outcome.outputs)  # the same are hidden at every time
+    values = evaluate(model, [batch], task, Runtime(torch.device("cpu")))
+    assert values == {"loss": pytest.approx((total / weight).item())}
+    one = {k: v[5:6] for k, v in batch.items()}
+    torch.testing.assert_close(task.evaluate(model, one).outputs[0], outcome.outputs[5])
+    uniform = math.log(info.vocabulary) if info.vocabulary else None
+    assert uniform is None or values["loss"] == pytest.approx(uniform, rel=0.5)
+
+
+def test_hidden_pixels_are_asked_for_normalised():
+    info = INFOS["pixels"]
+    task, model = masked(info, rate=1.0)
+    batch = Made(info).batch()
+    with torch.no_grad():
+        model.decoder.weight.zero_(), model.decoder.bias.zero_()
+    loss, weight = task.loss(model, batch)
+    pixels = (batch["pixels"].double() / 255 - 0.5) / 0.3
+    assert (loss / weight).item() == pytest.approx(pixels.abs().mean().item(), rel=1e-5)
+
+
+@every_info
+def test_a_task_starts_from_its_own_inputs(info, tmp_path):
+    """`init_from` takes the encoder; the head is new, and the decoder stays behind."""
+    import yaml
+
+    from lion.runs import init_from
+
+    task, source = masked(info)
+    trainer = fit(task, source, info, tmp_path / "run", steps=2)
+    assert trainer.state.best["step"] == 2
+    model_section = to_dict(LRAMaskedConfig("lion_s_hippo", 16, 2, 2))
+    recipe = {"task": {"name": "lra_masked"}, "model": model_section, "data": {"name": "any"}}
+    recipe |= {"optim": {"lr": 1e-2}, "trainer": {"batch_size": 16, "steps": 2}}
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    _, model = classifier(info)
+    head = {name: p.clone() for name, p in model.named_parameters() if name.startswith("head.")}
+    init_from(model, tmp_path / "run", info)
+    new = dict(model.named_parameters()) | dict(model.named_buffers())
+    trained = dict(source.named_parameters()) | dict(source.named_buffers())
+    for name, value in new.items():
+        assert torch.equal(value, head[name] if name in head else trained[name]), name
+    with pytest.raises(ConfigError, match=r"is of other inputs: they were (pixels|7 ids), and are 9 ids now"):
+        init_from(model, tmp_path / "run", SequenceInfo(classes=2, length=8, vocabulary=9))
+
+
+# What the data tell
+
+
+@every_info
+def test_infos_read_back(info):
+    assert SequenceInfo.from_dict(info.to_dict()) == info
+    assert info.resized(9).length == info.resized(9).sample_size == 9
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"classes": 0, "length": 8},
+        {"classes": 2, "length": 8, "vocabulary": 0},
+        {"classes": 2, "length": 8, "vocabulary": 5, "parts": 3},
+        {"classes": 2, "length": 8, "parts": 2},
+        {"classes": 2, "length": 8, "std": 0.0},
+    ],
+)
+def test_no_such_data(values):
+    with pytest.raises(ValueError):
+        SequenceInfo.from_dict(values)
+
+
+def test_pictures_are_shown_and_answers_said():
+    task, model = classifier(INFOS["pixels"])
+    assert task.preview(model, Made(INFOS["pixels"]).batch())["inputs"].ndim == 3
+    assert classifier(INFOS["ids"])[0].preview(model, {}) == {}
+    said = task.describe(torch.tensor([[0.0, 2.0]]), 2)
+    assert said == [["class 1 88.1%", "class 0 11.9%"]]
