@@ -67,7 +67,7 @@ def test_table_8_is_there_in_full():
             assert (cell.lr, cell.weight_decay, cell.epochs, cell.optimizer) == (
                 float(lr), float(decay), int(epochs), optimizer,
             )  # fmt: skip
-            assert cell.torch_decay == pytest.approx(float(decay) / (1 if optimizer == "adamw" else float(lr)))
+            assert cell.torch_decay(2e-3) == pytest.approx(float(decay) / (1 if optimizer == "adamw" else 2e-3))
             other = read_table(name, cited=True)[1][task]
             changed = {
                 k: v
@@ -136,6 +136,14 @@ def test_a_task_is_a_recipe_of_its_own(run):
     assert (recipe.trainer.precision, recipe.trainer.compile) == ("fp32", False)
     assert recipe.init_from == str(run[0]) and recipe.folder == run[0] / "glue" / "modified" / "cola_seed19"
     assert recipe.data.tokenizer == str(run[0] / "glue" / "tokenizer" / "wordpiece")
+
+
+def test_another_learning_rate_leaves_the_decay_of_a_step(run):
+    """Composer's is counted at the peak, whichever it is; PyTorch's goes with the rate."""
+    decays = {task: [jobs_of(run, [task], 1, *more, from_mnli=False)[0].recipe.optim for more in
+              ((), ["optim.lr=4e-5"], ["optim.weight_decay=0.3"])] for task in ("cola", "rte")}  # fmt: skip
+    assert [o.weight_decay * o.lr for o in decays["cola"]] == pytest.approx([1e-6, 1e-6, 3e-6])
+    assert [o.weight_decay for o in decays["rte"]] == [1e-6, 1e-6, 0.3]
 
 
 def test_starts_and_seeds(run):

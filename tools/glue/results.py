@@ -174,9 +174,9 @@ def changes(rows: list[Row], length: int, cells: Mapping[str, Cell]) -> list[str
     """Where runs have other settings than the table."""
     notes = []
     for row in rows:
-        cell = cells[row["task"]]
-        named = {"lr": cell.lr, "weight_decay": cell.torch_decay, "epochs": cell.epochs, "length": length}
-        own = row["settings"]
+        cell, own = cells[row["task"]], row["settings"]
+        decay = cell.torch_decay(own["lr"])
+        named = {"lr": cell.lr, "weight_decay": decay, "epochs": cell.epochs, "length": length}
         if other := [f"{key} {own[key]} in place of {value:g}" for key, value in named.items() if own[key] != value]:
             notes.append(f"{row['task']}: {', '.join(other)}.")
     return list(dict.fromkeys(notes))
