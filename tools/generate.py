@@ -103,6 +103,8 @@ def check_request(args: Any) -> None:
     if not args.prompt and not there:
         missing = f"no such state {args.state}, and no --prompt to begin one" if args.state else "give a --prompt"
         raise ConfigError(f"run.sh generate: {missing}")
+    if args.state is not None and not args.state.parent.is_dir():  # else it would be lost, in the end
+        raise ConfigError(f"--state: no folder {args.state.parent}")
     if args.prompt and there:
         raise ConfigError(f"--state: {args.state} is there; go on from it without --prompt, or name another file")
 

@@ -46,7 +46,9 @@ class Sampling:
         ranked, ids = (logits.double() / self.temperature).sort(dim=-1, descending=True, stable=True)
         ranked, ids = ranked[:, : self.top_k], ids[:, : self.top_k]
         shares = ranked.softmax(-1)
-        shares = shares * (shares.cumsum(-1) - shares < self.top_p)  # the likeliest always stays
+        held = shares.cumsum(-1) - shares < self.top_p
+        held[:, 0] = True  # the likeliest always stays, at `top_p` 0 it alone
+        shares = shares * held
         up_to = shares.cumsum(-1)
         place = torch.searchsorted(up_to, chance[:, None].double() * up_to[:, -1:], right=True)
         return ids.gather(1, place.clamp(max=ids.shape[1] - 1))[:, 0]

@@ -98,7 +98,7 @@ def test_what_remains_to_draw_from():
     assert counts(top_k=2) == [0, 0.62, 0, 0.38]
     assert counts(top_p=0.8) == [0, 0.62, 0, 0.38]  # 0.5 + 0.3 reach it
     assert counts(top_p=0.81) == [0.16, 0.53, 0, 0.32]
-    assert counts(top_p=1e-9) == counts(top_k=1) == counts(temperature=0) == [0, 1, 0, 0]
+    assert counts(top_p=0) == counts(top_p=1e-9) == counts(top_k=1) == counts(temperature=0) == [0, 1, 0, 0]
     assert counts(top_k=9) == counts()
     squared = [p * p / 0.365 for p in (0.15, 0.5, 0.05, 0.3)]
     assert counts(temperature=0.5) == pytest.approx(squared, abs=0.006)

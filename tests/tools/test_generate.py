@@ -116,6 +116,8 @@ def test_bad_requests(runs, capsys, tmp_path):
     )
     assert "at least one token" in refuse(capsys, "generate", lion, "--prompt", "")
     assert "cannot encode 'an Ä'" in refuse(capsys, "generate", lion, "--prompt", "an Ä")
+    lost = refuse(capsys, "generate", lion, "--prompt", "a", "--state", tmp_path / "none" / "state.pt")
+    assert f"--state: no folder {tmp_path / 'none'}" in lost
     long = refuse(capsys, "generate", softmax, "--prompt", "the", "--tokens", 30)
     assert "--tokens: 3 and 30 more are beyond the model's 32 positions; take 29 at most" in long
     for option, value in (("--temperature", -1), ("--top-k", 0), ("--top-p", 2), ("--top-p", "much")):

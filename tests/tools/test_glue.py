@@ -67,7 +67,7 @@ def test_table_8_is_there_in_full():
             assert (cell.lr, cell.weight_decay, cell.epochs, cell.optimizer) == (
                 float(lr), float(decay), int(epochs), optimizer,
             )  # fmt: skip
-            assert cell.torch_decay == pytest.approx(float(decay) / (1 if optimizer == "adamw" else float(lr)))
+            assert cell.torch_decay(2e-3) == pytest.approx(float(decay) / (1 if optimizer == "adamw" else 2e-3))
             other = read_table(name, cited=True)[1][task]
             changed = {
                 k: v
@@ -138,6 +138,14 @@ def test_a_task_is_a_recipe_of_its_own(run):
     assert recipe.data.tokenizer == str(run[0] / "glue" / "tokenizer" / "wordpiece")
 
 
+def test_another_learning_rate_leaves_the_decay_of_a_step(run):
+    """Composer's is counted at the peak, whichever it is; PyTorch's goes with the rate."""
+    decays = {task: [jobs_of(run, [task], 1, *more, from_mnli=False)[0].recipe.optim for more in
+              ((), ["optim.lr=4e-5"], ["optim.weight_decay=0.3"])] for task in ("cola", "rte")}  # fmt: skip
+    assert [o.weight_decay * o.lr for o in decays["cola"]] == pytest.approx([1e-6, 1e-6, 3e-6])
+    assert [o.weight_decay for o in decays["rte"]] == [1e-6, 1e-6, 0.3]
+
+
 def test_starts_and_seeds(run):
     jobs = jobs_of(run, ["stsb", "rte", "mnli", "cola"], 2)
     starts = {job.name: job.recipe.init_from.rpartition("/")[2] for job in jobs}
@@ -192,7 +200,7 @@ def test_the_table(trained):
         "| average of 2 tasks |",
         "Not run: qnli, qqp, sst2, mrpc, cola, stsb; the average is not that of GLUE.",
         "Trained on a part of the training set: mnli, rte.",
-        "mnli: epochs 2.0 in place of 3, length 32 in place of 128.",
+        "mnli: data.length 32 in place of 128, trainer.batch_size 8 in place of 48, trainer.epochs 2.0 in place of 3.",
         "| base | softmax | m2_base | 82.25 |",
     ):
         assert words in text, words

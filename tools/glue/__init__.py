@@ -22,7 +22,7 @@ from data.text.glue import TASKS, Sequences
 from lion.config import ConfigError
 from lion.tasks import Task
 from lion.tasks.base import to_device
-from lion.trainer.optim import make_optimizer
+from lion.trainer.optim import OptimConfig, make_optimizer
 from lion.trainer.runtime import start_runtime
 from tools.bench.probe import best
 from tools.cli import Parser, count, say, table
@@ -131,7 +131,7 @@ def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, Held
                 task,
                 ", ".join(starts),
                 f"{recipe.optim.lr:g}",
-                f"{cell.weight_decay:g}{' (AdamW)' if cell.optimizer == 'adamw' else ''}",
+                decay(recipe.optim, cell),
                 f"{recipe.optim.weight_decay:g}",
                 f"{each.steps * recipe.trainer.batch_size / each.samples:.1f}",
                 str(recipe.trainer.batch_size),
@@ -148,6 +148,13 @@ def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, Held
             said = ", ".join(f"{key} {value}" for key, value in cells[task].cited.items())
             text.append(f"{task}: Table 8's values; the file it cites has {said} (--cited)")
     return "\n".join(text)
+
+
+def decay(optim: OptimConfig, cell: Cell) -> str:
+    """As Table 8 counts it."""
+    if cell.optimizer == "adamw":
+        return f"{optim.weight_decay:g} (AdamW)"
+    return f"{optim.weight_decay * optim.lr:g}"
 
 
 def cost(jobs: Sequence[Job], held: Mapping[str, Held]) -> str:

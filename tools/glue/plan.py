@@ -37,10 +37,9 @@ class Cell:
     optimizer: str = setting("decoupled_adamw", choices=("decoupled_adamw", "adamw"))
     cited: dict = field(default_factory=dict)
 
-    @property
-    def torch_decay(self) -> float:
-        """The same for PyTorch's AdamW."""
-        return self.weight_decay if self.optimizer == "adamw" else self.weight_decay / self.lr
+    def torch_decay(self, peak: float) -> float:
+        """The same for PyTorch's AdamW at a peak learning rate."""
+        return self.weight_decay if self.optimizer == "adamw" else self.weight_decay / peak
 
 
 @dataclass
@@ -171,12 +170,14 @@ def make_jobs(
         return job("mnli", seed, None)
 
     def job(task: str, seed: int, after: Job | None) -> Job:
-        shared = settings(pretrained, task, length, cells[task], overrides)
+        path, cell = RECIPES / f"glue_{task}.yaml", cells[task]
+        shared = settings(pretrained, task, length, cell)
+        optim = resolve(path, [*shared, *overrides]).optim  # another rate is no other decay
+        shared += [f"optim.weight_decay={cell.torch_decay(optim.lr)!r}", *overrides]
         shared += [f"seed={seed}", f"run.name={task}_seed{seed}"]
         shared += [f"run.root={json.dumps(str(pretrained.folder / 'glue' / name))}"]
         shared += [f"init_from={json.dumps(str(after.folder if after else pretrained.folder))}"]
-        argv = (f"glue_{task}", *shared)
-        return Job(task, seed, cells[task], argv, resolve(RECIPES / f"glue_{task}.yaml", argv[1:]), after)
+        return Job(task, seed, cell, (f"glue_{task}", *shared), resolve(path, shared), after)
 
     for task in sorted(tasks, key=[*TASKS].index):
         for seed in SEEDS[: seeds or PUBLISHED_SEEDS[task]]:
@@ -196,9 +197,9 @@ def make_jobs(
     return jobs
 
 
-def settings(pretrained: Pretrained, task: str, length: int, cell: Cell, overrides: Sequence[str]) -> list[str]:
-    """Of a task's recipe: the cell, and of the pre-training what the model is and how it runs. Attention dropout is
-    off, and precision stays float32 where the task wants it."""
+def settings(pretrained: Pretrained, task: str, length: int, cell: Cell) -> list[str]:
+    """Of a task's recipe: the cell, but for its weight decay, and of the pre-training what the model is and how it
+    runs. Attention dropout is off, and precision stays float32 where the task wants it."""
     model, trainer = to_dict(pretrained.recipe.model), pretrained.recipe.trainer
     own = {"name": "bert_classifier", "attention": {**model["attention"], "score_dropout": 0.0}}
     given: dict[str, Any] = {
@@ -206,14 +207,13 @@ def settings(pretrained: Pretrained, task: str, length: int, cell: Cell, overrid
         "data.tokenizer": str(pretrained.tokenizer),
         "data.length": length,
         "optim.lr": cell.lr,
-        "optim.weight_decay": cell.torch_decay,
         "trainer.epochs": cell.epochs,
         "trainer.precision": "fp32" if in_float32(task) else trainer.precision,
         "trainer.matmul": trainer.matmul,
         "trainer.compile": trainer.compile,
         "trainer.device": trainer.device,
     }
-    return [*(f"{key}={json.dumps(value)}" for key, value in given.items()), *overrides]
+    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
 
 
 @functools.cache

@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 
 from data.text.glue import TASKS
-from lion.config import ConfigError
-from lion.recipe import Recipe
+from lion.config import ConfigError, flatten, to_dict
+from lion.recipe import Recipe, free_keys
 from lion.runs import SUMMARY
 from lion.tasks.sequence_classification import METRICS
 from tools.cli import table
-from tools.compose import RECIPES, resolve_run
+from tools.compose import RECIPES, resolve, resolve_run
 from tools.glue.plan import Cell
 from tools.store import Row, Store, pipes
 
@@ -25,6 +25,8 @@ ENTERS = {
     "mnli": (("val", "accuracy"), ("val_mismatched", "accuracy")),
     "qqp": (("val", "accuracy"), ("val", "f1")),
 }
+SETTINGS = ("data.", "task.", "optim.", "schedule.")
+SETTINGS += ("trainer.batch_size", "trainer.epochs", "trainer.steps", "trainer.clip_grad", "trainer.ema")
 HEADER = ["task", "metric", "score", "best", "n", "also", "start", "samples an epoch", "of"]
 
 
@@ -61,17 +63,18 @@ def read(run: Path) -> Row:
         "score": scores[last],
         "best": max(scores.values()),
         "steps": last,
-        "settings": {
-            "lr": recipe.optim.lr,
-            "weight_decay": recipe.optim.weight_decay,
-            "epochs": recipe.trainer.epochs,
-            "length": recipe.data.length,
-        },
+        "settings": settings_of(recipe),
         "start": str(recipe.init_from),
         "samples": samples,
         "missing": [e for e in entering if e not in steps[last]],
         "metrics": steps[last],
     }
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What decides a score, beside the model."""
+    free = free_keys(recipe)
+    return {k: v for k, v in flatten(to_dict(recipe)).items() if k.startswith(SETTINGS) and k not in free}
 
 
 def enters(recipe: Recipe) -> tuple[tuple[str, str], ...]:
@@ -171,13 +174,14 @@ def remarks(rows: list[Row]) -> list[str]:
 
 
 def changes(rows: list[Row], length: int, cells: Mapping[str, Cell]) -> list[str]:
-    """Where runs have other settings than the table."""
+    """Where runs have other settings than the table and what all of its rows share."""
     notes = []
     for row in rows:
-        cell = cells[row["task"]]
-        named = {"lr": cell.lr, "weight_decay": cell.torch_decay, "epochs": cell.epochs, "length": length}
-        own = row["settings"]
-        if other := [f"{key} {own[key]} in place of {value:g}" for key, value in named.items() if own[key] != value]:
+        cell, own = cells[row["task"]], row["settings"]
+        named = settings_of(resolve(RECIPES / f"glue_{row['task']}.yaml"))
+        named |= {"optim.lr": cell.lr, "optim.weight_decay": cell.torch_decay(own["optim.lr"])}
+        named |= {"trainer.epochs": cell.epochs, "data.length": length}
+        if other := [f"{key} {own[key]} in place of {value}" for key, value in named.items() if own[key] != value]:
             notes.append(f"{row['task']}: {', '.join(other)}.")
     return list(dict.fromkeys(notes))
 
