@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from torch import nn
@@ -54,6 +55,13 @@ def count(text: str) -> int:
 def counts(text: str) -> tuple[int, ...]:
     """An option's several numbers, as 256,512: each once, rising."""
     return tuple(sorted({count(part) for part in text.split(",")}))
+
+
+def file_name(text: str) -> str:
+    """An option's name of a file, without folders."""
+    if text in ("", "..") or text != Path(text).name:
+        raise argparse.ArgumentTypeError(f"expected a name without folders (--out has them), got {text!r}")
+    return text
 
 
 def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from lion.runs import RECIPE
 from lion.tasks import TASKS, Task
 from lion.tasks.data import Info, Splits
 from lion.tasks.metrics import Metric
+from lion.tasks.text import TextInfo
 from lion.trainer.plan import Plan
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -65,6 +67,12 @@ def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
 def open_data(recipe: Recipe) -> DataSet:
     """The recipe's data set; nothing is read yet."""
     return data.dataset(recipe.data.name)(recipe.data)
+
+
+def check_tokenizer(tokenizer: Any, info: TextInfo, folder: Path) -> None:
+    """Raises ConfigError: In the tokenizer ids mean other tokens than those that the run was trained on."""
+    values = {"vocabulary": tokenizer.vocabulary, "fingerprint": tokenizer.fingerprint, "tokenizer": tokenizer.name}
+    TextInfo(length=info.length, **values).check_same(f"{folder}: its checkpoint", info.to_dict())
 
 
 def build_data(recipe: Recipe, *, cached: bool = False) -> Splits:

@@ -10,15 +10,14 @@ from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
 from lion.runs import LoadedRun
 from tools.cli import table
-from tools.compose import open_data, resolve_run
-from tools.generate import check_tokenizer
+from tools.compose import check_tokenizer, open_data, resolve_run
 
 
 def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
     """Print the likeliest tokens for each mask in each text. A text that cannot be read keeps no other from its
     answer; the exit code is then 2."""
     tokenizer = open_data(resolve_run(loaded.folder)).tokenizer
-    check_tokenizer(tokenizer, loaded)
+    check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     rows, code = [], 0
     for text in texts:
         try:

@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from lion.tasks.generation import MODES, Continuation, Sampling, streaming_mode
 from lion.trainer.checkpoint import load_state
 from lion.trainer.runtime import compile_blocks, compile_steps, start_runtime
 from tools.cli import Parser, count, run_command, say
-from tools.compose import open_data, resolve_run
+from tools.compose import check_tokenizer, open_data, resolve_run
 
 UNFINISHED, LONGEST = "\ufffd", 4  # what a character lacks bytes for decodes to, and the tokens that it has at most
 
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
     if not isinstance(loaded.model, GPT):
         raise ConfigError(f"{loaded.folder}: task {loaded.recipe.task.name!r} writes no text, causal_lm does")
     tokenizer = open_data(resolve_run(loaded.folder, args.overrides)).tokenizer
-    check_tokenizer(tokenizer, loaded)
+    check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     runtime = start_runtime(loaded.recipe.trainer.device, matmul=loaded.recipe.trainer.matmul)
     model = loaded.model.to(runtime.device)
     try:
@@ -107,13 +106,6 @@ def check_request(args: Any) -> None:
         raise ConfigError(f"--state: no folder {args.state.parent}")
     if args.prompt and there:
         raise ConfigError(f"--state: {args.state} is there; go on from it without --prompt, or name another file")
-
-
-def check_tokenizer(tokenizer: Any, loaded: LoadedRun) -> None:
-    """Refuse one in which ids mean other tokens than those that the model was trained on."""
-    then = loaded.task.info
-    now = {name: getattr(tokenizer, name) for name in ("vocabulary", "fingerprint", "special")}
-    replace(then, tokenizer=tokenizer.name, **now).check_same(f"{loaded.folder}: its checkpoint", then.to_dict())
 
 
 def begin(args: Any, model: GPT, tokenizer: Any) -> Continuation:

@@ -21,11 +21,10 @@ from lion.config import ConfigError
 from lion.files import save_json, sync
 from lion.runs import open_run
 from tools.cli import Parser
-from tools.compose import open_data, resolve_run
+from tools.compose import check_tokenizer, open_data, resolve_run
 from tools.convert import converter_of
 from tools.convert.files import CONFIG, FOLDER, safetensors
 from tools.convert.language import LanguageConverter
-from tools.generate import check_tokenizer
 
 ROLES = {  # what transformers calls special tokens
     "pad": ("pad_token",),
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
             f"{loaded.folder}: transformers is written for bert and gpt, not {loaded.recipe.model.name!r}"
         )
     tokenizer = open_data(resolve_run(loaded.folder, args.overrides)).tokenizer
-    check_tokenizer(tokenizer, loaded)
+    check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     try:
         weights = {
             name: value.clone(memory_format=torch.contiguous_format)

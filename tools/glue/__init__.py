@@ -25,12 +25,11 @@ from lion.tasks.base import to_device
 from lion.trainer.optim import OptimConfig, make_optimizer
 from lion.trainer.runtime import start_runtime
 from tools.bench.probe import best
-from tools.cli import Parser, count, say, table
+from tools.cli import Parser, count, file_name, say, table
 from tools.compose import build_data
 from tools.glue.plan import SEEDS, Cell, Job, Pretrained, make_jobs, read_pretrained, read_table
 from tools.glue.results import summarise
 from tools.glue.work import work
-from tools.report import file_name
 from tools.store import digits
 from tools.train import check_settings
 

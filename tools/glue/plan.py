@@ -17,7 +17,7 @@ from lion.recipe import Recipe, differences
 from lion.runs import RECIPE, SUMMARY, find_run, read_run, stored_recipe
 from lion.tasks.masked_lm import MaskedLM
 from lion.tasks.text import TextInfo
-from tools.compose import RECIPES, open_data, resolve, resolve_run
+from tools.compose import RECIPES, check_tokenizer, open_data, resolve, resolve_run
 
 TABLE_8 = RECIPES / "glue"
 FROM_MNLI = ("rte", "mrpc", "stsb")  # by Table 8's caption
@@ -133,12 +133,6 @@ def own_tokenizer(folder: Path) -> Tokenizer:
         return open_data(resolve_run(folder)).tokenizer
     except ConfigError as error:
         raise ConfigError(f"{folder}: its tokenizer is not there, --tokenizer names it ({error})") from None
-
-
-def check_tokenizer(tokenizer: Tokenizer, info: TextInfo, folder: Path) -> None:
-    """Raises ConfigError: The tokenizer is not that of the run."""
-    values = {"vocabulary": tokenizer.vocabulary, "fingerprint": tokenizer.fingerprint, "tokenizer": tokenizer.name}
-    TextInfo(length=info.length, **values).check_same(f"{folder}: its checkpoint", info.to_dict())
 
 
 def make_jobs(

@@ -12,11 +12,10 @@ table. Writes NAME.md, NAME.json and NAME.png.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from lion.config import ConfigError
-from tools.cli import Parser, table
+from tools.cli import Parser, file_name, table
 from tools.report.paper import read_paper
 from tools.report.runs import group, load
 from tools.report.section import Section, as_rows, curves, markdown
@@ -74,13 +73,6 @@ def read_section(title: str, names: list[str]) -> Section:
     runs = [load(name) for name in dict.fromkeys(names)]
     paper = read_paper(runs[0].recipe.task.name)
     return Section(title, paper, group(runs, paper))
-
-
-def file_name(text: str) -> str:
-    """An option's name of a file, without folders."""
-    if text in ("", "..") or text != Path(text).name:
-        raise argparse.ArgumentTypeError(f"expected a name without folders (--out has them), got {text!r}")
-    return text
 
 
 def check_earlier(store: Store, runs: set[str]) -> None:
