@@ -62,7 +62,8 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     )
     if store:
         store.load()
-    text = HeldOut.of(held.tokens.ids, args.lengths, args.tokens, loaded.task.info.length - model.length)
+    ahead = loaded.task.info.length - model.length
+    text = HeldOut.of(held.tokens.take(slice(args.tokens + ahead)), args.lengths, args.tokens, ahead)
     runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     model.to(runtime.device)
     compiled = recipe.trainer.compile and not args.eager and compile_blocks(model)

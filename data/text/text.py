@@ -139,7 +139,7 @@ class Text(DataSet):
         if not folder.is_dir():
             raise ConfigError(f"data set '{config.name}': no token file {folder}, ./run.sh prepare RECIPE makes it")
         info = self.info(read_manifest(folder)["tokenizer"])
-        train, val = (self.layout(Tokens.open(folder, split, info.vocabulary), info, split) for split in SPLITS)
+        train, val = (self.layout(Tokens(folder, split, info.vocabulary), info, split) for split in SPLITS)
         return Splits(train, val, None, info, order=Drawn() if config.pack == "windows" else Shuffled())
 
     def filled(self) -> float:
