@@ -620,6 +620,14 @@ def test_a_damaged_token_file_is_refused(tmp_path, capsys):
     assert "manifest.json: cannot be read" in refuse(capsys, "train", file)
 
 
+@pytest.mark.parametrize("settings", [{}, {"split": "tail"}, {"tokenizer": "characters"}])
+def test_what_cannot_be_split_leaves_nothing_behind(settings, tmp_path):
+    text = "one line" if not settings else ""
+    with pytest.raises(ConfigError, match=r"one document|no tokens|no text"):
+        lines_set(tmp_path, [text], **settings).prepare()
+    assert [path.suffix for path in (tmp_path / "root").iterdir()] == [".lock"]
+
+
 @pytest.mark.parametrize("pack", ["documents", "padded", "windows"])
 def test_a_damaged_id_is_named_where_it_is_read(pack, tmp_path):
     (tmp_path / "a.txt").write_text("\n".join(sentences(20)))
