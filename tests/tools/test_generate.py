@@ -1,5 +1,6 @@
 """`./run.sh generate`: streams, several prompts, every mode, and going on from a file."""
 
+import re
 import shutil
 
 import pytest
@@ -138,7 +139,11 @@ def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
     other.write_text(TEXT.replace("cat", "CAT"))
     assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0
     capsys.readouterr()
-    assert "of another vocabulary" in refuse(capsys, "generate", run, f"data.path={other}", "--prompt", "a")
+    said = refuse(capsys, "generate", run, f"data.path={other}", "--prompt", "a")
+    kept = re.search(r"of another vocabulary: .* now; (data.tokenizer=.*/tokenizer.json) reads text with its own", said)
+    assert said == refuse(capsys, "eval", run, f"data.path={other}")
+    other.write_text(TEXT.replace("cat", "dog"))
+    assert here("eval", run, f"data.path={other}", kept[1], "--form", "full") == 0
 
 
 def test_a_model_of_pictures_writes_no_text(capsys, tmp_path):
