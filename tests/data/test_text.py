@@ -128,6 +128,15 @@ def test_what_cannot_be_encoded_is_named():
         TextInfo(3, 8, "characters", tokenizer.fingerprint, tokenizer.special).id("mask")
 
 
+def test_a_tokenizer_that_is_not_there_has_a_hint_where_its_name_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setenv("LION_DATA", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no 'bert-base-uncased' in .*, and the Hub does not give it \([^;]*\)$"):
+        open_tokenizer("bert-base-uncased")
+    with pytest.raises(ConfigError, match=r"\); did you mean 'gpt2'\?$"):
+        open_tokenizer("gpt3")
+
+
 # a corpus in shards
 
 
