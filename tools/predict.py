@@ -17,6 +17,7 @@ from data.base import DataSet
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import LoadedRun, open_run
+from lion.tasks.causal_lm import CausalLM
 from lion.tasks.masked_lm import MaskedLM
 from lion.trainer.runtime import compile_blocks
 from tools.cli import Parser, choose_form, count, run_command, table
@@ -39,6 +40,8 @@ def main(argv: list[str]) -> int:
     choose_form(loaded.model, args.form)
     if isinstance(loaded.task, MaskedLM):
         return fill(loaded, args.files, args.top)
+    if isinstance(loaded.task, CausalLM):
+        raise ConfigError(f"{loaded.folder}: it writes text and judges no files, ./run.sh generate RUN --prompt TEXT")
     recipe = resolve_run(loaded.folder)
     source = open_data(recipe)
     asked, files, read = grouped(args.files, source.asks), [], []

@@ -107,6 +107,10 @@ def test_a_character_waits_for_its_bytes():
     assert decoder.add(0xC3) == "" and decoder.rest() == "\ufffd" and decoder.rest() == ""
 
 
+def test_predict_says_what_writes_text(runs, capsys):
+    assert "./run.sh generate RUN --prompt TEXT" in refuse(capsys, "predict", runs["lion_s"], "the cat")
+
+
 def test_bad_requests(runs, capsys, tmp_path):
     softmax, lion = runs["softmax"], runs["lion_s"]
     state = tmp_path / "state.pt"
