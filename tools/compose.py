@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import data
 from data.base import DataSet, data_root, locked
@@ -82,6 +83,12 @@ def check_data(info: Info, then: Info, folder: Path) -> None:
         info.check_same(f"{folder}: its checkpoint", then.to_dict())
     except ConfigError as error:
         raise ConfigError("; ".join(filter(None, (str(error), way_out(folder))))) from None
+
+
+def check_finite(outputs: Tensor, folder: Path) -> None:
+    """Raises ConfigError: What the run's model says is no number."""
+    if not outputs.isfinite().all():
+        raise ConfigError(f"{folder}: its model gives no finite outputs, the run has diverged: train it anew")
 
 
 def way_out(folder: Path) -> str:

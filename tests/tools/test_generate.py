@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from lion.runs import open_run
+from lion.trainer.checkpoint import STATE, load_state, write_manifest
 from lion.trainer.runtime import missing_compiler
 from tests.helpers import here, refuse, tiny_recipe
 from tools import generate
@@ -55,6 +56,27 @@ def test_modes_write_the_same_text(runs, capsys, mixer, mode):
     assert text_of(capsys, *greedy, "--mode", "attention")[0] == text
     drawn = [runs[mixer], "--prompt", "the ", "--tokens", 20, "--seed", 3, "--top-k", 9, "--top-p", 0.9]
     assert text_of(capsys, *drawn)[0] == text_of(capsys, *drawn, "--mode", "attention")[0] != text
+
+
+def test_the_state_that_is_told_is_what_is_used(runs, capsys):
+    _, said = text_of(capsys, runs["softmax"], *["--prompt", "the "] * 100, "--tokens", 12)
+    kept = (
+        100 * 16 * 2 * (2 * 16 * 4 + 1)
+    )  # float32 keys and values of 16 channels, and a flag, of 16 tokens in 2 blocks
+    assert f"state {kept / 2**20:.2f} MiB" in said
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "lion_s"])
+def test_a_diverged_run_writes_nothing(runs, capsys, tmp_path, mixer):
+    run = shutil.copytree(runs[mixer], tmp_path / "diverged")
+    (file,) = run.glob(f"checkpoints/best-*/{STATE}")
+    state = load_state(file)
+    state["model"]["tokens.weight"][:, 0] = torch.nan
+    torch.save(state, file)
+    write_manifest(file.parent, [file], sharded=False)
+    said = refuse(capsys, "generate", run, "--prompt", "the ", "--state", tmp_path / "state.pt")
+    assert "gives no finite outputs, the run has diverged" in said
+    assert not (tmp_path / "state.pt").exists()
 
 
 def test_several_prompts_are_each_continued_as_if_alone(runs, capsys):
