@@ -64,6 +64,10 @@ class CausalLM(LanguageTask):
         segments = batch.get("segments")
         return model(batch["tokens"][:, :-1], None if segments is None else segments[:, :-1]).float()
 
+    def example(self, size: int, device: torch.device | str) -> Batch:
+        """Of windows, which know no borders."""
+        return {"tokens": super().example(size, device)["tokens"]}
+
 
 def counted(batch: Batch) -> Tensor:
     """Which of the tokens (B, L - 1) after the first follow one of their own segment."""

@@ -24,7 +24,11 @@ class LanguageTask(Task):
     unit = "sequences"
 
     def example(self, size: int, device: torch.device | str) -> Batch:
-        return {"tokens": torch.randint(self.info.vocabulary, (size, self.info.length), device=device)}
+        """Rows of which every fourth is half padding: nothing but text in windows comes without."""
+        tokens = torch.randint(self.info.vocabulary, (size, self.info.length), device=device)
+        segments = torch.zeros_like(tokens)
+        segments[::4, -(self.info.length // 2) :] = -1
+        return {"tokens": tokens, "segments": segments}
 
 
 def token_losses(logits: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:

@@ -77,6 +77,7 @@ def test_a_uniform_guess_has_the_perplexity_of_its_vocabulary():
 def test_the_example_is_a_batch():
     t = task()
     batch = t.example(3, "cpu")
+    assert batch.keys() == {"tokens"}
     assert batch["tokens"].shape == (3, 9) and batch["tokens"].max() < 7
     loss = t.loss(model(), batch)
     assert loss.loss.isfinite() and loss.weight == 24

@@ -217,10 +217,11 @@ def test_outputs_are_of_tokens_as_they_stand():
     assert own.outputs(net, data).shape == (4, 20, 30)
 
 
-def test_examples_are_tokens_and_need_no_memory():
+def test_examples_are_padded_rows_and_need_no_memory():
     own = task()
     example = own.example(3, "cpu")
     assert example["tokens"].shape == (3, 20) and example["tokens"].max() < 30
+    assert (example["segments"] == -1).sum(1).tolist() == [10, 0, 0]  # as real rows are: a step to be timed
     with torch.device("meta"):
         net = own.build_model(BertConfig("lion_s", 12, 2, 3))
     assert own.loss(net, own.example(3, "meta")).loss.device.type == "meta"
