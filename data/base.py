@@ -101,6 +101,10 @@ class DataSet(ABC):
         """
         return 1.0
 
+    def way_out(self) -> str:
+        """What to set so that a model of these data takes others, where they do not serve it; "" if nothing helps."""
+        return ""
+
     def load(self, path: str, info: Info) -> dict[str, Any]:
         """A file, or what else it `asks` for, as a sample for a model that was trained with `info`: as the splits' own,
         but for the label.

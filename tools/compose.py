@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import data
 from data.base import DataSet, data_root, locked
@@ -72,7 +74,27 @@ def open_data(recipe: Recipe) -> DataSet:
 def check_tokenizer(tokenizer: Any, info: TextInfo, folder: Path) -> None:
     """Raises ConfigError: In the tokenizer ids mean other tokens than those that the run was trained on."""
     values = {"vocabulary": tokenizer.vocabulary, "fingerprint": tokenizer.fingerprint, "tokenizer": tokenizer.name}
-    TextInfo(length=info.length, **values).check_same(f"{folder}: its checkpoint", info.to_dict())
+    check_data(TextInfo(length=info.length, **values), info, folder)
+
+
+def check_data(info: Info, then: Info, folder: Path) -> None:
+    """Raises ConfigError: Data of `info` are not for a model of the run, which was trained on those of `then`."""
+    try:
+        info.check_same(f"{folder}: its checkpoint", then.to_dict())
+    except ConfigError as error:
+        raise ConfigError("; ".join(filter(None, (str(error), way_out(folder))))) from None
+
+
+def check_finite(outputs: Tensor, folder: Path) -> None:
+    """Raises ConfigError: What the run's model says is no number."""
+    if not outputs.isfinite().all():
+        raise ConfigError(f"{folder}: its model gives no finite outputs, the run has diverged: train it anew")
+
+
+def way_out(folder: Path) -> str:
+    with contextlib.suppress(ConfigError):  # of data that are gone
+        return open_data(resolve_run(folder)).way_out()
+    return ""
 
 
 def build_data(recipe: Recipe, *, cached: bool = False) -> Splits:

@@ -30,7 +30,7 @@ from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import seconds
 from tools.cli import Parser, choose_form, count, counts, run_command, table
-from tools.compose import build_data, loader_workers, metric_of, resolve_run
+from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
 
 LONG = 1024  # tokens; above it neither an L x L matrix nor single steps are measured unless asked for
 DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
@@ -100,7 +100,7 @@ def measure_forms(
     reference = forms_to_measure("all", chunk_size, available, length)[0]
     wanted = [*forms] if reference in forms else [reference, *forms]  # the deviation needs it
     splits = build_data(recipe)
-    splits.info.check_same(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"])
+    check_data(splits.info, loaded.task.info, loaded.folder)
     split = split or ("val" if splits.test is None else "test")
     dataset = getattr(splits, split)
     if dataset is None:

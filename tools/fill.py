@@ -10,7 +10,7 @@ from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
 from lion.runs import LoadedRun
 from tools.cli import table
-from tools.compose import check_tokenizer, open_data, resolve_run
+from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
 
 
 def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
@@ -52,8 +52,7 @@ def answer(loaded: LoadedRun, tokenizer: Tokenizer, text: str, top: int) -> list
             logits = loaded.task.outputs(loaded.model, {"tokens": tokens})[tokens == hidden]  # (masks, vocabulary)
     except ValueError as error:
         raise ConfigError(f"{text[:40]!r}: {error}") from None
-    if not logits.isfinite().all():
-        raise ConfigError(f"{loaded.folder}: its model gives no finite outputs, the run has diverged: train it anew")
+    check_finite(logits, loaded.folder)
     likeliest = logits.softmax(-1).topk(min(top, logits.shape[-1]))
     pairs = zip(likeliest.values.tolist(), likeliest.indices.tolist())
     return [[f"{shown(tokenizer.decode([i]))} {100 * share:.1f}%" for share, i in zip(*pair)] for pair in pairs]

@@ -26,13 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lion.config import ConfigError
 from lion.files import write_atomic
+from lion.layers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.runs import LoadedRun, open_run
 from lion.tasks.generation import MODES, Continuation, Sampling, streaming_mode
 from lion.trainer.checkpoint import load_state
 from lion.trainer.runtime import compile_blocks, compile_steps, start_runtime
 from tools.cli import Parser, count, run_command, say
-from tools.compose import check_tokenizer, open_data, resolve_run
+from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
 
 UNFINISHED, LONGEST = "\ufffd", 4  # what a character lacks bytes for decodes to, and the tokens that it has at most
 
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
         if loaded.recipe.trainer.compile and not args.eager:
             compile_mode(model, text.mode)
         shown = args.prompt or [""] * len(text.rows)
-        write(text, shown, args, tokenizer.decode)
+        write(text, shown, args, tokenizer.decode, loaded.folder)
     except ValueError as error:
         raise ConfigError(f"--{error}") from None
     if args.state:
@@ -113,19 +114,27 @@ def begin(args: Any, model: GPT, tokenizer: Any) -> Continuation:
     return Continuation.of(model, args.mode or streaming_mode(model), [tokenizer.encode(p) for p in args.prompt])
 
 
-def write(text: Continuation, prompts: Sequence[str], args: Any, decode: Callable[[list[int]], str]) -> None:
-    """Generate, and print each sequence behind its prompt."""
+def write(
+    text: Continuation, prompts: Sequence[str], args: Any, decode: Callable[[list[int]], str], folder: Path
+) -> None:
+    """Generate, and print each sequence behind its prompt.
+
+    Raises:
+        ConfigError: The model of the run in `folder` has diverged.
+    """
+    check_finite(text.logits, folder)
     several, sampling = len(prompts) > 1, Sampling(args.temperature, args.top_k, args.top_p)
     first, before = Decoder(decode), [len(row) for row in text.rows]
     show(f"[1] {prompts[0]}" if several else prompts[0])
     clock = [time.perf_counter()]
     for tokens in text.generate(args.tokens, sampling, args.seed):
         show(first.add(tokens[0]))
+        check_finite(text.logits, folder)
         clock.append(time.perf_counter())
     show(first.rest() + "\n")
     for i, prompt in enumerate(prompts[1:], 1):
         show(f"[{i + 1}] {prompt}{decode(text.rows[i][before[i] :])}\n")
-    kept = sum(x.nbytes for x in tree_leaves(text.state) if torch.is_tensor(x))
+    kept = sum(x.nbytes for x in tree_leaves(reserve(text.state, 0)) if torch.is_tensor(x))
     each = [b - a for a, b in itertools.pairwise(clock[1:])]
     some = f", then {1000 * statistics.median(each):.2f} ms a token" if each else ""
     spent = f"the first in {clock[1] - clock[0]:.2f} s{some}"

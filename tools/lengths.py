@@ -32,7 +32,7 @@ from lion.tasks.seeds import derive
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import Variant, device_name, stamp
 from tools.cli import choose_form, say, table
-from tools.compose import build_data, resolve_run
+from tools.compose import build_data, check_data, resolve_run
 from tools.evaluate import Form, forms_to_measure, measure
 from tools.store import Row, Store, digits, pipes
 
@@ -52,7 +52,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     forms = forms_to_measure(args.form, args.chunk_size or CHUNK, forms_of(model))
     forms = list(dict.fromkeys((form, size if form == "full" else args.chunk_size or CHUNK) for form, size in forms))
     splits = build_data(recipe)
-    splits.info.check_same(f"{loaded.folder}: its checkpoint", loaded.checkpoint["info"])
+    check_data(splits.info, loaded.task.info, loaded.folder)
     split = args.split or ("val" if splits.test is None else "test")
     held = getattr(splits, split)
     if not isinstance(held, Layout):
@@ -62,7 +62,8 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     )
     if store:
         store.load()
-    text = HeldOut.of(held.tokens.ids, args.lengths, args.tokens, loaded.task.info.length - model.length)
+    ahead = loaded.task.info.length - model.length
+    text = HeldOut.of(held.tokens.take(slice(args.tokens + ahead)), args.lengths, args.tokens, ahead)
     runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     model.to(runtime.device)
     compiled = recipe.trainer.compile and not args.eager and compile_blocks(model)

@@ -17,10 +17,11 @@ from data.base import DataSet
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import LoadedRun, open_run
+from lion.tasks.causal_lm import CausalLM
 from lion.tasks.masked_lm import MaskedLM
 from lion.trainer.runtime import compile_blocks
 from tools.cli import Parser, choose_form, count, run_command, table
-from tools.compose import open_data, resolve_run
+from tools.compose import check_finite, open_data, resolve_run
 from tools.fill import fill
 
 Sample = dict[str, Any]
@@ -39,6 +40,8 @@ def main(argv: list[str]) -> int:
     choose_form(loaded.model, args.form)
     if isinstance(loaded.task, MaskedLM):
         return fill(loaded, args.files, args.top)
+    if isinstance(loaded.task, CausalLM):
+        raise ConfigError(f"{loaded.folder}: it writes text and judges no files, ./run.sh generate RUN --prompt TEXT")
     recipe = resolve_run(loaded.folder)
     source = open_data(recipe)
     asked, files, read = grouped(args.files, source.asks), [], []
@@ -83,8 +86,7 @@ def answer(loaded: LoadedRun, source: DataSet, samples: list[Sample], size: int,
     batch = source.collate([*samples, *samples[:1] * (size - len(samples))])
     with torch.inference_mode():
         outputs = loaded.task.outputs(loaded.model, batch)[: len(samples)].float()
-    if not outputs.isfinite().all():
-        raise ConfigError(f"{loaded.folder}: its model gives no finite outputs, the run has diverged: train it anew")
+    check_finite(outputs, loaded.folder)
     return loaded.task.describe(outputs, top)
 
 

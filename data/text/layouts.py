@@ -50,7 +50,7 @@ class Windows(Layout):
         return max(0, (len(self.tokens.ids) - self.length) // self.stride + 1)
 
     def rows(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        return {"tokens": self.tokens.ids[samples[:, None] * self.stride + np.arange(self.length)]}
+        return {"tokens": self.tokens.take(samples[:, None] * self.stride + np.arange(self.length))}
 
 
 class Packed(Layout):
@@ -72,7 +72,7 @@ class Packed(Layout):
         places = np.minimum(places, len(self.tokens.ids) - 1)
         document = np.searchsorted(self.tokens.ends, places, side="right")
         return {
-            "tokens": np.where(real, self.tokens.ids[places], self.pad),
+            "tokens": np.where(real, self.tokens.take(places), self.pad),
             "segments": np.where(real, document - document[:, :1], -1),
         }
 
@@ -101,7 +101,7 @@ class Padded(Layout):
         starts, ends = self.bounds(samples)
         places = starts[:, None] + np.arange(self.length)  # (B, L)
         real = places < ends[:, None]
-        tokens = np.where(real, self.tokens.ids[np.minimum(places, len(self.tokens.ids) - 1)], self.pad)
+        tokens = np.where(real, self.tokens.take(np.minimum(places, len(self.tokens.ids) - 1)), self.pad)
         if self.close is not None:
             tokens[ends - starts > self.length, -1] = self.close
         return {"tokens": tokens, "segments": np.where(real, 0, -1)}

@@ -64,13 +64,17 @@ def prepare(
     parts.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f"{folder.name}.lock")):
         if not folder.exists():
-            parts.mkdir(exist_ok=True)
             corpus = open_corpus()
             tokenizer = settle(parts, corpus, make)
             tokenize(parts, corpus, tokenizer, workers)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            splits = assemble(partial, [parts / f"{i}.npz" for i in range(len(corpus))], tokenizer, held_out, tail)
+            try:
+                splits = assemble(partial, [parts / f"{i}.npz" for i in range(len(corpus))], tokenizer, held_out, tail)
+            except ConfigError:  # of the whole corpus: what mends it makes another folder
+                for made in (parts, partial):
+                    shutil.rmtree(made, ignore_errors=True)
+                raise
             shutil.copy(parts / TOKENIZER, partial / TOKENIZER)
             described = {"name": tokenizer.name, "vocabulary": tokenizer.vocabulary, "special": tokenizer.special}
             manifest = {
@@ -91,6 +95,7 @@ def settle(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> 
     name = parts / "name"
     if not name.exists():
         tokenizer = make(corpus)
+        parts.mkdir(exist_ok=True)
         save_text(parts / TOKENIZER, tokenizer.inner.to_str())
         save_text(name, tokenizer.name)
     return read_tokenizer(parts, name.read_text())

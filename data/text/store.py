@@ -37,15 +37,24 @@ class Tokens:
         ends: (N,) int64, rising, the last is T.
     """
 
-    def __init__(self, ids: np.ndarray, ends: np.ndarray) -> None:
-        self.ids, self.ends = ids, ends
+    def __init__(self, folder: Path, split: str, vocabulary: int) -> None:
+        self.path, self.vocabulary = folder / f"{split}.bin", vocabulary
+        self.ids = np.memmap(self.path, id_type(vocabulary), "r")
+        self.ends = np.memmap(folder / f"{split}.ends", np.int64, "r")
 
-    @classmethod
-    def open(cls, folder: Path, split: str, vocabulary: int) -> Tokens:
-        return cls(
-            np.memmap(folder / f"{split}.bin", id_type(vocabulary), "r"),
-            np.memmap(folder / f"{split}.ends", np.int64, "r"),
-        )
+    def take(self, places: np.ndarray | slice) -> np.ndarray:
+        """The ids at places, of the same shape.
+
+        Raises:
+            ConfigError: One of them is no token.
+        """
+        ids = self.ids[places]
+        if ids.max(initial=0) >= self.vocabulary:
+            raise ConfigError(
+                f"{self.path}: damaged, it holds id {ids.max()} and the vocabulary has {self.vocabulary:,}; "
+                "./run.sh prepare RECIPE reads all of it"
+            )
+        return ids
 
 
 class Writer:

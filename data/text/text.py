@@ -16,7 +16,7 @@ from data.base import DataConfig, DataSet, data_root, user_path
 from data.text.corpus import BORDERS, Corpus, Files, open_corpus
 from data.text.layouts import Layout, Packed, Padded, Windows
 from data.text.prepare import prepare
-from data.text.store import FORMAT, MANIFEST, SPLITS, Tokens, check_sums, read_manifest, read_tokenizer
+from data.text.store import FORMAT, MANIFEST, SPLITS, TOKENIZER, Tokens, check_sums, read_manifest, read_tokenizer
 from data.text.tokenizers import (
     MADE,
     WORDPIECE,
@@ -139,7 +139,7 @@ class Text(DataSet):
         if not folder.is_dir():
             raise ConfigError(f"data set '{config.name}': no token file {folder}, ./run.sh prepare RECIPE makes it")
         info = self.info(read_manifest(folder)["tokenizer"])
-        train, val = (self.layout(Tokens.open(folder, split, info.vocabulary), info, split) for split in SPLITS)
+        train, val = (self.layout(Tokens(folder, split, info.vocabulary), info, split) for split in SPLITS)
         return Splits(train, val, None, info, order=Drawn() if config.pack == "windows" else Shuffled())
 
     def filled(self) -> float:
@@ -184,6 +184,10 @@ class Text(DataSet):
         if name in MADE[1:]:
             raise ConfigError(f"data.tokenizer: {name!r} is made by ./run.sh prepare RECIPE")
         return open_tokenizer(name)
+
+    def way_out(self) -> str:
+        kept = self.folder / TOKENIZER
+        return f"data.tokenizer={kept} reads text with its own" if kept.is_file() else ""
 
     @property
     def made_before(self) -> Path | None:

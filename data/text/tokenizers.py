@@ -109,10 +109,11 @@ def open_tokenizer(name: str) -> Tokenizer:
         return Tokenizer(name, tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:  # what a missing network and a missing name raise has no common type
         reason = (str(error).splitlines() or [""])[0][:100]
-        hint = nearest(name, [*MADE, "bert-base-uncased", "gpt2"])
+        known = (*MADE, "bert-base-uncased", "gpt2")
+        hint = "" if name in known else f"; {nearest(name, known)}"
         place = data_root() / "tokenizers" / name
         raise ConfigError(
-            f"data.tokenizer: no {name!r} in {place}, and the Hub does not give it ({reason}); {hint}"
+            f"data.tokenizer: no {name!r} in {place}, and the Hub does not give it ({reason}){hint}"
         ) from None
 
 

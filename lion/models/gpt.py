@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch.nn.functional as F
@@ -18,11 +19,14 @@ from lion.models.init import INITS
 from lion.models.language import LanguageModel
 
 
-@dataclass
-class CausalAttentionConfig(AttentionConfig):
-    """No token sees a later one. Mixers take their causal decay convention, "target" (Eq. 5)."""
+@cache
+def causal(config: type[AttentionConfig]) -> type[AttentionConfig]:
+    """These settings where no token sees a later one. Mixers take their causal decay convention, "target" (Eq. 5)."""
+    direction = setting("forward", choices=("forward",))
+    return make_dataclass(f"Causal{config.__name__}", [("direction", str, direction)], bases=(config,))
 
-    direction: str = setting("forward", choices=("forward",))
+
+CausalAttentionConfig = causal(AttentionConfig)
 
 
 @dataclass
@@ -43,6 +47,10 @@ class GPTConfig(EncoderConfig):
     pad_vocabulary: int = setting(1, min=1, max=65_536)
 
     conventions: ClassVar[dict[str, str]] = {"positions": "position_embedding", **EncoderConfig.conventions}
+
+    @classmethod
+    def types(cls, values: dict[str, Any]) -> dict[str, type]:
+        return {name: causal(kind) for name, kind in super().types(values).items()}
 
     def resolved(self) -> Self:
         c = super().resolved()

@@ -43,8 +43,11 @@ class Sampling:
         """A token (B,) for each row of logits (B, vocabulary), by chance (B,) in [0, 1)."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        ranked, ids = (logits.double() / self.temperature).sort(dim=-1, descending=True, stable=True)
-        ranked, ids = ranked[:, : self.top_k], ids[:, : self.top_k]
+        scaled = logits.double() / self.temperature
+        if self.top_k is None:
+            ranked, ids = scaled.sort(dim=-1, descending=True, stable=True)
+        else:
+            ranked, ids = scaled.topk(min(self.top_k, scaled.shape[-1]))
         shares = ranked.softmax(-1)
         held = shares.cumsum(-1) - shares < self.top_p
         held[:, 0] = True  # the likeliest always stays, at `top_p` 0 it alone

@@ -128,6 +128,15 @@ def test_what_cannot_be_encoded_is_named():
         TextInfo(3, 8, "characters", tokenizer.fingerprint, tokenizer.special).id("mask")
 
 
+def test_a_tokenizer_that_is_not_there_has_a_hint_where_its_name_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setenv("LION_DATA", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no 'bert-base-uncased' in .*, and the Hub does not give it \([^;]*\)$"):
+        open_tokenizer("bert-base-uncased")
+    with pytest.raises(ConfigError, match=r"\); did you mean 'gpt2'\?$"):
+        open_tokenizer("gpt3")
+
+
 # a corpus in shards
 
 
@@ -423,7 +432,7 @@ from data.text.layouts import Packed
 from data.text.store import Tokens, Writer, id_type
 def held():  # bytes of this process's own, without what is only mapped
     return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith("RssAnon"))
-layout = Packed(Tokens.open(Path(sys.argv[1]), "train", 300), 128, 0)
+layout = Packed(Tokens(Path(sys.argv[1]), "train", 300), 128, 0)
 size, rng = len(layout), np.random.default_rng(0)
 layout.batch(range(64), "cpu")
 before = held()
@@ -620,6 +629,24 @@ def test_a_damaged_token_file_is_refused(tmp_path, capsys):
     assert "manifest.json: cannot be read" in refuse(capsys, "train", file)
 
 
+@pytest.mark.parametrize("settings", [{}, {"split": "tail"}, {"tokenizer": "characters"}])
+def test_what_cannot_be_split_leaves_nothing_behind(settings, tmp_path):
+    text = "one line" if not settings else ""
+    with pytest.raises(ConfigError, match=r"one document|no tokens|no text"):
+        lines_set(tmp_path, [text], **settings).prepare()
+    assert [path.suffix for path in (tmp_path / "root").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("pack", ["documents", "padded", "windows"])
+def test_a_damaged_id_is_named_where_it_is_read(pack, tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(sentences(20)))
+    file = recipe(tmp_path, path=str(tmp_path / "a.txt"), document="line", workers=1, length=16, pack=pack)
+    held = prepared(data.dataset("text")(resolve(file).data)).folder / "train.bin"
+    held.write_bytes(b"\xff\xff" * (held.stat().st_size // 2))  # the size is right
+    with pytest.raises(ConfigError, match=r"train.bin: damaged, it holds id 65535 .*has 261; ./run.sh prepare RECIPE"):
+        here("train", file, "trainer.compile=false", "--no-eval")
+
+
 def test_too_little_text_for_a_sample_is_refused(tmp_path):
     source = prepared(lines_set(tmp_path, ["ab", "cd"], pack="windows"))
     with pytest.raises(ConfigError, match=r"data.length: 16 is more than the 3 tokens of train"):
@@ -643,6 +670,6 @@ def test_tokens_of_a_large_vocabulary_take_four_bytes(tmp_path):
     writer = Writer(tmp_path, "train", id_type(70_000))
     writer.write(np.array([1, 69_999, 5]), np.array([2]))
     assert writer.close()["documents"] == 2
-    tokens = Tokens.open(tmp_path, "train", 70_000)
+    tokens = Tokens(tmp_path, "train", 70_000)
     assert tokens.ids.tolist() == [1, 69_999, 5] and tokens.ends.tolist() == [2, 3]
     assert isinstance(tokens.ids, np.memmap)

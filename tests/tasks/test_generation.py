@@ -106,6 +106,14 @@ def test_what_remains_to_draw_from():
     assert Sampling(top_k=3).choose(logits.expand(2, -1), edge).tolist() == [1, 0]
 
 
+def test_the_likeliest_are_found_without_a_sort_of_all(monkeypatch):
+    logits, chance = torch.randn(50, 200), torch.rand(50)
+    whole, few = (Sampling(top_k=k, top_p=0.8).choose(logits, chance) for k in (200, 5))
+    assert torch.equal(whole, Sampling(top_p=0.8).choose(logits, chance)) and not torch.equal(whole, few)
+    monkeypatch.setattr(torch.Tensor, "sort", None, raising=False)
+    assert torch.equal(few, Sampling(top_k=5, top_p=0.8).choose(logits, chance))
+
+
 def test_beyond_the_positions_only_attention_goes_on_over_the_last_of_them():
     model = gpt(length=8)
     (row,) = generated(model, "attention", count=12, prompts=[[1, 2]])

@@ -1,5 +1,6 @@
 """`./run.sh generate`: streams, several prompts, every mode, and going on from a file."""
 
+import re
 import shutil
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from lion.runs import open_run
+from lion.trainer.checkpoint import STATE, load_state, write_manifest
 from lion.trainer.runtime import missing_compiler
 from tests.helpers import here, refuse, tiny_recipe
 from tools import generate
@@ -54,6 +56,27 @@ def test_modes_write_the_same_text(runs, capsys, mixer, mode):
     assert text_of(capsys, *greedy, "--mode", "attention")[0] == text
     drawn = [runs[mixer], "--prompt", "the ", "--tokens", 20, "--seed", 3, "--top-k", 9, "--top-p", 0.9]
     assert text_of(capsys, *drawn)[0] == text_of(capsys, *drawn, "--mode", "attention")[0] != text
+
+
+def test_the_state_that_is_told_is_what_is_used(runs, capsys):
+    _, said = text_of(capsys, runs["softmax"], *["--prompt", "the "] * 100, "--tokens", 12)
+    kept = (
+        100 * 16 * 2 * (2 * 16 * 4 + 1)
+    )  # float32 keys and values of 16 channels, and a flag, of 16 tokens in 2 blocks
+    assert f"state {kept / 2**20:.2f} MiB" in said
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "lion_s"])
+def test_a_diverged_run_writes_nothing(runs, capsys, tmp_path, mixer):
+    run = shutil.copytree(runs[mixer], tmp_path / "diverged")
+    (file,) = run.glob(f"checkpoints/best-*/{STATE}")
+    state = load_state(file)
+    state["model"]["tokens.weight"][:, 0] = torch.nan
+    torch.save(state, file)
+    write_manifest(file.parent, [file], sharded=False)
+    said = refuse(capsys, "generate", run, "--prompt", "the ", "--state", tmp_path / "state.pt")
+    assert "gives no finite outputs, the run has diverged" in said
+    assert not (tmp_path / "state.pt").exists()
 
 
 def test_several_prompts_are_each_continued_as_if_alone(runs, capsys):
@@ -106,6 +129,10 @@ def test_a_character_waits_for_its_bytes():
     assert decoder.add(0xC3) == "" and decoder.rest() == "\ufffd" and decoder.rest() == ""
 
 
+def test_predict_says_what_writes_text(runs, capsys):
+    assert "./run.sh generate RUN --prompt TEXT" in refuse(capsys, "predict", runs["lion_s"], "the cat")
+
+
 def test_bad_requests(runs, capsys, tmp_path):
     softmax, lion = runs["softmax"], runs["lion_s"]
     state = tmp_path / "state.pt"
@@ -138,7 +165,11 @@ def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
     other.write_text(TEXT.replace("cat", "CAT"))
     assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0
     capsys.readouterr()
-    assert "of another vocabulary" in refuse(capsys, "generate", run, f"data.path={other}", "--prompt", "a")
+    said = refuse(capsys, "generate", run, f"data.path={other}", "--prompt", "a")
+    kept = re.search(r"of another vocabulary: .* now; (data.tokenizer=.*/tokenizer.json) reads text with its own", said)
+    assert said == refuse(capsys, "eval", run, f"data.path={other}")
+    other.write_text(TEXT.replace("cat", "dog"))
+    assert here("eval", run, f"data.path={other}", kept[1], "--form", "full") == 0
 
 
 def test_a_model_of_pictures_writes_no_text(capsys, tmp_path):

@@ -3,8 +3,11 @@
 import contextlib
 import io
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -264,6 +267,26 @@ def test_one_that_fails_does_not_keep_the_others(trained):
     folder, _, said = trained
     assert "cola_seed19: failed, " in said and "trains there now" in said and "rte_seed19: finished, " in said
     assert "trains there now" in (folder / "logs" / "cola_seed19.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "tasks", "threads"), [(8, 0, 6, 2), (8, 0, 2, 4), (1, 0, 2, 1), (8, 1, 2, 8)]
+)
+def test_jobs_share_the_cores(run, monkeypatch, cores, gpus, tasks, threads):
+    work, seen = sys.modules["tools.glue.work"], []  # the package has a function of that name
+
+    def end_at_once(*argv, out, env):
+        seen.append(env["OMP_NUM_THREADS"])
+        return subprocess.Popen(["false"])
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(work, "PAUSE", 0.02)
+    monkeypatch.setattr(work, "start_command", end_at_once)
+    jobs = jobs_of(run, [task for task in TASKS if task != "mnli"][:tasks], name="shared", from_mnli=False)
+    assert work.work(jobs, {job.name: 1 for job in jobs}, work.at_once()) == 1
+    assert seen == [str(threads)] * tasks
 
 
 @pytest.mark.process

@@ -119,6 +119,9 @@ def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
     header, rows = glue_table(groups)
     assert header == ["model", "fine-tuned as", "cola", "rte", "mean of 2", "n"]
     assert rows == [["lion_s packed", "m2_base", "25.00", "65.00", "45.00", "4"]]
+    files[1].write_text(json.dumps({"rows": [{"task": "rte", "seed": 0, "score": 70.0}]}))
+    ((*_, n),) = glue_table(groups)[1]
+    assert n == "2-3"
     files[0].write_text("{}")
     assert "not what ./run.sh glue writes" in refuse(capsys, "report", runs[0], "--out", tmp_path)
     for path in files:

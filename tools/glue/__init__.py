@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from data.text.glue import TASKS, Sequences
 from lion.config import ConfigError
@@ -29,7 +28,7 @@ from tools.cli import Parser, count, file_name, say, table
 from tools.compose import build_data
 from tools.glue.plan import SEEDS, Cell, Job, Pretrained, make_jobs, read_pretrained, read_table
 from tools.glue.results import summarise
-from tools.glue.work import work
+from tools.glue.work import at_once, work
 from tools.store import digits
 from tools.train import check_settings
 
@@ -47,7 +46,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=count, help="of each task (default: as many as published, 1 to 5)")
     parser.add_argument("--no-mnli", action="store_true", help="rte, mrpc and stsb start from RUN, too")
     parser.add_argument("--cited", action="store_true", help="the cited files' values, where Table 8 differs from them")
-    parser.add_argument("--jobs", type=count, help="tasks at a time (default: one a visible GPU)")
+    parser.add_argument(
+        "--jobs", type=count, help="tasks at a time (default: one a visible GPU; without, one for each two cores)"
+    )
     parser.add_argument("--name", type=file_name, help="of the folder of these runs (default: the recipe)")
     parser.add_argument("--tokenizer", help="where RUN's is, if its data are gone")
     parser.add_argument("--dry-run", action="store_true", help="the plan and its cost")
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
         print(cost(jobs, held))
         return 0
     steps = {job.name: held[job.task].steps for job in jobs}
-    code = work(jobs, steps, args.jobs or max(1, torch.cuda.device_count()))
+    code = work(jobs, steps, args.jobs or at_once())
     if code != 130:
         print(summarise(pretrained.folder / "glue" / name, pretrained.recipe, name, length, cells))
     return code

@@ -33,13 +33,20 @@ class Running(NamedTuple):
     log: IO[str]
 
 
-def work(jobs: Sequence[Job], steps: Mapping[str, int], at_once: int) -> int:
-    """Train what is not finished; `steps` of each job by its name. What fails is named, and the others go on.
+def at_once() -> int:
+    """Jobs at a time: one a GPU; without, one for two cores."""
+    return torch.cuda.device_count() or max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
+    """Train what is not finished, `most` at a time; `steps` of each job by its name. What fails is named, and the
+    others go on.
 
     Returns 0, the exit code of the first that failed, or 130 when it was interrupted: each has saved where it stood.
     """
     waiting, running, code = [job for job in jobs if not job.finished], list[Running](), 0
-    slots = list(range(at_once))
+    slots = list(range(min(most, len(waiting))))
+    share = max(1, len(os.sched_getaffinity(0)) // max(1, len(slots)))
     shown = {"total": sum(steps.values()), "unit": "step", "desc": "glue", "dynamic_ncols": True, "disable": None}
     with tqdm(**shown) as bar, interruptible():
         try:
@@ -47,7 +54,7 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], at_once: int) -> int:
                 ready = [job for job in waiting if job.after is None or job.after.finished]
                 for job in ready[: len(slots)]:
                     waiting.remove(job)
-                    running.append(start(job, slots.pop(0), at_once))
+                    running.append(start(job, slots.pop(0), share))
                     say(f"{job.name}: started, {running[-1].log.name}")
                 time.sleep(PAUSE)
                 for each in [r for r in running if r.process.poll() is not None]:
@@ -68,13 +75,14 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], at_once: int) -> int:
     return code
 
 
-def start(job: Job, slot: int, at_once: int) -> Running:
-    """Its process, on its share of the cores, or on the GPU of its slot; what it says goes to a file."""
+def start(job: Job, slot: int, threads: int) -> Running:
+    """Its process, in so many threads ($OMP_NUM_THREADS comes first), on the GPU of its slot; what it says goes to a
+    file."""
     place = job.folder.parent / "logs"
     place.mkdir(parents=True, exist_ok=True)
     log = open(place / f"{job.name}.log", "a", encoding="utf-8")
     env = dict(os.environ)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once)))
+    env.setdefault("OMP_NUM_THREADS", str(threads))
     if (gpus := torch.cuda.device_count()) > 1:
         visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         env["CUDA_VISIBLE_DEVICES"] = visible[slot % gpus]

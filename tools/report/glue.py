@@ -13,7 +13,10 @@ Scores = dict[str, list[float]]  # of each task, one for each seed
 
 
 def glue_table(groups: Groups) -> Table:
-    """A row for each row of runs and row of the paper's Table 8: the mean score of each task, and of all of them."""
+    """A row for each row of runs and row of the paper's Table 8: the mean score of each task, and of all of them.
+
+    `n` are the scores of a task, from the fewest to the most.
+    """
     found: dict[tuple[str, str], list[Scores]] = {}
     for name, runs in groups.items():
         for path in sorted(p for run in runs for p in run.folder.glob("glue/*/results.json")):
@@ -22,9 +25,10 @@ def glue_table(groups: Groups) -> Table:
     rows = []
     for (name, recipe), some in found.items():
         means = {task: statistics.mean(x for scores in some for x in scores.get(task, ())) for task in tasks_of(some)}
-        n = max(len(x) for scores in some for x in scores.values()) * len(some)
+        counts = [sum(len(scores.get(task, ())) for scores in some) for task in means]
+        n = "-".join(map(str, sorted({min(counts), max(counts)})))
         average = f"{statistics.mean(means.values()):.2f}" if len(means) == len(tasks) else "-"
-        rows.append([name, recipe, *(f"{means[t]:.2f}" if t in means else "-" for t in tasks), average, str(n)])
+        rows.append([name, recipe, *(f"{means[t]:.2f}" if t in means else "-" for t in tasks), average, n])
     return ["model", "fine-tuned as", *tasks, f"mean of {len(tasks)}", "n"], rows
 
 
