@@ -35,7 +35,7 @@ from lion.tasks import Task
 from lion.tasks.generation import MODES, PIECE, streaming_mode
 from lion.trainer.memory import tensor_peak
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
-from tools.bench.report import COLOURS
+from tools.bench.report import COLOURS, by_length
 from tools.cli import Parser, count, counts, say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.generate import compile_mode
@@ -308,11 +308,10 @@ def curves(fig: Any, rows: list[Row]) -> None:
                 look = {"color": colours[mixer], "linestyle": dashes, "marker": marker, "markersize": 4}
                 handles[label] = ax.plot([r["length"] for r in own], y, **look)[0]
             ticks = sorted({row["length"] for row in rows})
-            ax.set(xscale="log", yscale="log", xlabel="tokens so far", title=f"{what} (batch {batch})")
-            ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
-            ax.minorticks_off()
-            ax.yaxis.set_major_formatter("{x:,g}")
-            ax.grid(True, color="0.9", linewidth=0.7)
+            ax.set(xlabel="tokens so far", title=f"{what} (batch {batch})")
+            low, high = (f(y for line in ax.lines for y in line.get_ydata()) for f in (min, max))
+            ax.set_ylim(min(low, high / 20) / 1.2, high * 1.2)  # what is flat looks flat
+            by_length(ax, ticks)
             ax.spines[["top", "right"]].set_visible(False)
     fig.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, handlelength=3.2)
     fig.suptitle(f"{title(rows[0])}, torch {rows[0]['torch']}", fontsize=10)

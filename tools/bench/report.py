@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +221,8 @@ def picture(fig: Any, rows: list[Row]) -> None:
                 style = {"color": "black", "linewidth": 2.2} if mixer == "sdpa" else look(form, size)
                 style.setdefault("color", COLOURS[rank(MIXERS, mixer) % len(COLOURS) - 1])
                 ax.plot([r["length"] for r in own], [r[value] / scale for r in own], **style)
-        ax.set(xscale="log", yscale="log", title=text, xlabel="tokens")
-        ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
-        ax.minorticks_off()
-        low, high = ax.get_ylim()
-        steps = [d * 10.0**e for e in range(-4, 8) for d in ((1, 2, 5) if high / low < 300 else (1,))]
-        ticks = [s for s in steps if low <= s <= high]
-        ax.set_yticks(ticks, [f"{t:,g}" for t in ticks])
-        ax.grid(True, color="0.88", linewidth=0.7)
+        ax.set(title=text, xlabel="tokens")
+        by_length(ax, lengths)
         ax.spines[["top", "right"]].set_visible(False)
     handles = [line([], [], color="black", linewidth=2.2, label="SDPA")]
     handles += [line([], [], color=COLOURS[rank(MIXERS, m) % len(COLOURS) - 1], linewidth=4, label=m) for m in mixers]
@@ -237,6 +231,18 @@ def picture(fig: Any, rows: list[Row]) -> None:
     handles += [line([], [], color="0.3", label=name, **look(*f)) for name, f in zip(names, forms)]
     fig.legend(handles=handles, loc="outside right center", frameon=False, handlelength=3.2)
     fig.suptitle(f"{title(rows[0])}, torch {rows[0]['torch']}", fontsize=10)
+
+
+def by_length(ax: Any, lengths: Sequence[int]) -> None:
+    """Both axes logarithmic, with numbers at the lengths, and at enough heights to read them by."""
+    ax.set(xscale="log", yscale="log")
+    ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    ax.minorticks_off()
+    low, high = ax.get_ylim()
+    steps = [d * 10.0**e for e in range(-4, 8) for d in ((1, 2, 5) if high / low < 300 else (1,))]
+    ticks = [s for s in steps if low <= s <= high]
+    ax.set_yticks(ticks, [f"{t:,g}" for t in ticks])
+    ax.grid(True, color="0.88", linewidth=0.7)
 
 
 def form_order(row: Row) -> tuple[int, int]:
