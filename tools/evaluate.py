@@ -9,32 +9,21 @@ tensors held at most in one batch, beside the weights. --lengths: text in window
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-from tqdm import tqdm
 
 from lion.config import ConfigError
 from lion.layers.mixer import forms_of
 from lion.ops import FORMS
-from lion.runs import LoadedRun, count_parameters, find_run, open_run
-from lion.tasks.base import Outcome, Task, to_device
-from lion.tasks.data import Batch
-from lion.tasks.metrics import Metric, OwnPass
+from lion.runs import count_parameters, find_run, open_run
+from lion.tasks.metrics import Metric
 from lion.tasks.seeds import derive
-from lion.trainer.evaluate import Totals, own_value
-from lion.trainer.loader import Batches, eval_batches
-from lion.trainer.memory import tensor_peak
+from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
-from tools.bench.probe import seconds
 from tools.cli import Parser, choose_form, count, counts, run_command, table
 from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
-
-LONG = 1024  # tokens; above it neither an L x L matrix nor single steps are measured unless asked for
-DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
-Form = tuple[str, int | None]  # and its tokens a chunk or step
+from tools.forms import forms_to_measure, measure
+from tools.lengths import evaluate_lengths
 
 
 def main(argv: list[str]) -> int:
@@ -55,23 +44,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
     wanted = {"checkpoint": args.checkpoint, "split": args.split, "ema": args.ema, "eager": args.eager}
     if args.lengths:
-        from tools.lengths import evaluate_lengths  # which measures with what is here
-
         return evaluate_lengths(args, argv)
     results = measure_forms(args.run, args.form, args.chunk_size, overrides=args.overrides, **wanted)
     print(as_table(results, metric_of(resolve_run(find_run(args.run)))))
     return 0
-
-
-def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ...], length: int = 0) -> list[Form]:
-    """What a request stands for, of a model with these forms and samples of `length` tokens."""
-    if form != "all":
-        return [(form, None if form == "full" else chunk_size or DEFAULT_SIZE[form])]
-    size = chunk_size or 64
-    every = [("full", None), ("chunk", size), ("rnn", 1), ("rnn", size)]
-    if length > LONG and "chunk" in available:
-        every = [("chunk", size), ("rnn", size)]
-    return list(dict.fromkeys(f for f in every if f[0] in available))
 
 
 def measure_forms(
@@ -125,74 +101,6 @@ def measure_forms(
     seed = derive(recipe.seed, split)
     results = measure(loaded, batches, rounds, wanted, runtime, recipe.trainer.precision, seed)
     return [{"form": form, "chunk_size": size, **about, **results[form, size]} for form, size in forms]
-
-
-class Measured:
-    """What a form has shown so far."""
-
-    def __init__(self, task: Task, device: torch.device) -> None:
-        self.totals = Totals(task.metrics)
-        self.seconds, self.peak = 0.0, None
-        self.deviation = torch.zeros((), device=device)
-
-    def add(self, outcome: Outcome, reference: torch.Tensor, mask: torch.Tensor) -> None:
-        """A batch's outcome, the full form's outputs (B, ..), and which samples are real (B,)."""
-        self.totals.add(outcome, mask)
-        for own, other, real in zip(outcome.outputs, reference, mask.tolist()):  # batches of text fill the memory
-            if real:
-                self.deviation = torch.maximum(self.deviation, (own - other).abs_().max())
-
-
-def measure(
-    loaded: LoadedRun,
-    batches: Batches,
-    rounds: int,
-    forms: list[Form],
-    runtime: Runtime,
-    precision: str,
-    seed: int = 0,
-) -> dict[Form, dict[str, Any]]:
-    """Value, speed, peak memory, and deviation from the first of the forms; each of the `rounds` batches is read
-    once, run in every form, and forgotten."""
-    model, task = loaded.model, loaded.task
-    found = {form: Measured(task, runtime.device) for form in forms}
-    samples, seen = 0, set()
-
-    def forward(batch: Batch) -> Outcome:
-        with torch.inference_mode(), runtime.autocast(precision):
-            return task.evaluate(model, batch)
-
-    shown = tqdm(batches, total=rounds, desc="evaluating", unit="batch", leave=False, disable=None)
-    for batch in shown:
-        batch = to_device(batch, runtime.device)
-        once, outcomes = partial(forward, batch), []
-        shapes = tuple(x.shape for x in batch.values())  # padded text has several
-        new = shapes not in seen
-        seen.add(shapes)
-        for form, measured in found.items():
-            choose_form(model, *form)
-            if new:
-                once()  # compiles, and is not timed
-                peak = tensor_peak(once, runtime.device)
-                measured.peak = peak if measured.peak is None else max(measured.peak, peak)
-            measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)
-            measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
-            del outcomes[1:]
-        samples += int(batch["mask"].sum())
-    results = {}
-    for form, measured in found.items():
-        choose_form(model, *form)
-        values = measured.totals.values(runtime)
-        if isinstance(task.metric, OwnPass):
-            values[task.metric.name] = own_value(task.metric, model, batches, task, runtime, precision, seed)
-        results[form] = {
-            "value": values[task.metric.name],
-            "remark": task.remark(values),
-            "samples_per_second": samples / measured.seconds,
-            "peak_bytes": measured.peak,
-            "deviation": measured.deviation.item(),
-        }
-    return results
 
 
 def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:

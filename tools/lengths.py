@@ -33,7 +33,7 @@ from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import Variant, device_name, stamp
 from tools.cli import choose_form, say, table
 from tools.compose import build_data, check_data, resolve_run
-from tools.evaluate import Form, forms_to_measure, measure
+from tools.forms import Form, forms_to_measure, measure
 from tools.store import Row, Store, digits, pipes
 
 CHUNK = 64  # tokens a chunk and a step, where none are asked for

@@ -24,7 +24,7 @@ from tools import predict, programs, train
 from tools.cli import run_command
 from tools.commands import COMMANDS, called_by
 from tools.compose import build_data, loader_workers, resolve
-from tools.evaluate import forms_to_measure
+from tools.forms import forms_to_measure
 from tools.show import activation_bytes, listing, mixer_rows, show
 
 pytest.importorskip("sklearn")

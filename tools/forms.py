@@ -1,0 +1,103 @@
+"""The forms of a model on the same batches: metric, speed, memory, deviation."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from lion.runs import LoadedRun
+from lion.tasks.base import Outcome, Task, to_device
+from lion.tasks.data import Batch
+from lion.tasks.metrics import OwnPass
+from lion.trainer.evaluate import Totals, own_value
+from lion.trainer.loader import Batches
+from lion.trainer.memory import tensor_peak
+from lion.trainer.runtime import Runtime
+from tools.bench.probe import seconds
+from tools.cli import choose_form
+
+LONG = 1024  # tokens; above it neither an L x L matrix nor single steps are measured unless asked for
+DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
+Form = tuple[str, int | None]  # and its tokens a chunk or step
+
+
+def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ...], length: int = 0) -> list[Form]:
+    """What a request stands for, of a model with these forms and samples of `length` tokens."""
+    if form != "all":
+        return [(form, None if form == "full" else chunk_size or DEFAULT_SIZE[form])]
+    size = chunk_size or 64
+    every = [("full", None), ("chunk", size), ("rnn", 1), ("rnn", size)]
+    if length > LONG and "chunk" in available:
+        every = [("chunk", size), ("rnn", size)]
+    return list(dict.fromkeys(f for f in every if f[0] in available))
+
+
+class Measured:
+    """What a form has shown so far."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.totals = Totals(task.metrics)
+        self.seconds, self.peak = 0.0, None
+        self.deviation = torch.zeros((), device=device)
+
+    def add(self, outcome: Outcome, reference: torch.Tensor, mask: torch.Tensor) -> None:
+        """A batch's outcome, the full form's outputs (B, ..), and which samples are real (B,)."""
+        self.totals.add(outcome, mask)
+        for own, other, real in zip(outcome.outputs, reference, mask.tolist()):  # batches of text fill the memory
+            if real:
+                self.deviation = torch.maximum(self.deviation, (own - other).abs_().max())
+
+
+def measure(
+    loaded: LoadedRun,
+    batches: Batches,
+    rounds: int,
+    forms: list[Form],
+    runtime: Runtime,
+    precision: str,
+    seed: int = 0,
+) -> dict[Form, dict[str, Any]]:
+    """Value, speed, peak memory, and deviation from the first of the forms; each of the `rounds` batches is read
+    once, run in every form, and forgotten."""
+    model, task = loaded.model, loaded.task
+    found = {form: Measured(task, runtime.device) for form in forms}
+    samples, seen = 0, set()
+
+    def forward(batch: Batch) -> Outcome:
+        with torch.inference_mode(), runtime.autocast(precision):
+            return task.evaluate(model, batch)
+
+    shown = tqdm(batches, total=rounds, desc="evaluating", unit="batch", leave=False, disable=None)
+    for batch in shown:
+        batch = to_device(batch, runtime.device)
+        once, outcomes = partial(forward, batch), []
+        shapes = tuple(x.shape for x in batch.values())  # padded text has several
+        new = shapes not in seen
+        seen.add(shapes)
+        for form, measured in found.items():
+            choose_form(model, *form)
+            if new:
+                once()  # compiles, and is not timed
+                peak = tensor_peak(once, runtime.device)
+                measured.peak = peak if measured.peak is None else max(measured.peak, peak)
+            measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)
+            measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
+            del outcomes[1:]
+        samples += int(batch["mask"].sum())
+    results = {}
+    for form, measured in found.items():
+        choose_form(model, *form)
+        values = measured.totals.values(runtime)
+        if isinstance(task.metric, OwnPass):
+            values[task.metric.name] = own_value(task.metric, model, batches, task, runtime, precision, seed)
+        results[form] = {
+            "value": values[task.metric.name],
+            "remark": task.remark(values),
+            "samples_per_second": samples / measured.seconds,
+            "peak_bytes": measured.peak,
+            "deviation": measured.deviation.item(),
+        }
+    return results
