@@ -50,7 +50,7 @@ class LRAConfig(EncoderConfig):
     def resolved(self) -> Self:
         c = super().resolved()
         if c.block != "s5" and c.mlp in ACTIVATIONS:
-            raise ValueError(f"mlp: {c.mlp!r} belongs to block 's5', {c.block!r} takes {' or '.join(MLPS)}")
+            raise ValueError(f"mlp: {c.mlp!r} belongs to block 's5', {c.block!r} takes {', '.join(MLPS)}")
         if c.attention.scans != AS_THEY_STAND:
             raise ValueError("attention.scans: a sequence has one order, that in which its tokens come")
         if c.position_embedding is None:

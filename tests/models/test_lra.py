@@ -213,7 +213,7 @@ def test_labels_tell_rows_apart():
 
 
 def test_what_does_not_go_together():
-    with pytest.raises(ValueError, match="mlp: 'half_glu1' belongs to block 's5', 'pre_norm' takes mlp or glu"):
+    with pytest.raises(ValueError, match="mlp: 'half_glu1' belongs to block 's5', 'pre_norm' takes mlp, mlp_tanh, glu"):
         config(block="pre_norm")
     with pytest.raises(ValueError, match=r"attention.scans: a sequence has one order"):
         LRAConfig("lion_s", DIM, 1, HEADS, attention=AttentionConfig(scans=("row_snake",)))

@@ -120,6 +120,8 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
 class Letters:
     """Files as text: a sample are its letters, a batch is padded with zeros and says what is real."""
 
+    asks = ("file",)
+
     def load(self, path, info):
         if not Path(path).exists():
             raise ConfigError(f"{path}: no such file")

@@ -107,6 +107,7 @@ def test_compiled_where_the_recipe_says_so(runs, capsys, tmp_path):
     recipe = run / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("compile: false", "compile: true"))
     torch._dynamo.reset()
+    counters.clear()
     asked = [run, "--prompt", "the ", "--prompt", "a", "--tokens", 8, "--temperature", 0]
     eager = text_of(capsys, *asked, "--eager")[0]
     assert not counters["frames"]

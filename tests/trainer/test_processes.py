@@ -93,7 +93,7 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
         monkeypatch.setattr(tools_train, name, lambda *args, name=name, **kwargs: pytest.fail(name))
     monkeypatch.setattr(tools_train, "launch", lambda *call: calls.append(call) or 0)
     assert tools_train.main([str(path), "seed=2", "--processes", "2", "--fresh", "--no-eval"]) == 0
-    assert calls == [(2, [str(path), "seed=2", "--fresh", "--no-eval"])]
+    assert calls == [(2, [str(path), "seed=2", "--fresh", "--no-eval", "--form", "all"])]
     with pytest.raises(ConfigError, match=r"trainer\.device: 'cuda:77' is not available"):
         tools_train.main([str(path), "--processes", "2", "trainer.device=cuda:77"])
     (folder / "recipe.yaml").write_text(yaml.safe_dump(to_dict(resolve(path, ["seed=1"]))))
