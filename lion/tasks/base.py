@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -136,6 +137,13 @@ def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Model:
         if not isinstance(error, MemoryError) and not re.search("alloc|out of memory|overflow", str(error)):
             raise
         raise ConfigError("model: too large for this machine's memory, try a smaller dim or depth") from None
+
+
+def likeliest(logits: Tensor, names: Sequence[str], count: int) -> list[list[str]]:
+    """The `count` likeliest classes of each row of logits (B, classes) and their shares, in words."""
+    top = logits.softmax(-1).topk(min(count, logits.shape[-1]))
+    rows = zip(top.values.tolist(), top.indices.tolist())
+    return [[f"{names[c]} {100 * p:.1f}%" for p, c in zip(*row)] for row in rows]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

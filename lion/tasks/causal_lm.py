@@ -13,8 +13,8 @@ from lion.models import MODELS
 from lion.models.gpt import GPT
 from lion.tasks.base import Outcome, Sums, build_or_explain
 from lion.tasks.data import Batch
-from lion.tasks.language import LOSS, PERPLEXITY, LanguageTask, token_losses
-from lion.tasks.metrics import Metric
+from lion.tasks.language import PERPLEXITY, LanguageTask, token_losses
+from lion.tasks.metrics import LOSS, Metric
 
 
 @dataclass

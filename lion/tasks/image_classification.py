@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.base import ImageClassifier
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain, unwrapped
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain, likeliest, unwrapped
 from lion.tasks.data import Batch
 from lion.tasks.images import ImageInfo
-from lion.tasks.metrics import Mean, Metric
+from lion.tasks.metrics import LOSS, Mean, Metric
 
 TOP1 = Mean("top1", "top-1", percent=True)
 TOP5 = Mean("top5", "top-5", percent=True)
-LOSS = Mean("loss", higher_is_better=False, digits=3)
 
 
 @dataclass
@@ -111,9 +110,7 @@ class ImageClassification(Task):
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
         """Classes and their shares, the likeliest first."""
-        top = outputs.softmax(-1).topk(min(count, outputs.shape[-1]))
-        rows = zip(top.values.tolist(), top.indices.tolist())
-        return [[f"{self.info.classes[c]} {100 * p:.1f}%" for p, c in zip(*row)] for row in rows]
+        return likeliest(outputs, self.info.classes, count)
 
     def example(self, size: int, device: torch.device | str) -> Batch:
         shape = (size, self.info.channels, *self.info.size)

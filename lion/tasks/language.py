@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lion.tasks.base import Task
 from lion.tasks.data import Batch
-from lion.tasks.metrics import Mean, OfMeans
+from lion.tasks.metrics import OfMeans
 from lion.tasks.text import TextInfo
 
-LOSS = Mean("loss", higher_is_better=False, digits=3)
 PERPLEXITY = OfMeans("perplexity", higher_is_better=False, function=math.exp, of=("loss",))
 
 

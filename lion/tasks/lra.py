@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.lra import LRA
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain, likeliest
 from lion.tasks.data import Batch
-from lion.tasks.metrics import Mean, Metric, OfAll
+from lion.tasks.metrics import ACCURACY, LOSS, Metric, OfAll
 from lion.tasks.sequences import PIXELS, SequenceInfo
 
 STUCK = 3.0  # standard deviations that are still chance
@@ -29,8 +29,6 @@ def above_chance(prediction: Tensor, label: Tensor) -> float:
     return (accuracy - share) / math.sqrt(max(share * (1 - share), 1e-12) / len(label))
 
 
-ACCURACY = Mean("accuracy", percent=True)
-LOSS = Mean("loss", higher_is_better=False, digits=3)
 ABOVE_CHANCE = OfAll(
     "above_chance", "deviations above chance", function=above_chance, of=("prediction", "label"), digits=1
 )
@@ -120,6 +118,4 @@ class LRATask(SequenceTask):
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
         """Classes and their shares, the likeliest first."""
-        top = outputs.softmax(-1).topk(min(count, outputs.shape[-1]))
-        rows = zip(top.values.tolist(), top.indices.tolist())
-        return [[f"class {c} {100 * p:.1f}%" for p, c in zip(*row)] for row in rows]
+        return likeliest(outputs, [f"class {c}" for c in range(self.info.classes)], count)

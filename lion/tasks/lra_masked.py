@@ -14,8 +14,8 @@ from lion.models import MODELS
 from lion.models.lra import LRAMasked
 from lion.tasks.base import Outcome, Sums, build_or_explain, unwrapped
 from lion.tasks.data import Batch
-from lion.tasks.lra import LOSS, SequenceTask
-from lion.tasks.metrics import Metric
+from lion.tasks.lra import SequenceTask
+from lion.tasks.metrics import LOSS, Metric
 from lion.tasks.seeds import uniform
 
 

@@ -13,8 +13,8 @@ from lion.models import MODELS
 from lion.models.bert import Bert
 from lion.tasks.base import Outcome, Sums, build_or_explain
 from lion.tasks.data import Batch
-from lion.tasks.language import LOSS, PERPLEXITY, LanguageTask, token_losses
-from lion.tasks.metrics import Mean, Metric
+from lion.tasks.language import PERPLEXITY, LanguageTask, token_losses
+from lion.tasks.metrics import LOSS, Mean, Metric
 from lion.tasks.seeds import uniform
 from lion.tasks.text import TextInfo
 

@@ -127,3 +127,7 @@ class OwnPass(Metric):
     measure: Callable[[Any, nn.Module, Iterable[dict[str, Tensor]], Callable[[Any], list[Any]]], float] = field(
         kw_only=True
     )
+
+
+ACCURACY = Mean("accuracy", percent=True)
+LOSS = Mean("loss", higher_is_better=False, digits=3)

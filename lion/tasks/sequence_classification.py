@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from lion.config import ConfigError, nearest
 from lion.models import MODELS
 from lion.models.bert import BertClassifier
-from lion.tasks.base import Outcome, Sums, build_or_explain, unwrapped
+from lion.tasks.base import Outcome, Sums, build_or_explain, likeliest, unwrapped
 from lion.tasks.data import Batch
-from lion.tasks.language import LOSS, LanguageTask
-from lion.tasks.metrics import Mean, Metric, OfAll
+from lion.tasks.language import LanguageTask
+from lion.tasks.metrics import ACCURACY, LOSS, Metric, OfAll
 from lion.tasks.text import LabelledTextInfo
 
 
@@ -58,7 +58,6 @@ def correlation(measure: Callable[..., Any], prediction: Tensor, label: Tensor) 
     return value if math.isfinite(value) else 0.0
 
 
-ACCURACY = Mean("accuracy", percent=True)
 BOTH = ("prediction", "label")
 F1 = OfAll("f1", "F1", function=f1, of=BOTH, percent=True)
 MATTHEWS = OfAll("matthews", "Matthews", function=matthews, of=BOTH, percent=True)
@@ -142,9 +141,7 @@ class SequenceClassification(LanguageTask):
         """Classes and their shares, the likeliest first; or the number."""
         if not self.info.classes:
             return [[f"{value:.2f}"] for value in outputs[:, 0].tolist()]
-        top = outputs.softmax(-1).topk(min(count, outputs.shape[-1]))
-        rows = zip(top.values.tolist(), top.indices.tolist())
-        return [[f"{self.info.classes[c]} {100 * p:.1f}%" for p, c in zip(*row)] for row in rows]
+        return likeliest(outputs, self.info.classes, count)
 
     def example(self, size: int, device: torch.device | str) -> Batch:
         kind = torch.long if self.info.classes else torch.float32
