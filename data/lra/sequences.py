@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DataSet, data_root, user_path
-from data.lra.store import FORMAT, Arrays, Source, check_sums, open_arrays, prepare, read_manifest
+from data.lra.store import Arrays, Source, check_sums, open_arrays, prepare, read_manifest
+from data.manifest import FORMAT
 from data.vision.sources import split_indices
 from lion.config import ConfigError, setting
 from lion.tasks.data import Batch, DeviceDataset, Splits

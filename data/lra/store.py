@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -19,15 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.base import locked
+from data.manifest import FORMAT, MANIFEST, compare_sums, open_manifest
 from data.pool import each
-from data.text.store import MANIFEST
-from lion.config import ConfigError
 from lion.files import save_json, write_atomic
 
 log = logging.getLogger("lion")
 
-FORMAT = 1
-AGAIN = "remove {} and make it anew with ./run.sh prepare RECIPE"
 Arrays = dict[str, np.ndarray]
 
 
@@ -143,28 +139,14 @@ def join(folder: Path, kept: Path, parts: list[Part]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a folder holds; sizes are compared, its bytes are not read.
+    """What a folder holds, see `data.manifest`."""
+    return open_manifest(folder, sizes, "file")
 
-    Raises:
-        ConfigError: Something is missing, truncated, or of another format.
-    """
-    again = AGAIN.format(folder)
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            raise ConfigError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}; {again}")
-        wanted = {
-            f"{name}.bin": int(np.prod(held["shape"])) * np.dtype(held["type"]).itemsize
-            for name, held in manifest["arrays"].items()
-        }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder / MANIFEST}: cannot be read ({error}); {again}") from None
-    for name, size in wanted.items():
-        path = folder / name
-        there = path.stat().st_size if path.is_file() else 0
-        if there != size:
-            raise ConfigError(f"{path}: {there:,} bytes, its manifest says {size:,}: a truncated file; {again}")
-    return manifest
+
+def sizes(held: dict[str, Any]) -> dict[str, int]:
+    """Bytes of each file, by the manifest."""
+    arrays = held["arrays"].items()
+    return {f"{name}.bin": int(np.prod(a["shape"])) * np.dtype(a["type"]).itemsize for name, a in arrays}
 
 
 def open_arrays(folder: Path, manifest: dict[str, Any], split: str) -> Arrays:
@@ -182,12 +164,6 @@ def check_sums(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: A file is damaged.
     """
-    manifest = read_manifest(folder)
-    for name, held in manifest["arrays"].items():
-        with open(folder / f"{name}.bin", "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != held["sha256"]:
-            raise ConfigError(
-                f"{folder / name}.bin: damaged, its SHA-256 is not that of the manifest; {AGAIN.format(folder)}"
-            )
-    return manifest
+    held = read_manifest(folder)
+    compare_sums(folder, {f"{name}.bin": array["sha256"] for name, array in held["arrays"].items()})
+    return held

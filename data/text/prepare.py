@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from data.base import locked
+from data.manifest import FORMAT, MANIFEST
 from data.pool import each
 from data.text.corpus import Corpus
-from data.text.store import FORMAT, MANIFEST, SPLITS, TOKENIZER, Writer, id_type, read_tokenizer
+from data.text.store import SPLITS, TOKENIZER, Writer, id_type, read_tokenizer
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
 from lion.files import save_json, save_text, write_atomic

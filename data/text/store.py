@@ -7,7 +7,6 @@ document's last id), and `tokenizer.json` and `manifest.json`. It appears whole 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from data.manifest import again, compare_sums, open_manifest
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
-from lion.files import digest
 
-FORMAT = 1
-MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "val")
 
 
@@ -91,27 +89,16 @@ class Writer:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a token file's folder holds; sizes are compared, its bytes are not read.
+    """What a token file's folder holds, see `data.manifest`."""
+    return open_manifest(folder, sizes, "token file")
 
-    Raises:
-        ConfigError: Something is missing, truncated, or of another format.
-    """
-    again = f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            raise ConfigError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}; {again}")
-        kind = id_type(manifest["tokenizer"]["vocabulary"])
-        wanted = {f"{s}.bin": manifest[s]["tokens"] * kind.itemsize for s in SPLITS}
-        wanted |= {f"{s}.ends": manifest[s]["documents"] * 8 for s in SPLITS}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{folder / MANIFEST}: cannot be read ({error}); {again}") from None
-    for name, size in wanted.items():
-        path = folder / name
-        held = path.stat().st_size if path.is_file() else 0
-        if held != size:
-            raise ConfigError(f"{path}: {held:,} bytes, its manifest says {size:,}: a truncated token file; {again}")
-    return manifest
+
+def sizes(held: dict[str, Any]) -> dict[str, int]:
+    """Bytes of each file, by the manifest."""
+    each = id_type(held["tokenizer"]["vocabulary"]).itemsize
+    return {f"{s}.bin": held[s]["tokens"] * each for s in SPLITS} | {
+        f"{s}.ends": held[s]["documents"] * 8 for s in SPLITS
+    }
 
 
 def check_sums(folder: Path) -> None:
@@ -120,13 +107,10 @@ def check_sums(folder: Path) -> None:
     Raises:
         ConfigError: A file is damaged.
     """
-    manifest = read_manifest(folder)
-    again = f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
-    if read_tokenizer(folder, "").fingerprint != manifest["tokenizer"]["fingerprint"]:
-        raise ConfigError(f"{folder / TOKENIZER}: damaged, not the tokenizer of the manifest; {again}")
-    for name, wanted in (item for split in SPLITS for item in manifest[split]["sha256"].items()):
-        if digest(folder / name) != wanted:
-            raise ConfigError(f"{folder / name}: damaged, its SHA-256 is not that of the manifest; {again}")
+    held = read_manifest(folder)
+    if read_tokenizer(folder, "").fingerprint != held["tokenizer"]["fingerprint"]:
+        raise ConfigError(f"{folder / TOKENIZER}: damaged, not the tokenizer of the manifest; {again(folder)}")
+    compare_sums(folder, {name: sum_ for split in SPLITS for name, sum_ in held[split]["sha256"].items()})
 
 
 def read_tokenizer(folder: Path, name: str) -> Tokenizer:

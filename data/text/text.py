@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from data.base import DataConfig, DataSet, data_root, user_path
+from data.manifest import FORMAT, MANIFEST
 from data.text.corpus import BORDERS, Corpus, Files, open_corpus
 from data.text.layouts import Layout, Packed, Padded, Windows
 from data.text.prepare import prepare
-from data.text.store import FORMAT, MANIFEST, SPLITS, TOKENIZER, Tokens, check_sums, read_manifest, read_tokenizer
+from data.text.store import SPLITS, TOKENIZER, Tokens, check_sums, read_manifest, read_tokenizer
 from data.text.tokenizers import (
     MADE,
     WORDPIECE,
