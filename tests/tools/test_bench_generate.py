@@ -8,7 +8,7 @@ import torch
 from lion.layers import SOFTMAX
 from lion.tasks.generation import Continuation
 from tests.helpers import here, refuse
-from tools.bench import generate
+from tools.bench import collect, generate
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def measured(tmp_path_factory):
     """A recipe beside softmax, eager, in this process: rows, and the folder of the report."""
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "in_a_process", lambda measure, job, receive: measure(job, receive))
+        patch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
         command = ["bench", "generate", "shakespeare_char_lion_s", "--lengths", "80,20"]
         assert here(*command, "--batch", 2, "--rounds", 1, "--eager", "--out", out) == 0
     return json.loads((out / "generate.json").read_text())["rows"], out

@@ -12,7 +12,7 @@ from lion.layers import Attention
 from lion.layers.layout import Layout
 from lion.runs import open_run
 from tests.helpers import here, refuse, tiny_recipe
-from tools.bench import inference, probe
+from tools.bench import collect, inference, probe
 from tools.bench.probe import Variant
 
 
@@ -121,7 +121,7 @@ def test_no_memory_is_a_note(run, monkeypatch):
 
 
 def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(inference, "in_a_process", lambda measure, job, receive: measure(job, receive))
+    monkeypatch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
     command = ["bench", "inference", run, "--sizes", "16,8", "--rounds", "1", "--out", tmp_path, "--eager"]
     command += ["--chunk-size", "4"]
     assert here(*command, "--form", "full", "chunk") == 0
@@ -158,7 +158,7 @@ def photos(tmp_path_factory):
 @pytest.mark.parametrize("form", ("chunk", "rnn"))
 def test_the_metric_at_every_size(photos, tmp_path, monkeypatch, form):
     """Against pictures resized and classified one by one."""
-    monkeypatch.setattr(inference, "in_a_process", lambda measure, job, receive: measure(job, receive))
+    monkeypatch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
     command = ["bench", "inference", photos, "--sizes", "8,16", "--rounds", "1", "--eager", "--out", tmp_path]
     assert here(*command, "--form", form, "--chunk-size", "4", "--evaluate", "7") == 0
     rows = json.loads((tmp_path / "inference.json").read_text())["rows"]

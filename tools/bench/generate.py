@@ -34,12 +34,13 @@ from lion.runs import find_run, read_run
 from lion.tasks import Task
 from lion.tasks.generation import MODES, PIECE, streaming_mode
 from lion.trainer.memory import tensor_peak
+from tools.bench.collect import collect
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.bench.report import COLOURS, by_length
-from tools.cli import Parser, count, counts, say, table
+from tools.cli import Parser, count, counts
 from tools.compose import describe_data, make_task, resolve
 from tools.generate import compile_mode
-from tools.processes import Send, in_a_process
+from tools.processes import Send
 from tools.store import Row, Store, digits, pipes
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -83,38 +84,21 @@ def main(argv: list[str]) -> int:
     report = Store(args.out / "generate.json", rows=(*SETTING, "batch", "mixer", "mode", "length")).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
-    failed = False
-
-    def receive(message: Row) -> None:
-        kind = message.pop("kind")
-        say(f"  {message['text'] if kind == 'note' else line(message)}")
-        if kind == "row":
-            report.add(message)
-
-    try:
-        for batch in sorted(set(args.batch)):
-            say(f"batch {batch}")
-            job = Job(
-                runs=tuple(args.runs),
-                lengths=args.lengths,
-                modes=tuple(args.mode),
-                batch=batch,
-                rounds=args.rounds,
-                seconds=args.seconds,
-                threads=torch.get_num_threads(),
-                eager=args.eager,
-                command=shlex.join(["./run.sh", "bench", "generate", *argv]),
-            )
-            problem = in_a_process(measure, job, receive)
-            if problem:
-                say(f"  {problem}")
-                failed = True
-    finally:  # also what was measured before Ctrl-C
-        if report.new:
-            report.save(markdown(report))
-            rows = [row for key, row in report.rows.items() if key in report.new]
-            print(f"{title(rows[0])}\n{table(*tabled(rows))}\n\n{report.files_and(draw(report))}")
-    return 1 if failed or not report.new else 0
+    jobs = {
+        f"batch {batch}": Job(
+            runs=tuple(args.runs),
+            lengths=args.lengths,
+            modes=tuple(args.mode),
+            batch=batch,
+            rounds=args.rounds,
+            seconds=args.seconds,
+            threads=torch.get_num_threads(),
+            eager=args.eager,
+            command=shlex.join(["./run.sh", "bench", "generate", *argv]),
+        )
+        for batch in sorted(set(args.batch))
+    }
+    return collect(report, jobs, measure, line=line, title=title, tabled=tabled, markdown=markdown, draw=draw)
 
 
 def open_task(name: str) -> tuple[Task, Any]:

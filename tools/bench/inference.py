@@ -39,6 +39,7 @@ from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
 from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import compile_blocks, start_runtime
+from tools.bench.collect import collect
 from tools.bench.probe import (
     Variant,
     check_compiler,
@@ -51,9 +52,9 @@ from tools.bench.probe import (
     time_rounds,
     warm_up,
 )
-from tools.cli import Parser, count, counts, say, table
+from tools.cli import Parser, count, counts
 from tools.compose import build_data, resolve_run
-from tools.processes import Send, first_line, in_a_process
+from tools.processes import Send, first_line
 from tools.store import Row, Store, digits, pipes
 
 FORMS = ("full", "blockwise", "chunk", "rnn")
@@ -105,39 +106,22 @@ def main(argv: list[str]) -> int:
     report = Store(args.out / "inference.json", rows=(*SETTING, "size", "form", "chunk_size")).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
-    failed = False
-
-    def receive(message: Row) -> None:
-        kind = message.pop("kind")
-        say(f"  {message['text'] if kind == 'note' else line(message)}")
-        if kind == "row":
-            report.add(message)
-
-    try:
-        for size in args.sizes:
-            say(f"{size} {loaded.task.info.size_unit}")
-            job = Job(
-                run=str(loaded.folder),
-                variants=tuple(variants(loaded, args.form, args.chunk_size)),
-                size=size,
-                batch=args.batch,
-                rounds=args.rounds,
-                seconds=args.seconds,
-                threads=torch.get_num_threads(),
-                eager=args.eager,
-                samples=args.samples,
-                command=shlex.join(["./run.sh", "bench", "inference", *argv]),
-            )
-            problem = in_a_process(measure, job, receive)
-            if problem:
-                say(f"  {problem}")
-                failed = True
-    finally:  # also what was measured before Ctrl-C
-        if report.new:
-            report.save(markdown(report))
-            rows = [row for key, row in report.rows.items() if key in report.new]
-            print(f"{title(rows[0])}\n{table(*tabled(rows))}\n\n{report.files_and(draw(report))}")
-    return 1 if failed or not report.new else 0
+    jobs = {
+        f"{size} {loaded.task.info.size_unit}": Job(
+            run=str(loaded.folder),
+            variants=tuple(variants(loaded, args.form, args.chunk_size)),
+            size=size,
+            batch=args.batch,
+            rounds=args.rounds,
+            seconds=args.seconds,
+            threads=torch.get_num_threads(),
+            eager=args.eager,
+            samples=args.samples,
+            command=shlex.join(["./run.sh", "bench", "inference", *argv]),
+        )
+        for size in args.sizes
+    }
+    return collect(report, jobs, measure, line=line, title=title, tabled=tabled, markdown=markdown, draw=draw)
 
 
 def variants(loaded: LoadedRun, forms: list[str], chunk_sizes: list[int]) -> list[Variant]:
