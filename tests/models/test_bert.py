@@ -166,12 +166,8 @@ def test_a_model_with_fewer_positions_takes_the_first():
     )
 
 
-@torch.inference_mode()
-def test_transformers_gives_the_same_logits():
-    """`BertForMaskedLM` with copied weights, of a padded batch of pairs."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
+def their_config(transformers, **more):
+    return transformers.BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=12,
         num_hidden_layers=2,
@@ -179,8 +175,16 @@ def test_transformers_gives_the_same_logits():
         intermediate_size=24,
         max_position_embeddings=32,
         initializer_range=0.3,
-        attn_implementation="eager",
+        **more,
     )
+
+
+@torch.inference_mode()
+def test_transformers_gives_the_same_logits():
+    """`BertForMaskedLM` with copied weights, of a padded batch of pairs."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = their_config(transformers, attn_implementation="eager")
     theirs, ours = transformers.BertForMaskedLM(config).double().eval(), bert(token_types=2)
     weights = theirs.state_dict()
     ours.load_state_dict({name: torch.cat([weights[n] for n in theirs_of(name)]) for name in ours.state_dict()})
@@ -198,16 +202,7 @@ def test_transformers_classifies_the_same():
     """`BertForSequenceClassification` with copied weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        initializer_range=0.3,
-        num_labels=3,
-    )
+    config = their_config(transformers, num_labels=3)
     theirs = transformers.BertForSequenceClassification(config).double().eval()
     shape = {"mlp_ratio": 2, "max_positions": 32, "token_types": 2}
     ours = BertClassifier(BertClassifierConfig(SOFTMAX, 12, 2, 3, **shape), vocabulary=VOCABULARY, length=9, outputs=3)
