@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,11 @@ from lion.files import digest
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+
+
+def mark_of(decided: Any) -> str:
+    """For a folder's name: what decides its content, as JSON, in twelve digits."""
+    return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def again(folder: Path) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from data.base import DataConfig, DataSet, data_root, user_path
 from data.lra.store import Arrays, Source, check_sums, open_arrays, prepare, read_manifest
-from data.manifest import FORMAT
+from data.manifest import FORMAT, mark_of
 from data.vision.sources import split_indices
 from lion.config import ConfigError, setting
 from lion.tasks.data import Batch, DeviceDataset, Splits
@@ -174,9 +172,8 @@ class SequenceSet(DataSet):
     def folder(self) -> Path:
         """Where the samples are; its name is of all that decides them."""
         decided = {"name": self.config.name, "format": FORMAT, "of": self.identity()}
-        digest = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
         root = user_path(self.config.root) if self.config.root else data_root() / "lra"
-        return root / f"{self.config.name}-{digest}"
+        return root / f"{self.config.name}-{mark_of(decided)}"
 
     def prepare(self) -> None:
         """Make the samples where they are missing."""

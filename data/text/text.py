@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
 import re
 import sysconfig
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from data.base import DataConfig, DataSet, data_root, user_path
-from data.manifest import FORMAT, MANIFEST
+from data.manifest import FORMAT, MANIFEST, mark_of
 from data.text.corpus import BORDERS, Corpus, Files, open_corpus
 from data.text.layouts import Layout, Packed, Padded, Windows
 from data.text.prepare import prepare
@@ -209,9 +207,8 @@ class Text(DataSet):
         if (files := local_files(config.tokenizer)) is not None:
             decided["tokenizer"] = files.stem if files.is_file() else files.name
             decided["rules"] = open_tokenizer(config.tokenizer).inner.to_str()  # the same name may be of other files
-        digest = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
         root = user_path(config.root) if config.root else data_root() / "text"
-        return root / f"{config.name}-{decided['tokenizer'].replace('/', '_')}-{digest}"
+        return root / f"{config.name}-{decided['tokenizer'].replace('/', '_')}-{mark_of(decided)}"
 
     def identity(self) -> Any:
         """Which text it is: the files with their sizes and times, or a Hub id."""
