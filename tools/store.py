@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -109,6 +110,14 @@ class Store:
 def digits(x: float) -> str:
     """A number with three digits that count."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 0.1 else f"{x:.3f}"
+
+
+def spread(values: Sequence[float], number: Callable[[float], str]) -> str:
+    """The mean, and the deviation of a sample, each written by `number`; "-" where there is none."""
+    if not values:
+        return "-"
+    mean = number(statistics.mean(values))
+    return f"{mean} ± {number(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
 def pipes(header: list[str], rows: list[list[str]], text: Sequence[str] = ("mixer", "form")) -> str:

@@ -18,7 +18,7 @@ from lion.tasks.sequence_classification import METRICS
 from tools.cli import table
 from tools.compose import RECIPES, resolve, resolve_run
 from tools.glue.plan import Cell
-from tools.store import Row, Store, pipes
+from tools.store import Row, Store, pipes, spread
 
 # what enters the average, as (split, metric): a task's score is their mean; of the others it is their first metric
 ENTERS = {
@@ -118,10 +118,11 @@ def task_rows(rows: list[Row]) -> list[list[str]]:
             [
                 task,
                 " + ".join(map(words, entering)),
-                spread([row["score"] for row in own]),
-                spread([row["best"] for row in own]),
+                spread([row["score"] for row in own], hundredths),
+                spread([row["best"] for row in own], hundredths),
                 str(len(own)),
-                ", ".join(f"{words(name)} {spread([100 * r['metrics'][name] for r in own])}" for name in beside) or "-",
+                ", ".join(f"{words(n)} {spread([100 * r['metrics'][n] for r in own], hundredths)}" for n in beside)
+                or "-",
                 ", ".join(dict.fromkeys(Path(row["start"]).name for row in own)),
                 f"{first['samples']:,}",
                 f"{TASKS[task].samples:,}",
@@ -142,10 +143,8 @@ def words(key: str) -> str:
     return f"{split.removeprefix('val').removeprefix('_')} {METRICS[metric].title}".strip()
 
 
-def spread(values: list[float]) -> str:
-    """The mean, and the deviation of a sample."""
-    mean = f"{statistics.mean(values):.2f}"
-    return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
+def hundredths(value: float) -> str:
+    return f"{value:.2f}"
 
 
 def mean_of_tasks(rows: list[Row]) -> float:

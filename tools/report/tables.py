@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from lion.tasks.metrics import Metric
 from tools.report.paper import Paper, claimed
 from tools.report.runs import Run
+from tools.store import spread
 
 Groups = dict[str, list[Run]]
 Table = tuple[list[str], list[list[str]]]
@@ -28,23 +28,15 @@ def result_table(groups: Groups, paper: Paper) -> Table:
     for name, runs in groups.items():
         tests = [run.test for run in runs if run.test is not None]
         speeds = [run.speed for run in runs if run.speed is not None]
-        row = [name, spread(tests if len(tests) == len(runs) else [], first.metric)]
-        row.append(spread([run.val for run in runs], first.metric))
-        row += [spread([run.beside[i][1] for run in runs], metric) for i, metric in enumerate(beside)]
+        row = [name, spread(tests if len(tests) == len(runs) else [], first.metric.number)]
+        row.append(spread([run.val for run in runs], first.metric.number))
+        row += [spread([run.beside[i][1] for run in runs], metric.number) for i, metric in enumerate(beside)]
         row += [str(len(runs)), f"{runs[0].parameters:,}", "-" if runs[0].seen is None else f"{runs[0].seen:,.0f}"]
         row.append(f"{statistics.median(speeds):,.0f}" if speeds else "-")
         rows.append([*row, *(numbers.get(name, {}).get(column, "-") for column in paper.columns)])
     told = {i: {row[i] for row in rows} for i in range(len(header))}
     kept = [i for i in told if told[i] != {"-"} and (len(told[i]) > 1 or not header[i].endswith(" seen"))]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
-
-
-def spread(values: list[float], metric: Metric) -> str:
-    """The mean as the metric writes it, and the deviation of a sample."""
-    if not values:
-        return "-"
-    mean = metric.number(statistics.mean(values))
-    return f"{mean} ± {metric.number(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
 def claim_table(groups: Groups, paper: Paper) -> Table:
@@ -72,7 +64,13 @@ def comparison(
                 metric.gain(other[r.recipe.seed], getattr(r, split)) for r in groups[worse] if r.recipe.seed in other
             ]
             if gaps:
-                claim = [f"{better} > {worse}", split, spread(gaps, metric), str(len(gaps)), verdict(gaps, words)]
+                claim = [
+                    f"{better} > {worse}",
+                    split,
+                    spread(gaps, metric.number),
+                    str(len(gaps)),
+                    verdict(gaps, words),
+                ]
                 rows.append(claim)
     unit = "points" if metric.percent else metric.title
     return [title, "on", f"difference, {unit}", "n", "here"], rows
