@@ -3,6 +3,7 @@
 from lion.ops.api import linear_attention, linear_attention_parts
 from lion.ops.arguments import no_autocast
 from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS
+from lion.ops.logcumsumexp import logcumsumexp
 from lion.ops.multiscan import multi_scan_attention
 from lion.ops.one_scan import one_scan_attention
 from lion.ops.reference import reference_attention, reference_one_scan_attention
@@ -25,6 +26,7 @@ __all__ = [
     "initial_state",
     "linear_attention",
     "linear_attention_parts",
+    "logcumsumexp",
     "multi_scan_attention",
     "no_autocast",
     "one_scan_attention",
