@@ -77,12 +77,12 @@ class EncoderConfig(ModelConfig):
             ValueError: Settings that do not go together.
         """
         c = fill(self, self.released.get(self.mixer, {})) if self.preset == "released" else copy.copy(self)
+        facts = KINDS[c.mixer].facts(c.mixer)
+        c = fill(c, {"tpe": facts.tpe, "attention": {"rotation": facts.rotation}})
         try:
             c.attention = resolve_mixer(c.mixer, c.attention)
         except ValueError as error:
             raise ValueError(f"attention.{error}") from None
-        if c.tpe is None:
-            c.tpe = KINDS[c.mixer].facts(c.mixer).tpe
         return c
 
     def knows_order(self) -> bool:
