@@ -120,7 +120,7 @@ class EncoderConfig(ModelConfig):
             if value != usual[path]:
                 how = "without" if not value or value == "none" else "with" if isinstance(value, int) else value
                 parts.append(f"{how} {words}")
-        return " ".join(parts)
+        return " ".join([*parts, attention.label()]).rstrip()
 
     def shape(self) -> str:
         """What models must share to be compared by their mixers."""
