@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from lion.config import ConfigError
-from lion.layers import MIXERS
 from lion.ops import linear_attention
 from tests.helpers import ROOT, here, refuse
 from tools import processes
-from tools.bench import ops, probe
+from tools.bench import operators, ops, probe
 from tools.bench.floors import Size, floor, flops, traffic
+from tools.bench.operators import OPERATORS
 from tools.bench.report import Report, crossing, crossovers
 from tools.store import SCHEMA
 
@@ -61,7 +61,7 @@ def sdpa(**changes) -> dict:
     return row(ratio=1.0, mixer="sdpa", form="sdpa", chunk_size=None, compiled=False, error=None, **changes)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", OPERATORS)
 @pytest.mark.slow
 def test_every_mixer_is_verified_and_measured(mixer):
     rows, notes = measure(mixer=mixer, forms=("full", "chunk"), passes=("both",), rounds=1)
@@ -89,17 +89,17 @@ def test_rows_hold_time_ratio_floor_and_memory():
 
 def test_inputs_are_what_the_layer_hands_over():
     cpu = torch.device("cpu")
-    tensors, fixed = ops.operator_inputs(replace(JOB, mixer="rwkv6"), 2, 24, cpu, torch.bfloat16)
+    tensors, fixed = OPERATORS["rwkv6"].inputs(2, 8, 2, 24, cpu, torch.bfloat16)
     assert tensors["q"].dtype == torch.bfloat16 and tensors["log_decay"].dtype == torch.float32
     assert tensors["bonus"].shape == (2, 8) and fixed["decay_convention"] == "between" and fixed["beta"] is None
     assert all(t.is_leaf and t.is_contiguous() and t.requires_grad for t in tensors.values())
-    turned, _ = ops.operator_inputs(replace(JOB, mixer="retnet"), 1, 24, cpu, torch.float32)
+    turned, _ = OPERATORS["retnet"].inputs(2, 8, 1, 24, cpu, torch.float32)
     assert not turned["angles"].requires_grad  # positions are not learned
-    assert ops.operator_inputs(replace(JOB, mixer="deltanet"), 1, 24, cpu, torch.float32)[0]["beta"].shape == (
-        1,
-        2,
-        24,
-    )
+    assert OPERATORS["deltanet"].inputs(2, 8, 1, 24, cpu, torch.float32)[0]["beta"].shape == (1, 2, 24)
+    assert set(OPERATORS["lightnet"].inputs(2, 8, 1, 24, cpu, torch.float32)[0]) == {"q", "k", "v"}  # no decay
+    assert set(OPERATORS["lightnet_forward"].inputs(2, 8, 1, 24, cpu, torch.float32)[0]) == {"q", "k", "v"}  # its own
+    _, fixed = OPERATORS["lion_s_multiscan"].inputs(2, 8, 1, 26, cpu, torch.float32)
+    assert fixed["orders"].shape == (2, 26) and (fixed["orders"][:, 0] == 0).all()  # a class token and 5 x 5 patches
 
 
 @pytest.mark.parametrize("wrong", [1 + 1e-4, math.nan])
@@ -108,7 +108,7 @@ def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
     def off(*args, **kwargs):
         return linear_attention(*args, **kwargs) * (wrong if kwargs["form"] == "chunk" else 1)
 
-    monkeypatch.setattr(ops, "linear_attention", off)
+    monkeypatch.setattr(operators, "linear_attention", off)
     rows, (note,) = measure(passes=("forward",))
     assert {r["form"] for r in rows} == {"sdpa", "full", "rnn"}
     assert note["failed"] and "lion_s chunk 8: off by" in note["text"]
@@ -147,6 +147,10 @@ def test_floors_by_hand():
     assert flops("chunk", "decay", "forward", n) == 2 * inside + 4 * state + carried
     assert flops("rnn", "decay", "both", n) == 3 * (2 * inside + 4 * state + carried)
     assert flops("chunk", "decay", "forward", n._replace(chunk=8)) == 2 * square  # one chunk is the full form
+    one = n._replace(directions=1)
+    assert flops("chunk", "decay", "forward", one) == 2 * inside + 2 * state + carried // 2
+    assert flops("chunk", "decay", "forward", n._replace(scans=2)) == 2 * flops("chunk", "decay", "forward", n)
+    assert {flops(form, "one_scan", "forward", n) for form in ("full", "chunk", "rnn")} == {2 * state}
     assert flops("full", "delta", "forward", n) == 3.5 * square
     assert flops("chunk", "delta", "forward", n) == 4.5 * inside + 6 * state
     tensors = [torch.zeros(4, requires_grad=True), torch.zeros(2)]

@@ -16,13 +16,15 @@ from tools.bench.probe import best
 
 
 class Size(NamedTuple):
-    """A batch: B, H, L, D (values are as wide as keys), and C tokens a chunk."""
+    """A batch: B, H, L, D (values are as wide as keys), C tokens a chunk, and how often the tokens are gone through."""
 
     batch: int
     heads: int
     length: int
     dim: int
     chunk: int = 1
+    directions: int = 2
+    scans: int = 1
 
     def pairs(self, tokens: int) -> int:
         """FLOPs of one product of every token with `tokens` others, 2 B H L T D."""
@@ -39,21 +41,24 @@ def sdpa(n: Size, kind: str) -> int:
 
 
 def full(n: Size, kind: str) -> int:
-    """Q K^T and (Q K^T * M) V; without decay K^T V and Q (K^T V)."""
+    """Q K^T and (Q K^T * M) V, of several scans with the mean of their masks; without decay K^T V and Q (K^T V)."""
     if kind == "delta":
         return delta(n, n.length, n.dim)
-    return 2 * n.states() if kind == "plain" else 2 * n.pairs(n.length)
+    return 2 * n.states() if kind in ("plain", "one_scan") else 2 * n.pairs(n.length)
 
 
 def chunk(n: Size, kind: str) -> int:
-    """Both products inside chunks; in each direction K^T V and Q S, and a state a chunk carried on."""
+    """Both products inside chunks; in each direction K^T V and Q S, and a state a chunk carried on. One scan is the
+    product."""
+    if kind == "one_scan":
+        return full(n, kind)
     size = min(n.chunk, n.length)
     count = -(-n.length // size)
     if kind == "delta":
         between = 6 * n.states() if count > 1 else 0  # W S, Q S, K^T N, each in both directions
         return delta(n, size, 2 * n.dim if count > 1 else n.dim) + between
-    carried = 2 * 2 * n.batch * n.heads * count * n.dim**2
-    return 2 * n.pairs(size) + (4 * n.states() + carried if count > 1 else 0)
+    between = n.directions * (2 * n.states() + 2 * n.batch * n.heads * count * n.dim**2) if count > 1 else 0
+    return n.scans * (2 * n.pairs(size) + between)
 
 
 def delta(n: Size, tokens: int, solved: int) -> int:

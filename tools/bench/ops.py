@@ -1,6 +1,9 @@
 """Time the operators in every form against PyTorch's SDPA, beside the least time that they can take.
 
-    ./run.sh bench ops [--mixer lion_s gla | all] [--form full chunk] [--length 197 1024] [--pass forward both]
+    ./run.sh bench ops [--mixer lion_s lightnet | all] [--form full chunk] [--length 197 1024] [--pass forward both]
+
+Of Lion-S over two orders of an image (`lion_s_multiscan`) and of GLA and LightNet in one direction there are rows, too:
+LightNet's one scan beside two and four.
 
 Each form is verified against the definition first, as it is timed: compiled, but for loops over the sequence (`rnn`,
 `blockwise`). The operator gets what the mixer's layer hands over. Rounds are interleaved: each one times every form of
@@ -26,12 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.config import ConfigError
-from lion.layers import MIXERS, LionAttention
-from lion.layers.layout import Layout
-from lion.ops import linear_attention, reference_attention
-from lion.ops.features import apply_feature_map
 from lion.trainer.memory import process_peak
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
+from tools.bench.operators import OPERATORS, Operator
 from tools.bench.probe import (
     Variant,
     check_compiler,
@@ -57,7 +57,7 @@ TOLERANCE = 2e-5  # largest error over the largest value, float32
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures: a mixer, in every form, length and pass."""
+    """What one process measures: an operator (of `OPERATORS`), in every form, length and pass."""
 
     mixer: str
     forms: tuple[str, ...]
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
     )
     report.add({**job.about(), **job.rates}, "rates")
     say(report.rates_line(job.about()))
-    mixers = tuple(MIXERS) if "all" in args.mixer else tuple(m for m in MIXERS if m in args.mixer)
+    mixers = tuple(m for m in OPERATORS if m in args.mixer or "all" in args.mixer)
     failed = False
 
     def receive(message: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="run.sh bench ops", description=__doc__.splitlines()[0])
-    parser.add_argument("--mixer", nargs="+", choices=(*MIXERS, "all"), default=list(DEFAULT))
+    parser.add_argument("--mixer", nargs="+", choices=(*OPERATORS, "all"), default=list(DEFAULT))
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024, 4096])
     parser.add_argument("--pass", dest="passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
@@ -201,9 +201,10 @@ def verify_all(job: Job, device: torch.device, send: Send) -> dict[Variant, floa
     """The error of each form against the definition; those that are off, or do not exist, are left out."""
     found = {}
     send({"kind": "progress", "text": f"  verifying {', '.join(job.forms)}"})
-    tensors, fixed = operator_inputs(job, 1, CHECKED, device, torch.float32)
+    operator = OPERATORS[job.mixer]
+    tensors, fixed = operator.inputs(job.heads, job.dim, 1, CHECKED, device, torch.float32)
     exact = {name: t.detach().cpu().double() for name, t in tensors.items()}
-    expected = reference_attention(**exact, **fixed, direction="both")
+    expected = operator.definition(exact, fixed)
     for form in job.forms:
         for size in job.chunk_sizes if form != "full" else (None,):
             variant = Variant(form, size)
@@ -224,31 +225,11 @@ def verify_all(job: Job, device: torch.device, send: Send) -> dict[Variant, floa
     return found
 
 
-def operator_inputs(
-    job: Job, batch: int, length: int, device: torch.device, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the mixer's layer hands to the operator for random tokens: tensors as leaves, contiguous, and the rest."""
-    torch.manual_seed(0)
-    layer = LionAttention(job.heads * job.dim, job.heads, job.mixer).to(device)
-    x = torch.randn(batch, length, job.heads * job.dim, device=device)
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        given = layer.arguments(x, *layer.heads(x), Layout())
-        phi = given.pop("feature_map")  # the operator alone is timed
-        given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
-    tensors = {
-        name: t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(t.requires_grad)
-        for name, t in given.items()
-        if isinstance(t, Tensor)
-    }
-    return tensors, {name: value for name, value in given.items() if name not in tensors}
-
-
 def build(job: Job, variant: Variant, fixed: dict[str, Any]) -> Callable[[dict[str, Tensor]], Tensor]:
     """The operator as a layer's `mix` calls it, compiled."""
-    how = dict(form=variant.form, direction="both", chunk_size=variant.chunk_size or 64)
 
     def run(tensors: dict[str, Tensor]) -> Tensor:
-        return linear_attention(**tensors, **fixed, **how)
+        return OPERATORS[job.mixer].run(tensors, fixed, variant.form, variant.chunk_size or 64)
 
     if job.eager or variant.form in LOOPS:
         return run
@@ -263,15 +244,15 @@ def time_length(
     job: Job, length: int, which: str, errors: dict[Variant, float], device: torch.device, send: Send
 ) -> list[dict[str, Any]]:
     """Rows of one length and pass, SDPA's first."""
-    batch = max(1, job.tokens // length)
-    tensors, fixed = operator_inputs(job, batch, length, device, getattr(torch, job.dtype))
+    batch, operator = max(1, job.tokens // length), OPERATORS[job.mixer]
+    tensors, fixed = operator.inputs(job.heads, job.dim, batch, length, device, getattr(torch, job.dtype))
     where = {"length": length, "pass": which}
     runs, rows = {}, {}
     send({"kind": "progress", "text": f"  {length:,} tokens, {which}: {'warming up' if job.eager else 'compiling'}"})
     for variant in (SDPA, *errors):
         if variant.form == "rnn" and which == "both":
             continue
-        square = square_of(variant, batch, tensors, which)
+        square = square_of(variant, operator, tensors, which)
         if not fits(square, device):
             short = f"its L x L matrices take about {square / 2**30:.0f} GiB, more than is free"
             send(note(job, short, failed=False, variant=variant, **where))
@@ -286,7 +267,8 @@ def time_length(
             send(note(job, f"not timed ({which}): {first_line(error)}", failed=True, variant=variant, **where))
             continue
         runs[variant] = once
-        work = flops(variant.form, kind(tensors), which, Size(batch, *tensors["q"].shape[1:], variant.chunk_size or 1))
+        size = Size(*tensors["q"].shape, variant.chunk_size or 1, 2 if operator.direction == "both" else 1)
+        work = flops(variant.form, operator.kind(tensors), which, size._replace(scans=len(operator.scans)))
         moved = traffic(used.values(), out, which)
         rows[variant] = {
             "mixer": "sdpa" if variant is SDPA else job.mixer,
@@ -315,15 +297,10 @@ def time_length(
     return list(rows.values())
 
 
-def kind(tensors: dict[str, Tensor]) -> str:
-    """Of a mixer's operator: "delta", "decay", or "plain" without one."""
-    return "delta" if "beta" in tensors else "decay" if "log_decay" in tensors else "plain"
-
-
-def square_of(variant: Variant, batch: int, tensors: dict[str, Tensor], which: str) -> int:
+def square_of(variant: Variant, operator: Operator, tensors: dict[str, Tensor], which: str) -> int:
     """Bytes of the L x L matrices of a form."""
-    if variant.form != "full" or kind(tensors) == "plain":
+    if variant.form != "full" or operator.kind(tensors) in ("plain", "one_scan"):
         return 0
-    _, heads, length, dim = tensors["q"].shape
-    vectors = "log_decay" in tensors and tensors["log_decay"].dim() in (2, 4)
-    return square_bytes(batch, heads, length, backward=which == "both", vectors=dim if vectors else 0)
+    batch, heads, length, dim = tensors["q"].shape
+    vectors = dim if operator.vectors(tensors) else 0
+    return len(operator.scans) * square_bytes(batch, heads, length, backward=which == "both", vectors=vectors)

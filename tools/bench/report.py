@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lion.layers import MIXERS
+from tools.bench.operators import OPERATORS
 from tools.cli import table
 from tools.store import Row, Store, digits, pipes
 
@@ -118,7 +118,13 @@ def rank(names: Iterable[str], name: str) -> int:
 
 
 def order(row: Row) -> tuple:
-    return (row["length"], rank(MIXERS, row["mixer"]), row["mixer"], rank(FORMS, row["form"]), row["chunk_size"] or 0)
+    return (
+        row["length"],
+        rank(OPERATORS, row["mixer"]),
+        row["mixer"],
+        rank(FORMS, row["form"]),
+        row["chunk_size"] or 0,
+    )
 
 
 def title(row: Row) -> str:
@@ -219,13 +225,15 @@ def picture(fig: Any, rows: list[Row]) -> None:
             for form, size in [("sdpa", None)] if mixer == "sdpa" else forms:
                 own = [r for r in some if (r["mixer"], r["form"], r["chunk_size"]) == (mixer, form, size)]
                 style = {"color": "black", "linewidth": 2.2} if mixer == "sdpa" else look(form, size)
-                style.setdefault("color", COLOURS[rank(MIXERS, mixer) % len(COLOURS) - 1])
+                style.setdefault("color", COLOURS[rank(OPERATORS, mixer) % len(COLOURS) - 1])
                 ax.plot([r["length"] for r in own], [r[value] / scale for r in own], **style)
         ax.set(title=text, xlabel="tokens")
         by_length(ax, lengths)
         ax.spines[["top", "right"]].set_visible(False)
     handles = [line([], [], color="black", linewidth=2.2, label="SDPA")]
-    handles += [line([], [], color=COLOURS[rank(MIXERS, m) % len(COLOURS) - 1], linewidth=4, label=m) for m in mixers]
+    handles += [
+        line([], [], color=COLOURS[rank(OPERATORS, m) % len(COLOURS) - 1], linewidth=4, label=m) for m in mixers
+    ]
     handles += [line([], [], linestyle="none", label="")]
     names = [f if c is None else f"{f} {c}" for f, c in forms]
     handles += [line([], [], color="0.3", label=name, **look(*f)) for name, f in zip(names, forms)]

@@ -1,0 +1,139 @@
+"""What `bench ops` times: the operator of every mixer, and of some in one direction or over several scans."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lion.layers import MIXERS, LionAttention
+from lion.layers.decays import KeySoftmax
+from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout, grid_layout
+from lion.ops import (
+    linear_attention,
+    multi_scan_attention,
+    one_scan_attention,
+    reference_attention,
+    reference_one_scan_attention,
+)
+from lion.ops.features import apply_feature_map
+
+SCAN = "log_decay_"  # names of the decays of several scans
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The operator of a mixer's layer as `LionAttention.mix` calls it.
+
+    It is given tensors (leaves, by name) and `fixed` arguments, both made by `inputs`. Where a decay is made of the
+    keys alone (LightNet in one direction), making it is part of what is timed.
+    """
+
+    mixer: str
+    direction: str = "both"
+    scans: tuple[str, ...] = AS_THEY_STAND
+
+    @property
+    def one_scan(self) -> bool:
+        return MIXERS[self.mixer].one_scan and self.direction == "both"
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether the decay is made of the keys."""
+        return MIXERS[self.mixer].one_scan and self.direction != "both"
+
+    def inputs(
+        self, heads: int, dim: int, batch: int, length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What the layer hands to the operator for random tokens: tensors as leaves, contiguous, and the rest."""
+        torch.manual_seed(0)
+        how = dict(direction=self.direction, scans=self.scans)
+        layer = LionAttention(heads * dim, heads, self.mixer, **how).to(device)
+        x = torch.randn(batch, length, heads * dim, device=device)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            q, k, v = layer.heads(x)
+            given = layer.arguments(x, q, k, v, Layout())
+            phi = given.pop("feature_map")  # the operator alone is timed
+            given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
+            if self.one_scan or self.of_keys:
+                given |= dict(q=apply_feature_map(layer.config.feature_map, q), k=k, log_decay=None)
+            if self.scans != AS_THEY_STAND:
+                layout = grid(length, self.scans)
+                given["orders"] = layout.orders.to(device)
+                given |= {f"{SCAN}{i}": decay(x, k, layout).log_decay for i, decay in enumerate(layer.decays)}
+                del given["log_decay"]
+        tensors = {
+            name: t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(t.requires_grad)
+            for name, t in given.items()
+            if isinstance(t, Tensor) and t.is_floating_point()
+        }
+        return tensors, {name: value for name, value in given.items() if name not in tensors}
+
+    def run(self, tensors: dict[str, Tensor], fixed: dict[str, Any], form: str, chunk_size: int) -> Tensor:
+        how = dict(form=form, chunk_size=chunk_size)
+        if self.one_scan:
+            return one_scan_attention(**tensors, **how)
+        how["direction"] = self.direction
+        if self.scans == AS_THEY_STAND:
+            return linear_attention(**self.gated(tensors, fixed), **how)
+        q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
+        return multi_scan_attention(q, k, v, log_decays, **fixed, **how)
+
+    def definition(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> Tensor:
+        """The same, token by token."""
+        if self.one_scan:
+            return reference_one_scan_attention(**tensors)
+        if self.scans == AS_THEY_STAND:
+            return reference_attention(**self.gated(tensors, fixed), direction=self.direction)
+        q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
+        sums = 0  # numerators and, of ones, row sums, of all scans
+        for order, log_decay in zip(fixed["orders"].cpu(), log_decays):
+            values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+            moved = (x[:, :, order] for x in (q, k, values))
+            a = log_decay if log_decay.dim() < 3 else log_decay[:, :, order]
+            how = dict(decay_convention=fixed["decay_convention"], normalize="none", scale=1.0)
+            sums = sums + reference_attention(*moved, a, direction=self.direction, **how)[:, :, order.argsort()]
+        return sums[..., :-1] / sums[..., -1:]
+
+    def gated(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `linear_attention`."""
+        if not self.of_keys:
+            return {**tensors, **fixed}
+        k = tensors["k"]
+        gates = KeySoftmax(k.shape[1] * k.shape[3], k.shape[1])(k, k, PLAIN)
+        return {**fixed, **tensors, "k": gates.k, "log_decay": gates.log_decay}
+
+    def scanned(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> tuple:
+        """q, k, v, one decay for each scan, and settings."""
+        log_decays = [t for name, t in tensors.items() if name.startswith(SCAN)]
+        settings = {name: fixed[name] for name in ("orders", "normalize", "decay_convention", "scale")}
+        return *(tensors[name] for name in "qkv"), log_decays, settings
+
+    def kind(self, tensors: dict[str, Tensor]) -> str:
+        """ "delta", "decay", "one_scan", or "plain" without any."""
+        if self.one_scan:
+            return "one_scan"
+        decays = self.of_keys or any(name.startswith("log_decay") for name in tensors)
+        return "delta" if "beta" in tensors else "decay" if decays else "plain"
+
+    def vectors(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether a decay has one lambda for each key dimension."""
+        return self.of_keys or any(t.dim() in (2, 4) for name, t in tensors.items() if name.startswith("log_decay"))
+
+
+def grid(length: int, scans: tuple[str, ...]) -> Layout:
+    """That of an image with so many tokens, as near to a square as can be; a class token where that makes it one."""
+    special = int(math.isqrt(length - 1) ** 2 == length - 1)
+    height = max(n for n in range(1, math.isqrt(length) + 1) if (length - special) % n == 0)
+    return grid_layout(height, (length - special) // height, scans, special)
+
+
+OPERATORS = {
+    **{name: Operator(name) for name in MIXERS},
+    "lion_s_multiscan": Operator("lion_s", scans=("row_snake", "column_snake")),  # two orders, both ways: four scans
+    "gla_forward": Operator("gla", "forward"),
+    "lightnet_forward": Operator("lightnet", "forward"),
+}
