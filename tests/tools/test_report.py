@@ -288,3 +288,11 @@ def test_a_run_that_is_stuck_is_told(runs):
     groups = group([*told, *of(runs, "softmax")], PAPER)
     text = markdown([as_section(Section("", PAPER, groups))], "Vision", None)
     assert "- lion_s, seed 0: stuck at chance: .." in text and text.count("stuck at chance") == 1
+
+
+def test_of_several_tasks_the_numbers_of_one():
+    """Where the paper has the data of a section, its other columns are of other tasks."""
+    paper = read_paper("lra")
+    assert {column for row in claimed(paper, "listops").values() for column in row} == {"ListOps"}
+    assert {"ListOps", "Text", "Path-X"} <= {column for row in claimed(paper, "digits").values() for column in row}
+    assert claimed(paper, "listops")["lion_s_hippo"] == {"ListOps": "62.25"}
