@@ -19,6 +19,7 @@ from data.base import data_root, user_path
 from data.lra.lines import Lines
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
 from data.lra.store import Arrays, Part, Source, in_parts, read_manifest
+from data.manifest import mark_of
 from data.text.corpus import whole
 from data.vision.hf import TEST, VAL, by_split
 from lion.config import ConfigError, setting
@@ -105,7 +106,8 @@ class Documents(SequenceSet):
     def info(self, manifest: dict[str, Any]) -> SequenceInfo:
         characters = manifest["characters"]
         vocabulary = FIRST + (256 if characters is None else len(characters))
-        return SequenceInfo(2, self.config.length, vocabulary, self.parts_of_a_sample)
+        alphabet = characters and mark_of(characters)
+        return SequenceInfo(2, self.config.length, vocabulary, self.parts_of_a_sample, alphabet=alphabet)
 
     def published(self) -> tuple[SequenceInfo, int] | None:
         if self.config.tokenizer == "characters":  # how many there are, the documents tell

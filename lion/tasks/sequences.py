@@ -26,6 +26,7 @@ class SequenceInfo(Info):
         vocabulary: Ids are below it; None: the inputs are pixels.
         parts: 2 where a sample is a pair of documents.
         mean, std: Of pixels in [0, 1].
+        alphabet: Fingerprint of what the ids stand for, where training documents decide it.
     """
 
     kind = "sequences"
@@ -36,6 +37,7 @@ class SequenceInfo(Info):
     parts: int = 1
     mean: float = 0.0
     std: float = 1.0
+    alphabet: str | None = None
 
     def __post_init__(self) -> None:
         counts = (self.classes, self.length, 1 if self.vocabulary is None else self.vocabulary)
@@ -58,10 +60,12 @@ class SequenceInfo(Info):
         return replace(self, length=sample_size)
 
     def shares_heads(self, then: dict[str, Any]) -> bool:
-        return all(then.get(name) == getattr(self, name) for name in ("classes", "vocabulary", "parts"))
+        return all(then.get(name) == getattr(self, name) for name in ("classes", "vocabulary", "parts", "alphabet"))
 
     def check_transfer(self, whose: str, then: dict[str, Any]) -> None:
-        """Ids must mean the same tokens, as far as their number tells."""
+        """Ids must mean the same tokens, as far as their number and alphabet tell."""
         if then.get("vocabulary") != self.vocabulary:
             old, new = ("pixels" if n is None else f"{n} ids" for n in (then.get("vocabulary"), self.vocabulary))
             raise ConfigError(f"{whose} is of other inputs: they were {old}, and are {new} now")
+        if then.get("alphabet") != self.alphabet:
+            raise ConfigError(f"{whose} is of other inputs: its {self.vocabulary} ids stand for other characters")

@@ -395,6 +395,21 @@ def test_reviews_by_character_leave_rare_ones_out(tmp_path):
     assert source.published() is None
 
 
+def test_ids_of_other_characters_are_told_apart(tmp_path):
+    """As many of them: their number tells nothing."""
+    infos = []
+    for name, text in (("one", "abab"), ("other", "acac")):
+        (tmp_path / name).mkdir()
+        path = reviews(tmp_path / name, train=[{"text": text, "label": 0}], test=REVIEWS[:1])
+        infos.append(prepared(tmp_path, "imdb", path=path, tokenizer="characters", min_count=2, length=8).build().info)
+    one, other = infos
+    assert one.vocabulary == other.vocabulary and not one.shares_heads(other.to_dict())
+    one.check_transfer("a run", one.to_dict())
+    for check in (one.check_transfer, one.check_same):
+        with pytest.raises(ConfigError, match=r"other characters|alphabet was"):
+            check("a run", other.to_dict())
+
+
 def test_a_share_of_the_reviews_may_validate(tmp_path):
     path = reviews(tmp_path, train=[{"text": str(i), "label": 0} for i in range(20)], test=REVIEWS)
     splits = prepared(tmp_path, "imdb", path=path, val_split=0.25).build()

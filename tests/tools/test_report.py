@@ -14,7 +14,7 @@ from lion.tasks.metrics import OfMeans
 from tests.helpers import here, refuse, tiny_recipe
 from tools.report.paper import claimed, read_paper
 from tools.report.runs import group, load, place
-from tools.report.section import Section, markdown
+from tools.report.section import Section, as_section, markdown
 from tools.report.tables import ASKED, claim_table, result_table, verdict
 
 PAPER = read_paper("image_classification")
@@ -208,11 +208,34 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
     assert {p.name for p in tmp_path.iterdir()} >= {"v1.2.md", "v1.2.json"} and not (tmp_path / "v1.md").exists()
 
 
+def test_tables_of_other_runs_stay(runs, tmp_path):
+    """A report grows by sections, and needs the runs of those alone that are named."""
+    where = ("--out", tmp_path, "--name", "tiny")
+    (tmp_path / "why.md").write_text("Because.")
+    one, other = ("--section", "One", runs / "softmax0"), ("--section", "Other", runs / "lion_s0")
+    assert here("report", *one, *other, *where, "--notes", tmp_path / "why.md") == 0
+    text, held = (tmp_path / "tiny.md").read_text(), (tmp_path / "tiny.json").read_text()
+    assert here("report", *other, *where) == 0
+    assert (tmp_path / "tiny.md").read_text() == text and json.loads(held)["sections"][0]["section"] == "One"
+    assert sorted(json.loads(held)["rows"], key=str) == sorted(
+        json.loads((tmp_path / "tiny.json").read_text())["rows"], key=str
+    )
+    assert here("report", "--section", "One", runs / "softmax0", runs / "lion_s1", *where) == 0
+    grown = (tmp_path / "tiny.md").read_text()
+    assert grown.index("## One") < grown.index("| lion_s |") < grown.index("## Other") and "Because." in grown
+    rows = json.loads((tmp_path / "tiny.json").read_text())["rows"]
+    assert sorted((r["section"], r["run"]) for r in rows) == [
+        ("One", "lion_s1"),
+        ("One", "softmax0"),
+        ("Other", "lion_s0"),
+    ]
+
+
 def test_a_task_of_which_the_paper_says_nothing(runs):
     paper, groups = read_paper("chess"), group(of(runs, "lion_s", "softmax"), PAPER)
     header, rows = result_table(groups, paper)
     assert header[-1] == "images/s" and len(rows) == 2 and not claim_table(groups, paper)[1]
-    assert markdown([Section("", paper, groups)], None, None).startswith("# chess: runs at one budget\n")
+    assert markdown([as_section(Section("", paper, groups))], "Chess", None).startswith("# chess: runs at one budget\n")
 
 
 def test_data_say_which_they_are_in_a_line():
@@ -263,5 +286,13 @@ def test_what_started_from_another_run_is_a_row_of_its_own(runs):
 def test_a_run_that_is_stuck_is_told(runs):
     told = [run._replace(remark="stuck at chance: ..") for run in of(runs, "lion_s", "softmax")[:1]]
     groups = group([*told, *of(runs, "softmax")], PAPER)
-    text = markdown([Section("", PAPER, groups)], None, None)
+    text = markdown([as_section(Section("", PAPER, groups))], "Vision", None)
     assert "- lion_s, seed 0: stuck at chance: .." in text and text.count("stuck at chance") == 1
+
+
+def test_of_several_tasks_the_numbers_of_one():
+    """Where the paper has the data of a section, its other columns are of other tasks."""
+    paper = read_paper("lra")
+    assert {column for row in claimed(paper, "listops").values() for column in row} == {"ListOps"}
+    assert {"ListOps", "Text", "Path-X"} <= {column for row in claimed(paper, "digits").values() for column in row}
+    assert claimed(paper, "listops")["lion_s_hippo"] == {"ListOps": "62.25"}

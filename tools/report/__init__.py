@@ -7,7 +7,8 @@ Runs whose recipes agree but for the seed are one row. All runs of a table must 
 steps, batch), and what else differs is listed; each --section is a table of its own, of another task, data or budget.
 The paper's numbers, as `recipes/paper/TASK.yaml` has them, are those that our recipes claim for the same mixer, scans
 and direction: other data, so only their order compares. What `./run.sh glue` has made of the runs stands below their
-table. Writes NAME.md, NAME.json and NAME.png.
+table. Writes NAME.md, NAME.json and NAME.png; what a report of that name held stays: a table gives way to one of its
+title, and notes to notes, so the runs of the others need not be at hand.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lion.config import ConfigError
 from tools.cli import Parser, file_name, table
 from tools.report.paper import read_paper
 from tools.report.runs import group, load
-from tools.report.section import Section, as_rows, curves, markdown
+from tools.report.section import Section, as_rows, as_section, curves, markdown
 from tools.store import Store
 
 
@@ -35,15 +36,22 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     notes = read_notes(args.notes)
     sections = [read_section(title, runs) for title, runs in asked_for(args.runs, args.section)]
-    store = Store(args.out / f"{args.name or sections[0].paper.name}.json", rows=("section", "model", "seed"))
+    name = args.name or sections[0].paper.name
+    store = Store(args.out / f"{name}.json", rows=("section", "model", "seed"), sections=("section",), notes=("notes",))
     store.load(args.fresh)
-    check_earlier(store, {run.folder.name for section in sections for run in section.runs})
-    store.rows.clear()
-    for row in (row for section in sections for row in as_rows(section)):
-        store.add(row)
-    size = (9, 0.4 + 4.8 * len(sections))
-    picture = store.draw(store.path.with_suffix(".png"), size, lambda fig: curves(fig, sections))
-    store.save(markdown(sections, args.name, picture and picture.name, notes))
+    for section in sections:
+        put(store, section)
+    if notes:
+        store.tables["notes"] = {}
+        store.add({"notes": notes}, "notes")
+    held = list(store.tables["sections"].values())
+    picture = store.draw(
+        store.path.with_suffix(".png"),
+        (9, 0.4 + 4.8 * len(held)),
+        lambda fig: curves(fig, held, store.rows.values()),
+    )
+    notes = "\n\n".join(row["notes"] for row in store.tables["notes"].values())
+    store.save(markdown(held, name.replace("_", " ").capitalize(), picture and picture.name, notes))
     for section in sections:
         parts = [section.title, *(table(*t) for t in section.tables()), section.remarks()]
         print(*filter(None, parts), sep="\n\n", end="\n\n")
@@ -75,15 +83,21 @@ def read_section(title: str, names: list[str]) -> Section:
     return Section(title, paper, group(runs, paper))
 
 
-def check_earlier(store: Store, runs: set[str]) -> None:
-    """Refuse to lose a report.
+def put(store: Store, section: Section) -> None:
+    """A section in place of that of its title.
 
     Raises:
-        ConfigError: There is one of runs that are not among these.
+        ConfigError: That one has runs which are not among these.
     """
-    lost = {row["run"] for row in store.rows.values()} - runs
-    if lost:
+    runs = {run.folder.name for run in section.runs}
+    before = {key: row["run"] for key, row in store.rows.items() if row["section"] == section.title}
+    if lost := set(before.values()) - runs:
         raise ConfigError(f"{store.path}: holds {min(lost)}, not given here; --name NAME starts another, --fresh this")
+    for key in before:
+        del store.rows[key]
+    store.tables["sections"][section.title,] = as_section(section)  # where it stood
+    for row in as_rows(section):
+        store.add(row)
 
 
 def read_notes(path: Path | None) -> str:

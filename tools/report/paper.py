@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
+from lion.recipe import Recipe
 from tools.compose import RECIPES, metric_of, resolve
 
 NO_NUMBER = "no number yet"  # what a recipe claims that the paper does not have
@@ -40,14 +41,25 @@ def read_paper(task: str) -> Paper:
     return Paper(**yaml.safe_load(path.read_text())) if path.is_file() else Paper(task, task)
 
 
-def claimed(paper: Paper) -> dict[str, dict[str, str]]:
-    """The paper's numbers, by the names of rows: {"lion_s": {"CIFAR-100": "77.56", ..}, ..}."""
+def claimed(paper: Paper, data: str = "") -> dict[str, dict[str, str]]:
+    """The paper's numbers, by the names of rows: {"lion_s": {"CIFAR-100": "77.56", ..}, ..}.
+
+    Where some columns are of the data set called `data`, only these: the others are other tasks' then.
+    """
+    columns = {
+        name: [r for p in ([patterns] if isinstance(patterns, str) else patterns) for r in recipes(p)]
+        for name, patterns in paper.columns.items()
+    }
+    own = {name: each for name, each in columns.items() if any(recipe.data.name == data for recipe in each)}
     found: dict[str, dict[str, str]] = {}
-    for column, patterns in paper.columns.items():
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            for recipe in map(resolve, sorted(RECIPES.glob(pattern))):
-                if recipe.about.expected == NO_NUMBER:
-                    continue
-                number = recipe.about.expected.removesuffix(f" {metric_of(recipe).title}")
-                found.setdefault(recipe.model.label(), {})[column] = number
+    for column, each in (own or columns).items():
+        for recipe in each:
+            if recipe.about.expected == NO_NUMBER:
+                continue
+            number = recipe.about.expected.removesuffix(f" {metric_of(recipe).title}")
+            found.setdefault(recipe.model.label(), {})[column] = number
     return found
+
+
+def recipes(pattern: str) -> list[Recipe]:
+    return [resolve(path) for path in sorted(RECIPES.glob(pattern))]

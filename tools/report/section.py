@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,18 +55,16 @@ class Section:
         return [(heading, rows) for heading, rows in found if rows[1]]
 
 
-def markdown(sections: list[Section], name: str | None, picture: str | None, notes: str = "") -> str:
-    """The whole report."""
-    only = sections[0] if len(sections) == 1 else None
-    title = only.title or only.paper.title if only else (name or sections[0].paper.name).replace("_", " ").capitalize()
+def markdown(sections: list[Row], title: str, picture: str | None, notes: str = "") -> str:
+    """The whole report, of what `as_section` gives."""
+    only = len(sections) == 1
+    title = (sections[0]["section"] or sections[0]["paper"]) if only else title
     parts = [f"# {title}: runs at one budget{'' if only else ' each'}", "Written by `./run.sh report`.", LEGEND]
     for section in sections:
-        parts += [f"## {section.title or section.paper.title}"] if not only else []
-        parts.append(budget(section.runs))
-        for heading, (header, rows) in section.parts():
+        parts += [f"## {section['section'] or section['paper']}"] if not only else []
+        for heading, text in section["parts"]:
             parts += [f"{'##' if only else '###'} {heading}"] if heading else []
-            parts.append(pipes(header, rows, text=TEXT))
-        parts += [remarks] if (remarks := section.remarks()) else []
+            parts.append(text)
     if picture:
         parts += ["## Curves", f"![validation curves]({picture})", "Mean over seeds, from the lowest to the highest."]
     if notes:
@@ -93,8 +92,22 @@ def budget(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
+def as_section(section: Section) -> Row:
+    """What the report's JSON holds of a section beside its runs: its text by headings, and the axes of its curves."""
+    first = section.runs[0]
+    tables = [(heading, pipes(header, rows, text=TEXT)) for heading, (header, rows) in section.parts()]
+    parts = [("", budget(section.runs)), *tables, *([("", remarks)] if (remarks := section.remarks()) else [])]
+    return {
+        "section": section.title,
+        "paper": section.paper.title,
+        "parts": [list(part) for part in parts],
+        "x": "epoch" if first.recipe.trainer.steps is None else "step",
+        "y": f"val {first.metric.heading}",
+    }
+
+
 def as_rows(section: Section) -> list[Row]:
-    """What the report's JSON holds of each run."""
+    """What it holds of each run."""
     return [
         {
             "section": section.title,
@@ -106,27 +119,29 @@ def as_rows(section: Section) -> list[Row]:
             "beside": {metric.name: value for metric, value in run.beside},
             "speed": run.speed,
             "parameters": run.parameters,
-            "curve": run.curve,
+            "curve": [(x, run.metric.scaled(value)) for x, value in run.curve],
         }
         for name, runs in section.groups.items()
         for run in runs
     ]
 
 
-def curves(fig: Any, sections: list[Section]) -> None:
+def curves(fig: Any, sections: list[Row], rows: Iterable[Row]) -> None:
     """Validation over steps, or epochs where the budget is in epochs; a panel for each section."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["section"], row["model"]), []).append(row)
     panels = fig.subplots(len(sections), squeeze=False)[:, 0]
     for ax, section in zip(panels, sections):
-        first = section.runs[0]
-        for name, runs in section.groups.items():
-            places = sorted(set.intersection(*({x for x, _ in run.curve} for run in runs)))
-            columns = [[first.metric.scaled(dict(run.curve)[x]) for run in runs] for x in places]
+        for name, runs in ((name, runs) for (title, name), runs in groups.items() if title == section["section"]):
+            lines = [dict(map(tuple, run["curve"])) for run in runs]
+            places = sorted(set.intersection(*map(set, lines)))
+            columns = [[line[x] for line in lines] for x in places]
             style = {"color": "black"} if name == "softmax" else {}
             (drawn,) = ax.plot(places, [statistics.mean(c) for c in columns], "o-", markersize=3, label=name, **style)
             low, high = list(map(min, columns)), list(map(max, columns))
             ax.fill_between(places, low, high, alpha=0.15, color=drawn.get_color())
-        unit = "epoch" if first.recipe.trainer.steps is None else "step"
-        ax.set(title=section.title, xlabel=unit, ylabel=f"val {first.metric.heading}")
+        ax.set(title=section["section"], xlabel=section["x"], ylabel=section["y"])
         ax.grid(True, color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

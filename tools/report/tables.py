@@ -18,7 +18,8 @@ ASKED = ("yes", "no, the other way round")
 
 def result_table(groups: Groups, paper: Paper) -> Table:
     """A row for each recipe; columns that tell nothing are left out."""
-    numbers, first = claimed(paper), next(iter(groups.values()))[0]
+    first = next(iter(groups.values()))[0]
+    numbers = claimed(paper, first.recipe.data.name)
     beside = [metric for metric, _ in first.beside]
     header = ["model", f"test {first.metric.heading}", f"val {first.metric.heading}"]
     header += [f"val {metric.heading}" for metric in beside]
