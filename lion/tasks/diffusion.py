@@ -68,7 +68,7 @@ class Diffusion(Task):
     def __init__(self, config: DiffusionConfig, info: ImageInfo) -> None:
         super().__init__(config, info)
         self.process = Process(config.schedule, config.steps)
-        self.bound = 1.0 if info.channels in PICTURES else None
+        self.pictures = info.channels in PICTURES
 
     @staticmethod
     def metrics_of(config: DiffusionConfig) -> tuple[Metric, ...]:
@@ -140,12 +140,12 @@ class Diffusion(Task):
         """A picture of pictures, for TensorBoard; of latents none."""
         from torchvision.utils import make_grid
 
-        return {name: make_grid(pictures, nrow=8)} if self.bound else {}
+        return {name: make_grid(pictures, nrow=8)} if self.pictures else {}
 
     def sample(self, model: nn.Module, classes: Tensor, **how: Any) -> Tensor:
         """As `generate`, in bytes: uint8 (N, channels, height, width); of a model of latents these, as they are."""
         x = self.generate(model, classes, **how)
-        return x if self.bound is None else ((x + 1) * BYTES).round().clamp(0, 255).to(torch.uint8)
+        return to_bytes(x) if self.pictures else x
 
     @torch.no_grad()
     def generate(
@@ -190,10 +190,21 @@ class Diffusion(Task):
             told, untold = both.float().chunk(2)
             return untold + guidance * (told - untold)
 
-        how = {"steps": steps, "eta": eta, "draw": draw, "bound": self.bound, "after_step": after_step}
+        how = {
+            "steps": steps,
+            "eta": eta,
+            "draw": draw,
+            "bound": 1.0 if self.pictures else None,
+            "after_step": after_step,
+        }
         return self.process.denoise(predict, draw(0), **how)
 
 
 def scaled(images: Tensor) -> Tensor:
     """uint8 (B, C, H, W) in [-1, 1]; latents, floating point, as they are."""
     return images.float() / BYTES - 1 if images.dtype == torch.uint8 else images.float()
+
+
+def to_bytes(x: Tensor) -> Tensor:
+    """The way back, of pictures."""
+    return ((x + 1) * BYTES).round().clamp(0, 255).to(torch.uint8)
