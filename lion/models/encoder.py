@@ -90,7 +90,7 @@ class EncoderConfig(ModelConfig):
 
     def knows_order(self) -> bool:
         """Of a config that is resolved, whether the encoder knows the order of tokens without position embeddings."""
-        knows_order = KINDS[self.mixer].facts(self.mixer).knows_order
+        knows_order = KINDS[self.mixer].knows_order(self.mixer, self.attention)
         return knows_order or self.tpe > 0 or self.attention.rotation != NO_ROTATION
 
     def with_mixer(self, mixer: str) -> Self:

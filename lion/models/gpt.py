@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lion.config import setting
 from lion.layers import AttentionConfig
-from lion.layers.decays import Decay
+from lion.layers.decay import Decay
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.mixer import state_type
 from lion.models.encoder import Encoder, EncoderConfig
