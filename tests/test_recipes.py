@@ -15,6 +15,7 @@ from lion.layers.decays import (
     SelectiveHippoDecay,
     SelectiveVectorDecay,
 )
+from lion.layers.lightnet import LightNetAttention
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks.data import Splits
@@ -62,6 +63,7 @@ MIXERS = {
     "linear_transformer": (LionAttention, None),
     "gla": (LionAttention, LowRankDecay),
     "gated_rfa": (LionAttention, RandomFeatureGate),
+    "lightnet": (LightNetAttention, None),  # in both directions
 }
 
 

@@ -60,7 +60,8 @@ class DiTConfig(EncoderConfig):
 
     def shape(self) -> str:
         height, width = self.resolved().patch_size
-        return f"{super().shape()}, patches of {height} x {width}"
+        told = "" if self.modulates else ", time and class as tokens"
+        return f"{super().shape()}, patches of {height} x {width}{told}"
 
 
 class DiT(Model):
