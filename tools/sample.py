@@ -40,9 +40,11 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh sample", description=__doc__.splitlines()[0])
     parser.add_argument("run")
     parser.add_argument("--classes", help=f"numbers or names, as 0,1,cat; default: the first {FEW}")
-    parser.add_argument("--count", type=count, default=8, help="pictures of each class")
-    parser.add_argument("--steps", type=count, default=50, help="of DDIM")
-    parser.add_argument("--guidance", type=number(0, 100), default=1.5, help="0: of no class, 1: none, more: clearer")
+    parser.add_argument("--count", type=count, default=8, help="pictures of each class (default: 8)")
+    parser.add_argument("--steps", type=count, default=50, help="of DDIM (default: 50)")
+    parser.add_argument(
+        "--guidance", type=number(0, 100), default=1.5, help="0: of no class, 1: none, 1.5 (default) and more: clearer"
+    )
     parser.add_argument("--eta", type=number(0, 1), default=0.0, help="share of fresh noise; 0: DDIM, 1: as DDPM")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--form", choices=FORMS, default="full")
