@@ -291,6 +291,27 @@ class OpenWebText(Text):
 
 
 @dataclass
+class PileConfig(TextConfig):
+    """The Pile without duplicates, as crammed BERT reads it: a vocabulary of its own, documents side by side."""
+
+    name: str = "pile"
+    path: str | None = setting("EleutherAI/the_pile_deduplicated", free=True)
+    tokenizer: str = setting("wordpiece", free=True)
+    vocabulary: int = setting(32_768, min=300, max=2**20)
+    document_mask: bool = False
+    val_split: float = setting(0.0001, above=0, max=0.5)
+
+
+class Pile(Text):
+    """134,318,121 documents; 207 billion tokens, as Pythia counts them."""
+
+    Config = PileConfig
+
+    def published(self) -> tuple[TextInfo, int] | None:
+        return self.estimate(207e9, 134_318_121)
+
+
+@dataclass
 class PythonSourceConfig(TextConfig):
     """The source of Python's standard library; its tests are left out."""
 
@@ -325,3 +346,26 @@ class PythonSource(Text):
         if config.document != "file" and config.pack == "padded":
             documents += sum(len(re.findall(BORDERS[config.document], path.read_bytes())) for path in files)
         return self.estimate(share * size / BYTES_A_TOKEN.get(config.tokenizer, 3.5), int(share * documents))
+
+
+@dataclass
+class WikiText103Config(TextConfig):
+    """WikiText-103 as it was written, a document a line; held out is its end."""
+
+    name: str = "wikitext103"
+    path: str | None = setting("Salesforce/wikitext", free=True)
+    subset: str | None = "wikitext-103-raw-v1"
+    tokenizer: str = setting("gpt2", free=True)
+    length: int = setting(513, min=2, max=2**20)
+    pack: str = setting("windows", choices=("documents", "padded", "windows"))
+    split: str = setting("tail", choices=("documents", "tail"))
+    val_split: float = setting(0.002, above=0, max=0.5)
+
+
+class WikiText103(Text):
+    """1,165,029 lines that are not blank; about 119 million tokens of GPT-2, the ends of lines included."""
+
+    Config = WikiText103Config
+
+    def published(self) -> tuple[TextInfo, int] | None:
+        return self.estimate(119e6 * (1 - self.config.val_split), 1_165_029)

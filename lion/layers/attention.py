@@ -46,6 +46,10 @@ class AttentionConfig:
     out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
     out_gate_rank: int | None = setting(None, min=0)
 
+    def label(self) -> str:
+        """What a paper tells rows apart by among the settings of this mixer alone; empty where it is the usual."""
+        return ""
+
     def at(self, layer: int) -> AttentionConfig:
         """Of one block of a model: `alternating` becomes a direction."""
         if self.direction != ALTERNATING:

@@ -35,17 +35,25 @@ class TanhMlp(Mlp):
 class Glu(nn.Module):
     """Gated linear unit with SiLU: `W_o (silu(W_g x) * W_v x)`."""
 
+    bias = True
+
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(dim, 2 * hidden)
-        self.fc2 = nn.Linear(hidden, dim)
+        self.fc1 = nn.Linear(dim, 2 * hidden, bias=self.bias)
+        self.fc2 = nn.Linear(hidden, dim, bias=self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.fc1(x).chunk(2, -1)
         return self.fc2(F.silu(gate) * value)
 
 
-MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu}
+class BareGlu(Glu):
+    """The same without biases, as in LightNet."""
+
+    bias = False
+
+
+MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu, "glu_bare": BareGlu}
 
 
 class DropPath(nn.Module):

@@ -25,6 +25,9 @@ class LightNetConfig(AttentionConfig):
 
     share: bool = True
 
+    def label(self) -> str:
+        return "" if self.share else "with a decay of its own"
+
 
 class LightNetAttention(LionAttention):
     """Linear attention whose keys are normalised over the tokens."""

@@ -113,7 +113,7 @@ class LionAttention(Attention):
         divisor = {"sum": "row sum", "max": "max(abs(row sum), 1)", "none": "-"}[entry.normalize]
         if entry.one_scan:
             memory, divisor = f"{memory}; none in both directions", "softmax of keys over tokens"
-        return Facts(entry.source, memory, divisor, entry.left_out or "-")
+        return Facts(entry.source, memory, divisor, entry.left_out or "-", entry.model_tpe, entry.model_rotation)
 
     @staticmethod
     def knows_order(name: str, config: AttentionConfig) -> bool:

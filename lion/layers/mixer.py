@@ -14,13 +14,15 @@ from lion.ops.settings import check_chunk_size
 
 class Facts(NamedTuple):
     """What is told of a mixer: where it was published, what has a decay of its own, what its rows are divided by, what
-    of the published block is left out, and the hidden states of the MD-TPE that its published models have."""
+    of the published block is left out, and what tells the order of tokens in its published models: the hidden states of
+    their MD-TPE, and their rotation, if it is no part of the mixer."""
 
     source: str
     memory: str = "-"
     divisor: str = "-"
     left_out: str = "-"
     tpe: int = 0
+    rotation: str | None = None
 
 
 class Mixer(nn.Module):

@@ -22,6 +22,8 @@ class LinearMixer:
         one_scan: Whether both directions are one scan without decay, of keys that are normalised over the sequence
             (`lion.ops.one_scan`); `decay` is then that of one direction.
         out_norm, out_gate_rank: Behind the heads, as in `AttentionConfig`; None: what the model says.
+        model_tpe, model_rotation: What tells the order of tokens in its published models and is no part of the mixer:
+            hidden states of MD-TPE (`lion.layers.tpe`), an entry of `ROTATIONS`.
         source: Where it was published.
         left_out: What the published block has around its recurrence and this entry has not.
     """
@@ -37,6 +39,8 @@ class LinearMixer:
     one_scan: bool = False
     out_norm: str | None = None
     out_gate_rank: int = 0
+    model_tpe: int = 0
+    model_rotation: str | None = None
     source: str = ""
     left_out: str = ""
 
@@ -108,6 +112,8 @@ MIXERS = {
         one_scan=True,
         out_norm="rmsnorm",
         out_gate_rank=64,
+        model_tpe=64,
+        model_rotation="lrpe",
         source="LightNet, 2405.21022",
         left_out="nothing",
     ),

@@ -49,8 +49,8 @@ class TPE(nn.Module):
         """Tokens (B, L, dim) as they stand in `layout`.
 
         Raises:
-            ValueError: Coordinates that do not fit the grid (on a GPU an assertion, for which nothing waits), or
-                segments on one.
+            ValueError: Coordinates that do not fit the grid (on a GPU an assertion, for which nothing waits) or have
+                none, or segments on one.
         """
         x = layout.clean(x)
         return self.on_line(x, layout)[0] if self.grid is None else self.on_grid(x, layout)
@@ -93,6 +93,8 @@ class TPE(nn.Module):
 
     def on_line(self, x: Tensor, layout: Layout, state: bool = False) -> tuple[Tensor, Tensor | None]:
         """The sums over x (B, L, dim), clean of padding; and the state after the last segment, if asked for."""
+        if layout.coords is not None:
+            raise ValueError("tpe: these tokens stand on a grid, which the module must be made for")
         with no_autocast(x):
             weight, log_decay = (t[0] for t in self.kernels(x))
             wide, size = x.to(weight.dtype), min(CHUNK, x.shape[1])

@@ -80,12 +80,12 @@ class EncoderConfig(ModelConfig):
         c = fill(self, self.released.get(self.mixer, {})) if self.preset == "released" else copy.copy(self)
         if BLOCKS[c.block].conditional and not self.conditions:
             raise ValueError(f"block: {c.block!r} is told a class and a time, by model 'dit' alone")
+        facts = KINDS[c.mixer].facts(c.mixer)
+        c = fill(c, {"tpe": facts.tpe, "attention": {"rotation": facts.rotation}})
         try:
             c.attention = resolve_mixer(c.mixer, c.attention)
         except ValueError as error:
             raise ValueError(f"attention.{error}") from None
-        if c.tpe is None:
-            c.tpe = KINDS[c.mixer].facts(c.mixer).tpe
         return c
 
     def knows_order(self) -> bool:
@@ -123,7 +123,7 @@ class EncoderConfig(ModelConfig):
             if value != usual[path]:
                 how = "without" if not value or value == "none" else "with" if isinstance(value, int) else value
                 parts.append(f"{how} {words}")
-        return " ".join(parts)
+        return " ".join([*parts, attention.label()]).rstrip()
 
     def shape(self) -> str:
         """What models must share to be compared by their mixers."""

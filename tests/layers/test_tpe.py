@@ -194,6 +194,11 @@ def test_coordinates_that_do_not_fit(change, said):
         tpe(grid=(2, 3))(tokens(1, 7, 3), layout._replace(coords=change(layout.coords)))
 
 
+def test_coordinates_without_a_grid():
+    with pytest.raises(ValueError, match="tpe: these tokens stand on a grid"):
+        tpe()(tokens(1, 7, 3), grid_layout(2, 3))
+
+
 def test_a_grid_has_no_segments_and_no_stream():
     module, x = tpe(grid=(2, 3)), tokens(1, 7, 3)
     with pytest.raises(ValueError, match="segments: a grid has one sample a row"):

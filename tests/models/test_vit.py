@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lion.layers import MIXERS, SOFTMAX, AttentionConfig
+from lion.layers.lightnet import LightNetConfig
 from lion.layers.mixer import set_form
 from lion.models.vit import ViT, ViTConfig
 from lion.ops import SCAN_MERGES
@@ -25,9 +26,14 @@ def test_shapes_and_gradients(mixer, size, patch):
 def test_conventions_follow_the_mixer():
     configs = {m: ViTConfig(m, 12, 1, 3).resolved() for m in [SOFTMAX, *MIXERS]}
     found = {m: (c.position_embedding, c.readout) for m, c in configs.items()}
-    blind = {"lion_lit", "linear_transformer", "lightnet"}  # without decay a token's place is not known
+    blind = {"lion_lit", "linear_transformer"}  # without decay a token's place is not known
     assert found == {"softmax": (True, "cls")} | {m: (m in blind, "mean") for m in MIXERS}
     assert ViTConfig("lion_s", 12, 1, 3, position_embedding=True, readout="cls").readout == "cls"
+    bare = ViTConfig("lightnet", 12, 1, 3, tpe=0, attention=LightNetConfig(rotation="none"))
+    assert bare.resolved().position_embedding  # in both directions it knows no order by itself, either
+    assert bare.label() == "lightnet without TPE without rotation"
+    full = ViTConfig("lightnet", 12, 1, 3)
+    assert (full.resolved().tpe, full.resolved().attention.rotation, full.label()) == (64, "lrpe", "lightnet")
 
 
 SNAKES = {"scans": ("row_snake", "column_snake")}
