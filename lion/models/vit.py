@@ -17,6 +17,7 @@ from lion.layers.mixers import SOFTMAX
 from lion.models.base import ImageClassifier
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
+from lion.models.patches import grid_of, pair
 
 
 @dataclass
@@ -39,10 +40,7 @@ class ViTConfig(EncoderConfig):
 
     def resolved(self) -> Self:
         c = super().resolved()
-        if isinstance(c.patch_size, int):
-            c.patch_size = (c.patch_size, c.patch_size)
-        if min(c.patch_size) < 1:
-            raise ValueError(f"patch_size must be at least 1, got {c.patch_size}")
+        c.patch_size = pair(c.patch_size)
         if c.position_embedding is None:
             c.position_embedding = not c.knows_order()
         blind = all(c.attention.at(layer).direction == "forward" for layer in range(c.depth))
@@ -88,12 +86,7 @@ class ViT(ImageClassifier):
         super().__init__(image_size=image_size, channels=channels, classes=classes, mean=mean, std=std)
         self.marks = {name: Marks(weight_decay=0) for name in ("cls", "position")}
         self.config = c = config.resolved()
-        for side, size, patch in zip(("height", "width"), image_size, c.patch_size):
-            if size % patch:
-                fits = [p for p in range(1, size + 1) if size % p == 0]
-                near = min(fits, key=lambda p: abs(p - patch))
-                raise ValueError(f"model.patch_size: {patch} does not divide image {side} {size}, nearest: {near}")
-        self.patches = height, width = tuple(size // patch for size, patch in zip(image_size, c.patch_size))
+        self.patches = height, width = grid_of(image_size, c.patch_size)
         self.length = c.cls + height * width
         self.patch = nn.Conv2d(channels, c.dim, c.patch_size, c.patch_size)
         self.cls = nn.Parameter(torch.zeros(1, 1, c.dim)) if c.cls else None
