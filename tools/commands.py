@@ -17,7 +17,7 @@ COMMANDS = {
     "train": Command("RECIPE [key=value ...]", "train a recipe, then evaluate it in every form", "tools.train"),
     "prepare": Command("RECIPE [key=value ...]", "make what a recipe's data need, once for all runs", "tools.prepare"),
     "eval": Command(
-        "RUN [--form full|chunk|rnn|all] [--chunk-size N] [--lengths N,N]",
+        "RUN [--form full|chunk|rnn|all] [--chunk-size N] [--lengths N,N] [--choices FILE]",
         "a run in every form: metric, speed, memory",
         "tools.evaluate",
     ),
