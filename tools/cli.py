@@ -57,6 +57,21 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({count(part) for part in text.split(",")}))
 
 
+def number(least: float, most: float) -> Callable[[str], float]:
+    """An option's number in a range."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected {least} to {most}, got {text}")
+        return value
+
+    return read
+
+
 def file_name(text: str) -> str:
     """An option's name of a file, without folders."""
     if text in ("", "..") or text != Path(text).name:

@@ -29,6 +29,11 @@ COMMANDS = {
         "text that a causal run writes on from prompts",
         "tools.generate",
     ),
+    "sample": Command(
+        "RUN [--classes 0,1,cat] [--steps N] [--guidance G] [--out FILE.png]",
+        "pictures that a run of diffusion makes of noise",
+        "tools.sample",
+    ),
     "glue": Command(
         "RUN --recipe bert24|m2_base|m2_large|hydra|modified [--dry-run]",
         "fine-tune a masked language model on GLUE",

@@ -11,7 +11,6 @@ compiled with the first, where the recipe compiles.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import statistics
@@ -32,7 +31,7 @@ from lion.runs import LoadedRun, open_run
 from lion.tasks.generation import MODES, Continuation, Sampling, streaming_mode
 from lion.trainer.checkpoint import load_state
 from lion.trainer.runtime import compile_blocks, compile_steps, start_runtime
-from tools.cli import Parser, count, run_command, say
+from tools.cli import Parser, count, number, run_command, say
 from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
 
 UNFINISHED, LONGEST = "\ufffd", 4  # what a character lacks bytes for decodes to, and the tokens that it has at most
@@ -45,9 +44,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompt", action="append", default=[], help="several are continued at once")
     parser.add_argument("--mode", choices=MODES, help="default: kv for softmax, rnn for linear mixers")
     parser.add_argument("--tokens", type=count, default=200, help="to write")
-    parser.add_argument("--temperature", type=between(0, 1000), default=1.0, help="0: the likeliest token")
+    parser.add_argument("--temperature", type=number(0, 1000), default=1.0, help="0: the likeliest token")
     parser.add_argument("--top-k", type=count, help="draw from the K likeliest tokens")
-    parser.add_argument("--top-p", type=between(0, 1), default=1.0, help="and from the fewest that hold this share")
+    parser.add_argument("--top-p", type=number(0, 1), default=1.0, help="and from the fewest that hold this share")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", type=Path, metavar="FILE", help="where to keep the end, and to go on from")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
@@ -80,21 +79,6 @@ def compile_mode(model: GPT, mode: str) -> None:
         compile_blocks(model, dynamic=True)
     else:
         compile_steps(model)
-
-
-def between(least: float, most: float) -> Callable[[str], float]:
-    """An option's number in a range."""
-
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected {least} to {most}, got {text}")
-        return value
-
-    return number
 
 
 def check_request(args: Any) -> None:

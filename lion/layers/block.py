@@ -73,6 +73,7 @@ class Block(nn.Module):
     """
 
     final_norm: ClassVar[bool]  # whether what the last of them gives is not normalised yet
+    conditional: ClassVar[bool] = False  # whether it needs a `context`
     Dropout: ClassVar[type[nn.Module]] = nn.Dropout
 
     def __init__(

@@ -44,6 +44,7 @@ class EncoderConfig(ModelConfig):
     init_std: float = setting(0.02, above=0)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
+    conditions: ClassVar[bool] = False  # whether the model has a `context` to tell its blocks
     # by mixer: what the authors' code of this model does otherwise
     released: ClassVar[dict[str, dict[str, Any]]] = {}
     # in the words of `label`: settings that are None where a model keeps to the conventions
@@ -72,6 +73,8 @@ class EncoderConfig(ModelConfig):
             ValueError: Settings that do not go together.
         """
         c = fill(self, self.released.get(self.mixer, {})) if self.preset == "released" else copy.copy(self)
+        if BLOCKS[c.block].conditional and not self.conditions:
+            raise ValueError(f"block: {c.block!r} is told a class and a time, by model 'dit' alone")
         try:
             c.attention = resolve_mixer(c.mixer, c.attention)
         except ValueError as error:

@@ -20,6 +20,15 @@ def deit(model: nn.Module, std: float) -> None:
                 nn.init.zeros_(m.bias)
 
 
+def xavier(model: nn.Module, std: float) -> None:
+    """DiT's: Linear, and patches as if they were, uniform by what comes in and goes out (Glorot), biases 0."""
+    for m in model.modules():
+        if isinstance(m, (nn.Linear, nn.Conv2d)):
+            nn.init.xavier_uniform_(m.weight.flatten(1))  # a view: of a patch all pixels come in
+            if m.bias is not None:
+                nn.init.zeros_(m.bias)
+
+
 def bert(model: nn.Module, std: float) -> None:
     """BERT's: Linear and Embedding normal, biases 0; norms and other parameters of decays keep their own."""
     for m in model.modules():
@@ -68,4 +77,10 @@ def gates_of(attention: Attention) -> list[nn.Linear]:
     return [m for decay in getattr(attention, "decays", ()) for m in decay.modules() if isinstance(m, nn.Linear)]
 
 
-INITS: dict[str, Callable[[nn.Module, float], None]] = {"bert": bert, "deit": deit, "gpt2": gpt2, "lra": lra}
+INITS: dict[str, Callable[[nn.Module, float], None]] = {
+    "bert": bert,
+    "deit": deit,
+    "gpt2": gpt2,
+    "lra": lra,
+    "xavier": xavier,
+}

@@ -2,6 +2,7 @@
 
 from lion.tasks.base import Task
 from lion.tasks.causal_lm import CausalLM
+from lion.tasks.diffusion import Diffusion
 from lion.tasks.image_classification import ImageClassification
 from lion.tasks.lra import LRATask
 from lion.tasks.lra_masked import LRAMaskedTask
@@ -10,6 +11,7 @@ from lion.tasks.sequence_classification import SequenceClassification
 
 TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
+    "diffusion": Diffusion,
     "image_classification": ImageClassification,
     "lra": LRATask,
     "lra_masked": LRAMaskedTask,

@@ -36,3 +36,9 @@ def uniform(keys: Tensor, n: int) -> Tensor:
     """
     steps = torch.arange(1, n + 1, device=keys.device) * GOLDEN
     return shift(mix(keys[:, None] + steps), 40).float() * 2.0**-24
+
+
+def normal(keys: Tensor, n: int) -> Tensor:
+    """`n` draws from the normal distribution for each of the keys (B,), float32 (B, n), as `uniform` draws them."""
+    middle = uniform(keys, n).double() + 2.0**-25  # of a step: never 0 or 1
+    return torch.special.ndtri(middle).float()

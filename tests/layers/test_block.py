@@ -1,9 +1,12 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lion.layers import AttentionConfig
+from lion.layers.adaln import AdaLNZero
 from lion.layers.block import MLPS, DropPath, PreNorm
 from lion.layers.blocks import BLOCKS
+from lion.layers.layout import PLAIN
 from lion.layers.post_norm import PostNorm
 from tests.layers.test_attention import PACKED, PADDED, check_padding
 
@@ -26,8 +29,68 @@ def test_variants_of_the_block(kind):
     for mlp in MLPS:
         for norm in ("layernorm", "rmsnorm"):
             block = kind(12, 3, mixer="lion_d", attention=AttentionConfig(), mlp=mlp, norm=norm, drop_path=0.1)
-            block(x).sum().backward()
+            block(x, context=torch.randn(2, 12)).sum().backward()
             assert all(p.grad is not None for p in block.parameters())
+
+
+def moved(block):
+    """With modulations that are no longer 0."""
+    for part in (block.before_mixer, block.after_mixer):
+        torch.nn.init.normal_(part.weight, std=0.3)
+    return block
+
+
+class Told(torch.nn.Module):
+    """A block that needs a context, and one for all rows."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.context = moved(block), torch.nn.Parameter(torch.randn(1, 12, dtype=torch.double))
+
+    def forward(self, x, layout=PLAIN):
+        return self.block(x, layout, self.context)
+
+
+def adaln(**settings):
+    torch.manual_seed(0)
+    return AdaLNZero(12, 3, **{"mixer": "lion_s", "attention": AttentionConfig(), **settings})
+
+
+@torch.no_grad()
+def test_adaln_zero_starts_as_the_identity():
+    x, context = torch.randn(2, 5, 12), torch.randn(2, 12)
+    assert torch.equal(adaln()(x, context=context), x)
+    assert not torch.equal(moved(adaln())(x, context=context), x)
+
+
+@torch.no_grad()
+def test_adaln_zero_as_it_is_written():
+    """DiT's one linear layer is two here: what the mixer is given, and what comes after it."""
+    block, x, context = moved(adaln(mlp="mlp_tanh")), torch.randn(2, 5, 12), torch.randn(2, 12)
+    shift, scale = block.before_mixer(context)
+    gate, shift2, scale2, gate2 = block.after_mixer(context)
+    y = x + gate * block.attention(F.layer_norm(x, (12,), eps=1e-6) * (1 + scale) + shift)
+    y = y + gate2 * block.mlp(F.layer_norm(y, (12,), eps=1e-6) * (1 + scale2) + shift2)
+    torch.testing.assert_close(block(x, context=context), y)
+    assert gate.shape == (2, 1, 12)
+    names = {name for name, _ in block.named_parameters()}
+    assert not any("norm" in name for name in names)
+
+
+@torch.no_grad()
+def test_adaln_zero_streams():
+    block = moved(adaln(attention=AttentionConfig(direction="forward"))).double()
+    x, context = torch.randn(2, 8, 12, dtype=torch.double), torch.randn(2, 12, dtype=torch.double)
+    start, state = block.prefill(x[:, :5], context=context)
+    end, _ = block.step(x[:, 5:], state, context)
+    torch.testing.assert_close(torch.cat([start, end], 1), block(x, context=context), rtol=0, atol=1e-10)
+
+
+def test_a_norm_that_needs_weights_is_refused():
+    with pytest.raises(
+        ValueError, match="'batchnorm' has weights of its own, block 'adaln_zero' takes layernorm or rm"
+    ):
+        adaln(norm="batchnorm")
 
 
 @torch.no_grad()
@@ -66,6 +129,8 @@ def test_what_padding_holds_reaches_no_parameter(kind, mixer, valid, segments):
     torch.manual_seed(0)
     for mlp, norm in (("mlp", "layernorm"), ("glu", "rmsnorm")):
         block = kind(12, 3, mixer=mixer, attention=AttentionConfig(), mlp=mlp, norm=norm).double()
+        if kind.conditional:
+            block = Told(block)
         check_padding(block, valid, segments)
 
 

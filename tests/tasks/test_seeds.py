@@ -2,7 +2,7 @@
 
 import torch
 
-from lion.tasks.seeds import GOLDEN, derive, mix, uniform
+from lion.tasks.seeds import GOLDEN, derive, mix, normal, uniform
 
 
 def test_the_generator_is_the_published_one():
@@ -40,3 +40,19 @@ def test_draws_are_uniform():
     assert ((counts - 2000) ** 2 / 2000).sum() < 150  # 99 degrees of freedom
     for a, b in ((draws[1:], draws[:-1]), (draws[:, 1:], draws[:, :-1])):  # samples, and draws of one
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.01
+
+
+def test_draws_are_normal():
+    draws = normal(keys(500), 400)
+    assert draws.dtype == torch.float32 and draws.isfinite().all() and 4 < draws.abs().max() < 5.5
+    counts = torch.histc(torch.special.ndtr(draws.double()), 100, 0, 1)
+    assert ((counts - 2000) ** 2 / 2000).sum() < 150
+    assert torch.equal(draws[3:5], normal(keys(500)[3:5], 400))
+
+
+def test_no_draw_is_infinite(monkeypatch):
+    """Neither of the least uniform draw nor of the largest."""
+    ends = torch.tensor([[0.0, 1 - 2.0**-24]])
+    monkeypatch.setattr("lion.tasks.seeds.uniform", lambda keys, n: ends)
+    low, high = normal(None, 2)[0].tolist()
+    assert low == -high and 5 < high < 6

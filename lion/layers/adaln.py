@@ -1,0 +1,70 @@
+"""The block of DiT (2212.09748), whose norms are shifted and scaled by what the model is told beside its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lion.layers.block import Block
+from lion.layers.layout import Layout
+from lion.layers.norms import NORMS
+
+PLAIN = ("layernorm", "rmsnorm")  # norms that work without weights of their own
+
+
+class Modulation(nn.Linear):
+    """From a context (B, dim) to `count` vectors (B, 1, dim) of each sample; all are 0 at the start."""
+
+    def __init__(self, dim: int, count: int) -> None:
+        super().__init__(dim, count * dim)
+        self.count = count
+        self.start()
+
+    def start(self) -> None:
+        """Back to 0, after an initialisation of all that is linear."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, context: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(context)[:, None].chunk(self.count, -1)
+
+
+def plain_norm(norm: str, dim: int, eps: float) -> nn.Module:
+    """A norm without weights: the context gives them.
+
+    Raises:
+        ValueError: One that there is only with weights.
+    """
+    if norm not in PLAIN:
+        raise ValueError(f"norm: {norm!r} has weights of its own, block 'adaln_zero' takes {' or '.join(PLAIN)}")
+    return NORMS[norm](dim, eps=eps, elementwise_affine=False)
+
+
+def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale) + shift
+
+
+class AdaLNZero(Block):
+    """`x + g1 mixer(m1(norm(x)))`, `x + g2 mlp(m2(norm(x)))` with `m(x) = x (1 + scale) + shift`; gates, scales and
+    shifts are linear in the `context` (B, dim). They start at 0, and so the block as the identity.
+    """
+
+    final_norm = False  # the model's own is modulated, too
+    conditional = True
+
+    def __init__(
+        self, dim: int, num_heads: int, *, norm: str = "layernorm", norm_eps: float = 1e-6, **settings: Any
+    ) -> None:
+        super().__init__(dim, num_heads, norm=norm, norm_eps=norm_eps, **settings)
+        self.norm1, self.norm2 = plain_norm(norm, dim, norm_eps), plain_norm(norm, dim, norm_eps)
+        self.before_mixer, self.after_mixer = Modulation(dim, 2), Modulation(dim, 4)
+
+    def before(self, x: Tensor, layout: Layout, context: Tensor) -> Tensor:
+        return modulated(self.norm1(x, layout), *self.before_mixer(context))
+
+    def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Tensor) -> Tensor:
+        first, shift, scale, second = self.after_mixer(context)
+        x = x + first * self.drop_path(self.dropout(mixed))
+        y = self.mlp(modulated(self.norm2(x, layout), shift, scale))
+        return x + second * self.drop_path(self.dropout(y))

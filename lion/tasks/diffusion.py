@@ -1,0 +1,210 @@
+"""Diffusion: the noise in a picture is told from the rest of it, so that pictures can be made of noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lion.config import ConfigError, setting
+from lion.models import MODELS
+from lion.models.dit import DiT
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain
+from lion.tasks.data import Batch
+from lion.tasks.diffusion_process import SCHEDULES, Process
+from lion.tasks.images import ImageInfo
+from lion.tasks.metrics import Mean, Metric
+from lion.tasks.seeds import mix, normal, uniform
+
+LOSS = Mean("loss", higher_is_better=False, digits=4)
+PARTS = 4  # of all times, in which the loss is also told: the first is the finest detail, the last nearly all noise
+PART_LOSSES = tuple(
+    Mean(f"loss_part{i}", f"loss, part {i} of {PARTS} of times", higher_is_better=False, digits=4)
+    for i in range(1, PARTS + 1)
+)
+BYTES = 127.5  # half the range of a pixel: [-1, 1] stands for 0 to 255
+PICTURES = (1, 3)  # channels; anything else are latents of an autoencoder, without bound
+KEYS = 2**63 - 1
+
+
+@dataclass
+class DiffusionConfig:
+    """`steps` are the times of the diffusion, `label_dropout` the share of training pictures whose class is not told,
+    which guidance needs. TensorBoard shows `shown` samples at every evaluation, made in `shown_steps` steps with
+    `shown_guidance`.
+    """
+
+    name: str = "diffusion"
+    steps: int = setting(1000, min=1, max=1_000_000)
+    schedule: str = setting("linear", choices=SCHEDULES)
+    label_dropout: float = setting(0.1, min=0, max=1)
+    shown: int = setting(16, min=0, max=1024, free=True)
+    shown_steps: int = setting(50, min=1, free=True)
+    shown_guidance: float = setting(1.5, min=0, max=100, free=True)
+
+    def __post_init__(self) -> None:
+        if self.shown and self.shown_steps > self.steps:
+            raise ValueError(f"shown_steps: expected at most task.steps={self.steps}, got {self.shown_steps}")
+
+
+class Diffusion(Task):
+    """Batches hold `image`, uint8 (B, C, H, W) or latents, floating point, and `label` (B,); evaluation batches also
+    `mask` and `key` (B,).
+
+    The mean square error of the noise is the loss; variances are not learned. In training time and noise are PyTorch's
+    own chance; in evaluation functions of the sample's `key`, so that all models, forms and batch sizes are asked the
+    same.
+    """
+
+    Config = DiffusionConfig
+    Model = DiT
+    default_model = "dit"
+    Info = ImageInfo
+    unit = "images"
+
+    def __init__(self, config: DiffusionConfig, info: ImageInfo) -> None:
+        super().__init__(config, info)
+        self.process = Process(config.schedule, config.steps)
+        self.pictures = info.channels in PICTURES
+
+    @staticmethod
+    def metrics_of(config: DiffusionConfig) -> tuple[Metric, ...]:
+        return LOSS, *PART_LOSSES
+
+    def build_model(self, config: Any) -> DiT:
+        info = self.info
+        sizes = {"image_size": info.size, "channels": info.channels, "classes": info.classes}
+        return build_or_explain(MODELS[config.name], config, **sizes)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        x, labels = scaled(batch["image"]), batch["label"]
+        count, device = len(x), x.device
+        times = torch.randint(self.config.steps, (count,), device=device)
+        untold = torch.rand(count, device=device) < self.config.label_dropout
+        labels = labels.masked_fill(untold, len(self.info.classes))
+        losses = self.errors(model, x, torch.randn_like(x), times, labels)[0]
+        return Sums(losses.sum(), losses.new_full((), count))
+
+    def errors(
+        self, model: nn.Module, x: Tensor, noise: Tensor, times: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The mean square error (B,) of the noise that a model finds in pictures x (B, C, H, W), and that noise."""
+        found = model(self.process.noisy(x, noise, times), times, labels).float()
+        return (found - noise).square().flatten(1).mean(1), found
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        x, mask = scaled(batch["image"]), batch["mask"]
+        times = (uniform(batch["key"], 1)[:, 0] * self.config.steps).long()
+        noise = normal(mix(batch["key"]), x[0].numel()).view_as(x)
+        losses, found = self.errors(model, x, noise, times, batch["label"])
+        part = times * PARTS // self.config.steps
+        sums = {"loss": ((losses * mask).sum(dtype=torch.float64), mask.sum())}
+        for i, metric in enumerate(PART_LOSSES):
+            counted = mask & (part == i)
+            sums[metric.name] = ((losses * counted).sum(dtype=torch.float64), counted.sum())
+        return Outcome(sums, found)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The noise (B, C, H, W) that it finds in pictures as if they were half way, of no class."""
+        x = scaled(batch["image"])
+        half, none = (
+            torch.full((len(x),), n, device=x.device) for n in (self.config.steps // 2, len(self.info.classes))
+        )
+        return model(x, half, none).float()
+
+    def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
+        raise ConfigError("a run of task 'diffusion' makes pictures and judges none: ./run.sh sample RUN")
+
+    def example(self, size: int, device: torch.device | str) -> Batch:
+        shape = (size, self.info.channels, *self.info.size)
+        image = torch.randint(256, shape, dtype=torch.uint8, device=device)
+        return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
+
+    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return self.grid("inputs", batch["image"][:32])
+
+    def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Samples of the same noise every time, of the classes of the first pictures, and these."""
+        images, classes = batch["image"][: self.config.shown], batch["label"][: self.config.shown]
+        if not len(images):
+            return {}
+        how = {"steps": self.config.shown_steps, "guidance": self.config.shown_guidance}
+        with torch.compiler.set_stance("force_eager"):  # batches of a size that nothing else has
+            samples = self.sample(model, classes, generator=torch.Generator().manual_seed(0), **how)
+        return {**self.grid("data", images), **self.grid("samples", samples)}
+
+    def grid(self, name: str, pictures: Tensor) -> dict[str, Tensor]:
+        """A picture of pictures, for TensorBoard; of latents none."""
+        from torchvision.utils import make_grid
+
+        return {name: make_grid(pictures, nrow=8)} if self.pictures else {}
+
+    def sample(self, model: nn.Module, classes: Tensor, **how: Any) -> Tensor:
+        """As `generate`, in bytes: uint8 (N, channels, height, width); of a model of latents these, as they are."""
+        x = self.generate(model, classes, **how)
+        return to_bytes(x) if self.pictures else x
+
+    @torch.no_grad()
+    def generate(
+        self,
+        model: nn.Module,
+        classes: Tensor,
+        *,
+        steps: int = 50,
+        guidance: float = 1.0,
+        eta: float = 0.0,
+        generator: torch.Generator | None = None,
+        after_step: Callable[[], object] = lambda: None,
+    ) -> Tensor:
+        """Pictures (N, channels, height, width) in [-1, 1], or latents, by DDIM.
+
+        Args:
+            model: In evaluation mode.
+            classes: Integer (N,), what is to be seen.
+            steps: How often the model is asked for each.
+            guidance: How far to go from what it says of no class to what it says of the class: 0 no class, 1 the class,
+                more than 1 away from the others (2207.12598; then it is asked twice).
+            eta: See `Process.denoise`.
+            generator: On the CPU. A number is drawn of it for each picture, which depends on that alone: not on how
+                many are made at once.
+            after_step: Called after each step.
+
+        Raises:
+            ValueError: More steps than times.
+        """
+        device = classes.device
+        keys = torch.randint(KEYS, (len(classes),), generator=generator).to(device)
+        none = torch.full_like(classes, len(self.info.classes))
+        shape = torch.Size((len(classes), self.info.channels, *self.info.size))
+
+        def draw(step: int) -> Tensor:
+            return normal(mix(keys + step), shape[1:].numel()).view(shape)
+
+        def predict(x: Tensor, times: Tensor) -> Tensor:
+            if guidance in (0, 1):
+                return model(x, times, classes if guidance else none).float()
+            both = model(torch.cat([x, x]), torch.cat([times, times]), torch.cat([classes, none]))
+            told, untold = both.float().chunk(2)
+            return untold + guidance * (told - untold)
+
+        how = {
+            "steps": steps,
+            "eta": eta,
+            "draw": draw,
+            "bound": 1.0 if self.pictures else None,
+            "after_step": after_step,
+        }
+        return self.process.denoise(predict, draw(0), **how)
+
+
+def scaled(images: Tensor) -> Tensor:
+    """uint8 (B, C, H, W) in [-1, 1]; latents, floating point, as they are."""
+    return images.float() / BYTES - 1 if images.dtype == torch.uint8 else images.float()
+
+
+def to_bytes(x: Tensor) -> Tensor:
+    """The way back, of pictures."""
+    return ((x + 1) * BYTES).round().clamp(0, 255).to(torch.uint8)

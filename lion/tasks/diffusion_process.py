@@ -1,0 +1,93 @@
+"""Gaussian diffusion: how pictures become noise (DDPM, 2006.11239), and the way back (DDIM, 2010.02502)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Predict = Callable[[Tensor, Tensor], Tensor]  # pictures (B, ..) with noise and their times (B,) -> the noise in them
+
+
+def linear(count: int) -> Tensor:
+    """DDPM's: variances that rise from 1e-4 to 0.02, for 1,000 steps; of other counts the same course."""
+    return torch.linspace(0.1 / count, 20 / count, count, dtype=torch.float64).clamp(max=0.999)
+
+
+def cosine(count: int) -> Tensor:
+    """Improved DDPM's (2102.09672): the signal that is left follows a squared cosine."""
+    left = [math.cos((i / count + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(count + 1)]
+    return (1 - torch.tensor(left[1:], dtype=torch.float64) / torch.tensor(left[:-1], dtype=torch.float64)).clamp(
+        max=0.999
+    )
+
+
+SCHEDULES: dict[str, Callable[[int], Tensor]] = {"cosine": cosine, "linear": linear}  # steps -> their variances
+
+
+class Process:
+    """`q(x_t | x_0) = N(sqrt(kept_t) x_0, 1 - kept_t)` for times t = 0 .. `count` - 1.
+
+    `kept` (count,), float64, is the share of a picture's variance that is left at each time.
+    """
+
+    def __init__(self, schedule: str, count: int) -> None:
+        self.count = count
+        self.kept = torch.cumprod(1 - SCHEDULES[schedule](count), 0)
+
+    def noisy(self, x: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """Pictures x (B, ..) as they are at times (B,), with this noise (B, ..)."""
+        kept = self.kept.to(x.device)[times].view(-1, *[1] * (x.dim() - 1))
+        return kept.sqrt().to(x.dtype) * x + (1 - kept).sqrt().to(x.dtype) * noise
+
+    def times(self, steps: int) -> list[int]:
+        """As many times from the last to the first, evenly spaced.
+
+        Raises:
+            ValueError: There are not so many.
+        """
+        if not 1 <= steps <= self.count:
+            raise ValueError(f"steps: expected 1 to {self.count}, got {steps}")
+        return torch.linspace(self.count - 1, 0, steps, dtype=torch.float64).round().long().tolist()
+
+    def denoise(
+        self,
+        predict: Predict,
+        x: Tensor,
+        *,
+        steps: int,
+        eta: float = 0.0,
+        draw: Callable[[int], Tensor] | None = None,
+        bound: float | None = None,
+        after_step: Callable[[], object] = lambda: None,
+    ) -> Tensor:
+        """Pictures (B, ..) of noise x by DDIM.
+
+        Args:
+            predict: The noise in pictures.
+            steps: How many times it is asked.
+            eta: The share of DDPM's own noise that each step adds again; 0: none, the way is one function of x.
+            draw: That noise, as x, of steps 1, 2, ..; needed where `eta` is not 0.
+            bound: Pixels are known to be no larger.
+            after_step: Called after each step.
+
+        Raises:
+            ValueError: There are not so many steps.
+        """
+        times = self.times(steps)
+        for step, (now, then) in enumerate(zip(times, [*times[1:], None]), 1):
+            kept = self.kept[now].item()
+            left = 1.0 if then is None else self.kept[then].item()
+            noise = predict(x, torch.full((len(x),), now, device=x.device))
+            start = (x - math.sqrt(1 - kept) * noise) / math.sqrt(kept)
+            if bound is not None:
+                start = start.clamp(-bound, bound)
+                noise = (x - math.sqrt(kept) * start) / math.sqrt(1 - kept)
+            fresh = eta * math.sqrt((1 - left) / (1 - kept) * (1 - kept / left))
+            x = math.sqrt(left) * start + math.sqrt(max(0.0, 1 - left - fresh**2)) * noise
+            if fresh:
+                x = x + fresh * draw(step)
+            after_step()
+        return x

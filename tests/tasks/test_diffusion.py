@@ -1,0 +1,256 @@
+import math
+
+import pytest
+import torch
+import yaml
+
+from lion.config import ConfigError
+from lion.layers.mixer import set_form
+from lion.models.dit import DiTConfig
+from lion.tasks.diffusion import Diffusion, DiffusionConfig, scaled, to_bytes
+from lion.tasks.diffusion_process import SCHEDULES, Process
+from lion.tasks.images import ImageInfo
+from tests.helpers import state_of, tiny_recipe
+from tests.trainer.helpers import same, train
+
+INFO = ImageInfo((4, 4), 1, ("a", "b", "c"), (0.5,), (0.5,))
+LATENTS = ImageInfo((4, 4), 4, ("a", "b", "c"), (0.0,) * 4, (1.0,) * 4)
+
+
+def task(info=INFO, **settings):
+    return Diffusion(DiffusionConfig(**settings), info)
+
+
+def model_of(t, **settings):
+    torch.manual_seed(0)
+    model = t.build_model(DiTConfig(**{"mixer": "lion_s", "dim": 12, "depth": 2, "num_heads": 3, **settings}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def batch(count=6, **more):
+    image = torch.randint(256, (count, 1, 4, 4), dtype=torch.uint8)
+    return {"image": image, "label": torch.arange(count) % 3, **more}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("count", [10, 1000])
+def test_a_step_at_a_time_is_the_closed_form(schedule, count):
+    """Mean and variance of x_t, from x_t = sqrt(1 - b_t) x_t-1 + sqrt(b_t) noise."""
+    process, variances = Process(schedule, count), SCHEDULES[schedule](count)
+    mean, variance = 1.0, 0.0
+    ones, zeros = torch.ones(1, 1, dtype=torch.double), torch.zeros(1, 1, dtype=torch.double)
+    for t, beta in enumerate(variances.tolist()):
+        mean, variance = math.sqrt(1 - beta) * mean, (1 - beta) * variance + beta
+        at = torch.tensor([t])
+        assert process.noisy(ones, zeros, at).item() == pytest.approx(mean, rel=1e-9)
+        assert process.noisy(zeros, ones, at).item() == pytest.approx(math.sqrt(variance), rel=1e-9)
+    assert mean < 0.01 and 0 < variances.min() and variances.max() <= 0.999
+
+
+def test_schedules_are_the_published_ones():
+    linear, cosine = (Process(name, 1000).kept for name in ("linear", "cosine"))
+    torch.testing.assert_close(SCHEDULES["linear"](1000)[[0, -1]], torch.tensor([1e-4, 0.02]).double())
+    assert linear[-1].item() == pytest.approx(4.04e-5, rel=1e-2)  # DDPM's
+    for t in (0, 250, 500, 900):
+        f = [math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2 for u in ((t + 1) / 1000, 0)]
+        assert cosine[t].item() == pytest.approx(f[0] / f[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 7, 1000])
+@pytest.mark.parametrize("bound", [None, 1.0])
+def test_ddim_undoes_exact_noise(schedule, steps, bound):
+    torch.manual_seed(0)
+    process = Process(schedule, 1000)
+    x, noise = torch.rand(5, 2, 3, dtype=torch.double) * 2 - 1, torch.randn(5, 2, 3, dtype=torch.double)
+    last, seen = torch.full((5,), 999), []
+
+    def predict(y, times):
+        seen.append(times[0].item())
+        kept = process.kept[times][:, None, None]
+        return (y - kept.sqrt() * x) / (1 - kept).sqrt()
+
+    found = process.denoise(predict, process.noisy(x, noise, last), steps=steps, bound=bound)
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-6)
+    assert len(seen) == steps and seen[0] == 999 and (steps == 1 or seen[-1] == 0) and sorted(set(seen))[::-1] == seen
+
+
+def test_fresh_noise_keeps_the_distribution():
+    """Of a normal distribution, whose noise is known exactly, with as many steps as times and with few."""
+    torch.manual_seed(0)
+    process = Process("cosine", 200)
+
+    def predict(x, times):  # x_0 ~ N(0, 0.25)
+        kept = process.kept[times][:, None]
+        return x * (1 - kept).sqrt() / (0.25 * kept + 1 - kept)
+
+    start = torch.randn(20_000, 1, dtype=torch.double)
+    for eta in (0.0, 1.0):
+        found = process.denoise(predict, start, steps=200, eta=eta, draw=lambda step: torch.randn_like(start))
+        assert found.std().item() == pytest.approx(0.5, rel=0.03)
+        follows = torch.corrcoef(torch.cat([start, found], 1).T)[0, 1].item()
+        assert follows > 0.99 if eta == 0 else abs(follows) < 0.05
+
+
+def test_too_many_steps_are_refused():
+    with pytest.raises(ValueError, match="steps: expected 1 to 10, got 11"):
+        Process("linear", 10).times(11)
+    with pytest.raises(ValueError, match=r"shown_steps: expected at most task\.steps=10, got 50"):
+        DiffusionConfig(steps=10)
+
+
+def test_bytes_come_back():
+    image = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    x = scaled(image)
+    assert (x.min(), x.max()) == (-1, 1) and torch.equal(to_bytes(x), image)
+    assert to_bytes(torch.tensor([-3.0, 3.0])).tolist() == [0, 255]
+    latents = torch.randn(2, 4, 4, 4, dtype=torch.half)
+    assert torch.equal(scaled(latents), latents.float())
+
+
+class Told(torch.nn.Module):
+    """Says what it was asked, and that there is no noise."""
+
+    def forward(self, x, times, labels):
+        self.x, self.times, self.labels = x, times, labels
+        return torch.zeros_like(x)
+
+
+def test_the_loss_is_of_the_noise_and_some_labels_are_not_told():
+    t, model = task(label_dropout=0.3), Told()
+    sums = t.loss(model, batch(5000))
+    assert (sums.loss / sums.weight).item() == pytest.approx(1, rel=0.02) and sums.weight == 5000
+    assert (model.labels == 3).float().mean().item() == pytest.approx(0.3, abs=0.03)
+    assert model.times.min() == 0 and model.times.max() == 999
+    kept = t.process.kept[model.times].float()
+    white = t.loss(
+        model, {"image": torch.full((5000, 1, 4, 4), 255, dtype=torch.uint8), "label": torch.zeros(5000).long()}
+    )
+    assert white.weight == 5000
+    kept = t.process.kept[model.times].float()
+    early = model.times < 200
+    torch.testing.assert_close(model.x[early].mean(), kept[early].sqrt().mean(), rtol=0, atol=0.01)
+
+
+def test_evaluation_asks_all_the_same():
+    t = task()
+    model = model_of(t)
+    b = batch(mask=torch.tensor([True] * 5 + [False]), key=torch.arange(6) * 977)
+    whole = t.evaluate(model, b)
+    parts = [t.evaluate(model, {k: v[i : i + 2] for k, v in b.items()}) for i in (0, 2, 4)]
+    torch.testing.assert_close(whole.outputs, torch.cat([p.outputs for p in parts]))
+    assert whole.sums["loss"][1] == 5
+    for name in whole.sums:
+        for i in range(2):
+            torch.testing.assert_close(whole.sums[name][i], sum(p.sums[name][i] for p in parts))
+    of_parts = [whole.sums[f"loss_part{i}"] for i in range(1, 5)]
+    torch.testing.assert_close(sum(total for total, _ in of_parts), whole.sums["loss"][0])
+    assert sum(count for _, count in of_parts) == 5
+    torch.manual_seed(1)
+    assert torch.equal(t.evaluate(model, b).outputs, whole.outputs)
+    other = t.evaluate(model, {**b, "key": b["key"] + 1})
+    assert not torch.isclose(other.sums["loss"][0], whole.sums["loss"][0])
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_samples_depend_on_seed_and_place_alone():
+    t = task(steps=20, shown_steps=5)
+    model, classes = model_of(t), torch.tensor([0, 1, 2, 0, 1])
+    for eta in (0.0, 0.7):
+        how = {"steps": 5, "eta": eta, "guidance": 2.0}
+        whole = t.generate(model, classes, generator=generator(), **how)
+        again = generator()
+        parts = torch.cat([t.generate(model, part, generator=again, **how) for part in classes.split(2)])
+        torch.testing.assert_close(whole, parts, rtol=0, atol=1e-5)
+        assert not torch.allclose(whole, t.generate(model, classes, generator=generator(1), **how))
+        assert not torch.allclose(whole[0], whole[3])
+    pictures = t.sample(model, classes, steps=5, generator=generator())
+    assert pictures.dtype == torch.uint8 and pictures.shape == (5, 1, 4, 4)
+    assert torch.equal(pictures, to_bytes(t.generate(model, classes, steps=5, generator=generator())))
+
+
+def test_guidance():
+    t = task(steps=20, shown_steps=5)
+    model, classes = model_of(t), torch.tensor([0, 1, 2, 0])
+
+    def found(guidance, classes=classes):
+        return t.generate(model, classes, steps=1, guidance=guidance, generator=generator())
+
+    x, asked = [], []
+    model.register_forward_pre_hook(lambda _, inputs: (x.append(inputs[0]), asked.append(inputs[2].tolist())) and None)
+    found(1.0), found(0.0), found(3.0)
+    assert asked == [[0, 1, 2, 0], [3] * 4, [0, 1, 2, 0, 3, 3, 3, 3]]
+    torch.testing.assert_close(found(1.0), found(1 + 1e-9))  # which is asked twice
+    torch.testing.assert_close(found(0.0), found(5.0, torch.full((4,), 3)))
+    kept = t.process.kept[-1].item()
+    times = torch.full((4,), 19)
+    with torch.no_grad():
+        told, untold = model(x[0], times, classes), model(x[0], times, torch.full((4,), 3))
+    noise = untold + 3 * (told - untold)
+    expected = ((x[0] - math.sqrt(1 - kept) * noise) / math.sqrt(kept)).clamp(-1, 1)
+    torch.testing.assert_close(found(3.0), expected)
+
+
+def test_every_form_makes_the_same_pictures():
+    t = task(steps=20, shown_steps=5)
+    model, classes = model_of(t), torch.tensor([0, 1])
+    expected = t.generate(model, classes, steps=4, guidance=1.5, generator=generator())
+    for form in ("chunk", "rnn"):
+        set_form(model, form, 2)
+        torch.testing.assert_close(t.generate(model, classes, steps=4, guidance=1.5, generator=generator()), expected)
+
+
+def test_latents_have_no_bound_and_are_no_pictures():
+    t = task(LATENTS, steps=20, shown_steps=5)
+    model = model_of(t)
+    x = t.sample(model, torch.tensor([0, 1]), steps=3, generator=generator())
+    assert x.dtype == torch.float32 and x.shape == (2, 4, 4, 4) and x.abs().max() > 1
+    b = {"image": torch.randn(2, 4, 4, 4), "label": torch.tensor([0, 1])}
+    assert t.loss(model, b).loss.isfinite() and t.progress(model, b) == {} == t.preview(model, b)
+
+
+def test_tensorboard_shows_the_same_noise_and_the_data_beside_it():
+    t = task(steps=20, shown=5, shown_steps=4)
+    model, b = model_of(t), batch()
+    first, second = t.progress(model, b), t.progress(model, b)
+    assert first.keys() == {"data", "samples"} and first["data"].shape == first["samples"].shape
+    assert torch.equal(first["samples"], second["samples"])
+    assert task(steps=20, shown=0).progress(model, b) == {}
+
+
+def test_it_judges_no_pictures():
+    t = task()
+    with pytest.raises(ConfigError, match=r"makes pictures and judges none: \./run\.sh sample RUN"):
+        t.describe(t.outputs(model_of(t), batch()), 1)
+    assert t.outputs(model_of(t), {"image": batch()["image"]}).shape == (6, 1, 4, 4)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    pytest.importorskip("sklearn")
+    folder = tmp_path_factory.mktemp("diffusion")
+    path = tiny_recipe(folder, trainer={"ema": 0.9, "steps": 8})
+    values = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**values, "task": {"name": "diffusion", "shown": 4, "shown_steps": 3}}))
+    return path
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(recipe, tmp_path):
+    straight = train(recipe, tmp_path / "a")
+    train(recipe, tmp_path / "b", stop_at=4)
+    resumed = train(recipe, tmp_path / "b")
+    assert same(straight.model.state_dict(), resumed.model.state_dict())
+    assert same(straight.ema.state_dict(), resumed.ema.state_dict())
+    assert state_of(tmp_path / "a", "best")["best"] == state_of(tmp_path / "b", "best")["best"]
+
+
+@pytest.mark.slow
+def test_it_learns(recipe, tmp_path):
+    longer = ["trainer.steps=150", "trainer.eval_every=150", "trainer.save_every=150", "task.schedule=cosine"]
+    t = train(recipe, tmp_path / "run", *longer)
+    assert t.state.best["value"] < 0.5  # 1: it finds nothing

@@ -1,0 +1,136 @@
+"""`./run.sh sample`: grids of pictures, by class, and what is refused."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from lion.runs import open_run
+from lion.trainer.checkpoint import STATE, load_state, write_manifest
+from tests.helpers import here, refuse, tiny_recipe
+
+pytest.importorskip("sklearn")
+QUICK = ["--steps", 3]
+
+
+def trained(folder, name="tiny", **changes):
+    path = tiny_recipe(folder, name, trainer={"ema": 0.9, "device": "cpu"}, **changes)
+    values = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**values, "task": {"name": "diffusion", "shown": 4, "shown_steps": 3}}))
+    assert here("train", path, "--no-eval") == 0
+    run = folder / "runs" / name
+    changed(run, lambda x: torch.nn.init.normal_(x, std=0.2))
+    return run
+
+
+def changed(run, change):
+    """The run with other weights in its best checkpoint; those of so few steps find nothing, and all would be bright
+    or dark."""
+    (file,) = run.glob(f"checkpoints/best-*/{STATE}")
+    state = load_state(file)
+    torch.manual_seed(0)
+    for kind in ("model", "ema"):
+        for weight in state[kind].values():
+            change(weight)
+    torch.save(state, file)
+    write_manifest(file.parent, [file], sharded=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("sample"))
+
+
+def grid(capsys, out, *args):
+    """What the command draws, (height, width, 3), and prints."""
+    assert here("sample", *args, "--out", out) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{out}, by row: ")
+    return np.asarray(Image.open(out).convert("RGB")), printed.out.partition(": ")[2].strip()
+
+
+def test_a_row_for_each_class(run, capsys, tmp_path):
+    whole, said = grid(capsys, tmp_path / "a.png", run, *QUICK, "--classes", "3,7", "--count", 4)
+    assert said == "3, 7" and whole.shape == (2 * 66 + 2, 4 * 66 + 2, 3)  # of 8 pixels, eight times as large
+    cell = whole[2:66, 2:66]
+    assert (cell == cell[::8, ::8].repeat(8, 0).repeat(8, 1)).all() and len(np.unique(cell)) > 5
+    for more in (["--batch", 3], ["--seed", 0]):
+        again, _ = grid(capsys, tmp_path / "b.png", run, *QUICK, "--classes", "3,7", "--count", 4, *more)
+        assert np.abs(again.astype(int) - whole).max() <= 1
+    other, _ = grid(capsys, tmp_path / "b.png", run, *QUICK, "--classes", "3,7", "--count", 4, "--seed", 1)
+    assert np.abs(other.astype(int) - whole).max() > 9
+
+
+def test_forms_agree_and_options_matter(run, capsys, tmp_path):
+    asked = [run, *QUICK, "--classes", "3", "--count", 2]
+    whole, _ = grid(capsys, tmp_path / "a.png", *asked)
+    for form in (["chunk", "--chunk-size", 2], ["rnn"]):
+        assert np.abs(grid(capsys, tmp_path / "b.png", *asked, "--form", *form)[0].astype(int) - whole).max() <= 1
+    for option in (["--raw"], ["--guidance", 4], ["--eta", 1], ["--steps", 4]):
+        assert np.abs(grid(capsys, tmp_path / "b.png", *asked, *option)[0].astype(int) - whole).max() > 2, option
+
+
+def test_it_goes_to_the_run_s_folder(run, capsys):
+    assert here("sample", run, *QUICK, "--count", 1) == 0
+    assert capsys.readouterr().out == f"{run / 'samples.png'}, by row: {', '.join(map(str, range(10)))}\n"
+    assert Image.open(run / "samples.png").size == (68, 10 * 66 + 2)
+
+
+def test_the_average_is_taken_where_there_is_one(run, tmp_path, capsys):
+    """The test above sees another picture with --raw; without an average there is one kind of weights."""
+    averaged = open_run(run, ema=True).model.state_dict()
+    assert any(not torch.equal(v, averaged[k]) for k, v in open_run(run).model.state_dict().items())
+    plain = shutil.copytree(run, tmp_path / "plain")
+    recipe = plain / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("ema: 0.9", "ema: null"))
+    first, _ = grid(capsys, tmp_path / "a.png", plain, *QUICK, "--classes", "3")
+    assert (grid(capsys, tmp_path / "a.png", plain, *QUICK, "--classes", "3", "--raw")[0] == first).all()
+
+
+def test_bad_requests(run, capsys, tmp_path):
+    assert "--classes: 'ten' is no class, there are 0 to 9, as '0'" in refuse(capsys, "sample", run, "--classes", "ten")
+    assert "--classes: '10' is no class" in refuse(capsys, "sample", run, "--classes", "1,10")
+    assert "steps: expected 1 to 1000, got 1001" in refuse(capsys, "sample", run, "--steps", 1001)
+    assert "no folder" in refuse(capsys, "sample", run, "--out", tmp_path / "none" / "a.png")
+    assert "pictures are kept as FILE.png" in refuse(capsys, "sample", run, "--out", tmp_path / "a.gif")
+    assert "--chunk-size: the full form" in refuse(capsys, "sample", run, "--chunk-size", 4)
+    for option, value in (("--guidance", -1), ("--eta", 2), ("--count", 0), ("--form", "fast")):
+        assert option in refuse(capsys, "sample", run, option, value)
+
+
+def test_a_run_that_makes_nothing(tmp_path, capsys):
+    assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
+    capsys.readouterr()
+    said = refuse(capsys, "sample", tmp_path / "runs" / "tiny")
+    assert "task 'image_classification' makes no pictures, diffusion does" in said
+
+
+def test_predict_says_what_makes_pictures(run, capsys, tmp_path):
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    assert "./run.sh sample RUN" in refuse(capsys, "predict", run, tmp_path / "a.png", "--eager")
+
+
+def test_a_diverged_run_draws_nothing(run, capsys, tmp_path):
+    broken = shutil.copytree(run, tmp_path / "broken")
+    changed(broken, lambda x: x.fill_(torch.nan))
+    out = tmp_path / "a.png"
+    assert "gives no finite outputs, the run has diverged" in refuse(capsys, "sample", broken, *QUICK, "--out", out)
+    assert not out.exists()
+
+
+def test_compiled_where_it_is_asked(run, tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("tools.sample.compile_blocks", asked.append)
+    for more in ([], ["--compile"]):
+        grid(capsys, tmp_path / "a.png", run, *QUICK, *more, "--classes", "3", "--count", 1)
+    assert len(asked) == 1
+
+
+def test_a_run_is_evaluated_in_every_form(run, capsys):
+    assert here("eval", run, "--eager") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["form", "loss"]
+    assert len({line.split()[1 + (line.split()[1][0] == "(")] for line in lines[2:6]}) == 1

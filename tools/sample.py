@@ -1,0 +1,149 @@
+"""Pictures that a run of diffusion makes of noise: a grid, with a row for each class.
+
+    python -m tools.sample RUN [--classes 0,1,cat] [--count N] [--steps N] [--guidance G] [--eta E] [--seed S]
+        [--form full|chunk|rnn] [--chunk-size N] [--raw] [--checkpoint best|last] [--out FILE.png]
+
+The averaged weights (EMA) make them where the run has such; --raw takes those that were trained. A picture depends on
+seed and place alone, not on --batch. Of a run on latents the latents are kept, FILE.npy, for the decoder that they are
+of.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lion.config import ConfigError, nearest
+from lion.files import write_atomic
+from lion.ops import FORMS
+from lion.runs import LoadedRun, find_run, open_run
+from lion.tasks.causal_lm import CausalLM
+from lion.tasks.diffusion import Diffusion, to_bytes
+from lion.tasks.seeds import derive
+from lion.trainer.runtime import compile_blocks, start_runtime
+from tools.cli import Parser, choose_form, count, number, run_command, say
+from tools.compose import check_finite, resolve_run
+
+FEW = 10  # classes that are shown where none are asked for
+SIDE = 64  # pixels that a picture of the grid has at least
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh sample", description=__doc__.splitlines()[0])
+    parser.add_argument("run")
+    parser.add_argument("--classes", help=f"numbers or names, as 0,1,cat; default: the first {FEW}")
+    parser.add_argument("--count", type=count, default=8, help="pictures of each class")
+    parser.add_argument("--steps", type=count, default=50, help="of DDIM")
+    parser.add_argument("--guidance", type=number(0, 100), default=1.5, help="0: of no class, 1: none, more: clearer")
+    parser.add_argument("--eta", type=number(0, 1), default=0.0, help="share of fresh noise; 0: DDIM, 1: as DDPM")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--form", choices=FORMS, default="full")
+    parser.add_argument("--chunk-size", type=count, help="tokens a chunk (chunk) or a step (rnn)")
+    parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
+    parser.add_argument("--raw", action="store_true", help="the weights as trained, not their average")
+    parser.add_argument("--batch", type=count, default=64, help="pictures at once, at most")
+    parser.add_argument("--compile", action="store_true", help="pays where many are made")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: samples.png in the run's folder")
+    args = parser.parse_args(argv)
+    if args.chunk_size and args.form == "full":
+        raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
+    folder = find_run(args.run)
+    recipe = resolve_run(folder)
+    loaded = open_run(folder, checkpoint=args.checkpoint, ema=recipe.trainer.ema is not None and not args.raw)
+    if not isinstance(loaded.task, Diffusion):
+        other = "it writes text, ./run.sh generate RUN" if isinstance(loaded.task, CausalLM) else "diffusion does"
+        raise ConfigError(f"{folder}: task {recipe.task.name!r} makes no pictures, {other}")
+    out = where(args.out, loaded)
+    classes = chosen(args.classes, loaded.task.info.classes)
+    choose_form(loaded.model, args.form, args.chunk_size)
+    started = time.perf_counter()
+    x = make(loaded, [label for label in classes for _ in range(args.count)], args)
+    check_finite(x, folder)
+    keep(out, x, args.count)
+    each = f"{args.steps} steps, guidance {args.guidance:g}, form {args.form}"
+    say(f"{len(x)} samples in {time.perf_counter() - started:.1f} s: {each}")
+    print(f"{out}, by row: {', '.join(loaded.task.info.classes[label] for label in classes)}")
+    return 0
+
+
+def where(out: Path | None, loaded: LoadedRun) -> Path:
+    """The file to write.
+
+    Raises:
+        ConfigError: It cannot be, or is of another kind.
+    """
+    kind = ".png" if loaded.task.pictures else ".npy"
+    out = out or loaded.folder / f"samples{kind}"
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out: no folder {out.parent}")
+    if out.suffix != kind or out.is_dir():
+        what = "pictures" if loaded.task.pictures else "latents"
+        raise ConfigError(f"--out: {what} are kept as FILE{kind}, got {out}")
+    return out
+
+
+def chosen(asked: str | None, names: Sequence[str]) -> list[int]:
+    """The labels of what is asked for, by number or name.
+
+    Raises:
+        ConfigError: There is no such class.
+    """
+    if asked is None:
+        return list(range(min(FEW, len(names))))
+    labels = []
+    for part in [asked] if asked in names else map(str.strip, asked.split(",")):  # a name may have commas
+        if part in names:
+            labels.append(names.index(part))
+        elif part.isdecimal() and int(part) < len(names):
+            labels.append(int(part))
+        else:
+            hint = nearest(part, names, f"there are 0 to {len(names) - 1}, as {names[0]!r}")
+            raise ConfigError(f"--classes: {part!r} is no class, {hint}")
+    return labels
+
+
+def make(loaded: LoadedRun, labels: list[int], args: Any) -> Tensor:
+    """Samples (N, channels, height, width) of these classes, in batches of one size."""
+    trainer = loaded.recipe.trainer
+    runtime = start_runtime(trainer.device, matmul=trainer.matmul)
+    model = loaded.model.to(runtime.device)
+    if args.compile:
+        compile_blocks(model)
+    size = min(args.batch, len(labels))
+    batches = math.ceil(len(labels) / size)
+    padded = torch.tensor(labels + labels[:1] * (batches * size - len(labels)), device=runtime.device)
+    generator = torch.Generator().manual_seed(derive(args.seed))
+    how = {"steps": args.steps, "guidance": args.guidance, "eta": args.eta, "generator": generator}
+    with tqdm(total=batches * args.steps, desc="sampling", unit="step", leave=False, disable=None) as bar:
+        try:
+            with runtime.autocast(trainer.precision):
+                parts = [loaded.task.generate(model, x, **how, after_step=bar.update) for x in padded.split(size)]
+        except ValueError as error:
+            raise ConfigError(f"--{error}") from None
+    return torch.cat(parts)[: len(labels)].cpu()
+
+
+def keep(out: Path, x: Tensor, columns: int) -> None:
+    """Write pictures (N, channels, height, width) as a grid, small ones enlarged; latents as they are."""
+    if out.suffix == ".npy":
+        write_atomic(out, lambda file: np.save(file, x.numpy()))
+        return
+    from torchvision.transforms.v2.functional import to_pil_image
+    from torchvision.utils import make_grid
+
+    times = max(1, SIDE // min(x.shape[-2:]))
+    large = to_bytes(x).repeat_interleave(times, -1).repeat_interleave(times, -2)
+    grid = to_pil_image(make_grid(large, nrow=columns, pad_value=255))
+    write_atomic(out, lambda file: grid.save(file, "PNG"))
+
+
+if __name__ == "__main__":
+    run_command(main)
