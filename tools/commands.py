@@ -34,6 +34,11 @@ COMMANDS = {
         "pictures that a run of diffusion makes of noise",
         "tools.sample",
     ),
+    "distance": Command(
+        "RUN|FOLDER|FILE.npz --features CLASSIFIER_RUN",
+        "how far made pictures are from real ones: FD-own, IS-own, precision, recall",
+        "tools.distance",
+    ),
     "glue": Command(
         "RUN --recipe bert24|m2_base|m2_large|hydra|modified [--dry-run]",
         "fine-tune a masked language model on GLUE",
