@@ -20,6 +20,7 @@ DATASETS = {
     "imagefolder": "data.vision.imagefolder.ImageFolder",
     "imagenet": "data.vision.imagenet.ImageNet",
     "imdb": "data.lra.documents.Imdb",
+    "latents": "data.vision.latents.Latents",
     "listops": "data.lra.listops.ListOps",
     "mnist": "data.vision.torchvision_sets.Mnist",
     "openwebtext": "data.text.text.OpenWebText",

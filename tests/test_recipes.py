@@ -15,6 +15,7 @@ from lion.layers.decays import (
     SelectiveHippoDecay,
     SelectiveVectorDecay,
 )
+from lion.layers.lightnet import LightNetAttention
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks.data import Splits
@@ -28,6 +29,7 @@ from tools.compose import describe_data, make_task, resolve
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 DEIT, CIFAR100, LRA = ([p for p in RECIPES if p.stem.startswith(f"{name}_")] for name in ("deit", "cifar100", "lra"))
+GENERATION = [p for p in RECIPES if p.stem.startswith(("dit_", "lightnet_gen_"))]  # tests/test_generation_recipes.py
 
 # our count of the published shapes: recipes.md 1.1, in parameters; `position` of 197 tokens where it is on
 PARAMETERS = {
@@ -61,6 +63,7 @@ MIXERS = {
     "linear_transformer": (LionAttention, None),
     "gla": (LionAttention, LowRankDecay),
     "gated_rfa": (LionAttention, RandomFeatureGate),
+    "lightnet": (LightNetAttention, None),  # in both directions
 }
 
 
@@ -333,7 +336,11 @@ def test_a_resolved_recipe_reads_back(path, tmp_path):
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     assert resolve(tmp_path / "recipe.yaml") == recipe
     assert isinstance(load_recipe(tmp_path / "recipe.yaml").data, dict)
-    mixed = (SOFTMAX, *mixers.MIXERS) if path not in LRA or "listops_softmax" in path.stem else ()
+    mixed = (
+        (SOFTMAX, *mixers.MIXERS)
+        if path not in [*LRA, *GENERATION] or path.stem in ("lra_listops_softmax", "dit_tiny_softmax")
+        else ()
+    )
     for mixer in mixed:  # what was asked is stored: an override means the same afterwards
         assert built(tmp_path / "recipe.yaml", mixer) == built(path, mixer), mixer
 

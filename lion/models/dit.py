@@ -60,7 +60,8 @@ class DiTConfig(EncoderConfig):
 
     def shape(self) -> str:
         height, width = self.resolved().patch_size
-        return f"{super().shape()}, patches of {height} x {width}"
+        told = "" if self.modulates else ", time and class as tokens"
+        return f"{super().shape()}, patches of {height} x {width}{told}"
 
 
 class DiT(Model):
@@ -90,7 +91,7 @@ class DiT(Model):
         self.length = self.special + height * width
         self.patch = nn.Conv2d(channels, c.dim, c.patch_size, c.patch_size)
         self.times, self.labels = Times(c.dim), nn.Embedding(len(classes) + 1, c.dim)
-        self.encoder = Encoder(c)
+        self.encoder = Encoder(c, self.grid)
         self.final_norm = plain_norm(c.norm, c.dim, c.norm_eps) if c.modulates else None
         self.final_modulation = Modulation(c.dim, 2) if c.modulates else None
         self.head = nn.Linear(c.dim, channels * math.prod(c.patch_size))

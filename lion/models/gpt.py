@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lion.config import setting
 from lion.layers import AttentionConfig
-from lion.layers.decays import Decay
+from lion.layers.decay import Decay
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.mixer import state_type
 from lion.models.encoder import Encoder, EncoderConfig
@@ -65,7 +65,7 @@ class GPTConfig(EncoderConfig):
 
 @state_type
 class GPTState(NamedTuple):
-    """The next token's `position` (B,), and the state of every block."""
+    """The next token's `position` (B,), and the state of every block, behind that of MD-TPE if there is one."""
 
     position: Tensor
     blocks: list[Any]

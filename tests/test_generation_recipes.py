@@ -1,0 +1,106 @@
+"""Recipes of image generation are the published shapes, trained as published."""
+
+import pytest
+
+from lion.runs import build_on_meta, count_parameters
+from lion.trainer.plan import make_plan
+from lion.trainer.schedule import learning_rate
+from tests.helpers import ROOT
+from tools.compose import describe_data, make_task, resolve
+
+SIZES, PATCHES = ("s", "b", "l", "xl"), (2, 4, 8)
+DIT = {"s": (12, 384, 6), "b": (12, 768, 12), "l": (24, 1024, 16), "xl": (28, 1152, 16)}  # depth, dim, heads
+LIGHTNET = {"s": (18, 384, 6), "b": (18, 768, 6), "l": (36, 1024, 16), "xl": (42, 1152, 16)}  # recipes.md 7.3
+FID = {  # 2212.09748, Table 4, by size and patch
+    "s": ("68.40", "100.41", "153.60"),
+    "b": ("43.47", "68.38", "122.74"),
+    "l": ("23.33", "45.64", "118.87"),
+    "xl": ("19.47", "43.01", "106.41"),
+}
+
+
+def built(name, *overrides):
+    recipe = resolve(ROOT / f"recipes/{name}.yaml", overrides)
+    info, samples, _ = describe_data(recipe, look=False)
+    return recipe, build_on_meta(make_task(recipe, info), recipe.model), samples
+
+
+def millions(model):
+    return count_parameters(model) / 1e6
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("size", SIZES)
+def test_dit(size, patch):
+    recipe, model, samples = built(f"dit_{size}_patch{patch}")
+    depth, dim, heads = DIT[size]
+    m = recipe.model.resolved()
+    assert (m.mixer, m.depth, m.dim, m.num_heads, m.patch_size) == ("softmax", depth, dim, heads, (patch, patch))
+    assert (m.block, m.mlp, m.norm, m.norm_eps, m.position_embedding) == (
+        "adaln_zero",
+        "mlp_tanh",
+        "layernorm",
+        1e-6,
+        True,
+    )
+    assert round(millions(model)) == {"s": 33, "b": 130 + (patch == 8), "l": 458, "xl": 675}[size]
+    assert model.length == (32 // patch) ** 2 and model.image_shape == (4, 32, 32) and model.none == 1000
+    assert recipe.about.expected == f"{FID[size][PATCHES.index(patch)]} FID-50K"
+    assert recipe.about.row.startswith(f"DiT-{size.upper()}/{patch} ")
+    optim, plan = recipe.optim, make_plan(recipe, samples=samples, world=1)
+    assert (optim.lr, optim.betas, optim.weight_decay) == (1e-4, (0.9, 0.999), 0)
+    rates = {
+        learning_rate(n, config=recipe.schedule, peak=1e-4, warmup=plan.warmup, total=plan.total) for n in (0, 10**5)
+    }
+    assert rates == {1e-4}
+    assert (plan.total, recipe.trainer.batch_size, recipe.trainer.ema, samples) == (400_000, 256, 0.9999, 1_281_167)
+    assert (recipe.task.steps, recipe.task.schedule, recipe.task.label_dropout) == (1000, "linear", 0.1)
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("size", SIZES)
+def test_lightnet(size, patch):
+    """Of 33, 131, 470 and 680 M the second and third are met as they are printed; the first if it is cut and not
+    rounded, the last if it is rounded to tens."""
+    recipe, model, _ = built(f"lightnet_gen_{size}_patch{patch}")
+    depth, dim, heads = LIGHTNET[size]
+    m = recipe.model.resolved()
+    assert (m.mixer, m.depth, m.dim, m.num_heads, m.patch_size) == ("lightnet", depth, dim, heads, (patch, patch))
+    assert (m.tpe, m.attention.rotation, m.position_embedding) == (64, "lrpe", False)
+    assert (m.attention.direction, m.attention.out_gate_rank, m.attention.out_norm) == ("both", 64, "rmsnorm")
+    assert model.length == (32 // patch) ** 2 + 2
+    if patch == 2:
+        count = millions(model)
+        assert {"s": int(count), "b": round(count), "l": round(count), "xl": round(count, -1)}[size] == {
+            "s": 33, "b": 131, "l": 470, "xl": 680,
+        }[size]  # fmt: skip
+    dit = resolve(ROOT / f"recipes/dit_{size}_patch{patch}.yaml")
+    for part in ("task", "data", "optim", "schedule", "trainer"):
+        assert getattr(recipe, part) == getattr(dit, part)
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_ablations(patch):
+    whole = millions(built(f"lightnet_gen_s_patch{patch}")[1])
+    recipe, model, _ = built(f"lightnet_gen_s_patch{patch}_no_tpe")
+    assert recipe.model.resolved().attention.rotation == "lrpe" and model.position is None
+    assert whole - millions(model) == pytest.approx(256 * 384 / 1e6)
+    recipe, model, _ = built(f"lightnet_gen_s_patch{patch}_no_lrpe")
+    assert recipe.model.resolved().tpe == 64 and recipe.model.resolved().attention.rotation == "none"
+    assert millions(model) == whole and model.position is None
+    both = built(f"lightnet_gen_s_patch{patch}", "model.tpe=0", "model.attention.rotation=none")[1]
+    assert both.position is not None  # else nothing would tell where a patch is
+
+
+def test_modulated_blocks_would_be_half_as_large_again():
+    model = built("lightnet_gen_s_patch2", "model.block=adaln_zero")[1]
+    assert round(millions(model)) == 50 and model.length == 256
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "lightnet"])
+def test_those_for_a_cpu_differ_by_mixer_and_patch(mixer):
+    models = {p: built(f"dit_cifar10_{mixer}_patch{p}")[1] for p in PATCHES}
+    assert [m.length for m in models.values()] == [256, 64, 16]
+    assert all(m.config.modulates and m.image_shape == (3, 32, 32) for m in models.values())
+    recipe, model, _ = built(f"dit_tiny_{mixer}")
+    assert recipe.data.name == "digits" and model.length == 16 and model.config.modulates
