@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 from lion.config import ConfigError
 from lion.files import save_json
-from lion.recipe import Recipe
 from lion.runs import RECIPE, find_run, open_run
 from lion.tasks.distances import (
     GROUPS,
@@ -74,8 +73,8 @@ def main(argv: list[str]) -> int:
     runtime, features = start_runtime(), None
     if args.features:
         features = (Scripted if Path(args.features).suffix == ".pt" else Own)(args, runtime)
-    made, recipe = open_samples(args, runtime, features)
-    real, floor = open_reference(args, made.count, recipe or (features and features.recipe), features)
+    made, run = open_samples(args, runtime, features)
+    real, floor = open_reference(args, made.count, run or (features and features.run), features)
     for pictures in filter(None, (made, real, floor)):
         check(pictures, features)
     read = partial(read_features, features=features, runtime=runtime)
@@ -104,11 +103,10 @@ class Own:
         loaded = open_run(args.features)
         if not isinstance(loaded.task, ImageClassification):
             raise ConfigError(f"--features: {loaded.folder} is of task {loaded.recipe.task.name!r}, no classifier")
-        self.recipe: Recipe | None = resolve_run(loaded.folder)
-        self.runtime, self.model, self.about = runtime, loaded.model.to(runtime.device), str(loaded.folder)
+        self.run, self.about, self.model = loaded.folder, str(loaded.folder), loaded.model.to(runtime.device)
         self.shape, self.given = loaded.model.image_shape, []
         loaded.model.head.register_forward_pre_hook(lambda _, given: self.given.append(given[0]))
-        if self.recipe.trainer.compile and not args.eager:
+        if loaded.recipe.trainer.compile and not args.eager:
             compile_blocks(loaded.model, dynamic=None)  # the last batch is smaller
 
     @property
@@ -130,7 +128,7 @@ class Own:
 class Scripted:
     """Features of a TorchScript module, with NVIDIA's `return_features` where it has such a switch; no classes."""
 
-    recipe, shape, channels = None, None, 3
+    run, channels = None, 3
 
     def __init__(self, args: Any, runtime: Runtime) -> None:
         path = Path(args.features)
@@ -157,29 +155,32 @@ class Scripted:
         return found, None
 
 
-def open_samples(args: Any, runtime: Runtime, features: Any) -> tuple[Pictures, Recipe | None]:
-    """What is judged; and the recipe, where it is a run."""
+def open_samples(args: Any, runtime: Runtime, features: Any) -> tuple[Pictures, Path | None]:
+    """What is judged; and its folder, where it is a run."""
     path, channels = Path(args.samples_of), features.channels if features else 3
     if path.suffix == ".npz" or (path.is_dir() and not (path / RECIPE).is_file()):
         if args.keep:
             raise ConfigError(f"--keep: {path} is no run, nothing is made")
         return of_path(path, args.samples, args.batch, args.seed, channels), None
     folder = find_run(args.samples_of)
-    recipe = resolve_run(folder, args.overrides)
+    recipe = resolve_run(folder)
     args.ema = recipe.trainer.ema is not None and not args.raw
     loaded = open_run(folder, checkpoint=args.checkpoint, ema=args.ema)
     if recipe.trainer.compile and not args.eager:
         compile_blocks(loaded.model)
-    return of_run(loaded, args, runtime), recipe
+    return of_run(loaded, args, runtime), folder
 
 
-def open_reference(args: Any, samples: int, recipe: Recipe | None, features: Any) -> tuple[Pictures, Pictures | None]:
+def open_reference(args: Any, samples: int, run: Path | None, features: Any) -> tuple[Pictures, Pictures | None]:
     """The real pictures, and as many of another split as there are samples: a run's own data, else the classifier's."""
     if args.reference not in SPLITS:
+        if args.overrides:
+            raise ConfigError(f"{args.overrides[0]}: no data set is read, --reference names the real pictures")
         channels = features.channels if features else 3
         return of_path(Path(args.reference), args.real, args.batch, args.seed, channels), None
-    if recipe is None:
+    if run is None:
         raise ConfigError("--reference: without a run there are no data to take it from, name a folder or FILE.npz")
+    recipe = resolve_run(run, args.overrides)
     splits = build_data(recipe)
     other = next(s for s in ("test", "val", "train") if s != args.reference and getattr(splits, s) is not None)
     most = {args.reference: args.real, other: samples}

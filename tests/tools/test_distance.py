@@ -192,6 +192,8 @@ def test_what_cannot_be_judged(classifier, generator, real, tmp_path, capsys):
         ([tmp_path / "empty", *judge], "empty: no pictures in this folder"),
         ([tmp_path / "none.npz", *judge], "none.npz: expected a run, a folder of pictures or FILE.npz"),
         ([some, "--reference", some], "--features: missing"),
+        ([some, *judge, f"data.root={tmp_path}", "data.workers=x"], "data.workers"),
+        ([some, *judge, "--reference", some, "data.workers=0"], "data.workers=0: no data set is read"),
         ([some, *judge, "--keep", tmp_path], "some.npz is no run, nothing is made"),
         ([some, *judge, "--samples", 5], "--samples: expected at least 20, got 5"),
         ([some, "--features", tmp_path / "bad.pt", "--reference", some], "bad.pt is no TorchScript module"),
