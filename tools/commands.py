@@ -17,7 +17,7 @@ COMMANDS = {
     "train": Command("RECIPE [key=value ...]", "train a recipe, then evaluate it in every form", "tools.train"),
     "prepare": Command("RECIPE [key=value ...]", "make what a recipe's data need, once for all runs", "tools.prepare"),
     "eval": Command(
-        "RUN [--form full|chunk|rnn|all] [--chunk-size N] [--lengths N,N]",
+        "RUN [--form full|chunk|rnn|all] [--chunk-size N] [--lengths N,N] [--choices FILE]",
         "a run in every form: metric, speed, memory",
         "tools.evaluate",
     ),
@@ -33,6 +33,11 @@ COMMANDS = {
         "RUN [--classes 0,1,cat] [--steps N] [--guidance G] [--out FILE.png]",
         "pictures that a run of diffusion makes of noise",
         "tools.sample",
+    ),
+    "distance": Command(
+        "RUN|FOLDER|FILE.npz --features CLASSIFIER_RUN",
+        "how far made pictures are from real ones: FD-own, IS-own, precision, recall",
+        "tools.distance",
     ),
     "glue": Command(
         "RUN --recipe bert24|m2_base|m2_large|hydra|modified [--dry-run]",

@@ -1,9 +1,11 @@
 """Evaluate a run as full attention, chunks and an RNN: metric, speed, memory, deviation.
 
     python -m tools.evaluate RUN [data.root=PATH] [--form full|chunk|rnn|all] [--chunk-size N] [--lengths 256,512,..]
+        [--choices FILE.jsonl]
 
 Blocks are compiled, as in training, where the recipe says so and there is a compiler; that is not timed. Memory is what
-tensors held at most in one batch, beside the weights. --lengths: text in windows of these, see `tools.lengths`.
+tensors held at most in one batch, beside the weights. --lengths: text in windows of these, see `tools.lengths`;
+--choices: questions with several answers, see `tools.choices`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from lion.tasks.metrics import Metric
 from lion.tasks.seeds import derive
 from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
+from tools.choices import evaluate_choices
 from tools.cli import Parser, choose_form, count, counts, run_command, table
 from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
 from tools.forms import forms_to_measure, measure
@@ -37,12 +40,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ema", action="store_true", help="the averaged weights")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--lengths", type=counts, help="of text, in windows of so many tokens, as 256,512")
+    parser.add_argument("--choices", type=Path, metavar="FILE.jsonl", help="questions, their answers to choose from")
     parser.add_argument("--tokens", type=count, default=2**18, help="with --lengths, of held-out text, at most")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="with --lengths, where to add JSON and a picture")
     args = parser.parse_intermixed_args(argv)
     if args.chunk_size and args.form == "full":
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
     wanted = {"checkpoint": args.checkpoint, "split": args.split, "ema": args.ema, "eager": args.eager}
+    if args.choices and (args.lengths or args.split):
+        raise ConfigError(f"--choices: it brings its own text, leave {'--lengths' if args.lengths else '--split'} out")
+    if args.choices:
+        return evaluate_choices(args)
     if args.lengths:
         return evaluate_lengths(args, argv)
     results = measure_forms(args.run, args.form, args.chunk_size, overrides=args.overrides, **wanted)

@@ -95,6 +95,7 @@ def measure(
             values[task.metric.name] = own_value(task.metric, model, batches, task, runtime, precision, seed)
         results[form] = {
             "value": values[task.metric.name],
+            "values": values,
             "remark": task.remark(values),
             "samples_per_second": samples / measured.seconds,
             "peak_bytes": measured.peak,

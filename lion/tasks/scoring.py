@@ -1,0 +1,75 @@
+"""Zero-shot multiple choice: of several continuations of a text, the one that a causal model finds likeliest."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.tasks.base import Outcome
+from lion.tasks.causal_lm import CausalLM, CausalLMConfig
+from lion.tasks.data import Batch
+from lion.tasks.metrics import Metric, OfAll
+
+QUANTILE = 1.959964  # of the normal distribution, for 95 %
+
+
+def share_right(score: Tensor, size: Tensor, question: Tensor, choice: Tensor, right: Tensor) -> float:
+    """The share of questions whose best choice is the right one, all arguments (rows,), a row being a choice of a
+    `question`: best is the greatest `score / size`, of equals the first `choice`."""
+    order = choice.argsort()
+    order = order[(score.double() / size)[order].argsort(descending=True, stable=True)]
+    order = order[question[order].argsort(stable=True)]
+    question, right = question[order], right[order]
+    first = question.diff(prepend=question[:1] - 1) != 0
+    return right[first].double().mean().item()
+
+
+def accuracy(name: str, label: str, size: str) -> OfAll:
+    return OfAll(name, label, percent=True, function=share_right, of=("score", size, "question", "choice", "right"))
+
+
+PLAIN, PER_BYTE, PER_TOKEN = (  # by the log-likelihood, and by that of a byte or token of the choice
+    accuracy("acc", "acc", "one"),
+    accuracy("acc_norm", "acc_norm", "bytes"),
+    accuracy("acc_token", "acc per token", "tokens_of_choice"),
+)
+
+
+class MultipleChoice(CausalLM):
+    """A sample is one choice behind its text; the choices of a question need not stand in one batch.
+
+    Batches hold `tokens` and `segments` (B, L), -1 for padding; of the last `tokens_of_choice` (B,) of a row's tokens
+    the log-likelihood is asked for. `bytes`, `question`, `choice`, `right` and `mask` (B,) say what the row is.
+    """
+
+    @staticmethod
+    def metrics_of(config: CausalLMConfig) -> tuple[Metric, ...]:
+        return PLAIN, PER_BYTE, PER_TOKEN
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        score = log_likelihoods(model, batch)
+        rows = {name: batch[name] for name in ("bytes", "tokens_of_choice", "question", "choice", "right")}
+        return Outcome({}, score, {"score": score, "one": torch.ones_like(score), **rows})
+
+
+def log_likelihoods(model: nn.Module, batch: Batch) -> Tensor:
+    """In nats (B,), float64, of the choice that ends each row of a batch, given what stands before it."""
+    tokens, segments = batch["tokens"], batch["segments"]
+    last = (segments >= 0).sum(1, keepdim=True)  # (B, 1)
+    place = torch.arange(1, tokens.shape[1], device=tokens.device)  # of the token that is told
+    judged = (place < last) & (place >= last - batch["tokens_of_choice"][:, None])  # (B, L - 1)
+    x = model.encode(tokens[:, :-1], segments[:, :-1])
+    losses = F.cross_entropy(model.logits(x[judged]).float(), tokens[:, 1:][judged], reduction="none")
+    found = torch.zeros(judged.shape, dtype=torch.float64, device=tokens.device)
+    return found.masked_scatter(judged, -losses.double()).sum(1)
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share that was found in `count` draws."""
+    more = QUANTILE**2 / count
+    middle = (share + more / 2) / (1 + more)
+    half = QUANTILE / (1 + more) * math.sqrt(share * (1 - share) / count + more / (4 * count))
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -1,0 +1,267 @@
+"""Zero-shot multiple choice (LightNet's Table 7): how often a causal model finds the right answer the likeliest.
+
+    ./run.sh eval RUN --choices FILE.jsonl [--form ..] [--chunk-size N]
+
+A line of the file is a question: {"context": TEXT, "choices": [TEXT, ..], "answer": NUMBER}, the answer counted from 0.
+Files of the Hub go as they are, where they have these: `FIELDS`. A choice follows its text behind a blank; a text that
+is too long for the model's positions loses its beginning.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.text.tokenizers import Tokenizer
+from lion.config import ConfigError
+from lion.layers.mixer import forms_of
+from lion.runs import find_run, open_run
+from lion.tasks.causal_lm import CausalLM
+from lion.tasks.data import Batch
+from lion.tasks.scoring import MultipleChoice, interval
+from lion.trainer.runtime import compile_blocks, start_runtime
+from tools.bench.probe import Variant
+from tools.cli import choose_form, table
+from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
+from tools.forms import forms_to_measure, measure
+
+FIELDS = {  # what each is called: here, in lm-eval's tasks, and in HellaSwag, ARC, OpenBookQA, MMLU
+    "text": ("context", "question", "query", "ctx", "question_stem"),
+    "choices": ("choices", "endings"),
+    "answer": ("answer", "gold", "label", "answerKey"),
+}
+SHAPES = 4  # lengths of batches: few, since each is compiled
+
+
+class Question(NamedTuple):
+    """A text, what may follow it, and which of that is right; `where` is its line."""
+
+    text: str
+    choices: list[str]
+    answer: int
+    where: str
+
+
+def evaluate_choices(args: Namespace) -> int:
+    """What `./run.sh eval RUN --choices FILE` does."""
+    questions = read_questions(args.choices)
+    recipe = resolve_run(find_run(args.run), args.overrides)
+    loaded = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
+    model = loaded.model
+    if not isinstance(loaded.task, CausalLM):
+        raise ConfigError(
+            f"--choices: {loaded.folder} is of task {recipe.task.name!r}, only causal_lm tells what follows"
+        )
+    if args.form != "all":
+        choose_form(model, args.form)
+    tokenizer = open_data(recipe).tokenizer
+    check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
+    rows, cut = encode(questions, tokenizer, model.longest)
+    batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(rows))
+    batches = Choices(rows, batch)
+    runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    model.to(runtime.device)
+    compiled = recipe.trainer.compile and not args.eager and compile_blocks(model)
+    forms = forms_to_measure(args.form, args.chunk_size, forms_of(model), batches.longest)
+    reference = forms_to_measure("all", args.chunk_size, forms_of(model), batches.longest)[0]
+    judged = loaded._replace(task=MultipleChoice(loaded.task.config, loaded.task.info))
+    wanted = list(dict.fromkeys([reference, *forms]))  # the deviation needs it
+    found = measure(judged, batches, len(batches), wanted, runtime, recipe.trainer.precision)
+    check_finite(torch.tensor([found[form]["deviation"] for form in wanted]), loaded.folder)
+    body = []
+    for form in forms:
+        own = found[form]
+        shown = [as_text(own["values"][metric.name], len(questions)) for metric in judged.task.metrics]
+        body.append([str(Variant(*form)), *shown, f"{own['samples_per_second']:.0f}", f"{own['deviation']:.1e}"])
+    print(table(["form", *(metric.heading for metric in judged.task.metrics), "choices/s", "deviation"], body))
+    how = f"batch {batch}, {recipe.trainer.precision}, {'compiled' if compiled else 'eager'}"
+    print(f"{about(questions)}; 95 % intervals; {how}; deviation in nats")
+    if cut:
+        print(f"{cut:,} of {len(questions):,} texts lost their beginning, the model has {model.longest} positions")
+    return 0
+
+
+def as_text(share: float, count: int) -> str:
+    low, high = interval(share, count)
+    return f"{100 * share:.2f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def about(questions: list[Question]) -> str:
+    counts = [len(q.choices) for q in questions]
+    several = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    chance = sum(1 / n for n in counts) / len(counts)
+    return f"{len(questions):,} questions of {several} choices, chance {100 * chance:.2f} %"
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a file of JSON lines.
+
+    Raises:
+        ConfigError: A line that is none, or a file without any.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other line ends
+    except UnicodeDecodeError:
+        raise ConfigError(f"--choices: {path} is no UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"--choices: {path}: {error.strerror}") from None
+    found = [read_question(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError(f"--choices: {path} holds no questions")
+    return found
+
+
+def read_question(line: str, where: str) -> Question:
+    """A line of the file.
+
+    Raises:
+        ConfigError: What is wrong with it.
+    """
+    try:
+        held = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: no JSON ({error})") from None
+    if not isinstance(held, dict):
+        raise ConfigError(f"{where}: expected a text, choices and an answer, got {line.strip()[:40]!r}")
+    text, choices, answer = (field_of(held, name, where) for name in FIELDS)
+    labels = None
+    if isinstance(choices, dict) and {"text", "label"} <= choices.keys():  # ARC's
+        choices, labels = choices["text"], choices["label"]
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: expected words as its text, got {str(text)[:40]!r}")
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+        raise ConfigError(f"{where}: expected a list of texts as its choices, got {str(choices)[:40]!r}")
+    if len(choices) < 2:
+        raise ConfigError(f"{where}: expected at least two choices, got {len(choices)}")
+    if "" in map(str.strip, choices):
+        raise ConfigError(f"{where}: choice {[*map(str.strip, choices)].index('')} is empty")
+    return Question(text, choices, place_of(answer, labels, len(choices), where), where)
+
+
+def field_of(held: dict[str, Any], name: str, where: str) -> Any:
+    """Raises ConfigError: A field is not there under any of its names, or under two."""
+    there = [n for n in FIELDS[name] if held.get(n) is not None]
+    filled = [n for n in there if held[n] != ""] or there
+    if not filled:
+        raise ConfigError(f"{where}: no {name} ({' or '.join(FIELDS[name])}), it has {', '.join(held) or 'nothing'}")
+    if len(filled) > 1:
+        raise ConfigError(f"{where}: both {filled[0]!r} and {filled[1]!r}; put what is to be read into one")
+    return held[filled[0]]
+
+
+def place_of(answer: Any, labels: Any, count: int, where: str) -> int:
+    """Which of the choices an answer means, from 0: its number, also as text, or one of the choices' labels.
+
+    Raises:
+        ConfigError: None of them.
+    """
+    if labels is not None:
+        if not isinstance(labels, list) or len(labels) != count or answer not in labels:
+            raise ConfigError(f"{where}: answer {answer!r} is none of the {count} choices' labels {labels}")
+        return labels.index(answer)
+    number = int(answer) if isinstance(answer, str) and answer.strip().isdecimal() else answer
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+        raise ConfigError(f"{where}: expected an answer of 0 to {count - 1}, got {answer!r}")
+    return number
+
+
+class Row(NamedTuple):
+    """A choice behind its text, as tokens, of which the last `tokens_of_choice` are the choice."""
+
+    ids: list[int]
+    tokens_of_choice: int
+    bytes: int
+    question: int
+    choice: int
+    right: bool
+
+
+def encode(questions: list[Question], tokenizer: Tokenizer, longest: int | None) -> tuple[list[Row], int]:
+    """All choices, and how many of the questions lost the beginning of their text.
+
+    A text begins as a document does; an empty one is the border between two.
+
+    Raises:
+        ConfigError: A choice that no model with so many positions can read, or an empty text where no token stands for
+            the border.
+    """
+    begin, end = tokenizer.frame
+    rows, cut = [], set()
+    for i, (text, choices, answer, where) in enumerate(questions):
+        head = text.rstrip()
+        try:
+            before = tokenizer.encode(head)
+            wholes = tokenizer.encode_all([joined(text, choice) for choice in choices])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        for j, (choice, whole) in enumerate(zip(choices, wholes)):
+            same = shared(before, whole)  # a token that spans the border belongs to the choice
+            ids = [*(begin or (end if not same else [])), *whole]
+            size = len(whole) - same
+            if not size:
+                raise ConfigError(f"{where}: choice {j} has no tokens of its own")
+            if size == len(ids):
+                raise ConfigError(f"{where}: no text, and tokenizer {tokenizer.name!r} has no token for its beginning")
+            if longest is not None and size > longest:
+                raise ConfigError(f"{where}: choice {j} has {size} tokens, the model {longest} positions")
+            if longest is not None and len(ids) > longest + 1:  # the last is told, not read
+                ids = ids[-longest - 1 :]
+                cut.add(i)
+            rows.append(Row(ids, size, len(choice.encode()), i, j, j == answer))
+    return rows, len(cut)
+
+
+def shared(a: list[int], b: list[int]) -> int:
+    """With how many tokens both begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def joined(text: str, choice: str) -> str:
+    """A text and what follows it, one blank between them where there is none."""
+    blank = not text or text[-1].isspace() or choice[0].isspace()
+    return f"{text}{choice}" if blank else f"{text} {choice}"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Batches of `size` rows, the shortest first, to be gone through any number of times; the last is filled up."""
+
+    rows: list[Row]
+    size: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens that are read of the longest row."""
+        return max(len(row.ids) for row in self.rows) - 1
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        step = -(-self.longest // SHAPES)
+        rows = sorted(self.rows, key=lambda row: len(row.ids))
+        for start in range(0, len(rows), self.size):
+            some = rows[start : start + self.size]
+            steps = -(-(len(some[-1].ids) - 1) // step)
+            real = torch.arange(self.size) < len(some)
+            some += some[:1] * (self.size - len(some))  # one number of rows for all batches
+            length = 1 + min(steps * step, self.longest)
+            yield {**padded([row.ids for row in some], length), "mask": real, **columns(some)}
+
+
+def padded(rows: list[list[int]], length: int) -> dict[str, Tensor]:
+    tokens, segments = torch.zeros(len(rows), length, dtype=torch.long), torch.full((len(rows), length), -1)
+    for i, ids in enumerate(rows):
+        tokens[i, : len(ids)], segments[i, : len(ids)] = torch.tensor(ids), 0
+    return {"tokens": tokens, "segments": segments}
+
+
+def columns(rows: list[Row]) -> dict[str, Tensor]:
+    return {name: torch.tensor([getattr(row, name) for row in rows]) for name in Row._fields[1:]}
