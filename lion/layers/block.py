@@ -35,6 +35,8 @@ class TanhMlp(Mlp):
 class Glu(nn.Module):
     """Gated linear unit with SiLU: `W_o (silu(W_g x) * W_v x)`."""
 
+    activation = staticmethod(F.silu)
+
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, 2 * hidden)
@@ -42,10 +44,16 @@ class Glu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.fc1(x).chunk(2, -1)
-        return self.fc2(F.silu(gate) * value)
+        return self.fc2(self.activation(gate) * value)
 
 
-MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu}
+class GeluGlu(Glu):
+    """The same with GELU, as in crammed BERT."""
+
+    activation = staticmethod(F.gelu)
+
+
+MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu, "glu_gelu": GeluGlu}
 
 
 class DropPath(nn.Module):
