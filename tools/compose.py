@@ -22,6 +22,7 @@ from lion.tasks.data import Info, Splits
 from lion.tasks.metrics import Metric
 from lion.tasks.text import TextInfo
 from lion.trainer.plan import Plan
+from lion.trainer.state import in_time
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -151,9 +152,13 @@ def process_count(recipe: Recipe) -> int:
     return max(n for n in range(1, visible + 1) if recipe.trainer.batch_size % n == 0)
 
 
+def describe_length(plan: Plan) -> str:
+    return f"{plan.trainer.time} of training" if plan.total is None else f"{plan.total:,} steps"
+
+
 def describe_warmup(plan: Plan) -> str:
-    more = ", and the run ends before: the peak is not reached" if plan.warmup >= plan.total else ""
-    return f"{plan.warmup:,} steps of warm-up{more}"
+    more = ", and the run ends before: the peak is not reached" if plan.warmup >= plan.length else ""
+    return f"{f'{plan.warmup:,} steps' if plan.seconds is None else in_time(plan.warmup)} of warm-up{more}"
 
 
 def loader_workers(recipe: Recipe) -> int:

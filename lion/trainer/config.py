@@ -67,6 +67,17 @@ class TrainerConfig:
                 raise ValueError(f"{name}: expected more than 0, got {value!r}")
         self.check_ramp()
 
+    def describe(self) -> str:
+        """Length and batches, in words."""
+        length = f"{self.epochs:g} epochs" if self.epochs is not None else f"{self.steps:,} steps" if self.steps else ""
+        return f"{length or f'{self.time} of training'} in batches of {self.batches()}"
+
+    def batches(self) -> str:
+        """How large they are, in words."""
+        if self.batch_ramp is None:
+            return str(self.batch_size)
+        return f"{self.batch_start} to {self.batch_size}, reached after {self.batch_ramp}"
+
     def check_ramp(self) -> None:
         """Raises ValueError: What is said of growing batches does not go together."""
         if (self.batch_ramp is None) != (self.batch_start is None):

@@ -54,6 +54,8 @@ class RunLog:
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + evaluated)
         pause = 0.1 if sys.stderr.isatty() else IN_A_FILE  # a log file keeps every state of the bar
         shown = dict(desc=folder.name, unit=unit, dynamic_ncols=True, mininterval=pause, maxinterval=max(10, pause))
+        if unit == "s":  # the rate would be a second a second
+            shown["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt} s{postfix}"
         self.bar = tqdm(total=round(total), initial=round(done), **shown)
         self.redirect = logging_redirect_tqdm()
         self.redirect.__enter__()
@@ -67,7 +69,7 @@ class RunLog:
         """The run has come to this place of `total`."""
         if shown:
             self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(round(at) - self.bar.n)
+        self.bar.update(min(round(at), self.bar.total) - self.bar.n)
 
     def write(self, step: int, kind: str, values: dict[str, float], **more: Any) -> None:
         """One line of `metrics.jsonl` and one TensorBoard point a value."""

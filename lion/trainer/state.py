@@ -209,7 +209,7 @@ class SaveTimer:
 
 def in_time(seconds: float) -> str:
     """As recipes write a time: "1.5h", "2.3min"."""
-    return f"{seconds / 3600:.2f}h" if seconds >= 3600 else f"{seconds / 60:.2f}min"
+    return f"{seconds / 3600:.4g}h" if seconds >= 3600 else f"{seconds / 60:.3g}min"
 
 
 def promise(then: dict[str, Any], now: dict[str, Any]) -> str:

@@ -76,7 +76,6 @@ def markdown(sections: list[Section], name: str | None, picture: str | None, not
 def budget(runs: list[Run]) -> str:
     """What all runs share, and on what they ran."""
     c, first = runs[0].recipe.trainer, runs[0].recipe
-    length = f"{c.epochs:g} epochs" if c.epochs is not None else f"{c.steps:,} steps"
     environments = dict.fromkeys(
         f"{e.get('device')}, {e.get('threads')} thread(s), torch {e.get('torch')}, commit {str(e.get('commit'))[:9]}"
         for e in (run.environment for run in runs)
@@ -86,7 +85,7 @@ def budget(runs: list[Run]) -> str:
     lines = [
         f"- Data: {first.data.describe()}",
         f"- Model: {first.model.shape()}",
-        f"- Budget: {length} in batches of {c.batch_size}, {c.precision}",
+        f"- Budget: {c.describe()}, {c.precision}",
         f"- Settings that differ between rows: {', '.join(f'`{k}`' for k in differing) or 'none'}",
         *(f"- Ran on: {text}" for text in environments),
     ]
@@ -125,7 +124,7 @@ def curves(fig: Any, sections: list[Section]) -> None:
             (drawn,) = ax.plot(places, [statistics.mean(c) for c in columns], "o-", markersize=3, label=name, **style)
             low, high = list(map(min, columns)), list(map(max, columns))
             ax.fill_between(places, low, high, alpha=0.15, color=drawn.get_color())
-        unit = "epoch" if first.recipe.trainer.steps is None else "step"
+        unit = "step" if first.recipe.trainer.epochs is None else "epoch"
         ax.set(title=section.title, xlabel=unit, ylabel=f"val {first.metric.heading}")
         ax.grid(True, color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
