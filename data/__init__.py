@@ -25,6 +25,7 @@ DATASETS = {
     "openwebtext": "data.text.text.OpenWebText",
     "pathfinder": "data.lra.pathfinder.Pathfinder",
     "pathx": "data.lra.pathfinder.PathX",
+    "pile": "data.text.text.Pile",
     "python_source": "data.text.text.PythonSource",
     "text": "data.text.text.Text",
     "tiny_shakespeare": "data.text.shakespeare.TinyShakespeare",

@@ -200,6 +200,35 @@ def test_mlm_of_the_released_code():
     assert [(a.feature_map, a.normalize) for a in built] == [("silu_shifted", "sum"), ("identity", "none")]
 
 
+def test_cramming_is_trained_as_by_its_authors():
+    """recipes.md 7.4, read from the resolved recipe."""
+    recipe = resolve(ROOT / "recipes/cramming_bert.yaml")
+    info, samples, _ = describe_data(recipe, look=False)
+    model = build_on_meta(make_task(recipe, info), recipe.model)
+    assert count_parameters(model) == 119_589_889 and (model.vocabulary, model.length) == (32_768, 128)
+    m = recipe.model
+    assert (m.depth, m.dim, m.num_heads, m.block, m.norm_eps) == (16, 768, 12, "pre_norm", 1e-12)
+    assert (m.mlp, m.mlp_ratio, m.bias, m.head_transform, m.position_kind) == (
+        *("glu_gelu", 2, False, False, "scaled_sinusoidal"),
+    )
+    assert (m.dropout, m.attention.score_dropout, m.init_std, m.token_types) == (0, 0, 0.02, 0)
+    assert (recipe.data.name, recipe.data.pack, recipe.data.document_mask) == ("pile", "documents", False)
+    assert (recipe.task.rate, recipe.task.masked, recipe.task.random) == (0.25, 0.8, 0.1)
+    plan, optim = make_plan(recipe, samples=samples, world=1), recipe.optim
+    assert (plan.seconds, plan.warmup, plan.micro, plan.batch(0), plan.batch(0.6 * 86_400)) == (
+        86_400,
+        0,
+        128,
+        128,
+        8192,
+    )
+    assert (optim.peak(8192), optim.betas, optim.eps) == (1e-3, (0.9, 0.98), 1e-12)
+    assert (optim.weight_decay, optim.no_decay, recipe.trainer.clip_grad) == (0.01, "deit", 0.5)
+    how = {"config": recipe.schedule, "peak": 1e-3, "warmup": plan.warmup, "total": plan.length}
+    rates = [learning_rate(3600 * hour, **how) for hour in (0, 18, 24)]
+    assert rates == pytest.approx([2.5e-4, 1e-3, 0])
+
+
 S5 = {  # 6.1: depth, dim, dropout, rates of SSM and all, batch, epochs, weight decay, warm-up, gate, momentum, seed
     "listops": (8, 128, 0.0, 1e-3, 3e-3, 50, 40, 0.04, 1, "half_glu2", 0.95, 6554595),
     "text": (6, 256, 0.1, 1e-3, 4e-3, 50, 35, 0.07, 0, "half_glu2", 0.95, 8825365),

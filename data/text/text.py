@@ -291,6 +291,27 @@ class OpenWebText(Text):
 
 
 @dataclass
+class PileConfig(TextConfig):
+    """The Pile without duplicates, as crammed BERT reads it: a vocabulary of its own, documents side by side."""
+
+    name: str = "pile"
+    path: str | None = setting("EleutherAI/the_pile_deduplicated", free=True)
+    tokenizer: str = setting("wordpiece", free=True)
+    vocabulary: int = setting(32_768, min=300, max=2**20)
+    document_mask: bool = False
+    val_split: float = setting(0.0001, above=0, max=0.5)
+
+
+class Pile(Text):
+    """134,318,121 documents; 207 billion tokens, as Pythia counts them."""
+
+    Config = PileConfig
+
+    def published(self) -> tuple[TextInfo, int] | None:
+        return self.estimate(207e9, 134_318_121)
+
+
+@dataclass
 class PythonSourceConfig(TextConfig):
     """The source of Python's standard library; its tests are left out."""
 
