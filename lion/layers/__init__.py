@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lion.layers.attention import Attention, AttentionConfig
 from lion.layers.hippo import HIPPO, HippoAttention
+from lion.layers.lightnet import LIGHTNET, LightNetAttention
 from lion.layers.linear import LionAttention
 from lion.layers.mixer import Mixer
 from lion.layers.mixers import MIXERS, NONE, SOFTMAX
@@ -17,6 +18,7 @@ __all__ = [
     "Attention",
     "AttentionConfig",
     "HippoAttention",
+    "LightNetAttention",
     "LionAttention",
     "NoMixing",
     "SoftmaxAttention",
@@ -29,6 +31,7 @@ KINDS: dict[str, type[Mixer]] = {
     NONE: NoMixing,
     **dict.fromkeys(MIXERS, LionAttention),
     **dict.fromkeys(HIPPO, HippoAttention),
+    **dict.fromkeys(LIGHTNET, LightNetAttention),
 }
 
 

@@ -27,6 +27,9 @@ class AttentionConfig:
 
     `scans` are the orders in which the patches of an image are visited, entries of `SCANS`, each with a decay of its
     own; `scan_merge` is how several become one (`lion.ops.multiscan`).
+
+    Behind the heads come a norm over the whole width, `out_norm`, and a gate `sigmoid(x W1 W2)` with a W1 of
+    `out_gate_rank` columns (0: none).
     """
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
@@ -41,7 +44,7 @@ class AttentionConfig:
     qkv_bias: bool = True
     score_dropout: float = setting(0.0, min=0, max=1)
     out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
-    out_gate_rank: int = setting(0, min=0)
+    out_gate_rank: int | None = setting(None, min=0)
 
     def at(self, layer: int) -> AttentionConfig:
         """Of one block of a model: `alternating` becomes a direction."""
@@ -79,7 +82,9 @@ class Attention(Mixer):
             self.rotation = ROTATIONS[config.rotation](num_heads, self.head_dim)
         self.out_norm = None if config.out_norm in (None, NO_NORM) else NORMS[config.out_norm](dim)
         rank = config.out_gate_rank
-        self.out_gate = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim)) if rank else None
+        self.out_gate = (
+            nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=False)) if rank else None
+        )
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         x = layout.clean(x)

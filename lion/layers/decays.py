@@ -6,68 +6,15 @@ All gates are computed in float32. A new one is one class here and its line in `
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.layers.layout import PLAIN, Layout
+from lion.layers.decay import Decay, Gating, fold, linear
+from lion.layers.layout import Layout
 from lion.layers.spectra import RANDOM, SPECTRA, TURNING
-from lion.ops import no_autocast, rotary_angles
-
-
-class Gating(NamedTuple):
-    """Arguments of `lion.ops.linear_attention`: keys with their gates folded in, one of the memories, and the angles
-    by which queries and keys are turned. `state` is what a decay that remembers goes on from."""
-
-    k: Tensor
-    log_decay: Tensor | None = None
-    beta: Tensor | None = None
-    bonus: Tensor | None = None
-    angles: Tensor | None = None
-    state: tuple[Tensor, ...] = ()
-
-
-class Decay(nn.Module):
-    """A module (x, k, layout, state) -> `Gating` for tokens x (B, L, dim) with keys k (B, H, L, D).
-
-    Most remember nothing; one that does (a running maximum, a running sum) starts from `initial_state`, and gives the
-    state after these tokens, of several segments the last.
-    """
-
-    per = "a token and head"  # what has a lambda of its own
-    delta = False  # beta of the delta rule in place of a decay
-    scans = False  # whether several scans can share q, k and v: all that it gives is a decay
-
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.dim, self.num_heads = dim, num_heads
-
-    def forward(self, x: Tensor, k: Tensor, layout: Layout = PLAIN, state: tuple[Tensor, ...] = ()) -> Gating:
-        with no_autocast(x):
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            return self.gating(x, k, layout, *([state] if state else []))
-
-    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
-        return ()
-
-    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
-        raise NotImplementedError
-
-    def by_head(self, x: Tensor) -> Tensor:
-        """(B, L, H D) -> (B, H, L, D)"""
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
-
-def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer in the dtype of `x`, which is float32 or wider."""
-    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
-
-
-def fold(k: Tensor, gate: Tensor) -> Tensor:
-    """k (B, H, L, D) times a gate (B, H, L) or (B, H, L, D), in the dtype of k."""
-    return (k * (gate[..., None] if gate.dim() == 3 else gate)).to(k.dtype)
+from lion.ops import logcumsumexp, rotary_angles
 
 
 class FixedDecay(Decay):
@@ -265,6 +212,53 @@ class DeltaRule(Decay):
         return Gating(k, beta=torch.sigmoid(linear(self.gate, x)).mT)
 
 
+class KeySoftmax(Decay):
+    """LightNet in one direction (arXiv 2405.21022, Eq. 5): `S = (1 - p) S + p v^T`, `p_i = exp(k_i - LSE_i)`, a vector,
+    LSE_i being the logarithm of the sum of `exp(k_j)` up to i: keys that are normalised over the tokens so far.
+
+    `1 - p_i = exp(LSE_{i-1} - LSE_i)`; p and 1 - p are sigmoids of `k_i - LSE_{i-1}`, which loses nothing where p is
+    small. The first token has no LSE before it, p = 1 and 1 - p = 0. What it remembers is LSE.
+
+    Args:
+        share: Whether the key's own p makes the decay, too; else that of logits of their own, `W x_i` (Table 4).
+    """
+
+    per = "a token and key dimension"
+
+    def __init__(self, dim: int, num_heads: int, *, share: bool = True) -> None:
+        super().__init__(dim, num_heads)
+        self.gate = None if share else nn.Linear(dim, dim, bias=False)  # all logits more by the same are the same p
+
+    def initial_state(self, z: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.full_like(z, -torch.inf) for _ in range(1 if self.gate is None else 2))
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()) -> Gating:
+        logits = [k.to(x.dtype), *(() if self.gate is None else (self.by_head(linear(self.gate, x)),))]
+        gaps, last = zip(*(self.gaps(y, layout, *before) for y, *before in zip(logits, *((state,) if state else ()))))
+        return Gating(torch.sigmoid(gaps[0]).to(k.dtype), F.logsigmoid(-gaps[-1]), state=last)
+
+    def gaps(self, logits: Tensor, layout: Layout, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`k_i - LSE_{i-1}` (B, H, L, D), infinite at a first token, and the last LSE (B, H, D), after `before`."""
+        valid, index = layout.valid, layout.segment_index
+        if self.reverse:
+            logits = logits.flip(2)
+            valid, index = (None if mask is None else mask.flip(1) for mask in (valid, index))
+        invalid = None if valid is None else ~valid[:, None, :, None]
+        kept = logits if invalid is None else logits.masked_fill(invalid, -torch.inf)
+        if before is None:
+            total = logcumsumexp(kept, index)
+            earlier = F.pad(total[:, :, :-1], (0, 0, 1, 0), value=-torch.inf)
+        else:
+            total = logcumsumexp(torch.cat([before[:, :, None], kept], 2))
+            earlier, total = total[:, :, :-1], total[:, :, 1:]
+        if index is not None:
+            first = index.diff(dim=1, prepend=index[:, :1]) != 0
+            earlier = earlier.masked_fill(first[:, None, :, None], -torch.inf)
+        gaps = logits - earlier
+        gaps = gaps if invalid is None else gaps.masked_fill(invalid, -torch.inf)
+        return gaps.flip(2) if self.reverse else gaps, total[:, :, -1].clone()
+
+
 class HippoDecay(Decay):
     """Lion-D on long sequences (Theorem B.1): `lambda = exp(B dt)`, B < 0 from HiPPO; log_decay (H, D) or (H,).
 
@@ -381,6 +375,7 @@ DECAYS = {
     "bounded": BoundedDecay,
     "input_and_forget": InputAndForgetGate,
     "delta": DeltaRule,
+    "key_softmax": KeySoftmax,
     "hippo": HippoDecay,
     "selective_hippo": SelectiveHippoDecay,
 }

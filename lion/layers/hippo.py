@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from lion.config import fill, setting
 from lion.layers.attention import AttentionConfig
-from lion.layers.decays import DECAYS, GATES, Decay, SelectiveHippoDecay
+from lion.layers.decay import Decay
+from lion.layers.decays import DECAYS, GATES, SelectiveHippoDecay
 from lion.layers.linear import LionAttention
 from lion.layers.mixers import MIXERS
 from lion.layers.spectra import RANDOM, SPECTRA, TURNING

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from lion.config import check_settings, fill
 from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check_scan_names
-from lion.layers.decays import DECAYS, Decay, Gating
+from lion.layers.decay import Decay, Gating
+from lion.layers.decays import DECAYS
 from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
 from lion.layers.mixer import Facts, state_type
 from lion.layers.mixers import MIXERS
 from lion.layers.rotations import NO_ROTATION
-from lion.ops import FORMS, State, linear_attention, multi_scan_attention, prefill, step
+from lion.ops import FORMS, State, linear_attention, multi_scan_attention, one_scan_attention, prefill, step
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
 
@@ -55,8 +56,11 @@ class LionAttention(Attention):
         if self.config.direction == ALTERNATING:
             raise ValueError(f"direction: {ALTERNATING!r} is that of a model, one layer goes forward or backward")
         self.mixer = MIXERS[mixer]
-        scans = len(self.config.scans) if self.mixer.decay else 0
+        self.one_scan = self.mixer.one_scan and self.config.direction == "both"
+        scans = len(self.config.scans) if self.mixer.decay and not self.one_scan else 0
         self.decays = nn.ModuleList(self.make_decay(dim) for _ in range(scans))  # one of each scan
+        for decay in self.decays:
+            decay.reverse = self.config.direction == "backward"
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
 
     def make_decay(self, dim: int) -> Decay:
@@ -76,7 +80,8 @@ class LionAttention(Attention):
             raise ValueError(
                 f"score_dropout exists in the full form only, use form 'auto' or 'full', got {config.form!r}"
             )
-        filled = {"feature_map": entry.feature_map, "normalize": entry.normalize, "rotation": entry.rotation}
+        names = ("feature_map", "normalize", "rotation", "out_norm", "out_gate_rank")
+        filled = {name: getattr(entry, name) for name in names}
         both = config.direction == "both"
         filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
         out = fill(config, filled)
@@ -85,6 +90,11 @@ class LionAttention(Attention):
                 raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
             if config.score_dropout:
                 raise ValueError("score_dropout is not available with the delta rule, which has no scores")
+        if entry.one_scan:
+            if out.normalize != "none":
+                raise ValueError(f"normalize {out.normalize!r}: mixer {name!r} has normalised keys, use 'none'")
+            if config.score_dropout:
+                raise ValueError(f"score_dropout is not available with mixer {name!r}, which reads states, not scores")
         maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
         for phi in maps:
             if out.normalize in ("sum", "pre") and not FEATURE_MAPS[phi].positive:
@@ -100,7 +110,14 @@ class LionAttention(Attention):
         entry = MIXERS[name]
         memory = "none" if entry.decay is None else DECAYS[entry.decay].per
         divisor = {"sum": "row sum", "max": "max(abs(row sum), 1)", "none": "-"}[entry.normalize]
-        return Facts(entry.source, memory, divisor, entry.left_out or "-", knows_order=entry.decay is not None)
+        if entry.one_scan:
+            memory, divisor = f"{memory}; none in both directions", "softmax of keys over tokens"
+        return Facts(entry.source, memory, divisor, entry.left_out or "-")
+
+    @staticmethod
+    def knows_order(name: str, config: AttentionConfig) -> bool:
+        entry = MIXERS[name]
+        return entry.decay is not None and not (entry.one_scan and config.direction == "both")
 
     @property
     def causal(self) -> bool:
@@ -112,7 +129,7 @@ class LionAttention(Attention):
             raise ValueError("scans: a stream has one order, that in which its tokens come")
 
     def check_form(self, form: str) -> None:
-        if form != "blockwise":
+        if form != "blockwise" or self.mixer.one_scan:
             super().check_form(form)
 
     def set_form(self, form: str, chunk_size: int | None = None) -> None:
@@ -120,6 +137,9 @@ class LionAttention(Attention):
         self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        if self.one_scan:
+            given = dict(angles=self.angles(x, layout), segments=layout.segments, feature_map=self.config.feature_map)
+            return one_scan_attention(q, k, v, **given, form=self.form, chunk_size=self.chunk_size)
         how = dict(
             form=self.form,
             direction=self.config.direction,
@@ -183,4 +203,5 @@ class LionAttention(Attention):
             batch, self.num_heads, width, width, dtype=torch.promote_types(weight.dtype, torch.float32)
         )
         position = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        return LinearState(S, S[..., 0].clone(), position, self.decays[0].initial_state(batch) if self.decays else ())
+        z = S[..., 0].clone()
+        return LinearState(S, z, position, self.decays[0].initial_state(z) if self.decays else ())

@@ -13,14 +13,13 @@ from lion.ops.settings import check_chunk_size
 
 
 class Facts(NamedTuple):
-    """What is told of a mixer: where it was published, what has a decay of its own, what its rows are divided by, what
-    of the published block is left out, and whether it knows the order of tokens without position embeddings."""
+    """What is told of a mixer: where it was published, what has a decay of its own, what its rows are divided by, and
+    what of the published block is left out."""
 
     source: str
     memory: str = "-"
     divisor: str = "-"
     left_out: str = "-"
-    knows_order: bool = False
 
 
 class Mixer(nn.Module):
@@ -48,6 +47,11 @@ class Mixer(nn.Module):
     def facts(name: str) -> Facts:
         """What is told of the mixer called `name`."""
         raise NotImplementedError
+
+    @staticmethod
+    def knows_order(name: str, config: Any) -> bool:
+        """Whether the mixer called `name`, of a config that is resolved, knows the order of tokens by itself."""
+        return False
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         """Mix tokens x (B, L, dim), as they stand in `layout`.

@@ -19,6 +19,9 @@ class LinearMixer:
             one. The linear Transformers take "target" in each, so that every direction is their published recurrence
             (Theorem 3.1), but for RetNet's rotation, which goes by place and so turns the other way backward.
         rotation: An entry of `ROTATIONS` that turns q and k.
+        one_scan: Whether both directions are one scan without decay, of keys that are normalised over the sequence
+            (`lion.ops.one_scan`); `decay` is then that of one direction.
+        out_norm, out_gate_rank: Behind the heads, as in `AttentionConfig`; None: what the model says.
         source: Where it was published.
         left_out: What the published block has around its recurrence and this entry has not.
     """
@@ -31,6 +34,9 @@ class LinearMixer:
     decay_convention: str = "target"
     causal_decay_convention: str = "target"
     rotation: str = "none"
+    one_scan: bool = False
+    out_norm: str | None = None
+    out_gate_rank: int = 0
     source: str = ""
     left_out: str = ""
 
@@ -93,6 +99,17 @@ MIXERS = {
         normalize="max",
         source="mLSTM, 2405.04517",
         left_out="exponential input gate, short convolution, head norm, output gate, skip",
+    ),
+    "lightnet": LinearMixer(
+        "key_softmax",
+        feature_map="silu",
+        key_map="identity",
+        scale=1.0,
+        one_scan=True,
+        out_norm="rmsnorm",
+        out_gate_rank=64,
+        source="LightNet, 2405.21022",
+        left_out="nothing",
     ),
     "deltanet": LinearMixer(
         "delta",

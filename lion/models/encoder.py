@@ -80,7 +80,7 @@ class EncoderConfig(ModelConfig):
 
     def knows_order(self) -> bool:
         """Of a config that is resolved, whether the encoder knows the order of tokens without position embeddings."""
-        return self.attention.rotation != NO_ROTATION or KINDS[self.mixer].facts(self.mixer).knows_order
+        return self.attention.rotation != NO_ROTATION or KINDS[self.mixer].knows_order(self.mixer, self.attention)
 
     def with_mixer(self, mixer: str) -> Self:
         """The same model around another mixer, which has its own conventions; dropout stays."""

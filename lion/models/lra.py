@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lion.config import setting
 from lion.layers.block import MLPS
 from lion.layers.blocks import BLOCKS
-from lion.layers.decays import Decay
+from lion.layers.decay import Decay
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.marks import Marks
 from lion.layers.norms import NORMS, BatchNorm

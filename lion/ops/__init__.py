@@ -3,8 +3,10 @@
 from lion.ops.api import linear_attention, linear_attention_parts
 from lion.ops.arguments import no_autocast
 from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS
+from lion.ops.logcumsumexp import logcumsumexp
 from lion.ops.multiscan import multi_scan_attention
-from lion.ops.reference import reference_attention
+from lion.ops.one_scan import one_scan_attention
+from lion.ops.reference import reference_attention, reference_one_scan_attention
 from lion.ops.rotary import rope_frequencies, rotary_angles, rotate
 from lion.ops.segments import SegmentIndex, check_masks, segment_index
 from lion.ops.settings import FORMS, NORMALIZE, SCAN_MERGES, Settings, resolve_form
@@ -24,10 +26,13 @@ __all__ = [
     "initial_state",
     "linear_attention",
     "linear_attention_parts",
+    "logcumsumexp",
     "multi_scan_attention",
     "no_autocast",
+    "one_scan_attention",
     "prefill",
     "reference_attention",
+    "reference_one_scan_attention",
     "resolve_form",
     "rope_frequencies",
     "rotary_angles",

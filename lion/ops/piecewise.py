@@ -19,6 +19,7 @@ from lion.ops.chunk import EnteringState, chunk_parts
 from lion.ops.decay import make_directions
 from lion.ops.delta import delta_parts
 from lion.ops.full import add_diagonal
+from lion.ops.key_softmax import one_scan_loop
 from lion.ops.rnn import Compiler, eager, next_state, rnn_parts
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state, scan_directions
 from lion.ops.vector import chunk_vector_parts
@@ -32,7 +33,7 @@ Parts = tuple[Tensor, Tensor | None]
 
 
 def in_pieces(tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings) -> Parts:
-    """Numerator (B, H, L, E) and row sum (B, H, L) of "chunk", "rnn" or "delta_rnn".
+    """Numerator (B, H, L, E) and row sum (B, H, L) of a form of `LOOPS`.
 
     Without the diagonal, a token's own key comes in with the weight `bonus` (H, 1, D or 1), or 1.
     """
@@ -109,7 +110,12 @@ def delta_loop(tokens: TokenBlock, bonus: None, how: ScoreSettings, compiler: Co
     return delta_parts(tokens, how, compiler)
 
 
-LOOPS: dict[str, Callable[..., Parts]] = {"chunk": chunk_loop, "rnn": rnn_parts, "delta_rnn": delta_loop}
+LOOPS: dict[str, Callable[..., Parts]] = {
+    "chunk": chunk_loop,
+    "rnn": rnn_parts,
+    "delta_rnn": delta_loop,
+    "one_scan": one_scan_loop,
+}
 
 
 @functools.cache

@@ -67,6 +67,36 @@ def reference_attention(
     return torch.stack(rows)
 
 
+def reference_one_scan_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    angles: Tensor | None = None,
+    valid: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """`lion.ops.one_scan_attention` by its definition, in the dtype given: float64 in, float64 out."""
+    rows = []
+    for b in range(q.shape[0]):
+        out = [v.new_zeros(q.shape[1], v.shape[-1]) for _ in range(q.shape[2])]
+        for tokens in _sequences(b, q.shape[2], valid, segments):
+            largest = torch.stack([k[b, :, t] for t in tokens]).amax(0).detach()
+            weights = {t: (k[b, :, t] - largest).exp() for t in tokens}  # (H, D)
+            total = sum(weights.values())
+            own = None if angles is None else angles if angles.dim() < 4 else angles[b]
+            S = 0
+            for t in tokens:
+                key = weights[t] / total
+                key = key if own is None else _turn(key, own[..., t, :].expand(len(key), -1))
+                S = S + key[:, :, None] * v[b, :, t, None, :]  # (H, D, E)
+            for t in tokens:
+                query = q[b, :, t] if own is None else _turn(q[b, :, t], own[..., t, :].expand(q.shape[1], -1))
+                out[t] = torch.einsum("hd,hde->he", query, S)
+        rows.append(torch.stack(out, 1))
+    return torch.stack(rows)
+
+
 def _sequences(b: int, length: int, valid: Tensor | None, segments: Tensor | None) -> list[list[int]]:
     """The token lists that batch row `b` consists of once padding is deleted."""
     tokens = [t for t in range(length) if valid is None or valid[b, t]]

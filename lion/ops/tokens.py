@@ -28,7 +28,7 @@ def initial_state(k: Tensor, v: Tensor) -> State:
 class ScoreSettings(NamedTuple):
     """How one set of scores is made and summed up.
 
-    `form` is "full", "chunk", "rnn", "blockwise" or "delta_rnn" (the rnn form of the delta rule). Without
+    `form` is "full", "chunk", "rnn", "blockwise", "delta_rnn" (the rnn form of the delta rule) or "one_scan". Without
     `include_diagonal` a token's own key does not come in as other keys do, see `lion.ops.full.add_diagonal`. `rowsum`:
     whether there is a row sum.
     """
@@ -44,8 +44,8 @@ class ScoreSettings(NamedTuple):
 class TokenBlock(NamedTuple):
     """Consecutive tokens in scan order: q, k (B, H, C, D), v (B, H, C, E), gate (b, h, C, D or 1), masks (B, C).
 
-    `gate` is the log decay, or the delta rule's beta; `segment_index` numbers the segments from left to right;
-    `feature_map` names the one that q and k have yet to go through.
+    `gate` is the log decay, the delta rule's beta, or the angles of one scan; `segment_index` numbers the segments from
+    left to right; `feature_map` names the one that q and k have yet to go through.
     """
 
     q: Tensor

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lion.layers.decays import Decay, Gating
+from lion.layers.decay import Decay, Gating
 from lion.tasks.base import Task
 from lion.tasks.data import Batch
 from lion.trainer.histogram import Histogram, histogram

@@ -213,6 +213,25 @@ def deltanet(w: Weights, x: Tensor, state, way: Way):
     return Read(apply(q, S), own, own, v), (S, None)
 
 
+def lightnet(w: Weights, x: Tensor, state, way: Way):
+    """Eq. 5: s_t = s_{t-1} + exp(k_t), key exp(k_t) / s_t, KV_t = diag(1 - key) KV_{t-1} + key v_t^T"""
+    q, k, v = project(w, x, way.heads)
+    logits = k if "decays.0.gate.weight" not in w else split(linear(w, "decays.0.gate", x, False), way.heads)
+    s, of_decay, S = (torch.zeros_like(k), torch.zeros_like(k), memory(None, q, v)[0]) if state is None else state
+    s, of_decay = s + torch.exp(k), of_decay + torch.exp(logits)
+    key, kept = torch.exp(k) / s, 1 - torch.exp(logits) / of_decay
+    S = kept[..., None] * S + outer(key, v)
+    own = dot(silu(q), key)
+    return Read(apply(silu(q), S), own, own, v), (s, of_decay, S)
+
+
+def lightnet_both(w: Weights, x: Tensor, heads: int) -> Tensor:
+    """Eq. 6 and 7 before the norm: silu(Q) (softmax over the sequence of K)^T V, (B, L, H, E)"""
+    q, k, v = (torch.stack(parts, 1) for parts in zip(*(project(w, x[:, t], heads) for t in range(x.shape[1]))))
+    weights = torch.exp(k) / torch.exp(k).sum(1, keepdim=True)
+    return apply(silu(q), sum(outer(weights[:, t], v[:, t]) for t in range(x.shape[1]))[:, None])
+
+
 def plain(numerator: Tensor, rowsum: Tensor) -> Tensor:
     return numerator
 
@@ -241,6 +260,7 @@ ORACLES = {
     "gla": (gla, plain),
     "hgrn2": (hgrn2, plain),
     "xlstm": (mlstm, bounded),
+    "lightnet": (lightnet, plain),
     "deltanet": (deltanet, plain),
 }
 
@@ -254,8 +274,10 @@ def scan(name: str, w: Weights, x: Tensor, way: Way) -> Read:
     return Read(*(torch.stack(parts, 1) for parts in zip(*reads)))
 
 
-def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forward") -> Tensor:
-    """The layer's output (B, L, dim) for x (B, L, dim)."""
+def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forward", eps: float = 0.0) -> Tensor:
+    """The layer's output (B, L, dim) for x (B, L, dim); `eps` is that of the norm behind the heads."""
+    if name == "lightnet" and direction == "both":
+        return behind_heads(w, x, lightnet_both(w, x, heads).flatten(2), eps)
     late = direction == "both" and name.startswith("lion_")
     if direction != "backward":
         read = scan(name, w, x, Way(heads, late))
@@ -269,4 +291,13 @@ def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forwa
             numerator=read.numerator + back.numerator - own * read.v, rowsum=read.rowsum + back.rowsum - read.own
         )
     y = ORACLES[name][1](read.numerator, read.rowsum[..., None])
-    return linear(w, "proj", y.flatten(2))
+    return behind_heads(w, x, y.flatten(2), eps)
+
+
+def behind_heads(w: Weights, x: Tensor, y: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the whole width and a gate, where there are any, and the projection."""
+    if "out_norm.weight" in w:
+        y = y / torch.sqrt((y * y).mean(-1, keepdim=True) + eps) * w["out_norm.weight"]
+    if "out_gate.0.weight" in w:
+        y = y * sigmoid(linear(w, "out_gate.1", linear(w, "out_gate.0", x, False), False))
+    return linear(w, "proj", y)

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from lion.layers import MIXERS, SOFTMAX, AttentionConfig, LionAttention, SoftmaxAttention, make_mixer, resolve_mixer
-from lion.layers.decays import Decay, Gating
+from lion.layers.decay import Decay, Gating
 from lion.layers.layout import Layout, grid_layout
 from lion.layers.mixer import forms_of, set_form
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
@@ -244,8 +244,8 @@ class Turning(Decay):
         angles = total[:, None, :, None] * torch.arange(1, k.shape[-1] // 2 + 1)
         return Gating(k, F.logsigmoid(x[..., :3].mT), angles=angles, state=(total[:, -1:],))
 
-    def initial_state(self, batch):
-        return (torch.zeros(batch, 1, dtype=torch.double),)
+    def initial_state(self, z):
+        return (z.new_zeros(len(z), 1),)
 
 
 def turning(**settings):

@@ -187,7 +187,11 @@ class Wide(LionAttention):
 
     @staticmethod
     def facts(name):
-        return Facts("here", knows_order=False)
+        return Facts("here")
+
+    @staticmethod
+    def knows_order(name, config):
+        return False
 
     def __init__(self, dim, num_heads, mixer, config):
         super().__init__(dim, num_heads, "lion_s", config)

@@ -1,0 +1,102 @@
+"""The logarithm of a running sum of exponentials, and its gradient, in work that is linear in the length.
+
+Blocks are summed up, their sums are carried by this same function, and inside of all blocks the recurrence
+
+    y_i = log(exp(y_{i-1}) + exp(x_i))
+
+goes token by token. No positive exponent is exponentiated, forward or backward: the gradient of x_j is
+`sum_{i >= j} g_i exp(x_j - y_i)`, the recurrence `G_i = g_i + exp(y_i - y_{i+1}) G_{i+1}` from right to left.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BLOCK = 8  # tokens that are done one after the other
+
+
+def logcumsumexp(x: Tensor, segment_index: Tensor | None = None) -> Tensor:
+    """`log sum_{j <= i} exp(x_j)` over the tokens of x (B, H, L, D), each segment by itself.
+
+    Tokens of minus infinity add nothing; the result before the first other token is minus infinity.
+
+    Args:
+        segment_index: Integer (B, L), the same number in all tokens of a segment, which stand together.
+    """
+    return _LogCumSumExp.apply(x, segment_index)
+
+
+class _LogCumSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, segment_index: Tensor | None) -> Tensor:
+        y = running(x, segment_index)
+        ctx.save_for_backward(x, y, segment_index)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        x, y, index = ctx.saved_tensors
+        y = y.clamp_min(torch.finfo(y.dtype).min)  # where there was no token yet: differences stay numbers
+        return decayed(x, y) * from_right(grad, y, index), None
+
+
+def decayed(earlier: Tensor, later: Tensor) -> Tensor:
+    """`exp(earlier - later)`, at most 1 whatever was rounded."""
+    return (earlier - later).clamp_max(0).exp()
+
+
+def running(x: Tensor, index: Tensor | None) -> Tensor:
+    """The running sum of x (B, H, L, D)."""
+    length = x.shape[2]
+    x, index = in_blocks(x, -torch.inf), in_blocks_of_index(index)  # (B, H, N, S, D), (B, 1, N, S, 1)
+    y = None
+    if x.shape[2] > 1:
+        last = x if index is None else x.masked_fill(index != index[..., -1:, :], -torch.inf)
+        y = running(last.logsumexp(-2), None if index is None else index[:, 0, :, -1, 0])  # (B, H, N, D)
+        y = F.pad(y[:, :, :-1], (0, 0, 1, 0), value=-torch.inf)  # that enters each block
+    before = None if index is None else F.pad(index[:, :, :-1, -1], (0, 0, 1, 0), value=-1)
+    out = []
+    for i in range(x.shape[3]):
+        if index is not None and y is not None:
+            y = y.masked_fill(index[..., i, :] != before, -torch.inf)
+        y = x[..., i, :] if y is None else torch.logaddexp(y, x[..., i, :])
+        before = None if index is None else index[..., i, :]
+        out.append(y)
+    return torch.stack(out, 3).flatten(2, 3)[:, :, :length]
+
+
+def from_right(g: Tensor, y: Tensor, index: Tensor | None) -> Tensor:
+    """`G_i = g_i + exp(y_i - y_{i+1}) G_{i+1}` of (B, H, L, D)."""
+    length = y.shape[2]
+    g, y, index = in_blocks(g, 0.0), in_blocks(y, 0.0), in_blocks_of_index(index)
+    G = after = later = None  # of the next token: G, its index and its y
+    if y.shape[2] > 1:
+        first = g * decayed(y[..., :1, :], y)
+        first = first if index is None else first.masked_fill(index != index[..., :1, :], 0)
+        G = from_right(first.sum(-2), y[..., 0, :], None if index is None else index[:, 0, :, 0, 0])
+        G, later = (F.pad(t[:, :, 1:], (0, 0, 0, 1)) for t in (G, y[..., 0, :]))  # (B, H, N, D)
+        after = None if index is None else F.pad(index[:, :, 1:, 0], (0, 0, 0, 1), value=-1)
+    out = []
+    for i in reversed(range(y.shape[3])):
+        here = g[..., i, :]
+        if G is not None:
+            carried = decayed(y[..., i, :], later) * G
+            here = here + (carried if index is None else carried.masked_fill(index[..., i, :] != after, 0))
+        G, later, after = here, y[..., i, :], None if index is None else index[..., i, :]
+        out.append(G)
+    return torch.stack(out[::-1], 3).flatten(2, 3)[:, :, :length]
+
+
+def in_blocks(x: Tensor, value: float) -> Tensor:
+    """Tokens (B, H, L, D) as (B, H, N, S, D), with `value` behind them."""
+    size = min(BLOCK, x.shape[2])
+    padding = -x.shape[2] % size
+    return (F.pad(x, (0, 0, 0, padding), value=value) if padding else x).unflatten(2, (-1, size))
+
+
+def in_blocks_of_index(index: Tensor | None) -> Tensor | None:
+    return None if index is None else in_blocks(index[:, None, :, None], -1)

@@ -1,0 +1,111 @@
+"""LightNet attention (arXiv 2405.21022, Eq. 6 and 7): keys normalised over the sequence, so that one scan sees all.
+
+    Y = phi(Q) (softmax_L(K)^T V)
+
+The softmax goes over the valid tokens of a sequence, for each key dimension alone. No token has a place in it: without
+rotation, tokens in another order give the same outputs in that order. "full" and "chunk" are the product from right to
+left, "rnn" is one scan and a read-out (`lion.ops.key_softmax`), and so is "chunk" where no gradients are kept of a long
+sequence. In one direction this is a vector decay (`lion.layers.lightnet`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lion.ops.api import linear_attention
+from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, sum_dtype
+from lion.ops.decay import exp_where
+from lion.ops.key_softmax import divisor, finite, masked, masked_keys, queries
+from lion.ops.piecewise import PIECE, PIECES, WHOLE, in_pieces
+from lion.ops.rotary import rotate
+from lion.ops.segments import SegmentIndex, prepared
+from lion.ops.settings import Settings, resolve_form
+from lion.ops.tokens import ScoreSettings, TokenBlock
+
+
+def one_scan_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    angles: Tensor | None = None,
+    valid: Tensor | None = None,
+    segments: Tensor | SegmentIndex | None = None,
+    form: str = "full",
+    chunk_size: int = 64,
+    feature_map: str | None = None,
+) -> Tensor:
+    """Linear attention whose keys are normalised over the tokens of their sequence, `Y = phi(Q) (softmax_L(K)^T V)`.
+
+    Args:
+        q: Queries (B, H, L, D), through the feature map unless `feature_map` is given.
+        k: Logits of the keys, (B, H, L, D); the softmax is computed in float32 or wider.
+        v: Values (B, H, L, E).
+        angles: As in `linear_attention`; they turn q and the normalised k.
+        valid, segments: As there.
+        form: "full", "chunk", "rnn" or "auto"; all compute the same function.
+        chunk_size: Of "chunk" and "rnn", tokens at once, at least 1.
+
+    Returns:
+        (B, H, L, E) in the dtype of `v`.
+
+    Raises:
+        ValueError: An argument of the wrong shape, dtype or name.
+        RuntimeError: Under `torch.jit.trace`.
+    """
+    settings = Settings(form=form, chunk_size=chunk_size, feature_map=feature_map, normalize="none")
+    if form == "blockwise":
+        raise ValueError("form: 'blockwise' is one of decays, use 'chunk'")
+    check_tokens(q, k, v)
+    check_gates(q, Gates(None, angles=angles), settings)
+    form, length = resolve_form(form, q.shape[2], decays=False), q.shape[2]
+    with no_autocast(q):
+        index, valid = prepared(q, valid, segments)
+        turning = q.new_zeros(1, 1, length, 0) if angles is None else angles[(None,) * (4 - angles.dim())]
+        tokens = TokenBlock(q, k, v, turning, valid, index, feature_map)
+        at_once = torch.is_grad_enabled() or torch.compiler.is_exporting()
+        size = chunk_size if form == "rnn" else chunk_size * PIECES.get(q.device.type, PIECE)
+        if form == "rnn":
+            scans = index is None or not (
+                at_once and torch.compiler.is_compiling()
+            )  # a graph has no borders to stop at
+        else:
+            scans = form == "chunk" and index is None and not at_once and length > WHOLE * chunk_size
+        if scans:
+            how = ScoreSettings("one_scan", "target", "both", True, False, size)
+            return in_pieces(tokens, None, how)[0].to(v.dtype)
+        return product(tokens, chunk_size).to(v.dtype)
+
+
+def product(tokens: TokenBlock, chunk_size: int) -> Tensor:
+    """The product from right to left, (B, H, L, E); between segments in chunks, never an L x L matrix."""
+    angles, valid, index = tokens.gate, tokens.valid, tokens.segment_index
+    q, v = (x.to(sum_dtype(x)) for x in (queries(tokens), masked(tokens.v, valid)))
+    k = masked_keys(tokens, torch.promote_types(tokens.k.dtype, torch.float32))
+    if index is not None:
+        weights = segment_softmax(k, index)
+    else:
+        weights = exp_where(k - finite(k.detach().amax(-2, keepdim=True)))  # (B, H, L, D)
+        s = divisor(weights.sum(-2, keepdim=True))
+        if not angles.shape[-1]:
+            return q @ ((weights.to(v.dtype).mT @ v) / s.mT).to(v.dtype)  # divided where it is smallest, (B, H, D, E)
+        weights = weights / s
+    if angles.shape[-1]:
+        angles = masked(angles, valid)
+        weights, q = rotate(weights, angles), rotate(q, angles)
+    weights = weights.to(v.dtype)
+    if index is None:
+        return q @ (weights.mT @ v)
+    segments = SegmentIndex(index, valid)
+    return linear_attention(q, weights, v, segments=segments, normalize="none", scale=1.0, chunk_size=chunk_size)
+
+
+def segment_softmax(k: Tensor, segment_index: Tensor) -> Tensor:
+    """The softmax of k (B, H, L, D) over the tokens of each segment, of which a row has L at most."""
+    batch, heads, length, dim = k.shape
+    index = segment_index[:, None, :, None].expand_as(k)
+    none = k.new_zeros(batch, heads, length + 1, dim)
+    m = (none - torch.inf).scatter_reduce(2, index, k.detach(), "amax")
+    weights = exp_where(k - finite(m.gather(2, index)))
+    return weights / divisor(none.scatter_add(2, index, weights).gather(2, index))

@@ -1,0 +1,209 @@
+"""LightNet: one scan in both directions, a vector decay in one, and what joins the two."""
+
+import pytest
+import torch
+
+from lion.layers import AttentionConfig, LightNetAttention, make_mixer
+from lion.layers.layout import PLAIN, Layout, grid_layout
+from lion.layers.lightnet import LightNetConfig
+from lion.layers.mixer import set_form
+
+from .oracles import oracle
+
+DIM, HEADS = 12, 3
+FORMS = (("full", None), ("chunk", 8), ("rnn", 1), ("rnn", 16))
+OWN = {"share": False}
+
+
+def make(direction: str = "both", spread: float = 0.3, **settings) -> LightNetAttention:
+    torch.manual_seed(0)
+    layer = LightNetAttention(DIM, HEADS, "lightnet", direction=direction, **settings).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(spread * torch.randn_like(parameter))
+    return layer.eval()
+
+
+def tokens(length: int, batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(1)).double()
+
+
+def test_settings_of_the_paper():
+    layer = LightNetAttention(384, 16, "lightnet")
+    c = layer.config
+    assert (c.feature_map, c.out_norm, c.out_gate_rank, c.share) == ("silu", "rmsnorm", 64, True)
+    assert len(layer.decays) == 0
+    # Table 12's 22.54 M without TPE are these, a GLU without biases, norms, patches and the head (recipes.md 7.1)
+    assert sum(p.numel() for p in layer.parameters()) == 4 * 384**2 + 4 * 384 + 2 * 64 * 384 + 384
+    bare = LightNetAttention(384, 16, "lightnet", out_norm="none", out_gate_rank=0)
+    assert sum(p.numel() for p in bare.parameters()) == 4 * 384**2 + 4 * 384
+
+
+def last_state(x: torch.Tensor, layer: LightNetAttention) -> torch.Tensor:
+    """`softmax(K)^T V` (B, H, D, E)"""
+    _, k, v = layer.heads(x)
+    return k.softmax(2).mT @ v
+
+
+@torch.inference_mode()
+def test_the_last_token_of_one_direction_sees_what_both_see():
+    """Its state and its output; of the backward direction the first token's."""
+    x, both, forward, backward = tokens(37), make(), make("forward"), make("backward")
+    want = both(x)
+    for form, size in FORMS:
+        for layer in (forward, backward):
+            set_form(layer, form, size)
+        torch.testing.assert_close(forward(x)[:, -1], want[:, -1], atol=1e-12, rtol=1e-10)
+        torch.testing.assert_close(backward(x)[:, 0], want[:, 0], atol=1e-12, rtol=1e-10)
+    states = [forward.prefill(x)[1]]
+    stepped = forward.initial_state(2)
+    for piece in x.split([1, 1, 20, 1, 14], 1):
+        stepped = forward.step(piece, stepped)[1]
+    for state in (*states, stepped):
+        torch.testing.assert_close(state.S, last_state(x, both), atol=1e-12, rtol=1e-10)
+        torch.testing.assert_close(state.decay[0], forward.heads(x)[1].logsumexp(2), atol=1e-12, rtol=1e-10)
+
+
+@torch.inference_mode()
+def test_without_positions_the_order_makes_no_difference_to_both():
+    x, order = tokens(19), torch.randperm(19, generator=torch.Generator().manual_seed(2))
+    both, forward = make(), make("forward")
+    for form, size in FORMS:
+        set_form(both, form, size)
+        torch.testing.assert_close(both(x[:, order]), both(x)[:, order], atol=1e-13, rtol=1e-11)
+    assert (forward(x[:, order]) - forward(x)[:, order]).abs().max() > 1e-2
+    turned = make(rotation="rope")
+    assert (turned(x[:, order]) - turned(x)[:, order]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_decay_of_its_own(direction):
+    """Values and gradients in every form."""
+    layer, x = make(direction, **OWN), tokens(30)
+    w = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
+    want = oracle("lightnet", w, x, HEADS, direction)
+    want.square().sum().backward()
+    for form, size in FORMS:
+        set_form(layer, form, size)
+        layer.zero_grad()
+        y = layer(x)
+        torch.testing.assert_close(y, want, atol=1e-10, rtol=1e-10)
+        y.square().sum().backward()
+        for name, parameter in layer.named_parameters():
+            assert w[name].grad.abs().max() > 1e-4, name
+            torch.testing.assert_close(parameter.grad, w[name].grad, atol=1e-9, rtol=1e-8, msg=lambda m, n=name: n + m)
+    assert (want - oracle("lightnet", {**w, "decays.0.gate.weight": w["qkv.weight"][:DIM]}, x, HEADS, direction)).any()
+
+
+@torch.inference_mode()
+def test_a_decay_of_its_own_streams():
+    layer, x = make("forward", **OWN), tokens(30)
+    valid = torch.ones(2, 21, dtype=torch.bool)
+    valid[0, :2], valid[1, 5:9] = False, False
+    x[:, :21][~valid] = torch.nan
+    start, state = layer.prefill(x[:, :21], Layout.of(x[:, :21], valid))
+    again, stepped = [], layer.initial_state(2)
+    assert len(stepped.decay) == 2
+    for piece, real in zip(x[:, :21].split([1, 8, 12], 1), valid.split([1, 8, 12], 1)):
+        y, stepped = layer.step(piece, stepped, real)
+        again.append(y)
+    torch.testing.assert_close(torch.cat(again, 1), start)
+    rest = [layer.step(x[:, 21:], s)[0] for s in (state, stepped)]
+    for row in range(2):
+        alone = torch.cat([x[row, :21][valid[row]], x[row, 21:]])[None]
+        want = layer(alone)[0]
+        torch.testing.assert_close(torch.cat([start[row][valid[row]], rest[0][row]]), want)
+        torch.testing.assert_close(rest[1][row], want[-9:])
+
+
+@pytest.mark.parametrize("settings", [{}, OWN])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_masks_of_one_direction(direction, settings):
+    """Padding and segments, poisoned, against each sequence alone: the sums start anew and go on."""
+    layer, x = make(direction, **settings), tokens(12)
+    segments = torch.tensor([[-1, 3, 3, -1, 3, 3, 7, 7, 7, -1, 7, -1], [0, 1, 1, 1, -1, -1, 2, 2, 2, 2, 2, 2]])
+    x[segments < 0] = torch.nan
+    for form, size in FORMS:
+        set_form(layer, form, size)
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf, Layout.of(x, segments=segments))
+        y.square().sum().backward()
+        assert leaf.grad.isfinite().all() and all(p.grad.isfinite().all() for p in layer.parameters())
+        for row in range(2):
+            for i in segments[row][segments[row] >= 0].unique():
+                own = segments[row] == i
+                torch.testing.assert_close(y[row, own], layer(x[row, own][None])[0], atol=1e-12, rtol=1e-9)
+    if direction == "forward":
+        for row, last in enumerate((7, 2)):
+            own = segments[row] == last
+            states = [layer.prefill(x[row, own][None])[1], layer.prefill(x, Layout.of(x, segments=segments))[1]]
+            torch.testing.assert_close(states[1].S[row], states[0].S[0])
+            assert all(torch.allclose(a[row], b[0]) for a, b in zip(states[1].decay, states[0].decay))
+
+
+@pytest.mark.parametrize("settings", [{}, OWN])
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+def test_extreme_keys_and_first_tokens(direction, settings):
+    """Logits of +-10,000 rise and fall by steps; a first token forgets everything, without a trace of it."""
+    if direction == "both" and settings:
+        return
+    layer, x = make(direction, **settings).float(), torch.randn(2, 40, DIM)
+    valid = torch.ones(2, 40, dtype=torch.bool)
+    valid[0, :3], valid[1] = False, False
+    with torch.no_grad():
+        layer.qkv.weight[DIM : 2 * DIM] *= 1e4
+        for decay in layer.decays:
+            if decay.gate is not None:
+                decay.gate.weight.mul_(1e4)
+    for form, size in FORMS:
+        for layout in (PLAIN, Layout.of(x, valid)):
+            set_form(layer, form, size)
+            layer.zero_grad()
+            leaf = x.clone().requires_grad_()
+            y = layer(leaf, layout)
+            y.sum().backward()
+            assert y.isfinite().all() and leaf.grad.isfinite().all(), (form, size)
+            assert all(p.grad.isfinite().all() for p in layer.parameters()), (form, size)
+    if direction != "both":
+        gating = layer.decays[0](x, layer.heads(x)[1])
+        first = 0 if direction == "forward" else -1
+        assert (gating.k[:, :, first] == 1).all() and (gating.log_decay[:, :, first] == -torch.inf).all()
+        assert (gating.log_decay <= 0).all() and (gating.k <= 1).all()
+
+
+@torch.inference_mode()
+def test_long_streams_lose_nothing():
+    """Decays near 1, by 1 in 4,000: a difference of two sums would be off by as much as a thousandth of that."""
+    layer, x = make("forward", out_norm="none"), tokens(4000, batch=1)
+    want, _ = layer.prefill(x)
+    layer = layer.float()
+    set_form(layer, "chunk", 64)
+    torch.testing.assert_close(layer(x.float()).double(), want, atol=2e-5, rtol=1e-4)
+
+
+def test_what_does_not_go_together():
+    for settings, words in (
+        (OWN, "share: both directions are one scan without decay, use 'forward' or 'backward'"),
+        ({"normalize": "sum"}, "normalize 'sum': mixer 'lightnet' has normalised keys, use 'none'"),
+        ({"score_dropout": 0.1}, "score_dropout is not available with mixer 'lightnet', which reads states"),
+        ({"score_dropout": 0.1, "direction": "forward"}, "score_dropout is not available with mixer 'lightnet'"),
+        ({"scans": ("row_snake", "column_snake")}, "scans: not available with mixer 'lightnet'"),
+        ({"out_gate_rank": -1}, "out_gate_rank: expected at least 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            LightNetAttention(DIM, HEADS, "lightnet", **settings)
+    layer, x = make(), tokens(3)
+    for call in (lambda: layer.prefill(x), lambda: layer.step(x, make("forward").initial_state(2))):
+        with pytest.raises(ValueError, match="only 'forward' streams, this layer has 'both'"):
+            call()
+    with pytest.raises(ValueError, match="LightNetAttention has only full, chunk, rnn, got 'blockwise'"):
+        set_form(layer, "blockwise")
+
+
+def test_settings_of_any_attention_do():
+    layer = make_mixer("lightnet", DIM, HEADS, AttentionConfig(direction="forward"))
+    assert type(layer) is LightNetAttention and layer.config.share and layer.causal
+    layer = make_mixer("lightnet", DIM, HEADS, LightNetConfig(direction="forward", share=False))
+    assert layer.decays[0].gate is not None
+    x = torch.randn(2, 7, DIM)
+    assert layer(x, grid_layout(3, 2)).shape == x.shape
