@@ -145,11 +145,12 @@ def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str 
 
 
 def process_count(recipe: Recipe) -> int:
-    """Processes to train in: one for each visible GPU, but a divisor of the batch; one without a GPU."""
+    """Processes to train in: one for each visible GPU, but a divisor of the smallest batch; one without a GPU."""
     if recipe.trainer.device not in ("auto", "cuda"):
         return 1
     visible = max(1, torch.cuda.device_count())
-    return max(n for n in range(1, visible + 1) if recipe.trainer.batch_size % n == 0)
+    smallest = recipe.trainer.batch_start or recipe.trainer.batch_size
+    return max(n for n in range(1, visible + 1) if smallest % n == 0)
 
 
 def describe_length(plan: Plan) -> str:

@@ -202,6 +202,7 @@ def test_every_learning_rate_is_a_run(run, tmp_path):
     assert [job.name for job in jobs] == names and all(job.recipe.init_from == str(run[0]) for job in jobs)
     assert [job.recipe.optim.lr for job in jobs[:4]] == [5e-5, 4e-5, 3e-5, 2e-5]
     assert read_table("lightnet").tasks == read_table("cramming").tasks
+    assert all(job.recipe.model.attention.score_dropout == 0 for job in jobs)  # there are no scores
     with pytest.raises(ConfigError, match=r"optim.lr: this recipe has 4 learning rates"):
         jobs_of(run, ["rte"], 1, "optim.lr=1e-5", recipe="lightnet")
     for text, said in (

@@ -17,6 +17,7 @@ from lion.trainer.state import TrainingClock
 from tests.helpers import command, refuse, state_of, tiny_recipe
 from tests.trainer import toys
 from tests.trainer.helpers import lines, same, train
+from tools.compose import process_count, resolve
 
 RAMP = {"batch_ramp": "60%", "batch_start": 4, "steps": 10}
 GROWING = [4, 4, 8, 12, 12, 16, 16, 16, 16, 16]  # 4 (1 + int(4 step / 6)), cut at 16
@@ -261,3 +262,10 @@ def test_what_does_not_go_together_is_said_in_a_line(tmp_path, capsys, overrides
 def test_growing_batches_divide_among_processes():
     with pytest.raises(ConfigError, match=r"trainer.batch_start: 4 does not divide among 3 processes, nearest: 3"):
         make_plan(toys.settings(**RAMP), samples=64, world=3)
+
+
+def test_as_many_gpus_are_used_as_divide_the_first_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    path = tiny_recipe(tmp_path, trainer={"batch_size": 60})
+    for more, expected in (([], 6), (["trainer.batch_ramp=60%", "trainer.batch_start=20"], 5)):
+        assert process_count(resolve(path, more)) == expected
