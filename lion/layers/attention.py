@@ -62,6 +62,16 @@ def check_scan_names(config: AttentionConfig) -> None:
         raise ValueError("scans: expected at least one")
 
 
+def check_rotation(config: AttentionConfig) -> None:
+    """Raises ValueError: A rotation that does not go with the row sums of `normalize`."""
+    turns = config.rotation not in (None, NO_ROTATION)
+    if turns and config.normalize != "none" and not ROTATIONS[config.rotation].row_sums:
+        raise ValueError(
+            f"rotation {config.rotation!r} does not go with row sums (normalize {config.normalize!r}); use normalize "
+            "'none', or rotation 'rope'"
+        )
+
+
 class Attention(Mixer):
     """q, k and v, a mixing of heads which the subclass gives as `mix`, and the projection of what comes out."""
 

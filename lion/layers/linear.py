@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import check_settings, fill
-from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check_scan_names
+from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check_rotation, check_scan_names
 from lion.layers.decay import Decay, Gating
 from lion.layers.decays import DECAYS
 from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
@@ -85,6 +85,7 @@ class LionAttention(Attention):
         both = config.direction == "both"
         filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
         out = fill(config, filled)
+        check_rotation(out)
         if entry.decay and DECAYS[entry.decay].delta:
             if out.normalize != "none":
                 raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")

@@ -13,13 +13,14 @@ from lion.ops.settings import check_chunk_size
 
 
 class Facts(NamedTuple):
-    """What is told of a mixer: where it was published, what has a decay of its own, what its rows are divided by, and
-    what of the published block is left out."""
+    """What is told of a mixer: where it was published, what has a decay of its own, what its rows are divided by, what
+    of the published block is left out, and the hidden states of the MD-TPE that its published models have."""
 
     source: str
     memory: str = "-"
     divisor: str = "-"
     left_out: str = "-"
+    tpe: int = 0
 
 
 class Mixer(nn.Module):

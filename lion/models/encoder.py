@@ -17,6 +17,7 @@ from lion.layers.blocks import BLOCKS
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.norms import NORMS, NoNorm
 from lion.layers.rotations import NO_ROTATION
+from lion.layers.tpe import TPE
 from lion.models.base import ModelConfig
 from lion.models.init import INITS
 
@@ -25,7 +26,8 @@ from lion.models.init import INITS
 class EncoderConfig(ModelConfig):
     """Shape of an encoder, as it was asked for: None stands for the convention of mixer and model.
 
-    `resolved` says what that is. `preset` decides where paper and released code differ in what the model is.
+    `resolved` says what that is. `preset` decides where paper and released code differ in what the model is. `tpe` are
+    the hidden states of MD-TPE (`lion.layers.tpe`), through which tokens go before the blocks; 0: none.
     """
 
     mixer: str = setting(choices=KINDS)
@@ -42,6 +44,7 @@ class EncoderConfig(ModelConfig):
     drop_path: float = setting(0.0, min=0, max=0.99)
     init: str = setting("deit", choices=INITS)
     init_std: float = setting(0.02, above=0)
+    tpe: int | None = setting(None, min=0, max=65_536)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
     # by mixer: what the authors' code of this model does otherwise
@@ -51,6 +54,8 @@ class EncoderConfig(ModelConfig):
         "feature map": "attention.feature_map",
         "row sum": "attention.normalize",
         "decay convention": "attention.decay_convention",
+        "TPE": "tpe",
+        "rotation": "attention.rotation",
     }
 
     @classmethod
@@ -76,11 +81,14 @@ class EncoderConfig(ModelConfig):
             c.attention = resolve_mixer(c.mixer, c.attention)
         except ValueError as error:
             raise ValueError(f"attention.{error}") from None
+        if c.tpe is None:
+            c.tpe = KINDS[c.mixer].facts(c.mixer).tpe
         return c
 
     def knows_order(self) -> bool:
         """Of a config that is resolved, whether the encoder knows the order of tokens without position embeddings."""
-        return self.attention.rotation != NO_ROTATION or KINDS[self.mixer].knows_order(self.mixer, self.attention)
+        knows_order = KINDS[self.mixer].knows_order(self.mixer, self.attention)
+        return knows_order or self.tpe > 0 or self.attention.rotation != NO_ROTATION
 
     def with_mixer(self, mixer: str) -> Self:
         """The same model around another mixer, which has its own conventions; dropout stays."""
@@ -98,7 +106,10 @@ class EncoderConfig(ModelConfig):
         for path in self.conventions.values():
             *sections, name = path.split(".")
             setattr(getattr(usual, sections[0]) if sections else usual, name, None)
-        built, usual = (flatten(to_dict(c.resolved())) for c in (self, usual))
+        built, usual = (c.resolved() for c in (self, usual))
+        knows_order = built.knows_order()
+        built, usual = flatten(to_dict(built)), flatten(to_dict(usual))
+        usual["position_embedding"] = not knows_order  # whatever tells the order here
         parts = [self.mixer]
         if len(attention.scans) > 1:
             parts.append("multiscan" if attention.scan_merge == "masks" else f"multiscan ({attention.scan_merge})")
@@ -107,7 +118,7 @@ class EncoderConfig(ModelConfig):
         for words, path in self.conventions.items():
             value = built[path]
             if value != usual[path]:
-                how = "with" if value is True else "without" if not value or value == "none" else value
+                how = "without" if not value or value == "none" else "with" if isinstance(value, int) else value
                 parts.append(f"{how} {words}")
         return " ".join(parts)
 
@@ -120,11 +131,15 @@ class EncoderConfig(ModelConfig):
 
 
 class Encoder(nn.Module):
-    """`depth` blocks and a final norm where they need one, of a config that is `resolved`."""
+    """MD-TPE if there is one, `depth` blocks and a final norm where they need one, of a config that is `resolved`.
 
-    def __init__(self, config: EncoderConfig) -> None:
+    `grid` are the places along each axis, for tokens with coordinates (`Layout.coords`).
+    """
+
+    def __init__(self, config: EncoderConfig, grid: tuple[int, ...] | None = None) -> None:
         super().__init__()
         c = config
+        self.tpe = TPE(c.dim, c.tpe, grid) if c.tpe else None
         rates = [c.drop_path * i / max(c.depth - 1, 1) if c.drop_path else None for i in range(c.depth)]
         self.blocks = nn.ModuleList(
             BLOCKS[c.block](
@@ -146,24 +161,29 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
         """(B, L, dim) -> (B, L, dim); `context` goes to every block."""
         layout = self.prepared(x, layout)
-        for block in self.blocks:
-            x = block(x, layout, context)
+        for stage in self.stages:
+            x = stage(x, layout, context)
         return self.norm(x, layout)
 
     @property
+    def stages(self) -> list[nn.Module]:
+        """What tokens go through, each with a state of its own where they stream."""
+        return [*self.blocks] if self.tpe is None else [self.tpe, *self.blocks]
+
+    @property
     def causal(self) -> bool:
-        """Whether it streams: every block does."""
-        return all(block.causal for block in self.blocks)
+        """Whether it streams: every stage does."""
+        return all(stage.causal for stage in self.stages)
 
     def initial_state(self, batch: int) -> list[Any]:
-        """The state of every block before the first token."""
-        return [block.initial_state(batch) for block in self.blocks]
+        """The state of every stage before the first token."""
+        return [stage.initial_state(batch) for stage in self.stages]
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> tuple[Tensor, list[Any]]:
         """As `forward` for a prompt, and the states to go on from."""
         states, layout = [], self.prepared(x, layout)
-        for block in self.blocks:
-            x, state = block.prefill(x, layout, context)
+        for stage in self.stages:
+            x, state = stage.prefill(x, layout, context)
             states.append(state)
         return self.norm(x, layout), states
 
@@ -173,13 +193,13 @@ class Encoder(nn.Module):
         """As `forward` for the next token(s) x (B, C, dim), and the states after them; `valid` (B, C) is False for
         padding."""
         new = []
-        for block, state in zip(self.blocks, states):
-            x, state = block.step(x, state, context, valid)
+        for stage, state in zip(self.stages, states):
+            x, state = stage.step(x, state, context, valid)
             new.append(state)
         return self.norm(x, Layout.of(x, valid)), new
 
     def prepared(self, x: Tensor, layout: Layout) -> Layout:
         """The layout with what its blocks make of it alike, once for all of them."""
-        for block in self.blocks:
-            layout = block.prepare(x, layout)
+        for stage in self.stages:
+            layout = stage.prepare(x, layout)
         return layout

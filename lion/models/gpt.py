@@ -64,7 +64,7 @@ class GPTConfig(EncoderConfig):
 
 @state_type
 class GPTState(NamedTuple):
-    """The next token's `position` (B,), and the state of every block."""
+    """The next token's `position` (B,), and the state of every block, behind that of MD-TPE if there is one."""
 
     position: Tensor
     blocks: list[Any]

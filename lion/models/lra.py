@@ -71,7 +71,7 @@ class LRAConfig(EncoderConfig):
         return " ".join(parts)
 
 
-SAID = {"rotation": "rotation", "spectrum": "start", "decay_shape": "decay", "decay_gate": "gate"}
+SAID = {"spectrum": "start", "decay_shape": "decay", "decay_gate": "gate"}
 
 
 class SequenceEncoder(LanguageModel):

@@ -23,14 +23,15 @@ from lion.models.init import INITS
 class ViTConfig(EncoderConfig):
     """A ViT. None in `position_embedding` and `readout` stands for the convention of the mixer.
 
-    Position embedding: on where the mixer itself knows no order (softmax, Lion-lit), off for decays (Table 14).
-    Readout: cls for softmax (DeiT), the mean of all tokens, cls included, for linear mixers (released code) and where
-    cls, which comes first, sees nothing else.
+    Position embedding: on where the mixer itself knows no order (softmax, Lion-lit), off for decays (Table 14),
+    rotations and MD-TPE. Readout: cls for softmax (DeiT), the mean of all tokens, cls included, for linear mixers
+    (released code) and where cls, which comes first, sees nothing else. `cls: false` leaves that token out.
     """
 
     name: str = "vit"
     patch_size: tuple[int, int] | int = 16
     position_embedding: bool | None = None
+    cls: bool = True
     readout: str | None = setting(None, choices=("cls", "mean"))
 
     released: ClassVar[dict[str, dict[str, Any]]] = {"lion_lit": {"attention": {"feature_map": "elu1"}}}
@@ -46,7 +47,9 @@ class ViTConfig(EncoderConfig):
             c.position_embedding = not c.knows_order()
         blind = all(c.attention.at(layer).direction == "forward" for layer in range(c.depth))
         if c.readout is None:
-            c.readout = "cls" if c.mixer == SOFTMAX and not blind else "mean"
+            c.readout = "cls" if c.cls and c.mixer == SOFTMAX and not blind else "mean"
+        if c.readout == "cls" and not c.cls:
+            raise ValueError("readout 'cls' has no cls to read; use 'mean', or cls: true")
         if c.readout == "cls" and blind:
             raise ValueError("readout 'cls' sees no patch, all layers go forward from it; use 'mean'")
         return c
@@ -57,7 +60,7 @@ class ViTConfig(EncoderConfig):
 
 
 class ViT(ImageClassifier):
-    """Image classifier: normalisation, patches, cls token, encoder, readout, linear head.
+    """Image classifier: normalisation, patches, cls token (if any), encoder, readout, linear head.
 
     Args:
         config: Shape of the model.
@@ -91,13 +94,13 @@ class ViT(ImageClassifier):
                 near = min(fits, key=lambda p: abs(p - patch))
                 raise ValueError(f"model.patch_size: {patch} does not divide image {side} {size}, nearest: {near}")
         self.patches = height, width = tuple(size // patch for size, patch in zip(image_size, c.patch_size))
-        self.length = 1 + height * width
+        self.length = c.cls + height * width
         self.patch = nn.Conv2d(channels, c.dim, c.patch_size, c.patch_size)
-        self.cls = nn.Parameter(torch.zeros(1, 1, c.dim))
+        self.cls = nn.Parameter(torch.zeros(1, 1, c.dim)) if c.cls else None
         self.position = nn.Parameter(torch.zeros(1, self.length, c.dim)) if c.position_embedding else None
-        self.encoder = Encoder(c)
+        self.encoder = Encoder(c, self.patches)
         self.head = nn.Linear(c.dim, num_classes)
-        layout = grid_layout(height, width, c.attention.scans)
+        layout = grid_layout(height, width, c.attention.scans, special=int(c.cls))
         for name in ("coords", "special", "orders"):
             self.register_buffer(name, getattr(layout, name), persistent=False)
 
@@ -122,7 +125,8 @@ class ViT(ImageClassifier):
         """Logits (B, classes) of images (B, channels, height, width), see `ImageClassifier.normalised`."""
         images = self.normalised(images, self.patch.weight.dtype)
         x = self.patch(images).flatten(2).mT  # (B, H W, dim)
-        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1)
+        if self.cls is not None:
+            x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1)
         if self.position is not None:
             x = x + self.position
         x = self.encoder(x, self.layout)

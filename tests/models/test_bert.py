@@ -30,11 +30,11 @@ def documents(lengths=(7, 1, 5, 9)):
     return [torch.randint(VOCABULARY, (n,)) for n in lengths]
 
 
-@pytest.mark.parametrize("mixer", [*EVERY, NONE])
+@pytest.mark.parametrize(("mixer", "tpe"), [*((m, None) for m in (*EVERY, NONE)), (SOFTMAX, 3), ("lion_s", 3)])
 @torch.inference_mode()
-def test_packed_documents_give_the_logits_of_one_a_row(mixer):
+def test_packed_documents_give_the_logits_of_one_a_row(mixer, tpe):
     """So does padding in front, between and behind, whatever it holds."""
-    model, texts = bert(mixer, token_types=2), documents()
+    model, texts = bert(mixer, token_types=2, tpe=tpe), documents()
     row = torch.randint(VOCABULARY, (24,))
     segments = torch.full((24,), -1)
     begins = (1, 8, 10, 15)  # the first two touch; the others have padding around them
@@ -89,6 +89,7 @@ def test_conventions_of_the_mixers():
     assert built(SOFTMAX) == (True, "none", None, None) == built(SOFTMAX, preset="released")
     asked = BertConfig(SOFTMAX, 12, 2, 3)
     assert asked.resolved() != asked == BertConfig(SOFTMAX, 12, 2, 3)  # what was asked stays as it was
+    assert not built("lion_lit", tpe=4)[0] and not built(SOFTMAX, attention=AttentionConfig(rotation="lrpe"))[0]
     assert built("lion_s", position_embedding=True)[0] and not built(SOFTMAX, position_embedding=False)[0]
     bare = AttentionConfig(out_norm="none")
     assert built("lion_lit", attention=bare)[1] == "none"

@@ -80,6 +80,28 @@ def test_of_several_segments_the_last_goes_on(mixer):
     torch.testing.assert_close(y, alone, rtol=0, atol=1e-10)
 
 
+def test_what_tells_the_order_is_said():
+    """TPE and rotation are named where they are not the mixer's convention; what follows from them is not."""
+
+    def label(mixer, attention=None, **settings):
+        return ViTConfig(mixer, 12, 2, 3, attention=AttentionConfig(**attention or {}), **settings).label()
+
+    assert label(SOFTMAX, tpe=4) == "softmax with TPE" and label(SOFTMAX, tpe=0) == label(SOFTMAX) == "softmax"
+    assert label(SOFTMAX, {"rotation": "lrpe"}) == "softmax lrpe rotation"
+    assert label("retnet", {"rotation": "none"}) == "retnet without rotation"
+    assert label("lion_s", {"normalize": "none", "rotation": "lrpe"}) == "lion_s without row sum lrpe rotation"
+    assert label("gla", tpe=4, position_embedding=True) == "gla with positions with TPE"
+
+
+def test_a_mixer_may_bring_its_own_tpe(monkeypatch):
+    """None is what its published models have; another mixer does not inherit it."""
+    monkeypatch.setattr(LionAttention, "facts", staticmethod(lambda name: Facts("here", tpe=5 * (name == "lion_lit"))))
+    config = ViTConfig("lion_lit", 12, 2, 3)
+    assert config.resolved().tpe == 5 and not config.resolved().position_embedding
+    assert ViTConfig("lion_lit", 12, 2, 3, tpe=0).label() == "lion_lit without TPE"
+    assert config.label() == "lion_lit" and config.with_mixer("lion_d").resolved().tpe == 0
+
+
 @torch.inference_mode()
 def test_only_softmax_grows():
     x = torch.randn(1, 40, 12, dtype=torch.double)

@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.layers import KINDS, MIXERS, SOFTMAX
+from lion.layers import KINDS, SOFTMAX
 from lion.layers.softmax import reserve
 from lion.models.gpt import GPT, CausalAttentionConfig, GPTConfig
 from lion.runs import count_parameters
 
 TOKENS = 11
+# every mixer, and two behind MD-TPE
+STREAMS = pytest.mark.parametrize(("mixer", "tpe"), [*((m, None) for m in KINDS), (SOFTMAX, 3), ("lion_s", 3)])
 
 
 def gpt(mixer=SOFTMAX, *, length=24, **settings):
@@ -55,7 +57,9 @@ def test_positions_are_for_mixers_that_know_no_order():
     with_positions = {mixer for mixer in KINDS if gpt(mixer).positions is not None}
     assert with_positions == {"softmax", "none", "lion_lit", "linear_transformer"}
     assert gpt(SOFTMAX).longest == 24 and gpt("lion_s").longest is None
-    assert gpt(SOFTMAX, attention=CausalAttentionConfig(rotation="rope")).positions is None
+    for rotation in ("rope", "lrpe", "lrpe_learned"):
+        assert gpt(SOFTMAX, attention=CausalAttentionConfig(rotation=rotation)).positions is None
+    assert gpt(SOFTMAX, tpe=2).positions is None and gpt(SOFTMAX, tpe=0).positions is not None
 
 
 @torch.inference_mode()
@@ -85,10 +89,10 @@ def test_it_is_gpt2_written_out():
     torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("mixer", KINDS)
+@STREAMS
 @torch.inference_mode()
-def test_no_token_sees_a_later_one(mixer):
-    model, tokens = gpt(mixer), ids(2, 12)
+def test_no_token_sees_a_later_one(mixer, tpe):
+    model, tokens = gpt(mixer, tpe=tpe), ids(2, 12)
     changed = tokens.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % TOKENS
     a, b = model(tokens), model(changed)
@@ -103,10 +107,10 @@ def saved(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("mixer", KINDS)
+@STREAMS
 @torch.inference_mode()
-def test_it_streams_as_a_whole_from_ragged_prompts(mixer):
-    model, tokens, lengths = gpt(mixer), ids(3, 10), torch.tensor([10, 4, 7])
+def test_it_streams_as_a_whole_from_ragged_prompts(mixer, tpe):
+    model, tokens, lengths = gpt(mixer, tpe=tpe), ids(3, 10), torch.tensor([10, 4, 7])
     assert model.streams
     valid = torch.arange(10) < lengths[:, None]
     logits, state = model.prefill(tokens, valid)
@@ -122,10 +126,10 @@ def test_it_streams_as_a_whole_from_ragged_prompts(mixer):
             torch.testing.assert_close(logits[i : i + 1], model(row)[:, -count:], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("mixer", KINDS)
+@STREAMS
 @torch.inference_mode()
-def test_ragged_prompts_are_read_in_pieces(mixer):
-    model, tokens, lengths = gpt(mixer), ids(3, 12), torch.tensor([12, 4, 7])
+def test_ragged_prompts_are_read_in_pieces(mixer, tpe):
+    model, tokens, lengths = gpt(mixer, tpe=tpe), ids(3, 12), torch.tensor([12, 4, 7])
     valid = torch.arange(12) < lengths[:, None]
     state = reserve(model.initial_state(3), 9)  # then it grows
     pieces = []
@@ -163,10 +167,10 @@ def test_a_stream_without_a_prompt():
         torch.testing.assert_close(logits, model(tokens), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@STREAMS
 @torch.inference_mode()
-def test_segments_are_read_as_if_alone(mixer):
-    model, tokens = gpt(mixer), ids(1, 12)
+def test_segments_are_read_as_if_alone(mixer, tpe):
+    model, tokens = gpt(mixer, tpe=tpe), ids(1, 12)
     segments = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3])
     packed = model(tokens, segments)
     for part in (slice(0, 5), slice(5, 9)):

@@ -107,17 +107,17 @@ def test_pixels_are_normalised():
     torch.testing.assert_close(seen[0][..., 0], value)
 
 
-@pytest.mark.parametrize("mixer", ["softmax", "lion_s_hippo"])
+@pytest.mark.parametrize(("mixer", "tpe"), [("softmax", 0), ("softmax", 2), ("lion_s_hippo", 0)])
 @pytest.mark.parametrize("window", [1, 8, 13, 100])
-def test_a_window_sees_its_own_tokens_alone(mixer, window):
-    """At any depth: what a token gives changes with those of its window, and with no other."""
-    made, (tokens, _) = model(mixer, window=window, position_embedding=False), rows(batch=1)
+def test_a_window_sees_its_own_tokens_alone(mixer, tpe, window):
+    """At any depth, and behind MD-TPE: what a token gives changes with those of its window, and with no other."""
+    made, (tokens, _) = model(mixer, window=window, tpe=tpe, position_embedding=False), rows(batch=1)
     before, other = made.encode(tokens), tokens.clone()
     other[0, 20] = (other[0, 20] + 1) % VOCABULARY
     changed = ((made.encode(other) - before).abs().amax(-1)[0] > 1e-12).nonzero().flatten().tolist()
     start = 20 // window * window
     assert changed == list(range(start, min(start + window, LENGTH)))
-    whole = model(mixer, position_embedding=False)
+    whole = model(mixer, tpe=tpe, position_embedding=False)
     whole.load_state_dict(made.state_dict())
     part = tokens[:, start : start + window]
     torch.testing.assert_close(before[:, start : start + window], whole.encode(part))

@@ -80,6 +80,37 @@ def test_places_are_buffers_that_no_checkpoint_holds():
     assert vit().orders is None
 
 
+@pytest.mark.parametrize("mixer", [SOFTMAX, "gla"])
+def test_places_of_patches_without_a_position_embedding(mixer):
+    """MD-TPE and MD-LRPE see rows and columns: each tells patches apart that change places. Without a cls the mean is
+    read."""
+    patches = torch.randn(1, 3, 4, 6)
+    turned = patches.clone()
+    turned[..., :2, :2], turned[..., :2, 2:4] = patches[..., :2, 2:4], patches[..., :2, :2]
+    bare = {"position_embedding": False, "attention": AttentionConfig(direction="both")}
+    for settings in ({"tpe": 3}, {"attention": AttentionConfig(rotation="lrpe")}):
+        torch.manual_seed(0)
+        model = vit(mixer, (4, 6), cls=False, init_std=0.5, **{**bare, **settings}).eval()
+        assert model.cls is None and model.length == 6 and model.config.readout == "mean"
+        assert model.coords.tolist() == [[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
+        assert (model(patches) - model(turned)).abs().max() > 1e-4
+    torch.manual_seed(0)
+    blind = vit(SOFTMAX, (4, 6), cls=False, init_std=0.5, **bare).eval()
+    torch.testing.assert_close(blind(patches), blind(turned))
+
+
+def test_what_has_no_cls_does_not_read_it():
+    with pytest.raises(ValueError, match="readout 'cls' has no cls to read; use 'mean'"):
+        ViTConfig(SOFTMAX, 12, 1, 3, cls=False, readout="cls")
+
+
+def test_tpe_learns_on_pictures_of_any_size():
+    source, target = (vit("lion_s", size, tpe=3) for size in ((8, 12), (16, 10)))
+    source(torch.randn(2, 3, 8, 12)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in source.encoder.tpe.parameters())
+    target.load_state_dict(target.adapt(source.state_dict(), source))
+
+
 KNOWN = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "classes": tuple("abcde")}
 
 

@@ -1,0 +1,99 @@
+"""Rotations by name: RoPE as it was, and MD-LRPE of LightNet on grids of any number of axes."""
+
+import pytest
+import torch
+
+from lion.layers import MIXERS, SOFTMAX, AttentionConfig, make_mixer, resolve_mixer
+from lion.layers.layout import Layout, grid_layout
+from lion.layers.marks import marks_of
+from lion.layers.rotations import ROTATIONS, LearnedLrpe, Lrpe, Rope
+from lion.ops import rope_frequencies, rotary_angles
+
+LRPE = [name for name, kind in ROTATIONS.items() if issubclass(kind, Lrpe)]
+CUBE = Layout(coords=torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).mT)  # a volume's patches
+X = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+
+
+def angles_by_hand(coords: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Eq. 10-14, pair by pair: (L, D/2)."""
+    axes, length = coords.shape
+    each = head_dim // 2 // axes
+    out = torch.zeros(length, head_dim // 2, dtype=torch.double)
+    for token in range(length):
+        for axis in range(axes):
+            for j in range(each):
+                place = max(coords[axis, token].item(), 0)
+                out[token, axis * each + j] = place * 10_000 ** (-2 * j / head_dim)
+    return out
+
+
+@pytest.mark.parametrize("head_dim", [12, 16])  # 16: 8 pairs, in three axes 2 are left over
+@pytest.mark.parametrize("layout", [CUBE, grid_layout(3, 5), grid_layout(1, 6, special=0)])
+def test_pairs_are_shared_out_among_the_axes(layout, head_dim):
+    x = torch.randn(2, layout.coords.shape[1], 2 * head_dim)
+    got = Lrpe(2, head_dim)(x, layout)
+    torch.testing.assert_close(got, angles_by_hand(layout.coords, head_dim), rtol=0, atol=1e-12)
+    assert not got[(layout.coords < 0).all(0)].any()
+    axes = len(layout.coords)
+    assert not got[:, head_dim // 2 // axes * axes :].any()
+    torch.testing.assert_close(LearnedLrpe(2, head_dim)(x, layout), got.expand(2, -1, -1))
+
+
+def test_in_text_it_is_rope_and_rope_is_as_it_was():
+    segments = torch.tensor([[0, 0, 1, 1, 1, -1, 1], [0] * 7])
+    for layout in (Layout(), Layout.of(X, segments=segments)):
+        positions = layout.positions_of(X)
+        places = positions[:, None] if len(positions) > 1 else positions
+        want = rotary_angles(places, rope_frequencies(4, dtype=torch.float64))
+        for name in ("rope", "lrpe"):
+            assert torch.equal(ROTATIONS[name](3, 4)(X, layout), want)
+    grid = grid_layout(2, 3)
+    assert torch.equal(Rope(3, 4)(X, grid), Rope(3, 4)(X, Layout()))  # which goes by the sequence in pictures, too
+    assert not torch.equal(Lrpe(3, 4)(X, grid), Rope(3, 4)(X, grid))
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, "retnet", "mamba2", "deltanet"])
+@pytest.mark.parametrize("rotation", LRPE)
+def test_scores_depend_on_differences_of_places_alone(mixer, rotation):
+    """In three dimensions: shifted along each axis, all is the same (not where the two of a pair decay apart: GLA)."""
+    torch.manual_seed(0)
+    layer = make_mixer(mixer, 24, 2, AttentionConfig(rotation=rotation)).double().eval()
+    if rotation == "lrpe_learned":
+        torch.nn.init.normal_(layer.rotation.log_scale, std=0.3)
+    x = torch.randn(1, 24, 24, dtype=torch.double)
+    y = layer(x, CUBE)
+    moved = layer(x, CUBE._replace(coords=CUBE.coords + torch.tensor([[3], [5], [7]])))
+    torch.testing.assert_close(y, moved, rtol=0, atol=1e-10)
+    for axis in range(3):  # and each axis counts
+        other = CUBE.coords.clone()
+        other[axis] *= 2
+        assert (layer(x, CUBE._replace(coords=other)) - y).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("rotation", LRPE)
+def test_row_sums_do_not_go_with_it(rotation):
+    for mixer, normalize in (("lion_s", None), ("lion_s", "pre"), ("linear_transformer", None), ("xlstm", None)):
+        with pytest.raises(
+            ValueError, match=rf"rotation '{rotation}' does not go with row sums \(normalize '\w+'\); use"
+        ):
+            resolve_mixer(mixer, AttentionConfig(rotation=rotation, normalize=normalize))
+    assert resolve_mixer("lion_s", AttentionConfig(rotation=rotation, normalize="none")).rotation == rotation
+    assert resolve_mixer("lion_s", AttentionConfig(rotation="rope")).normalize == "sum"
+    for mixer in MIXERS:  # the conventions of none of them collide
+        resolve_mixer(mixer, AttentionConfig())
+
+
+def test_more_axes_than_pairs():
+    with pytest.raises(ValueError, match="rotation: a head dim of 4 has 2 pairs to turn, the grid 3 axes"):
+        Lrpe(3, 4)(X, CUBE)
+    with pytest.raises(ValueError, match="rotation turns pairs, got an odd head dim 3"):
+        make_mixer(SOFTMAX, 12, 4, AttentionConfig(rotation="lrpe"))
+
+
+def test_learned_angles_learn_and_are_not_decayed():
+    torch.manual_seed(0)
+    layer = make_mixer("gla", 12, 3, AttentionConfig(rotation="lrpe_learned"))
+    grid = grid_layout(2, 3)
+    layer(X.float(), grid).square().sum().backward()
+    assert layer.rotation.log_scale.shape == (3, 2) and layer.rotation.log_scale.grad.abs().min() > 0
+    assert marks_of(layer)["rotation.log_scale"].weight_decay == 0

@@ -1,0 +1,203 @@
+"""MD-TPE against Eq. 8 of LightNet as a double loop: values, gradients, padding, segments, grids, streams."""
+
+import itertools
+
+import pytest
+import torch
+
+from lion.layers.layout import Layout, grid_layout
+from lion.layers.marks import marks_of
+from lion.layers.tpe import CHUNK, TPE
+from tests.layers.test_attention import PACKED, PADDED, check_padding
+
+
+def tpe(dim=3, states=4, grid=None) -> TPE:
+    torch.manual_seed(0)
+    module = TPE(dim, states, grid).double()
+    with torch.no_grad():  # signs and decays of all sizes
+        module.weight.normal_()
+        module.decay.normal_(std=2)
+    return module
+
+
+def tokens(*shape):
+    return torch.randn(*shape, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+
+
+def oracle(module: TPE, x: torch.Tensor) -> torch.Tensor:
+    """Eq. 8 of x (B, n_1, .., n_k, dim), place by place."""
+    decay, places = torch.sigmoid(module.decay), list(itertools.product(*map(range, x.shape[1:-1])))
+    rows = []
+    for place in places:
+        y = 0
+        for axis, n in enumerate(place):
+            for m in range(n + 1):
+                there = (*place[:axis], m, *place[axis + 1 :])
+                kernel = (module.weight[axis] * decay[axis] ** (n - m)).sum(-1)  # (dim,)
+                y = y + kernel * x[(slice(None), *there)]
+        rows.append(y)
+    return torch.stack(rows, 1).view(x.shape)
+
+
+def check(module, x, got, want) -> None:
+    """Values and gradients of two functions of x."""
+    grads = []
+    for run in (got, want):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        found = torch.autograd.grad((y * tokens(*y.shape)).sum(), [leaf, *module.parameters()])
+        grads.append([y, *found])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, 2 * CHUNK + 9])
+def test_one_axis_is_the_double_loop(length):
+    module = tpe()
+    check(module, tokens(2, length, 3), module, lambda x: oracle(module, x))
+
+
+@pytest.mark.parametrize("grid", [(5,), (3, 4), (1, 6), (2, 3, 4), (2, CHUNK + 3)])
+def test_a_grid_is_the_double_loop(grid):
+    module, places = tpe(grid=grid), torch.cartesian_prod(*map(torch.arange, grid)).view(-1, len(grid)).mT
+    layout = Layout(coords=places)
+    check(module, tokens(2, places.shape[1], 3), lambda x: module(x, layout), lambda x: flat(module, x, grid))
+
+
+def flat(module, x, grid):
+    return oracle(module, x.unflatten(1, grid)).flatten(1, len(grid))
+
+
+def test_tokens_of_a_grid_in_any_order_with_cls_and_holes():
+    """A token without a place goes through as it is; a place without a token, or with padding, adds nothing."""
+    module, layout, x = tpe(grid=(3, 4)), grid_layout(3, 4, special=2), tokens(2, 14, 3)
+    whole = module(x, layout)
+    assert torch.equal(whole[:, :2], x[:, :2])
+    torch.testing.assert_close(whole[:, 2:], flat(module, x[:, 2:], (3, 4)))
+    order = torch.randperm(14, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(module(x[:, order], Layout(coords=layout.coords[:, order])), whole[:, order])
+    valid = torch.ones(2, 14, dtype=torch.bool)
+    valid[:, 5::3] = False
+    kept, empty = valid[0], x.masked_fill(~valid[..., None], 0)
+    want = flat(module, empty[:, 2:], (3, 4))[:, kept[2:]]
+    bad = x.masked_fill(~valid[..., None], torch.nan)
+    torch.testing.assert_close(module(bad, layout.masked(x, valid))[:, kept][:, 2:], want)
+    torch.testing.assert_close(module(x[:, kept], Layout(coords=layout.coords[:, kept]))[:, 2:], want)
+
+
+@pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
+def test_padding_and_segments_are_as_if_alone(valid, segments):
+    module = tpe(dim=12)
+    gives = [lambda x: module(x, Layout.of(x, valid, segments))]
+    gives.append(lambda x: module.prefill(x, Layout.of(x, valid, segments))[0])
+    check_padding(module, valid, segments, *gives)
+
+
+def ragged(length):
+    """Segments over several chunks, of one token, with padding at both ends, inside and between; and an empty row."""
+    segments = torch.full((3, length), 5)
+    segments[0, : CHUNK + 7], segments[0, CHUNK + 7] = 2, 3
+    segments[1, :9], segments[1, 80:90], segments[1, -4:] = -1, -1, -1
+    segments[1, 100:] = segments[1, 100:].where(segments[1, 100:] < 0, 6)
+    segments[2] = -1
+    return segments
+
+
+@torch.inference_mode()
+def test_segments_over_chunks_and_what_goes_on_from_the_last():
+    module, x, new, segments = tpe(), tokens(3, 230, 3), tokens(3, 5, 3), ragged(230)
+    layout = Layout.of(x, segments=segments)
+    y, state = module.prefill(x, layout)
+    torch.testing.assert_close(module(x, layout), y)
+    later, _ = module.step(new, state)
+    for row in range(2):
+        for i in segments[row].unique().tolist():
+            kept = segments[row] == i
+            if i >= 0:
+                torch.testing.assert_close(y[row, kept], oracle(module, x[row, kept][None])[0])
+        alone = oracle(module, torch.cat([x[row, kept], new[row]])[None])  # `kept` is the last
+        torch.testing.assert_close(later[row], alone[0, -5:])
+    torch.testing.assert_close(state[2], torch.zeros_like(state[2]))
+
+
+@torch.inference_mode()
+def test_it_streams_token_by_token_and_in_ragged_pieces():
+    module, x = tpe(), tokens(2, 150, 3)
+    whole, state = module(x), module.initial_state(2)
+    assert state.shape == (2, 3, 4) and state.dtype == torch.double
+    start, after = module.prefill(x[:, :90])
+    torch.testing.assert_close(start, whole[:, :90])
+    for begin in range(90):
+        y, state = module.step(x[:, begin : begin + 1], state)
+    torch.testing.assert_close(state, after)
+    valid = torch.tensor([[True, False, True, True], [False, False, True, False]])
+    y, state = module.step(x[:, 90:94], state, valid=valid)
+    for row in range(2):
+        kept = x[row, 90:94][valid[row]]
+        torch.testing.assert_close(y[row, valid[row]], oracle(module, torch.cat([x[row, :90], kept])[None])[0, 90:])
+    again, _ = module.step(x[:, 94:], state)
+    torch.testing.assert_close(again[0, -1], oracle(module, torch.cat([x[0, :91], x[0, 92:]])[None])[0, -1])
+
+
+def test_what_comes_in_comes_through_at_the_start():
+    """Of all weights of a place its own is 1, and those of farther ones fall off: nothing is lost, nothing explodes."""
+    module = TPE(64, 64, (14, 14))
+    assert module.weight.sum((0, 2)).allclose(torch.ones(64)) and (module.weight > 0).all()
+    lam = torch.sigmoid(module.decay)
+    assert 0.1 < lam.min() < 0.2 and 0.99 < lam.max() < 0.9991
+    x = torch.randn(8, 196, 64)
+    y = module(x, grid_layout(14, 14, special=0))
+    assert 1 < y.std() < 2 and torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1] > 0.6
+
+
+def test_parameters_of_the_paper():
+    """Table 1: 0.10 M at 384, 0.20 M at 768 in two dimensions; nothing of it is decayed."""
+    for dim, millions in ((384, 0.10), (768, 0.20)):
+        module = TPE(dim, 64, (14, 14))
+        assert round(sum(p.numel() for p in module.parameters()) / 1e6, 2) == millions
+    assert {name: mark.weight_decay for name, mark in marks_of(module).items()} == {"weight": 0, "decay": 0}
+
+
+def test_long_and_extreme_sums_stay_finite():
+    module, x = TPE(2, 4), torch.ones(1, 5000, 2)
+    with torch.no_grad():
+        module.decay.copy_(torch.tensor([-200.0, -1.0, 12.0, 200.0]))
+    y = module(x)
+    y.sum().backward()
+    assert y.isfinite().all() and all(p.grad.isfinite().all() for p in module.parameters())
+    want = (module.weight[0] * torch.tensor([1.0, 1 / (1 - 1 / (1 + torch.e)), 4847.5, 5000.0])).sum(-1)
+    torch.testing.assert_close(y[0, -1], want, rtol=0.02, atol=0)
+
+
+def test_sums_are_float32_beside_narrow_tokens():
+    module, x = TPE(3, 4), tokens(1, 200, 3).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = module.prefill(x)
+    assert y.dtype == torch.bfloat16 and state.dtype == torch.float32
+    torch.testing.assert_close(y, module(x.float()).bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: None, r"a grid of 2 x 3 needs coords \(2, 7\), got None"),
+        (lambda c: c[:1], r"a grid of 2 x 3 needs coords \(2, 7\), got \(1, 7\)"),
+        (lambda c: c[:, 1:], r"needs coords \(2, 7\), got \(2, 6\)"),
+        (lambda c: c + (c == 2), r"coords \(0, 3\) do not fit a grid of 2 x 3: outside"),
+        (lambda c: c.where(c != 1, -1), r"coords \(0, -1\) do not fit a grid of 2 x 3: outside"),
+        (lambda c: c.where(c != 2, 1), r"coords \(0, 1\) do not fit a grid of 2 x 3: two tokens of one place"),
+    ],
+)
+def test_coordinates_that_do_not_fit(change, said):
+    layout = grid_layout(2, 3)
+    with pytest.raises(ValueError, match=said):
+        tpe(grid=(2, 3))(tokens(1, 7, 3), layout._replace(coords=change(layout.coords)))
+
+
+def test_a_grid_has_no_segments_and_no_stream():
+    module, x = tpe(grid=(2, 3)), tokens(1, 7, 3)
+    with pytest.raises(ValueError, match="segments: a grid has one sample a row"):
+        module(x, grid_layout(2, 3).masked(x, segments=torch.zeros(1, 7, dtype=torch.long)))
+    for call in (lambda: module.prefill(x), lambda: module.step(x, module.initial_state(1))):
+        with pytest.raises(ValueError, match="tpe: a grid is seen as a whole"):
+            call()
