@@ -4,8 +4,17 @@ import pytest
 import torch
 import yaml
 
-from lion.config import ConfigError
-from lion.layers import SOFTMAX, Attention, HippoAttention, LionAttention, SoftmaxAttention, mixers
+from lion.config import ConfigError, flatten, to_dict
+from lion.layers import (
+    KINDS,
+    SOFTMAX,
+    Attention,
+    AttentionConfig,
+    HippoAttention,
+    LionAttention,
+    SoftmaxAttention,
+    mixers,
+)
 from lion.layers.decays import (
     FixedDecay,
     HippoDecay,
@@ -15,6 +24,7 @@ from lion.layers.decays import (
     SelectiveHippoDecay,
     SelectiveVectorDecay,
 )
+from lion.layers.lightnet import LightNetAttention
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks.data import Splits
@@ -61,6 +71,7 @@ MIXERS = {
     "linear_transformer": (LionAttention, None),
     "gla": (LionAttention, LowRankDecay),
     "gated_rfa": (LionAttention, RandomFeatureGate),
+    "lightnet": (LightNetAttention, None),
 }
 
 
@@ -229,6 +240,25 @@ def test_cramming_is_trained_as_by_its_authors():
     assert rates == pytest.approx([2.5e-4, 1e-3, 0])
 
 
+@pytest.mark.parametrize(("name", "tpe"), [("lightnet", 64), ("lightnet_no_tpe", 0)])
+def test_cramming_with_lightnet_differs_by_the_mixer_and_what_knows_order(name, tpe):
+    """The rest of crammed BERT stays: recipes.md 7.4, "otherwise as cramming"."""
+    recipe, bert = (resolve(ROOT / f"recipes/cramming_{row}.yaml") for row in (name, "bert"))
+    differing = {key for key, value in flatten(to_dict(bert)).items() if flatten(to_dict(recipe))[key] != value}
+    own = {"model.mixer", "model.tpe", "model.position_embedding", "model.attention.rotation"}
+    assert own - {"model.tpe"} <= differing <= own | {"run.name", "about.row", "about.expected"}
+    built = recipe.model.resolved()
+    assert (built.tpe, built.attention.rotation, built.position_embedding) == (tpe, "lrpe", False)
+    assert (built.attention.direction, built.attention.out_norm, built.attention.out_gate_rank) == (
+        "both",
+        "rmsnorm",
+        64,
+    )
+    model = build_on_meta(make_task(recipe, describe_data(recipe, look=False)[0]), recipe.model)
+    gates, norms, places = 16 * 2 * 64 * 768, 16 * 768, 1
+    assert count_parameters(model) == 119_589_889 + gates + norms - places + 2 * 768 * tpe
+
+
 S5 = {  # 6.1: depth, dim, dropout, rates of SSM and all, batch, epochs, weight decay, warm-up, gate, momentum, seed
     "listops": (8, 128, 0.0, 1e-3, 3e-3, 50, 40, 0.04, 1, "half_glu2", 0.95, 6554595),
     "text": (6, 256, 0.1, 1e-3, 4e-3, 50, 35, 0.07, 0, "half_glu2", 0.95, 8825365),
@@ -362,7 +392,8 @@ def test_a_resolved_recipe_reads_back(path, tmp_path):
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     assert resolve(tmp_path / "recipe.yaml") == recipe
     assert isinstance(load_recipe(tmp_path / "recipe.yaml").data, dict)
-    mixed = (SOFTMAX, *mixers.MIXERS) if path not in LRA or "listops_softmax" in path.stem else ()
+    plain = KINDS[recipe.model.mixer].Config is AttentionConfig  # one with settings of its own asks for these
+    mixed = (SOFTMAX, *mixers.MIXERS) if plain and (path not in LRA or "listops_softmax" in path.stem) else ()
     for mixer in mixed:  # what was asked is stored: an override means the same afterwards
         assert built(tmp_path / "recipe.yaml", mixer) == built(path, mixer), mixer
 
