@@ -30,7 +30,7 @@ from lion.trainer.config import TrainerConfig
 from lion.trainer.optim import OptimConfig
 from lion.trainer.schedule import ScheduleConfig
 
-EXCLUSIVE = (("trainer.epochs", "trainer.steps"),)  # a layer that gives one takes the other away
+EXCLUSIVE = (("trainer.epochs", "trainer.steps", "trainer.time"),)  # a layer that gives one takes the other away
 
 
 @dataclass
@@ -157,13 +157,13 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
 
 
 def drop_excluded(values: dict, layer: dict, source: str) -> dict:
-    """`values` without the keys whose rival the layer gives."""
+    """`values` without the keys of which the layer gives a rival."""
     given = {k for k, v in flatten(layer).items() if v is not None}
-    for pair in EXCLUSIVE:
-        both = given.intersection(pair)
-        if len(both) > 1:
-            raise ConfigError(f"{source}: give exactly one of {' and '.join(pair)}")
-        for key in set(pair) - both if both else ():
+    for rivals in EXCLUSIVE:
+        own = given.intersection(rivals)
+        if len(own) > 1:
+            raise ConfigError(f"{source}: give exactly one of {' and '.join(sorted(own))}")
+        for key in set(rivals) - own if own else ():
             section, _, name = key.partition(".")
             if isinstance(values.get(section), dict) and name in values[section]:
                 values = {**values, section: {k: v for k, v in values[section].items() if k != name}}

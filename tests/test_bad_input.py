@@ -39,7 +39,7 @@ pytest.importorskip("sklearn")
         ({"trainer": {"epochs": 3}}, "give exactly one of trainer.epochs and trainer.steps"),
         (
             {"trainer": {"steps": None}},
-            "trainer.epochs: give exactly one of trainer.epochs and trainer.steps, got neither",
+            "trainer.epochs: give exactly one of trainer.epochs, trainer.steps and trainer.time, got none",
         ),
         ({"trainer": {"eval_every": "often"}}, "trainer.eval_every: expected steps (2000), epochs ('5ep')"),
         ({"trainer": {"batch_size": 4096}}, "trainer.batch_size: 4096 is more than the 1078 training samples"),

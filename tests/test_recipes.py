@@ -4,8 +4,18 @@ import pytest
 import torch
 import yaml
 
-from lion.config import ConfigError
-from lion.layers import SOFTMAX, Attention, HippoAttention, LightNetAttention, LionAttention, SoftmaxAttention, mixers
+from lion.config import ConfigError, flatten, to_dict
+from lion.layers import (
+    KINDS,
+    SOFTMAX,
+    Attention,
+    AttentionConfig,
+    HippoAttention,
+    LightNetAttention,
+    LionAttention,
+    SoftmaxAttention,
+    mixers,
+)
 from lion.layers.decays import (
     FixedDecay,
     HippoDecay,
@@ -16,6 +26,7 @@ from lion.layers.decays import (
     SelectiveHippoDecay,
     SelectiveVectorDecay,
 )
+from lion.layers.lightnet import LightNetAttention
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks.data import Splits
@@ -203,6 +214,54 @@ def test_mlm_of_the_released_code():
     path = ROOT / "recipes/mlm_base_lion_d.yaml"
     built = [resolve(path, more).model.resolved().attention for more in ([], ["model.preset=released"])]
     assert [(a.feature_map, a.normalize) for a in built] == [("silu_shifted", "sum"), ("identity", "none")]
+
+
+def test_cramming_is_trained_as_by_its_authors():
+    """recipes.md 7.4, read from the resolved recipe."""
+    recipe = resolve(ROOT / "recipes/cramming_bert.yaml")
+    info, samples, _ = describe_data(recipe, look=False)
+    model = build_on_meta(make_task(recipe, info), recipe.model)
+    assert count_parameters(model) == 119_589_889 and (model.vocabulary, model.length) == (32_768, 128)
+    m = recipe.model
+    assert (m.depth, m.dim, m.num_heads, m.block, m.norm_eps) == (16, 768, 12, "pre_norm", 1e-12)
+    assert (m.mlp, m.mlp_ratio, m.bias, m.head_transform, m.position_kind) == (
+        *("glu_gelu", 2, False, False, "scaled_sinusoidal"),
+    )
+    assert (m.dropout, m.attention.score_dropout, m.init_std, m.token_types) == (0, 0, 0.02, 0)
+    assert (recipe.data.name, recipe.data.pack, recipe.data.document_mask) == ("pile", "documents", False)
+    assert (recipe.task.rate, recipe.task.masked, recipe.task.random) == (0.25, 0.8, 0.1)
+    plan, optim = make_plan(recipe, samples=samples, world=1), recipe.optim
+    assert (plan.seconds, plan.warmup, plan.micro, plan.batch(0), plan.batch(0.6 * 86_400)) == (
+        86_400,
+        0,
+        128,
+        128,
+        8192,
+    )
+    assert (optim.peak(8192), optim.betas, optim.eps) == (1e-3, (0.9, 0.98), 1e-12)
+    assert (optim.weight_decay, optim.no_decay, recipe.trainer.clip_grad) == (0.01, "deit", 0.5)
+    how = {"config": recipe.schedule, "peak": 1e-3, "warmup": plan.warmup, "total": plan.length}
+    rates = [learning_rate(3600 * hour, **how) for hour in (0, 18, 24)]
+    assert rates == pytest.approx([2.5e-4, 1e-3, 0])
+
+
+@pytest.mark.parametrize(("name", "tpe"), [("lightnet", 64), ("lightnet_no_tpe", 0)])
+def test_cramming_with_lightnet_differs_by_the_mixer_and_what_knows_order(name, tpe):
+    """The rest of crammed BERT stays: recipes.md 7.4, "otherwise as cramming"."""
+    recipe, bert = (resolve(ROOT / f"recipes/cramming_{row}.yaml") for row in (name, "bert"))
+    differing = {key for key, value in flatten(to_dict(bert)).items() if flatten(to_dict(recipe))[key] != value}
+    own = {"model.mixer", "model.tpe", "model.position_embedding", "model.attention.rotation"}
+    assert own - {"model.tpe"} <= differing <= own | {"run.name", "about.row", "about.expected"}
+    built = recipe.model.resolved()
+    assert (built.tpe, built.attention.rotation, built.position_embedding) == (tpe, "lrpe", False)
+    assert (built.attention.direction, built.attention.out_norm, built.attention.out_gate_rank) == (
+        "both",
+        "rmsnorm",
+        64,
+    )
+    model = build_on_meta(make_task(recipe, describe_data(recipe, look=False)[0]), recipe.model)
+    gates, norms, places = 16 * 2 * 64 * 768, 16 * 768, 1
+    assert count_parameters(model) == 119_589_889 + gates + norms - places + 2 * 768 * tpe
 
 
 S5 = {  # 6.1: depth, dim, dropout, rates of SSM and all, batch, epochs, weight decay, warm-up, gate, momentum, seed
@@ -418,14 +477,13 @@ def test_a_resolved_recipe_reads_back(path, tmp_path):
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     assert resolve(tmp_path / "recipe.yaml") == recipe
     assert isinstance(load_recipe(tmp_path / "recipe.yaml").data, dict)
-    many = [*LRA, *GENERATION]
-    mixed = (
-        (SOFTMAX, *mixers.MIXERS)
-        if path not in many or path.stem in ("lra_listops_softmax", "dit_tiny_softmax")
-        else ()
-    )
+    plain = KINDS[recipe.model.mixer].Config is AttentionConfig  # one with settings of its own asks for these
+    few = path in LRA or path in GENERATION
+    mixed = ()
     if recipe.model.mixer == "lightnet":  # whose settings of its own no other mixer takes
         mixed = ("lightnet",)
+    elif plain and (not few or path.stem in ("lra_listops_softmax", "dit_tiny_softmax")):
+        mixed = (SOFTMAX, *mixers.MIXERS)
     for mixer in mixed:  # what was asked is stored: an override means the same afterwards
         assert built(tmp_path / "recipe.yaml", mixer) == built(path, mixer), mixer
 

@@ -22,6 +22,7 @@ from lion.tasks.data import Info, Splits
 from lion.tasks.metrics import Metric
 from lion.tasks.text import TextInfo
 from lion.trainer.plan import Plan
+from lion.trainer.state import in_time
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -144,16 +145,21 @@ def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str 
 
 
 def process_count(recipe: Recipe) -> int:
-    """Processes to train in: one for each visible GPU, but a divisor of the batch; one without a GPU."""
+    """Processes to train in: one for each visible GPU, but a divisor of the smallest batch; one without a GPU."""
     if recipe.trainer.device not in ("auto", "cuda"):
         return 1
     visible = max(1, torch.cuda.device_count())
-    return max(n for n in range(1, visible + 1) if recipe.trainer.batch_size % n == 0)
+    smallest = recipe.trainer.batch_start or recipe.trainer.batch_size
+    return max(n for n in range(1, visible + 1) if smallest % n == 0)
+
+
+def describe_length(plan: Plan) -> str:
+    return f"{plan.trainer.time} of training" if plan.total is None else f"{plan.total:,} steps"
 
 
 def describe_warmup(plan: Plan) -> str:
-    more = ", and the run ends before: the peak is not reached" if plan.warmup >= plan.total else ""
-    return f"{plan.warmup:,} steps of warm-up{more}"
+    more = ", and the run ends before: the peak is not reached" if plan.warmup >= plan.length else ""
+    return f"{f'{plan.warmup:,} steps' if plan.seconds is None else in_time(plan.warmup)} of warm-up{more}"
 
 
 def loader_workers(recipe: Recipe) -> int:

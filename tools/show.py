@@ -16,7 +16,7 @@ from lion.layers import KINDS, MIXERS
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
-from lion.trainer.plan import make_plan
+from lion.trainer.plan import Plan, make_plan
 from tools.cli import Parser, count, run_command, table
 from tools.compose import RECIPES, describe_data, describe_warmup, make_task, process_count, resolve
 
@@ -73,8 +73,8 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
         ("run folder", str(recipe.folder)),
         ("parameters", f"{parameters:,}"),
         ("training samples", f"{samples:,}{'' if note is None else ' (published; data not found)'}"),
-        ("steps", f"{plan.total:,} = {plan.total / plan.steps_per_epoch:g} epochs of {plan.steps_per_epoch:,}"),
-        ("batch", f"{c.batch_size} = {processes} processes x {plan.accumulation} accumulated x {plan.micro}"),
+        length(plan),
+        ("batch", f"{c.batches()} = {processes} processes x {plan.accumulation} accumulated x {plan.micro}"),
         ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
         ("memory, state", f"{state / 2**30:.2f} GiB"),
         (
@@ -87,6 +87,15 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
     if note is not None:
         lines.append(f"note: {note}")
     return f"{dump_recipe(recipe)}\n{filled_in(recipe)}\n" + "\n".join(lines)
+
+
+def length(plan: Plan) -> tuple[str, str]:
+    """How long the run is, and what that is called."""
+    if plan.total is None:
+        more = f"as many steps as fit; an epoch is {plan.steps_per_epoch:,} of the full batch"
+        return "time", f"{plan.trainer.time} of training, without compilation, evaluation and saving: {more}"
+    epochs = plan.samples / (plan.steps_per_epoch * plan.trainer.batch_size)
+    return "steps", f"{plan.total:,} = {epochs:g} epochs of {plan.steps_per_epoch:,}"
 
 
 def filled_in(recipe: Recipe) -> str:

@@ -47,6 +47,7 @@ from tools import evaluate
 from tools.cli import Parser, count, run_command
 from tools.compose import (
     build_data,
+    describe_length,
     describe_warmup,
     loader_workers,
     make_task,
@@ -111,20 +112,20 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
         print(
             f"{recipe.run.name}: {recipe.model.mixer}, {count_parameters(model):,} parameters, {runtime.device}"
             f"{f' x {world} ({recipe.trainer.parallel})' if world > 1 else ''}\n"
-            f"{len(splits.train):,} training {task.unit}, {plan.total:,} steps of {recipe.trainer.batch_size}"
-            f" = {world} x {plan.accumulation} x {plan.micro}, {plan.steps_per_epoch} steps an epoch, "
-            f"{describe_warmup(plan)}"
+            f"{len(splits.train):,} training {task.unit}, {describe_length(plan)}, batches of "
+            f"{recipe.trainer.batches()} = {world} x {plan.accumulation} x {plan.micro}, "
+            f"{plan.steps_per_epoch} steps an epoch, {describe_warmup(plan)}"
         )
     runtime.agree(None)  # the folder is there, and ours
     seed_everything(recipe.seed + runtime.rank)
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
-    complete, step = trainer.fit(), trainer.state.step
+    complete, place = trainer.fit(), trainer.state.told()
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
     if not complete:
         if runtime.main:
-            print(f"stopped at step {step} of {plan.total}; the same command goes on from there")
+            print(f"stopped at {place}; the same command goes on from there")
         return 130
     if not runtime.main or form is None:
         return 0

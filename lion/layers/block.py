@@ -36,6 +36,7 @@ class Glu(nn.Module):
     """Gated linear unit with SiLU: `W_o (silu(W_g x) * W_v x)`."""
 
     bias = True
+    activation = staticmethod(F.silu)
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Glu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.fc1(x).chunk(2, -1)
-        return self.fc2(F.silu(gate) * value)
+        return self.fc2(self.activation(gate) * value)
 
 
 class BareGlu(Glu):
@@ -53,7 +54,13 @@ class BareGlu(Glu):
     bias = False
 
 
-MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu, "glu_bare": BareGlu}
+class GeluGlu(Glu):
+    """The same with GELU, as in crammed BERT."""
+
+    activation = staticmethod(F.gelu)
+
+
+MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu, "glu_bare": BareGlu, "glu_gelu": GeluGlu}
 
 
 class DropPath(nn.Module):

@@ -13,9 +13,10 @@ from lion.config import fill, setting
 from lion.layers.blocks import BLOCKS
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.norms import NO_NORM
+from lion.layers.positions import POSITIONS
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
-from lion.models.language import LanguageModel
+from lion.models.language import LanguageModel, drop_biases
 
 PLAIN_SCORES = {"attention": {"feature_map": "identity", "normalize": "none"}}  # scale 1/sqrt(d)
 
@@ -30,6 +31,10 @@ class BertConfig(EncoderConfig):
     `max_positions` is the longest row that position embeddings allow. `token_types` are the kinds of segments that
     have embeddings of their own (BERT's 2, the sentences of a pair); 0: none. The vocabulary's embeddings are as many
     as the next multiple of `pad_vocabulary`, for speed alone.
+
+    Crammed BERT (2212.14034) has `scaled_sinusoidal` positions, no biases (`bias=false`: of all Linear in the encoder
+    and of the masked head; gates of decays keep theirs), and a masked head without `head_transform`: the tied
+    embeddings alone.
     """
 
     name: str = "bert"
@@ -37,9 +42,12 @@ class BertConfig(EncoderConfig):
     norm_eps: float = setting(1e-12, above=0)
     init: str = setting("bert", choices=INITS)
     position_embedding: bool | None = None
+    position_kind: str = setting("learned", choices=POSITIONS)
     max_positions: int = setting(512, min=1, max=2**24)
     token_types: int = setting(0, min=0, max=65_536)
     pad_vocabulary: int = setting(1, min=1, max=65_536)
+    bias: bool = True
+    head_transform: bool = True
 
     released: ClassVar[dict[str, dict[str, Any]]] = dict.fromkeys(("lion_lit", "lion_d", "lion_s"), PLAIN_SCORES)
     conventions: ClassVar[dict[str, str]] = {
@@ -59,16 +67,19 @@ class BertConfig(EncoderConfig):
 
 
 class MaskedHead(nn.Module):
-    """From tokens x (.., dim) to logits (.., rows): Linear, GELU, norm, and the token embeddings (rows, dim)."""
+    """From tokens x (.., dim) to logits (.., rows): Linear, GELU, norm (the `transform`), and the token embeddings
+    (rows, dim)."""
 
-    def __init__(self, dim: int, rows: int, norm_eps: float) -> None:
+    def __init__(self, dim: int, rows: int, norm_eps: float, *, transform: bool = True, bias: bool = True) -> None:
         super().__init__()
-        self.transform = nn.Linear(dim, dim)
-        self.norm = nn.LayerNorm(dim, eps=norm_eps)
-        self.bias = nn.Parameter(torch.zeros(rows))
+        self.transform = nn.Linear(dim, dim, bias=bias) if transform else None
+        self.norm = nn.LayerNorm(dim, eps=norm_eps) if transform else None
+        self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
 
     def forward(self, x: Tensor, embeddings: Tensor) -> Tensor:
-        return F.linear(self.norm(F.gelu(self.transform(x))), embeddings, self.bias)
+        if self.transform is not None:
+            x = self.norm(F.gelu(self.transform(x)))
+        return F.linear(x, embeddings, self.bias)
 
 
 class BertEncoder(LanguageModel):
@@ -89,11 +100,13 @@ class BertEncoder(LanguageModel):
         self.vocabulary, self.length = vocabulary, length
         rows = -(-vocabulary // c.pad_vocabulary) * c.pad_vocabulary
         self.tokens = nn.Embedding(rows, c.dim)
-        self.positions = nn.Embedding(c.max_positions, c.dim) if c.position_embedding else None
+        self.positions = POSITIONS[c.position_kind](c.max_positions, c.dim) if c.position_embedding else None
         self.types = nn.Embedding(c.token_types, c.dim) if c.token_types else None
         self.norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         self.dropout = nn.Dropout(c.dropout)
         self.encoder = Encoder(c)
+        if not c.bias:
+            drop_biases(self.encoder, nn.Linear)
         if self.longest is not None and length > self.longest:
             raise ValueError(f"data.length: {length} tokens, model.max_positions has embeddings of {self.longest}")
 
@@ -128,7 +141,8 @@ class Bert(BertEncoder):
     def __init__(self, config: BertConfig, *, vocabulary: int, length: int) -> None:
         super().__init__(config, vocabulary=vocabulary, length=length)
         c = self.config
-        self.head = MaskedHead(c.dim, self.tokens.num_embeddings, c.norm_eps)
+        rows, how = self.tokens.num_embeddings, {"transform": c.head_transform, "bias": c.bias}
+        self.head = MaskedHead(c.dim, rows, c.norm_eps, **how)
         INITS[c.init](self, c.init_std)
 
     def forward(

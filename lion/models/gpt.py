@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from lion.config import setting
 from lion.layers import AttentionConfig
-from lion.layers.decay import Decay
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.mixer import state_type
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
-from lion.models.language import LanguageModel
+from lion.models.language import LanguageModel, drop_biases
 
 
 @cache
@@ -94,7 +93,7 @@ class GPT(LanguageModel):
         self.dropout = nn.Dropout(c.dropout)
         self.encoder = Encoder(c)
         if not c.bias:
-            drop_biases(self)
+            drop_biases(self, nn.Linear, nn.LayerNorm)
         INITS[c.init](self, c.init_std)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
@@ -147,11 +146,3 @@ class GPT(LanguageModel):
         layout = Layout.after(x, state.position, valid)
         x, blocks = self.encoder.step(self.embedded(x, layout.positions), state.blocks, valid=valid)
         return x, GPTState(state.position + layout.count(x), blocks)
-
-
-def drop_biases(model: nn.Module) -> None:
-    """Take the biases of all Linear and LayerNorm away, but for those of decays."""
-    kept = {part for decay in model.modules() if isinstance(decay, Decay) for part in decay.modules()}
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm)) and module not in kept:
-            module.register_parameter("bias", None)

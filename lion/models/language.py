@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from lion.layers.decay import Decay
 from lion.models.base import Model
 from lion.models.encoder import Encoder
 
@@ -43,3 +44,11 @@ class LanguageModel(Model):
         if x.shape[1] > self.longest:
             raise ValueError(f"tokens: {x.shape[1]} in a row, this model has embeddings of {self.longest} positions")
         return x + self.positions(positions.clamp(min=0))  # padding in front has none
+
+
+def drop_biases(model: nn.Module, *kinds: type[nn.Module]) -> None:
+    """Take the biases of all modules of these kinds away, but for those of decays."""
+    kept = {part for decay in model.modules() if isinstance(decay, Decay) for part in decay.modules()}
+    for module in model.modules():
+        if isinstance(module, kinds) and module not in kept:
+            module.register_parameter("bias", None)

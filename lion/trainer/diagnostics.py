@@ -39,7 +39,7 @@ class Monitor:
         state, unit = self.state, self.state.task.unit
         seconds = time.perf_counter() - self.started
         rate = self.samples / seconds
-        self.out.progress(0, loss=f"{loss.item():.3f}", lr=f"{lr:.1e}", **{f"{unit}/s": f"{rate:.0f}"})
+        self.out.progress(state.at, loss=f"{loss.item():.3f}", lr=f"{lr:.1e}", **{f"{unit}/s": f"{rate:.0f}"})
         values = {
             "loss": loss.item(),
             "lr": lr,
@@ -49,12 +49,14 @@ class Monitor:
             "memory_mib": peak_so_far(state.runtime.device) / 2**20,
             "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         }
+        if state.plan.ramp is not None:
+            values["batch_size"] = state.taken
         faults = self.faults()
         if faults["skipped_steps"] > self.skipped:
             self.skipped = faults["skipped_steps"]
             log.warning("step %d: %d steps skipped so far, loss or gradient not finite", state.step, self.skipped)
         values.update({name: count for name, count in faults.items() if count})
-        self.out.write(state.step, "train", values, epoch=state.epoch)
+        self.out.write(state.step, "train", values, **state.place())
         self.restart()
 
     def faults(self) -> dict[str, int]:
@@ -66,11 +68,11 @@ class Monitor:
 
 def nonfinite_steps(state: RunState) -> str | None:
     """What to say of too many skipped steps in a row; None between the steps at which the device is asked."""
-    limit, total = state.plan.trainer.faults.nonfinite, state.plan.total
-    if state.step % limit and state.step < total:
+    limit = state.plan.trainer.faults.nonfinite
+    if state.step % limit and not state.finished:
         return None
     row = state.guard.read()[1]
-    if row < min(limit, total):
+    if row < min(limit, state.step):
         return None
     where = f"in the {row} steps from {state.step - row} on (trainer.faults.nonfinite)"
     return f"no finite loss and gradient {where}, all skipped"

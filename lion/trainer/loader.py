@@ -30,8 +30,12 @@ log = logging.getLogger("lion")
 SEARCH = 100  # neighbours tried in place of a sample that cannot be read
 
 
+ENDLESS = 2**62  # samples of a run whose length is not known
+
+
 class StepSampler(Sequence):
-    """Micro-batches of one process for steps `start` to `total`, as lists of (epoch, place, sample)."""
+    """Micro-batches of one process from the `start`-th sample of a run to the `end`-th, as lists of (epoch, place,
+    sample); whatever steps they make up, an epoch has whole global batches of `batch`."""
 
     def __init__(
         self,
@@ -42,36 +46,32 @@ class StepSampler(Sequence):
         micro: int,
         seed: int,
         start: int,
-        total: int,
+        end: int | None,
         rank: int,
         world: int,
     ) -> None:
-        self.size, self.order, self.batch, self.micro, self.seed = size, order, batch, micro, seed
-        self.start, self.total, self.rank, self.world = start, total, rank, world
-        self.steps_per_epoch, self.per_step = size // batch, batch // (micro * world)
+        self.size, self.order, self.micro, self.seed = size, order, micro, seed
+        self.start, self.end, self.rank, self.world = start, ENDLESS if end is None else end, rank, world
+        self.per_epoch = size // batch * batch
 
-    def samples(self, step: int) -> list[int]:
-        """The global batch of a step."""
-        epoch, places = self.places(step)
-        return self.order.samples(places, size=self.size, seed=self.seed, epoch=epoch)
+    def samples(self, count: int) -> list[int]:
+        """The first `count` samples of all processes, or as many as the epoch has left."""
+        return [sample for _, _, sample in self.take(self.start, count)]
 
-    def places(self, step: int) -> tuple[int, range]:
-        """The epoch of a step, and what stretch of it the global batch is."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        return epoch, range(position * self.batch, (position + 1) * self.batch)
+    def take(self, first: int, count: int) -> list[tuple[int, int, int]]:
+        """From the `first`-th sample of the run on, within its epoch."""
+        epoch, place = divmod(first, self.per_epoch)
+        places = range(place, min(place + count, self.per_epoch))
+        samples = self.order.samples(places, size=self.size, seed=self.seed, epoch=epoch)
+        return [(epoch, place, sample) for place, sample in zip(places, samples)]
 
     def __len__(self) -> int:
-        return (self.total - self.start) * self.per_step
+        return (self.end - self.start) // (self.micro * self.world)
 
     def __getitem__(self, i: int) -> list[tuple[int, int, int]]:
         if not 0 <= i < len(self):
             raise IndexError(i)
-        step, part = divmod(i, self.per_step)
-        epoch, places = self.places(self.start + step)
-        begin = (part * self.world + self.rank) * self.micro
-        own = places[begin : begin + self.micro]
-        samples = self.order.samples(own, size=self.size, seed=self.seed, epoch=epoch)
-        return [(epoch, place, sample) for place, sample in zip(own, samples)]
+        return self.take(self.start + (i * self.world + self.rank) * self.micro, self.micro)
 
 
 class Samples(list):
@@ -272,7 +272,7 @@ def train_batches(
     faults: FaultsConfig | None = None,
     device: torch.device | str = "cpu",
 ) -> Batches:
-    """All micro-batches of this process for the sampler's steps, across epochs."""
+    """All micro-batches of this process that the sampler names, across epochs."""
     how = {"collate": collate, "workers": workers, "pin": pin, "faults": faults or FaultsConfig(), "device": device}
     return Batches(SeededDataset(dataset, sampler.seed), sampler, **how)
 

@@ -22,17 +22,28 @@ from lion.trainer.faults import full_disk
 from lion.trainer.histogram import Histogram
 
 log = logging.getLogger("lion")
+PLACE = ("epoch", "samples", "seconds")  # of a line, beside its step
 IN_A_FILE = 30.0  # seconds between two states of the progress bar where nobody watches it
 
 
 class RunLog:
-    """Metrics of one run, from step `start` on: whatever an earlier process wrote past that step is cut off.
+    """Metrics of one run, from step `start` on: whatever an earlier process wrote past that step is cut off. The
+    progress bar counts the `unit`s of `total`, from `done` on.
 
     An evaluation of `start` itself that will be made again (`evaluated` says it is not done) is cut off, too. A
     full disk is reported once and stops no run: lines of metrics wait in memory, TensorBoard ends with this process.
     """
 
-    def __init__(self, folder: Path, *, start: int, total: int, evaluated: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        start: int,
+        total: float,
+        done: float = 0,
+        unit: str = "step",
+        evaluated: bool = True,
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         path = folder / "metrics.jsonl"
@@ -42,20 +53,23 @@ class RunLog:
         self.full = False
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + evaluated)
         pause = 0.1 if sys.stderr.isatty() else IN_A_FILE  # a log file keeps every state of the bar
-        shown = dict(desc=folder.name, unit="step", dynamic_ncols=True, mininterval=pause, maxinterval=max(10, pause))
-        self.bar = tqdm(total=total, initial=start, **shown)
+        shown = dict(desc=folder.name, unit=unit, dynamic_ncols=True, mininterval=pause, maxinterval=max(10, pause))
+        if unit == "s":  # the rate would be a second a second
+            shown["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt} s{postfix}"
+        self.bar = tqdm(total=round(total), initial=round(done), **shown)
         self.redirect = logging_redirect_tqdm()
         self.redirect.__enter__()
         self.hook, threading.excepthook = threading.excepthook, self.thread_failed
         if not evaluated:
             for line in (x for x in kept if x["step"] == start):  # purged from TensorBoard with the rest of its step
-                values = {k: v for k, v in line.items() if k not in ("step", "kind", "epoch") and v is not None}
+                values = {k: v for k, v in line.items() if k not in ("step", "kind", *PLACE) and v is not None}
                 self.scalars(start, line["kind"], values)
 
-    def progress(self, steps: int = 1, **shown: str) -> None:
+    def progress(self, at: float, **shown: str) -> None:
+        """The run has come to this place of `total`."""
         if shown:
             self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(steps)
+        self.bar.update(min(round(at), self.bar.total) - self.bar.n)
 
     def write(self, step: int, kind: str, values: dict[str, float], **more: Any) -> None:
         """One line of `metrics.jsonl` and one TensorBoard point a value."""

@@ -28,7 +28,7 @@ from lion.trainer.parallel import Learner, full, local, replicate, shard, synchr
 from lion.trainer.plan import Plan
 from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, catch_signals, compile_blocks
-from lion.trainer.state import RunState, SaveTimer
+from lion.trainer.state import RunState, SaveTimer, TrainingClock
 
 log = logging.getLogger("lion")
 
@@ -86,7 +86,7 @@ class Trainer:
             self.prepare()
             stack.enter_context(catch_signals(self))
             out = stack.enter_context(contextlib.closing(self.open_log()))
-            loader = self.data.train(state.step)
+            loader = self.data.train(state.samples)
             batches = stack.enter_context(contextlib.closing(iter(loader)))
             try:
                 complete = self.train(batches, Monitor(state, loader, out), out)
@@ -118,18 +118,20 @@ class Trainer:
         state = self.state
         if not self.runtime.main:
             return NoLog()
-        return RunLog(self.folder, start=state.step, total=self.plan.total, evaluated=not state.evaluation_due)
+        bar = {"total": self.plan.length, "done": state.at, "unit": "step" if self.plan.seconds is None else "s"}
+        return RunLog(self.folder, start=state.step, evaluated=not state.evaluation_due, **bar)
 
     def train(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> bool:
         """The loop; False when it was asked to stop."""
         state, timer, owed = self.state, SaveTimer(self.plan.save_seconds), False
         complete = self.evaluate_if_due(out)  # a signal may have cut the last one short
+        clock = TrainingClock(compiles=state.compiled)
         while complete and not state.finished:
             lr = self.set_learning_rate()
             loss, norm = self.train_step(batches, monitor, out)
-            state.step += 1
-            monitor.samples += self.config.batch_size
-            out.progress()
+            state.advance(clock.lap())
+            monitor.samples += state.taken
+            out.progress(state.at)
             if (what := nonfinite_steps(state)) is not None:
                 self.diverged(what)
             if state.due(self.config.log_every):
@@ -137,12 +139,14 @@ class Trainer:
             if state.due(self.plan.eval_every):
                 complete = self.evaluate_if_due(out)
                 monitor.restart()
+                clock.restart()
             stop, late = self.runtime.any(self.stopping, timer.due)
             last = stop or not complete or state.finished
             owed = owed or late or state.due(self.plan.save_every)
             if last or (owed and not state.guard.read()[1]):
                 self.save(out)  # not while steps are skipped: the last checkpoint is a good one
                 timer.restart()
+                clock.restart()
                 owed = False
             if stop and not state.finished:
                 complete = False
@@ -183,13 +187,14 @@ class Trainer:
     def accumulate(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> Tensor:
         """Backward passes of this process's micro-batches; returns the sums of loss and weight."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
-        for micro in range(self.plan.accumulation):
+        passes = self.plan.passes(self.state.at)
+        for micro in range(passes):
             asked = time.perf_counter()
             batch = to_device(next(batches), self.runtime.device)
             monitor.waited += time.perf_counter() - asked
             if self.state.step == 0 and micro == 0:
                 out.show(0, self.task.preview(self.model, batch))
-            with synchronise(self.forward, micro == self.plan.accumulation - 1):
+            with synchronise(self.forward, micro == passes - 1):
                 with self.runtime.autocast(self.config.precision):
                     loss, weight = self.task.loss(self.forward, batch)
                 loss.backward()
@@ -211,7 +216,7 @@ class Trainer:
                 if results[kind] is None:
                     return False
         for kind, values in results.items():
-            out.write(state.step, kind, values, epoch=state.epoch)
+            out.write(state.step, kind, values, **state.place())
         first = to_device(val.first, self.runtime.device)
         with self.runtime.seeded(derive(self.plan.seed, "val")):
             out.histograms(state.step, "decay", decay_histograms(self.model, first, self.task))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,26 +10,55 @@ from lion.config import ConfigError
 from lion.trainer.config import TrainerConfig
 from lion.trainer.loader import steps_per_epoch
 from lion.trainer.optim import OptimConfig
-from lion.trainer.schedule import ScheduleConfig, to_seconds, to_steps
+from lion.trainer.schedule import ScheduleConfig, to_seconds, to_share, to_steps
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as the trainer sees it: the recipe's settings, lengths in steps, and how a step's batch is made:
-    `accumulation` passes of `micro` samples in every process."""
+    """A run as the trainer sees it: the recipe's settings, lengths, and how a step's batch is made: `accumulation`
+    passes of `micro` samples in every process.
+
+    Attributes:
+        total: Steps of the run; None: it is as long as its `seconds`, of training.
+        samples: That it is trained on, repeated ones counted each time; None: not known.
+        warmup, ramp: How long the learning rate and the batches grow, in the unit of `length`; None: they do not.
+    """
 
     trainer: TrainerConfig
     optim: OptimConfig
     schedule: ScheduleConfig
     seed: int
-    total: int
-    steps_per_epoch: int
-    warmup: int
+    total: int | None
+    seconds: float | None
+    samples: int | None
+    steps_per_epoch: int  # of the full batch
+    warmup: float
+    ramp: float | None
     eval_every: int
     save_every: int | None  # null: by the clock, `save_seconds`
     save_seconds: float | None
     micro: int
     accumulation: int
+
+    @property
+    def length(self) -> float:
+        """Of the run, in steps, or in seconds where it is as long as these."""
+        return self.total if self.seconds is None else self.seconds
+
+    def batch(self, at: float) -> int:
+        """Samples of the step that begins at this place of `length`."""
+        return batch_at(at, self.trainer, self.ramp)
+
+    def passes(self, at: float) -> int:
+        """Micro-batches of every process in that step."""
+        return self.batch(at) * self.accumulation // self.trainer.batch_size
+
+
+def batch_at(at: float, config: TrainerConfig, ramp: float | None) -> int:
+    """Samples of the step that begins at a place of the run, of which the batches grow until `ramp`."""
+    if ramp is None or at >= ramp:
+        return config.batch_size
+    return min(config.batch_size, config.batch_start * (1 + int(at * (config.batch_size // config.batch_start) / ramp)))
 
 
 class TrainingRecipe(Protocol):
@@ -41,20 +71,19 @@ class TrainingRecipe(Protocol):
 
 
 def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
-    """Lengths in steps and the accumulation that makes the recipe's global batch of micro-batches.
+    """Lengths, and the accumulation that makes the recipe's global batch of micro-batches.
 
     Raises:
-        ConfigError: The batch cannot be made of such micro-batches on so many processes, or the learning rate of such
-            a batch would rise where it should fall.
+        ConfigError: The batch cannot be made of such micro-batches on so many processes, the learning rate of such a
+            batch would rise where it should fall, or a duration cannot be told in a run of this length.
     """
     c = recipe.trainer
     per_epoch = steps_per_epoch(samples, c.batch_size)
-    if c.batch_size % world:
-        near = max(world, round(c.batch_size / world) * world)
-        raise ConfigError(
-            f"trainer.batch_size: {c.batch_size} does not divide among {world} processes, nearest: {near}"
-        )
-    share = c.batch_size // world
+    least, key = (c.batch_size, "batch_size") if c.batch_start is None else (c.batch_start, "batch_start")
+    if least % world:
+        near = max(world, round(least / world) * world)
+        raise ConfigError(f"trainer.{key}: {least} does not divide among {world} processes, nearest: {near}")
+    share = least // world
     micro = min(c.micro_batch or share, share)
     if share % micro:
         fits = [m for m in range(1, share + 1) if share % m == 0]
@@ -62,7 +91,8 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         raise ConfigError(
             f"trainer.micro_batch: {micro} does not divide the {share} samples of a process, nearest: {below}, {above}"
         )
-    total = c.steps if c.steps is not None else max(1, round(c.epochs * per_epoch))
+    seconds = None if c.time is None else to_seconds(c.time)
+    total = None if seconds else c.steps if c.steps is not None else max(1, round(c.epochs * per_epoch))
     peak = recipe.optim.peak(c.batch_size)
     for name, value in (("min_lr", recipe.schedule.min_lr), ("warmup_lr", recipe.schedule.warmup_lr)):
         if value > peak:
@@ -71,22 +101,43 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
                 f"{c.batch_size}; lower it, or raise optim.lr"
             )
 
-    def every(duration: str | int) -> int:
+    def span(key: str, duration: str | int) -> float:
+        try:
+            return (
+                to_share(duration, seconds) if seconds else to_steps(duration, steps_per_epoch=per_epoch, total=total)
+            )
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from None
+
+    def every(key: str, duration: str | int) -> int:
+        if seconds and "%" in str(duration):
+            raise ConfigError(
+                f"{key}: {duration!r} of a run whose length is a time: give steps (1000) or epochs ('1ep')"
+            )
         return max(1, to_steps(duration, steps_per_epoch=per_epoch, total=total))
 
-    seconds = to_seconds(c.save_every)
-    warmup = to_steps(recipe.schedule.warmup, steps_per_epoch=per_epoch, total=total)
+    ramp = None if c.batch_ramp is None else span("trainer.batch_ramp", c.batch_ramp)
+    save_seconds = to_seconds(c.save_every)
     return Plan(
         trainer=c,
         optim=recipe.optim,
         schedule=recipe.schedule,
         seed=recipe.seed,
         total=total,
+        seconds=seconds,
+        samples=None if total is None else samples_of(total, c, ramp),
         steps_per_epoch=per_epoch,
-        warmup=warmup,
+        warmup=span("schedule.warmup", recipe.schedule.warmup),
+        ramp=ramp,
         micro=micro,
-        accumulation=share // micro,
-        eval_every=every(c.eval_every),
-        save_every=None if seconds else every(c.save_every),
-        save_seconds=seconds,
+        accumulation=c.batch_size // (micro * world),
+        eval_every=every("trainer.eval_every", c.eval_every),
+        save_every=None if save_seconds else every("trainer.save_every", c.save_every),
+        save_seconds=save_seconds,
     )
+
+
+def samples_of(steps: int, config: TrainerConfig, ramp: float | None) -> int:
+    """Of all steps of a run."""
+    growing = min(steps, math.ceil(ramp or 0))
+    return sum(batch_at(step, config, ramp) for step in range(growing)) + (steps - growing) * config.batch_size

@@ -25,7 +25,7 @@ class RunData:
         }
 
     def sampler(self, start: int) -> StepSampler:
-        """The micro-batches of this process from step `start` on."""
+        """The micro-batches of this process from the `start`-th sample of the run on."""
         plan = self.plan
         return StepSampler(
             len(self.splits.train),
@@ -33,13 +33,13 @@ class RunData:
             micro=plan.micro,
             seed=plan.seed,
             start=start,
-            total=plan.total,
+            end=plan.samples,
             order=self.splits.order,
             **self.place,
         )
 
     def train(self, start: int) -> Batches:
-        """From step `start` on, across epochs."""
+        """From the `start`-th sample on, across epochs."""
         return train_batches(self.splits.train, self.sampler(start), **self.loading)
 
     def held_out(self) -> dict[str, Batches]:

@@ -28,17 +28,33 @@ def to_steps(duration: str | int | float, *, steps_per_epoch: int, total: int | 
 
 
 def to_seconds(duration: str | int) -> float | None:
-    """Seconds of `"30min"`; None for every other duration."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*min\s*", str(duration))
-    return 60 * float(match[1]) if match else None
+    """Seconds of `"30min"` and `"24h"`; None for every other duration."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(min|h)\s*", str(duration))
+    return {"min": 60, "h": 3600}[match[2]] * float(match[1]) if match else None
+
+
+def to_share(duration: str | int, seconds: float) -> float:
+    """Seconds of a duration within a run of so many: `"6%"`, `"30min"`, 0.
+
+    Raises:
+        ValueError: Of another kind: steps and epochs of such a run are not known.
+    """
+    if (found := to_seconds(duration)) is not None:
+        return found
+    match = _DURATION.fullmatch(str(duration))
+    if match is None or (match[2] != "%" and float(match[1])):
+        raise ValueError(
+            f"of a run whose length is a time expected percent ('6%') or a time ('30min'), got {duration!r}"
+        )
+    return float(match[1]) / 100 * seconds
 
 
 class Moment(NamedTuple):
-    """A step after the warm-up: itself, the warm-up's length in steps, how much of the way to the end lies behind it
-    (0 to 1), and the largest and least learning rate."""
+    """A step after the warm-up: where it is and the warm-up's length, in steps or seconds, how much of the way to the
+    end lies behind it (0 to 1), and the largest and least learning rate."""
 
-    step: int
-    warmup: int
+    step: float
+    warmup: float
     progress: float
     peak: float
     least: float
@@ -60,12 +76,19 @@ def constant(at: Moment) -> float:
     return at.peak
 
 
+def budget_triangle(at: Moment) -> float:
+    """From 25 % of the peak up to it, over 75 % of the way, and down to the least (2212.14034)."""
+    up, down = 0.25 + at.progress, (1 - at.progress) / 0.25
+    return at.peak * up if up <= down else at.least + (at.peak - at.least) * down
+
+
 # the learning rate after the warm-up, by name; a new schedule is one function and its line
 SCHEDULES: dict[str, Callable[[Moment], float]] = {
     "cosine": cosine,
     "linear": linear,
     "inverse_sqrt": inverse_sqrt,
     "constant": constant,
+    "budget_triangle": budget_triangle,
 }
 
 
@@ -84,13 +107,14 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         try:
-            to_steps(self.warmup, steps_per_epoch=1, total=1)
+            if to_seconds(self.warmup) is None:
+                to_steps(self.warmup, steps_per_epoch=1, total=1)
         except ValueError as error:
             raise ValueError(f"warmup: {error}") from None
 
 
-def learning_rate(step: int, *, config: ScheduleConfig, peak: float, warmup: int, total: int) -> float:
-    """Learning rate of `step` (0 is the first), given the peak and the lengths in steps."""
+def learning_rate(step: float, *, config: ScheduleConfig, peak: float, warmup: float, total: float) -> float:
+    """Learning rate of `step` (0 is the first), given the peak and the lengths in steps; or all three in seconds."""
     if step < warmup:
         return config.warmup_lr + (peak - config.warmup_lr) * step / warmup
     start = 0 if config.overlay else warmup

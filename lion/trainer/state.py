@@ -23,6 +23,8 @@ log = logging.getLogger("lion")
 
 KEPT = {  # by `RunState.to_dict`, and needed by `RunState.restore`
     "step": int,
+    "samples": int,
+    "seconds": float,
     "evaluated": int,
     "info": dict,
     "skipped": Tensor,
@@ -46,13 +48,15 @@ def check_kept(kept: dict[str, Any]) -> None:
 class RunState:
     """The place of a run in its plan.
 
-    `step` is how many steps were taken, `evaluated` after which of them `val` was last measured, `best` value and
-    step of the best checkpoint, `compiled` whether the blocks are.
+    `step` is how many steps were taken, `samples` on how many samples, `taken` on how many in the last of them,
+    `seconds` how long that took where the run is as long as a time, `evaluated` after which step `val` was last
+    measured, `best` value and step of the best checkpoint, `compiled` whether the blocks are.
     """
 
     def __init__(self, run: Path, plan: Plan, task: Task, data: RunData, runtime: Runtime) -> None:
         self.run, self.plan, self.task, self.data, self.runtime = run, plan, task, data, runtime
-        self.step = self.evaluated = 0
+        self.step = self.samples = self.taken = self.evaluated = 0
+        self.seconds = 0.0
         self.best: dict[str, Any] = {"value": task.metric.worst, "step": 0}
         self.guard = FiniteGuard(runtime.device)
         self.peak = plan.optim.peak(plan.trainer.batch_size)
@@ -60,11 +64,29 @@ class RunState:
 
     @property
     def finished(self) -> bool:
-        return self.step == self.plan.total
+        return self.at >= self.plan.length
+
+    @property
+    def at(self) -> float:
+        """The place in the plan's `length`."""
+        return self.step if self.plan.seconds is None else self.seconds
 
     @property
     def epoch(self) -> float:
-        return self.step / self.plan.steps_per_epoch
+        return self.samples / (self.plan.steps_per_epoch * self.plan.trainer.batch_size)
+
+    def advance(self, seconds: float) -> None:
+        """A step was taken, in so many seconds; of several processes the first one's count."""
+        self.taken = self.plan.batch(self.at)
+        if self.plan.seconds is not None:
+            self.seconds += self.runtime.agree(seconds)
+        self.step += 1
+        self.samples += self.taken
+
+    def place(self) -> dict[str, float]:
+        """What a line of metrics says of where it was written, beside the step."""
+        more = {"samples": self.samples} if self.plan.ramp is not None else {}
+        return {"epoch": self.epoch, **more, **({} if self.plan.seconds is None else {"seconds": self.seconds})}
 
     def due(self, every: int | None) -> bool:
         """Whether it is the turn of what is done every so many steps, and at the end."""
@@ -77,18 +99,20 @@ class RunState:
 
     def learning_rate(self) -> float:
         plan = self.plan
-        return learning_rate(self.step, config=plan.schedule, peak=self.peak, warmup=plan.warmup, total=plan.total)
+        return learning_rate(self.at, config=plan.schedule, peak=self.peak, warmup=plan.warmup, total=plan.length)
 
     def upcoming(self) -> dict[str, Any] | None:
         """The learning rate and the first samples of the next step."""
         if self.finished:
             return None
-        return {"lr": self.learning_rate(), "samples": self.data.sampler(self.step).samples(self.step)[:8]}
+        return {"lr": self.learning_rate(), "samples": self.data.sampler(self.samples).samples(8)}
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; every process takes part."""
         return {
             "step": self.step,
+            "samples": self.samples,
+            "seconds": self.seconds,
             "evaluated": self.evaluated,
             "info": self.task.info.to_dict(),
             "skipped": self.guard.counts.cpu(),
@@ -104,7 +128,8 @@ class RunState:
             ConfigError: The data are others.
         """
         self.task.info.check_same(f"{self.run}: its checkpoint", kept["info"])
-        self.step, self.evaluated = kept["step"], kept["evaluated"]
+        self.step, self.samples, self.seconds = kept["step"], kept["samples"], kept["seconds"]
+        self.evaluated = kept["evaluated"]
         self.guard.counts.copy_(kept["skipped"])
         if self.same_world(kept):
             restore_random_state(kept["random"][self.runtime.rank])
@@ -122,11 +147,20 @@ class RunState:
     def announce(self, kept: dict[str, Any]) -> None:
         """Say where the run goes on, and what that promises."""
         drawn = "" if self.same_world(kept) else ", random states drawn anew for another number of processes"
-        log.info("resuming at step %d of %d: exact state%s", self.step, self.plan.total, drawn)
+        log.info("resuming at %s: exact state%s", self.told(), drawn)
         if (upcoming := self.upcoming()) is not None:
             samples = ", ".join(map(str, upcoming["samples"]))
             log.info("next: learning rate %.3g, samples %s ..", upcoming["lr"], samples)
-        log.info("%s", promise(kept["made"], self.conditions()))
+        if self.plan.seconds is None:
+            log.info("%s", promise(kept["made"], self.conditions()))
+        else:
+            log.info("from here on: same data order, not the same bits (how far a time goes is no two times the same)")
+
+    def told(self) -> str:
+        """The place in words."""
+        if self.plan.seconds is None:
+            return f"step {self.step} of {self.plan.total}"
+        return f"step {self.step}, {in_time(self.seconds)} of {self.plan.trainer.time}"
 
     def conditions(self) -> dict[str, Any]:
         """What must be equal for equal bits."""
@@ -136,6 +170,26 @@ class RunState:
             "parallel": self.plan.trainer.parallel if self.runtime.world > 1 else "none",
             "compiled": self.compiled,
         }
+
+
+class TrainingClock:
+    """Seconds that count for a run whose length is a time. A step that compiles, the first of a process, takes none."""
+
+    def __init__(self, compiles: bool) -> None:
+        self.compiles = compiles
+        self.restart()
+
+    def restart(self) -> None:
+        """What took time since the last lap was no training."""
+        self.started = time.perf_counter()
+
+    def lap(self) -> float:
+        """Since the last one, or the last `restart`."""
+        before, self.started = self.started, time.perf_counter()
+        if self.compiles:
+            self.compiles = False
+            return 0.0
+        return self.started - before
 
 
 class SaveTimer:
@@ -151,6 +205,11 @@ class SaveTimer:
     @property
     def due(self) -> bool:
         return self.seconds is not None and time.monotonic() - self.started >= self.seconds
+
+
+def in_time(seconds: float) -> str:
+    """As recipes write a time: "1.5h", "2.3min"."""
+    return f"{seconds / 3600:.4g}h" if seconds >= 3600 else f"{seconds / 60:.3g}min"
 
 
 def promise(then: dict[str, Any], now: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from tools import __main__ as commands
 from tools.cli import run_command
 from tools.compose import RECIPES, resolve
 from tools.glue.plan import PUBLISHED_SEEDS, SEEDS, TABLE_8, make_jobs, read_pretrained, read_table
-from tools.glue.results import collect
+from tools.glue.results import best_rate, collect, enters, mean_of_tasks, rate_rows
 from tools.processes import kill_tree, start_command
 
 # recipes.md 4.1: learning rate / weight decay / epochs, "a" for AdamW, in this order
@@ -60,10 +60,10 @@ QUICK = ("trainer.epochs=2", "trainer.batch_size=8", "trainer.log_every=1", "dat
 
 
 def test_table_8_is_there_in_full():
-    assert {path.stem for path in TABLE_8.glob("*.yaml")} == PUBLISHED.keys()
+    assert {path.stem for path in TABLE_8.glob("*.yaml")} == PUBLISHED.keys() | {"cramming", "lightnet"}
     for name, row in PUBLISHED.items():
-        length, cells = read_table(name)
-        assert length == (256 if name in ("bert24", "hydra") else 128) and [*cells] == list(ORDER)
+        row_of, cells = read_table(name), read_table(name).tasks
+        assert row_of.length == (256 if name in ("bert24", "hydra") else 128) and [*cells] == list(ORDER)
         for task, text in zip(ORDER, row.split()):
             lr, decay, epochs = text.rstrip("a").split("/")
             cell, optimizer = cells[task], "adamw" if text.endswith("a") else "decoupled_adamw"
@@ -71,7 +71,7 @@ def test_table_8_is_there_in_full():
                 float(lr), float(decay), int(epochs), optimizer,
             )  # fmt: skip
             assert cell.torch_decay(2e-3) == pytest.approx(float(decay) / (1 if optimizer == "adamw" else 2e-3))
-            other = read_table(name, cited=True)[1][task]
+            other = read_table(name, cited=True).tasks[task]
             changed = {
                 k: v
                 for k in ("lr", "weight_decay", "epochs", "optimizer")
@@ -124,10 +124,10 @@ def run(tmp_path_factory):
 
 
 def jobs_of(run, tasks, seeds=1, *overrides, **how):
-    pretrained = read_pretrained(str(run[0]))
-    length, cells = read_table("modified")
-    how = {"name": "modified", "from_mnli": True, "tasks": tasks, "seeds": seeds, **how}
-    return make_jobs(pretrained, length, cells, overrides=[f"data.path={run[1]}", *QUICK, *overrides], **how)
+    pretrained, table = read_pretrained(str(run[0])), read_table(how.pop("recipe", "modified"))
+    table.from_mnli &= how.pop("from_mnli", True)
+    how = {"name": "modified", "tasks": tasks, "seeds": seeds, **how}
+    return make_jobs(pretrained, table, overrides=[f"data.path={run[1]}", *QUICK, *overrides], **how)
 
 
 def test_a_task_is_a_recipe_of_its_own(run):
@@ -174,6 +174,94 @@ def test_a_dry_run_prints_the_plan_and_its_cost(run, capsys):
     assert "stsb: Table 8's values; the file it cites has optimizer decoupled_adamw (--cited)" in text
     assert "runs, 0.0 M tokens" in text and "one after the other" in text
     assert not (run[0] / "glue" / "m2_base").exists()
+
+
+def test_crammed_berts_fine_tuning(run):
+    """recipes.md 7.4, read from the resolved recipes."""
+    jobs = {job.task: job for job in jobs_of(run, ORDER, recipe="cramming")}
+    for task, job in jobs.items():
+        r = job.recipe
+        assert (job.name, job.after, r.init_from) == (f"{task}_seed19", None, str(run[0]))
+        assert (r.optim.lr, r.optim.weight_decay, r.optim.betas, r.optim.eps) == (4e-5, 0, (0.9, 0.98), 1e-6)
+        assert (r.schedule.kind, r.schedule.warmup, r.trainer.clip_grad) == ("cosine", "10%", None)
+        assert (r.model.dropout, r.model.attention.score_dropout, r.model.classifier_dropout) == (0.1, 0.1, 0.1)
+    made = read_table("cramming").own("cola")  # what `QUICK` has hidden
+    assert {"trainer.batch_size=16", "trainer.epochs=5", "data.length=128"} <= {*made}
+    first = {task: enters(task, job.recipe.task.metrics) for task, job in jobs.items()}
+    assert first["mnli"] == ["val accuracy", "val_mismatched accuracy"]
+    named = {task: keys[0].partition(" ")[2] for task, keys in first.items() if task != "mnli"}
+    others = dict.fromkeys(("qnli", "rte", "sst2"), "accuracy")
+    assert named == {"qqp": "f1", "mrpc": "f1", "cola": "matthews", "stsb": "pearson", **others}
+    assert len(first["qqp"]) == 1 and enters("qqp", ("accuracy", "f1")) == ["val accuracy", "val f1"]
+
+
+def test_every_learning_rate_is_a_run(run, tmp_path):
+    jobs = jobs_of(run, ["mnli", "rte"], 2, recipe="lightnet")
+    names = [f"{task}_lr{rate}_seed{seed}" for task in ("mnli", "rte") for seed in (19, 8364)
+             for rate in ("5e-05", "4e-05", "3e-05", "2e-05")]  # fmt: skip
+    assert [job.name for job in jobs] == names and all(job.recipe.init_from == str(run[0]) for job in jobs)
+    assert [job.recipe.optim.lr for job in jobs[:4]] == [5e-5, 4e-5, 3e-5, 2e-5]
+    assert read_table("lightnet").tasks == read_table("cramming").tasks
+    assert all(job.recipe.model.attention.score_dropout == 0 for job in jobs)  # there are no scores
+    with pytest.raises(ConfigError, match=r"optim.lr: this recipe has 4 learning rates"):
+        jobs_of(run, ["rte"], 1, "optim.lr=1e-5", recipe="lightnet")
+    for text, said in (
+        ("rates: [1e-5]", "rates: of which of its runs of mnli should a task start"),
+        ("from_mnli: false\nrates: [1e-5, 1e-5]", "rates: expected different learning rates above 0"),
+        ("average: none", "average"),
+    ):
+        (tmp_path / "own.yaml").write_text(f"length: 32\n{text}\n")
+        with pytest.raises(ConfigError, match=said):
+            read_table(str(tmp_path / "own.yaml"))
+
+
+def rows_of(scores, **more):
+    """Runs {(task, rate): scores by seed}, as `collect` gives them."""
+    return [
+        {"task": task, "lr": lr, "seed": seed, "score": score, "missing": [], **more}
+        | {"metrics": {f"{split} accuracy": score / 100 for split in ("val", "val_mismatched")}}
+        for (task, lr), found in scores.items()
+        for seed, score in enumerate(found)
+    ]
+
+
+def test_the_best_rate_of_each_task_counts():
+    table = read_table("lightnet")
+    scores = {("mnli", 5e-5): [70, 74], ("mnli", 4e-5): [73], ("rte", 5e-5): [60, 50], ("rte", 4e-5): [54, 55]}
+    rows = rows_of(scores)
+    kept = best_rate(rows)
+    assert [(row["task"], row["lr"], row["score"]) for row in kept] == [
+        ("mnli", 4e-5, 73), ("rte", 5e-5, 60), ("rte", 5e-5, 50),
+    ]  # fmt: skip
+    assert mean_of_tasks(kept, "numbers") == pytest.approx((2 * 73 + 55) / 3)
+    assert mean_of_tasks(kept, "tasks") == pytest.approx((73 + 55) / 2)
+    header, body = rate_rows([*rows, *rows_of({("rte", 3e-5): [1]})], table)
+    assert header == ["task", "5e-05", "4e-05", "3e-05"]
+    assert body == [
+        ["mnli", "72.00 ± 2.83", "73.00", "-"],
+        ["rte", "55.00 ± 7.07", "54.50 ± 0.71", "1.00"],
+        ["one for all", f"{(2 * 72 + 55) / 3:.2f}", f"{(2 * 73 + 54.5) / 3:.2f}", "-"],
+    ]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_rates_are_trained_and_the_best_is_told(run, tmp_path, capsys):
+    recipe = tmp_path / "rates.yaml"
+    text = "{lr: 1e-5, weight_decay: 0, epochs: 1, optimizer: adamw, metrics: [pearson, spearman]}"
+    recipe.write_text(f"length: 32\nfrom_mnli: false\nrates: [1e-2, 1e-4]\ntasks: {{stsb: {text}}}\n")
+    call = [run[0], "--recipe", recipe, f"data.path={run[1]}", *QUICK[1:], "--seeds", "1", "--jobs", "2"]
+    assert here("glue", *call, "--tasks", "stsb") == 0
+    folder, out = run[0] / "glue" / "rates", capsys.readouterr().out
+    held = json.loads((folder / "results.json").read_text())
+    assert [(row["lr"], row["seed"]) for row in held["rows"]] == [(1e-2, 19), (1e-4, 19)]
+    assert held["average"] == pytest.approx(max(row["score"] for row in held["rows"]))
+    assert held["rows"][0]["score"] == pytest.approx(100 * held["rows"][0]["metrics"]["val pearson"])
+    written = (folder / "results.md").read_text()
+    for words in ("| stsb | Pearson |", "## Learning rates", "|task|0.01|0.0001|", "chosen, too"):
+        assert words in written, words
+    assert "0.01, 0.0001" in out and "one for all" in out
+    assert here("glue", *call, "--tasks", "stsb") == 0 and "19 (done)" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

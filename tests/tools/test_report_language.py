@@ -17,7 +17,7 @@ PAPER = read_paper("masked_lm")
 LAYOUTS = {"packed": "pack: documents", "borderless": "document_mask: false", "padded": "pack: padded"}
 
 
-def trained(folder, name, layout, seed=0, held_out="eval_pack: padded", mixer="lion_s"):
+def trained(folder, name, layout, *overrides, seed=0, held_out="eval_pack: padded", mixer="lion_s"):
     path = folder / f"{name}{seed}.yaml"
     path.write_text(f"""
 task: {{name: masked_lm}}
@@ -29,7 +29,7 @@ trainer: {{batch_size: 4, steps: 4, eval_every: 2, log_every: 1, compile: false,
 seed: {seed}
 run: {{root: {folder / "runs"}}}
 """)
-    assert here("train", path, "--no-eval") == 0
+    assert here("train", path, "--no-eval", *overrides) == 0
     return folder / "runs" / path.stem
 
 
@@ -38,7 +38,7 @@ def runs(tmp_path_factory):
     """Finished runs of each layout and two seeds."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "text.txt").write_text("\n".join(f"{i} " + "abc def " * (i % 3) for i in range(60)))
-    return [trained(folder, name, layout, seed) for name, layout in LAYOUTS.items() for seed in (0, 1)]
+    return [trained(folder, name, layout, seed=seed) for name, layout in LAYOUTS.items() for seed in (0, 1)]
 
 
 def test_layouts_judged_by_the_same_samples_are_rows(runs):
@@ -144,3 +144,18 @@ def test_the_papers_rows_of_language():
         for this, that in paper.better:  # what it claims, its numbers say: accuracy rises, perplexity falls
             assert numbers[this] > numbers[that] if numbers else float(rows[this]) < float(rows[that])
         assert {name for pair in paper.better for name in pair} <= set(paper.order)
+
+
+def test_a_run_of_a_time_tells_what_it_has_seen(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("\n".join(f"{i} " + "abc def " * (i % 3) for i in range(60)))
+    growing = ("trainer.time=0.002min", "trainer.batch_ramp=60%", "trainer.batch_start=2")
+    run = trained(tmp_path, "timed", LAYOUTS["packed"], *growing)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    held = load(str(run))
+    assert held.seen == 16 * last["samples"] and held.curve[-1][0] == last["step"]
+    assert here("report", run, "--out", tmp_path, "--name", "timed") == 0
+    assert "0.002min of training in batches of 2 to 4, reached after 60%" in (tmp_path / "timed.md").read_text()
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.replace(f'"seconds": {last["seconds"]}', '"seconds": 0.01'))
+    with pytest.raises(ConfigError, match=r"stopped at step \d+, train it to its end first"):
+        load(str(run))

@@ -53,7 +53,7 @@ class Shaky(Dataset):
 
 
 def stream(dataset, workers=0, **faults):
-    sampler = StepSampler(len(dataset), order=Shuffled(), batch=8, micro=4, seed=3, start=0, total=6, rank=0, world=1)
+    sampler = StepSampler(len(dataset), order=Shuffled(), batch=8, micro=4, seed=3, start=0, end=48, rank=0, world=1)
     return train_batches(dataset, sampler, workers=workers, pin=False, faults=FaultsConfig(**faults))
 
 
@@ -77,7 +77,7 @@ def test_a_dead_worker_is_named_and_replaced_at_the_batch_that_was_due(tmp_path,
 @pytest.mark.slow
 def test_too_many_dead_workers_stop_the_run(tmp_path):
     (tmp_path / "1").touch()
-    sampler = StepSampler(24, order=Shuffled(), batch=8, micro=4, seed=3, start=0, total=6, rank=0, world=1)
+    sampler = StepSampler(24, order=Shuffled(), batch=8, micro=4, seed=3, start=0, end=48, rank=0, world=1)
     faults = FaultsConfig(workers=0)
     batches = train_batches(Shaky([tmp_path / "1"]), sampler, workers=1, pin=False, faults=faults)
     with pytest.raises(RunError, match=r"a loader worker died .*code -9.*, the 1\. of at most 0 .*data\.workers=N"):

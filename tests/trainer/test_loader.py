@@ -25,7 +25,7 @@ class Noisy(Dataset):
 
 
 def batches(*, size=23, batch=8, micro=8, start=0, total=7, rank=0, world=1, workers=0, order=ORDER):
-    where = {"start": start, "total": total, "rank": rank, "world": world}
+    where = {"start": start * batch, "end": total * batch, "rank": rank, "world": world}
     sampler = StepSampler(size, order=order, batch=batch, micro=micro, seed=3, **where)
     loader = train_batches(Noisy(size), sampler, workers=workers, pin=False)
     return [(b["index"].tolist(), b["draw"].tolist()) for b in loader]
@@ -142,7 +142,7 @@ def side_by_side(samples):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_may_make_its_batches_of_samples_itself(workers):
-    sampler = StepSampler(9, order=ORDER, batch=3, micro=3, seed=1, start=0, total=3, rank=0, world=1)
+    sampler = StepSampler(9, order=ORDER, batch=3, micro=3, seed=1, start=0, end=9, rank=0, world=1)
     seen = list(train_batches(Ragged(), sampler, collate=side_by_side, workers=workers, pin=False))
     assert sorted(n for b in seen for n in b["lengths"].tolist()) == list(range(9))
     assert all(len(b["numbers"]) == b["lengths"].sum() for b in seen)
@@ -167,12 +167,12 @@ class Whole(DeviceDataset):
 
 def test_a_data_set_that_makes_its_own_batches():
     def batches(start, seed=3):
-        sampler = StepSampler(10, order=ORDER, batch=4, micro=2, seed=seed, start=start, total=5, rank=0, world=1)
+        sampler = StepSampler(10, order=ORDER, batch=4, micro=2, seed=seed, start=4 * start, end=20, rank=0, world=1)
         return list(train_batches(Whole(), sampler, workers=2, pin=False)), sampler
 
-    found, sampler = batches(0)
+    found, _ = batches(0)
     steps = [torch.cat([b["index"] for b in found[2 * s : 2 * s + 2]]).tolist() for s in range(5)]
-    assert steps == [sampler.samples(step) for step in range(5)]
+    assert steps == [batches(step)[1].samples(4) for step in range(5)]
     assert len({tuple(b["noise"].tolist()) for b in found}) == 10  # every micro-batch draws for itself
     for a, b in zip(found[6:], batches(3)[0]):  # and a resumed run draws the same
         assert torch.equal(a["noise"], b["noise"]) and torch.equal(a["index"], b["index"])

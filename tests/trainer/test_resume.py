@@ -54,7 +54,7 @@ def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
         "bit for bit what the run would have been",
     ):
         assert part in caplog.text
-    first = resumed.data.sampler(resumed.state.step)
+    first = resumed.data.sampler(resumed.state.samples)
     assert [index for _, _, index in next(iter(first))][:8] == upcoming["samples"]
 
 

@@ -9,13 +9,15 @@ from torch import Tensor
 from lion.models.bert import Bert
 from tools.convert.language import PLAIN, Format, LanguageConverter
 
+OWN = {"position_kind": "learned", "bias": True, "head_transform": True}
+
 
 class BertConverter(LanguageConverter):
     format = Format(
         kind="bert",
         architecture="BertForMaskedLM",
         whose="a BERT with its masked-LM head (BertForMaskedLM, BertForPreTraining)",
-        plain={**PLAIN, "block": "post_norm", "attention.direction": "both"},
+        plain={**PLAIN, **OWN, "block": "post_norm", "attention.direction": "both"},
         keys={
             "rows": "vocab_size",
             "dim": "hidden_size",

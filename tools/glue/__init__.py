@@ -1,17 +1,18 @@
-"""Fine-tune a masked language model on the tasks of GLUE, with the values of the paper's Table 8.
+"""Fine-tune a masked language model on the tasks of GLUE, with the values of the paper's Table 8 or of others.
 
-    ./run.sh glue RUN --recipe bert24|m2_base|m2_large|hydra|modified [data.path=FOLDER] [key=value ...]
-        [--tasks rte,mrpc] [--seeds N] [--no-mnli] [--cited] [--jobs N] [--name NAME] [--dry-run]
+    ./run.sh glue RUN --recipe bert24|m2_base|m2_large|hydra|modified|cramming|lightnet [data.path=FOLDER]
+        [key=value ...] [--tasks rte,mrpc] [--seeds N] [--no-mnli] [--cited] [--jobs N] [--name NAME] [--dry-run]
 
-Every task and seed is a run of its own, RUN/glue/NAME/TASK_seedN; what is finished is not run again, what was stopped
-goes on. The table is written beside them, results.json and results.md.
+Every task, seed and learning rate is a run of its own, RUN/glue/NAME/TASK_seedN; what is finished is not run again,
+what was stopped goes on. The table is written beside them, results.json and results.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ from lion.tasks.base import to_device
 from lion.trainer.optim import OptimConfig, make_optimizer
 from lion.trainer.runtime import start_runtime
 from tools.bench.probe import best
-from tools.cli import Parser, count, file_name, say, table
+from tools.cli import Parser, count, file_name, say
+from tools.cli import table as columns
 from tools.compose import build_data
 from tools.glue.plan import SEEDS, Cell, Job, Pretrained, make_jobs, read_pretrained, read_table
 from tools.glue.results import summarise
@@ -41,7 +43,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="for all tasks: data.path says where they are"
     )
-    parser.add_argument("--recipe", required=True, help="a row of Table 8: bert24, m2_base, m2_large, hydra, modified")
+    parser.add_argument("--recipe", required=True, help="one of recipes/glue: bert24, m2_base, ..")
     parser.add_argument("--tasks", type=names, default=[*TASKS], help=f"some of {','.join(TASKS)}")
     parser.add_argument("--seeds", type=count, help="of each task (default: as many as published, 1 to 5)")
     parser.add_argument("--no-mnli", action="store_true", help="rte, mrpc and stsb start from RUN, too")
@@ -55,20 +57,21 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.seeds and args.seeds > len(SEEDS):
         raise ConfigError(f"--seeds: {args.seeds}, {len(SEEDS)} are published: {', '.join(map(str, SEEDS))}")
-    length, cells = read_table(args.recipe, args.cited)
+    table = read_table(args.recipe, args.cited)
+    table.from_mnli &= not args.no_mnli
     pretrained = read_pretrained(args.run, args.tokenizer)
     name = args.name or Path(args.recipe).stem + ("_cited" if args.cited else "")
-    chosen = {"tasks": args.tasks, "seeds": args.seeds, "from_mnli": not args.no_mnli, "overrides": args.overrides}
-    jobs = make_jobs(pretrained, length, cells, name=name, **chosen)
+    chosen = {"tasks": args.tasks, "seeds": args.seeds, "overrides": args.overrides}
+    jobs = make_jobs(pretrained, table, name=name, **chosen)
     held = {task: read(job, pretrained) for task, job in {job.task: job for job in jobs}.items()}
-    print(plan(jobs, cells, held))
+    print(plan(jobs, table.tasks, held))
     if args.dry_run:
         print(cost(jobs, held))
         return 0
     steps = {job.name: held[job.task].steps for job in jobs}
     code = work(jobs, steps, args.jobs or at_once())
     if code != 130:
-        print(summarise(pretrained.folder / "glue" / name, pretrained.recipe, name, length, cells))
+        print(summarise(pretrained.folder / "glue" / name, pretrained.recipe, name, table))
     return code
 
 
@@ -130,7 +133,7 @@ def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, Held
             [
                 task,
                 ", ".join(starts),
-                f"{recipe.optim.lr:g}",
+                ", ".join(dict.fromkeys(f"{job.recipe.optim.lr:g}" for job in own)),
                 decay(recipe.optim, cell),
                 f"{recipe.optim.weight_decay:g}",
                 f"{each.steps * recipe.trainer.batch_size / each.samples:.1f}",
@@ -139,15 +142,22 @@ def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, Held
                 f"{each.steps:,}",
                 f"{each.samples:,}",
                 f"{TASKS[task].samples:,}",
-                ", ".join(f"{job.seed}{' (done)' if job.finished else ''}" for job in own),
+                ", ".join(seeds(own)),
             ]
         )
-    text = [table(header, rows)]
+    text = [columns(header, rows)]
     for task in held:
         if cells[task].cited:
             said = ", ".join(f"{key} {value}" for key, value in cells[task].cited.items())
             text.append(f"{task}: Table 8's values; the file it cites has {said} (--cited)")
     return "\n".join(text)
+
+
+def seeds(jobs: Sequence[Job]) -> Iterator[str]:
+    """Of a task, and how many of its runs are done."""
+    for seed, own in itertools.groupby(jobs, lambda job: job.seed):
+        done = [job.finished for job in own]
+        yield f"{seed}{' (done)' if all(done) else f' ({sum(done)} of {len(done)} done)' if any(done) else ''}"
 
 
 def decay(optim: OptimConfig, cell: Cell) -> str:

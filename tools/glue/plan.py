@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from data.text.glue import TASKS
 from data.text.tokenizers import FILES, Tokenizer, open_tokenizer
-from lion.config import ConfigError, build, nearest, parse_yaml, setting, to_dict
+from lion.config import ConfigError, build, merge, nearest, setting, to_dict
 from lion.files import save_text
-from lion.recipe import Recipe, differences
+from lion.recipe import Recipe, differences, read_layers
 from lion.runs import RECIPE, SUMMARY, find_run, read_run, stored_recipe
 from lion.tasks.masked_lm import MaskedLM
 from lion.tasks.text import TextInfo
@@ -22,19 +22,31 @@ from tools.compose import RECIPES, check_tokenizer, open_data, resolve, resolve_
 TABLE_8 = RECIPES / "glue"
 FROM_MNLI = ("rte", "mrpc", "stsb")  # by Table 8's caption
 SEEDS = (19, 8364, 717, 10536, 90166)  # of LION's YAMLs
-OWN = ("seed", "init_from", "data.name", "data.task", "data.tokenizer", "model.name", "model.mixer", "task.name")
+OWN = (
+    "seed",
+    "init_from",
+    "trainer.time",
+    "data.name",
+    "data.task",
+    "data.tokenizer",
+    "model.name",
+    "model.mixer",
+    "task.name",
+)
 PUBLISHED_SEEDS = {"mnli": 1, "qnli": 1, "qqp": 1, "rte": 5, "sst2": 3, "mrpc": 5, "cola": 4, "stsb": 5}
 
 
 @dataclass
 class Cell:
     """A cell of Table 8. Composer's `decoupled_adamw` shrinks weights by `weight_decay` lr / peak, `adamw` by
-    `weight_decay` lr. `cited`: what the file that the table is taken from has in place of some."""
+    `weight_decay` lr. `metrics`: in place of the task's. `cited`: what the file that the table is taken from has in
+    place of some."""
 
     lr: float = setting(above=0)
     weight_decay: float = setting(min=0)
     epochs: int = setting(min=1)
     optimizer: str = setting("decoupled_adamw", choices=("decoupled_adamw", "adamw"))
+    metrics: tuple[str, ...] = ()
     cited: dict = field(default_factory=dict)
 
     def torch_decay(self, peak: float) -> float:
@@ -44,14 +56,39 @@ class Cell:
 
 @dataclass
 class Table:
-    """A row of Table 8: its cells by task; `length` is that of the samples, in tokens."""
+    """A row of Table 8, or another way to fine-tune: its cells by task.
+
+    Args:
+        length: Of the samples, in tokens.
+        from_mnli: Whether rte, mrpc and stsb start from the run of mnli.
+        rates: Learning rates that each task is trained with, in place of that of its cell; the best one counts.
+        average: Of `tasks`, each once, or of `numbers`, of which mnli has two.
+        settings: What all tasks have otherwise than `recipes/glue_*.yaml`, by key.
+    """
 
     length: int = setting(min=8)
+    from_mnli: bool = True
+    rates: tuple[float, ...] = ()
+    average: str = setting("tasks", choices=("tasks", "numbers"))
+    settings: dict = field(default_factory=dict)
     tasks: dict = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.rates and self.from_mnli:
+            raise ValueError("rates: of which of its runs of mnli should a task start? from_mnli: false")
+        if any(rate <= 0 for rate in self.rates) or len(set(self.rates)) < len(self.rates):
+            raise ValueError(f"rates: expected different learning rates above 0, got {list(self.rates)}")
 
-def read_table(name: str, cited: bool = False) -> tuple[int, dict[str, Cell]]:
-    """Length and cells of a row of Table 8 by its name, or of a file like those of `recipes/glue`.
+    def own(self, task: str) -> list[str]:
+        """Its settings for a task, as they would be typed."""
+        found = {**self.settings, "data.length": self.length, "trainer.epochs": self.tasks[task].epochs}
+        if self.tasks[task].metrics:
+            found["task.metrics"] = self.tasks[task].metrics
+        return [f"{key}={json.dumps(value)}" for key, value in found.items()]
+
+
+def read_table(name: str, cited: bool = False) -> Table:
+    """A row of Table 8 by its name, or of a file like those of `recipes/glue`.
 
     Raises:
         ConfigError: There is none, or it is no such file.
@@ -60,20 +97,19 @@ def read_table(name: str, cited: bool = False) -> tuple[int, dict[str, Cell]]:
     path = TABLE_8 / f"{name}.yaml" if name in names else Path(name)
     if not path.is_file():
         raise ConfigError(f"--recipe: {name!r} is no recipe for GLUE, {nearest(name, names, ', '.join(names))}")
-    values, source = parse_yaml(path.read_text(encoding="utf-8"), source=str(path)), lambda _: str(path)
+    values, source = functools.reduce(merge, (layer for _, layer in read_layers(path))), lambda _: str(path)
     table = build(Table, values, source=source)
-    cells = {}
     for task, cell in table.tasks.items():
         if task not in TASKS:
             raise ConfigError(f"{path}: tasks: {task!r} is no task of GLUE, {nearest(task, TASKS)}")
-        cells[task] = build(Cell, cell, source=source, key=f"tasks.{task}")
-        other = build(Cell, {**cell, **cells[task].cited, "cited": {}}, source=source, key=f"tasks.{task}.cited")
-        cells[task] = other if cited else cells[task]
-    return table.length, cells
+        made = build(Cell, cell, source=source, key=f"tasks.{task}")
+        other = build(Cell, {**cell, **made.cited, "cited": {}}, source=source, key=f"tasks.{task}.cited")
+        table.tasks[task] = other if cited else made
+    return table
 
 
 class Job(NamedTuple):
-    """A run of the trainer: one task with one seed."""
+    """A run of the trainer: one task with one seed, and one learning rate."""
 
     task: str
     seed: int
@@ -137,16 +173,14 @@ def own_tokenizer(folder: Path) -> Tokenizer:
 
 def make_jobs(
     pretrained: Pretrained,
-    length: int,
-    cells: dict[str, Cell],
+    table: Table,
     *,
     name: str,
     tasks: Sequence[str],
     seeds: int | None,
-    from_mnli: bool,
     overrides: Sequence[str] = (),
 ) -> list[Job]:
-    """All runs, MNLI's first; `seeds` of each task, or as many as published.
+    """All runs, MNLI's first; `seeds` of each task, or as many as published, with each rate of the table.
 
     Raises:
         ConfigError: A task that is none, settings that do not fit, or no run of MNLI, there or asked for.
@@ -154,21 +188,23 @@ def make_jobs(
     for key in (item.partition("=")[0] for item in overrides):
         if key in OWN or key.startswith("run."):
             raise ConfigError(f"{key}: is set for each task; --seeds, --no-mnli and --name choose among them")
+        if key == "optim.lr" and table.rates:
+            raise ConfigError(f"optim.lr: this recipe has {len(table.rates)} learning rates for each task")
     for task in tasks:
-        if task not in cells:
-            raise ConfigError(f"--tasks: {task!r} is no task of GLUE in this recipe, {nearest(task, cells)}")
+        if task not in table.tasks:
+            raise ConfigError(f"--tasks: {task!r} is no task of GLUE in this recipe, {nearest(task, table.tasks)}")
     jobs: list[Job] = []
 
     @functools.cache
     def mnli(seed: int) -> Job:
         return job("mnli", seed, None)
 
-    def job(task: str, seed: int, after: Job | None) -> Job:
-        path, cell = RECIPES / f"glue_{task}.yaml", cells[task]
-        shared = settings(pretrained, task, length, cell)
+    def job(task: str, seed: int, after: Job | None, rate: float | None = None) -> Job:
+        path, cell = RECIPES / f"glue_{task}.yaml", table.tasks[task]
+        shared = [*settings(pretrained, task), *table.own(task), f"optim.lr={rate or cell.lr!r}"]
         optim = resolve(path, [*shared, *overrides]).optim  # another rate is no other decay
         shared += [f"optim.weight_decay={cell.torch_decay(optim.lr)!r}", *overrides]
-        shared += [f"seed={seed}", f"run.name={task}_seed{seed}"]
+        shared += [f"seed={seed}", f"run.name={task}{f'_lr{rate:g}' if rate else ''}_seed{seed}"]
         shared += [f"run.root={json.dumps(str(pretrained.folder / 'glue' / name))}"]
         shared += [f"init_from={json.dumps(str(after.folder if after else pretrained.folder))}"]
         return Job(task, seed, cell, (f"glue_{task}", *shared), resolve(path, shared), after)
@@ -176,8 +212,8 @@ def make_jobs(
     for task in sorted(tasks, key=[*TASKS].index):
         for seed in SEEDS[: seeds or PUBLISHED_SEEDS[task]]:
             after = None
-            if task in FROM_MNLI and from_mnli:
-                starts = [mnli(s) for s in dict.fromkeys((seed, SEEDS[0]))] if "mnli" in cells else []
+            if task in FROM_MNLI and table.from_mnli:
+                starts = [mnli(s) for s in dict.fromkeys((seed, SEEDS[0]))] if "mnli" in table.tasks else []
                 planned = [other.name for other in jobs]
                 after = next((other for other in starts if other.name in planned or other.finished), None)
                 if after is None:
@@ -185,23 +221,21 @@ def make_jobs(
                         f"--tasks: {task} starts from the run of mnli (Table 8), and there is none yet: add mnli, or "
                         f"--no-mnli starts it from {pretrained.folder}"
                     )
-            jobs.append(mnli(seed) if task == "mnli" else job(task, seed, after))
+            rates = table.rates or (None,)
+            jobs += [mnli(seed)] if rates == (None,) and task == "mnli" else [job(task, seed, after, r) for r in rates]
     for each in jobs:
         check_earlier(each)
     return jobs
 
 
-def settings(pretrained: Pretrained, task: str, length: int, cell: Cell) -> list[str]:
-    """Of a task's recipe: the cell, but for its weight decay, and of the pre-training what the model is and how it
-    runs. Attention dropout is off, and precision stays float32 where the task wants it."""
+def settings(pretrained: Pretrained, task: str) -> list[str]:
+    """What a task takes of the pre-training: what the model is and how it runs. Attention dropout is off, and precision
+    stays float32 where the task wants it."""
     model, trainer = to_dict(pretrained.recipe.model), pretrained.recipe.trainer
     own = {"name": "bert_classifier", "attention": {**model["attention"], "score_dropout": 0.0}}
     given: dict[str, Any] = {
         "model": {**model, **own},
         "data.tokenizer": str(pretrained.tokenizer),
-        "data.length": length,
-        "optim.lr": cell.lr,
-        "trainer.epochs": cell.epochs,
         "trainer.precision": "fp32" if in_float32(task) else trainer.precision,
         "trainer.matmul": trainer.matmul,
         "trainer.compile": trainer.compile,

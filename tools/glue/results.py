@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from lion.runs import SUMMARY
 from lion.tasks.sequence_classification import METRICS
 from tools.cli import table
 from tools.compose import RECIPES, resolve, resolve_run
-from tools.glue.plan import Cell
+from tools.glue.plan import Table
 from tools.store import Row, Store, pipes, spread
 
-# what enters the average, as (split, metric): a task's score is their mean; of the others it is their first metric
+# what enters the average, as (split, metric), where it is measured: a task's score is their mean; of the others it is
+# their first metric
 ENTERS = {
     "mnli": (("val", "accuracy"), ("val_mismatched", "accuracy")),
     "qqp": (("val", "accuracy"), ("val", "f1")),
@@ -34,7 +36,7 @@ def collect(folder: Path) -> list[Row]:
     """All finished runs of a folder, in the order of the tasks."""
     runs = [path.parent for path in folder.glob(f"*_seed*/{SUMMARY}")]
     rows = [read(run) for run in runs]
-    return sorted(rows, key=lambda row: ([*TASKS].index(row["task"]), row["seed"]))
+    return sorted(rows, key=lambda row: ([*TASKS].index(row["task"]), -row["lr"], row["seed"]))
 
 
 def read(run: Path) -> Row:
@@ -50,7 +52,7 @@ def read(run: Path) -> Row:
         for line in (x for x in lines if x["kind"] != "train"):
             values = {f"{line['kind']} {name}": line[name] for name in (*recipe.task.metrics, "loss")}
             steps.setdefault(line["step"], {}).update(values)
-        entering = [f"{split} {metric}" for split, metric in enters(recipe)]
+        entering = enters(recipe.data.task, recipe.task.metrics)
         scores = {step: 100 * statistics.mean(v[e] for e in entering if e in v) for step, v in steps.items()}
         last = max(scores)
         end = next(line for line in lines if line["kind"] == "val" and line["step"] == last)
@@ -60,6 +62,7 @@ def read(run: Path) -> Row:
     return {
         "task": recipe.data.task,
         "seed": recipe.seed,
+        "lr": recipe.optim.lr,
         "score": scores[last],
         "best": max(scores.values()),
         "steps": last,
@@ -77,33 +80,63 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     return {k: v for k, v in flatten(to_dict(recipe)).items() if k.startswith(SETTINGS) and k not in free}
 
 
-def enters(recipe: Recipe) -> tuple[tuple[str, str], ...]:
-    return ENTERS.get(recipe.data.task, (("val", recipe.task.metrics[0]),))
+def enters(task: str, metrics: Sequence[str]) -> list[str]:
+    """What of a task's metrics enters its score, as "SPLIT METRIC"."""
+    known = [f"{split} {metric}" for split, metric in ENTERS.get(task, ()) if metric in metrics]
+    return known or [f"val {metrics[0]}"]
 
 
-def summarise(folder: Path, pretrained: Recipe, recipe: str, length: int, cells: Mapping[str, Cell]) -> str:
+def summarise(folder: Path, pretrained: Recipe, name: str, asked: Table) -> str:
     """Write `results.json` and `results.md` of a folder's finished runs; returns what to print.
 
     Args:
         folder: Of the runs.
         pretrained: What they started from, in the end.
-        recipe, length, cells: The row of Table 8.
+        name, asked: What the folder is called, and what they were to be.
     """
-    rows = collect(folder)
-    if not rows:
+    every = collect(folder)
+    if not every:
         return "no task is finished yet"
-    store = Store(folder / "results.json", rows=("task", "seed"))
-    for row in rows:
+    store = Store(folder / "results.json", rows=("task", "seed", "lr"))
+    for row in every:
         store.add(row)
-    body, average, notes = task_rows(rows), mean_of_tasks(rows), [*remarks(rows), *changes(rows, length, cells)]
+    rows = best_rate(every) if asked.rates else every
+    average, notes = mean_of_tasks(rows, asked.average), [*remarks(rows, asked), *changes(rows, asked)]
+    body = task_rows(rows)
     label = "average" if len(body) == len(TASKS) else f"average of {len(body)} tasks"
     body.append([label, "", f"{average:.2f}", *[""] * (len(HEADER) - 3)])
     paper = paper_rows()
-    who = f"{pretrained.run.name}: {pretrained.model.label()}, {pretrained.model.shape()}; {recipe}"
+    who = f"{pretrained.run.name}: {pretrained.model.label()}, {pretrained.model.shape()}; {name}"
     text = ["# GLUE", who, pipes(HEADER, body, text=("task", "metric", "also", "start")), *notes]
-    text += ["## The paper's averages over all eight tasks", pipes(*paper, text=("size", "model", "recipe"))]
-    store.save("\n\n".join(text) + "\n", average=average, recipe=recipe)
-    return "\n\n".join([who, table(HEADER, body), "\n".join(notes), table(*paper), store.files()])
+    grid = rate_rows(every, asked) if asked.rates else None
+    if grid is not None:
+        text += ["## Learning rates", pipes(*grid, text=("task",))]
+    text += ["## The papers' averages over all eight tasks", pipes(*paper, text=("size", "model", "recipe"))]
+    store.save("\n\n".join(text) + "\n", average=average, recipe=name)
+    tables = [table(HEADER, body), "\n".join(notes), *([] if grid is None else [table(*grid)]), table(*paper)]
+    return "\n\n".join([who, *tables, store.files()])
+
+
+def best_rate(rows: list[Row]) -> list[Row]:
+    """Of each task the runs with the learning rate that has the best mean over its seeds."""
+    kept = []
+    for _, own in itertools.groupby(rows, lambda row: row["task"]):
+        by_rate: dict[float, list[Row]] = {}
+        for row in own:
+            by_rate.setdefault(row["lr"], []).append(row)
+        kept += max(by_rate.values(), key=lambda rows: statistics.mean(row["score"] for row in rows))
+    return kept
+
+
+def rate_rows(rows: list[Row], asked: Table) -> tuple[list[str], list[list[str]]]:
+    """Every task with every rate, and the average of those that all tasks have."""
+    rates = sorted({row["lr"] for row in rows}, reverse=True)
+    tasks = [*dict.fromkeys(row["task"] for row in rows)]
+    columns = [[row for row in rows if row["lr"] == rate] for rate in rates]
+    body = [[t, *(spread([r["score"] for r in own if r["task"] == t], hundredths) for own in columns)] for t in tasks]
+    whole = [len({row["task"] for row in own}) == len(tasks) for own in columns]
+    means = (hundredths(mean_of_tasks(own, asked.average)) if all_ else "-" for own, all_ in zip(columns, whole))
+    return ["task", *(f"{rate:g}" for rate in rates)], [*body, ["one for all", *means]]
 
 
 def task_rows(rows: list[Row]) -> list[list[str]]:
@@ -133,8 +166,7 @@ def task_rows(rows: list[Row]) -> list[list[str]]:
 
 def enters_of(row: Row) -> list[str]:
     """The keys of a row's metrics that enter its score."""
-    known = ENTERS.get(row["task"]) or (("val", next(iter(row["metrics"])).partition(" ")[2]),)
-    return [f"{split} {metric}" for split, metric in known]
+    return enters(row["task"], [key.removeprefix("val ") for key in row["metrics"] if key.startswith("val ")])
 
 
 def words(key: str) -> str:
@@ -147,21 +179,28 @@ def hundredths(value: float) -> str:
     return f"{value:.2f}"
 
 
-def mean_of_tasks(rows: list[Row]) -> float:
-    """Each task's mean over its seeds counts once."""
+def mean_of_tasks(rows: list[Row], average: str) -> float:
+    """Of means over seeds: each task counts once, or as often as it has numbers."""
     by_task: dict[str, list[float]] = {}
+    numbers: dict[str, int] = {}
     for row in rows:
         by_task.setdefault(row["task"], []).append(row["score"])
-    return statistics.mean(map(statistics.mean, by_task.values()))
+        numbers[row["task"]] = len(enters_of(row)) - len(row["missing"]) if average == "numbers" else 1
+    return statistics.fmean(map(statistics.mean, by_task.values()), numbers.values())
 
 
-def remarks(rows: list[Row]) -> list[str]:
+def remarks(rows: list[Row], asked: Table) -> list[str]:
     """What a reader must know of these numbers."""
     there = {row["task"] for row in rows}
+    chosen = "as published: nothing is chosen on them"
+    if asked.rates:
+        chosen = "on which the learning rate of each task is chosen, too"
     notes = [
-        "Scores times 100, on the validation sets, after the last step (as published: nothing is chosen on them); "
-        "`best` is of the best evaluation. Mean ± standard deviation over n seeds."
+        f"Scores times 100, on the validation sets, after the last step ({chosen}); `best` is of the best evaluation. "
+        "Mean ± standard deviation over n seeds."
     ]
+    if asked.average == "numbers":
+        notes.append("The average is of numbers: the two accuracies of MNLI are two.")
     if missing := [task for task in TASKS if task not in there]:
         notes.append(f"Not run: {', '.join(missing)}; the average is not that of GLUE.")
     if short := [row["task"] for row in rows if row["samples"] < 0.9 * TASKS[row["task"]].samples]:
@@ -172,14 +211,15 @@ def remarks(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def changes(rows: list[Row], length: int, cells: Mapping[str, Cell]) -> list[str]:
+def changes(rows: list[Row], asked: Table) -> list[str]:
     """Where runs have other settings than the table and what all of its rows share."""
     notes = []
     for row in rows:
-        cell, own = cells[row["task"]], row["settings"]
-        named = settings_of(resolve(RECIPES / f"glue_{row['task']}.yaml"))
-        named |= {"optim.lr": cell.lr, "optim.weight_decay": cell.torch_decay(own["optim.lr"])}
-        named |= {"trainer.epochs": cell.epochs, "data.length": length}
+        task, own = row["task"], row["settings"]
+        cell = asked.tasks[task]
+        named = settings_of(resolve(RECIPES / f"glue_{task}.yaml", asked.own(task)))
+        named["optim.lr"] = row["lr"] if row["lr"] in asked.rates else cell.lr
+        named["optim.weight_decay"] = cell.torch_decay(own["optim.lr"])
         if other := [f"{key} {own[key]} in place of {value}" for key, value in named.items() if own[key] != value]:
             notes.append(f"{row['task']}: {', '.join(other)}.")
     return list(dict.fromkeys(notes))

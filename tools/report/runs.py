@@ -14,11 +14,12 @@ from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, fin
 from lion.tasks import Task
 from lion.tasks.data import Info
 from lion.tasks.metrics import Metric, OfMeans
+from lion.trainer.schedule import to_seconds
 from tools.compose import open_data, resolve_run
 from tools.report.paper import Paper
 
 SHARED = ("data.", "task.", "optim.", "schedule.")
-BUDGET = ("trainer.epochs", "trainer.steps", "trainer.batch_size")
+BUDGET = tuple(f"trainer.{key}" for key in ("epochs", "steps", "time", "batch_size", "batch_ramp", "batch_start"))
 
 
 class Run(NamedTuple):
@@ -26,7 +27,7 @@ class Run(NamedTuple):
 
     Attributes:
         metric: What `best` was chosen by.
-        curve: (epoch, value), or (step, value) where the recipe counts in steps, of every validation.
+        curve: (epoch, value), or (step, value) where the recipe does not count in epochs, of every validation.
         beside: Other metrics, with their values where `metric` was best.
         test: The test metric, if it was evaluated.
         seen: `task.speed_unit`s that it was trained on, without padding; None where the data, which know, are gone.
@@ -66,7 +67,7 @@ def load(name: str) -> Run:
             raise ConfigError(f"{folder}: stopped at step {held_out[-1]['step']:,}, train it to its end first")
         task = read_run(folder, "best")[1]
         metric, *others = task.metrics
-        unit = "epoch" if recipe.trainer.steps is None else "step"
+        unit = "step" if recipe.trainer.epochs is None else "epoch"
         curve = [(line[unit], line[metric.name]) for line in held_out]
         top = metric.best(value for _, value in curve)
         best = next(line for line in reversed(held_out) if line[metric.name] == top)  # of equals, the longer trained
@@ -80,7 +81,7 @@ def load(name: str) -> Run:
     parameters = count_parameters(build_on_meta(task, recipe.model))
     rates = [line[key] for line in trained if (key := f"{task.unit}_per_second") in line]
     of_sample = pieces_of(recipe, task)
-    seen = of_sample and of_sample * held_out[-1]["step"] * recipe.trainer.batch_size
+    seen = of_sample and of_sample * samples_of(recipe, held_out[-1])
     speed = of_sample and of_sample * statistics.median(rates) if rates else None
     measured = (metric, curve, beside, test, seen, speed, parameters)
     return Run(folder, recipe, task, *measured, environment, task.info, remark)
@@ -89,7 +90,15 @@ def load(name: str) -> Run:
 def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
     """Whether the last validation was that of the last step."""
     c, step = recipe.trainer, last["step"]
+    if c.time is not None:
+        return last["seconds"] >= to_seconds(c.time)
     return step >= (c.steps if c.steps is not None else round(c.epochs * step / last["epoch"]))
+
+
+def samples_of(recipe: Recipe, last: dict[str, Any]) -> int:
+    """That a run has been trained on by its last validation."""
+    c = recipe.trainer
+    return last["step"] * c.batch_size if c.batch_ramp is None else last["samples"]
 
 
 def pieces_of(recipe: Recipe, task: Task) -> float | None:

@@ -75,7 +75,6 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
 def budget(runs: list[Run]) -> str:
     """What all runs share, and on what they ran."""
     c, first = runs[0].recipe.trainer, runs[0].recipe
-    length = f"{c.epochs:g} epochs" if c.epochs is not None else f"{c.steps:,} steps"
     environments = dict.fromkeys(
         f"{e.get('device')}, {e.get('threads')} thread(s), torch {e.get('torch')}, commit {str(e.get('commit'))[:9]}"
         for e in (run.environment for run in runs)
@@ -85,7 +84,7 @@ def budget(runs: list[Run]) -> str:
     lines = [
         f"- Data: {first.data.describe()}",
         f"- Model: {first.model.shape()}",
-        f"- Budget: {length} in batches of {c.batch_size}, {c.precision}",
+        f"- Budget: {c.describe()}, {c.precision}",
         f"- Settings that differ between rows: {', '.join(f'`{k}`' for k in differing) or 'none'}",
         *(f"- Ran on: {text}" for text in environments),
     ]
@@ -101,7 +100,7 @@ def as_section(section: Section) -> Row:
         "section": section.title,
         "paper": section.paper.title,
         "parts": [list(part) for part in parts],
-        "x": "epoch" if first.recipe.trainer.steps is None else "step",
+        "x": "step" if first.recipe.trainer.epochs is None else "epoch",
         "y": f"val {first.metric.heading}",
     }
 

@@ -1,0 +1,29 @@
+"""Position embeddings by name: modules (B, L) -> (B, L, dim) of places below `count`. A new one is one class and its
+line in `POSITIONS`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+BASE = 10_000  # the longest wave, over 2 pi
+
+
+class ScaledSinusoidal(nn.Module):
+    """Sines and cosines of fixed frequencies (1706.03762) times one learned number, at first 1/sqrt(dim) (FLASH,
+    2202.10447): so they begin as small as the embeddings of tokens."""
+
+    def __init__(self, count: int, dim: int) -> None:
+        super().__init__()
+        self.num_embeddings, self.dim = count, dim
+        self.scale = nn.Parameter(torch.full((1,), dim**-0.5))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """(B, L) -> (B, L, dim), sine and cosine of a frequency side by side."""
+        even = torch.arange(0, self.dim, 2, device=positions.device, dtype=self.scale.dtype)
+        angle = positions[..., None] * BASE ** (-even / self.dim)  # (B, L, dim / 2), rounded up
+        waves = torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)
+        return self.scale * waves[..., : self.dim]
+
+
+POSITIONS: dict[str, type[nn.Module]] = {"learned": nn.Embedding, "scaled_sinusoidal": ScaledSinusoidal}

@@ -1,0 +1,95 @@
+"""Crammed BERT (2212.14034), written once more by hand."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lion.layers.positions import ScaledSinusoidal
+from lion.models.bert import Bert, BertConfig
+from lion.runs import count_parameters
+from lion.trainer.optim import factors
+
+SHAPE = {"block": "pre_norm", "mlp": "glu_gelu", "mlp_ratio": 2, "bias": False, "head_transform": False}
+SHAPE |= {"position_kind": "scaled_sinusoidal"}
+DIM, HEADS, VOCABULARY = 12, 3, 40
+
+
+def crammed(mixer="softmax", dim=DIM, depth=2, heads=HEADS, vocabulary=VOCABULARY, **settings):
+    torch.manual_seed(0)
+    config = BertConfig(mixer, dim, depth, heads, **{**SHAPE, "max_positions": 32, **settings})
+    return Bert(config, vocabulary=vocabulary, length=16)
+
+
+def by_hand(w, tokens):
+    """Logits (B, L, vocabulary) of weights `w` by name."""
+
+    def norm(x, name):
+        return F.layer_norm(x, (DIM,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-12)
+
+    length, size = tokens.shape[1], DIM // HEADS
+    waves = torch.tensor(
+        [
+            [(math.cos if i % 2 else math.sin)(p / 10_000 ** ((i - i % 2) / DIM)) for i in range(DIM)]
+            for p in range(length)
+        ],
+        dtype=torch.double,
+    )
+    x = norm(w["tokens.weight"][tokens] + w["positions.scale"] * waves, "norm")
+    for n in range(2):
+        b = f"encoder.blocks.{n}"
+        q, k, v = (
+            part.unflatten(-1, (HEADS, size)).transpose(1, 2)
+            for part in (norm(x, f"{b}.norm1") @ w[f"{b}.attention.qkv.weight"].T).chunk(3, -1)
+        )
+        mixed = (q @ k.mT / math.sqrt(size)).softmax(-1) @ v
+        x = x + mixed.transpose(1, 2).flatten(2) @ w[f"{b}.attention.proj.weight"].T
+        gate, value = (norm(x, f"{b}.norm2") @ w[f"{b}.mlp.fc1.weight"].T).chunk(2, -1)
+        x = x + (F.gelu(gate) * value) @ w[f"{b}.mlp.fc2.weight"].T
+    return norm(x, "encoder.norm") @ w["tokens.weight"].T
+
+
+@torch.inference_mode()
+def test_it_is_what_the_paper_says():
+    model = crammed(init_std=0.3).double().eval()
+    weights = model.state_dict()
+    for value in weights.values():  # norms and the scale start where nothing is seen of them
+        if value.dim() == 1:
+            value += 0.3 * torch.randn_like(value)
+    tokens = torch.randint(VOCABULARY, (2, 9))
+    torch.testing.assert_close(model(tokens), by_hand(weights, tokens), rtol=0, atol=1e-10)
+
+
+def test_nothing_but_norms_has_a_bias_and_weight_decay_spares_what_it_should():
+    model = crammed()
+    assert all(".norm" in f".{name}" for name, _ in model.named_parameters() if name.endswith("bias"))
+    assert model.positions.scale.item() == pytest.approx(DIM**-0.5)
+    spared = {name for name, factor in factors(model, "deit").items() if not factor.weight_decay}
+    assert spared == {name for name, p in model.named_parameters() if ".norm" in f".{name}"} | {"positions.scale"}
+    gates = [name for name, _ in crammed("lion_s").named_parameters() if name.endswith("bias") and "norm" not in name]
+    assert gates and all("decay" in name for name in gates)
+
+
+def test_published_shape():
+    """120 M parameters, as its authors count them."""
+    with torch.device("meta"):
+        model = crammed(dim=768, depth=16, heads=12, vocabulary=32_768, max_positions=128)
+    layer = 4 * 768**2 + 768 * 3072 + 1536 * 768 + 4 * 768
+    assert count_parameters(model) == 16 * layer + 32_768 * 768 + 4 * 768 + 1 == 119_589_889
+
+
+@torch.inference_mode()
+def test_positions_begin_anew_with_each_document():
+    model = crammed(init_std=0.3).double().eval()
+    tokens = torch.randint(VOCABULARY, (1, 9))
+    packed = model(tokens, torch.tensor([[-1, 0, 0, 0, 0, 1, 1, 1, -1]]))
+    torch.testing.assert_close(packed[:, 1:5], model(tokens[:, 1:5]), rtol=0, atol=1e-10)
+    torch.testing.assert_close(packed[:, 5:8], model(tokens[:, 5:8]), rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="33 in a row, this model has embeddings of 32 positions"):
+        model(torch.zeros(1, 33, dtype=torch.long))
+
+
+def test_waves_of_an_odd_width_end_with_a_sine():
+    waves = ScaledSinusoidal(8, 5)(torch.tensor([[3]])) * math.sqrt(5)
+    assert waves.shape == (1, 1, 5) and waves[0, 0, 4].item() == pytest.approx(math.sin(3 / 10_000**0.8), rel=1e-4)

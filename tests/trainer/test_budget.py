@@ -1,0 +1,271 @@
+"""Runs that are as long as a time, batches that grow, and the schedule that goes with them."""
+
+import logging
+
+import pytest
+import torch
+
+from lion.config import ConfigError
+from lion.recipe import load_recipe
+from lion.tasks.order import Shuffled
+from lion.trainer import state
+from lion.trainer.diagnostics import Monitor
+from lion.trainer.loader import StepSampler
+from lion.trainer.plan import make_plan
+from lion.trainer.schedule import to_seconds, to_share
+from lion.trainer.state import TrainingClock
+from tests.helpers import command, refuse, state_of, tiny_recipe
+from tests.trainer import toys
+from tests.trainer.helpers import lines, same, train
+from tools.compose import process_count, resolve
+
+RAMP = {"batch_ramp": "60%", "batch_start": 4, "steps": 10}
+GROWING = [4, 4, 8, 12, 12, 16, 16, 16, 16, 16]  # 4 (1 + int(4 step / 6)), cut at 16
+SECOND = {"time": "0.1min", "steps": None}  # six laps of a clock that ticks
+
+
+class Ticking(TrainingClock):
+    """Every step takes a second."""
+
+    def lap(self):
+        return 1.0
+
+
+def stopped_at(t, step):
+    taken = t.train_step
+
+    def train_step(*args):
+        t.stopping = t.state.step + 1 >= step
+        return taken(*args)
+
+    t.train_step = train_step
+    return t
+
+
+def seen(trainer):
+    """The batches that a run trains on, as lists of sums of points."""
+    found, loss = [], trainer.task.loss
+
+    def watched(model, batch):
+        found.append((trainer.state.step, batch["x"].sum(1).tolist()))
+        return loss(model, batch)
+
+    trainer.task.loss = watched
+    assert trainer.fit()
+    return found
+
+
+def test_times():
+    assert [to_seconds(t) for t in ("24h", "1.5 h", "30min", "0.5min")] == [86_400, 5400, 1800, 30]
+    assert [to_seconds(t) for t in ("24", 24, "24 hours", "5ep", "h", "-1h")] == [None] * 6
+    assert [to_share(t, 200) for t in ("60%", "1min", 0, "0")] == [120, 60, 0, 0]
+    for bad in (5, "2ep", "soon"):
+        with pytest.raises(ValueError, match="of a run whose length is a time expected percent"):
+            to_share(bad, 200)
+
+
+def test_batches_grow_by_whole_starts_up_to_the_full_one():
+    plan = make_plan(toys.settings(**RAMP), samples=64, world=2)
+    assert [plan.batch(step) for step in range(10)] == GROWING and plan.samples == sum(GROWING)
+    assert (plan.micro, plan.accumulation) == (2, 4)
+    assert [plan.passes(step) for step in range(10)] == [n // 4 for n in GROWING]
+    timed = make_plan(toys.settings(**{**RAMP, **SECOND}), samples=64, world=1)
+    assert [timed.batch(at) for at in (0, 0.89, 0.91, 1.81, 2.71, 3.6, 5)] == [4, 4, 8, 12, 16, 16, 16]
+    assert (timed.total, timed.samples, timed.length) == (None, None, 6)
+
+
+def test_cramming_reaches_its_batch_after_60_percent():
+    """recipes.md 7.4: the batch of micro-batches of 128 as its authors' code has it."""
+    plan = make_plan(
+        toys.settings(batch_size=8192, batch_start=128, batch_ramp="60%", steps=1000), samples=8192, world=1
+    )
+    for step in range(1000):
+        assert plan.batch(step) == min(int(step * 8192 / 600 // 128 + 1) * 128, 8192)
+
+
+@pytest.mark.parametrize("micro", [None, 1, 2])
+def test_growing_batches_read_the_samples_of_a_run_without(tmp_path, micro):
+    found = seen(toys.trainer(tmp_path / "a", micro_batch=micro, **RAMP))
+    sizes = [sum(len(x) for step, x in found if step == s) for s in range(10)]
+    assert sizes == GROWING
+    straight = [x for _, xs in seen(toys.trainer(tmp_path / "b", steps=8)) for x in xs]
+    assert [x for _, xs in found for x in xs] == straight[: sum(GROWING)]  # a step may take from two epochs
+
+
+def test_processes_share_a_growing_batch():
+    how = {"order": Shuffled(), "batch": 16, "micro": 2, "seed": 3, "start": 20, "end": 20 + 44}
+    one = StepSampler(64, **{**how, "micro": 4}, rank=0, world=1)
+    two = [StepSampler(64, **how, rank=rank, world=2) for rank in range(2)]
+    assert [a + b for a, b in zip(*two)] == list(one) and len(one) == 11
+    assert StepSampler(64, **{**how, "end": None}, rank=0, world=1)[10**6]  # of a run whose length is not known
+
+
+def test_the_loss_is_that_of_the_whole_batch_however_it_grows(tmp_path):
+    weights = [toys.trainer(tmp_path / str(micro), micro_batch=micro, clip_grad=0.5, **RAMP) for micro in (4, 2, 1)]
+    assert all(t.fit() for t in weights)
+    for other in weights[1:]:
+        for a, b in zip(weights[0].model.parameters(), other.model.parameters()):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_stopped_run_of_growing_batches_ends_bit_for_bit_like_a_straight_one(tmp_path, caplog):
+    """Within the ramp, at its end, and behind it."""
+    path = tiny_recipe(
+        tmp_path,
+        schedule={"kind": "budget_triangle", "warmup": 0},
+        trainer={"steps": 14, "batch_start": 16, "batch_ramp": 8, "eval_every": 5, "ema": 0.9, "log_every": 1},
+    )
+    straight = train(path, tmp_path / "a")
+    for stop in (2, 5, 8, 11):
+        assert train(path, tmp_path / "b", stop_at=stop, workers=2 * (stop == 5)).state.step == stop
+    with caplog.at_level(logging.INFO, "lion"):
+        resumed = train(path, tmp_path / "b")
+    assert "bit for bit what the run would have been" in caplog.text
+    assert same(straight.model.state_dict(), resumed.model.state_dict()) and same(
+        *(state_of(tmp_path / r)["ema"] for r in "ab")
+    )
+    sizes = [16, 16, 32, 32, 48, 48, 64, 64, *[64] * 6]
+    for run in "ab":
+        trained = [x for x in lines(tmp_path / run) if x["kind"] == "train"]
+        assert [x["batch_size"] for x in trained] == sizes
+        assert [x["samples"] for x in trained] == [sum(sizes[: n + 1]) for n in range(14)]
+        assert trained[-1]["epoch"] == pytest.approx(sum(sizes) / 1024)
+        assert [x["lr"] for x in trained[:2]] == pytest.approx([2e-3 * 0.25, 2e-3 * (0.25 + 1 / 14)])
+    a, b = ([(x["step"], x["loss"]) for x in lines(tmp_path / run) if x["kind"] == "train"] for run in "ab")
+    assert a == b
+
+
+def test_the_speed_counts_the_samples_that_were_taken(tmp_path, monkeypatch):
+    t = toys.trainer(tmp_path / "run", **{**RAMP, "log_every": 5, "eval_every": 5})
+    counted, report = [], Monitor.report
+
+    def keep(monitor, *args):
+        counted.append(monitor.samples)
+        report(monitor, *args)
+
+    monkeypatch.setattr(Monitor, "report", keep)
+    assert t.fit() and counted == [sum(GROWING[:5]), sum(GROWING[5:])]
+
+
+def test_a_run_of_a_time_takes_the_learning_rates_of_its_place_in_it(tmp_path, monkeypatch):
+    """By a clock that ticks once a step, it is the run of as many steps, bit for bit."""
+    steps = toys.trainer(tmp_path / "steps", **RAMP, eval_every=3)
+    monkeypatch.setattr("lion.trainer.loop.TrainingClock", Ticking)
+    timed = toys.trainer(tmp_path / "time", **{**RAMP, "time": f"{10 / 60!r}min", "steps": None}, eval_every=3)
+    assert steps.fit() and timed.fit() and timed.state.step == 10 and timed.state.seconds == pytest.approx(10)
+    assert same(steps.model.state_dict(), timed.model.state_dict())
+    a, b = (
+        [(x["step"], x["kind"], x.get("lr"), x["loss"], x["samples"]) for x in lines(tmp_path / run)]
+        for run in ("steps", "time")
+    )
+    assert a == b
+    assert [x["seconds"] for x in lines(tmp_path / "time") if x["kind"] == "train"] == [float(n) for n in range(1, 11)]
+
+
+def test_the_time_that_is_used_up_stays_used_up(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("lion.trainer.loop.TrainingClock", Ticking)
+    straight = toys.trainer(tmp_path / "a", **SECOND)
+    assert straight.fit() and straight.state.step == 6
+    stopped = stopped_at(toys.trainer(tmp_path / "b", **SECOND), 4)
+    assert not stopped.fit() and stopped.state.seconds == 4 and stopped.state.told() == "step 4, 0.0667min of 0.1min"
+    resumed = toys.trainer(tmp_path / "b", **SECOND)
+    with caplog.at_level(logging.INFO, "lion"):
+        assert resumed.fit()
+    assert (resumed.state.step, resumed.state.seconds) == (6, 6) and resumed.state.upcoming() is None
+    assert "resuming at step 4, 0.0667min of 0.1min: exact state" in caplog.text
+    assert "same data order, not the same bits (how far a time goes" in caplog.text
+    assert same(straight.model.state_dict(), resumed.model.state_dict())  # this clock does go as far
+
+
+def test_evaluation_saving_and_compilation_take_none_of_the_time(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(state.time, "perf_counter", lambda: now[0])
+
+    def passing(call, seconds):
+        def timed(*args):
+            now[0] += seconds
+            return call(*args)
+
+        return timed
+
+    t = toys.trainer(tmp_path / "run", **{**SECOND, "eval_every": 1, "save_every": 1})
+    t.train_step, t.save = passing(t.train_step, 1), passing(t.save, 100)
+    t.evaluate_if_due = passing(t.evaluate_if_due, 1000)
+    assert t.fit() and (t.state.step, t.state.seconds) == (6, 6)
+    clock = TrainingClock(compiles=True)
+    for expected in (0, 5, 5):
+        now[0] += 5
+        assert clock.lap() == expected
+
+
+def test_the_first_process_says_what_time_it_is(tmp_path, monkeypatch):
+    t = toys.trainer(tmp_path / "run", **SECOND)
+    monkeypatch.setattr(type(t.state.runtime), "agree", lambda self, value: value / 2)
+    t.state.advance(3.0)
+    assert (t.state.step, t.state.seconds, t.state.samples) == (1, 1.5, 16)
+
+
+def test_the_last_step_is_the_one_that_uses_the_time_up_and_is_evaluated(tmp_path):
+    """By the real clock, as it goes."""
+    t = toys.trainer(tmp_path / "run", **{**SECOND, "time": "0.003min", "eval_every": 10**6, "ema": None})
+    assert t.fit() and t.state.seconds >= 0.18
+    last = lines(tmp_path / "run")[-1]
+    assert (last["kind"], last["step"]) == ("val", t.state.step) and last["seconds"] >= 0.18
+    earlier = [x["seconds"] for x in lines(tmp_path / "run") if x["kind"] == "train"]
+    assert earlier == sorted(earlier) and all(x < 0.18 for x in earlier[:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_two_processes_end_at_one_step(tmp_path):
+    path = tiny_recipe(tmp_path, schedule={"warmup": 0}, trainer={"batch_start": 16, "batch_ramp": "50%"})
+    done = command("train", path, "trainer.time=0.01min", "trainer.eval_every=500", "--processes", 2, "--no-eval")
+    assert done.returncode == 0, done.stderr
+    assert "0.01min of training, batches of 16 to 64, reached after 50% = 2 x 4 x 8" in done.stdout
+    kept = state_of(tmp_path / "runs" / "tiny")
+    assert kept["seconds"] >= 0.6 and kept["next"] is None
+    assert kept["samples"] == lines(tmp_path / "runs" / "tiny")[-1]["samples"]
+
+
+def test_a_layer_that_gives_a_time_takes_steps_away(tmp_path):
+    recipe = load_recipe(tiny_recipe(tmp_path), ["trainer.time=24h"])
+    assert (recipe.trainer.time, recipe.trainer.steps) == ("24h", None)
+    assert load_recipe(tiny_recipe(tmp_path), ["trainer.time=24h", "trainer.time=1h"]).trainer.time == "1h"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["trainer.time=24h", "trainer.steps=3"], ["give exactly one of trainer.steps and trainer.time"]),
+        (["trainer.time=soon"], ["trainer.time: expected hours ('24h') or minutes ('30min'), got 'soon'"]),
+        (["trainer.time=0h"], ["trainer.time: expected hours"]),
+        (["trainer.time=1h", "schedule.warmup=5ep"], ["schedule.warmup: of a run whose length is a time", "'5ep'"]),
+        (
+            ["trainer.time=1h", "schedule.warmup=0", "trainer.eval_every=5%"],
+            ["trainer.eval_every: '5%'", "give steps (1000)"],
+        ),
+        (["schedule.warmup=5min"], ["schedule.warmup: expected steps (2000)"]),
+        (["trainer.batch_ramp=60%"], ["trainer.batch_start: batch_ramp and batch_start go together"]),
+        (["trainer.batch_start=16"], ["trainer.batch_ramp: batch_ramp and batch_start go together"]),
+        (["trainer.batch_ramp=60%", "trainer.batch_start=20"], ["20 does not divide batch_size 64, nearest: 16"]),
+        (["trainer.batch_ramp=0", "trainer.batch_start=16"], ["trainer.batch_ramp: expected more than 0"]),
+        (["trainer.batch_ramp=5min", "trainer.batch_start=16"], ["trainer.batch_ramp: expected steps"]),
+        (["trainer.batch_ramp=2ep", "trainer.batch_start=16", "trainer.epochs=5"], ["trainer.batch_ramp: epochs have"]),
+        (["trainer.batch_ramp=50%", "trainer.batch_start=16", "trainer.micro_batch=5"], ["micro_batch: 5", "4, 8"]),
+    ],
+)
+def test_what_does_not_go_together_is_said_in_a_line(tmp_path, capsys, overrides, parts):
+    line = refuse(capsys, "show", tiny_recipe(tmp_path), *overrides)
+    assert all(part in line for part in parts), line
+
+
+def test_growing_batches_divide_among_processes():
+    with pytest.raises(ConfigError, match=r"trainer.batch_start: 4 does not divide among 3 processes, nearest: 3"):
+        make_plan(toys.settings(**RAMP), samples=64, world=3)
+
+
+def test_as_many_gpus_are_used_as_divide_the_first_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    path = tiny_recipe(tmp_path, trainer={"batch_size": 60})
+    for more, expected in (([], 6), (["trainer.batch_ramp=60%", "trainer.batch_start=20"], 5)):
+        assert process_count(resolve(path, more)) == expected
