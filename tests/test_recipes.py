@@ -26,7 +26,6 @@ from lion.layers.decays import (
     SelectiveHippoDecay,
     SelectiveVectorDecay,
 )
-from lion.layers.lightnet import LightNetAttention
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks.data import Splits

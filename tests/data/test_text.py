@@ -514,7 +514,7 @@ def test_python_source_in_paragraphs(tmp_path, monkeypatch):
     assert source.published()[1] == pytest.approx(train, rel=0.15), "what is said before it is prepared"
 
 
-@pytest.mark.parametrize("name", ["c4", "openwebtext", "pile", "python_source"])
+@pytest.mark.parametrize("name", ["c4", "openwebtext", "pile", "python_source", "wikitext103"])
 def test_sets_are_known_without_their_files(name, tmp_path):
     info, count = text_set(tmp_path, name).published()
     assert count > 1000 and info.length == text_set(tmp_path, name).config.length
