@@ -216,8 +216,8 @@ class KeySoftmax(Decay):
     """LightNet in one direction (arXiv 2405.21022, Eq. 5): `S = (1 - p) S + p v^T`, `p_i = exp(k_i - LSE_i)`, a vector,
     LSE_i being the logarithm of the sum of `exp(k_j)` up to i: keys that are normalised over the tokens so far.
 
-    `1 - p_i = exp(LSE_{i-1} - LSE_i)`; p and 1 - p are sigmoids of `k_i - LSE_{i-1}`, which loses nothing where p is
-    small. The first token has no LSE before it, p = 1 and 1 - p = 0. What it remembers is LSE.
+    `1 - p_i = exp(LSE_{i-1} - LSE_i)`: differences of neighbours, so that over any tokens they add up to that of the
+    ends. The first token has no LSE before it, p = 1 and 1 - p = 0. What it remembers is LSE.
 
     Args:
         share: Whether the key's own p makes the decay, too; else that of logits of their own, `W x_i` (Table 4).
@@ -234,11 +234,13 @@ class KeySoftmax(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()) -> Gating:
         logits = [k.to(x.dtype), *(() if self.gate is None else (self.by_head(linear(self.gate, x)),))]
-        gaps, last = zip(*(self.gaps(y, layout, *before) for y, *before in zip(logits, *((state,) if state else ()))))
-        return Gating(torch.sigmoid(gaps[0]).to(k.dtype), F.logsigmoid(-gaps[-1]), state=last)
+        given = zip(logits, *((state,) if state else ()))
+        keys, log_decays, last = zip(*(self.shares(y, layout, *before) for y, *before in given))
+        return Gating(keys[0].to(k.dtype), log_decays[-1], state=last)
 
-    def gaps(self, logits: Tensor, layout: Layout, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`k_i - LSE_{i-1}` (B, H, L, D), infinite at a first token, and the last LSE (B, H, D), after `before`."""
+    def shares(self, logits: Tensor, layout: Layout, before: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """p and log(1 - p), (B, H, L, D), minus infinity at a first token, and the last LSE (B, H, D), of tokens after
+        `before`."""
         valid, index = layout.valid, layout.segment_index
         if self.reverse:
             logits = logits.flip(2)
@@ -254,9 +256,12 @@ class KeySoftmax(Decay):
         if index is not None:
             first = index.diff(dim=1, prepend=index[:, :1]) != 0
             earlier = earlier.masked_fill(first[:, None, :, None], -torch.inf)
-        gaps = logits - earlier
-        gaps = gaps if invalid is None else gaps.masked_fill(invalid, -torch.inf)
-        return gaps.flip(2) if self.reverse else gaps, total[:, :, -1].clone()
+        share, log_decay = (logits - total).clamp_max(0).exp(), earlier - total
+        if invalid is not None:
+            share, log_decay = share.masked_fill(invalid, 0), log_decay.masked_fill(invalid, 0)
+        if self.reverse:
+            share, log_decay = share.flip(2), log_decay.flip(2)
+        return share, log_decay, total[:, :, -1].clone()
 
 
 class HippoDecay(Decay):

@@ -32,16 +32,26 @@ def logcumsumexp(x: Tensor, segment_index: Tensor | None = None) -> Tensor:
 class _LogCumSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, segment_index: Tensor | None) -> Tensor:
-        y = running(x, segment_index)
+        none = lowest(x)  # in the place of minus infinity: differences stay numbers
+        y = running(x.clamp_min(none), segment_index)
         ctx.save_for_backward(x, y, segment_index)
-        return y
+        return y.masked_fill(y == none, -torch.inf)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         x, y, index = ctx.saved_tensors
-        y = y.clamp_min(torch.finfo(y.dtype).min)  # where there was no token yet: differences stay numbers
         return decayed(x, y) * from_right(grad, y, index), None
+
+
+def lowest(x: Tensor) -> float:
+    return torch.finfo(x.dtype).min
+
+
+def log_add(a: Tensor, b: Tensor) -> Tensor:
+    """`log(exp(a) + exp(b))` of finite numbers, in operations that Inductor has as vectors: not so `logaddexp`."""
+    larger = torch.maximum(a, b)
+    return larger + (1 + (torch.minimum(a, b) - larger).exp()).log()  # `log1p` takes many times as long
 
 
 def decayed(earlier: Tensor, later: Tensor) -> Tensor:
@@ -51,19 +61,21 @@ def decayed(earlier: Tensor, later: Tensor) -> Tensor:
 
 def running(x: Tensor, index: Tensor | None) -> Tensor:
     """The running sum of x (B, H, L, D)."""
-    length = x.shape[2]
-    x, index = in_blocks(x, -torch.inf), in_blocks_of_index(index)  # (B, H, N, S, D), (B, 1, N, S, 1)
+    length, none = x.shape[2], lowest(x)
+    x, index = in_blocks(x, none), in_blocks_of_index(index)  # (B, H, N, S, D), (B, 1, N, S, 1)
     y = None
     if x.shape[2] > 1:
-        last = x if index is None else x.masked_fill(index != index[..., -1:, :], -torch.inf)
-        y = running(last.logsumexp(-2), None if index is None else index[:, 0, :, -1, 0])  # (B, H, N, D)
-        y = F.pad(y[:, :, :-1], (0, 0, 1, 0), value=-torch.inf)  # that enters each block
+        last = x if index is None else x.masked_fill(index != index[..., -1:, :], none)
+        largest = last.amax(-2)
+        total = largest + (last - largest[..., None, :]).exp().sum(-2).log()  # (B, H, N, D)
+        y = running(total, None if index is None else index[:, 0, :, -1, 0])
+        y = F.pad(y[:, :, :-1], (0, 0, 1, 0), value=none)  # that enters each block
     before = None if index is None else F.pad(index[:, :, :-1, -1], (0, 0, 1, 0), value=-1)
     out = []
     for i in range(x.shape[3]):
         if index is not None and y is not None:
-            y = y.masked_fill(index[..., i, :] != before, -torch.inf)
-        y = x[..., i, :] if y is None else torch.logaddexp(y, x[..., i, :])
+            y = y.masked_fill(index[..., i, :] != before, none)
+        y = x[..., i, :] if y is None else log_add(y, x[..., i, :])
         before = None if index is None else index[..., i, :]
         out.append(y)
     return torch.stack(out, 3).flatten(2, 3)[:, :, :length]
