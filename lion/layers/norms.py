@@ -16,8 +16,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
+    """In the dtype of its weights or wider: autocast leaves it in bf16, which PyTorch warns of."""
+
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
-        return super().forward(x)
+        return super().forward(x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype)))
 
 
 class OverProcesses(torch.autograd.Function):

@@ -194,7 +194,9 @@ def in_chunks(layout: Layout, size: int) -> Chunked:
     chunks = -(-tokens // size)  # (B, L + 1), of each segment
     ends = chunks.cumsum(1)
     total = ends[:, -1:]
-    count = -(-length // size) if layout.segment_index is None else max(1, int(total.max()))
+    count = -(-length // size)
+    if layout.segment_index is not None and not valid.is_meta:  # whose segments nobody knows
+        count = max(1, int(total.max()))
     ends = ends + count - total
     place = ends.gather(1, segment) * size - tokens.gather(1, segment) + layout.positions
     first = valid.new_zeros(len(valid), count + 1).scatter(1, (ends - chunks).gather(1, segment), True)

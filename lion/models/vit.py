@@ -127,10 +127,12 @@ class ViT(ImageClassifier):
 
     def adapt(self, weights: dict[str, Tensor], source: ViT) -> dict[str, Tensor]:
         """Weights of `source`, a model for images of another size, for this one: positions are interpolated."""
-        if self.position is None or source.position is None or self.patches == source.patches:
+        if self.position is None or source.position is None or self.position.shape == source.position.shape:
             return weights
-        tokens = self.length - self.patches[0] * self.patches[1]  # without a place
-        extra, places = weights["position"].split([tokens, source.patches[0] * source.patches[1]], 1)
+        own, theirs = (m.length - m.patches[0] * m.patches[1] for m in (self, source))  # tokens without a place
+        extra, places = weights["position"].split([theirs, source.length - theirs], 1)
+        if own != theirs:
+            extra = self.position.detach()[:, :own]
         places = places.mT.unflatten(-1, source.patches)  # (1, dim, H, W)
         places = F.interpolate(places.float(), self.patches, mode="bicubic", antialias=True).flatten(2).mT
         return {**weights, "position": torch.cat([extra, places.to(extra.dtype)], 1)}
