@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.norms import BatchNorm
+from lion.layers.norms import BatchNorm, RMSNorm
 from tests.helpers import command, tiny_recipe
 
 DIM = 6
@@ -94,3 +94,12 @@ def test_two_processes_normalise_by_the_whole_batch(tmp_path):
         written = (tmp_path / "runs" / f"p{processes}" / "metrics.jsonl").read_text().splitlines()
         losses[processes] = [v["loss"] for v in map(json.loads, written)]
     assert len(losses[1]) == 5 and losses[2] == pytest.approx(losses[1], rel=2e-5)
+
+
+def test_rms_norm_is_float32_under_autocast(recwarn):
+    x, norm = torch.randn(2, 5, DIM, dtype=torch.bfloat16), RMSNorm(DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = norm(x)
+    assert y.dtype == torch.float32 and not [w for w in recwarn if "dtype" in str(w.message)]
+    assert torch.equal(y, norm(x.float()))
+    assert norm.bfloat16()(x).dtype == torch.bfloat16

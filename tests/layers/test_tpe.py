@@ -206,3 +206,10 @@ def test_a_grid_has_no_segments_and_no_stream():
     for call in (lambda: module.prefill(x), lambda: module.step(x, module.initial_state(1))):
         with pytest.raises(ValueError, match="tpe: a grid is seen as a whole"):
             call()
+
+
+def test_packed_sequences_without_data():
+    """On meta tensors, as `show` counts memory."""
+    segments = torch.zeros(2, 2 * CHUNK, dtype=torch.long, device="meta")
+    x = torch.empty(2, 2 * CHUNK, 3, device="meta")
+    assert TPE(3, 4).to("meta")(x, Layout.of(x, segments=segments)).shape == x.shape

@@ -195,3 +195,15 @@ def test_nothing_is_interpolated_without_need():
     assert torch.equal(a.adapt(a.state_dict(), a)["position"], a.position)
     assert "position" not in a.adapt(b.state_dict(), b)  # one of them has none
     assert torch.equal(b.adapt(a.state_dict(), a)["position"], a.position)
+
+
+@pytest.mark.parametrize("cls", [True, False])
+def test_positions_reach_a_model_with_or_without_cls(cls):
+    """At another size, too: what has a place is interpolated, the cls starts anew."""
+    source, target = (vit(position_embedding=True, cls=c, size=(n, n)) for c, n in ((not cls, 8), (cls, 16)))
+    with torch.no_grad():
+        source.position[:, int(not cls) :] = 3.0
+    position = target.adapt(source.state_dict(), source)["position"]
+    assert position.shape == target.position.shape
+    assert torch.allclose(position[:, int(cls) :], torch.tensor(3.0))
+    assert torch.equal(position[:, : int(cls)], target.position[:, : int(cls)])
