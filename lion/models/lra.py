@@ -66,6 +66,8 @@ class LRAConfig(EncoderConfig):
         own, usual = vars(built.attention), vars(built.with_mixer(self.mixer).resolved().attention)
         parts = [super().label()]
         parts += [f"{own[name]} {words}" for name, words in SAID.items() if own.get(name) != usual.get(name)]
+        if getattr(self.attention, "value_start", None) is not None:
+            parts.append(f"{self.attention.value_start} values")
         if self.window is not None:
             parts.append(f"window {self.window}")
         return " ".join(parts)

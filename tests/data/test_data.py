@@ -524,9 +524,9 @@ def test_the_data_root(monkeypatch, tmp_path):
 
 def test_every_name_is_that_of_a_data_set():
     pictures = ["cifar10", "cifar100", "digits", "fashion_mnist", "hf", "imagefolder", "imagenet", "mnist"]
-    text = ["c4", "openwebtext", "pile", "python_source", "text", "tiny_shakespeare"]
+    text = ["c4", "openwebtext", "pile", "python_source", "text", "tiny_shakespeare", "wikitext103"]
     sequences = ["aan", "cifar10_pixels", "glue", "imdb", "listops", "pathfinder", "pathx"]
-    assert sorted(data.DATASETS) == sorted([*pictures, *text, *sequences])
+    assert sorted(data.DATASETS) == sorted(["latents", *pictures, *text, *sequences])
     for name in pictures:
         kind = data.dataset(name)
         assert issubclass(kind, DataSet) and kind.Config().name == name and issubclass(kind.Info, Info)
