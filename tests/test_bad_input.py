@@ -225,7 +225,7 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("--from full", "unknown option --from full: did you mean '--form'?"),
         ("trian x.yaml", "'trian' is no command, did you mean 'train'?"),
         ("quickstrt", "'quickstrt' is no command, did you mean 'quickstart'?"),
-        ("zz", "valid: train, prepare, eval, list, show, predict, generate, glue, bench ops, "),
+        ("zz", "valid: train, prepare, eval, list, show, predict, generate, sample, distance, glue, bench ops, "),
         ("train", "required: recipe\n"),
         ("train x.yaml --frsh", "unknown option --frsh: did you mean '--fresh'?"),
         ("train x.yaml --processes", "--processes: expected one argument"),

@@ -595,6 +595,6 @@ def test_a_task_that_is_given_another_kind_of_data(tmp_path, capsys, monkeypatch
     line = refuse(capsys, "train", path)
     assert line == (
         f"error: {path}: data.name: 'digits' holds images, task 'reading' learns from text, "
-        f"valid: image_classification\n"
+        f"valid: diffusion, image_classification\n"
     )
     assert not (tmp_path / "runs").exists()
