@@ -81,8 +81,12 @@ def test_the_floor_has_everything_but_the_mixing():
     torch.testing.assert_close(layer(x), layer.proj(layer.qkv(x)[..., 24:]))
 
 
-def test_a_step_trains():
-    recipe, task = train.models(JOB)["lion_s"]
+GROWING = ["trainer.time=1h", "schedule.warmup=0", "trainer.batch_start=256", "trainer.batch_ramp=60%"]
+
+
+@pytest.mark.parametrize("more", [[], GROWING])
+def test_a_step_trains(more):
+    recipe, task = train.models(replace(JOB, overrides=(*TINY, *more)))["lion_s"]
     torch.manual_seed(0)
     model = task.build_model(recipe.model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -153,6 +153,7 @@ GOOD = {"context": "a", "choices": ["b", "c"], "answer": 0}
         ({**GOOD, "answer": 2}, "line 2: expected an answer of 0 to 1, got 2"),
         ({**GOOD, "answer": -1}, "line 2: expected an answer of 0 to 1, got -1"),
         ({**GOOD, "answer": True}, "line 2: expected an answer of 0 to 1, got True"),
+        ({**GOOD, "answer": "1" * 5000}, "line 2: expected an answer of 0 to 1, got '11"),
         ({**GOOD, "answer": ""}, "line 2: expected an answer of 0 to 1, got ''"),
         (
             {"context": "a", "choices": ["b", "c"]},

@@ -22,7 +22,7 @@ from tools import __main__ as commands
 from tools.cli import run_command
 from tools.compose import RECIPES, resolve
 from tools.glue.plan import PUBLISHED_SEEDS, SEEDS, TABLE_8, make_jobs, read_pretrained, read_table
-from tools.glue.results import best_rate, collect, enters, mean_of_tasks, rate_rows
+from tools.glue.results import best_rate, changes, collect, enters, mean_of_tasks, rate_rows
 from tools.processes import kill_tree, start_command
 
 # recipes.md 4.1: learning rate / weight decay / epochs, "a" for AdamW, in this order
@@ -242,6 +242,13 @@ def test_the_best_rate_of_each_task_counts():
         ["rte", "55.00 ± 7.07", "54.50 ± 0.71", "1.00"],
         ["one for all", f"{(2 * 72 + 55) / 3:.2f}", f"{(2 * 73 + 54.5) / 3:.2f}", "-"],
     ]
+
+
+def test_a_folder_may_hold_tasks_that_the_recipe_has_no_longer():
+    table = read_table("lightnet")
+    del table.tasks["rte"]
+    rows = rows_of({("rte", 5e-5): [60, 50]}, settings={})
+    assert changes(rows, table) == ["rte: this recipe does not have it, its runs are earlier ones."]
 
 
 @pytest.mark.process

@@ -236,11 +236,10 @@ def training_step(
     *,
     compiled: bool = False,
 ) -> Callable[[], object]:
-    """The trainer's step on one batch, again and again."""
+    """The trainer's step on one batch, again and again; batches that grow are as large as they get."""
     plan = make_plan(recipe, samples=recipe.trainer.batch_size, world=1)
-    plan = dataclasses.replace(
-        plan, trainer=dataclasses.replace(plan.trainer, precision=precision, parallel="ddp"), accumulation=1
-    )
+    how = dataclasses.replace(plan.trainer, precision=precision, parallel="ddp")
+    plan = dataclasses.replace(plan, trainer=how, ramp=None, accumulation=1)
     trainer = Trainer(plan, task, model, Splits([], [], None, task.info), Path(), Runtime(device))
     if compiled:
         compile_blocks(model)

@@ -216,7 +216,9 @@ def changes(rows: list[Row], asked: Table) -> list[str]:
     notes = []
     for row in rows:
         task, own = row["task"], row["settings"]
-        cell = asked.tasks[task]
+        if (cell := asked.tasks.get(task)) is None:
+            notes.append(f"{task}: this recipe does not have it, its runs are earlier ones.")
+            continue
         named = settings_of(resolve(RECIPES / f"glue_{task}.yaml", asked.own(task)))
         named["optim.lr"] = row["lr"] if row["lr"] in asked.rates else cell.lr
         named["optim.weight_decay"] = cell.torch_decay(own["optim.lr"])
