@@ -269,10 +269,10 @@ def compare(made: Features, real: Features, name: str, kind: str) -> Row:
 
 def show(rows: list[Row], features: Any, real: Pictures) -> None:
     """Print them, and what they are of."""
-    names = list(rows[0].figures)
+    names = list(max((row.figures for row in rows), key=len))  # features from a file tell no classes
     body = []
     for row in rows:
-        cells = (as_text(*row.figures[name], name in SHARES) for name in names)
+        cells = (as_text(*row.figures[name], name in SHARES) if name in row.figures else "-" for name in names)
         body.append([row.name, f"{row.samples:,}", f"{row.reference:,}", *cells])
     heads = (f"{name} %" if name in SHARES else name for name in names)
     print(table(["pictures", "samples", "reference", *heads], body))

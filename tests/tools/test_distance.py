@@ -13,6 +13,7 @@ from lion.tasks.diffusion import Diffusion
 from lion.trainer.runtime import Runtime
 from tests.helpers import here, pictures, refuse, tiny_recipe
 from tools.compose import build_data, resolve
+from tools.distance import Own
 from tools.pictures import of_path, of_split
 
 pytest.importorskip("sklearn")
@@ -52,7 +53,7 @@ def figures(capsys, *args):
     rows = {}
     for line in lines[:2]:
         name, *cells = line.replace(",", "").replace(" ± ", "±").split("  ")
-        rows[name.strip()] = [float(cell.split("±")[0]) for cell in cells if cell.strip()]
+        rows[name.strip()] = [float(cell.split("±")[0]) for cell in cells if cell.strip(" -")]
     return heading, rows, lines[2:]
 
 
@@ -82,8 +83,6 @@ def test_what_is_not_real_is_farther(classifier, real, tmp_path, capsys):
 
 
 def test_features_are_what_the_head_is_given(classifier, real):
-    from tools.distance import Own
-
     model = open_run(classifier).model
     args = type("Args", (), {"features": classifier, "eager": True})
     own = Own(args, CPU)
@@ -172,6 +171,20 @@ def test_features_of_torchscript_and_of_a_file(real, tmp_path, capsys):
         assert rows["real in halves"][:2] == [60, 60]
         out.append([rows["a" + kind], rows["real in halves"]])
     assert out[0] == out[1] and out[0][0][2] > 0
+
+
+def test_pictures_against_features_of_a_file(classifier, real, tmp_path, capsys):
+    """A file of features tells no classes: the row of pictures has one figure more than that of the file's halves."""
+    own = Own(type("Args", (), {"features": classifier, "eager": True}), CPU)
+    with torch.inference_mode():
+        values = own(torch.from_numpy(real[0][:90]))[0]
+    np.savez(tmp_path / "seen.npz", values.numpy()), np.savez(tmp_path / "some.npz", real[0][:90])
+    some, seen, judge = tmp_path / "some.npz", tmp_path / "seen.npz", ["--features", classifier]
+    heading, rows, _ = figures(capsys, some, *judge, "--reference", seen)
+    assert "IS-own" in heading and rows["some"][2] == 0
+    assert here("distance", some, *judge, "--reference", seen) == 0
+    assert " -  " in capsys.readouterr().out.splitlines()[3]
+    assert "IS-own" in figures(capsys, seen, *judge, "--reference", some)[0]
 
 
 def test_what_cannot_be_judged(classifier, generator, real, tmp_path, capsys):
