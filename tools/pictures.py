@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def of_array(path: Path, most: int, batch: int, seed: int) -> Pictures:
     try:
         with np.load(path, allow_pickle=False) as held:
             found = next((held[name] for name in held.files if fits(held[name])), None)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{path}: not a readable array ({error})") from None
     if found is None:
         raise ConfigError(f"{path}: no uint8 pictures (N, channels, height, width), and no features (N, D), in it")

@@ -194,6 +194,8 @@ def test_what_cannot_be_judged(classifier, generator, real, tmp_path, capsys):
     np.savez(tmp_path / "labels.npz", np.zeros(30))
     np.savez(tmp_path / "a.npz", np.random.rand(30, 4)), np.savez(tmp_path / "b.npz", np.random.rand(30, 5))
     (tmp_path / "bad.npz").write_bytes(b"no archive")
+    with open(tmp_path / "npy.npz", "wb") as file:
+        np.save(file, real[0][:30])
     (tmp_path / "bad.pt").write_bytes(b"no module")
     (tmp_path / "empty").mkdir()
     some, judge = tmp_path / "some.npz", ["--features", classifier]
@@ -202,6 +204,7 @@ def test_what_cannot_be_judged(classifier, generator, real, tmp_path, capsys):
         ([tmp_path / "wide.npz", *judge], "wide: pictures of 1 x 8 x 9, the classifier"),
         ([tmp_path / "labels.npz", *judge], "no uint8 pictures (N, channels, height, width), and no features"),
         ([tmp_path / "bad.npz", *judge], "bad.npz: not a readable array"),
+        ([tmp_path / "npy.npz", *judge], "npy.npz: not a readable array"),
         ([tmp_path / "empty", *judge], "empty: no pictures in this folder"),
         ([tmp_path / "none.npz", *judge], "none.npz: expected a run, a folder of pictures or FILE.npz"),
         ([some, "--reference", some], "--features: missing"),
