@@ -1,6 +1,7 @@
 """`./run.sh distance`: made pictures against real ones, from wherever they are."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from lion.runs import open_run
 from lion.tasks.diffusion import Diffusion
 from lion.trainer.runtime import Runtime
 from tests.helpers import here, pictures, refuse, tiny_recipe
+from tests.tools.test_sample import changed
 from tools.compose import build_data, resolve
 from tools.distance import Own
 from tools.pictures import of_path, of_split
@@ -145,8 +147,18 @@ def test_samples_of_a_run_are_made_once(classifier, generator, tmp_path, capsys,
     assert figures(capsys, *args, "--samples", 40)[1]["makes"][0] == 40 and len(made) == 2
     message = "holds other samples, guidance differs"
     assert message in refuse(capsys, "distance", *args, "--samples", 24, "--guidance", 2)
+    (tmp_path / "kept" / "samples.json").write_text("[]")
+    assert "holds other samples" in refuse(capsys, "distance", *args, "--samples", 24)
     (tmp_path / "note").touch()
     assert "holds other files" in refuse(capsys, "distance", *args[:-1], tmp_path, "--samples", 24)
+
+
+def test_samples_of_a_run_that_was_trained_anew_are_others(classifier, generator, tmp_path, capsys):
+    run = shutil.copytree(generator, tmp_path / "makes")
+    args = [run, "--features", classifier, "--steps", 1, "--samples", 20, "--keep", tmp_path / "kept"]
+    figures(capsys, *args)
+    changed(run, lambda x: x.add_(0.1))  # of as many steps
+    assert "holds other samples, weights differs" in refuse(capsys, "distance", *args)
 
 
 class Sums(torch.nn.Module):
