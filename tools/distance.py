@@ -5,9 +5,9 @@
 
 Features are what the head of a classifier of ours is given: the figures are FD-own and IS-own, and compare with no
 published FID. FILE.pt is a TorchScript module from uint8 pictures (N, 3, height, width) to features (N, D), as
-Inception's; an .npz may hold features, and then both do. Real pictures of another split stand below, measured in the
-same way: no model is nearer. A distance falls as pictures get more: compare it at the same number alone. +- is the half
-of a 95 % interval, of a jackknife over the first set. --keep: samples go there, and are not made again.
+Inception's; an .npz may hold features, and then both do. Below stand, to compare, as many real pictures of
+another split, or all that it has. A distance falls as pictures get more: compare it at the same number alone. +- is the
+half of a 95 % interval, of a jackknife over the first set. --keep: samples go there, and are not made again.
 """
 
 from __future__ import annotations
