@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import data
 from data.base import DataSet, data_root, locked
@@ -90,6 +91,15 @@ def check_finite(outputs: Tensor, folder: Path) -> None:
     """Raises ConfigError: What the run's model says is no number."""
     if not outputs.isfinite().all():
         raise ConfigError(f"{folder}: its model gives no finite outputs, the run has diverged: train it anew")
+
+
+def digest(model: nn.Module) -> str:
+    """Of all weights: what was made with them goes with no others."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, value in model.state_dict().items():
+        found.update(name.encode())
+        found.update(value.cpu().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def way_out(folder: Path) -> str:

@@ -5,9 +5,9 @@
 
 Features are what the head of a classifier of ours is given: the figures are FD-own and IS-own, and compare with no
 published FID. FILE.pt is a TorchScript module from uint8 pictures (N, 3, height, width) to features (N, D), as
-Inception's; an .npz may hold features, and then both do. Real pictures of another split stand below, measured in the
-same way: no model is nearer. A distance falls as pictures get more: compare it at the same number alone. +- is the half
-of a 95 % interval, of a jackknife over the first set. --keep: samples go there, and are not made again.
+Inception's; an .npz may hold features, and then both do. Below stand, to compare, as many real pictures of
+another split, or all that it has. A distance falls as pictures get more: compare it at the same number alone. +- is the
+half of a 95 % interval, of a jackknife over the first set. --keep: samples go there, and are not made again.
 """
 
 from __future__ import annotations
@@ -269,10 +269,10 @@ def compare(made: Features, real: Features, name: str, kind: str) -> Row:
 
 def show(rows: list[Row], features: Any, real: Pictures) -> None:
     """Print them, and what they are of."""
-    names = list(rows[0].figures)
+    names = list(max((row.figures for row in rows), key=len))  # features from a file tell no classes
     body = []
     for row in rows:
-        cells = (as_text(*row.figures[name], name in SHARES) for name in names)
+        cells = (as_text(*row.figures[name], name in SHARES) if name in row.figures else "-" for name in names)
         body.append([row.name, f"{row.samples:,}", f"{row.reference:,}", *cells])
     heads = (f"{name} %" if name in SHARES else name for name in names)
     print(table(["pictures", "samples", "reference", *heads], body))

@@ -11,7 +11,6 @@ compiled with the first, where the recipe compiles.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import statistics
 import sys
@@ -32,7 +31,7 @@ from lion.tasks.generation import MODES, Continuation, Sampling, streaming_mode
 from lion.trainer.checkpoint import load_state
 from lion.trainer.runtime import compile_blocks, compile_steps, start_runtime
 from tools.cli import Parser, count, number, run_command, say
-from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
+from tools.compose import check_finite, check_tokenizer, digest, open_data, resolve_run
 
 UNFINISHED, LONGEST = "\ufffd", 4  # what a character lacks bytes for decodes to, and the tokens that it has at most
 
@@ -170,15 +169,6 @@ def read_state(args: Any, loaded: LoadedRun) -> Continuation:
     device = model.tokens.weight.device
     held = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, held)
     return Continuation(model, held["mode"], held["rows"], held["logits"], held["state"])
-
-
-def digest(model: GPT) -> str:
-    """Of all weights: a state goes with no others."""
-    found = hashlib.blake2b(digest_size=16)
-    for name, value in model.state_dict().items():
-        found.update(name.encode())
-        found.update(value.cpu().reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
 
 
 if __name__ == "__main__":

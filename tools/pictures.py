@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from lion.tasks.images import ImageInfo
 from lion.tasks.seeds import derive
 from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime
-from tools.compose import loader_workers
+from tools.compose import digest, loader_workers
 
 SPLITS = ("train", "val", "test")
 MANIFEST = "samples.json"
@@ -129,7 +130,7 @@ def of_array(path: Path, most: int, batch: int, seed: int) -> Pictures:
     try:
         with np.load(path, allow_pickle=False) as held:
             found = next((held[name] for name in held.files if fits(held[name])), None)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{path}: not a readable array ({error})") from None
     if found is None:
         raise ConfigError(f"{path}: no uint8 pictures (N, channels, height, width), and no features (N, D), in it")
@@ -189,6 +190,7 @@ class Kept:
     def __init__(self, folder: Path, loaded: LoadedRun, args: Any) -> None:
         self.folder = folder
         about = {"run": str(loaded.folder.resolve()), "step": loaded.checkpoint["step"], "ema": args.ema}
+        about["weights"] = digest(loaded.model)  # trained anew, a run has others
         about |= {name: getattr(args, name) for name in ("steps", "guidance", "seed", "batch")}
         path = folder / MANIFEST
         try:
@@ -199,6 +201,7 @@ class Kept:
         if there is None and any(folder.iterdir()):
             raise ConfigError(f"--keep: {folder} holds other files")
         if there not in (None, about):
+            there = there if isinstance(there, dict) else {}
             odd = next((name for name in about if there.get(name) != about[name]), MANIFEST)
             raise ConfigError(f"--keep: {folder} holds other samples, {odd} differs; name another folder")
         save_json(path, about)

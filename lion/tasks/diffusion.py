@@ -34,7 +34,7 @@ KEYS = 2**63 - 1
 class DiffusionConfig:
     """`steps` are the times of the diffusion, `label_dropout` the share of training pictures whose class is not told,
     which guidance needs. TensorBoard shows `shown` samples at every evaluation, made in `shown_steps` steps with
-    `shown_guidance`.
+    `shown_guidance`. Where all classes are told in training guidance can be only 1, and where none is, 0.
     """
 
     name: str = "diffusion"
@@ -48,6 +48,15 @@ class DiffusionConfig:
     def __post_init__(self) -> None:
         if self.shown and self.shown_steps > self.steps:
             raise ValueError(f"shown_steps: expected at most task.steps={self.steps}, got {self.shown_steps}")
+        if self.shown:
+            self.check_guidance(self.shown_guidance, "shown_guidance")
+
+    def check_guidance(self, guidance: float, name: str = "guidance") -> None:
+        """Raises ValueError: It asks for what training never does, pictures of no class or of one."""
+        dropout = self.label_dropout
+        only = {0: 1, 1: 0}.get(dropout)
+        if only is not None and guidance != only:
+            raise ValueError(f"{name}: task.label_dropout={dropout:g} allows {only} alone, got {guidance:g}")
 
 
 class Diffusion(Task):
@@ -173,8 +182,9 @@ class Diffusion(Task):
             after_step: Called after each step.
 
         Raises:
-            ValueError: More steps than times.
+            ValueError: More steps than times, or guidance that the training did not prepare.
         """
+        self.config.check_guidance(guidance)
         device = classes.device
         keys = torch.randint(KEYS, (len(classes),), generator=generator).to(device)
         none = torch.full_like(classes, len(self.info.classes))

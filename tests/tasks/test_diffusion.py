@@ -101,6 +101,19 @@ def test_too_many_steps_are_refused():
         DiffusionConfig(steps=10)
 
 
+def test_guidance_needs_labels_that_are_not_told():
+    """And classes need labels that are."""
+    for dropout, only in ((0, 1), (1, 0)):
+        t = task(label_dropout=dropout, shown_guidance=only, steps=20, shown_steps=5)
+        model, classes = model_of(t), torch.tensor([0, 1])
+        assert t.generate(model, classes, steps=1, guidance=only).isfinite().all()
+        with pytest.raises(ValueError, match=f"^guidance: task.label_dropout={dropout} allows {only} alone, got 1.5"):
+            t.generate(model, classes, steps=1, guidance=1.5)
+        with pytest.raises(ValueError, match=f"^shown_guidance: task.label_dropout={dropout} allows {only} alone"):
+            DiffusionConfig(label_dropout=dropout)
+        DiffusionConfig(label_dropout=dropout, shown=0)
+
+
 def test_bytes_come_back():
     image = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     x = scaled(image)

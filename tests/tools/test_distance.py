@@ -1,6 +1,7 @@
 """`./run.sh distance`: made pictures against real ones, from wherever they are."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from lion.runs import open_run
 from lion.tasks.diffusion import Diffusion
 from lion.trainer.runtime import Runtime
 from tests.helpers import here, pictures, refuse, tiny_recipe
+from tests.tools.test_sample import changed
 from tools.compose import build_data, resolve
+from tools.distance import Own
 from tools.pictures import of_path, of_split
 
 pytest.importorskip("sklearn")
@@ -52,7 +55,7 @@ def figures(capsys, *args):
     rows = {}
     for line in lines[:2]:
         name, *cells = line.replace(",", "").replace(" ± ", "±").split("  ")
-        rows[name.strip()] = [float(cell.split("±")[0]) for cell in cells if cell.strip()]
+        rows[name.strip()] = [float(cell.split("±")[0]) for cell in cells if cell.strip(" -")]
     return heading, rows, lines[2:]
 
 
@@ -82,8 +85,6 @@ def test_what_is_not_real_is_farther(classifier, real, tmp_path, capsys):
 
 
 def test_features_are_what_the_head_is_given(classifier, real):
-    from tools.distance import Own
-
     model = open_run(classifier).model
     args = type("Args", (), {"features": classifier, "eager": True})
     own = Own(args, CPU)
@@ -146,8 +147,18 @@ def test_samples_of_a_run_are_made_once(classifier, generator, tmp_path, capsys,
     assert figures(capsys, *args, "--samples", 40)[1]["makes"][0] == 40 and len(made) == 2
     message = "holds other samples, guidance differs"
     assert message in refuse(capsys, "distance", *args, "--samples", 24, "--guidance", 2)
+    (tmp_path / "kept" / "samples.json").write_text("[]")
+    assert "holds other samples" in refuse(capsys, "distance", *args, "--samples", 24)
     (tmp_path / "note").touch()
     assert "holds other files" in refuse(capsys, "distance", *args[:-1], tmp_path, "--samples", 24)
+
+
+def test_samples_of_a_run_that_was_trained_anew_are_others(classifier, generator, tmp_path, capsys):
+    run = shutil.copytree(generator, tmp_path / "makes")
+    args = [run, "--features", classifier, "--steps", 1, "--samples", 20, "--keep", tmp_path / "kept"]
+    figures(capsys, *args)
+    changed(run, lambda x: x.add_(0.1))  # of as many steps
+    assert "holds other samples, weights differs" in refuse(capsys, "distance", *args)
 
 
 class Sums(torch.nn.Module):
@@ -174,6 +185,20 @@ def test_features_of_torchscript_and_of_a_file(real, tmp_path, capsys):
     assert out[0] == out[1] and out[0][0][2] > 0
 
 
+def test_pictures_against_features_of_a_file(classifier, real, tmp_path, capsys):
+    """A file of features tells no classes: the row of pictures has one figure more than that of the file's halves."""
+    own = Own(type("Args", (), {"features": classifier, "eager": True}), CPU)
+    with torch.inference_mode():
+        values = own(torch.from_numpy(real[0][:90]))[0]
+    np.savez(tmp_path / "seen.npz", values.numpy()), np.savez(tmp_path / "some.npz", real[0][:90])
+    some, seen, judge = tmp_path / "some.npz", tmp_path / "seen.npz", ["--features", classifier]
+    heading, rows, _ = figures(capsys, some, *judge, "--reference", seen)
+    assert "IS-own" in heading and rows["some"][2] == 0
+    assert here("distance", some, *judge, "--reference", seen) == 0
+    assert " -  " in capsys.readouterr().out.splitlines()[3]
+    assert "IS-own" in figures(capsys, seen, *judge, "--reference", some)[0]
+
+
 def test_what_cannot_be_judged(classifier, generator, real, tmp_path, capsys):
     np.savez(tmp_path / "few.npz", real[0][:19])
     np.savez(tmp_path / "some.npz", real[0][:30])
@@ -181,6 +206,8 @@ def test_what_cannot_be_judged(classifier, generator, real, tmp_path, capsys):
     np.savez(tmp_path / "labels.npz", np.zeros(30))
     np.savez(tmp_path / "a.npz", np.random.rand(30, 4)), np.savez(tmp_path / "b.npz", np.random.rand(30, 5))
     (tmp_path / "bad.npz").write_bytes(b"no archive")
+    with open(tmp_path / "npy.npz", "wb") as file:
+        np.save(file, real[0][:30])
     (tmp_path / "bad.pt").write_bytes(b"no module")
     (tmp_path / "empty").mkdir()
     some, judge = tmp_path / "some.npz", ["--features", classifier]
@@ -189,6 +216,7 @@ def test_what_cannot_be_judged(classifier, generator, real, tmp_path, capsys):
         ([tmp_path / "wide.npz", *judge], "wide: pictures of 1 x 8 x 9, the classifier"),
         ([tmp_path / "labels.npz", *judge], "no uint8 pictures (N, channels, height, width), and no features"),
         ([tmp_path / "bad.npz", *judge], "bad.npz: not a readable array"),
+        ([tmp_path / "npy.npz", *judge], "npy.npz: not a readable array"),
         ([tmp_path / "empty", *judge], "empty: no pictures in this folder"),
         ([tmp_path / "none.npz", *judge], "none.npz: expected a run, a folder of pictures or FILE.npz"),
         ([some, "--reference", some], "--features: missing"),
