@@ -51,7 +51,9 @@ def main(argv: list[str]) -> int:
         lambda fig: curves(fig, held, store.rows.values()),
     )
     notes = "\n\n".join(row["notes"] for row in store.tables["notes"].values())
-    store.save(markdown(held, name.replace("_", " ").capitalize(), picture and picture.name, notes))
+    of = {row["paper"] for row in held}
+    title = of.pop() if len(of) == 1 else name.replace("_", " ").capitalize()
+    store.save(markdown(held, title, picture and picture.name, notes))
     for section in sections:
         parts = [section.title, *(table(*t) for t in section.tables()), section.remarks()]
         print(*filter(None, parts), sep="\n\n", end="\n\n")

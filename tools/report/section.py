@@ -132,12 +132,14 @@ def curves(fig: Any, sections: list[Row], rows: Iterable[Row]) -> None:
         groups.setdefault((row["section"], row["model"]), []).append(row)
     panels = fig.subplots(len(sections), squeeze=False)[:, 0]
     for ax, section in zip(panels, sections):
-        for name, runs in ((name, runs) for (title, name), runs in groups.items() if title == section["section"]):
+        own = [(name, runs) for (title, name), runs in groups.items() if title == section["section"]]
+        for i, (name, runs) in enumerate(own):
             lines = [dict(map(tuple, run["curve"])) for run in runs]
             places = sorted(set.intersection(*map(set, lines)))
             columns = [[line[x] for line in lines] for x in places]
             style = {"color": "black"} if name == "softmax" else {}
-            (drawn,) = ax.plot(places, [statistics.mean(c) for c in columns], "o-", markersize=3, label=name, **style)
+            line = "o-" if i <= 10 else "o--"  # there are ten colours beside black
+            (drawn,) = ax.plot(places, [statistics.mean(c) for c in columns], line, markersize=3, label=name, **style)
             low, high = list(map(min, columns)), list(map(max, columns))
             ax.fill_between(places, low, high, alpha=0.15, color=drawn.get_color())
         ax.set(title=section["section"], xlabel=section["x"], ylabel=section["y"])
