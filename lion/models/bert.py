@@ -41,7 +41,6 @@ class BertConfig(EncoderConfig):
     block: str = setting("post_norm", choices=BLOCKS)
     norm_eps: float = setting(1e-12, above=0)
     init: str = setting("bert", choices=INITS)
-    position_embedding: bool | None = None
     position_kind: str = setting("learned", choices=POSITIONS)
     max_positions: int = setting(512, min=1, max=2**24)
     token_types: int = setting(0, min=0, max=65_536)
@@ -51,7 +50,6 @@ class BertConfig(EncoderConfig):
 
     released: ClassVar[dict[str, dict[str, Any]]] = dict.fromkeys(("lion_lit", "lion_d", "lion_s"), PLAIN_SCORES)
     conventions: ClassVar[dict[str, str]] = {
-        "positions": "position_embedding",
         **EncoderConfig.conventions,
         "output norm": "attention.out_norm",
     }
@@ -60,8 +58,6 @@ class BertConfig(EncoderConfig):
         c = super().resolved()
         if c.attention.scans != AS_THEY_STAND:
             raise ValueError("attention.scans: text has one order, that in which its tokens come")
-        if c.position_embedding is None:
-            c.position_embedding = not c.knows_order()
         c.attention = fill(c.attention, {"out_norm": "layernorm" if c.mixer == "lion_lit" else NO_NORM})
         return c
 

@@ -17,16 +17,16 @@ from lion.layers.block import MLPS
 from lion.layers.blocks import BLOCKS
 from lion.layers.layout import Layout, grid_layout
 from lion.models.base import Model
-from lion.models.encoder import Encoder, EncoderConfig
+from lion.models.encoder import Encoder
 from lion.models.init import INITS
-from lion.models.patches import grid_of, pair
+from lion.models.patches import PatchedConfig, grid_of
 
 FREQUENCIES = 128  # of a time, each as cosine and sine
 LONGEST = 10_000  # the period of the slowest, in units of its own
 
 
 @dataclass
-class DiTConfig(EncoderConfig):
+class DiTConfig(PatchedConfig):
     """A DiT. None in `position_embedding` (fixed sines and cosines of row and column) stands for the convention of the
     mixer: on where it knows no order.
 
@@ -39,16 +39,11 @@ class DiTConfig(EncoderConfig):
     mlp: str = setting("mlp_tanh", choices=MLPS)
     init: str = setting("xavier", choices=INITS)
     patch_size: tuple[int, int] | int = 2
-    position_embedding: bool | None = None
 
     conditions: ClassVar[bool] = True
-    conventions: ClassVar[dict[str, str]] = {"positions": "position_embedding", **EncoderConfig.conventions}
 
     def resolved(self) -> Self:
         c = super().resolved()
-        c.patch_size = pair(c.patch_size)
-        if c.position_embedding is None:
-            c.position_embedding = not c.knows_order()
         if c.position_embedding and c.dim % 4:
             raise ValueError(f"dim: the embedding of rows and columns needs a multiple of 4, got {c.dim}")
         return c
@@ -59,9 +54,7 @@ class DiTConfig(EncoderConfig):
         return BLOCKS[self.block].conditional
 
     def shape(self) -> str:
-        height, width = self.resolved().patch_size
-        told = "" if self.modulates else ", time and class as tokens"
-        return f"{super().shape()}, patches of {height} x {width}{told}"
+        return super().shape() + ("" if self.modulates else ", time and class as tokens")
 
 
 class DiT(Model):

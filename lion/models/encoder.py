@@ -27,7 +27,8 @@ class EncoderConfig(ModelConfig):
     """Shape of an encoder, as it was asked for: None stands for the convention of mixer and model.
 
     `resolved` says what that is. `preset` decides where paper and released code differ in what the model is. `tpe` are
-    the hidden states of MD-TPE (`lion.layers.tpe`), through which tokens go before the blocks; 0: none.
+    the hidden states of MD-TPE (`lion.layers.tpe`), through which tokens go before the blocks; 0: none. A model's
+    position embedding, whatever kind it is, is by convention on where nothing else tells the order of tokens.
     """
 
     mixer: str = setting(choices=KINDS)
@@ -44,6 +45,7 @@ class EncoderConfig(ModelConfig):
     drop_path: float = setting(0.0, min=0, max=0.99)
     init: str = setting("deit", choices=INITS)
     init_std: float = setting(0.02, above=0)
+    position_embedding: bool | None = None
     tpe: int | None = setting(None, min=0, max=65_536)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
@@ -52,6 +54,7 @@ class EncoderConfig(ModelConfig):
     released: ClassVar[dict[str, dict[str, Any]]] = {}
     # in the words of `label`: settings that are None where a model keeps to the conventions
     conventions: ClassVar[dict[str, str]] = {
+        "positions": "position_embedding",
         "feature map": "attention.feature_map",
         "row sum": "attention.normalize",
         "decay convention": "attention.decay_convention",
@@ -86,6 +89,8 @@ class EncoderConfig(ModelConfig):
             c.attention = resolve_mixer(c.mixer, c.attention)
         except ValueError as error:
             raise ValueError(f"attention.{error}") from None
+        if c.position_embedding is None:
+            c.position_embedding = not c.knows_order()
         return c
 
     def knows_order(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, make_dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,11 +41,8 @@ class GPTConfig(EncoderConfig):
     norm_eps: float = setting(1e-5, above=0)
     init: str = setting("gpt2", choices=INITS)
     attention: CausalAttentionConfig = field(default_factory=CausalAttentionConfig)
-    position_embedding: bool | None = None
     bias: bool = True
     pad_vocabulary: int = setting(1, min=1, max=65_536)
-
-    conventions: ClassVar[dict[str, str]] = {"positions": "position_embedding", **EncoderConfig.conventions}
 
     @classmethod
     def types(cls, values: dict[str, Any]) -> dict[str, type]:
@@ -57,8 +54,6 @@ class GPTConfig(EncoderConfig):
             raise ValueError("attention.scans: text has one order, that in which its tokens come")
         if c.attention.direction != "forward":
             raise ValueError(f"attention.direction: {c.attention.direction!r} sees later tokens, use 'forward'")
-        if c.position_embedding is None:
-            c.position_embedding = not c.knows_order()
         return c
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -41,11 +41,8 @@ class LRAConfig(EncoderConfig):
     norm_momentum: float = setting(0.95, min=0, max=1)
     init: str = setting("lra", choices=INITS)
     init_std: float = setting(0.1, above=0)
-    position_embedding: bool | None = None
     memory_lr: float = setting(1.0, above=0, max=1000)
     window: int | None = setting(None, min=1)
-
-    conventions: ClassVar[dict[str, str]] = {"positions": "position_embedding", **EncoderConfig.conventions}
 
     def resolved(self) -> Self:
         c = super().resolved()
@@ -53,8 +50,6 @@ class LRAConfig(EncoderConfig):
             raise ValueError(f"mlp: {c.mlp!r} belongs to block 's5', {c.block!r} takes {', '.join(MLPS)}")
         if c.attention.scans != AS_THEY_STAND:
             raise ValueError("attention.scans: a sequence has one order, that in which its tokens come")
-        if c.position_embedding is None:
-            c.position_embedding = not c.knows_order()
         return c
 
     def with_mixer(self, mixer: str) -> Self:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
 
-def pair(patch_size: tuple[int, int] | int) -> tuple[int, int]:
-    """(height, width) of patches.
+from lion.models.encoder import EncoderConfig
 
-    Raises:
-        ValueError: There are no such patches.
-    """
-    sides = (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)
-    if min(sides) < 1:
-        raise ValueError(f"patch_size must be at least 1, got {sides}")
-    return sides
+
+@dataclass
+class PatchedConfig(EncoderConfig):
+    """Shape of an encoder whose tokens are patches of `patch_size` pixels, (height, width) or one number for both."""
+
+    patch_size: tuple[int, int] | int = 16
+
+    def resolved(self) -> Self:
+        c = super().resolved()
+        c.patch_size = (c.patch_size, c.patch_size) if isinstance(c.patch_size, int) else tuple(c.patch_size)
+        if min(c.patch_size) < 1:
+            raise ValueError(f"patch_size must be at least 1, got {c.patch_size}")
+        return c
+
+    def shape(self) -> str:
+        height, width = self.resolved().patch_size
+        return f"{super().shape()}, patches of {height} x {width}"
 
 
 def grid_of(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:

@@ -15,13 +15,13 @@ from lion.layers.layout import Layout, grid_layout
 from lion.layers.marks import Marks
 from lion.layers.mixers import SOFTMAX
 from lion.models.base import ImageClassifier
-from lion.models.encoder import Encoder, EncoderConfig
+from lion.models.encoder import Encoder
 from lion.models.init import INITS
-from lion.models.patches import grid_of, pair
+from lion.models.patches import PatchedConfig, grid_of
 
 
 @dataclass
-class ViTConfig(EncoderConfig):
+class ViTConfig(PatchedConfig):
     """A ViT. None in `position_embedding` and `readout` stands for the convention of the mixer.
 
     Position embedding: on where the mixer itself knows no order (softmax, Lion-lit), off for decays (Table 14),
@@ -30,19 +30,13 @@ class ViTConfig(EncoderConfig):
     """
 
     name: str = "vit"
-    patch_size: tuple[int, int] | int = 16
-    position_embedding: bool | None = None
     cls: bool = True
     readout: str | None = setting(None, choices=("cls", "mean"))
 
     released: ClassVar[dict[str, dict[str, Any]]] = {"lion_lit": {"attention": {"feature_map": "elu1"}}}
-    conventions: ClassVar[dict[str, str]] = {"positions": "position_embedding", **EncoderConfig.conventions}
 
     def resolved(self) -> Self:
         c = super().resolved()
-        c.patch_size = pair(c.patch_size)
-        if c.position_embedding is None:
-            c.position_embedding = not c.knows_order()
         blind = all(c.attention.at(layer).direction == "forward" for layer in range(c.depth))
         if c.readout is None:
             c.readout = "cls" if c.cls and c.mixer == SOFTMAX and not blind else "mean"
@@ -51,10 +45,6 @@ class ViTConfig(EncoderConfig):
         if c.readout == "cls" and blind:
             raise ValueError("readout 'cls' sees no patch, all layers go forward from it; use 'mean'")
         return c
-
-    def shape(self) -> str:
-        height, width = self.resolved().patch_size
-        return f"{super().shape()}, patches of {height} x {width}"
 
 
 class ViT(ImageClassifier):

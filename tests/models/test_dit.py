@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,3 +146,11 @@ def test_times_are_cosines_and_sines():
     torch.testing.assert_close(
         seen[0], torch.stack([F.pad(torch.ones(128), (0, 128)), torch.cat([angles.cos(), angles.sin()])])
     )
+
+
+def test_shapes_tell_how_time_and_class_come_in():
+    """Models that differ in it are no rows of one table."""
+    config = DiTConfig(mixer="softmax", dim=8, depth=1, num_heads=2, patch_size=(2, 4))
+    plain = "dim 8, depth 1, 2 heads, patches of 2 x 4"
+    assert config.shape() == plain
+    assert dataclasses.replace(config, block="pre_norm").shape() == f"{plain}, time and class as tokens"
