@@ -13,14 +13,16 @@ from lion.ops import no_autocast
 
 
 class Gating(NamedTuple):
-    """Arguments of `lion.ops.linear_attention`: keys with their gates folded in, one of the memories, and the angles
-    by which queries and keys are turned. `state` is what a decay that remembers goes on from."""
+    """Arguments of `lion.ops.linear_attention`: keys with their gates folded in, one of the memories, the angles by
+    which queries and keys are turned, and the sums of decays where they come first. `state` is what a decay that
+    remembers goes on from."""
 
     k: Tensor
     log_decay: Tensor | None = None
     beta: Tensor | None = None
     bonus: Tensor | None = None
     angles: Tensor | None = None
+    prefix: Tensor | None = None
     state: tuple[Tensor, ...] = ()
 
 

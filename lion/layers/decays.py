@@ -235,12 +235,12 @@ class KeySoftmax(Decay):
     def gating(self, x: Tensor, k: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()) -> Gating:
         logits = [k.to(x.dtype), *(() if self.gate is None else (self.by_head(linear(self.gate, x)),))]
         given = zip(logits, *((state,) if state else ()))
-        keys, log_decays, last = zip(*(self.shares(y, layout, *before) for y, *before in given))
-        return Gating(keys[0].to(k.dtype), log_decays[-1], state=last)
+        keys, log_decays, totals, last = zip(*(self.shares(y, layout, *before) for y, *before in given))
+        return Gating(keys[0].to(k.dtype), log_decays[-1], prefix=None if state else -totals[-1], state=last)
 
-    def shares(self, logits: Tensor, layout: Layout, before: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """p and log(1 - p), (B, H, L, D), minus infinity at a first token, and the last LSE (B, H, D), of tokens after
-        `before`."""
+    def shares(self, logits: Tensor, layout: Layout, before: Tensor | None = None) -> tuple[Tensor, ...]:
+        """p, log(1 - p), minus infinity at a first token, and LSE, (B, H, L, D), and the last LSE (B, H, D), of tokens
+        after `before`."""
         valid, index = layout.valid, layout.segment_index
         if self.reverse:
             logits = logits.flip(2)
@@ -259,9 +259,10 @@ class KeySoftmax(Decay):
         share, log_decay = (logits - total).clamp_max(0).exp(), earlier - total
         if invalid is not None:
             share, log_decay = share.masked_fill(invalid, 0), log_decay.masked_fill(invalid, 0)
+        last = total[:, :, -1].clone()
         if self.reverse:
-            share, log_decay = share.flip(2), log_decay.flip(2)
-        return share, log_decay, total[:, :, -1].clone()
+            share, log_decay, total = share.flip(2), log_decay.flip(2), total.flip(2)
+        return share, log_decay, total, last
 
 
 class HippoDecay(Decay):

@@ -177,9 +177,10 @@ class LionAttention(Attention):
         if self.decays and not self.decays[0].scans:  # it has to do with keys
             q, k = apply_feature_map(feature_map, q), apply_feature_map(m.key_map or feature_map, k)
             feature_map = None
-        given = (self.decays[0](x, k, layout, state) if self.decays else Gating(k))._asdict()
+        gating = self.decays[0](x, k, layout, state) if self.decays else Gating(k)
+        given = {name: tensor for name, tensor in gating._asdict().items() if tensor is not None}
         state = given.pop("state")
-        given["angles"] = self.angles(x, layout, given["angles"])
+        given["angles"] = self.angles(x, layout, gating.angles)
         how = dict(feature_map=feature_map, normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
         return dict(q=q, v=v, **how, **given), state
 

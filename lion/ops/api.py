@@ -12,6 +12,7 @@ from lion.ops.blockwise import blockwise_parts
 from lion.ops.delta import delta_parts
 from lion.ops.full import add_diagonal, masked_parts, product_parts, undecayed_parts
 from lion.ops.piecewise import in_pieces
+from lion.ops.prefix import gradients_to
 from lion.ops.rotary import rotate_pair
 from lion.ops.segments import SegmentIndex, prepared
 from lion.ops.settings import DEFAULTS, Settings, resolve_form, with_fields
@@ -28,6 +29,7 @@ def linear_attention(
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
+    prefix: Tensor | None = None,
     valid: Tensor | None = None,
     segments: Tensor | SegmentIndex | None = None,
     settings: Settings = DEFAULTS,
@@ -50,6 +52,9 @@ def linear_attention(
         bonus: (H,) or (H, D): weight of a token's own key, `sum_d bonus_d q_id k_id` on the diagonal, in place of 1.
         angles: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2): rotation of q and k (`lion.ops.rotary`), in radians. Row
             sums are those of the unrotated scores; rotate q and k before the call where they should not be.
+        prefix: (B, H, L, D): the sums s of a `log_decay` of that shape, `M_ij = exp(s_i - s_j)` within a segment, where
+            the caller has them. Decays then have their gradient by them alone, at less cost (`lion.ops.prefix`). Takes
+            one direction and `normalize="none"`, no bonus, not the convention "between".
         valid: Boolean (B, L). Tokens that are not valid behave as if deleted, whatever they hold;
             their output is 0.
         segments: Integer (B, L). Tokens interact only within their segment; -1 is padding. The tokens of a segment
@@ -65,7 +70,8 @@ def linear_attention(
         RuntimeError: Under `torch.jit.trace`.
     """
     settings = with_fields(settings, fields, unused=("scan_merge",))
-    numerator, rowsum = _attention_parts(q, k, v, Gates(log_decay, beta, bonus, angles), valid, segments, settings)
+    gates = Gates(log_decay, beta, bonus, angles, prefix)
+    numerator, rowsum = _attention_parts(q, k, v, gates, valid, segments, settings)
     return normalized(numerator, rowsum, settings, q.shape[-1]).to(v.dtype)
 
 
@@ -125,7 +131,7 @@ def _attention_parts(
 ) -> tuple[Tensor, Tensor | None]:
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
-    log_decay, beta, bonus, angles = gates
+    log_decay, beta, bonus, angles, prefix = gates
     no_decay = log_decay is None and beta is None
     form = resolve_form(settings.form, q.shape[2], not no_decay, settings.dropout_p)
     how = ScoreSettings(
@@ -136,9 +142,11 @@ def _attention_parts(
         index, valid = prepared(q, valid, segments)
         if form != "rnn":  # which widens a piece at a time
             q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
-        if angles is not None and feature_map is not None:  # rotation comes after it
+        if feature_map is not None and (angles is not None or prefix is not None):  # they come after it
             q, k, feature_map = *TokenBlock(q, k, v, v, valid, feature_map=feature_map).featurized()[:2], None
         rotated = rotate_pair(q, k, angles, valid)
+        if prefix is not None and prefix.requires_grad:
+            rotated, log_decay = gradients_to(prefix, *rotated, valid), log_decay.detach()
         if beta is not None:
             tokens = TokenBlock(*rotated, v, beta[..., None], valid, index, feature_map)
             if form == "rnn":

@@ -35,12 +35,13 @@ class Gates(NamedTuple):
     beta: Tensor | None = None
     bonus: Tensor | None = None
     angles: Tensor | None = None
+    prefix: Tensor | None = None
 
 
 def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
     """Shapes, and what does not go together."""
     batch, heads, length, dim = q.shape
-    log_decay, beta, bonus, angles = gates
+    log_decay, beta, bonus, angles, prefix = gates
     if log_decay is not None:
         check_floats("log_decay", log_decay, (heads,), (heads, dim), (batch, heads, length), tuple(q.shape))
     if beta is not None:
@@ -59,6 +60,13 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
             raise ValueError(f"beta: the delta rule takes normalize='none', got {settings.normalize!r}")
         if settings.dropout_p:
             raise ValueError("dropout_p: the delta rule has no scores to drop")
+    if prefix is not None:
+        check_floats("prefix", prefix, tuple(q.shape))
+        if log_decay is None or log_decay.shape != prefix.shape:
+            raise ValueError("prefix: expected the sums of a log_decay of the same shape")
+        between = settings.decay_convention == "between"
+        if settings.direction == "both" or settings.normalize != "none" or bonus is not None or between:
+            raise ValueError("prefix: takes one direction and normalize='none', no bonus, not 'between'")
     vectors = log_decay is not None and log_decay.dim() in (2, 4)
     if settings.form == "blockwise" and (beta is not None or vectors):
         raise ValueError("form: 'blockwise' takes no decay or one a token and head, use 'chunk'")

@@ -92,6 +92,7 @@ def prefill(
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
+    prefix: Tensor | None = None,
     valid: Tensor | None = None,
     segments: Tensor | SegmentIndex | None = None,
     settings: Settings = DEFAULTS,
@@ -105,7 +106,7 @@ def prefill(
     settings = with_fields(settings, fields, unused=UNUSED)
     settings = replace(settings, form="chunk", direction="forward", dropout_p=0.0)
     check_tokens(q, k, v)
-    check_gates(q, Gates(log_decay, beta, bonus, angles), settings)
+    check_gates(q, Gates(log_decay, beta, bonus, angles, prefix), settings)
     with no_autocast(q):
         segments = prepared(q, valid, segments)
         index, valid = segments
@@ -122,9 +123,8 @@ def prefill(
         S = _decayed_keys(keys, decays, index, settings).mT @ values
         undecayed = settings.normalize == "pre"
         z = _decayed_keys(summed, torch.zeros_like(decays) if undecayed else decays, index, settings).sum(2)
-    return linear_attention(
-        q, k, v, log_decay, bonus=bonus, angles=angles, segments=segments, settings=settings
-    ), State(S, z)
+    gates = dict(log_decay=log_decay, bonus=bonus, angles=angles, prefix=prefix)
+    return linear_attention(q, k, v, **gates, segments=segments, settings=settings), State(S, z)
 
 
 def _decayed_keys(k: Tensor, log_decay: Tensor, segment_index: Tensor | None, settings: Settings) -> Tensor:

@@ -60,6 +60,7 @@ class Operator:
             given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
             if self.one_scan or self.of_keys:
                 given |= dict(q=apply_feature_map(layer.config.feature_map, q), k=k, log_decay=None)
+                given.pop("prefix", None)
             if self.scans != AS_THEY_STAND:
                 layout = grid(length, self.scans)
                 given["orders"] = layout.orders.to(device)
@@ -87,7 +88,9 @@ class Operator:
         if self.one_scan:
             return reference_one_scan_attention(**tensors)
         if self.scans == AS_THEY_STAND:
-            return reference_attention(**self.gated(tensors, fixed), direction=self.direction)
+            given = self.gated(tensors, fixed)
+            given.pop("prefix", None)  # gradients alone go by it
+            return reference_attention(**given, direction=self.direction)
         q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
         sums = 0  # numerators and, of ones, row sums, of all scans
         for order, log_decay in zip(fixed["orders"].cpu(), log_decays):
@@ -104,7 +107,7 @@ class Operator:
             return {**tensors, **fixed}
         k = tensors["k"]
         gates = KeySoftmax(k.shape[1] * k.shape[3], k.shape[1])(k, k, PLAIN)
-        return {**fixed, **tensors, "k": gates.k, "log_decay": gates.log_decay}
+        return {**fixed, **tensors, "k": gates.k, "log_decay": gates.log_decay, "prefix": gates.prefix}
 
     def scanned(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> tuple:
         """q, k, v, one decay for each scan, and settings."""
