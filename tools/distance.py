@@ -40,7 +40,7 @@ from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import device_name, stamp
 from tools.cli import Parser, count, number, run_command, say, table
 from tools.compose import build_data, check_finite, resolve_run
-from tools.pictures import SPLITS, Pictures, of_path, of_run, of_split
+from tools.pictures import SPLITS, Pictures, of_path, of_run, of_split, open_diffusion
 
 FEWEST = 2 * GROUPS  # pictures of a set
 SHARES = ("precision", "recall")
@@ -163,10 +163,8 @@ def open_samples(args: Any, runtime: Runtime, features: Any) -> tuple[Pictures, 
             raise ConfigError(f"--keep: {path} is no run, nothing is made")
         return of_path(path, args.samples, args.batch, args.seed, channels), None
     folder = find_run(args.samples_of)
-    recipe = resolve_run(folder)
-    args.ema = recipe.trainer.ema is not None and not args.raw
-    loaded = open_run(folder, checkpoint=args.checkpoint, ema=args.ema)
-    if recipe.trainer.compile and not args.eager:
+    loaded = open_diffusion(folder, args.checkpoint, args.raw)
+    if loaded.recipe.trainer.compile and not args.eager:
         compile_blocks(loaded.model)
     return of_run(loaded, args, runtime), folder
 

@@ -25,14 +25,15 @@ from data.vision.sources import Images
 from lion.config import ConfigError
 from lion.files import save_json, write_atomic
 from lion.recipe import Recipe
-from lion.runs import LoadedRun
+from lion.runs import LoadedRun, open_run
+from lion.tasks.causal_lm import CausalLM
 from lion.tasks.data import Splits
 from lion.tasks.diffusion import Diffusion
 from lion.tasks.images import ImageInfo
-from lion.tasks.seeds import derive
+from lion.tasks.seeds import place_keys
 from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime
-from tools.compose import digest, loader_workers
+from tools.compose import digest, loader_workers, resolve_run
 
 SPLITS = ("train", "val", "test")
 MANIFEST = "samples.json"
@@ -148,27 +149,39 @@ def fits(array: np.ndarray) -> bool:
     return array.ndim == 4 and array.dtype == np.uint8 and (array.shape[1] in CHANNELS or array.shape[3] in CHANNELS)
 
 
-def of_run(loaded: LoadedRun, args: Any, runtime: Runtime) -> Pictures:
-    """What a run makes of noise, each class as often as the others; a picture depends on seed, place and `--batch`.
+def open_diffusion(folder: Path, checkpoint: str, raw: bool) -> LoadedRun:
+    """A run that makes pictures, with averaged weights where it has such, unless `raw`.
 
     Raises:
-        ConfigError: It makes no pictures.
+        ConfigError: It makes none, or cannot be opened.
+    """
+    recipe = resolve_run(folder)
+    loaded = open_run(folder, checkpoint=checkpoint, ema=recipe.trainer.ema is not None and not raw)
+    if not isinstance(loaded.task, Diffusion):
+        other = "it writes text, ./run.sh generate RUN" if isinstance(loaded.task, CausalLM) else "diffusion does"
+        raise ConfigError(f"{folder}: task {recipe.task.name!r} makes no pictures, {other}")
+    return loaded
+
+
+def of_run(loaded: LoadedRun, args: Any, runtime: Runtime) -> Pictures:
+    """What a run makes of noise, each class as often as the others; a picture depends on seed and place alone.
+
+    Raises:
+        ConfigError: It makes latents.
     """
     task, folder = loaded.task, loaded.folder
-    if not isinstance(task, Diffusion):
-        raise ConfigError(f"{folder}: task {loaded.recipe.task.name!r} makes no pictures, diffusion does")
     if not task.pictures:
         raise ConfigError(f"{folder}: it makes latents; give a folder of the pictures that they are decoded to")
     loaded.model.to(runtime.device)
     keep = args.keep and Kept(args.keep, loaded, args)
 
     def make(start: int) -> Tensor:
-        classes = torch.arange(start, start + args.batch, device=runtime.device) % len(task.info.classes)
-        generator = torch.Generator().manual_seed(derive(args.seed, start))
-        how = {"steps": args.steps, "guidance": args.guidance, "generator": generator}
+        places = torch.arange(start, start + args.batch, device=runtime.device)
+        given = (places % len(task.info.classes), place_keys(args.seed, places))
+        how = {"steps": args.steps, "guidance": args.guidance}
         try:
             with torch.inference_mode(), runtime.autocast(loaded.recipe.trainer.precision):
-                return task.sample(loaded.model, classes, **how).cpu()
+                return task.sample(loaded.model, *given, **how).cpu()
         except ValueError as error:
             raise ConfigError(f"--{error}") from None
 
@@ -189,7 +202,7 @@ class Kept:
 
     def __init__(self, folder: Path, loaded: LoadedRun, args: Any) -> None:
         self.folder = folder
-        about = {"run": str(loaded.folder.resolve()), "step": loaded.checkpoint["step"], "ema": args.ema}
+        about = {"run": str(loaded.folder.resolve()), "step": loaded.checkpoint["step"], "raw": args.raw}
         about["weights"] = digest(loaded.model)  # trained anew, a run has others
         about |= {name: getattr(args, name) for name in ("steps", "guidance", "seed", "batch")}
         path = folder / MANIFEST

@@ -11,6 +11,7 @@ of.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,13 +25,13 @@ from tqdm import tqdm
 from lion.config import ConfigError, nearest
 from lion.files import write_atomic
 from lion.ops import FORMS
-from lion.runs import LoadedRun, find_run, open_run
-from lion.tasks.causal_lm import CausalLM
-from lion.tasks.diffusion import Diffusion, to_bytes
-from lion.tasks.seeds import derive
+from lion.runs import LoadedRun, find_run
+from lion.tasks.diffusion import to_bytes
+from lion.tasks.seeds import place_keys
 from lion.trainer.runtime import compile_blocks, start_runtime
 from tools.cli import Parser, choose_form, count, number, run_command, say
-from tools.compose import check_finite, resolve_run
+from tools.compose import check_finite
+from tools.pictures import open_diffusion
 
 FEW = 10  # classes that are shown where none are asked for
 SIDE = 64  # pixels that a picture of the grid has at least
@@ -58,11 +59,7 @@ def main(argv: list[str]) -> int:
     if args.chunk_size and args.form == "full":
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
     folder = find_run(args.run)
-    recipe = resolve_run(folder)
-    loaded = open_run(folder, checkpoint=args.checkpoint, ema=recipe.trainer.ema is not None and not args.raw)
-    if not isinstance(loaded.task, Diffusion):
-        other = "it writes text, ./run.sh generate RUN" if isinstance(loaded.task, CausalLM) else "diffusion does"
-        raise ConfigError(f"{folder}: task {recipe.task.name!r} makes no pictures, {other}")
+    loaded = open_diffusion(folder, args.checkpoint, args.raw)
     out = where(args.out, loaded)
     classes = chosen(args.classes, loaded.task.info.classes)
     choose_form(loaded.model, args.form, args.chunk_size)
@@ -86,6 +83,8 @@ def where(out: Path | None, loaded: LoadedRun) -> Path:
     out = out or loaded.folder / f"samples{kind}"
     if not out.parent.is_dir():
         raise ConfigError(f"--out: no folder {out.parent}")
+    if not os.access(out.parent, os.W_OK):
+        raise ConfigError(f"--out: {out.parent} cannot be written to")
     if out.suffix != kind or out.is_dir():
         what = "pictures" if loaded.task.pictures else "latents"
         raise ConfigError(f"--out: {what} are kept as FILE{kind}, got {out}")
@@ -122,12 +121,13 @@ def make(loaded: LoadedRun, labels: list[int], args: Any) -> Tensor:
     size = min(args.batch, len(labels))
     batches = math.ceil(len(labels) / size)
     padded = torch.tensor(labels + labels[:1] * (batches * size - len(labels)), device=runtime.device)
-    generator = torch.Generator().manual_seed(derive(args.seed))
-    how = {"steps": args.steps, "guidance": args.guidance, "eta": args.eta, "generator": generator}
+    keys = place_keys(args.seed, torch.arange(len(padded), device=runtime.device))
+    how = {"steps": args.steps, "guidance": args.guidance, "eta": args.eta}
     with tqdm(total=batches * args.steps, desc="sampling", unit="step", leave=False, disable=None) as bar:
         try:
             with runtime.autocast(trainer.precision):
-                parts = [loaded.task.generate(model, x, **how, after_step=bar.update) for x in padded.split(size)]
+                pairs = zip(padded.split(size), keys.split(size))
+                parts = [loaded.task.generate(model, *pair, **how, after_step=bar.update) for pair in pairs]
         except ValueError as error:
             raise ConfigError(f"--{error}") from None
     return torch.cat(parts)[: len(labels)].cpu()

@@ -17,7 +17,7 @@ from lion.tasks.data import Batch
 from lion.tasks.diffusion_process import SCHEDULES, Process
 from lion.tasks.images import ImageInfo
 from lion.tasks.metrics import Mean, Metric
-from lion.tasks.seeds import mix, normal, uniform
+from lion.tasks.seeds import mix, normal, place_keys, uniform
 
 LOSS = Mean("loss", higher_is_better=False, digits=4)
 PARTS = 4  # of all times, in which the loss is also told: the first is the finest detail, the last nearly all noise
@@ -27,7 +27,6 @@ PART_LOSSES = tuple(
 )
 BYTES = 127.5  # half the range of a pixel: [-1, 1] stands for 0 to 255
 PICTURES = (1, 3)  # channels; anything else are latents of an autoencoder, without bound
-KEYS = 2**63 - 1
 
 
 @dataclass
@@ -142,7 +141,8 @@ class Diffusion(Task):
             return {}
         how = {"steps": self.config.shown_steps, "guidance": self.config.shown_guidance}
         with torch.compiler.set_stance("force_eager"):  # batches of a size that nothing else has
-            samples = self.sample(model, classes, generator=torch.Generator().manual_seed(0), **how)
+            keys = place_keys(0, torch.arange(len(classes), device=classes.device))
+            samples = self.sample(model, classes, keys, **how)
         return {**self.grid("data", images), **self.grid("samples", samples)}
 
     def grid(self, name: str, pictures: Tensor) -> dict[str, Tensor]:
@@ -151,9 +151,9 @@ class Diffusion(Task):
 
         return {name: make_grid(pictures, nrow=8)} if self.pictures else {}
 
-    def sample(self, model: nn.Module, classes: Tensor, **how: Any) -> Tensor:
+    def sample(self, model: nn.Module, classes: Tensor, keys: Tensor, **how: Any) -> Tensor:
         """As `generate`, in bytes: uint8 (N, channels, height, width); of a model of latents these, as they are."""
-        x = self.generate(model, classes, **how)
+        x = self.generate(model, classes, keys, **how)
         return to_bytes(x) if self.pictures else x
 
     @torch.no_grad()
@@ -161,11 +161,11 @@ class Diffusion(Task):
         self,
         model: nn.Module,
         classes: Tensor,
+        keys: Tensor,
         *,
         steps: int = 50,
         guidance: float = 1.0,
         eta: float = 0.0,
-        generator: torch.Generator | None = None,
         after_step: Callable[[], object] = lambda: None,
     ) -> Tensor:
         """Pictures (N, channels, height, width) in [-1, 1], or latents, by DDIM.
@@ -173,20 +173,18 @@ class Diffusion(Task):
         Args:
             model: In evaluation mode.
             classes: Integer (N,), what is to be seen.
+            keys: Integer (N,), of which the noise is a function (`lion.tasks.seeds.place_keys`): a picture is the same
+                however many are made at once.
             steps: How often the model is asked for each.
             guidance: How far to go from what it says of no class to what it says of the class: 0 no class, 1 the class,
                 more than 1 away from the others (2207.12598; then it is asked twice).
             eta: See `Process.denoise`.
-            generator: On the CPU. A number is drawn of it for each picture, which depends on that alone: not on how
-                many are made at once.
             after_step: Called after each step.
 
         Raises:
             ValueError: More steps than times, or guidance that the training did not prepare.
         """
         self.config.check_guidance(guidance)
-        device = classes.device
-        keys = torch.randint(KEYS, (len(classes),), generator=generator).to(device)
         none = torch.full_like(classes, len(self.info.classes))
         shape = torch.Size((len(classes), self.info.channels, *self.info.size))
 

@@ -17,6 +17,11 @@ def derive(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def place_keys(seed: int, places: Tensor) -> Tensor:
+    """A key (N,) for each of the places (N,), integer, under a seed."""
+    return mix(derive(seed) + places)
+
+
 def mix(x: Tensor) -> Tensor:
     """SplitMix64's bijection of 64-bit words, held as int64 (products wrap around)."""
     x = (x ^ shift(x, 30)) * FIRST

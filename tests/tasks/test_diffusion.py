@@ -10,6 +10,7 @@ from lion.models.dit import DiTConfig
 from lion.tasks.diffusion import Diffusion, DiffusionConfig, scaled, to_bytes
 from lion.tasks.diffusion_process import SCHEDULES, Process
 from lion.tasks.images import ImageInfo
+from lion.tasks.seeds import place_keys
 from tests.helpers import state_of, tiny_recipe
 from tests.trainer.helpers import same, train
 
@@ -106,9 +107,9 @@ def test_guidance_needs_labels_that_are_not_told():
     for dropout, only in ((0, 1), (1, 0)):
         t = task(label_dropout=dropout, shown_guidance=only, steps=20, shown_steps=5)
         model, classes = model_of(t), torch.tensor([0, 1])
-        assert t.generate(model, classes, steps=1, guidance=only).isfinite().all()
+        assert t.generate(model, classes, keys(2), steps=1, guidance=only).isfinite().all()
         with pytest.raises(ValueError, match=f"^guidance: task.label_dropout={dropout} allows {only} alone, got 1.5"):
-            t.generate(model, classes, steps=1, guidance=1.5)
+            t.generate(model, classes, keys(2), steps=1, guidance=1.5)
         with pytest.raises(ValueError, match=f"^shown_guidance: task.label_dropout={dropout} allows {only} alone"):
             DiffusionConfig(label_dropout=dropout)
         DiffusionConfig(label_dropout=dropout, shown=0)
@@ -167,8 +168,8 @@ def test_evaluation_asks_all_the_same():
     assert not torch.isclose(other.sums["loss"][0], whole.sums["loss"][0])
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+def keys(count, seed=0):
+    return place_keys(seed, torch.arange(count))
 
 
 def test_samples_depend_on_seed_and_place_alone():
@@ -176,15 +177,14 @@ def test_samples_depend_on_seed_and_place_alone():
     model, classes = model_of(t), torch.tensor([0, 1, 2, 0, 1])
     for eta in (0.0, 0.7):
         how = {"steps": 5, "eta": eta, "guidance": 2.0}
-        whole = t.generate(model, classes, generator=generator(), **how)
-        again = generator()
-        parts = torch.cat([t.generate(model, part, generator=again, **how) for part in classes.split(2)])
-        torch.testing.assert_close(whole, parts, rtol=0, atol=1e-5)
-        assert not torch.allclose(whole, t.generate(model, classes, generator=generator(1), **how))
+        whole = t.generate(model, classes, keys(5), **how)
+        parts = [t.generate(model, *part, **how) for part in zip(classes.split(2), keys(5).split(2))]
+        torch.testing.assert_close(whole, torch.cat(parts), rtol=0, atol=1e-5)
+        assert not torch.allclose(whole, t.generate(model, classes, keys(5, seed=1), **how))
         assert not torch.allclose(whole[0], whole[3])
-    pictures = t.sample(model, classes, steps=5, generator=generator())
+    pictures = t.sample(model, classes, keys(5), steps=5)
     assert pictures.dtype == torch.uint8 and pictures.shape == (5, 1, 4, 4)
-    assert torch.equal(pictures, to_bytes(t.generate(model, classes, steps=5, generator=generator())))
+    assert torch.equal(pictures, to_bytes(t.generate(model, classes, keys(5), steps=5)))
 
 
 def test_guidance():
@@ -192,7 +192,7 @@ def test_guidance():
     model, classes = model_of(t), torch.tensor([0, 1, 2, 0])
 
     def found(guidance, classes=classes):
-        return t.generate(model, classes, steps=1, guidance=guidance, generator=generator())
+        return t.generate(model, classes, keys(4), steps=1, guidance=guidance)
 
     x, asked = [], []
     model.register_forward_pre_hook(lambda _, inputs: (x.append(inputs[0]), asked.append(inputs[2].tolist())) and None)
@@ -212,16 +212,16 @@ def test_guidance():
 def test_every_form_makes_the_same_pictures():
     t = task(steps=20, shown_steps=5)
     model, classes = model_of(t), torch.tensor([0, 1])
-    expected = t.generate(model, classes, steps=4, guidance=1.5, generator=generator())
+    expected = t.generate(model, classes, keys(2), steps=4, guidance=1.5)
     for form in ("chunk", "rnn"):
         set_form(model, form, 2)
-        torch.testing.assert_close(t.generate(model, classes, steps=4, guidance=1.5, generator=generator()), expected)
+        torch.testing.assert_close(t.generate(model, classes, keys(2), steps=4, guidance=1.5), expected)
 
 
 def test_latents_have_no_bound_and_are_no_pictures():
     t = task(LATENTS, steps=20, shown_steps=5)
     model = model_of(t)
-    x = t.sample(model, torch.tensor([0, 1]), steps=3, generator=generator())
+    x = t.sample(model, torch.tensor([0, 1]), keys(2), steps=3)
     assert x.dtype == torch.float32 and x.shape == (2, 4, 4, 4) and x.abs().max() > 1
     b = {"image": torch.randn(2, 4, 4, 4), "label": torch.tensor([0, 1])}
     assert t.loss(model, b).loss.isfinite() and t.progress(model, b) == {} == t.preview(model, b)

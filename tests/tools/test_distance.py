@@ -131,15 +131,17 @@ def test_folders_and_arrays_hold_the_same(real, tmp_path):
 def test_samples_of_a_run_are_made_once(classifier, generator, tmp_path, capsys, monkeypatch):
     made, sample = [], Diffusion.sample
 
-    def counted(task, model, classes, **how):
+    def counted(task, model, classes, keys, **how):
         made.append((classes.tolist(), how["steps"], how["guidance"]))
-        return sample(task, model, classes, **how)
+        return sample(task, model, classes, keys, **how)
 
     monkeypatch.setattr(Diffusion, "sample", counted)
     args = [generator, "--features", classifier, "--steps", 2, "--batch", 16, "--keep", tmp_path / "kept"]
     _, rows, _ = figures(capsys, *args, "--samples", 24)
     assert made == [([i % 10 for i in range(16)], 2, 1.0), ([i % 10 for i in range(16, 32)], 2, 1.0)]
     assert rows["makes"][0] == 24 == rows["real test"][0]
+    batches = [generator, "--features", classifier, "--steps", 2, "--batch", 7, "--samples", 24]
+    assert figures(capsys, *batches)[1]["makes"] == pytest.approx(rows["makes"], abs=0.03)  # a batch changes nothing
     made.clear()
     assert figures(capsys, *args, "--samples", 24)[1] == rows and not made
     (tmp_path / "kept" / "00000016.npy").unlink()
