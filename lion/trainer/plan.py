@@ -117,6 +117,8 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         return max(1, to_steps(duration, steps_per_epoch=per_epoch, total=total))
 
     ramp = None if c.batch_ramp is None else span("trainer.batch_ramp", c.batch_ramp)
+    if ramp is not None and ramp > (seconds or total):
+        raise ConfigError(f"trainer.batch_ramp: {c.batch_ramp!r} is longer than the run, nearest: '100%'")
     save_seconds = to_seconds(c.save_every)
     return Plan(
         trainer=c,

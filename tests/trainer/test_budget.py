@@ -249,6 +249,11 @@ def test_a_layer_that_gives_a_time_takes_steps_away(tmp_path):
         (["trainer.batch_start=16"], ["trainer.batch_ramp: batch_ramp and batch_start go together"]),
         (["trainer.batch_ramp=60%", "trainer.batch_start=20"], ["20 does not divide batch_size 64, nearest: 16"]),
         (["trainer.batch_ramp=0", "trainer.batch_start=16"], ["trainer.batch_ramp: expected more than 0"]),
+        (["trainer.batch_ramp=120%", "trainer.batch_start=16"], ["trainer.batch_ramp: '120%' is longer than the run"]),
+        (
+            ["trainer.time=1h", "schedule.warmup=0", "trainer.batch_ramp=90min", "trainer.batch_start=16"],
+            ["trainer.batch_ramp: '90min' is longer than the run, nearest: '100%'"],
+        ),
         (["trainer.batch_ramp=5min", "trainer.batch_start=16"], ["trainer.batch_ramp: expected steps"]),
         (["trainer.batch_ramp=2ep", "trainer.batch_start=16", "trainer.epochs=5"], ["trainer.batch_ramp: epochs have"]),
         (["trainer.batch_ramp=50%", "trainer.batch_start=16", "trainer.micro_batch=5"], ["micro_batch: 5", "4, 8"]),
