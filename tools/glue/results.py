@@ -118,13 +118,14 @@ def summarise(folder: Path, pretrained: Recipe, name: str, asked: Table) -> str:
 
 
 def best_rate(rows: list[Row]) -> list[Row]:
-    """Of each task the runs with the learning rate that has the best mean over its seeds."""
+    """Of each task the runs with the learning rate that has the best mean over its seeds; while some seeds are still to
+    come, of those rates that have the most."""
     kept = []
     for _, own in itertools.groupby(rows, lambda row: row["task"]):
         by_rate: dict[float, list[Row]] = {}
         for row in own:
             by_rate.setdefault(row["lr"], []).append(row)
-        kept += max(by_rate.values(), key=lambda rows: statistics.mean(row["score"] for row in rows))
+        kept += max(by_rate.values(), key=lambda rows: (len(rows), statistics.mean(row["score"] for row in rows)))
     return kept
 
 
