@@ -19,7 +19,7 @@ from torch import nn
 
 from lion.config import ConfigError, nearest
 from lion.layers.mixer import set_form
-from lion.trainer.faults import RunError, full_disk, refusal
+from lion.trainer.faults import RunError, cut_library, full_disk, refusal
 
 PATIENCE = 10  # seconds in which a launcher ends the other processes of one that has failed
 
@@ -174,6 +174,8 @@ def one_line(error: Exception) -> str | None:
         return f"error: {error}"
     if isinstance(error, OSError) and error.strerror:
         return f"error: {refusal(error)}"
+    if (path := cut_library(error)) is not None:
+        return f"error: {path} is cut off, left so by a compile that was killed: remove it, and go on"
     return f"error: {str(error).splitlines()[0]}" if full_disk(error) else None
 
 

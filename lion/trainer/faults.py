@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,12 @@ def full_disk(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return "No space left on device" in str(error)
+
+
+def cut_library(error: BaseException) -> str | None:
+    """The compiled file that a loader cannot read, where an error tells of one: a compile was killed as it wrote."""
+    found = re.search(r"(\S+\.so): (?:file too short|invalid ELF header)", str(error))
+    return found and found[1]
 
 
 def refusal(error: OSError) -> str:

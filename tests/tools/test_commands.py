@@ -1,5 +1,6 @@
 """The commands, run as a person runs them."""
 
+import ctypes
 import importlib
 import json
 import os
@@ -21,7 +22,7 @@ from lion.config import ConfigError
 from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
 from tools import predict, programs, train
-from tools.cli import run_command
+from tools.cli import one_line, run_command
 from tools.commands import COMMANDS, called_by
 from tools.compose import build_data, loader_workers, resolve
 from tools.forms import forms_to_measure
@@ -210,8 +211,9 @@ def test_show_and_list():
     text = show(str(ROOT / "recipes/deit_small_lion_s.yaml"), [], processes=4)
     for part in ("mixer: lion_s", "22,002,736", "375,300", "1024 = 4 processes x 1 accumulated x 256", "GiB"):
         assert part in text
-    assert "Table 2, Lion-S, small" in listing() and "quickstart.yaml" in listing()
-    assert all(row[0] in listing() for row in mixer_rows())
+    listed = listing()
+    assert "Table 2, Lion-S, small" in listed and "quickstart.yaml" in listed
+    assert all(row[0] in listed for row in mixer_rows())
 
 
 def test_show_names_what_was_left_open_alone(tmp_path):
@@ -378,6 +380,18 @@ def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
     for line in (["eval", run.with_name("tiny0"), "--form", "full"], ["show", path]):
         calls.clear()
         assert here(*line) == 0 and calls == ["prepare", "build"]
+
+
+def test_a_compiled_file_that_is_cut_off_is_named(tmp_path):
+    """What a compile leaves that is killed as it writes; Inductor wraps the loader's error."""
+    cut = tmp_path / "kernel.so"
+    for content in (b"", b"\x7fELF", b"no library" * 99):
+        cut.write_bytes(content)
+        with pytest.raises(OSError) as raised:
+            ctypes.CDLL(cut)
+        for error in (raised.value, RuntimeError(f"ImportError: {raised.value}\n\nSet TORCHDYNAMO_VERBOSE=1")):
+            assert one_line(error).startswith(f"error: {cut} is cut off, left so by a compile that was killed: remove")
+    assert one_line(RuntimeError("a.so: undefined symbol")) is None
 
 
 @pytest.mark.slow
