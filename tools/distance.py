@@ -3,6 +3,8 @@
     ./run.sh distance RUN|FOLDER|FILE.npz --features CLASSIFIER_RUN|FILE.pt [--reference train|val|test|FOLDER|FILE.npz]
         [--samples N] [--real N] [--steps N] [--guidance G] [--seed S] [--keep FOLDER] [--out FILE.json]
 
+The figures of a run are kept in it, distance.json, where `./run.sh report` finds them.
+
 Features are what the head of a classifier of ours is given: the figures are FD-own and IS-own, and compare with no
 published FID. FILE.pt is a TorchScript module from uint8 pictures (N, 3, height, width) to features (N, D), as
 Inception's; an .npz may hold features, and then both do. Below stand, to compare, as many real pictures of
@@ -42,6 +44,7 @@ from tools.cli import Parser, count, number, run_command, say, table
 from tools.compose import build_data, check_finite, resolve_run
 from tools.pictures import SPLITS, Pictures, of_path, of_run, of_split, open_diffusion
 
+FIGURES = "distance.json"
 FEWEST = 2 * GROUPS  # pictures of a set
 SHARES = ("precision", "recall")
 NEAREST = 10_000  # pictures of each set whose neighbours are looked for, at most
@@ -63,7 +66,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
     parser.add_argument("--raw", action="store_true", help="the weights as trained, not their average")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, too")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help=f"default, of a run: {FIGURES} in its folder")
     args = parser.parse_intermixed_args(argv)
     for name in ("samples", "real"):
         if getattr(args, name) < FEWEST:
@@ -87,10 +90,13 @@ def main(argv: list[str]) -> int:
     else:
         rows.append(compare(read(floor), reference, f"real, {floor.name}", kind))
     show(rows, features, real)
-    if args.out:
+    out = args.out or (run and run / FIGURES)
+    if out:
         about = {"reference": real.name, "features": args.features, "device": device_name()}
+        about |= {name: getattr(args, name) for name in ("steps", "guidance")}
         typed = shlex.join(["./run.sh", "distance", *argv])
-        save_json(args.out, {**about, **stamp(typed), "rows": [row._asdict() for row in rows]})
+        save_json(out, {**about, **stamp(typed), "rows": [row._asdict() for row in rows]})
+        say(f"written: {out}")
     return 0
 
 

@@ -53,8 +53,13 @@ class DiTConfig(PatchedConfig):
         """Whether time and class reach the blocks by themselves, and not as tokens."""
         return BLOCKS[self.block].conditional
 
+    def label(self) -> str:
+        """The papers compare sizes of patches, too."""
+        height, width = self.resolved().patch_size
+        return f"{super().label()} patch {height if height == width else f'{height} x {width}'}"
+
     def shape(self) -> str:
-        return super().shape() + ("" if self.modulates else ", time and class as tokens")
+        return super(PatchedConfig, self).shape() + ("" if self.modulates else ", time and class as tokens")
 
 
 class DiT(Model):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tools.report.distance import distance_asked, distance_claims, distance_table
 from tools.report.glue import glue_table
 from tools.report.paper import Paper
 from tools.report.runs import Run, settings_of
@@ -51,6 +52,9 @@ class Section:
             ("What the paper claims", claim_table(self.groups, self.paper)),
             ("What it does not say", asked_table(self.groups, self.paper)),
             ("GLUE", glue_table(self.groups)),
+            ("Distance from real pictures", distance_table(self.groups)),
+            ("What the paper claims, by distance", distance_claims(self.groups, self.paper)),
+            ("What it does not say, by distance", distance_asked(self.groups, self.paper)),
         ]
         return [(heading, rows) for heading, rows in found if rows[1]]
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
+from lion.tasks.metrics import Metric
 from tools.report.paper import Paper, claimed
 from tools.report.runs import Run
 from tools.store import spread
 
 Groups = dict[str, list[Run]]
 Table = tuple[list[str], list[list[str]]]
+Values = dict[Path, float]  # of each run, by its folder
+Judge = Callable[[list[Run]], tuple[Metric, str, Values]]  # what runs are judged by, on what, and how well each did
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided 95 %, of 1, 2, .. degrees
 CLAIMED = ("so here, too", "the other way round here")
 ASKED = ("yes", "no, the other way round")
@@ -50,28 +54,35 @@ def asked_table(groups: Groups, paper: Paper) -> Table:
     return comparison(groups, paper.asked, paper.alike, "asked: ", ASKED)
 
 
+def own_metric(runs: list[Run]) -> tuple[Metric, str, Values]:
+    """What the runs were chosen by: on test where all of them have been tested, else on val."""
+    split = "test" if all(run.test is not None for run in runs) else "val"
+    return runs[0].metric, split, {run.folder: getattr(run, split) for run in runs}
+
+
 def comparison(
-    groups: Groups, pairs: Iterable[tuple[str, str]], alike: Iterable[str], title: str, words: tuple[str, str]
+    groups: Groups,
+    pairs: Iterable[tuple[str, str]],
+    alike: Iterable[str],
+    title: str,
+    words: tuple[str, str],
+    judge: Judge = own_metric,
 ) -> Table:
-    """Rows that are said to be better than others, by the differences of runs with the same seed: on test where all
-    of both rows have been tested, else on val."""
-    rows, metric, pairs = [], next(iter(groups.values()))[0].metric, list(pairs)
+    """Rows that are said to be better than others, by the differences of runs with the same seed in what `judge` finds
+    of the runs of both."""
+    rows, pairs = [], list(pairs)
+    metric = judge(next(iter(groups.values())))[0]
     claims = [(f"{a} {so}".strip(), f"{b} {so}".strip()) for so in ("", *alike) for a, b in pairs]
     for better, worse in claims:
         if better in groups and worse in groups:
-            split = "test" if all(r.test is not None for r in (*groups[better], *groups[worse])) else "val"
-            other = {r.recipe.seed: getattr(r, split) for r in groups[better]}
-            gaps = [
-                metric.gain(other[r.recipe.seed], getattr(r, split)) for r in groups[worse] if r.recipe.seed in other
-            ]
+            _, on, values = judge([*groups[better], *groups[worse]])
+            other, own = (
+                {run.recipe.seed: values[run.folder] for run in groups[name] if run.folder in values}
+                for name in (better, worse)
+            )
+            gaps = [metric.gain(other[seed], own[seed]) for seed in own if seed in other]
             if gaps:
-                claim = [
-                    f"{better} > {worse}",
-                    split,
-                    spread(gaps, metric.number),
-                    str(len(gaps)),
-                    verdict(gaps, words),
-                ]
+                claim = [f"{better} > {worse}", on, spread(gaps, metric.number), str(len(gaps)), verdict(gaps, words)]
                 rows.append(claim)
     unit = "points" if metric.percent else metric.title
     return [title, "on", f"difference, {unit}", "n", "here"], rows

@@ -1,0 +1,90 @@
+"""`report` of runs that make pictures: rows by patches, and what `distance` has found of them."""
+
+import json
+
+import pytest
+import yaml
+
+from tests.helpers import here, refuse, tiny_recipe
+from tools.distance import FIGURES
+from tools.report.distance import distance_claims, distance_table, frechet
+from tools.report.paper import read_paper
+from tools.report.runs import group, load
+from tools.report.tables import CLAIMED
+
+pytest.importorskip("sklearn")
+PAPER = read_paper("diffusion")
+KINDS = {"patch 2": {"patch_size": 2}, "patch 4": {"patch_size": 4}, "bare": {"patch_size": 2, "tpe": 0}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """LightNet with two sizes of patches and without TPE, two seeds each, the first judged by a classifier."""
+    folder = tmp_path_factory.mktemp("generation")
+    assert here("train", tiny_recipe(folder, "judge"), "--no-eval") == 0
+    found = []
+    for name, model in KINDS.items():
+        for seed in (0, 1):
+            path = tiny_recipe(
+                folder,
+                f"{name.replace(' ', '_')}_{seed}",
+                model={"mixer": "lightnet", "position_embedding": None, **model},
+            )
+            text = {**yaml.safe_load(path.read_text()), "task": {"name": "diffusion", "shown": 0}, "seed": seed}
+            path.write_text(yaml.safe_dump(text))
+            assert here("train", path, "--no-eval") == 0
+            found.append(folder / "runs" / path.stem)
+    how = ["--samples", 24, "--steps", 2, "--guidance", 1.5]
+    assert here("distance", found[0], "--features", folder / "runs" / "judge", *how) == 0
+    return found
+
+
+def told(runs, values):
+    """Distances of runs, as of the first."""
+    held = json.loads((runs[0] / FIGURES).read_text())
+    for run, value in zip(runs, values):
+        held["rows"][0]["figures"]["FD-own"][0] = value
+        (run / FIGURES).write_text(json.dumps(held))
+
+
+def test_figures_are_kept_in_the_run(runs):
+    held = json.loads((runs[0] / FIGURES).read_text())
+    assert (held["reference"], held["steps"], held["guidance"]) == ("train", 2, 1.5)
+    made, real = held["rows"]
+    assert made["samples"] == 24 == real["samples"] and real["name"] == "real, test"
+    header, (own, below) = distance_table(group([load(str(run)) for run in runs], PAPER))
+    assert header == ["model", "samples", "FD-own", "IS-own", "precision %", "recall %", "n"]
+    figures = [made["figures"][name][0] for name in ("FD-own", "IS-own", "precision", "recall")]
+    shown = [f"{x * scale:.2f}" for x, scale in zip(figures, (1, 1, 100, 100))]
+    assert own == ["lightnet patch 2", "24", *shown, "1"] and below[:2] == ["real, test", "24"]
+
+
+def test_rows_by_patches_and_claims_by_distance(runs, tmp_path, capsys):
+    told(runs, [3.0, 3.2, 5.0, 5.3, 2.0, 2.1])
+    groups = group([load(str(run)) for run in runs], PAPER)
+    assert list(groups) == ["lightnet patch 2", "lightnet patch 4", "lightnet without TPE patch 2"]
+    assert [row[2] for row in distance_table(groups)[1][:3]] == ["3.10 ± 0.14", "5.15 ± 0.21", "2.05 ± 0.07"]
+    header, rows = distance_claims(groups, PAPER)
+    assert header == ["the paper: ", "on", "difference, FD-own", "n", "here"]
+    assert rows == [
+        ["lightnet patch 2 > lightnet patch 4", "samples", "2.05 ± 0.07", "2", CLAIMED[0]],
+        ["lightnet patch 2 > lightnet without TPE patch 2", "samples", "-1.05 ± 0.07", "2", CLAIMED[1]],
+    ]
+    metric, _, values = frechet(groups["lightnet patch 4"])
+    assert not metric.higher_is_better and list(values.values()) == [5.0, 5.3]
+    assert here("report", *runs, "--out", tmp_path) == 0
+    text = (tmp_path / "generation.md").read_text()
+    assert "| lightnet patch 2 > lightnet patch 4 | samples | 2.05" in text and "Distance from real pictures" in text
+    assert "patches of" not in text and "patch_size" in text  # it differs between rows
+    capsys.readouterr()
+
+
+def test_distances_that_do_not_compare(runs, tmp_path, capsys):
+    told(runs, [3.0, 3.2])
+    held = json.loads((runs[1] / FIGURES).read_text())
+    (runs[1] / FIGURES).write_text(json.dumps({**held, "guidance": 4.0}))
+    call = ["report", *runs[:2], "--out", tmp_path]
+    assert "lightnet patch 2 has guidance 4.0" in refuse(capsys, *call)
+    (runs[1] / FIGURES).write_text("{}")
+    assert f"{runs[1] / FIGURES}: not what ./run.sh distance writes" in refuse(capsys, *call)
+    told(runs[:2], [3.0, 3.2])
