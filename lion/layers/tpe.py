@@ -22,9 +22,11 @@ LEAST, MOST = 1e-3, 0.9  # of 1 - lambda, at the start
 class TPE(nn.Module):
     """`y_n = sum_s sum_{m <= n_s} (sum_t w_st lambda_st^(n_s - m)) x_m`: Toeplitz sums along the axes s, added.
 
-    Each channel has `states` weights w and decays lambda in (0, 1) an axis. Every 1 - lambda starts log-uniform, and w
-    so that a token comes through as it is. The sums take the place of the tokens, as Eq. 8 has it (the paper shows no
-    residual): a token's own weight is learned among them, so a residual could say nothing more.
+    Each channel has `states` weights w and decays lambda in (0, 1) an axis. What is learned of w is its ratio to
+    1 - lambda, the weight of a running average: steps of one size in w itself would add up over all that a slow state
+    remembers. Every 1 - lambda starts log-uniform but the first, whose state alone has a weight and lets a token
+    through as it is. The sums take the place of the tokens, as Eq. 8 has it (the paper shows no residual): a token's own
+    weight is learned among them, so a residual could say nothing more.
 
     Args:
         dim: Channels of a token.
@@ -41,7 +43,9 @@ class TPE(nn.Module):
         super().__init__()
         self.grid, axes = grid, 1 if grid is None else len(grid)
         forgets = torch.empty(axes, dim, states).uniform_(math.log(LEAST), math.log(MOST)).exp()  # 1 - lambda
-        self.weight = nn.Parameter(forgets / (axes * forgets.sum(-1, keepdim=True)))
+        forgets[..., 0] = MOST
+        self.weight = nn.Parameter(torch.zeros_like(forgets))
+        nn.init.constant_(self.weight[..., 0], 1 / (axes * MOST))
         self.decay = nn.Parameter(-torch.logit(forgets))
         self.marks = dict.fromkeys(("weight", "decay"), Marks(weight_decay=0))
 
@@ -89,7 +93,8 @@ class TPE(nn.Module):
     def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """w and log lambda (axes, dim, states), in float32 or wider."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return self.weight.to(wide), F.logsigmoid(self.decay.to(wide))
+        decay = self.decay.to(wide)
+        return self.weight.to(wide) * torch.sigmoid(-decay), F.logsigmoid(decay)
 
     def on_line(self, x: Tensor, layout: Layout, state: bool = False) -> tuple[Tensor, Tensor | None]:
         """The sums over x (B, L, dim), clean of padding; and the state after the last segment, if asked for."""
