@@ -27,6 +27,7 @@ JOB = train.Job(
     threads=torch.get_num_threads(),
     eager=True,
     plain=False,
+    against=None,
     command="x",
 )
 TEXT = replace(
@@ -111,6 +112,22 @@ def test_rows_of_training_steps():
 
 
 @pytest.mark.slow
+def test_a_model_of_another_shape_is_held_against_all():
+    """It is timed in the same rounds, has no row of its own, and need not be like the others."""
+    other = str(ROOT / "recipes/cifar10_mini.yaml")
+    job, sent = replace(JOB, recipes=JOB.recipes[:1], against=other), []
+    shapes = {name: recipe.model.shape() for name, (recipe, _) in train.models(job).items()}
+    assert shapes[other] != shapes["lion_s"] == shapes["softmax"]
+    train.measure(job, sent.append)
+    rows = [m for m in sent if m["kind"] == "row"]
+    assert [r["mixer"] for r in rows] == ["softmax", train.FLOOR, "lion_s"]
+    assert all(r["against"]["recipe"] == "cifar10_mini" and r["against"]["ratio"] > 0 for r in rows)
+    assert len({r["against"]["ratio"] for r in rows}) == 3
+    header, cells = train.columns(rows)
+    assert header[2] == "against" and cells[2][2] == f"{rows[2]['against']['ratio']:.2f} x cifar10_mini"
+
+
+@pytest.mark.slow
 def test_the_train_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "in_a_process", lambda measure, job, receive: measure(job, receive))
     command = ["bench", "train", *JOB.recipes[:1], "--eager", "--size", "32", "--batch", "2", "--rounds", "2"]
@@ -135,6 +152,7 @@ def test_models_must_be_alike(capsys):
     paths = [ROOT / f"recipes/deit_{size}_lion_s.yaml" for size in ("tiny", "small")]
     assert "dim 384, depth 12, 6 heads" in refuse(capsys, "bench", "train", *paths, "--eager")
     assert "no such file" in refuse(capsys, "bench", "train", "recipes/deit_tiny_lion_x.yaml", "--eager")
+    assert "no such file" in refuse(capsys, "bench", "train", paths[0], "--eager", "--against", "lightnet_none")
     line = refuse(capsys, "bench", "train", paths[0], "--eager", "--size", "30")
     assert "model.patch_size: 16 does not divide image height 30" in line
     twins = [ROOT / f"recipes/cifar100_lion_s{more}.yaml" for more in ("", "_multiscan")]

@@ -1,11 +1,13 @@
 """Time whole training steps against softmax attention (the paper's Table 2), and against no mixer at all.
 
-    ./run.sh bench train RECIPE [RECIPE ...] [--size 224 512] [--batch N] [--plain] [--set key=value ...]
+    ./run.sh bench train RECIPE [RECIPE ...] [--size 224 512] [--batch N] [--plain] [--against RECIPE]
+        [--set key=value ...]
 
 A step is the trainer's own, on a batch of noise: mixing or masking, forward, backward, clipping, optimizer, compiled,
 in the recipe's precision on a GPU and in float32 on a CPU. All recipes must have one shape (dim, depth, heads, dropout,
 ..); beside them are timed the same model with softmax, which is 1, and without a mixer (each hands v on), which is the
-floor. `--plain` adds softmax written plainly in eager PyTorch (`tools/bench/plain.py`). Rounds are interleaved;
+floor. `--plain` adds softmax written plainly in eager PyTorch (`tools/bench/plain.py`), `--against` a model of any
+shape, which is compared but has no row. Rounds are interleaved;
 a multiplier is the median over rounds of a step's time over the softmax, or plain, step's of that round.
 Results are added to `reports/train.md` and `train.json`.
 """
@@ -44,7 +46,7 @@ from tools.store import Store, digits, pipes
 
 FLOOR = "without a mixer"
 SETTING = ("device", "threads", "precision", "matmul", "compiled", "model", "shape", "size", "batch")
-HEADER = ["mixer", "x softmax", "x plain", "ms a step", "tokens/s", "peak GiB"]
+HEADER = ["mixer", "x softmax", "x plain", "against", "ms a step", "tokens/s", "peak GiB"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Job:
     threads: int
     eager: bool
     plain: bool
+    against: str | None
     command: str
 
 
@@ -78,6 +81,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--plain", action="store_true", help="beside a GPT, the same in plain eager PyTorch")
+    parser.add_argument("--against", metavar="RECIPE", help="a model of another shape, timed in the same rounds")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
     args = parser.parse_args(argv)
@@ -98,6 +102,7 @@ def main(argv: list[str]) -> int:
             threads=torch.get_num_threads(),
             eager=args.eager,
             plain=args.plain,
+            against=args.against,
             command=shlex.join(["./run.sh", "bench", "train", *argv]),
         )
         for size in sorted(set(args.size or [size_of(args.recipes[0], args.set)]))
@@ -142,7 +147,7 @@ def size_of(path: str, overrides: list[str]) -> int:
 
 
 def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
-    """The recipes by name, at the job's size, and beside them softmax and the floor.
+    """The recipes by name, at the job's size, and beside them softmax, the floor and what they are held against.
 
     Raises:
         ConfigError: A recipe is wrong, or their models differ in more than the mixer.
@@ -164,6 +169,11 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
         name: (dataclasses.replace(recipe, model=recipe.model.with_mixer(mixer)), task)
         for name, mixer in ((SOFTMAX, SOFTMAX), (FLOOR, NONE))
     }
+    if job.against:
+        other = resolve(job.against, job.overrides)
+        of_size = make_task(other, describe_data(other, look=False)[0].resized(job.size))
+        build_on_meta(of_size, other.model)
+        beside[job.against] = (other, of_size)
     return {**beside, **{k: v for k, v in found.items() if k != SOFTMAX}}
 
 
@@ -194,6 +204,8 @@ def measure(job: Job, send: Send) -> None:
         for kind, step in steps.items():
             runs[kind] = step
             warm_up(step, device)
+            if kind == job.against:
+                continue
             rows[kind] = {
                 "mixer": kind,
                 "device": device_name(),
@@ -218,6 +230,9 @@ def measure(job: Job, send: Send) -> None:
         row["ratio"] = median(row["ratios"])
         if job.plain:
             row["plain_ratio"] = median(ratios(times[name], times[PLAIN]))
+        if job.against:
+            ratio = median(ratios(times[name], times[job.against]))
+            row["against"] = {"recipe": Path(job.against).stem, "ratio": ratio}
         send({"kind": "row", **row})
 
 
@@ -275,7 +290,9 @@ def cells(row: dict[str, Any]) -> list[str]:
     plain = f"{row['plain_ratio']:.2f}" if "plain_ratio" in row else ""
     speed = digits(row["batch"] * row["tokens"] / row["ms"] * 1e3)
     peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
-    return [row["mixer"], f"{row['ratio']:.2f}", plain, digits(row["ms"]), speed, peak]
+    other = row.get("against")
+    against = f"{other['ratio']:.2f} x {other['recipe']}" if other else ""
+    return [row["mixer"], f"{row['ratio']:.2f}", plain, against, digits(row["ms"]), speed, peak]
 
 
 def markdown(report: Store) -> str:
