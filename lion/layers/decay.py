@@ -14,8 +14,8 @@ from lion.ops import no_autocast
 
 class Gating(NamedTuple):
     """Arguments of `lion.ops.linear_attention`: keys with their gates folded in, one of the memories, the angles by
-    which queries and keys are turned, and the sums of decays where they come first. `state` is what a decay that
-    remembers goes on from."""
+    which queries and keys are turned, and, where they come first, the sums of decays with a token's own. `state` is
+    what a decay that remembers goes on from."""
 
     k: Tensor
     log_decay: Tensor | None = None

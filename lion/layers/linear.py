@@ -16,7 +16,7 @@ from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
 from lion.layers.mixer import Facts, state_type
 from lion.layers.mixers import MIXERS
 from lion.layers.rotations import NO_ROTATION
-from lion.ops import FORMS, State, linear_attention, multi_scan_attention, one_scan_attention, prefill, step
+from lion.ops import FORMS, State, counts_own, linear_attention, multi_scan_attention, one_scan_attention, prefill, step
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
 
@@ -180,6 +180,8 @@ class LionAttention(Attention):
         gating = self.decays[0](x, k, layout, state) if self.decays else Gating(k)
         given = {name: tensor for name, tensor in gating._asdict().items() if tensor is not None}
         state = given.pop("state")
+        if not counts_own(c.decay_convention, c.direction):
+            given.pop("prefix", None)  # of another mask
         given["angles"] = self.angles(x, layout, gating.angles)
         how = dict(feature_map=feature_map, normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
         return dict(q=q, v=v, **how, **given), state

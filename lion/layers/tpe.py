@@ -25,8 +25,8 @@ class TPE(nn.Module):
     Each channel has `states` weights w and decays lambda in (0, 1) an axis. What is learned of w is its ratio to
     1 - lambda, the weight of a running average: steps of one size in w itself would add up over all that a slow state
     remembers. Every 1 - lambda starts log-uniform but the first, whose state alone has a weight and lets a token
-    through as it is. The sums take the place of the tokens, as Eq. 8 has it (the paper shows no residual): a token's
-    own weight is learned among them, so a residual could say nothing more.
+    through nearly as it is, with a tenth of its neighbour. The sums take the place of the tokens, as Eq. 8 has it (the
+    paper shows no residual): a token's own weight is learned among them, so a residual could say nothing more.
 
     Args:
         dim: Channels of a token.

@@ -53,8 +53,8 @@ def linear_attention(
         angles: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2): rotation of q and k (`lion.ops.rotary`), in radians. Row
             sums are those of the unrotated scores; rotate q and k before the call where they should not be.
         prefix: (B, H, L, D): the sums s of a `log_decay` of that shape, `M_ij = exp(s_i - s_j)` within a segment, where
-            the caller has them. Decays then have their gradient by them alone, at less cost (`lion.ops.prefix`). Takes
-            one direction and `normalize="none"`, no bonus, not the convention "between".
+            the caller has them and they take a gradient: that of the decays then goes to them alone, at less cost
+            (`lion.ops.prefix`). Takes one direction and `normalize="none"`, no bonus, not the convention "between".
         valid: Boolean (B, L). Tokens that are not valid behave as if deleted, whatever they hold;
             their output is 0.
         segments: Integer (B, L). Tokens interact only within their segment; -1 is padding. The tokens of a segment
@@ -91,8 +91,8 @@ def linear_attention_parts(
 ) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and float32 row sum (B, H, L), undivided: several scans can be added up first.
 
-    Arguments as in `linear_attention`, without use for `scale` and `eps`; with `normalize="none"` there is no row sum
-    (None). Beside float16 tokens the numerator is float32.
+    Arguments as in `linear_attention` but `prefix`, without use for `scale` and `eps`; with `normalize="none"` there is
+    no row sum (None). Beside float16 tokens the numerator is float32.
     """
     settings = with_fields(settings, fields, unused=("scale", "eps", "scan_merge"))
     return _attention_parts(q, k, v, Gates(log_decay, beta, bonus, angles), valid, segments, settings)

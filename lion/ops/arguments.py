@@ -64,9 +64,15 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
         check_floats("prefix", prefix, tuple(q.shape))
         if log_decay is None or log_decay.shape != prefix.shape:
             raise ValueError("prefix: expected the sums of a log_decay of the same shape")
-        between = settings.decay_convention == "between"
-        if settings.direction == "both" or settings.normalize != "none" or bonus is not None or between:
-            raise ValueError("prefix: takes one direction and normalize='none', no bonus, not 'between'")
+        for name, value, taken in (
+            ("direction", settings.direction, settings.direction != "both"),
+            ("normalize", settings.normalize, settings.normalize == "none"),
+            ("decay_convention", settings.decay_convention, settings.decay_convention != "between"),
+        ):
+            if not taken:
+                raise ValueError(f"prefix: does not go with {name}={value!r}")
+        if bonus is not None:
+            raise ValueError("prefix: does not go with a bonus")
     vectors = log_decay is not None and log_decay.dim() in (2, 4)
     if settings.form == "blockwise" and (beta is not None or vectors):
         raise ValueError("form: 'blockwise' takes no decay or one a token and head, use 'chunk'")

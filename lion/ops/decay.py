@@ -164,9 +164,13 @@ def query_and_key(decay_convention: str, direction: str, inclusive: _Terms, excl
     """Which prefix sums along the scan tokens have as queries, and which as keys."""
     if decay_convention == "between":
         return exclusive, inclusive
-    target = decay_convention == "target" or (decay_convention == "symmetric" and direction == "forward")
-    terms = inclusive if target else exclusive
+    terms = inclusive if counts_own(decay_convention, direction) else exclusive
     return terms, terms
+
+
+def counts_own(decay_convention: str, direction: str) -> bool:
+    """Whether along a scan the decay of the token that is reached lies between it and those before, and not theirs."""
+    return decay_convention == "target" or (decay_convention == "symmetric" and direction == "forward")
 
 
 def make_directions(

@@ -41,7 +41,8 @@ def step(
     Args:
         state: `initial_state(k, v)`, or what `prefill` or the last step returned. Under the `source` convention it is
             stored already decayed by the last token.
-        q, k: (B, H, C, D); v: (B, H, C, E), C = 1 for streaming. The others as in `linear_attention`, with C for L.
+        q, k: (B, H, C, D); v: (B, H, C, E), C = 1 for streaming. The others as in `linear_attention` (but `prefix`),
+            with C for L.
         valid: Boolean (B, C), False for padding, which leaves the state as it is.
         settings, fields: See `Settings`; nothing depends on `form`, `direction`, `chunk_size` and `dropout_p` here.
 

@@ -183,6 +183,21 @@ def test_long_streams_lose_nothing():
     torch.testing.assert_close(layer(x.float()).double(), want, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("convention", [None, "source", "target", "symmetric", "between"])
+def test_gradients_under_every_convention(direction, convention, monkeypatch):
+    """Those by sums are of a mask that counts a token's own decay; of any other they go through the decays."""
+    layer, x = make(direction, decay_convention=convention), tokens(20)
+    grads, gating = [], KeySoftmax.gating
+    for by_sums in (True, False):
+        if not by_sums:
+            monkeypatch.setattr(KeySoftmax, "gating", lambda *given: gating(*given)._replace(prefix=None))
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        grads.append(layer.qkv.weight.grad.clone())
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-11)
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_gradients_by_sums_are_no_less_exact(turned):
     """In float32 over 2,000 tokens, of logits that rise by steps, against those through every decay."""

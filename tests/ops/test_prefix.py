@@ -82,6 +82,8 @@ def test_what_it_does_not_take():
         linear_attention(q, q, q, **given)
     with pytest.raises(ValueError, match="prefix: expected floating point"):
         linear_attention(q, q, q, -q, **given | dict(prefix=-q[..., 0]))
-    for name, value in dict(direction="both", normalize="sum", bonus=q[0, :, 0], decay_convention="between").items():
-        with pytest.raises(ValueError, match="prefix: takes one direction and normalize='none', no bonus"):
+    for name, value in dict(direction="both", normalize="sum", decay_convention="between").items():
+        with pytest.raises(ValueError, match=f"prefix: does not go with {name}='{value}'"):
             linear_attention(q, q, q, -q, **given | {name: value})
+    with pytest.raises(ValueError, match="prefix: does not go with a bonus"):
+        linear_attention(q, q, q, -q, **given, bonus=q[0, :, 0])
