@@ -59,7 +59,7 @@ class DiTConfig(PatchedConfig):
         return f"{super().label()} patch {height if height == width else f'{height} x {width}'}"
 
     def shape(self) -> str:
-        return super(PatchedConfig, self).shape() + ("" if self.modulates else ", time and class as tokens")
+        return super().shape() + ("" if self.modulates else ", time and class as tokens")
 
 
 class DiT(Model):

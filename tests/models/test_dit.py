@@ -151,6 +151,6 @@ def test_times_are_cosines_and_sines():
 def test_shapes_tell_how_time_and_class_come_in():
     """Models that differ in it are no rows of one table."""
     config = DiTConfig(mixer="softmax", dim=8, depth=1, num_heads=2, patch_size=(2, 4))
-    plain = "dim 8, depth 1, 2 heads"
+    plain = "dim 8, depth 1, 2 heads, patches of 2 x 4"
     assert config.shape() == plain and config.label() == "softmax patch 2 x 4"
     assert dataclasses.replace(config, block="pre_norm").shape() == f"{plain}, time and class as tokens"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lion.config import ConfigError
 from lion.layers import Attention
 from tests.helpers import ROOT, here, refuse
 from tools.bench import train
@@ -50,6 +51,11 @@ def test_softmax_and_the_floor_stand_beside_the_recipes():
     softmax = models["softmax"][0].model.resolved()
     assert softmax.position_embedding and softmax.readout == "cls" and softmax.dim == 12
     assert all(task.info.size == (32, 32) for _, task in models.values())
+    diffusion = [str(ROOT / f"recipes/dit_cifar10_{name}.yaml") for name in ("softmax_patch4", "softmax_patch8")]
+    job = replace(JOB, recipes=tuple(diffusion[:1]))
+    assert list(train.models(job)) == ["softmax", train.FLOOR]  # a row calls it by its patches, too
+    with pytest.raises(ConfigError, match="patches of 8 x 8"):
+        train.models(replace(job, recipes=tuple(diffusion)))
 
 
 def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():

@@ -174,7 +174,8 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
         of_size = make_task(other, describe_data(other, look=False)[0].resized(job.size))
         build_on_meta(of_size, other.model)
         beside[job.against] = (other, of_size)
-    return {**beside, **{k: v for k, v in found.items() if k != SOFTMAX}}
+    softmax = name_of(beside[SOFTMAX][0])
+    return {**beside, **{k: v for k, v in found.items() if k != softmax}}
 
 
 def name_of(recipe: Recipe) -> str:
