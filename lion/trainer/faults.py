@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,12 @@ def full_disk(error: BaseException) -> bool:
 
 
 def cut_library(error: BaseException) -> str | None:
-    """The compiled file that a loader cannot read, where an error tells of one: a compile was killed as it wrote."""
-    found = re.search(r"(\S+\.so): (?:file too short|invalid ELF header)", str(error))
-    return found and found[1]
+    """The file in a compiler's cache that a loader cannot read, where an error tells of one: a compile was killed as it
+    wrote."""
+    found = re.search(r"(/[^\n:]*\.so): (?:file too short|invalid ELF header)", str(error))
+    caches = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+    ours = found and any(cache in found[1] for cache in ("/torchinductor_", "/.triton/", *filter(None, caches)))
+    return found[1] if ours else None
 
 
 def refusal(error: OSError) -> str:
