@@ -179,6 +179,14 @@ def one_line(error: Exception) -> str | None:
     return f"error: {str(error).splitlines()[0]}" if full_disk(error) else None
 
 
+def check_folder(what: str, folder: Path) -> None:
+    """Raises ConfigError: Nothing can be written there."""
+    if not folder.is_dir():
+        raise ConfigError(f"{what}: no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{what}: {folder} cannot be written to")
+
+
 def say(text: str) -> None:
     """Report progress on stderr; results go to stdout."""
     print(text, file=sys.stderr, flush=True)

@@ -3,7 +3,8 @@
     ./run.sh distance RUN|FOLDER|FILE.npz --features CLASSIFIER_RUN|FILE.pt [--reference train|val|test|FOLDER|FILE.npz]
         [--samples N] [--real N] [--steps N] [--guidance G] [--seed S] [--keep FOLDER] [--out FILE.json]
 
-The figures of a run are kept in it, distance.json, where `./run.sh report` finds them.
+The figures of a run are kept in its folder, distance.json, where `./run.sh report` finds them; --out names another
+file.
 
 Features are what the head of a classifier of ours is given: the figures are FD-own and IS-own, and compare with no
 published FID. FILE.pt is a TorchScript module from uint8 pictures (N, 3, height, width) to features (N, D), as
@@ -14,6 +15,7 @@ half of a 95 % interval, of a jackknife over the first set. --keep: samples go t
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import warnings
 from functools import partial
@@ -26,7 +28,7 @@ from tqdm import tqdm
 
 from lion.config import ConfigError
 from lion.files import save_json
-from lion.runs import RECIPE, find_run, open_run
+from lion.runs import RECIPE, LoadedRun, find_run, open_run
 from lion.tasks.distances import (
     GROUPS,
     NEIGHBOURS,
@@ -40,8 +42,8 @@ from lion.tasks.distances import (
 from lion.tasks.image_classification import ImageClassification
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import device_name, stamp
-from tools.cli import Parser, count, number, run_command, say, table
-from tools.compose import build_data, check_finite, resolve_run
+from tools.cli import Parser, check_folder, count, number, run_command, say, table
+from tools.compose import build_data, check_finite, digest, resolve_run
 from tools.pictures import SPLITS, Pictures, of_path, of_run, of_split, open_diffusion
 
 FIGURES = "distance.json"
@@ -71,13 +73,16 @@ def main(argv: list[str]) -> int:
     for name in ("samples", "real"):
         if getattr(args, name) < FEWEST:
             raise ConfigError(f"--{name}: expected at least {FEWEST}, got {getattr(args, name)}")
-    if args.out and not args.out.parent.is_dir():
-        raise ConfigError(f"--out: no folder {args.out.parent}")
+    if args.out:
+        check_folder("--out", args.out.parent)
     runtime, features = start_runtime(), None
     if args.features:
         features = (Scripted if Path(args.features).suffix == ".pt" else Own)(args, runtime)
     made, run = open_samples(args, runtime, features)
-    real, floor = open_reference(args, made.count, run or (features and features.run), features)
+    out = args.out or (run and run.folder / FIGURES)
+    if out:
+        check_folder("--out" if args.out else "RUN", out.parent)
+    real, floor = open_reference(args, made.count, run.folder if run else features and features.run, features)
     for pictures in filter(None, (made, real, floor)):
         check(pictures, features)
     read = partial(read_features, features=features, runtime=runtime)
@@ -90,12 +95,15 @@ def main(argv: list[str]) -> int:
     else:
         rows.append(compare(read(floor), reference, f"real, {floor.name}", kind))
     show(rows, features, real)
-    out = args.out or (run and run / FIGURES)
     if out:
-        about = {"reference": real.name, "features": args.features, "device": device_name()}
-        about |= {name: getattr(args, name) for name in ("steps", "guidance")}
+        about = {"reference": args.reference, "features": args.features, "judge": features and features.digest}
+        if args.reference not in SPLITS:
+            about["reference"] = str(Path(args.reference).resolve())
+        if run:
+            about |= {name: getattr(args, name) for name in ("checkpoint", "raw", "steps", "guidance", "seed")}
+            about["step"] = run.checkpoint["step"]
         typed = shlex.join(["./run.sh", "distance", *argv])
-        save_json(out, {**about, **stamp(typed), "rows": [row._asdict() for row in rows]})
+        save_json(out, {**about, "device": device_name(), **stamp(typed), "rows": [row._asdict() for row in rows]})
         say(f"written: {out}")
     return 0
 
@@ -110,7 +118,7 @@ class Own:
         if not isinstance(loaded.task, ImageClassification):
             raise ConfigError(f"--features: {loaded.folder} is of task {loaded.recipe.task.name!r}, no classifier")
         self.run, self.about, self.model = loaded.folder, str(loaded.folder), loaded.model.to(runtime.device)
-        self.shape, self.given = loaded.model.image_shape, []
+        self.shape, self.given, self.digest = loaded.model.image_shape, [], digest(loaded.model)
         loaded.model.head.register_forward_pre_hook(lambda _, given: self.given.append(given[0]))
         if loaded.recipe.trainer.compile and not args.eager:
             compile_blocks(loaded.model, dynamic=None)  # the last batch is smaller
@@ -143,7 +151,7 @@ class Scripted:
                 self.module = torch.jit.load(path, map_location=runtime.device).eval()
         except (RuntimeError, ValueError, OSError):
             raise ConfigError(f"--features: {path} is no TorchScript module") from None
-        self.name, self.about = path.stem, str(path)
+        self.name, self.about, self.digest = path.stem, str(path), hashlib.blake2b(path.read_bytes()).hexdigest()[:32]
         named = {argument.name for argument in self.module.forward.schema.arguments}
         self.how = {"return_features": True} if "return_features" in named else {}
 
@@ -161,8 +169,8 @@ class Scripted:
         return found, None
 
 
-def open_samples(args: Any, runtime: Runtime, features: Any) -> tuple[Pictures, Path | None]:
-    """What is judged; and its folder, where it is a run."""
+def open_samples(args: Any, runtime: Runtime, features: Any) -> tuple[Pictures, LoadedRun | None]:
+    """What is judged; and the run that it is of, if any."""
     path, channels = Path(args.samples_of), features.channels if features else 3
     if path.suffix == ".npz" or (path.is_dir() and not (path / RECIPE).is_file()):
         if args.keep:
@@ -172,7 +180,7 @@ def open_samples(args: Any, runtime: Runtime, features: Any) -> tuple[Pictures, 
     loaded = open_diffusion(folder, args.checkpoint, args.raw)
     if loaded.recipe.trainer.compile and not args.eager:
         compile_blocks(loaded.model)
-    return of_run(loaded, args, runtime), folder
+    return of_run(loaded, args, runtime), loaded
 
 
 def open_reference(args: Any, samples: int, run: Path | None, features: Any) -> tuple[Pictures, Pictures | None]:

@@ -202,7 +202,7 @@ class Kept:
 
     def __init__(self, folder: Path, loaded: LoadedRun, args: Any) -> None:
         self.folder = folder
-        about = {"run": str(loaded.folder.resolve()), "step": loaded.checkpoint["step"], "raw": args.raw}
+        about = {"run": str(loaded.folder.resolve()), "step": loaded.checkpoint["step"]}
         about["weights"] = digest(loaded.model)  # trained anew, a run has others
         about |= {name: getattr(args, name) for name in ("steps", "guidance", "seed", "batch")}
         path = folder / MANIFEST

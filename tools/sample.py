@@ -11,7 +11,6 @@ of.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from lion.runs import LoadedRun, find_run
 from lion.tasks.diffusion import to_bytes
 from lion.tasks.seeds import place_keys
 from lion.trainer.runtime import compile_blocks, start_runtime
-from tools.cli import Parser, choose_form, count, number, run_command, say
+from tools.cli import Parser, check_folder, choose_form, count, number, run_command, say
 from tools.compose import check_finite
 from tools.pictures import open_diffusion
 
@@ -80,11 +79,8 @@ def where(out: Path | None, loaded: LoadedRun) -> Path:
         ConfigError: It cannot be, or is of another kind.
     """
     kind = ".png" if loaded.task.pictures else ".npy"
-    out = out or loaded.folder / f"samples{kind}"
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out: no folder {out.parent}")
-    if not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"--out: {out.parent} cannot be written to")
+    given, out = out, out or loaded.folder / f"samples{kind}"
+    check_folder("--out" if given else "RUN", out.parent)
     if out.suffix != kind or out.is_dir():
         what = "pictures" if loaded.task.pictures else "latents"
         raise ConfigError(f"--out: {what} are kept as FILE{kind}, got {out}")

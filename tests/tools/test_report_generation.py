@@ -7,10 +7,10 @@ import yaml
 
 from tests.helpers import here, refuse, tiny_recipe
 from tools.distance import FIGURES
-from tools.report.distance import distance_claims, distance_table, frechet
+from tools.report.distance import distance_table, frechet
 from tools.report.paper import read_paper
 from tools.report.runs import group, load
-from tools.report.tables import CLAIMED
+from tools.report.tables import CLAIMED, claim_table
 
 pytest.importorskip("sklearn")
 PAPER = read_paper("diffusion")
@@ -64,7 +64,7 @@ def test_rows_by_patches_and_claims_by_distance(runs, tmp_path, capsys):
     groups = group([load(str(run)) for run in runs], PAPER)
     assert list(groups) == ["lightnet patch 2", "lightnet patch 4", "lightnet without TPE patch 2"]
     assert [row[2] for row in distance_table(groups)[1][:3]] == ["3.10 ± 0.14", "5.15 ± 0.21", "2.05 ± 0.07"]
-    header, rows = distance_claims(groups, PAPER)
+    header, rows = claim_table(groups, PAPER, frechet)
     assert header == ["the paper: ", "on", "difference, FD-own", "n", "here"]
     assert rows == [
         ["lightnet patch 2 > lightnet patch 4", "samples", "2.05 ± 0.07", "2", CLAIMED[0]],
@@ -75,16 +75,30 @@ def test_rows_by_patches_and_claims_by_distance(runs, tmp_path, capsys):
     assert here("report", *runs, "--out", tmp_path) == 0
     text = (tmp_path / "generation.md").read_text()
     assert "| lightnet patch 2 > lightnet patch 4 | samples | 2.05" in text and "Distance from real pictures" in text
-    assert "patches of" not in text and "patch_size" in text  # it differs between rows
+    assert "patches of 2 x 2 or dim 16, depth 2, 2 heads, patches of 4 x 4" in text
+    assert "difference, loss" not in text  # the papers claim nothing of it
     capsys.readouterr()
 
 
 def test_distances_that_do_not_compare(runs, tmp_path, capsys):
     told(runs, [3.0, 3.2])
-    held = json.loads((runs[1] / FIGURES).read_text())
-    (runs[1] / FIGURES).write_text(json.dumps({**held, "guidance": 4.0}))
-    call = ["report", *runs[:2], "--out", tmp_path]
-    assert "lightnet patch 2 has guidance 4.0" in refuse(capsys, *call)
-    (runs[1] / FIGURES).write_text("{}")
-    assert f"{runs[1] / FIGURES}: not what ./run.sh distance writes" in refuse(capsys, *call)
+    path, call = runs[1] / FIGURES, ["report", *runs[:2], "--out", tmp_path]
+    held = json.loads(path.read_text())
+    changes = {"guidance": 4.0, "judge": "another", "checkpoint": "last", "raw": True, "reference": "test"}
+    for name, value in changes.items():
+        path.write_text(json.dumps({**held, name: value}))
+        assert f"{path}: {name} is {value!r}, in {runs[0] / FIGURES}" in refuse(capsys, *call)
+    path.write_text(json.dumps({**held, "step": 3}))
+    assert f"{path}: of the weights of step 3, the run's are of 6: measure it again" in refuse(capsys, *call)
+    path.write_text("{}")
+    assert f"{path}: not what ./run.sh distance writes" in refuse(capsys, *call)
     told(runs[:2], [3.0, 3.2])
+
+
+def test_features_from_a_file_tell_no_classes(runs):
+    """Their halves, which stand below, have no score of classes."""
+    held = json.loads((runs[0] / FIGURES).read_text())
+    del held["rows"][1]["figures"]["IS-own"]
+    for run in runs[:2]:
+        (run / FIGURES).write_text(json.dumps(held))
+    assert distance_table(group([load(str(run)) for run in runs[:2]], PAPER))[1][-1][3] == "-"

@@ -8,82 +8,76 @@ from typing import Any
 
 from lion.config import ConfigError
 from lion.tasks.metrics import Mean, Metric
+from lion.trainer.checkpoint import steps_of
 from tools.distance import FIGURES, SHARES
-from tools.report.paper import Paper
 from tools.report.runs import Run
-from tools.report.tables import ASKED, CLAIMED, Groups, Table, Values, comparison
+from tools.report.tables import Groups, Table, Values
 from tools.store import spread
 
-ALIKE = ("reference", "features", "steps", "guidance", "samples")  # what makes distances comparable
+ALIKE = ("judge", "reference", "real", "samples", "checkpoint", "raw", "steps", "guidance")  # where distances compare
 
 
 def distance_table(groups: Groups) -> Table:
-    """A row for each row of runs: every figure's mean and deviation over seeds; below, the real pictures'."""
-    found = {
-        name: [read(run.folder) for run in runs if (run.folder / FIGURES).is_file()] for name, runs in groups.items()
-    }
+    """A row for each row of runs: every figure's mean and deviation over seeds; below, the real pictures'.
+
+    Raises:
+        ConfigError: Distances that do not compare, or are of other weights than the runs have now.
+    """
+    found = {name: read_all(runs) for name, runs in groups.items()}
     found = {name: some for name, some in found.items() if some}
     if not found:
         return [], []
     first = next(iter(found.values()))[0]
-    names = list(first["figures"])
-    rows = []
+    names, rows = list(first["figures"]), []
     for name, some in found.items():
         for one in some:
-            check_same(name, one, first)
-        cells = (cell(n, [one["figures"][n] for one in some]) for n in names)
+            check_same(one, first)
+        cells = (cell(figure, [one["figures"][figure] for one in some]) for figure in names)
         rows.append([name, f"{first['samples']:,}", *cells, str(len(some))])
-    real = first["real"]
-    cells = (cell(n, [real["figures"][n][0]]) for n in names)
-    rows.append([real["name"], f"{real['samples']:,}", *cells, "1"])
-    return ["model", "samples", *(f"{n} %" if n in SHARES else n for n in names), "n"], rows
+    floor = first["floor"]
+    cells = (cell(figure, [floor["figures"][figure][0]] if figure in floor["figures"] else []) for figure in names)
+    rows.append([floor["name"], f"{floor['samples']:,}", *cells, "1"])
+    return ["model", "samples", *(f"{figure} %" if figure in SHARES else figure for figure in names), "n"], rows
 
 
-def cell(name: str, values: list[float]) -> str:
-    return spread(values, lambda value: f"{value * (100 if name in SHARES else 1):.2f}")
-
-
-def distance_claims(groups: Groups, paper: Paper) -> Table:
-    """What the paper claims, by the Frechet distance."""
-    return judged(groups, paper.better, paper, "the paper: ", CLAIMED)
-
-
-def distance_asked(groups: Groups, paper: Paper) -> Table:
-    """What it leaves open, by the same."""
-    return judged(groups, paper.asked, paper, "asked: ", ASKED)
-
-
-def judged(groups: Groups, pairs: Any, paper: Paper, title: str, words: tuple[str, str]) -> Table:
-    if not any((run.folder / FIGURES).is_file() for runs in groups.values() for run in runs):
-        return [], []
-    return comparison(groups, pairs, paper.alike, title, words, frechet)
+def cell(figure: str, values: list[float]) -> str:
+    return spread(values, lambda value: f"{value * (100 if figure in SHARES else 1):.2f}")
 
 
 def frechet(runs: list[Run]) -> tuple[Metric, str, Values]:
-    found = {run.folder: read(run.folder)["figures"] for run in runs if (run.folder / FIGURES).is_file()}
-    name = next((n for figures in found.values() for n in figures if n.startswith("FD-")), "FD")
+    """The distance of those that have been measured."""
+    found = {run.folder: one["figures"] for run in runs for one in read_all([run])}
+    name = next((n for figures in found.values() for n in figures if n.startswith("FD-")), "FD-own")
     return Mean(name, higher_is_better=False), "samples", {folder: figures[name] for folder, figures in found.items()}
 
 
+def read_all(runs: list[Run]) -> list[dict[str, Any]]:
+    return [read(run.folder) for run in runs if (run.folder / FIGURES).is_file()]
+
+
 def read(folder: Path) -> dict[str, Any]:
-    """Of a run: the figures of what it makes, of how many, and those of real pictures.
+    """Of a run: what its distance is alike in, the figures of what it makes, and `floor`, those of real pictures.
 
     Raises:
-        ConfigError: It is none of `./run.sh distance`'s.
+        ConfigError: It is none of `./run.sh distance`'s, or of weights that are there no longer.
     """
     path = folder / FIGURES
     try:
         held = json.loads(path.read_text())
-        made, real = held["rows"]
-        how = {name: held[name] for name in ALIKE if name != "samples"}
+        made, floor = held["rows"]
+        held |= {"real": made["reference"], "samples": made["samples"]}
         figures = {name: float(value) for name, (value, _) in made["figures"].items()}
-        return {**how, "samples": made["samples"], "figures": figures, "real": real, "path": path}
+        found = {**{name: held[name] for name in ALIKE}, "figures": figures, "floor": floor, "path": path}
+        step, there = held["step"], [step for step, _ in steps_of(folder, held["checkpoint"])]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not what ./run.sh distance writes ({type(error).__name__}: {error})") from None
+    if there and step != there[0]:
+        raise ConfigError(f"{path}: of the weights of step {step:,}, the run's are of {there[0]:,}: measure it again")
+    return found
 
 
-def check_same(name: str, one: dict[str, Any], first: dict[str, Any]) -> None:
-    """Raises ConfigError: Distances of other features, pictures or settings do not compare."""
+def check_same(one: dict[str, Any], first: dict[str, Any]) -> None:
+    """Raises ConfigError: Distances by another judge, of other pictures or settings do not compare."""
     for key in ALIKE:
         if one[key] != first[key]:
-            raise ConfigError(f"{one['path']}: {name} has {key} {one[key]!r}, {first['path']} has {first[key]!r}")
+            raise ConfigError(f"{one['path']}: {key} is {one[key]!r}, in {first['path']} {first[key]!r}")

@@ -24,6 +24,7 @@ class Paper:
         better: Which row is better than which, as the paper has it.
         asked: The same of what it does not say.
         alike: What may be said of both rows at once.
+        judged_by: What the paper's claims are of: "metric", that of the task, or "distance" (`./run.sh distance`).
     """
 
     title: str
@@ -33,6 +34,7 @@ class Paper:
     better: tuple[tuple[str, str], ...] = ()
     asked: tuple[tuple[str, str], ...] = ()
     alike: tuple[str, ...] = ()
+    judged_by: str = "metric"
 
 
 def read_paper(task: str) -> Paper:

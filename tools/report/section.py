@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tools.report.distance import distance_asked, distance_claims, distance_table
+from tools.report.distance import distance_table, frechet
 from tools.report.glue import glue_table
 from tools.report.paper import Paper
 from tools.report.runs import Run, settings_of
-from tools.report.tables import Groups, Table, asked_table, claim_table, result_table
+from tools.report.tables import Groups, Table, asked_table, claim_table, own_metric, result_table
 from tools.store import Row, pipes
 
+JUDGES = {"metric": own_metric, "distance": frechet}
 TEXT = ("model", "the paper: ", "asked: ", "on", "here", "fine-tuned as")  # columns of text
 LEGEND = (
     "Mean ± standard deviation over n seeds (of the sample). `test` is that of the weights that did best on `val`, "
@@ -47,14 +48,13 @@ class Section:
 
     def parts(self) -> list[tuple[str, Table]]:
         """The same, each with its heading."""
+        judge = JUDGES[self.paper.judged_by]
         found = [
             ("", result_table(self.groups, self.paper)),
-            ("What the paper claims", claim_table(self.groups, self.paper)),
-            ("What it does not say", asked_table(self.groups, self.paper)),
-            ("GLUE", glue_table(self.groups)),
             ("Distance from real pictures", distance_table(self.groups)),
-            ("What the paper claims, by distance", distance_claims(self.groups, self.paper)),
-            ("What it does not say, by distance", distance_asked(self.groups, self.paper)),
+            ("What the paper claims", claim_table(self.groups, self.paper, judge)),
+            ("What it does not say", asked_table(self.groups, self.paper, judge)),
+            ("GLUE", glue_table(self.groups)),
         ]
         return [(heading, rows) for heading, rows in found if rows[1]]
 
@@ -87,7 +87,7 @@ def budget(runs: list[Run]) -> str:
     differing = sorted(k for k in keys[0] if any(other.get(k) != keys[0][k] for other in keys))
     lines = [
         f"- Data: {first.data.describe()}",
-        f"- Model: {first.model.shape()}",
+        f"- Model: {' or '.join(dict.fromkeys(run.recipe.model.shape() for run in runs))}",
         f"- Budget: {c.describe()}, {c.precision}",
         f"- Settings that differ between rows: {', '.join(f'`{k}`' for k in differing) or 'none'}",
         *(f"- Ran on: {text}" for text in environments),

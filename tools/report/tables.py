@@ -44,20 +44,20 @@ def result_table(groups: Groups, paper: Paper) -> Table:
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def claim_table(groups: Groups, paper: Paper) -> Table:
-    """Each claim of the paper whose two rows are here."""
-    return comparison(groups, paper.better, paper.alike, "the paper: ", CLAIMED)
-
-
-def asked_table(groups: Groups, paper: Paper) -> Table:
-    """Each question that it leaves open."""
-    return comparison(groups, paper.asked, paper.alike, "asked: ", ASKED)
-
-
 def own_metric(runs: list[Run]) -> tuple[Metric, str, Values]:
     """What the runs were chosen by: on test where all of them have been tested, else on val."""
     split = "test" if all(run.test is not None for run in runs) else "val"
     return runs[0].metric, split, {run.folder: getattr(run, split) for run in runs}
+
+
+def claim_table(groups: Groups, paper: Paper, judge: Judge = own_metric) -> Table:
+    """Each claim of the paper whose two rows are here."""
+    return comparison(groups, paper.better, paper.alike, "the paper: ", CLAIMED, judge)
+
+
+def asked_table(groups: Groups, paper: Paper, judge: Judge = own_metric) -> Table:
+    """Each question that it leaves open."""
+    return comparison(groups, paper.asked, paper.alike, "asked: ", ASKED, judge)
 
 
 def comparison(
@@ -66,12 +66,12 @@ def comparison(
     alike: Iterable[str],
     title: str,
     words: tuple[str, str],
-    judge: Judge = own_metric,
+    judge: Judge,
 ) -> Table:
     """Rows that are said to be better than others, by the differences of runs with the same seed in what `judge` finds
     of the runs of both."""
     rows, pairs = [], list(pairs)
-    metric = judge(next(iter(groups.values())))[0]
+    metric = judge([run for some in groups.values() for run in some])[0]
     claims = [(f"{a} {so}".strip(), f"{b} {so}".strip()) for so in ("", *alike) for a, b in pairs]
     for better, worse in claims:
         if better in groups and worse in groups:
