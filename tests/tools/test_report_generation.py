@@ -95,6 +95,12 @@ def test_distances_that_do_not_compare(runs, tmp_path, capsys):
     told(runs[:2], [3.0, 3.2])
 
 
+def test_runs_of_another_task_are_another_table(runs, tmp_path, capsys):
+    judge = runs[0].parent / "judge"
+    said = refuse(capsys, "report", runs[0], judge, "--out", tmp_path)
+    assert f"{judge}: of task 'image_classification', {runs[0]} of 'diffusion'; use --section" in said
+
+
 def test_features_from_a_file_tell_no_classes(runs):
     """Their halves, which stand below, have no score of classes."""
     held = json.loads((runs[0] / FIGURES).read_text())

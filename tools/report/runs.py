@@ -118,6 +118,9 @@ def group(runs: list[Run], paper: Paper) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
+        tasks = [one.recipe.task.name for one in (run, runs[0])]
+        if tasks[0] != tasks[1]:
+            raise ConfigError(f"{run.folder}: of task {tasks[0]!r}, {runs[0].folder} of {tasks[1]!r}; use --section")
         run.info.check_same(f"{run.folder}: not comparable, {runs[0].folder}", runs[0].info.to_dict())
         name, own = called(run.recipe), settings_of(run.recipe)
         first = next(iter(settings.values()), own)
