@@ -79,9 +79,9 @@ def main(argv: list[str]) -> int:
     if args.features:
         features = (Scripted if Path(args.features).suffix == ".pt" else Own)(args, runtime)
     made, run = open_samples(args, runtime, features)
+    if run and not args.out:
+        check_folder("RUN", run.folder)
     out = args.out or (run and run.folder / FIGURES)
-    if out:
-        check_folder("--out" if args.out else "RUN", out.parent)
     real, floor = open_reference(args, made.count, run.folder if run else features and features.run, features)
     for pictures in filter(None, (made, real, floor)):
         check(pictures, features)

@@ -59,8 +59,7 @@ class Operator:
             phi = given.pop("feature_map")  # the operator alone is timed
             given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
             if self.one_scan or self.of_keys:
-                given |= dict(q=apply_feature_map(layer.config.feature_map, q), k=k, log_decay=None)
-                given.pop("prefix", None)
+                given |= dict(q=apply_feature_map(layer.config.feature_map, q), k=k, log_decay=None, prefix=None)
             if self.scans != AS_THEY_STAND:
                 layout = grid(length, self.scans)
                 given["orders"] = layout.orders.to(device)

@@ -154,13 +154,11 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
     """
     found: dict[str, tuple[Recipe, Task]] = {}
     for path in job.recipes:
-        recipe = resolve(path, job.overrides)
-        task = make_task(recipe, describe_data(recipe, look=False)[0].resized(job.size))
+        recipe, task = at_size(path, job)
         if found and recipe.model.shape() != next(iter(found.values()))[0].model.shape():
             raise ConfigError(f"{path}: its model is {recipe.model.shape()}, that of {job.recipes[0]} is another")
         if name_of(recipe) in found:
             raise ConfigError(f"{path}: a second {name_of(recipe)}, by all that is timed here; leave one out")
-        build_on_meta(task, recipe.model)
         found[name_of(recipe)] = (recipe, task)
     recipe, task = next(iter(found.values()))
     if job.plain:
@@ -170,12 +168,21 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
         for name, mixer in ((SOFTMAX, SOFTMAX), (FLOOR, NONE))
     }
     if job.against:
-        other = resolve(job.against, job.overrides)
-        of_size = make_task(other, describe_data(other, look=False)[0].resized(job.size))
-        build_on_meta(of_size, other.model)
-        beside[job.against] = (other, of_size)
+        beside[job.against] = at_size(job.against, job)
     softmax = name_of(beside[SOFTMAX][0])
     return {**beside, **{k: v for k, v in found.items() if k != softmax}}
+
+
+def at_size(path: str, job: Job) -> tuple[Recipe, Task]:
+    """A recipe with a task for samples of the job's size; its model can be built.
+
+    Raises:
+        ConfigError: It cannot, or the recipe is wrong.
+    """
+    recipe = resolve(path, job.overrides)
+    task = make_task(recipe, describe_data(recipe, look=False)[0].resized(job.size))
+    build_on_meta(task, recipe.model)
+    return recipe, task
 
 
 def name_of(recipe: Recipe) -> str:
