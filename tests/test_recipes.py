@@ -301,7 +301,7 @@ def test_long_range_arena_is_trained_as_by_s5(task):
         assert c.position_embedding == (mixer in ("softmax", "lion_lit"))
         if mixer in ("lion_d", "lion_s"):
             least = 1e-4 if task == "pathx" else 1e-3
-            assert (c.attention.spectrum, c.attention.value_start) == ("s4d_real", "zoh")
+            assert (c.attention.spectrum, c.attention.value_start) == ("legs", "zoh")
             assert (c.attention.dt_min, c.attention.dt_max) == (least, 0.1)
 
 

@@ -284,7 +284,7 @@ class HippoDecay(Decay):
         dim: int,
         num_heads: int,
         *,
-        spectrum: str = "s4d_real",
+        spectrum: str = "legs",
         shape: str = "vector",
         dt_min: float = 1e-3,
         dt_max: float = 0.1,

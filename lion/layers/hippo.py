@@ -19,7 +19,8 @@ HIPPO = tuple(name for name, entry in MIXERS.items() if entry.decay in ("hippo",
 class HippoConfig(AttentionConfig):
     """Where the decays start, and what they are (`lion.layers.decays.HippoDecay`): the switches of Tables 5 and 6.
 
-    `spectrum` is the start, `random` for the rows of Table 5 without HiPPO. Table 6 is `feature_map: sigmoid` with
+    `spectrum` is the start, `random` for the rows of Table 5 without HiPPO; None is S5's, `legs`, and `s4d_real` for
+    scalar decays, which cannot turn. Table 6 is `feature_map: sigmoid` with
     `normalize: none` ([1]), `feature_map: relu` ([2]), `decay_shape: scalar` ([3]), `normalize: none` ([4]),
     `normalize: pre` ([5]), the mixer `lion_d_hippo` ([6]) and `decay_gate: softplus` ([7]).
 
@@ -44,7 +45,8 @@ class HippoAttention(LionAttention):
     def resolve(name: str, config: AttentionConfig) -> HippoConfig:
         if not isinstance(config, HippoConfig):
             config = HippoConfig(**vars(config))
-        c = fill(config, {"spectrum": "s4d_real", "decay_shape": "vector"})
+        c = fill(config, {"decay_shape": "vector"})
+        c = fill(c, {"spectrum": "legs" if c.decay_shape == "vector" else "s4d_real"})
         if c.spectrum in TURNING and c.decay_shape == "scalar":
             raise ValueError(f"spectrum: {c.spectrum!r} turns pairs of key dimensions, a scalar decay has none")
         if c.dt_min > c.dt_max:

@@ -135,17 +135,18 @@ def test_scalar_decays_have_one_lambda_a_head():
 
 
 def test_what_is_selected_only_shortens_the_memory():
-    layer, x = make("lion_s_hippo", spread=1.0), tokens(30)
+    layer, x = make("lion_s_hippo", spread=1.0, spectrum="s4d_real"), tokens(30)
     rates, steps = layer.decays[0].steps(x)
     log_decay = layer.decays[0](x, x.new_zeros(2, HEADS, 30, DIM // HEADS)).log_decay
     assert (log_decay < -rates[:, None]).all() and (log_decay >= -(rates + steps)[:, None]).all()
     assert log_decay.std(2).min() > 0  # and depends on the token
-    soft = make("lion_s_hippo", spread=1.0, decay_gate="softplus").decays[0](x, x.new_zeros(2, HEADS, 30, 8)).log_decay
+    soft = make("lion_s_hippo", spread=1.0, spectrum="s4d_real", decay_gate="softplus").decays[0]
+    soft = soft(x, x.new_zeros(2, HEADS, 30, 8)).log_decay
     assert not torch.allclose(soft, log_decay) and (soft < -rates[:, None]).all()
 
 
 def test_zero_order_hold():
-    decay = make("lion_d_hippo").decays[0]
+    decay = make("lion_d_hippo", spectrum="s4d_real").decays[0]
     held, B, dt = decay.zero_order_hold(), -decay.log_rate.exp(), decay.log_dt.exp()
     torch.testing.assert_close(held.flatten(), (((B * dt).exp() - 1) / B).detach())
     for settings in ({"spectrum": "legs"}, {"decay_shape": "scalar"}):
@@ -169,7 +170,8 @@ def test_padding_wherever_it_is(mixer, spectrum):
 @both
 def test_settings_of_any_attention_do(mixer):
     layer = make_mixer(mixer, DIM, HEADS, AttentionConfig(direction="forward"))
-    assert (layer.config.spectrum, layer.config.decay_shape, layer.causal) == ("s4d_real", "vector", True)
+    assert (layer.config.spectrum, layer.config.decay_shape, layer.causal) == ("legs", "vector", True)
+    assert make(mixer, decay_shape="scalar").config.spectrum == "s4d_real"  # which turns nothing
 
 
 def test_what_does_not_go_together():
