@@ -13,10 +13,13 @@ from lion.ops.decay import LOG_ZERO, CumulativeDecay, exp_where, prefix_sums
 from lion.ops.full import pad_segments, weighted_sum
 from lion.ops.tokens import ScoreSettings, State, TokenBlock
 from lion.ops.vector_scores import FACTORS, fold_both, lambdas, pad, padding_of, vector_scores
+from lion.ops.vector_sums import vector_row_sums
 
 
 def full_vector_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L), dense in L; a decay (b, H, L, D)."""
+    if not tokens.v.shape[-1]:
+        return tokens.v, vector_row_sums(tokens, how)
     length = tokens.q.shape[2]
     padding = padding_of(length)
     q, k, v, log_decay = pad(padding, *tokens[:4])
@@ -28,6 +31,8 @@ def chunk_vector_parts(
     tokens: TokenBlock, how: ScoreSettings, entering: tuple[EnteringState, ...] = ()
 ) -> tuple[Tensor, Tensor | None, list[State]]:
     """The same, linear in L: what `lion.ops.chunk` does, every key dimension decaying on its own."""
+    if not tokens.v.shape[-1] and not entering:
+        return tokens.v, vector_row_sums(tokens, how), []
     q, k, v, log_decay, _, index, _ = tokens
     length, wide = q.shape[2], log_decay.dtype
     size, count = chunk.chunk_grid(length, how.chunk_size)

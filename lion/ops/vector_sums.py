@@ -1,0 +1,86 @@
+"""Row sums under a vector decay, without scores: a scan of the keys.
+
+    z_i = sum_{j < i} E_ij k_j = lambda_{i-1} z_{i-1} + k_{i-1},        row sum_i = q_i z_i + the same of later tokens
+
+What reads the scores of rotated queries and keys divides by the sums of those that are not rotated; a state of D
+numbers a token gives these at a fraction of what more scores cost. E is what `lion.ops.vector_scores` calls so.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lion.ops.decay import LOG_ZERO, least_log_decay
+from lion.ops.full import pad_segments
+from lion.ops.tokens import ScoreSettings, TokenBlock
+from lion.ops.vector_scores import blocks, flush_denormals, fold_both, lambdas, pad, padding_of, shift_later
+
+BLOCK = 8  # tokens that are done one after the other; their last ones are the tokens of a shorter scan
+
+
+def vector_row_sums(tokens: TokenBlock, how: ScoreSettings) -> Tensor:
+    """Row sums (B, H, L) of q, k (B, H, L, D) under a decay (b, H, L, D), in its dtype."""
+    q, k, _, log_decay, _, index, _ = tokens
+    length, wide = q.shape[2], log_decay.dtype
+    padding = padding_of(length)
+    q, k, log_decay = pad(padding, q.to(wide), k.to(wide), log_decay.clamp_min(LOG_ZERO))
+    index = pad_segments(index, padding)
+    (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), how.decay_convention)
+    total = (q * k).sum(-1) if how.include_diagonal else torch.zeros_like(q[..., 0])
+    if how.direction != "backward":
+        total = total + (q_late * states_before(k_early, log_decay, index)).sum(-1)
+    if how.direction != "forward":
+        index = None if index is None else index.flip(1)
+        total = total + (q_early * states_before(k_late.flip(2), log_decay.flip(2), index).flip(2)).sum(-1)
+    return total[..., :length]
+
+
+def states_before(k: Tensor, log_decay: Tensor, segment_index: Tensor | None) -> Tensor:
+    """What is left of the keys (B, H, L, D) before each token of its segment (B, L)."""
+    if segment_index is None:
+        return shift_later(_Scan.apply(k, log_decay), 1)
+    first = (segment_index.diff(dim=1, prepend=segment_index[:, :1]) != 0)[:, None, :, None]
+    return shift_later(_Scan.apply(k, log_decay.masked_fill(first, LOG_ZERO)), 1).masked_fill(first, 0)
+
+
+class _Scan(torch.autograd.Function):
+    """`h_i = lambda_i h_{i-1} + x_i`; its gradient is the same scan from the other end."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, log_decay: Tensor) -> Tensor:
+        h = scan(x, lambdas(log_decay))
+        ctx.save_for_backward(h, log_decay)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        h, log_decay = ctx.saved_tensors
+        lam = lambdas(log_decay)
+        dx = scan(grad.flip(-2), shift_later(lam.flip(-2), 1)).flip(-2)
+        return dx, (dx * lam * shift_later(h, 1)).sum_to_size(log_decay.shape)
+
+
+def scan(x: Tensor, lam: Tensor) -> Tensor:
+    """`h_i = lam_i h_{i-1} + x_i` of x (.., L, D), lam in 0 .. 1 of a shape that broadcasts to it."""
+    length = x.shape[-2]
+    size = min(BLOCK, length)
+    x, lam = (blocks(y, size) for y in pad(-length % size, x, lam))  # (.., M, S, D)
+    h, decays = [x[..., 0, :]], [lam[..., 0, :]]
+    for i in range(1, size):
+        h.append(normal(h[-1] * lam[..., i, :] + x[..., i, :]))
+        decays.append(flush_denormals(decays[-1] * lam[..., i, :]))
+    inside = torch.stack(h, -2)
+    if length > size:
+        entering = shift_later(scan(h[-1], decays[-1]), 1)[..., None, :]  # (.., M, 1, D)
+        inside = inside + torch.stack(decays, -2) * entering
+    return inside.flatten(-3, -2)[..., :length, :]
+
+
+def normal(x: Tensor) -> Tensor:
+    """x, 0 where it has become too small: a product with it could be denormal."""
+    return x.masked_fill(x.abs() < math.exp(least_log_decay(x.dtype)), 0)

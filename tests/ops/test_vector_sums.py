@@ -1,0 +1,84 @@
+"""Row sums by a scan of the keys are those of the scores."""
+
+import pytest
+import torch
+
+from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS
+from lion.ops.tokens import ScoreSettings, TokenBlock
+from lion.ops.vector_scores import vector_scores
+from lion.ops.vector_sums import scan, vector_row_sums
+
+HEADS, DIM = 2, 4
+
+
+def tokens(length: int, batch: int = 2, steep: float = 1.0, shared: bool = False) -> TokenBlock:
+    torch.manual_seed(0)
+    q, k = torch.rand(2, batch, HEADS, length, DIM, dtype=torch.float64)
+    log_decay = -steep * torch.rand(1 if shared else batch, HEADS, length, DIM, dtype=torch.float64)
+    return TokenBlock(q, k, q[..., :0], log_decay)
+
+
+def settings(direction: str = "both", convention: str = "source", diagonal: bool = True) -> ScoreSettings:
+    return ScoreSettings("full", convention, direction, diagonal, True, 64)
+
+
+def by_scores(x: TokenBlock, how: ScoreSettings) -> torch.Tensor:
+    return vector_scores(*x[:2], x.gate, x.segment_index, how).sum(-1)
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize("convention", DECAY_CONVENTIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_convention(direction, convention, diagonal):
+    how = settings(direction, convention, diagonal)
+    for length in (1, 2, 7, 8, 9, 64, 65, 200):
+        for shared in (False, True):
+            x = tokens(length, shared=shared)
+            torch.testing.assert_close(vector_row_sums(x, how), by_scores(x, how))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_segments_know_nothing_of_one_another(direction):
+    index = torch.tensor([[1] * 20 + [2] * 1 + [3] * 49, [1] * 64 + [2] * 6])
+    for convention in DECAY_CONVENTIONS:
+        x, how = tokens(70)._replace(segment_index=index), settings(direction, convention)
+        torch.testing.assert_close(vector_row_sums(x, how), by_scores(x, how))
+
+
+@pytest.mark.parametrize("convention", DECAY_CONVENTIONS)
+def test_gradients(convention):
+    index, how = torch.tensor([[1] * 9 + [2] * 8]), settings("both", convention)
+    for shared in (False, True):
+        x = tokens(17, batch=2, shared=shared)
+        weights = torch.rand(x.q.shape[:3], dtype=torch.float64)
+
+        def gradients(sums, x=x, weights=weights):
+            leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.gate)]
+            given = TokenBlock(leaves[0], leaves[1], x.v, leaves[2], segment_index=index.expand(2, -1))
+            return torch.autograd.grad((sums(given, how) * weights).sum(), leaves)
+
+        for ours, want in zip(gradients(vector_row_sums), gradients(by_scores)):
+            torch.testing.assert_close(ours, want)
+
+
+def test_extreme_decays():
+    """None, all, and both in turns; nothing is denormal, infinite or NaN, values and gradients alike."""
+    for steep in (0.0, 1e-9, 30.0, 1e4, torch.inf):
+        x, how = tokens(100), settings()
+        log_decay = torch.full_like(x.gate, -steep)
+        log_decay[..., ::3, 1] = 0
+        x = x._replace(gate=log_decay)
+        torch.testing.assert_close(vector_row_sums(x, how), by_scores(x, how))
+        leaves = [t.float().requires_grad_() for t in (x.q, x.k, log_decay)]
+        total = vector_row_sums(TokenBlock(leaves[0], leaves[1], x.v.float(), leaves[2]), how)
+        torch.testing.assert_close(total, by_scores(x, how).float())
+        for grad in torch.autograd.grad(total.sum(), leaves):
+            assert grad.isfinite().all()
+
+
+def test_what_fades_ends_as_zero():
+    x, lam = torch.zeros(1, 400, 1), torch.full((1, 400, 1), 0.5)
+    x[:, 0] = 1
+    h = scan(x, lam)
+    small = h[(h != 0)].min()
+    assert small > 1e-30 and h[0, 20] == 0.5**20 and h[0, -1] == 0
