@@ -12,6 +12,7 @@ from lion.layers.linear import LionAttention
 from lion.layers.mixers import MIXERS
 from lion.layers.spectra import RANDOM, SPECTRA, TURNING
 
+USUAL_SPECTRUM = {"vector": "legs", "scalar": "s4d_real"}  # S5's; what decays by one number cannot turn
 HIPPO = tuple(name for name, entry in MIXERS.items() if entry.decay in ("hippo", "selective_hippo"))
 
 
@@ -19,10 +20,9 @@ HIPPO = tuple(name for name, entry in MIXERS.items() if entry.decay in ("hippo",
 class HippoConfig(AttentionConfig):
     """Where the decays start, and what they are (`lion.layers.decays.HippoDecay`): the switches of Tables 5 and 6.
 
-    `spectrum` is the start, `random` for the rows of Table 5 without HiPPO; None is S5's, `legs`, and `s4d_real` for
-    scalar decays, which cannot turn. Table 6 is `feature_map: sigmoid` with
-    `normalize: none` ([1]), `feature_map: relu` ([2]), `decay_shape: scalar` ([3]), `normalize: none` ([4]),
-    `normalize: pre` ([5]), the mixer `lion_d_hippo` ([6]) and `decay_gate: softplus` ([7]).
+    `spectrum` is the start, by `USUAL_SPECTRUM`, or `random` for the rows of Table 5 without HiPPO. Table 6 is
+    `feature_map: sigmoid` with `normalize: none` ([1]), `feature_map: relu` ([2]), `decay_shape: scalar` ([3]),
+    `normalize: none` ([4]), `normalize: pre` ([5]), the mixer `lion_d_hippo` ([6]) and `decay_gate: softplus` ([7]).
 
     `value_start` is where W_v starts under the initialisation `lra`: `zoh`, the diagonal of zero-order hold, each
     channel by its decay, or `dense` as every other projection; None is `zoh` beside HiPPO.
@@ -46,7 +46,7 @@ class HippoAttention(LionAttention):
         if not isinstance(config, HippoConfig):
             config = HippoConfig(**vars(config))
         c = fill(config, {"decay_shape": "vector"})
-        c = fill(c, {"spectrum": "legs" if c.decay_shape == "vector" else "s4d_real"})
+        c = fill(c, {"spectrum": USUAL_SPECTRUM[c.decay_shape]})
         if c.spectrum in TURNING and c.decay_shape == "scalar":
             raise ValueError(f"spectrum: {c.spectrum!r} turns pairs of key dimensions, a scalar decay has none")
         if c.dt_min > c.dt_max:

@@ -13,6 +13,7 @@ from lion.config import setting
 from lion.layers.block import MLPS
 from lion.layers.blocks import BLOCKS
 from lion.layers.decay import Decay
+from lion.layers.hippo import USUAL_SPECTRUM
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.marks import Marks
 from lion.layers.norms import NORMS, BatchNorm
@@ -59,6 +60,7 @@ class LRAConfig(EncoderConfig):
         """With what the tables of this task tell apart beside the mixer's conventions."""
         built = self.resolved()
         own, usual = vars(built.attention), vars(built.with_mixer(self.mixer).resolved().attention)
+        usual = usual | {"spectrum": USUAL_SPECTRUM.get(own.get("decay_shape"))}
         parts = [super().label()]
         parts += [f"{own[name]} {words}" for name, words in SAID.items() if own.get(name) != usual.get(name)]
         if getattr(self.attention, "value_start", None) is not None:
