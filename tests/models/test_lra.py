@@ -161,16 +161,16 @@ def test_where_weights_start():
 
 
 def test_groups_of_the_optimizer():
-    """S5's: decays, steps and norms learn at a rate of their own, without weight decay."""
+    """S5's: decays, turns, steps and norms learn at a rate of their own, without weight decay."""
     made = model(memory_lr=0.25)
     own = {name.rpartition("encoder.blocks.0.")[2] for name in marks_of(made) if "blocks.0." in name}
-    decays = {f"attention.decays.0.{name}" for name in ("log_rate", "log_dt")}
+    decays = {f"attention.decays.0.{name}" for name in ("log_rate", "log_dt", "frequency")}
     assert own == {"norm1.weight", "norm1.bias"} | decays
     optimizer, factors = make_optimizer(made, OptimConfig(lr=1e-3, weight_decay=0.05))
     names = {id(p): name for name, p in made.named_parameters()}
     for group, factor in zip(optimizer.param_groups, factors):
         for name in (names[id(p)] for p in group["params"]):
-            slow = "norm" in name or "log_" in name
+            slow = any(part in name for part in ("norm", "log_", "frequency"))
             assert factor == (0.25 if slow else 1.0), name
             assert (group["weight_decay"] == 0) == (slow or name.endswith("bias")), name
 
