@@ -18,12 +18,13 @@ from lion.ops.vector_sums import vector_row_sums
 
 def full_vector_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
     """Numerator (B, H, L, E) and row sum (B, H, L), dense in L; a decay (b, H, L, D)."""
-    if not tokens.v.shape[-1]:
-        return tokens.v, vector_row_sums(tokens, how)
     length = tokens.q.shape[2]
     padding = padding_of(length)
     q, k, v, log_decay = pad(padding, *tokens[:4])
-    weights = vector_scores(q, k, log_decay, pad_segments(tokens.segment_index, padding), how)
+    index = pad_segments(tokens.segment_index, padding)
+    if not v.shape[-1] and how.rowsum:
+        return tokens.v, vector_row_sums(q, k, log_decay, index, how)[..., :length]
+    weights = vector_scores(q, k, log_decay, index, how)
     return weighted_sum(weights, v, length, rowsum=how.rowsum, dropout_p=dropout_p)
 
 
@@ -31,8 +32,6 @@ def chunk_vector_parts(
     tokens: TokenBlock, how: ScoreSettings, entering: tuple[EnteringState, ...] = ()
 ) -> tuple[Tensor, Tensor | None, list[State]]:
     """The same, linear in L: what `lion.ops.chunk` does, every key dimension decaying on its own."""
-    if not tokens.v.shape[-1] and not entering:
-        return tokens.v, vector_row_sums(tokens, how), []
     q, k, v, log_decay, _, index, _ = tokens
     length, wide = q.shape[2], log_decay.dtype
     size, count = chunk.chunk_grid(length, how.chunk_size)
@@ -44,9 +43,11 @@ def chunk_vector_parts(
     if index is not None:
         index = pad_segments(index, padding).unflatten(1, (count, size))
 
-    weights = vector_scores(q, k, log_decay, index, how)  # (B, H, N, C, C)
-    numerator = weights.to(v.dtype) @ v
-    total = weights.sum(-1) if how.rowsum else None
+    if v.shape[-1] or not how.rowsum:
+        weights = vector_scores(q, k, log_decay, index, how)  # (B, H, N, C, C)
+        numerator, total = weights.to(v.dtype) @ v, weights.sum(-1) if how.rowsum else None
+    else:
+        numerator, total = v, vector_row_sums(q, k, log_decay, index, how)
 
     leaving = []
     if count > 1 or entering:

@@ -15,35 +15,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lion.ops.decay import LOG_ZERO, least_log_decay
-from lion.ops.full import pad_segments
-from lion.ops.tokens import ScoreSettings, TokenBlock
-from lion.ops.vector_scores import blocks, flush_denormals, fold_both, lambdas, pad, padding_of, shift_later
+from lion.ops.tokens import ScoreSettings
+from lion.ops.vector_scores import blocks, flush_denormals, fold_both, lambdas, pad, shift_later
 
 BLOCK = 8  # tokens that are done one after the other; their last ones are the tokens of a shorter scan
 
 
-def vector_row_sums(tokens: TokenBlock, how: ScoreSettings) -> Tensor:
-    """Row sums (B, H, L) of q, k (B, H, L, D) under a decay (b, H, L, D), in its dtype."""
-    q, k, _, log_decay, _, index, _ = tokens
-    length, wide = q.shape[2], log_decay.dtype
-    padding = padding_of(length)
-    q, k, log_decay = pad(padding, q.to(wide), k.to(wide), log_decay.clamp_min(LOG_ZERO))
-    index = pad_segments(index, padding)
+def vector_row_sums(
+    q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor | None, how: ScoreSettings
+) -> Tensor:
+    """Row sums (B, H, .., L) of the scores that `vector_scores` makes of the same arguments."""
+    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp_min(LOG_ZERO)
     (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), how.decay_convention)
     total = (q * k).sum(-1) if how.include_diagonal else torch.zeros_like(q[..., 0])
     if how.direction != "backward":
-        total = total + (q_late * states_before(k_early, log_decay, index)).sum(-1)
+        total = total + (q_late * states_before(k_early, log_decay, segment_index)).sum(-1)
     if how.direction != "forward":
-        index = None if index is None else index.flip(1)
-        total = total + (q_early * states_before(k_late.flip(2), log_decay.flip(2), index).flip(2)).sum(-1)
-    return total[..., :length]
+        index = None if segment_index is None else segment_index.flip(-1)
+        total = total + (q_early * states_before(k_late.flip(-2), log_decay.flip(-2), index).flip(-2)).sum(-1)
+    return total
 
 
 def states_before(k: Tensor, log_decay: Tensor, segment_index: Tensor | None) -> Tensor:
-    """What is left of the keys (B, H, L, D) before each token of its segment (B, L)."""
+    """What is left of the keys (B, H, .., L, D) before each token of its segment (B, .., L)."""
     if segment_index is None:
         return shift_later(_Scan.apply(k, log_decay), 1)
-    first = (segment_index.diff(dim=1, prepend=segment_index[:, :1]) != 0)[:, None, :, None]
+    first = segment_index.diff(dim=-1, prepend=segment_index[..., :1]) != 0
+    first = first[:, None, ..., None]
     return shift_later(_Scan.apply(k, log_decay.masked_fill(first, LOG_ZERO)), 1).masked_fill(first, 0)
 
 
@@ -66,7 +64,7 @@ class _Scan(torch.autograd.Function):
 
 
 def scan(x: Tensor, lam: Tensor) -> Tensor:
-    """`h_i = lam_i h_{i-1} + x_i` of x (.., L, D), lam in 0 .. 1 of a shape that broadcasts to it."""
+    """`h_i = lam_i h_{i-1} + x_i` of x (.., L, D), lam (.., L, D) in 0 .. 1."""
     length = x.shape[-2]
     size = min(BLOCK, length)
     x, lam = (blocks(y, size) for y in pad(-length % size, x, lam))  # (.., M, S, D)
@@ -77,7 +75,7 @@ def scan(x: Tensor, lam: Tensor) -> Tensor:
     inside = torch.stack(h, -2)
     if length > size:
         entering = shift_later(scan(h[-1], decays[-1]), 1)[..., None, :]  # (.., M, 1, D)
-        inside = inside + torch.stack(decays, -2) * entering
+        inside = normal(inside + torch.stack(decays, -2) * entering)
     return inside.flatten(-3, -2)[..., :length, :]
 
 

@@ -124,6 +124,11 @@ def test_one_graph_of_all_lengths(form, decay):
     check_lengths(linear_attention, [make(decay, length) for length in LENGTHS], "eager", form=form)
 
 
+def test_one_graph_of_rotated_vectors():
+    cases = [case(make("vector", length, heads=1), "angles HL") for length in LENGTHS]
+    check_lengths(linear_attention, cases, "eager", form="chunk", normalize="sum")
+
+
 def test_graphs_of_vectors_in_full():
     """They are halved: a graph for each doubling of the length."""
     cases = [make("vector", length, batch=1, heads=1) for length in (100, 65, 128, 197)]
