@@ -17,6 +17,7 @@ SEEDS = 360  # directions of a first dash, in degrees; those after them are of t
 SOLID = 255
 TOUCH = 1.8 * SOLID  # sum of two rooms from which on dashes touch
 CLEAR = TOUCH - SOLID  # less room touches nothing
+DISC_EDGE = 2  # pixels around a disc
 NEAR = 1e-9  # sines of right angles are no whole numbers
 
 
@@ -30,6 +31,16 @@ class Shape(NamedTuple):
     margin: int
     scale: int
     continuity: float
+
+    @property
+    def half(self) -> int:
+        """Pixels from where a dash begins to the edge of its drawing."""
+        return self.length + math.ceil(self.thickness) + self.margin
+
+    @property
+    def border(self) -> int:
+        """Pixels around a picture that no dash leaves, drawn or thought of."""
+        return 2 * self.length + 3 * self.margin + self.half + 1
 
 
 class Copies(NamedTuple):
@@ -90,10 +101,10 @@ class Dashes(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def dashes(shape: Shape) -> Dashes:
     """Draw them all."""
-    _, length, thickness, margin, scale, continuity = shape
+    _, length, _, margin, scale, continuity = shape
     circle = ring(length + margin)
     degrees, angles = np.deg2rad(np.arange(SEEDS) - 180), np.arctan2(circle[:, 0], circle[:, 1])
-    half = length + math.ceil(thickness) + margin
+    half, border = shape.half, shape.border
     fine = np.stack([line(angle, half, shape) for angle in [*degrees, *(angles + np.pi)]])  # the others run backwards
     ink, room = (shrunk(each, 2 * half + 1) for each in (fine, dilated(fine, margin * scale)))
     wide = dilated(np.pad(room, ((0, 0), (margin, margin), (margin, margin))), margin)
@@ -103,7 +114,6 @@ def dashes(shape: Shape) -> Dashes:
     heads = towards(degrees, length)
     first = np.concatenate([heads + towards(degrees + np.pi, length + margin), heads], 1)
 
-    border = 2 * length + 3 * margin + half + 1  # no dash that is drawn, or thought of, leaves it
     cells = np.array([shape.side + 2 * border, 1])  # in a row, and in a column
     directions = np.concatenate([degrees, angles])
     turn = np.abs(directions[:, None] - angles)
@@ -167,7 +177,7 @@ def shrunk(pictures: np.ndarray, side: int) -> np.ndarray:
 
 def disc(radius: float, scale: int, width: int) -> Copies:
     """A white disc around a pixel."""
-    half = math.ceil(radius) + 2
+    half = math.ceil(radius) + DISC_EDGE
     y, x = np.ogrid[: scale * (2 * half + 1), : scale * (2 * half + 1)]
     fine = ((y - half * scale) ** 2 + (x - half * scale) ** 2 <= (radius * scale) ** 2) * np.uint8(255)
     return Copies.of(shrunk(fine[None], 2 * half + 1), width)

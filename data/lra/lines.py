@@ -17,10 +17,10 @@ class Lines(Source):
 
     Args:
         files: The file of each split.
-        header: Whether the first line of each names its columns.
+        header: The first line of each, the names of its columns.
     """
 
-    def __init__(self, files: dict[str, Path], *, header: bool = False) -> None:
+    def __init__(self, files: dict[str, Path], *, header: str | None = None) -> None:
         self.files, self.header = files, header
         empty = next((path for path in files.values() if not path.stat().st_size), None)
         if empty is not None:
@@ -59,13 +59,17 @@ class Lines(Source):
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
         for number, line in enumerate(raw.split(b"\n"), start):
-            if not line.strip() or (self.header and number == 1):
+            if not line.strip():
                 continue
             where = f"{path}, line {number}"
             try:
-                yield where, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{where}: no UTF-8 text ({error.reason})") from None
+            if number > 1 or self.header is None:
+                yield where, text
+            elif text.strip() != self.header:
+                raise ConfigError(f"{where}: expected the header {self.header!r}, got {text[:40]!r}")
 
 
 def count_lines(path: Path, end: int) -> int:

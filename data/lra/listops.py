@@ -35,6 +35,7 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
 CLOSE = "]"
 TOKENS = (*map(str, range(10)), *OPERATORS, CLOSE)
 IDS = {"<pad>": PAD, "<unk>": UNKNOWN, "<eos>": END, **{token: 3 + i for i, token in enumerate(TOKENS)}}
+OF_TOKEN = {token: IDS[token] for token in TOKENS}
 OF_ID = {i: token for token, i in IDS.items()}
 DIGIT, CLOSING = IDS["0"], IDS[CLOSE]
 FILES = {"train": "basic_train.tsv", "val": "basic_val.tsv", "test": "basic_test.tsv"}  # of LRA
@@ -129,7 +130,7 @@ def parse(text: str, where: str) -> list[int]:
     """
     words = text.replace("(", " ").replace(")", " ").split()
     try:
-        return [IDS[word] for word in words]
+        return [OF_TOKEN[word] for word in words]
     except KeyError as error:
         raise ConfigError(f"{where}: {error.args[0]!r} is no token of ListOps ({' '.join(TOKENS)})") from None
 
@@ -176,7 +177,7 @@ class Rows(Lines):
     """LRA's files: an expression and its value in each row, which are compared."""
 
     def __init__(self, files: dict[str, Path], length: int) -> None:
-        super().__init__(files, header=True)
+        super().__init__(files, header="Source\tTarget")
         self.length = length
 
     def arrays(self, rows: list[tuple[str, str]]) -> Arrays:

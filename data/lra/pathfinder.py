@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from data.base import user_path
 from data.lra.contours import Contours, draw
-from data.lra.dashes import Shape
+from data.lra.dashes import DISC_EDGE, Shape
 from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey
 from data.lra.sequences import GeneratedConfig, stamps
 from data.lra.store import Arrays, Part, Source, in_parts
@@ -24,7 +25,7 @@ from lion.tasks.sequences import SequenceInfo
 log = logging.getLogger("lion")
 
 FOLDERS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}  # by dashes; the last is LRA's
-EMPTY = "curv_baseline/imgs/0/sample_172.png"  # of LRA's files for 32 pixels: no picture
+EMPTY, EMPTY_SIDE = "curv_baseline/imgs/0/sample_172.png", 32  # of LRA's files for 32 pixels: no picture
 
 
 @dataclass
@@ -80,14 +81,23 @@ class PathfinderConfig(GeneratedConfig, PixelConfig):
                 f"pixels (side) have no room for, nearest: {(self.side - 1) // 4}"
             )
 
+        room = min(shape.border for shape in self.shapes()) - DISC_EDGE
+        if math.ceil(self.marker_radius) > room:
+            raise ValueError(
+                f"marker_radius: {self.marker_radius:g} is more than dashes of {self.paddle_length} pixels leave room "
+                f"for, nearest: {room}"
+            )
+
+    def shapes(self) -> list[Shape]:
+        """Of the dashes of one picture, by margin."""
+        drawn = (self.paddle_length, self.paddle_thickness)
+        return [Shape(self.side, *drawn, margin, self.antialias, self.continuity) for margin in self.margins]
+
     def contours(self) -> Contours:
         length = self.distractor_length or max(1, self.contour_length // 3)
         others = self.distractor_dashes // length if self.distractors is None else self.distractors
-        shape = Shape(
-            self.side, self.paddle_length, self.paddle_thickness, self.margins[0], self.antialias, self.continuity
-        )
         return Contours(
-            shape=shape,
+            shape=self.shapes()[0],
             margins=self.margins,
             frame=self.frame,
             seed_distance=self.seed_distance,
@@ -193,6 +203,8 @@ class Folder(Source):
     def __init__(self, config: PathfinderConfig, metadata: list[Path]) -> None:
         self.side, self.size = config.side, config.part
         self.samples = [sample for path in metadata for sample in read_metadata(path)]
+        if self.side == EMPTY_SIDE:
+            self.samples = [sample for sample in self.samples if not is_empty(sample[0])]
         if not self.samples:
             raise ConfigError(f"{metadata[0]}: no rows, there are no samples")
 
@@ -205,7 +217,7 @@ class Folder(Source):
 
 
 def read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
-    """The pictures that a file of metadata names, and their labels; the one known to be empty is left out.
+    """The pictures that a file of metadata names, and their labels.
 
     Raises:
         ConfigError: A row is none.
@@ -223,8 +235,12 @@ def read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
         if len(row) < 4 or str(row[3]) not in ("0", "1"):
             found = " ".join(map(str, row))[:60]
             raise ConfigError(f"{path}, row {number}: expected folder, file, number and label 0 or 1, got {found!r}")
-        file = root / str(row[0]) / str(row[1])
-        if file.as_posix().endswith(EMPTY):
-            log.info("%s: left out, the file is known to be empty", file)
-        else:
-            yield file, int(row[3])
+        yield root / str(row[0]) / str(row[1]), int(row[3])
+
+
+def is_empty(picture: Path) -> bool:
+    """Whether it is the one of LRA's that is known to be no picture, with a line."""
+    if not picture.as_posix().endswith(EMPTY):
+        return False
+    log.info("%s: left out, the file is known to be empty", picture)
+    return True

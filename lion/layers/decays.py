@@ -293,7 +293,8 @@ class HippoDecay(Decay):
         head_dim, frequencies = dim // num_heads, None
         self.width, self.pairs = head_dim if shape == "vector" else 1, spectrum in TURNING
         if self.pairs and (shape == "scalar" or head_dim % 2):
-            raise ValueError(f"spectrum: {spectrum!r} turns pairs of key dimensions, a head decays in {self.width}")
+            have = "a scalar decay has none" if shape == "scalar" else f"a head has {head_dim}: use s4d_real or random"
+            raise ValueError(f"spectrum: {spectrum!r} turns pairs of key dimensions, {have}")
         if spectrum == RANDOM:
             rates, dt = F.softplus(torch.randn(num_heads, self.width)), torch.ones(num_heads, self.width)
         else:

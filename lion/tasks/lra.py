@@ -19,6 +19,7 @@ from lion.tasks.metrics import ACCURACY, LOSS, Metric, OfAll
 from lion.tasks.sequences import PIXELS, SequenceInfo
 
 STUCK = 3.0  # standard deviations that are still chance
+LEAST = 0.005  # of accuracy, one of them at least: no number of samples makes a result of a single point
 
 
 def above_chance(prediction: Tensor, label: Tensor) -> float:
@@ -26,7 +27,7 @@ def above_chance(prediction: Tensor, label: Tensor) -> float:
     samples alike, above nothing)."""
     share = torch.bincount(label.long()).max().item() / len(label)
     accuracy = (prediction == label).double().mean().item()
-    return (accuracy - share) / math.sqrt(max(share * (1 - share), 1e-12) / len(label))
+    return (accuracy - share) / max(math.sqrt(share * (1 - share) / len(label)), LEAST)
 
 
 ABOVE_CHANCE = OfAll(

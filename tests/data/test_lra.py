@@ -19,7 +19,7 @@ from data.lra import lines, store
 from data.lra.contours import Canvas, Chance, Targets, draw
 from data.lra.dashes import TOUCH, dashes
 from data.lra.listops import IDS, TOKENS, Generator, ListOpsConfig, evaluate, expression, parse
-from data.lra.pathfinder import PathfinderConfig, PathXConfig
+from data.lra.pathfinder import PathfinderConfig, PathXConfig, is_empty
 from data.lra.sequences import END, PAD, UNKNOWN
 from lion.config import ConfigError, build
 from lion.tasks.seeds import derive
@@ -319,6 +319,8 @@ BAD_LINES = [
     ("1 2\t1", "expected one expression, found 2"),
     ("\t1", "expected one expression, found 0"),
     ("[FIRST 1 2 ]\t1", "'[FIRST' is no token of ListOps"),
+    ("<unk> 1 2 ]\t1", "'<unk>' is no token of ListOps"),
+    ("[MAX 1 <eos> ]\t1", "'<eos>' is no token of ListOps"),
     ("[MAX 1 2 ]\t1", "the expression's value is 2, its label 1"),
     ("[MAX 1 2 3 4 5 6 7 8 ]\t8", "10 tokens and the end token, data.length is 10"),
 ]
@@ -344,6 +346,22 @@ def test_files_are_read_whole_however_they_are_cut(tmp_path, monkeypatch):
         file.write("\n[MAX 1")
     with pytest.raises(ConfigError, match=r"basic_val.tsv, line 62: expected an expression"):
         prepared(tmp_path, "listops", path=str(tmp_path), length=16)
+
+
+def test_a_first_row_that_is_no_header_is_not_lost(tmp_path, capsys):
+    for name in ("train", "val", "test"):
+        (tmp_path / f"basic_{name}.tsv").write_text("[MAX 1 2 ]\t2\n[MAX 1 3 ]\t3\n")
+    line = refuse(capsys, "prepare", recipe(tmp_path, name="listops", path=str(tmp_path), length=10))
+    assert f"{tmp_path / 'basic_train.tsv'}, line 1: expected the header 'Source\\tTarget', got '[MAX 1 2 ]" in line
+
+
+def test_a_split_without_samples_is_named(tmp_path):
+    for name in ("train", "val", "test"):
+        rows = "" if name == "val" else "[MAX 1 2 ]\t2\n"
+        (tmp_path / f"basic_{name}.tsv").write_text("Source\tTarget\n" + rows)
+    source = prepared(tmp_path, "listops", path=str(tmp_path), length=10)
+    with pytest.raises(ConfigError, match=r"too few samples in .*, none is left for val"):
+        source.build()
 
 
 def test_a_missing_file_is_named(tmp_path, capsys):
@@ -632,11 +650,21 @@ def test_pictures_look_as_published():
         ({"margins": []}, "margins: expected gaps of 1 to 32 pixels, got []"),
         ({"paddle_thickness": 0.3}, "paddle_thickness: 0.3 is no whole number of pixels drawn 2 times finer"),
         ({"frame": 16}, "frame: 16 leaves nothing of 32 pixels, nearest: 15"),
+        ({"marker_radius": 10.5}, "marker_radius: 10.5 is more than dashes of 2 pixels leave room for, nearest: 10"),
         ({"contour_length": 1}, "data.contour_length: expected at least 2"),
     ],
 )
 def test_pictures_that_cannot_be_are_refused(tmp_path, capsys, settings, message):
     assert message in refuse(capsys, "prepare", recipe(tmp_path, name="pathfinder", **settings))
+
+
+def test_the_largest_discs_stay_in_their_pictures():
+    """Each picture drawn alone is that drawn among others."""
+    keys = keys_of(6)
+    contours = build(PathfinderConfig, {"marker_radius": 10.0}, source=lambda key: "test").contours()
+    together, _ = draw(contours, keys)
+    for key, drawn in zip(keys, together):
+        assert np.array_equal(draw(contours, key[None])[0][0], drawn)
 
 
 def test_contours_without_room_are_given_up(tmp_path, monkeypatch, capsys):
@@ -680,6 +708,7 @@ def test_lras_pictures_are_read_from_the_folder_of_the_task(tmp_path, binary, ca
         easy = prepared(tmp_path, "pathfinder", path=str(root), contour_length=6)
     assert store.read_manifest(easy.folder)["samples"] == {"train": 3}
     assert "sample_172.png: left out, the file is known to be empty" in caplog.text
+    assert not is_empty(root / "curv_baseline" / "imgs" / "0" / "sample_17.png")
 
 
 def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):

@@ -183,7 +183,9 @@ def test_what_does_not_go_together():
     ):
         with pytest.raises(ValueError, match=words):
             HippoAttention(DIM, HEADS, "lion_d_hippo", **settings)
-    with pytest.raises(ValueError, match="spectrum: 's4d_lin' turns pairs"):
+    with pytest.raises(
+        ValueError, match="spectrum: 's4d_lin' turns pairs of key dimensions, a head has 3: use s4d_real"
+    ):
         HippoAttention(9, 3, "lion_d_hippo", spectrum="s4d_lin")
 
 

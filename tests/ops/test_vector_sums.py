@@ -95,7 +95,9 @@ def test_long_sequences_lose_nothing(rate):
     """In chunks of 16,384 tokens, rotated: the divisor is as exact as the numerator."""
     torch.manual_seed(0)
     q, k, v = torch.rand(3, 1, 1, 16_384, DIM)
-    given = dict(log_decay=torch.full((1, DIM), -rate), normalize="sum", form="chunk", angles=torch.zeros(16_384, DIM // 2))
+    given = dict(
+        log_decay=torch.full((1, DIM), -rate), normalize="sum", form="chunk", angles=torch.zeros(16_384, DIM // 2)
+    )
     exact = linear_attention(q.double(), k.double(), v.double(), **given | dict(log_decay=given["log_decay"].double()))
     torch.testing.assert_close(linear_attention(q, k, v, **given).double(), exact, atol=2e-6, rtol=2e-6)
     with torch.no_grad():  # piece by piece

@@ -131,6 +131,9 @@ def test_chance_is_the_commonest_class_within_its_noise():
     assert above_chance(label, label) == pytest.approx(0.4 / math.sqrt(0.6 * 0.4 / 100))
     assert above_chance(1 - label, label) < 0
     assert math.isfinite(above_chance(torch.zeros(9), torch.zeros(9)))
+    label, prediction = torch.arange(40_000) % 2, torch.arange(40_000) % 2
+    prediction[: 40_000 - 800] = 0  # 51 %: four standard deviations of so many, and yet one point
+    assert above_chance(prediction, label) == pytest.approx(2)
 
 
 def test_what_is_stuck_is_told():
