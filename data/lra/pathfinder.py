@@ -80,7 +80,6 @@ class PathfinderConfig(GeneratedConfig, PixelConfig):
                 f"seed_distance: contours begin twice {self.seed_distance} pixels from every border, which {self.side} "
                 f"pixels (side) have no room for, nearest: {(self.side - 1) // 4}"
             )
-
         room = min(shape.border for shape in self.shapes()) - DISC_EDGE
         if math.ceil(self.marker_radius) > room:
             raise ValueError(
