@@ -122,8 +122,30 @@ def lion(f: Callable[[Weights, Tensor, int], Tensor]):
     return cell
 
 
+def turning(f: Callable[[Weights, Tensor, int], Tensor]):
+    """The same with complex states, of key dimensions p and p + D/2; `f`: what is left of each (B or 1, H, D/2), which
+    turns by frequency dt a step. The row sum is that of states that do not turn."""
+
+    def cell(w: Weights, x: Tensor, state, way: Way):
+        q, k, v = project(w, x, way.heads)
+        q, k, kept = shifted(q), shifted(k), f(w, x, way.heads)
+        angle = way.turn * split(w["decays.0.frequency"] * torch.exp(w["decays.0.log_dt"]), way.heads)
+        qc, kc = (torch.complex(*y.chunk(2, -1)) for y in (q, k))
+
+        def moved(S: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+            return (kept * torch.exp(1j * angle))[..., None] * S, torch.cat([kept, kept], -1) * z
+
+        S, z = (torch.zeros_like(outer(kc, v)), torch.zeros_like(q)) if state is None else state
+        if not way.late:
+            S, z = moved(S, z)
+        S, z = S + outer(kc.conj(), v), z + k
+        return Read(apply(qc, S).real, dot(q, z), dot(q, k), v), moved(S, z) if way.late else (S, z)
+
+    return cell
+
+
 def hippo(w: Weights, x: Tensor, heads: int) -> Tensor:
-    """exp(B dt), for each key dimension (4.5)"""
+    """exp(B dt), for each pair of key dimensions (4.5)"""
     return split(torch.exp(-torch.exp(w["decays.0.log_rate"]) * torch.exp(w["decays.0.log_dt"])), heads)[None]
 
 
@@ -249,8 +271,8 @@ ORACLES = {
     "lion_d": (lion(lambda w, x, heads: sigmoid(w["decays.0.a"])[:, None]), ratio),
     "lion_s": (lion(lambda w, x, heads: sigmoid(linear(w, "decays.0.gate", x))[..., None]), ratio),
     "lion_s_vector": (lion(lambda w, x, heads: split(sigmoid(linear(w, "decays.0.gate", x)), heads)), ratio),
-    "lion_d_hippo": (lion(hippo), ratio),
-    "lion_s_hippo": (lion(selective_hippo), ratio),
+    "lion_d_hippo": (turning(hippo), ratio),
+    "lion_s_hippo": (turning(selective_hippo), ratio),
     "linear_transformer": (linear_transformer, ratio),
     "retnet": (retnet, plain),
     "gated_rfa": (gated_rfa, ratio),

@@ -119,6 +119,10 @@ def test_backward_is_the_recurrence_on_the_flipped_sequence(mixer, monkeypatch):
     """Said again without `oracle`'s own flips; rotations keep the places of the tokens, so they turn the other way."""
     layer, x = make(mixer, "backward"), tokens(40)
     forward, turn = make(mixer, "forward"), rotations_module.rope_frequencies
+    with torch.no_grad():
+        for name, parameter in forward.named_parameters():
+            if name.endswith("frequency"):
+                parameter.neg_()
     with monkeypatch.context() as patch:
         patch.setattr(rotations_module, "rope_frequencies", lambda *a, **how: -turn(*a, **how))
         expected = forward(x.flip(1)).flip(1)
