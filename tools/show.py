@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from lion.config import flatten, to_dict
 from lion.layers import KINDS, MIXERS
@@ -106,6 +109,22 @@ def filled_in(recipe: Recipe) -> str:
     return "\n".join(["# where the recipe leaves it open, the model is built with", *lines, ""])
 
 
+class FusedSoftmax(TorchFunctionMode):
+    """Softmax attention as its kernels keep it, queries, keys, values and outputs; on `meta` it would keep scores."""
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            y = q.new_empty(*q.shape[:-1], v.shape[-1])
+            ctx.save_for_backward(q, k, v, y)
+            return y
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self.Kept.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
 def activation_bytes(task: Task, recipe: Recipe, micro: int) -> int:
     """About the bytes that the backward pass keeps of one micro-batch, counted on tensors without memory."""
     seen: dict[int, int] = {}
@@ -116,7 +135,7 @@ def activation_bytes(task: Task, recipe: Recipe, micro: int) -> int:
 
     model = build_on_meta(task, recipe.model)
     own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), FusedSoftmax():
         loss = task.loss(model, task.example(micro, "meta")).loss
     kept = sum(size for storage, size in seen.items() if storage not in own)
     del loss

@@ -44,6 +44,11 @@ class CifarPixels(PixelSet):
     def held_out(self) -> dict[str, float]:
         return {"val": self.config.val_split} if self.config.val_split else {}
 
+    def prepare(self) -> None:
+        if self.config.download and not self.config.path and not self.place.exists():
+            self.stored()  # first of all: the folder's name is of these files
+        super().prepare()
+
     def identity(self) -> Any:
         place = self.place
         if not place.exists():
@@ -61,13 +66,18 @@ class CifarPixels(PixelSet):
         return batches if batches.is_dir() or not self.config.path else root
 
     def source(self) -> Source:
-        config, place = self.config, self.place
-        size = {"image_size": (config.side, config.side), "channels": 1}
-        if place.name == CIFAR10.base_folder:
-            splits = Cifar10(Cifar10Config(root=str(place.parent), download=config.download, **size)).build()
-        else:
-            splits = HubPictures(HubConfig(path=config.path, **size)).build()
-        return Pictures(splits, config)
+        if self.place.name == CIFAR10.base_folder:
+            return Pictures(self.stored(), self.config)
+        return Pictures(HubPictures(HubConfig(path=self.config.path, **self.size)).build(), self.config)
+
+    @property
+    def size(self) -> dict[str, Any]:
+        return {"image_size": (self.config.side, self.config.side), "channels": 1}
+
+    def stored(self) -> Splits:
+        """What torchvision stores."""
+        root = str(self.place.parent)
+        return Cifar10(Cifar10Config(root=root, download=self.config.download, **self.size)).build()
 
     def info(self, manifest: dict[str, Any] | None = None) -> SequenceInfo:
         classes = 10 if manifest is None else manifest["classes"]

@@ -224,7 +224,8 @@ class Targets:
             raise ConfigError(
                 f"data.contour_length: in {HOPELESS:,} attempts there was no room in {side} x {side} pixels for two "
                 f"contours of {self.contours.length} dashes of {shape.length} pixels that begin "
-                f"{self.contours.seed_distance} apart (data.paddle_length, data.seed_distance)"
+                f"{self.contours.seed_distance} apart: take fewer or shorter dashes, or more room (data.paddle_length, "
+                "data.paddle_thickness, data.margins, data.continuity, data.frame, data.seed_distance)"
             )
 
     def begin(self, slots: np.ndarray) -> np.ndarray:

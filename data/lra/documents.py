@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from data.base import data_root, user_path
-from data.lra.lines import Lines
+from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
 from data.lra.store import Arrays, Part, Source, in_parts, read_manifest
 from data.manifest import mark_of
@@ -27,6 +27,7 @@ from lion.tasks.sequences import SequenceInfo
 
 FIRST = 1 + max(PAD, UNKNOWN, END)  # id of the first byte or character
 ROWS = 1000  # of a table in a part
+EMPTY = ("", "b''", 'b""')  # of a document, as text, and as LRA's files write bytes
 PAIRS = {split: f"new_aan_pairs.{name}.tsv" for split, name in (("train", "train"), ("val", "eval"), ("test", "test"))}
 
 
@@ -144,11 +145,11 @@ class DocumentLines(Lines):
     def describe(self) -> dict[str, Any]:
         return {"characters": self.characters}
 
-    def arrays(self, rows: list[tuple[str, str]]) -> Arrays:
+    def arrays(self, rows: list[tuple[Place, str]]) -> Arrays:
         return self.ids.arrays([self.row(*row) for row in rows])
 
     @abstractmethod
-    def row(self, where: str, line: str) -> Row:
+    def row(self, where: Place, line: str) -> Row:
         """Raises ConfigError: The line is no sample."""
 
 
@@ -237,7 +238,7 @@ def load_table(path: str, files: dict[str, list[Path]] | None) -> dict[str, Any]
     return {known(split): found[split] for split in found if split in ("train", *VAL, *TEST)}
 
 
-def review(row: Any, where: str) -> Row:
+def review(row: Any, where: Any) -> Row:
     """A sample of a row with columns.
 
     Raises:
@@ -251,10 +252,10 @@ def review(row: Any, where: str) -> Row:
 class Reviews(DocumentLines):
     """JSON lines."""
 
-    def row(self, where: str, line: str) -> Row:
+    def row(self, where: Place, line: str) -> Row:
         try:
             return review(json.loads(line), where)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: no JSON ({error})") from None
 
 
@@ -310,15 +311,16 @@ class Aan(Documents):
 class Pairs(DocumentLines):
     """LRA's files: label, two names and two documents, with tabs between; quotation marks are text."""
 
-    def row(self, where: str, line: str) -> Row:
+    def row(self, where: Place, line: str) -> Row:
         columns = line.split("\t")
         if len(columns) != 5:
             raise ConfigError(
                 f"{where}: expected label, two names and two documents with tabs between, got {len(columns)} columns"
             )
         label, _, _, first, second = columns
-        if not first.strip() or not second.strip():
-            raise ConfigError(f"{where}: half a pair, the {'second' if first.strip() else 'first'} document is empty")
+        empty = [which for which, text in (("first", first), ("second", second)) if text.strip() in EMPTY]
+        if empty:
+            raise ConfigError(f"{where}: half a pair, the {empty[0]} document is empty")
         if label.strip() not in ("0", "1", "0.0", "1.0"):
             raise ConfigError(f"{where}: expected label 0 or 1, got {label[:20]!r}")
         return Row((first, second), int(float(label)))

@@ -6,10 +6,22 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from data.lra.store import Arrays, Part, Source
 from data.text.corpus import BORDERS, SHARD, Slice, cut
 from lion.config import ConfigError
+
+
+class Place(NamedTuple):
+    """The line that begins `index` lines after a byte; its number is counted where an error asks for it."""
+
+    path: Path
+    byte: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {1 + count_lines(self.path, self.byte) + self.index}"
 
 
 class Lines(Source):
@@ -37,14 +49,17 @@ class Lines(Source):
         return self.arrays(list(self.rows(part)))
 
     @abstractmethod
-    def arrays(self, rows: list[tuple[str, str]]) -> Arrays:
+    def arrays(self, rows: list[tuple[Place, str]]) -> Arrays:
         """Of (where it stands, line).
 
         Raises:
             ConfigError: A line holds no sample.
         """
 
-    def rows(self, part: Part) -> Iterator[tuple[str, str]]:
+    def origin(self, split: str) -> str:
+        return str(self.files[split])
+
+    def rows(self, part: Part) -> Iterator[tuple[Place, str]]:
         """Where each line of a part stands, and the line; empty ones are left out.
 
         Raises:
@@ -54,33 +69,27 @@ class Lines(Source):
         size = os.path.getsize(path)
         try:
             end = min(part.first + part.count, size)
-            raw = cut(Slice(str(path), part.first, end, size), BORDERS["line"])[0]
-            start = 1 + count_lines(path, part.first)
+            raw, begin = cut(Slice(str(path), part.first, end, size), BORDERS["line"])
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
-        for number, line in enumerate(raw.split(b"\n"), start):
-            if not line.strip():
+        for index, line in enumerate(raw.split(b"\n")):
+            if not line.strip(b" \r"):  # of tabs alone it is a row of empty columns
                 continue
-            where = f"{path}, line {number}"
+            where, top = Place(path, begin, index), begin == index == 0
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
+                text = line.decode("utf-8-sig" if top else "utf-8").rstrip("\r")
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{where}: no UTF-8 text ({error.reason})") from None
-            if number > 1 or self.header is None:
+            if not top or self.header is None:
                 yield where, text
             elif text.strip() != self.header:
                 raise ConfigError(f"{where}: expected the header {self.header!r}, got {text[:40]!r}")
 
 
 def count_lines(path: Path, end: int) -> int:
-    """Lines that begin before the first border at or after a place of the file."""
-    if not end:
-        return 0
-    found, left = 0, end
+    """Lines that end in the first `end` bytes of a file."""
+    found = 0
     with open(path, "rb") as file:
-        while left and (block := file.read(min(left, 2**20))):
-            found, left = found + block.count(b"\n"), left - len(block)
-        while block := file.read(2**16):
-            if b"\n" in block:
-                return found + 1
+        while end and (block := file.read(min(end, 2**20))):
+            found, end = found + block.count(b"\n"), end - len(block)
     return found

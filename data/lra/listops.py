@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from data.base import user_path
-from data.lra.lines import Lines
+from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, GeneratedConfig, SequenceSet, TokenConfig, checked_files, stamps
 from data.lra.store import Arrays, Part, Source, in_parts, read_part, write_part
 from lion.config import ConfigError, setting
@@ -122,7 +122,7 @@ class ListOps(SequenceSet):
         return {"tokens": torch.tensor([*ids, END])}
 
 
-def parse(text: str, where: str) -> list[int]:
+def parse(text: str, where: Place | str) -> list[int]:
     """The ids of an expression.
 
     Raises:
@@ -135,7 +135,7 @@ def parse(text: str, where: str) -> list[int]:
         raise ConfigError(f"{where}: {error.args[0]!r} is no token of ListOps ({' '.join(TOKENS)})") from None
 
 
-def evaluate(ids: list[int], where: str) -> int:
+def evaluate(ids: list[int], where: Place | str) -> int:
     """The value of an expression.
 
     Raises:
@@ -180,10 +180,10 @@ class Rows(Lines):
         super().__init__(files, header="Source\tTarget")
         self.length = length
 
-    def arrays(self, rows: list[tuple[str, str]]) -> Arrays:
+    def arrays(self, rows: list[tuple[Place, str]]) -> Arrays:
         return arrays_of([self.sample(*row) for row in rows])
 
-    def sample(self, where: str, line: str) -> tuple[list[int], int]:
+    def sample(self, where: Place, line: str) -> tuple[list[int], int]:
         source, tab, target = line.partition("\t")
         if not tab or target.strip() not in TOKENS[:10]:
             raise ConfigError(f"{where}: expected an expression, a tab and its value 0 to 9, got {line[-40:]!r}")

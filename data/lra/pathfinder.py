@@ -75,6 +75,8 @@ class PathfinderConfig(GeneratedConfig, PixelConfig):
             raise ValueError(
                 f"frame: {self.frame} leaves nothing of {self.side} pixels, nearest: {(self.side - 1) // 2}"
             )
+        if self.side < 5:
+            raise ValueError(f"side: {self.side} pixels have no room for two contours, nearest: 5")
         if 4 * self.seed_distance >= self.side:
             raise ValueError(
                 f"seed_distance: contours begin twice {self.seed_distance} pixels from every border, which {self.side} "

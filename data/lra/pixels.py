@@ -26,10 +26,13 @@ class PixelConfig(SequenceConfig):
     side: int = setting(32, min=4, max=1024)
 
     def resized(self, sample_size: int) -> Self:
-        side = math.isqrt(sample_size)
+        side = max(1, round(math.sqrt(sample_size)))
         if side * side != sample_size:
             raise ConfigError(f"data set {self.name!r} has square pictures: {sample_size} pixels, nearest: {side**2}")
-        return replace(self, side=side)
+        try:
+            return replace(self, side=side)
+        except ValueError as error:  # what a set draws there is too large
+            raise ConfigError(f"data set {self.name!r} of {side} x {side} pixels: {error}") from None
 
     @property
     def part(self) -> int:

@@ -196,8 +196,6 @@ class SequenceSet(DataSet):
         manifest = read_manifest(folder)
         info = self.info(manifest)
         collate = self.collate_of(info)
-        if empty := [split for split, size in manifest["samples"].items() if not size]:
-            raise self.too_few(empty[0])
         arrays = {split: open_arrays(folder, manifest, split) for split in manifest["samples"]}
         chosen = {split: list(range(size)) for split, size in manifest["samples"].items()}
         if missing := {split: share for split, share in self.held_out.items() if split not in arrays}:
@@ -208,14 +206,10 @@ class SequenceSet(DataSet):
             kept = split_indices(len(chosen["train"]), (), SPLIT_SEED)[0][: config.limit]
             chosen["train"] = [chosen["train"][i] for i in kept]
         if empty := [split for split, indices in chosen.items() if not indices]:
-            raise self.too_few(empty[0])
+            raise ConfigError(f"data set '{config.name}': too few samples in {folder}, none is left for {empty[0]}")
         made = {split: Sequences(arrays[split], collate, chosen[split]) for split in arrays}
         val, test = (made["val"], made.get("test")) if "val" in made else (made["test"], None)
         return Splits(made["train"], val, test, info, collate)
-
-    def too_few(self, split: str) -> ConfigError:
-        name, folder = self.config.name, self.folder
-        return ConfigError(f"data set '{name}': too few samples in {folder}, none is left for {split}")
 
     def collate_of(self, info: SequenceInfo) -> Collate:
         return Collate(info.length, getattr(self.config, "pad", "length"))

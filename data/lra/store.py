@@ -20,6 +20,7 @@ import numpy as np
 from data.base import locked
 from data.manifest import FORMAT, MANIFEST, compare_sums, open_manifest
 from data.pool import each
+from lion.config import ConfigError
 from lion.files import save_json, write_atomic
 
 log = logging.getLogger("lion")
@@ -63,6 +64,10 @@ class Source(ABC):
     def finish(self, path: Callable[[Part], Path]) -> None:  # noqa: B027
         """Look at all parts together, and make those anew (`write_part`) that do not go with the others."""
 
+    def origin(self, split: str) -> str:
+        """Where a split comes from, in words."""
+        return f"split {split}"
+
     def describe(self) -> dict[str, Any]:
         """What the manifest keeps, as JSON."""
         return {}
@@ -77,7 +82,7 @@ def prepare(folder: Path, open_source: Callable[[], Source], identity: Any, *, w
         workers: Processes.
 
     Raises:
-        ConfigError: A sample cannot be had.
+        ConfigError: A sample cannot be had, or a split has none.
     """
     kept, partial = (folder.with_name(f"{folder.name}.{kind}") for kind in ("parts", "partial"))
     with locked(folder.with_name(f"{folder.name}.lock")):
@@ -95,6 +100,9 @@ def prepare(folder: Path, open_source: Callable[[], Source], identity: Any, *, w
             partial.mkdir()
             arrays = join(partial, kept, parts)
             samples = {part.split: arrays[f"{part.split}.label"]["shape"][0] for part in parts}
+            if empty := [split for split, size in samples.items() if not size]:
+                shutil.rmtree(partial)
+                raise ConfigError(f"{source.origin(empty[0])}: no samples, none is left for {empty[0]}")
             manifest = {"format": FORMAT, "samples": samples, "arrays": arrays, **source.describe()}
             save_json(partial / MANIFEST, {**manifest, "of": identity})
             os.replace(partial, folder)

@@ -48,7 +48,9 @@ class HippoAttention(LionAttention):
         c = fill(config, {"decay_shape": "vector"})
         c = fill(c, {"spectrum": USUAL_SPECTRUM[c.decay_shape]})
         if c.spectrum in TURNING and c.decay_shape == "scalar":
-            raise ValueError(f"spectrum: {c.spectrum!r} turns pairs of key dimensions, a scalar decay has none")
+            raise ValueError(
+                f"spectrum: {c.spectrum!r} turns pairs of key dimensions, a scalar has none: use s4d_real or random"
+            )
         if c.dt_min > c.dt_max:
             raise ValueError(f"dt_min: {c.dt_min} is above dt_max {c.dt_max}")
         if issubclass(DECAYS[MIXERS[name].decay], SelectiveHippoDecay):

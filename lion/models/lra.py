@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -18,9 +19,11 @@ from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.marks import Marks
 from lion.layers.norms import NORMS, BatchNorm
 from lion.layers.s5 import ACTIVATIONS
+from lion.models.base import Model
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
 from lion.models.language import LanguageModel
+from lion.models.positions import interpolated
 
 
 @dataclass
@@ -108,6 +111,15 @@ class SequenceEncoder(LanguageModel):
             if isinstance(module, (Decay, *NORMS.values())):
                 own = (f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
                 self.marks |= dict.fromkeys(own, Marks(lr=c.memory_lr, weight_decay=0))
+
+    def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
+        """Positions of pixels are interpolated for pictures of another size, those of tokens as in `LanguageModel`."""
+        if self.vocabulary is not None or self.positions is None or "positions.weight" not in weights:
+            return super().adapt(weights, source)
+        old, new = (math.isqrt(n) for n in (len(weights["positions.weight"]), self.longest))
+        if old == new:
+            return weights
+        return {**weights, "positions.weight": interpolated(weights["positions.weight"], (old, old), (new, new))}
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """uint8 (..) to mean 0 and deviation 1."""

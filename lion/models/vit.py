@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
@@ -18,6 +17,7 @@ from lion.models.base import ImageClassifier
 from lion.models.encoder import Encoder
 from lion.models.init import INITS
 from lion.models.patches import PatchedConfig, grid_of
+from lion.models.positions import interpolated
 
 
 @dataclass
@@ -123,6 +123,4 @@ class ViT(ImageClassifier):
         extra, places = weights["position"].split([theirs, source.length - theirs], 1)
         if own != theirs:
             extra = self.position.detach()[:, :own]
-        places = places.mT.unflatten(-1, source.patches)  # (1, dim, H, W)
-        places = F.interpolate(places.float(), self.patches, mode="bicubic", antialias=True).flatten(2).mT
-        return {**weights, "position": torch.cat([extra, places.to(extra.dtype)], 1)}
+        return {**weights, "position": torch.cat([extra, interpolated(places, source.patches, self.patches)], 1)}

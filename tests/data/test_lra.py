@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from torchvision.datasets import CIFAR10
 
 import data
 from data.lra import contours as drawing
@@ -355,13 +357,23 @@ def test_a_first_row_that_is_no_header_is_not_lost(tmp_path, capsys):
     assert f"{tmp_path / 'basic_train.tsv'}, line 1: expected the header 'Source\\tTarget', got '[MAX 1 2 ]" in line
 
 
-def test_a_split_without_samples_is_named(tmp_path):
+def test_a_split_without_samples_is_named(tmp_path, capsys):
     for name in ("train", "val", "test"):
         rows = "" if name == "val" else "[MAX 1 2 ]\t2\n"
         (tmp_path / f"basic_{name}.tsv").write_text("Source\tTarget\n" + rows)
-    source = prepared(tmp_path, "listops", path=str(tmp_path), length=10)
-    with pytest.raises(ConfigError, match=r"too few samples in .*, none is left for val"):
-        source.build()
+    line = refuse(capsys, "prepare", recipe(tmp_path, name="listops", path=str(tmp_path), length=10))
+    assert f"{tmp_path / 'basic_val.tsv'}: no samples, none is left for val" in line
+    assert not [path for path in (tmp_path / "made").iterdir() if path.name.endswith("partial")]
+
+
+def test_the_number_of_a_line_is_that_of_the_file_in_every_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "SHARD", 50)
+    for name in ("train", "val", "test"):
+        rows = ["[MAX 1 2 ]\t2"] * 40
+        rows[33] = "[MAX 1 2 ]\t3" if name == "train" else rows[33]
+        (tmp_path / f"basic_{name}.tsv").write_text("\n".join(["Source\tTarget", *rows]) + "\n")
+    with pytest.raises(ConfigError, match=r"basic_train.tsv, line 35: the expression's value is 2, its label 3"):
+        prepared(tmp_path, "listops", path=str(tmp_path), length=10)
 
 
 def test_a_missing_file_is_named(tmp_path, capsys):
@@ -460,6 +472,7 @@ PAIR = "{}\tA-1\tB-2\t{}\t{}"
     "name, row, message",
     [
         ("imdb", "{no", "no JSON ("),
+        pytest.param("imdb", "[" * 100_000, "no JSON (", id="brackets"),
         ("imdb", '{"text": "a", "label": -1}', "expected a text and a label 0 or 1, got"),
         ("imdb", '{"text": 3, "label": 1}', "expected a text and a label 0 or 1, got"),
         ("imdb", '["text", 1]', "expected a text and a label 0 or 1, got"),
@@ -470,6 +483,8 @@ PAIR = "{}\tA-1\tB-2\t{}\t{}"
         ),
         ("aan", PAIR.format(1, "a", " "), "half a pair, the second document is empty"),
         ("aan", PAIR.format(1, "", "b"), "half a pair, the first document is empty"),
+        ("aan", PAIR.format(1, "b'a'", "b''"), "half a pair, the second document is empty"),
+        ("aan", "\t\t\t\t", "half a pair, the first document is empty"),
         ("aan", PAIR.format(2, "a", "b"), "expected label 0 or 1, got '2'"),
     ],
 )
@@ -561,6 +576,36 @@ def test_cifars_place_is_said(tmp_path, capsys, monkeypatch):
     assert "cifar-10-batches-py" in line and "data.download=true fetches it" in line
 
 
+def test_what_is_fetched_is_made_once(tmp_path, monkeypatch):
+    """The folder's name is of torchvision's files, which a first `prepare` fetches itself."""
+    monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
+
+    def fetch(self):
+        held = tmp_path / "data" / "cifar10" / self.base_folder
+        if held.exists():
+            return
+        held.mkdir(parents=True)
+        for names, count in ((self.train_list, 4), (self.test_list, 2)):
+            for name, _ in names:
+                pixels = np.zeros((count, 3 * 32 * 32), np.uint8)
+                (held / name).write_bytes(pickle.dumps({"data": pixels, "labels": list(range(count))}))
+        (held / self.meta["filename"]).write_bytes(pickle.dumps({self.meta["key"]: list("abcdefghij")}))
+
+    monkeypatch.setattr(CIFAR10, "download", fetch)
+    monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: True)
+    folders = [prepared(tmp_path, "cifar10_pixels", download=True).folder for _ in range(2)]
+    assert folders[0] == folders[1] and [p for p in (tmp_path / "made").iterdir() if p.is_dir()] == folders[:1]
+
+
+def test_sizes_that_pictures_cannot_have_are_refused(tmp_path):
+    drawn = lra_set(tmp_path, "pathfinder").config
+    with pytest.raises(ConfigError, match="square pictures: 1000 pixels, nearest: 1024"):
+        drawn.resized(1000)
+    with pytest.raises(ConfigError, match=r"of 8 x 8 pixels: seed_distance: .* nearest: 1"):
+        drawn.resized(64)
+
+
 # Pathfinder
 
 
@@ -646,6 +691,7 @@ def test_pictures_look_as_published():
             {"seed_distance": 8},
             "seed_distance: contours begin twice 8 pixels from every border, which 32 pixels (side)",
         ),
+        ({"side": 4, "seed_distance": 1}, "side: 4 pixels have no room for two contours, nearest: 5"),
         ({"margins": [0]}, "margins: expected gaps of 1 to 32 pixels, got [0]"),
         ({"margins": []}, "margins: expected gaps of 1 to 32 pixels, got []"),
         ({"paddle_thickness": 0.3}, "paddle_thickness: 0.3 is no whole number of pixels drawn 2 times finer"),
@@ -670,7 +716,8 @@ def test_the_largest_discs_stay_in_their_pictures():
 def test_contours_without_room_are_given_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(drawing, "HOPELESS", 2000)
     file = recipe(tmp_path, name="pathfinder", **{**SMALL, "contour_length": 60})
-    assert "no room in 16 x 16 pixels for two contours of 60 dashes" in refuse(capsys, "prepare", file)
+    line = refuse(capsys, "prepare", file)
+    assert "no room in 16 x 16 pixels for two contours of 60 dashes" in line and "data.margins" in line
 
 
 def lra_folder(root, name, rows, *, binary=False):

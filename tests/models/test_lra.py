@@ -73,10 +73,7 @@ def test_training_normalises_by_valid_tokens_alone(mixer):
 def test_every_parameter_learns(mixer):
     made = model(mixer).train()
     made(*rows()).logsumexp(1).sum().backward()
-    assert [name for name, p in made.named_parameters() if p.grad is None or not p.grad.any()] in (
-        [],
-        ["positions.weight"],
-    )
+    assert not [name for name, p in made.named_parameters() if p.grad is None or not p.grad.any()]
 
 
 @pytest.mark.parametrize("attention", [{}, {"spectrum": "legs"}, {"decay_shape": "scalar"}, {"normalize": "pre"}])
@@ -105,6 +102,23 @@ def test_pixels_are_normalised():
     made.tokens.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
     assert made(pixels).shape == (3, 2)
     torch.testing.assert_close(seen[0][..., 0], value)
+
+
+def test_positions_of_pixels_are_those_of_the_picture():
+    """Of another size they are interpolated, both ways; those of tokens are the first, or do not fit."""
+    small, large = (LRA(config("softmax"), classes=2, length=side**2) for side in (4, 8))
+    grid = torch.stack(torch.meshgrid(*[torch.linspace(-1, 1, 4)] * 2, indexing="ij"), -1)
+    with torch.no_grad():
+        small.positions.weight[:, :2] = grid.view(16, 2)
+    grown = large.adapt(small.state_dict(), small)["positions.weight"]
+    rows, columns = grown[:, :2].view(8, 8, 2).unbind(-1)
+    assert grown.shape == (64, small.config.dim) and torch.allclose(rows, columns.T, atol=1e-6)
+    assert (rows.diff(dim=0) > 0).all() and rows.diff(dim=1).abs().max() < 1e-6
+    assert small.adapt(large.state_dict(), large)["positions.weight"].shape == (16, small.config.dim)
+    assert small.adapt(small.state_dict(), small)["positions.weight"] is not grown
+    short, long = (LRA(config("softmax"), classes=2, length=n, vocabulary=9) for n in (4, 8))
+    assert torch.equal(short.adapt(long.state_dict(), long)["positions.weight"], long.positions.weight[:4])
+    assert len(long.adapt(short.state_dict(), short)["positions.weight"]) == 4
 
 
 @pytest.mark.parametrize(("mixer", "tpe"), [("softmax", 0), ("softmax", 2), ("lion_s_hippo", 0)])

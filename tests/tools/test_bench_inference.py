@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -194,3 +195,17 @@ def test_refusals(run, tmp_path, capsys):
     assert "--sizes: 11 px does not suit the run's model, nearest: 12" in line
     assert "no recipe.yaml" in refuse(capsys, "bench", "inference", tmp_path / "none")
     assert "--sizes: expected a whole number" in refuse(capsys, "bench", "inference", run, "--sizes", "8,x")
+
+
+def test_texts_longer_than_the_positions_are_refused(tmp_path, capsys):
+    held = {"name": "listops", "root": str(tmp_path / "made"), "workers": 1, "samples": 16}
+    held |= {"min_length": 8, "max_length": 30, "length": 32}
+    model = {"name": "lra", "mixer": "softmax", "dim": 16, "depth": 1, "num_heads": 2}
+    trainer = {"batch_size": 4, "steps": 1, "compile": False}
+    recipe = {"data": held, "task": {"name": "lra"}, "model": model, "optim": {"lr": 1e-3}, "trainer": trainer}
+    path = tmp_path / "listops.yaml"
+    path.write_text(yaml.safe_dump({**recipe, "run": {"root": str(tmp_path / "runs")}}))
+    assert here("prepare", path) == here("train", path, "--no-eval") == 0
+    capsys.readouterr()
+    line = refuse(capsys, "bench", "inference", tmp_path / "runs" / "listops", "--sizes", "40")
+    assert "--sizes: 40 tokens does not suit the run's model, nearest: 32" in line

@@ -244,6 +244,17 @@ def test_activation_estimate_follows_the_batch(tmp_path):
     assert 3 < four / one < 5
 
 
+def test_softmax_keeps_no_scores():
+    """Twice the tokens, twice the memory, as of the kernels that train it; `meta` alone would keep L x L scores."""
+    from tools.compose import describe_data, make_task, resolve
+
+    def kept(side):
+        recipe = resolve("lra_image_softmax", [f"data.side={side}", "model.depth=1", "model.dropout=0"])
+        return activation_bytes(make_task(recipe, describe_data(recipe)[0]), recipe, 1)
+
+    assert 3.9 < kept(128) / kept(64) < 4.1
+
+
 def test_forms_to_measure():
     forms = ("full", "chunk", "rnn")
     assert forms_to_measure("all", None, forms) == [("full", None), ("chunk", 64), ("rnn", 1), ("rnn", 64)]

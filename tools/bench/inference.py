@@ -148,12 +148,15 @@ def resized(loaded: LoadedRun, size: int) -> Task:
 def check_size(loaded: LoadedRun, size: int) -> None:
     """Raises ConfigError: The run's model takes no samples of this size; names the nearest that it takes."""
 
+    weights = {name: part.to("meta") for name, part in loaded.model.state_dict().items()}
+
     def suits(size: int) -> bool:
         try:
-            build_on_meta(resized(loaded, size), loaded.recipe.model)
+            model = build_on_meta(resized(loaded, size), loaded.recipe.model)
         except ConfigError:
             return False
-        return True
+        adapted, own = model.adapt(weights, loaded.model), model.state_dict()
+        return all(adapted[name].shape == own[name].shape for name in own if name in adapted)
 
     if not suits(size):
         near = (n for distance in range(1, FARTHEST) for n in (size - distance, size + distance))

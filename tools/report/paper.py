@@ -20,6 +20,7 @@ class Paper:
         title: Of a report of this task.
         name: Of the report's files.
         columns: Columns of numbers, each those that our recipes of this pattern, or these patterns, claim.
+        numbers: {row: {column: number}} of rows that no recipe claims.
         order: Of the rows.
         better: Which row is better than which, as the paper has it.
         asked: The same of what it does not say.
@@ -30,6 +31,7 @@ class Paper:
     title: str
     name: str
     columns: dict[str, str | list[str]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, str]] = field(default_factory=dict)
     order: tuple[str, ...] = ()
     better: tuple[tuple[str, str], ...] = ()
     asked: tuple[tuple[str, str], ...] = ()
@@ -60,6 +62,9 @@ def claimed(paper: Paper, data: str = "") -> dict[str, dict[str, str]]:
                 continue
             number = recipe.about.expected.removesuffix(f" {metric_of(recipe).title}")
             found.setdefault(recipe.model.label(), {})[column] = number
+        for row, numbers in paper.numbers.items():
+            if column in numbers:
+                found.setdefault(row, {})[column] = numbers[column]
     return found
 
 
