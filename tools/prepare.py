@@ -5,18 +5,27 @@ python -m tools.prepare recipes/NAME.yaml [key=value ...]
 
 from __future__ import annotations
 
-from tools.cli import Parser, run_command
+from tools.cli import Parser, count, run_command
 from tools.compose import open_data, resolve
+from tools.labels import check_labels
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh prepare", description=__doc__.splitlines()[0])
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument(
+        "--check-labels",
+        type=count,
+        metavar="STEPS",
+        help="train a small network so long on each half of the pictures: can their labels be learned?",
+    )
     args = parser.parse_intermixed_args(argv)
     source = open_data(resolve(args.recipe, args.overrides))
     source.prepare()
     print(source.check())
+    if args.check_labels:
+        print(check_labels(source.build(), args.check_labels))
     return 0
 
 

@@ -273,7 +273,7 @@ class HippoDecay(Decay):
     below 1. A spectrum that turns (`lion.layers.spectra`) has one rate and dt a pair, and turns queries and keys.
 
     Args:
-        spectrum: An entry of `SPECTRA`, or `random`: lambda = sigmoid(a), a ~ N(0, 1).
+        spectrum: An entry of `SPECTRA`, or `random`: exp(B dt) = sigmoid(a), a ~ N(0, 1), with steps of 1.
         shape: "vector", a lambda for each key dimension, or "scalar", one a head, which starts at rate 1.
     """
 

@@ -33,7 +33,7 @@ def legs(dim: int) -> tuple[Tensor, Tensor]:
     return torch.full((dim,), 0.5, dtype=torch.float64), frequencies[dim - dim // 2 :]
 
 
-RANDOM = "random"  # no HiPPO, and no step sizes: lambda = sigmoid(a), a ~ N(0, 1), as Lion-D starts elsewhere
+RANDOM = "random"  # no HiPPO, and steps of 1: exp(B dt) = sigmoid(a), a ~ N(0, 1), as Lion-D starts elsewhere
 SPECTRA: dict[str, Callable[[int], tuple[Tensor, Tensor | None]]] = {
     "s4d_real": s4d_real,
     "s4d_lin": s4d_lin,
