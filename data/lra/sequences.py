@@ -196,17 +196,17 @@ class SequenceSet(DataSet):
         manifest = read_manifest(folder)
         info = self.info(manifest)
         collate = self.collate_of(info)
-        arrays = {split: open_arrays(folder, manifest, split) for split in manifest["samples"]}
         chosen = {split: list(range(size)) for split, size in manifest["samples"].items()}
-        if missing := {split: share for split, share in self.held_out.items() if split not in arrays}:
+        if missing := {split: share for split, share in self.held_out.items() if split not in chosen}:
             parts = split_indices(len(chosen["train"]), tuple(missing.values()), SPLIT_SEED)
             chosen |= dict(zip(("train", *missing), parts))
-            arrays |= dict.fromkeys(missing, arrays["train"])
         if config.limit is not None:
             kept = split_indices(len(chosen["train"]), (), SPLIT_SEED)[0][: config.limit]
             chosen["train"] = [chosen["train"][i] for i in kept]
         if empty := [split for split, indices in chosen.items() if not indices]:
             raise ConfigError(f"data set '{config.name}': too few samples in {folder}, none is left for {empty[0]}")
+        arrays = {split: open_arrays(folder, manifest, split) for split in manifest["samples"]}
+        arrays |= dict.fromkeys(missing, arrays["train"])
         made = {split: Sequences(arrays[split], collate, chosen[split]) for split in arrays}
         val, test = (made["val"], made.get("test")) if "val" in made else (made["test"], None)
         return Splits(made["train"], val, test, info, collate)

@@ -452,6 +452,12 @@ def test_a_share_of_the_reviews_may_validate(tmp_path):
     assert [len(splits.train), len(splits.val)] == [15, 5] and splits.test is None
 
 
+def test_a_share_of_too_few_is_named(tmp_path):
+    source = prepared(tmp_path, "imdb", path=reviews(tmp_path, train=REVIEWS, test=REVIEWS), val_split=0.1)
+    with pytest.raises(ConfigError, match=r"too few samples in .*, none is left for val"):
+        source.build()
+
+
 def test_a_table_is_read_as_lines_are(tmp_path):
     import datasets
 
@@ -791,6 +797,8 @@ def test_a_small_network_learns_each_half_of_the_pictures_alike(tmp_path, capsys
     first, second, verdict = capsys.readouterr().out.splitlines()[-3:]
     shares = [float(word) for line in (first, second) for word in line.split() if word.replace(".", "").isdigit()]
     assert len(shares) == 4 and min(shares) > 70 and verdict.startswith("they agree")
+    seen, unseen = shares[::2], shares[1::2]
+    assert all(abs(a - b) < 10 for a, b in zip(seen, unseen)) and abs(unseen[0] - unseen[1]) < 10
 
     (folder,) = (path for path in (tmp_path / "made").iterdir() if path.is_dir())
     labels = np.memmap(folder / "train.label.bin", np.uint8, "r+")
