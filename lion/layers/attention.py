@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lion.config import nearest, setting
 from lion.layers.layout import AS_THEY_STAND, PLAIN, SCANS, Layout
 from lion.layers.mixer import Mixer
-from lion.layers.norms import NO_NORM, NORMS
+from lion.layers.norms import NO_NORM, NORMS, check_causal
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
 from lion.ops.features import FEATURE_MAPS
@@ -57,13 +57,22 @@ class AttentionConfig:
         return replace(self, direction="backward" if layer % 2 else "forward")
 
 
-def check_scan_names(config: AttentionConfig) -> None:
-    """Raises ValueError: A scan that is none, or no scan at all."""
+def check_config(config: AttentionConfig) -> None:
+    """Check settings that every mixer has.
+
+    Raises:
+        ValueError: An unknown scan, or none; an output norm through which a causal layer would see later tokens.
+    """
     for scan in config.scans:
         if scan not in SCANS:
-            raise ValueError(f"scans: {scan!r} is no scan, {nearest(scan, SCANS)}")
+            raise ValueError(f"scans: unknown scan {scan!r}, {nearest(scan, SCANS)}")
     if not config.scans:
         raise ValueError("scans: expected at least one")
+    if config.direction == "forward":
+        try:
+            check_causal(config.out_norm)
+        except ValueError as error:
+            raise ValueError(f"out_{error}") from None
 
 
 def check_rotation(config: AttentionConfig) -> None:

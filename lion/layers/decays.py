@@ -335,10 +335,18 @@ class HippoDecay(Decay):
         return Gating(k, self.of_keys(rates), angles=self.angles(x, steps, layout))
 
     @torch.no_grad()
-    def zero_order_hold(self) -> Tensor:
-        """`B^-1 (exp(B dt) - 1)` of each key dimension, (H, D): by what ZOH multiplies the input (C.2)."""
-        rates, steps = self.steps(self.log_dt)
-        held = -torch.expm1(-rates) / rates * steps
+    def zero_order_hold(self, *, per_step: bool = False) -> Tensor:
+        """`|A^-1 (exp(A dt) - 1)|` of each key dimension, (H, D), for the eigenvalue `A = B + i frequency`: the modulus
+        of the factor by which zero-order hold multiplies the input (Eq. 238). `per_step` divides it by dt.
+
+        C.2 prints `Lambda^-1 (Lambda - I)`. With the eigenvalues A in the place of Lambda it lacks exp and dt; with the
+        decays exp(A dt) it is `1 - exp(-A dt)`, which is negative and without bound for B < 0.
+        """
+        rates, steps = self.steps(self.log_dt)  # -B dt, dt
+        turns = torch.zeros_like(rates) if self.frequency is None else self.by_state(self.frequency, steps) * steps
+        # |exp(x + iy) - 1|^2 = (exp(x) - 1)^2 + 4 exp(x) sin(y / 2)^2
+        held = torch.hypot(torch.expm1(-rates), 2 * (-rates / 2).exp() * (turns / 2).sin()) / torch.hypot(rates, turns)
+        held = held if per_step else held * steps
         held = torch.cat([held, held], -1) if self.pairs else held
         return held.expand(-1, self.dim // self.num_heads)
 

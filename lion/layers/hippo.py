@@ -13,6 +13,7 @@ from lion.layers.mixers import MIXERS
 from lion.layers.spectra import RANDOM, SPECTRA, TURNING
 
 USUAL_SPECTRUM = {"vector": "legs", "scalar": "s4d_real"}  # S5's; what decays by one number cannot turn
+VALUE_STARTS = ("zoh", "zoh_per_step", "dense")
 HIPPO = tuple(name for name, entry in MIXERS.items() if entry.decay in ("hippo", "selective_hippo"))
 
 
@@ -25,13 +26,14 @@ class HippoConfig(AttentionConfig):
     `normalize: none` ([4]), `normalize: pre` ([5]), the mixer `lion_d_hippo` ([6]) and `decay_gate: softplus` ([7]).
 
     `value_start` is where W_v starts under the initialisation `lra`: `zoh`, the diagonal of zero-order hold, each
-    channel by its decay, or `dense` as every other projection; None is `zoh` beside HiPPO.
+    channel by its decay (of the size of dt, 0.001 to 0.1), `zoh_per_step`, the same divided by dt (about 1), or `dense`
+    as every other projection; None is `zoh` beside HiPPO.
     """
 
     spectrum: str | None = setting(None, choices=(*SPECTRA, RANDOM))
     decay_shape: str | None = setting(None, choices=("vector", "scalar"))
     decay_gate: str | None = setting(None, choices=GATES)
-    value_start: str | None = setting(None, choices=("zoh", "dense"))
+    value_start: str | None = setting(None, choices=VALUE_STARTS)
     dt_min: float = setting(1e-3, above=0, max=1)
     dt_max: float = setting(0.1, above=0, max=1)
 

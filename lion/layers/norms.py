@@ -1,4 +1,5 @@
-"""Norms by name: modules (x, layout) -> x of tokens x (B, L, dim). A new one is one class and its line in `NORMS`."""
+"""Norms by name: modules (x, layout) -> x of tokens x (B, L, dim). A new one is one class and its line in `NORMS`; one
+whose statistics are those of several tokens says so by `over_tokens`."""
 
 from __future__ import annotations
 
@@ -42,6 +43,8 @@ class BatchNorm(nn.Module):
     gradients does not add its tokens up.
     """
 
+    over_tokens = True
+
     def __init__(self, dim: int, eps: float = 1e-5, momentum: float = 0.9) -> None:
         super().__init__()
         self.eps, self.momentum = eps, momentum
@@ -83,3 +86,17 @@ class NoNorm(nn.Module):
 
 NORMS: dict[str, type[nn.Module]] = {"batchnorm": BatchNorm, "layernorm": LayerNorm, "rmsnorm": RMSNorm}
 NO_NORM = "none"
+
+
+def check_causal(norm: str | None) -> None:
+    """Raises ValueError: Statistics over tokens, by which in training a token would depend on later ones."""
+
+    def over_tokens(name: str | None) -> bool:
+        return getattr(NORMS.get(name), "over_tokens", False)
+
+    if over_tokens(norm):
+        fits = " or ".join(repr(name) for name in NORMS if not over_tokens(name))
+        raise ValueError(
+            f"norm: {norm!r} takes its mean over all tokens, so that in training a causal model would see later ones; "
+            f"use {fits}"
+        )

@@ -20,14 +20,14 @@ class ChannelDropout(nn.Dropout):
 
 
 class HalfGlu(nn.Module):
-    """`u * sigmoid(W u + b)` with `u = drop(gelu(x))`: S5's half_glu1."""
+    """`u * sigmoid(W u + b)` with `u = drop(gelu(x))`: S5's half_glu1; its GELU is flax's, by tanh."""
 
     def __init__(self, dim: int, dropout: float) -> None:
         super().__init__()
         self.gate, self.dropout = nn.Linear(dim, dim), ChannelDropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        u = self.dropout(F.gelu(x))
+        u = self.dropout(F.gelu(x, approximate="tanh"))
         return u * torch.sigmoid(self.gate(u))
 
 
@@ -35,7 +35,7 @@ class HalfGluOfInput(HalfGlu):
     """`x * sigmoid(W u + b)` with `u = drop(gelu(x))`: S5's half_glu2."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.gate(self.dropout(F.gelu(x))))
+        return x * torch.sigmoid(self.gate(self.dropout(F.gelu(x, approximate="tanh"))))
 
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"half_glu1": HalfGlu, "half_glu2": HalfGluOfInput}

@@ -13,6 +13,7 @@ from lion.config import setting
 from lion.layers import AttentionConfig
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.mixer import state_type
+from lion.layers.norms import check_causal
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
 from lion.models.language import LanguageModel, drop_biases
@@ -54,6 +55,7 @@ class GPTConfig(EncoderConfig):
             raise ValueError("attention.scans: text has one order, that in which its tokens come")
         if c.attention.direction != "forward":
             raise ValueError(f"attention.direction: {c.attention.direction!r} sees later tokens, use 'forward'")
+        check_causal(c.norm)
         return c
 
 

@@ -68,8 +68,9 @@ def lra(model: nn.Module, std: float) -> None:
         query, key, value = m.qkv.weight.chunk(3)
         for weight in (query, key, *(gate.weight for gate in gates_of(m))):
             nn.init.normal_(weight, std=std)
-        if isinstance(m, HippoAttention) and m.config.value_start == "zoh":
-            value.copy_(m.decays[0].zero_order_hold().flatten().diag())
+        if isinstance(m, HippoAttention) and m.config.value_start != "dense":
+            held = m.decays[0].zero_order_hold(per_step=m.config.value_start == "zoh_per_step")
+            value.copy_(held.flatten().diag())
 
 
 def gates_of(attention: Attention) -> list[nn.Linear]:

@@ -145,12 +145,20 @@ def test_what_is_selected_only_shortens_the_memory():
     assert not torch.allclose(soft, log_decay) and (soft < -rates[:, None]).all()
 
 
-def test_zero_order_hold():
-    decay = make("lion_d_hippo", spectrum="s4d_real").decays[0]
-    held, B, dt = decay.zero_order_hold(), -decay.log_rate.exp(), decay.log_dt.exp()
-    torch.testing.assert_close(held.flatten(), (((B * dt).exp() - 1) / B).detach())
-    for settings in ({"spectrum": "legs"}, {"decay_shape": "scalar"}):
-        assert make("lion_s_hippo", **settings).decays[0].zero_order_hold().shape == (HEADS, DIM // HEADS)
+@pytest.mark.parametrize("spectrum", ["s4d_real", "s4d_lin", "legs"])
+def test_zero_order_hold(spectrum):
+    """Eq. 238 with complex eigenvalues; the two dimensions of a pair have one."""
+    decay = make("lion_d_hippo", spectrum=spectrum).decays[0]
+    rate, dt = decay.log_rate.detach().exp(), decay.log_dt.detach().exp()
+    eigenvalue = torch.complex(-rate, torch.zeros_like(rate) if decay.frequency is None else decay.frequency.detach())
+    wanted = (((eigenvalue * dt).exp() - 1) / eigenvalue).abs()
+    wanted, dt = (torch.cat([x.view(HEADS, -1)] * (2 if decay.pairs else 1), -1) for x in (wanted, dt))
+    torch.testing.assert_close(decay.zero_order_hold(), wanted, rtol=1e-9, atol=0)
+    torch.testing.assert_close(decay.zero_order_hold(per_step=True), wanted / dt, rtol=1e-9, atol=0)
+
+
+def test_a_scalar_decay_holds_all_dimensions_of_a_head():
+    assert make("lion_s_hippo", decay_shape="scalar").decays[0].zero_order_hold().shape == (HEADS, DIM // HEADS)
 
 
 @both

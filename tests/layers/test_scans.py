@@ -111,7 +111,7 @@ def test_other_mixers_have_one_scan(mixer):
 
 
 def test_bad_scans():
-    with pytest.raises(ValueError, match="scans: 'snake' is no scan, did you mean 'row_snake'"):
+    with pytest.raises(ValueError, match="scans: unknown scan 'snake', did you mean 'row_snake'"):
         resolve_mixer("lion_s", AttentionConfig(scans=("snake",)))
     with pytest.raises(ValueError, match="scans: expected at least one"):
         resolve_mixer("lion_s", AttentionConfig(scans=()))

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.layers import KINDS, SOFTMAX
+from lion.layers import KINDS, SOFTMAX, AttentionConfig, make_mixer
+from lion.layers.norms import NORMS
 from lion.layers.softmax import reserve
 from lion.models.gpt import GPT, CausalAttentionConfig, GPTConfig
 from lion.runs import count_parameters
@@ -98,6 +99,31 @@ def test_no_token_sees_a_later_one(mixer, tpe):
     a, b = model(tokens), model(changed)
     torch.testing.assert_close(a[:, :7], b[:, :7], rtol=0, atol=1e-12)
     assert (a[:, 7] - b[:, 7]).abs().min() > 0
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("place", ["norm", "out_norm"])
+def test_no_norm_shows_later_tokens_in_training(norm, place):
+    """Every entry of `NORMS` is causal or refused, as the blocks' norm and as the heads'."""
+
+    def settings(name):
+        return {"norm": name} if place == "norm" else {"attention": CausalAttentionConfig(out_norm=name)}
+
+    if getattr(NORMS[norm], "over_tokens", False):
+        with pytest.raises(ValueError, match=f"{place}: '{norm}' .* later ones; use 'layernorm' or 'rmsnorm'"):
+            gpt("lion_s", **settings(norm))
+        return
+    model, tokens = gpt("lion_s", **settings(norm)).train(), ids(2, 12)
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % TOKENS
+    torch.testing.assert_close(model(tokens)[:, :7], model(changed)[:, :7], rtol=0, atol=1e-12)
+
+
+def test_a_causal_layer_alone_has_no_norm_over_tokens():
+    config = AttentionConfig(direction="forward", out_norm="batchnorm")
+    with pytest.raises(ValueError, match="out_norm: 'batchnorm'"):
+        make_mixer("lion_s", 12, 2, config)
+    assert make_mixer("lion_s", 12, 2, AttentionConfig(out_norm="batchnorm")).out_norm is not None
 
 
 def saved(state):

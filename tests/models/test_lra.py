@@ -1,5 +1,7 @@
 """Models of long sequences: padding, pairs, windows, forms, starts, groups of the optimizer, long inputs."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from lion.layers import KINDS, Attention, AttentionConfig
 from lion.layers.hippo import HippoConfig
 from lion.layers.marks import marks_of
 from lion.layers.mixer import set_form
+from lion.layers.s5 import ACTIVATIONS
 from lion.models.lra import LRA, LRAConfig, LRAMasked, LRAMaskedConfig
 from lion.trainer.optim import OptimConfig, make_optimizer
 from lion.trainer.runtime import compile_blocks
@@ -158,6 +161,17 @@ def test_a_window_of_nothing_is_refused():
     assert config("softmax", window=8).with_mixer("lion_lit").window == 8
 
 
+def test_activations_are_those_of_s5():
+    """Half a GLU, with flax's GELU: x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    torch.manual_seed(0)
+    x = 3 * torch.randn(2, 5, DIM, dtype=torch.double)
+    u = x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    for name, kept in (("half_glu1", u), ("half_glu2", x)):
+        half = ACTIVATIONS[name](DIM, 0.0).double()
+        gate = torch.sigmoid(u @ half.gate.weight.T + half.gate.bias)
+        torch.testing.assert_close(half(x), kept * gate, rtol=0, atol=1e-12)
+
+
 def test_where_weights_start():
     """C.2: W_q, W_k and what decays select ~ N(0, 0.1^2); W_v is the diagonal of zero-order hold."""
     torch.manual_seed(0)
@@ -168,6 +182,11 @@ def test_where_weights_start():
         assert weight.std().item() == pytest.approx(0.1, rel=0.05) and abs(weight.mean()) < 5e-3
     held = attention.decays[0].zero_order_hold().flatten()
     assert torch.equal(value, held.diag()) and (held > 0).all()
+    per_step = HippoConfig(value_start="zoh_per_step")
+    attention = LRA(LRAConfig("lion_s_hippo", 128, 1, 8, attention=per_step), classes=2, length=8).encoder.blocks[0]
+    attention = attention.attention
+    held = attention.decays[0].zero_order_hold(per_step=True).flatten()
+    assert torch.equal(attention.qkv.weight.chunk(3)[2], held.diag()) and 0.01 < held.min() and held.max() <= 1
     dense = LRA(LRAConfig("lion_s_hippo", 128, 1, 8, attention=HippoConfig(value_start="dense")), classes=2, length=8)
     value = dense.encoder.blocks[0].attention.qkv.weight.chunk(3)[2]
     assert value.std().item() == pytest.approx(128**-0.5, rel=0.05)
