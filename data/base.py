@@ -73,6 +73,12 @@ class DataSet(ABC):
     def prepare(self) -> None:  # noqa: B027
         """Make, once for all runs, what `build` only opens (token files, generated samples); most need nothing."""
 
+    def keep(self, folder: Path) -> None:  # noqa: B027
+        """Keep in a run's folder what its inputs depend on and prepared data may lose (a tokenizer)."""
+
+    def restore(self, folder: Path) -> None:  # noqa: B027
+        """Use what `keep` has kept in a run's folder where data have to be prepared anew."""
+
     def check(self) -> str:
         """What `prepare` has made, in words; all of it is read.
 

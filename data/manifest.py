@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lion.config import ConfigError
 from lion.files import digest
@@ -15,9 +16,21 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 
 
+class Held(NamedTuple):
+    """What a manifest says of a file: its bytes, and their SHA-256."""
+
+    size: int
+    sha256: str
+
+
 def mark_of(decided: Any) -> str:
     """For a folder's name: what decides its content, as JSON, in twelve digits."""
     return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def fingerprint_of(files: Mapping[str, Held]) -> str:
+    """Of the content of files, in twelve digits: the same wherever they lie."""
+    return mark_of({name: held.sha256 for name, held in files.items()})
 
 
 def again(folder: Path) -> str:
@@ -25,8 +38,8 @@ def again(folder: Path) -> str:
     return f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
 
 
-def open_manifest(folder: Path, sizes: Callable[[dict[str, Any]], Mapping[str, int]], what: str) -> dict[str, Any]:
-    """What a folder holds; `sizes` of its files, in bytes, are compared, their content is not read.
+def open_manifest(folder: Path, files: Callable[[dict[str, Any]], Mapping[str, Held]], what: str) -> dict[str, Any]:
+    """What a folder holds; the sizes of its `files` are compared, their content is not read.
 
     Raises:
         ConfigError: Something is missing, truncated (`what` it is, in words), or of another format.
@@ -35,25 +48,29 @@ def open_manifest(folder: Path, sizes: Callable[[dict[str, Any]], Mapping[str, i
         manifest = json.loads((folder / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
             raise ConfigError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}; {again(folder)}")
-        wanted = sizes(manifest)
+        wanted = files(manifest)
+        for name, held in wanted.items():
+            if type(held.size) is not int or not re.fullmatch("[0-9a-f]{64}", held.sha256):
+                raise ValueError(f"no size and SHA-256 of {name}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder / MANIFEST}: cannot be read ({error}); {again(folder)}") from None
-    for name, size in wanted.items():
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{folder / MANIFEST}: cannot be read ({reason}); {again(folder)}") from None
+    for name, held in wanted.items():
         path = folder / name
-        held = path.stat().st_size if path.is_file() else 0
-        if held != size:
+        found = path.stat().st_size if path.is_file() else 0
+        if found != held.size:
             raise ConfigError(
-                f"{path}: {held:,} bytes, its manifest says {size:,}: a truncated {what}; {again(folder)}"
+                f"{path}: {found:,} bytes, its manifest says {held.size:,}: a truncated {what}; {again(folder)}"
             )
     return manifest
 
 
-def compare_sums(folder: Path, wanted: Mapping[str, str]) -> None:
+def compare_sums(folder: Path, files: Mapping[str, Held]) -> None:
     """Read every byte of some files and compare their SHA-256.
 
     Raises:
         ConfigError: One is damaged.
     """
-    for name, found in wanted.items():
-        if digest(folder / name) != found:
+    for name, held in files.items():
+        if digest(folder / name) != held.sha256:
             raise ConfigError(f"{folder / name}: damaged, its SHA-256 is not that of the manifest; {again(folder)}")

@@ -61,7 +61,7 @@ def evaluate_choices(args: Namespace) -> int:
         )
     if args.form != "all":
         choose_form(model, args.form)
-    tokenizer = open_data(recipe).tokenizer
+    tokenizer = open_data(recipe, loaded.folder).tokenizer
     check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     rows, cut = encode(questions, tokenizer, model.longest)
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(rows))

@@ -68,9 +68,12 @@ def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
     return resolve(folder / RECIPE, overrides) if overrides else recipe
 
 
-def open_data(recipe: Recipe) -> DataSet:
-    """The recipe's data set; nothing is read yet."""
-    return data.dataset(recipe.data.name)(recipe.data)
+def open_data(recipe: Recipe, run: Path | None = None) -> DataSet:
+    """The recipe's data set, as a `run` in a folder has read it; nothing is read yet."""
+    source = data.dataset(recipe.data.name)(recipe.data)
+    if run is not None:
+        source.restore(run)
+    return source
 
 
 def check_tokenizer(tokenizer: Any, info: TextInfo, folder: Path) -> None:
@@ -104,17 +107,17 @@ def digest(model: nn.Module) -> str:
 
 def way_out(folder: Path) -> str:
     with contextlib.suppress(ConfigError):  # of data that are gone
-        return open_data(resolve_run(folder)).way_out()
+        return open_data(resolve_run(folder), folder).way_out()
     return ""
 
 
-def build_data(recipe: Recipe, *, cached: bool = False) -> Splits:
-    """The recipe's data, prepared; `cached` (`data.cache`) pays where they are read more than once.
+def build_data(recipe: Recipe, run: Path | None = None, *, cached: bool = False) -> Splits:
+    """The recipe's data, prepared, as by `open_data`; `cached` (`data.cache`) pays where they are read more than once.
 
     Of several processes that need data prepared the first does so, the others wait and find it done: processes of one
     run, of several, and commands beside them.
     """
-    source = open_data(recipe if cached else replace(recipe, data=recipe.data.uncached()))
+    source = open_data(recipe if cached else replace(recipe, data=recipe.data.uncached()), run)
     if needs_preparing(source):
         with locked(data_root() / f".{recipe.data.name}.lock"):
             source.prepare()

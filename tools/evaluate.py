@@ -83,7 +83,7 @@ def measure_forms(
     forms = forms_to_measure(form, chunk_size, available, length)
     reference = forms_to_measure("all", chunk_size, available, length)[0]
     wanted = [*forms] if reference in forms else [reference, *forms]  # the deviation needs it
-    splits = build_data(recipe)
+    splits = build_data(recipe, loaded.folder)
     check_data(splits.info, loaded.task.info, loaded.folder)
     split = split or ("val" if splits.test is None else "test")
     dataset = getattr(splits, split)

@@ -16,7 +16,7 @@ from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
 def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
     """Print the likeliest tokens for each mask in each text. A text that cannot be read keeps no other from its
     answer; the exit code is then 2."""
-    tokenizer = open_data(resolve_run(loaded.folder)).tokenizer
+    tokenizer = open_data(resolve_run(loaded.folder), loaded.folder).tokenizer
     check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     rows, code = [], 0
     for text in texts:

@@ -11,6 +11,8 @@ compiled with the first, where the recipe compiles.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import itertools
 import statistics
 import sys
@@ -28,8 +30,7 @@ from lion.layers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.runs import LoadedRun, open_run
 from lion.tasks.generation import MODES, Continuation, Sampling, streaming_mode
-from lion.trainer.checkpoint import load_state
-from lion.trainer.runtime import compile_blocks, compile_steps, start_runtime
+from lion.trainer.runtime import catch_signals, compile_blocks, compile_steps, start_runtime
 from tools.cli import Parser, count, number, run_command, say
 from tools.compose import check_finite, check_tokenizer, digest, open_data, resolve_run
 
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
     loaded = open_run(args.run, checkpoint=args.checkpoint)
     if not isinstance(loaded.model, GPT):
         raise ConfigError(f"{loaded.folder}: task {loaded.recipe.task.name!r} writes no text, causal_lm does")
-    tokenizer = open_data(resolve_run(loaded.folder, args.overrides)).tokenizer
+    tokenizer = open_data(resolve_run(loaded.folder, args.overrides), loaded.folder).tokenizer
     check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     runtime = start_runtime(loaded.recipe.trainer.device, matmul=loaded.recipe.trainer.matmul)
     model = loaded.model.to(runtime.device)
@@ -64,12 +65,12 @@ def main(argv: list[str]) -> int:
         if loaded.recipe.trainer.compile and not args.eager:
             compile_mode(model, text.mode)
         shown = args.prompt or [""] * len(text.rows)
-        write(text, shown, args, tokenizer.decode, loaded.folder)
+        complete = write(text, shown, args, tokenizer.decode, loaded.folder)
     except ValueError as error:
         raise ConfigError(f"--{error}") from None
     if args.state:
         write_state(args.state, text)
-    return 0
+    return 0 if complete else 130
 
 
 def compile_mode(model: GPT, mode: str) -> None:
@@ -99,8 +100,8 @@ def begin(args: Any, model: GPT, tokenizer: Any) -> Continuation:
 
 def write(
     text: Continuation, prompts: Sequence[str], args: Any, decode: Callable[[list[int]], str], folder: Path
-) -> None:
-    """Generate, and print each sequence behind its prompt.
+) -> bool:
+    """Generate, and print each sequence behind its prompt; False where a signal asked to stop earlier.
 
     Raises:
         ConfigError: The model of the run in `folder` has diverged.
@@ -109,11 +110,15 @@ def write(
     several, sampling = len(prompts) > 1, Sampling(args.temperature, args.top_k, args.top_p)
     first, before = Decoder(decode), [len(row) for row in text.rows]
     show(f"[1] {prompts[0]}" if several else prompts[0])
-    clock = [time.perf_counter()]
-    for tokens in text.generate(args.tokens, sampling, args.seed):
-        show(first.add(tokens[0]))
-        check_finite(text.logits, folder)
-        clock.append(time.perf_counter())
+    clock, stop = [time.perf_counter()], Stop()
+    with catch_signals(stop, "ending after this token"):
+        for tokens in text.generate(args.tokens, sampling, args.seed):
+            show(first.add(tokens[0]))
+            check_finite(text.logits, folder)
+            clock.append(time.perf_counter())
+            if stop.stopping:
+                break
+    written = len(clock) - 1
     show(first.rest() + "\n")
     for i, prompt in enumerate(prompts[1:], 1):
         show(f"[{i + 1}] {prompt}{decode(text.rows[i][before[i] :])}\n")
@@ -121,7 +126,8 @@ def write(
     each = [b - a for a, b in itertools.pairwise(clock[1:])]
     some = f", then {1000 * statistics.median(each):.2f} ms a token" if each else ""
     spent = f"the first in {clock[1] - clock[0]:.2f} s{some}"
-    say(f"mode {text.mode}: {args.tokens} tokens, {spent}; state {kept / 2**20:.2f} MiB")
+    say(f"mode {text.mode}: {written} tokens, {spent}; state {kept / 2**20:.2f} MiB")
+    return written == args.tokens
 
 
 def show(text: str) -> None:
@@ -145,29 +151,38 @@ class Decoder:
         return text
 
 
+class Stop:
+    """Whether a signal asked to stop."""
+
+    stopping = False
+
+
 def write_state(path: Path, text: Continuation) -> None:
-    """Where it ended."""
+    """Keep where a text ends: the SHA-256 of what follows, and what `read_state` needs, as torch.save writes it."""
     parts = {"mode": text.mode, "rows": text.rows, "logits": text.logits, "state": text.state}
-    held = {**parts, "weights": digest(text.model)}
-    write_atomic(path, lambda file: torch.save(tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, held), file))
+    held, file = {**parts, "weights": digest(text.model)}, io.BytesIO()
+    torch.save(tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, held), file)
+    content = file.getvalue()
+    write_atomic(path, lambda file: file.write(hashlib.sha256(content).digest() + content))
 
 
 def read_state(args: Any, loaded: LoadedRun) -> Continuation:
     """What `write_state` kept.
 
     Raises:
-        ConfigError: It is of another model or mode, or no such file.
+        ConfigError: It is damaged, of another model or mode, or no such file.
     """
     path, model = args.state, loaded.model
-    held = load_state(path)
+    raw = path.read_bytes()
+    if hashlib.sha256(raw[32:]).digest() != raw[:32]:
+        raise ConfigError(f"--state: {path} is damaged, or no state of ./run.sh generate")
+    held = torch.load(io.BytesIO(raw[32:]), map_location=model.tokens.weight.device, weights_only=True)
     if held.keys() != {"mode", "rows", "logits", "state", "weights"}:
-        raise ConfigError(f"--state: {path} is no state of ./run.sh generate")
+        raise ConfigError(f"--state: {path} was written by another version of ./run.sh generate")
     if held["weights"] != digest(model):
         raise ConfigError(f"--state: {path} is of other weights than the {args.checkpoint!r} ones of {loaded.folder}")
     if args.mode not in (None, held["mode"]):
         raise ConfigError(f"--mode: {path} is of mode {held['mode']}, got {args.mode}")
-    device = model.tokens.weight.device
-    held = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, held)
     return Continuation(model, held["mode"], held["rows"], held["logits"], held["state"])
 
 

@@ -51,7 +51,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
         choose_form(model, args.form)
     forms = forms_to_measure(args.form, args.chunk_size or CHUNK, forms_of(model))
     forms = list(dict.fromkeys((form, size if form == "full" else args.chunk_size or CHUNK) for form, size in forms))
-    splits = build_data(recipe)
+    splits = build_data(recipe, loaded.folder)
     check_data(splits.info, loaded.task.info, loaded.folder)
     split = args.split or ("val" if splits.test is None else "test")
     held = getattr(splits, split)

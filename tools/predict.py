@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     if isinstance(loaded.task, CausalLM):
         raise ConfigError(f"{loaded.folder}: it writes text and judges no files, ./run.sh generate RUN --prompt TEXT")
     recipe = resolve_run(loaded.folder)
-    source = open_data(recipe)
+    source = open_data(recipe, loaded.folder)
     asked, files, read = grouped(args.files, source.asks), [], []
     for paths in asked:
         try:

@@ -43,6 +43,7 @@ from lion.trainer.runtime import (
     seed_everything,
     start_runtime,
 )
+from lion.trainer.state import RunState
 from tools import evaluate
 from tools.cli import Parser, count, run_command
 from tools.compose import (
@@ -88,10 +89,10 @@ def main(argv: list[str]) -> int:
 
 def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: bool) -> int:
     """Train in this process, one of `world`; the first looks after the folder, and evaluates in `form`, or all."""
-    source = open_data(recipe)
+    source = open_data(recipe, None if fresh else recipe.folder)
     if needs_preparing(source) and (known := source.published()) is not None:
         check_settings(recipe, *known, world, room=first)  # before hours are spent on data
-    splits = build_data(recipe, cached=True)
+    splits = build_data(recipe, None if fresh else recipe.folder, cached=True)
     plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first)
     seed_everything(recipe.seed)
     model = task.build_model(recipe.model)
@@ -108,7 +109,6 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
             set_aside(recipe.folder)
         start_folder(recipe.folder)
         lock = lock_run(recipe.folder)
-        describe_folder(recipe)
         print(
             f"{recipe.run.name}: {recipe.model.mixer}, {count_parameters(model):,} parameters, {runtime.device}"
             f"{f' x {world} ({recipe.trainer.parallel})' if world > 1 else ''}\n"
@@ -119,7 +119,14 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     runtime.agree(None)  # the folder is there, and ours
     seed_everything(recipe.seed + runtime.rank)
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
-    complete, place = trainer.fit(), trainer.state.told()
+
+    def describe(state: RunState) -> None:
+        """Write down what is trained, now that nothing refuses it; of a complete run it stands there."""
+        if runtime.main and not state.finished:
+            describe_folder(recipe)
+            source.keep(recipe.folder)
+
+    complete, place = trainer.fit(describe), trainer.state.told()
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()

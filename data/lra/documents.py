@@ -246,7 +246,7 @@ def review(row: Any, where: Any) -> Row:
     """
     if not isinstance(row, dict) or not isinstance(row.get("text"), str) or row.get("label") not in (0, 1):
         raise ConfigError(f"{where}: expected a text and a label 0 or 1, got {str(row)[:60]!r}")
-    return Row((whole(row["text"]),), int(row["label"]))
+    return Row((whole(row["text"], "text", str(where)),), int(row["label"]))
 
 
 class Reviews(DocumentLines):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,7 +204,7 @@ class Folder(Source):
 
     def __init__(self, config: PathfinderConfig, metadata: list[Path]) -> None:
         self.side, self.size = config.side, config.part
-        self.samples = [sample for path in metadata for sample in read_metadata(path)]
+        self.samples = once([sample for path in metadata for sample in read_metadata(path)])
         if self.side == EMPTY_SIDE:
             self.samples = [sample for sample in self.samples if not is_empty(sample[0])]
         if not self.samples:
@@ -236,7 +237,25 @@ def read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
         if len(row) < 4 or str(row[3]) not in ("0", "1"):
             found = " ".join(map(str, row))[:60]
             raise ConfigError(f"{path}, row {number}: expected folder, file, number and label 0 or 1, got {found!r}")
-        yield root / str(row[0]) / str(row[1]), int(row[3])
+        picture = Path(os.path.normpath(Path(str(row[0]), str(row[1]))))
+        if picture.is_absolute() or picture.parts[:1] == ("..",):
+            raise ConfigError(f"{path}, row {number}: {picture} lies outside of {root}")
+        yield root / picture, int(row[3])
+
+
+def once(samples: list[tuple[Path, int]]) -> list[tuple[Path, int]]:
+    """Each picture once, where metadata list it again: it would count twice, and could be trained on and held out.
+
+    Raises:
+        ConfigError: One has two labels.
+    """
+    labels: dict[Path, int] = {}
+    for picture, label in samples:
+        if labels.setdefault(picture, label) != label:
+            raise ConfigError(f"{picture}: its metadata give it the labels {labels[picture]} and {label}")
+    if len(labels) < len(samples):
+        log.info("%d pictures are listed more than once, each counts once", len(samples) - len(labels))
+    return list(labels.items())
 
 
 def is_empty(picture: Path) -> bool:

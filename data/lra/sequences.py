@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DataSet, data_root, user_path
-from data.lra.store import Arrays, Source, check_sums, open_arrays, prepare, read_manifest
-from data.manifest import FORMAT, mark_of
+from data.lra.store import Arrays, Source, check_sums, files_of, open_arrays, prepare, read_manifest
+from data.manifest import FORMAT, fingerprint_of, mark_of
 from data.vision.sources import split_indices
 from lion.config import ConfigError, setting
 from lion.tasks.data import Batch, DeviceDataset, Splits
@@ -209,7 +209,8 @@ class SequenceSet(DataSet):
         arrays |= dict.fromkeys(missing, arrays["train"])
         made = {split: Sequences(arrays[split], collate, chosen[split]) for split in arrays}
         val, test = (made["val"], made.get("test")) if "val" in made else (made["test"], None)
-        return Splits(made["train"], val, test, info, collate)
+        fingerprint = fingerprint_of(files_of(manifest))
+        return Splits(made["train"], val, test, info, collate, fingerprint=fingerprint)
 
     def collate_of(self, info: SequenceInfo) -> Collate:
         return Collate(info.length, getattr(self.config, "pad", "length"))

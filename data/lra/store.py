@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.base import locked
-from data.manifest import FORMAT, MANIFEST, compare_sums, open_manifest
+from data.manifest import FORMAT, MANIFEST, Held, compare_sums, open_manifest
 from data.pool import each
 from lion.config import ConfigError
 from lion.files import save_json, write_atomic
@@ -148,13 +148,15 @@ def join(folder: Path, kept: Path, parts: list[Part]) -> dict[str, Any]:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What a folder holds, see `data.manifest`."""
-    return open_manifest(folder, sizes, "file")
+    return open_manifest(folder, files_of, "file")
 
 
-def sizes(held: dict[str, Any]) -> dict[str, int]:
-    """Bytes of each file, by the manifest."""
-    arrays = held["arrays"].items()
-    return {f"{name}.bin": int(np.prod(a["shape"])) * np.dtype(a["type"]).itemsize for name, a in arrays}
+def files_of(held: dict[str, Any]) -> dict[str, Held]:
+    """The files of the arrays, by their manifest."""
+    return {
+        f"{name}.bin": Held(int(np.prod(a["shape"])) * np.dtype(a["type"]).itemsize, a["sha256"])
+        for name, a in held["arrays"].items()
+    }
 
 
 def open_arrays(folder: Path, manifest: dict[str, Any], split: str) -> Arrays:
@@ -173,5 +175,5 @@ def check_sums(folder: Path) -> dict[str, Any]:
         ConfigError: A file is damaged.
     """
     held = read_manifest(folder)
-    compare_sums(folder, {f"{name}.bin": array["sha256"] for name, array in held["arrays"].items()})
+    compare_sums(folder, files_of(held))
     return held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import re
 from abc import ABC, abstractmethod
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 from data.base import user_path, walk
 from data.hub import approach_hub
 from lion.config import ConfigError, nearest
+
+log = logging.getLogger("lion")
 
 SHARD = 2**22  # bytes of text in a shard, about
 BLOCK = 2**16  # bytes read at once in search of a border
@@ -57,12 +60,22 @@ class Corpus(ABC):
             ConfigError: It cannot be read.
         """
 
-    def texts(self, most: int | None = None) -> Iterator[str]:
+    def texts(self, most: int | None = None) -> Texts:
         """The text, or `most` characters of it, from shards that lie evenly."""
-        step = 1 if most is None else max(1, len(self) * SHARD // most)
-        left = most
-        for shard in range(0, len(self), step):
-            for piece in self.read(shard):
+        return Texts(self, most)
+
+
+class Texts:
+    """Texts of a corpus, read anew whenever they are iterated over; see `Corpus.texts`."""
+
+    def __init__(self, corpus: Corpus, most: int | None) -> None:
+        self.corpus, self.most = corpus, most
+
+    def __iter__(self) -> Iterator[str]:
+        step = 1 if self.most is None else max(1, len(self.corpus) * SHARD // self.most)
+        left = self.most
+        for shard in range(0, len(self.corpus), step):
+            for piece in self.corpus.read(shard):
                 yield piece.text
                 left = None if left is None else left - len(piece.text)
                 if left is not None and left <= 0:
@@ -119,7 +132,7 @@ class Files(Corpus):
             if self.text_column not in row:
                 raise ConfigError(f"{path}: no column {self.text_column!r} in {line[:40]!r}")
             if row[self.text_column] is not None:
-                yield whole(row[self.text_column])
+                yield whole(row[self.text_column], self.text_column, path)
 
     @functools.cached_property
     def text_column(self) -> str:
@@ -160,12 +173,14 @@ class Table(Corpus):
     def read(self, shard: int) -> Iterator[Piece]:
         for row in self.guarded(self.stream.shard(num_shards=len(self), index=shard)):
             text = row[self.column]
-            if text is not None and (text := whole(text)).strip():
+            if text is not None and (text := whole(text, self.column, self.path)).strip():
                 yield Piece(text)
 
     def guarded(self, rows: Any) -> Iterator[dict[str, Any]]:
         try:
             yield from rows
+        except ConfigError:
+            raise
         except Exception as error:  # what a lost network and a broken file raise has no common type
             reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(f"data.path: {self.path!r} cannot be read ({type(error).__name__}: {reason})") from None
@@ -203,6 +218,11 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
     if not root.exists():
         return Table(path, subset, split, column)
     files = [root] if root.is_file() else [Path(folder) / name for folder, names in walk(root) for name in names]
+    if any(p.suffix in (".parquet", *JSON) for p in files):  # as in a clone from the Hub
+        cards = [p for p in files if p.suffix == ".md"]
+        files = [p for p in files if p not in cards]
+        if cards:
+            log.info("%s: beside rows of a table, %s is not read", path, ", ".join(sorted(p.name for p in cards)))
     rows = sorted(p for p in files if p.suffix == ".parquet")
     texts = sorted(p for p in files if p.suffix in (*JSON, *TEXT) or p == root)
     if rows and rows == files:
@@ -266,6 +286,12 @@ def find_column(row: dict[str, Any], name: str | None, path: str) -> str:
     return found[0]
 
 
-def whole(text: Any) -> str:
-    """Text that has an encoding: a half of a surrogate pair becomes a question mark."""
-    return str(text).encode("utf-8", "replace").decode()
+def whole(text: Any, column: str, path: str) -> str:
+    """A row's text; half of a surrogate pair, which has no encoding, becomes a question mark.
+
+    Raises:
+        ConfigError: It is no text.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(f"{path}: column {column!r} holds {str(text)[:40]!r}, no text; data.column names another")
+    return text.encode("utf-8", "replace").decode()

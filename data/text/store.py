@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from data.manifest import again, compare_sums, open_manifest
+from data.manifest import MANIFEST, Held, again, compare_sums, open_manifest
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
+from lion.tasks.text import TextInfo
 
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "val")
@@ -90,15 +91,20 @@ class Writer:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What a token file's folder holds, see `data.manifest`."""
-    return open_manifest(folder, sizes, "token file")
+    return open_manifest(folder, files_of, "token file")
 
 
-def sizes(held: dict[str, Any]) -> dict[str, int]:
-    """Bytes of each file, by the manifest."""
+def files_of(held: dict[str, Any]) -> dict[str, Held]:
+    """The files of a token file, by its manifest.
+
+    Raises:
+        LookupError, TypeError, ValueError: It is no such manifest.
+    """
+    TextInfo.from_dict({**held["tokenizer"], "tokenizer": held["tokenizer"]["name"], "length": 1})
     each = id_type(held["tokenizer"]["vocabulary"]).itemsize
-    return {f"{s}.bin": held[s]["tokens"] * each for s in SPLITS} | {
-        f"{s}.ends": held[s]["documents"] * 8 for s in SPLITS
-    }
+    sizes = {f"{split}.bin": held[split]["tokens"] * each for split in SPLITS}
+    sizes |= {f"{split}.ends": held[split]["documents"] * 8 for split in SPLITS}
+    return {name: Held(size, held[name.partition(".")[0]]["sha256"][name]) for name, size in sizes.items()}
 
 
 def check_sums(folder: Path) -> None:
@@ -108,9 +114,13 @@ def check_sums(folder: Path) -> None:
         ConfigError: A file is damaged.
     """
     held = read_manifest(folder)
-    if read_tokenizer(folder, "").fingerprint != held["tokenizer"]["fingerprint"]:
+    found, said = read_tokenizer(folder, ""), held["tokenizer"]
+    if found.fingerprint != said["fingerprint"]:
         raise ConfigError(f"{folder / TOKENIZER}: damaged, not the tokenizer of the manifest; {again(folder)}")
-    compare_sums(folder, {name: sum_ for split in SPLITS for name, sum_ in held[split]["sha256"].items()})
+    for name in ("vocabulary", "special"):
+        if getattr(found, name) != said[name]:
+            raise ConfigError(f"{folder / MANIFEST}: damaged, its {name} is not that of {TOKENIZER}; {again(folder)}")
+    compare_sums(folder, files_of(held))
 
 
 def read_tokenizer(folder: Path, name: str) -> Tokenizer:

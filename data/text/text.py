@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from data.base import DataConfig, DataSet, data_root, user_path
-from data.manifest import FORMAT, MANIFEST, mark_of
+from data.manifest import FORMAT, MANIFEST, fingerprint_of, mark_of
 from data.text.corpus import BORDERS, Corpus, Files, open_corpus
 from data.text.layouts import Layout, Packed, Padded, Windows
 from data.text.prepare import prepare
-from data.text.store import SPLITS, TOKENIZER, Tokens, check_sums, read_manifest, read_tokenizer
+from data.text.store import SPLITS, TOKENIZER, Tokens, check_sums, files_of, read_manifest, read_tokenizer
 from data.text.tokenizers import (
     MADE,
     WORDPIECE,
@@ -26,6 +26,7 @@ from data.text.tokenizers import (
     open_tokenizer,
 )
 from lion.config import ConfigError, setting
+from lion.files import save_text
 from lion.tasks.data import Splits
 from lion.tasks.order import Drawn, Shuffled
 from lion.tasks.text import TextInfo
@@ -106,6 +107,14 @@ class Text(DataSet):
 
     Config, Info = TextConfig, TextInfo
     workers = 0  # batches are made whole, in microseconds
+    kept: Path | None = None  # a run's folder with the tokenizer of its text
+
+    def keep(self, folder: Path) -> None:
+        if not (folder / TOKENIZER).exists():
+            save_text(folder / TOKENIZER, self.tokenizer.inner.to_str())
+
+    def restore(self, folder: Path) -> None:
+        self.kept = folder if (folder / TOKENIZER).is_file() else None
 
     def prepare(self) -> None:
         """Make the token file where it is missing."""
@@ -137,9 +146,11 @@ class Text(DataSet):
         config, folder = self.config, self.folder
         if not folder.is_dir():
             raise ConfigError(f"data set '{config.name}': no token file {folder}, ./run.sh prepare RECIPE makes it")
-        info = self.info(read_manifest(folder)["tokenizer"])
+        manifest = read_manifest(folder)
+        info = self.info(manifest["tokenizer"])
         train, val = (self.layout(Tokens(folder, split, info.vocabulary), info, split) for split in SPLITS)
-        return Splits(train, val, None, info, order=Drawn() if config.pack == "windows" else Shuffled())
+        order = Drawn() if config.pack == "windows" else Shuffled()
+        return Splits(train, val, None, info, order=order, fingerprint=fingerprint_of(files_of(manifest)))
 
     def filled(self) -> float:
         train = self.build().train if self.config.pack == "padded" else None
@@ -178,14 +189,24 @@ class Text(DataSet):
         name = self.config.tokenizer
         if name == MADE[0] or local_files(name) is not None or looks_like_path(name):
             return open_tokenizer(name)
+        if (own := self.own_tokenizer) is not None:
+            return own
         if self.folder.is_dir():
             return read_tokenizer(self.folder, read_manifest(self.folder)["tokenizer"]["name"])
         if name in MADE[1:]:
             raise ConfigError(f"data.tokenizer: {name!r} is made by ./run.sh prepare RECIPE")
         return open_tokenizer(name)
 
+    @functools.cached_property
+    def own_tokenizer(self) -> Tokenizer | None:
+        """The one that a run has kept, where the settings name no files of another."""
+        name = self.config.tokenizer
+        if self.kept is None or name == MADE[0] or local_files(name) is not None:
+            return None
+        return read_tokenizer(self.kept, name)
+
     def way_out(self) -> str:
-        kept = self.folder / TOKENIZER
+        kept = (self.kept or self.folder) / TOKENIZER
         return f"data.tokenizer={kept} reads text with its own" if kept.is_file() else ""
 
     @property
@@ -208,7 +229,16 @@ class Text(DataSet):
             decided["tokenizer"] = files.stem if files.is_file() else files.name
             decided["rules"] = open_tokenizer(config.tokenizer).inner.to_str()  # the same name may be of other files
         root = user_path(config.root) if config.root else data_root() / "text"
-        return root / f"{config.name}-{decided['tokenizer'].replace('/', '_')}-{mark_of(decided)}"
+
+        def place() -> Path:
+            return root / f"{config.name}-{decided['tokenizer'].replace('/', '_')}-{mark_of(decided)}"
+
+        if (own := self.own_tokenizer) is None:
+            return place()
+        if (usual := place()).is_dir() and read_manifest(usual)["tokenizer"]["fingerprint"] == own.fingerprint:
+            return usual
+        decided["rules"] = own.inner.to_str()
+        return place()
 
     def identity(self) -> Any:
         """Which text it is: the files with their sizes and times, or a Hub id."""
@@ -223,6 +253,8 @@ class Text(DataSet):
 
     def make_tokenizer(self, corpus: Corpus) -> Tokenizer:
         name = self.config.tokenizer
+        if (own := self.own_tokenizer) is not None:
+            return own
         if name not in MADE[1:]:
             return open_tokenizer(name)
         most = None if name == "characters" else LEARNT_FROM

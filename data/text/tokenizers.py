@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -26,6 +26,7 @@ NAMES = {  # what special tokens are called
 }
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4 of one that is trained here
 BYTES = ["[PAD]", "[MASK]", "[CLS]", "[SEP]", "<|endoftext|>"]  # ids 256 to 260
+ALPHABET = 1000  # characters of a wordpiece vocabulary that is trained here, the most frequent; others are unknown
 FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 
 
@@ -152,7 +153,7 @@ def read_files(path: Path) -> tokenizers.Tokenizer:
 
 
 def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """One of `MADE` out of these texts, with `vocabulary` tokens at most.
+    """One of `MADE` out of these texts, which can be read again, with `vocabulary` tokens at most.
 
     Raises:
         ConfigError: There is no text.
@@ -167,15 +168,33 @@ def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenize
         inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         inner.decoder = decoders.Fuse()
         return Tokenizer(name, inner)
-    how: dict[str, Any] = {"vocab_size": vocabulary, "show_progress": False}
     if name == "wordpiece":
-        inner, trainer = wordpiece(models.WordPiece(unk_token="[UNK]")), trainers.WordPieceTrainer
-        how["special_tokens"] = WORDPIECE
+        inner = wordpiece(models.WordPiece(unk_token="[UNK]"))
+        train_wordpiece(inner, texts, vocabulary)
     else:
-        inner, trainer = in_bytes(tokenizers.Tokenizer(models.BPE())), trainers.BpeTrainer
-        how |= {"special_tokens": ["<|endoftext|>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    inner.train_from_iterator(texts, trainer(**how))
+        inner, special = in_bytes(tokenizers.Tokenizer(models.BPE())), ["<|endoftext|>"]
+        how = {"special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+        inner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, **how))
     return Tokenizer(name, plain(inner))
+
+
+def train_wordpiece(inner: tokenizers.Tokenizer, texts: Iterable[str], vocabulary: int) -> None:
+    """Train on texts, which are read three times; the same texts give the same ids.
+
+    The trainer numbers the characters inside words in the order of a hash table, and by their numbers it decides
+    between pairs that are equally frequent. So the characters are found first and given in order.
+    """
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(inner.normalizer.normalize_str(text))
+    frequent = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))[:ALPHABET]
+
+    def train(size: int, first: list[str]) -> None:
+        how = {"initial_alphabet": frequent, "limit_alphabet": len(frequent), "show_progress": False}
+        inner.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, **how))
+
+    train(0, WORDPIECE)  # characters alone, at the beginning of words and (##) inside
+    train(vocabulary, WORDPIECE + sorted(inner.get_vocab().keys() - set(WORDPIECE)))
 
 
 def plain(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

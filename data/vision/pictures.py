@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from dataclasses import dataclass, replace
@@ -103,7 +104,8 @@ class Pictures(DataSet):
 
 def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any = None) -> Splits:
     """Splits of the sources that there are. Without `val`, it is `val_split` of the training pictures, else `test`."""
-    info = describe(config, {n: s for n, s in (("train", train), ("val", val), ("test", test)) if s is not None})
+    sources = {n: s for n, s in (("train", train), ("val", val), ("test", test)) if s is not None}
+    info, fingerprint = describe(config, sources)
     kept, held = list(range(len(train))), None
     if val is not None and config.val_split:
         raise ConfigError(f"data.val_split: data set '{config.name}' has validation pictures of its own, leave it null")
@@ -137,6 +139,7 @@ def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any
         test=None if test is None else Images(test, plain),  # read once
         info=info,
         order=Shuffled(config.repeats),
+        fingerprint=fingerprint,
     )
 
 
@@ -146,8 +149,9 @@ def published_info(config: PictureConfig, *, size: tuple[int, int], channels: in
     return ImageInfo(tuple(config.image_size or size), channels, numbered(classes), *normalisation(config, channels))
 
 
-def describe(config: PictureConfig, sources: dict[str, Any]) -> ImageInfo:
-    """What the model must know, from the settings and from a look at some pictures.
+def describe(config: PictureConfig, sources: dict[str, Any]) -> tuple[ImageInfo, str]:
+    """The info for the model, from the settings and from a look at some pictures, and a fingerprint of their pixels, of
+    the classes and of the splits' sizes.
 
     Raises:
         ConfigError: Fewer than two classes, splits whose classes differ, a file that is no picture, or no file that
@@ -163,15 +167,17 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> ImageInfo:
         ]
         if odd:
             raise ConfigError(f"{whose}: train and {name} have other classes: {', '.join(odd)}")
-    sizes, modes = set(), set()
+    sizes, modes, looked = set(), set(), hashlib.sha256(repr(sorted(map(str, classes))).encode())
     for name, source in sources.items():
         if not len(source):
             raise ConfigError(f"{whose}: no pictures in {name}")
         found = set()
+        looked.update(f"{name} {len(source)}".encode())
         for index in torch.linspace(0, len(source) - 1, min(PROBES, len(source))).long().tolist():
             try:
                 picture = read_sample(source, index)[0]
                 found.add(((picture.height, picture.width), picture.mode))
+                looked.update(np.asarray(picture).tobytes())
             except Unreadable as error:
                 if isinstance(error.__cause__, UnidentifiedImageError):
                     raise ConfigError(f"{whose}: not a picture: {error}") from None
@@ -182,7 +188,7 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> ImageInfo:
         modes |= {mode for _, mode in found}
     size = config.image_size or (sizes.pop() if len(sizes) == 1 else PHOTO_SIZE)
     channels = config.channels or (1 if modes <= {"L", "1"} else 3)
-    return ImageInfo(tuple(size), channels, classes, *normalisation(config, channels))
+    return ImageInfo(tuple(size), channels, classes, *normalisation(config, channels)), looked.hexdigest()[:12]
 
 
 def normalisation(config: PictureConfig, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -37,6 +37,7 @@ class Splits(NamedTuple):
     collate: a batch of a list of samples; a tensor's first dimension are the samples.
     order: in which an epoch reads `train`.
     more: other data by name (MNLI's mismatched genres), measured wherever `val` is, as `val_NAME`; they choose nothing.
+    fingerprint: the same for the same samples, wherever their files lie; None where nobody has read them all.
     """
 
     train: Dataset
@@ -46,6 +47,7 @@ class Splits(NamedTuple):
     collate: Callable[[list[Any]], Batch] = default_collate
     order: Order = Shuffled()
     more: Mapping[str, Dataset] = MappingProxyType({})
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -73,17 +73,22 @@ class Trainer:
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
         self.stopping = False  # a signal sets it
 
-    def fit(self) -> bool:
+    def fit(self, started: Callable[[RunState], None] | None = None) -> bool:
         """Train to the end; False when a signal asked to stop earlier (the state is saved).
+
+        `started` is called when the run folder has been found to fit, before the first step.
 
         Raises:
             RunError: Training cannot go on, or its end cannot be saved.
             ConfigError: A setting does not fit the machine or what the run folder holds.
         """
-        started, state = time.perf_counter(), self.state
+        begin, state = time.perf_counter(), self.state
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.explained())
             self.prepare()
+            if started is not None:
+                started(state)
+            resumed = state.step
             stack.enter_context(catch_signals(self))
             out = stack.enter_context(contextlib.closing(self.open_log()))
             loader = self.data.train(state.samples)
@@ -98,8 +103,10 @@ class Trainer:
                     self.save(out)
         if state.step and self.checkpoints.saved != state.step:
             raise RunError(f"step {state.step} could not be saved: {self.checkpoints.kept}")
-        if complete:
-            log.info("trained %d steps in %.0f s", state.step, time.perf_counter() - started)
+        if complete and state.step == resumed:
+            log.info("the run is complete, at step %d: nothing to train", state.step)
+        elif complete:
+            log.info("trained %d steps in %.0f s", state.step - resumed, time.perf_counter() - begin)
         return complete
 
     def prepare(self) -> None:

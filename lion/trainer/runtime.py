@@ -243,19 +243,20 @@ def conditions(runtime: Runtime) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def catch_signals(trainer: Any) -> Iterator[None]:
-    """SIGINT and SIGTERM set `trainer.stopping`, which ends it after its step; a second one ends it at once."""
+def catch_signals(work: Any, then: str = "saving after this step") -> Iterator[None]:
+    """SIGINT and SIGTERM set `work.stopping`, at which it ends in good order (`then`, in words); a second one ends it
+    at once."""
 
     asked = 0.0
 
     def ask(number: int, frame: Any) -> None:
         nonlocal asked
-        if trainer.stopping:
+        if work.stopping:
             if time.monotonic() - asked < 1:  # a launcher passes on what a terminal has sent already
                 return
             raise KeyboardInterrupt
-        trainer.stopping, asked = True, time.monotonic()
-        log.warning("%s: saving after this step; once more to stop at once", signal.Signals(number).name)
+        work.stopping, asked = True, time.monotonic()
+        log.warning("%s: %s; once more to stop at once", signal.Signals(number).name, then)
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -27,6 +27,7 @@ KEPT = {  # by `RunState.to_dict`, and needed by `RunState.restore`
     "seconds": float,
     "evaluated": int,
     "info": dict,
+    "data": str | None,
     "skipped": Tensor,
     "random": list,
     "next": dict | None,
@@ -115,6 +116,7 @@ class RunState:
             "seconds": self.seconds,
             "evaluated": self.evaluated,
             "info": self.task.info.to_dict(),
+            "data": self.data.splits.fingerprint,
             "skipped": self.guard.counts.cpu(),
             "random": self.runtime.gather(random_state()),
             "next": self.upcoming(),
@@ -128,6 +130,8 @@ class RunState:
             ConfigError: The data are others.
         """
         self.task.info.check_same(f"{self.run}: its checkpoint", kept["info"])
+        if kept["data"] != (now := self.data.splits.fingerprint):
+            raise self.changed(kept["step"], f"their fingerprint was {kept['data']}, and is {now} now")
         self.step, self.samples, self.seconds = kept["step"], kept["samples"], kept["seconds"]
         self.evaluated = kept["evaluated"]
         self.guard.counts.copy_(kept["skipped"])
@@ -136,10 +140,15 @@ class RunState:
         else:
             seed_everything(derive(self.plan.seed, self.step, self.runtime.rank))
         if (upcoming := self.upcoming()) != kept["next"] and self.runtime.main:  # the launcher ends the others
-            raise ConfigError(
-                f"{self.run}: the training data has changed since step {self.step}: expected the samples "
-                f"{kept['next']}, found {upcoming}; restore it, or start anew with --fresh"
-            )
+            then, now = (in_words(place) for place in (kept["next"], upcoming))
+            raise self.changed(self.step, f"the next were {then}, and are {now} now")
+
+    def changed(self, step: int, how: str) -> ConfigError:
+        """The refusal of other training data than those of the steps so far."""
+        return ConfigError(
+            f"{self.run}: the training samples have changed since step {step}: {how}; restore them, or start anew with "
+            "--fresh"
+        )
 
     def same_world(self, kept: dict[str, Any]) -> bool:
         return len(kept["random"]) == self.runtime.world
@@ -149,8 +158,7 @@ class RunState:
         drawn = "" if self.same_world(kept) else ", random states drawn anew for another number of processes"
         log.info("resuming at %s: exact state%s", self.told(), drawn)
         if (upcoming := self.upcoming()) is not None:
-            samples = ", ".join(map(str, upcoming["samples"]))
-            log.info("next: learning rate %.3g, samples %s ..", upcoming["lr"], samples)
+            log.info("next: %s", in_words(upcoming))
         if self.plan.seconds is None:
             log.info("%s", promise(kept["made"], self.conditions()))
         else:
@@ -170,6 +178,13 @@ class RunState:
             "parallel": self.plan.trainer.parallel if self.runtime.world > 1 else "none",
             "compiled": self.compiled,
         }
+
+
+def in_words(upcoming: dict[str, Any] | None) -> str:
+    """What `RunState.upcoming` gives."""
+    if upcoming is None:
+        return "none, the run is complete"
+    return f"samples {', '.join(map(str, upcoming['samples']))} .. at learning rate {upcoming['lr']:.3g}"
 
 
 class TrainingClock:

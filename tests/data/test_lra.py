@@ -766,6 +766,18 @@ def test_lras_pictures_are_read_from_the_folder_of_the_task(tmp_path, binary, ca
     assert not is_empty(root / "curv_baseline" / "imgs" / "0" / "sample_17.png")
 
 
+def test_a_picture_that_is_listed_twice_counts_once(tmp_path, caplog):
+    root = tmp_path / "pathfinder32"
+    path = lra_folder(root, "curv_contour_length_14", [(i, i % 2) for i in range(20)])
+    lines = path.read_text()
+    path.write_text(lines + lines)
+    path.with_name("1.npy").write_text(lines)
+    with caplog.at_level(logging.INFO, "lion"):
+        source = prepared(tmp_path, "pathfinder", path=str(root))
+    assert store.read_manifest(source.folder)["samples"] == {"train": 20}
+    assert "40 pictures are listed more than once" in caplog.text
+
+
 def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):
     root = tmp_path / "pathfinder32"
     path = lra_folder(root, "curv_contour_length_14", [(i, 0) for i in range(12)])
@@ -781,6 +793,11 @@ def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):
     assert f"{path}, row 2: expected folder, file, number and label 0 or 1" in refuse(capsys, "prepare", file)
     path.write_text("")
     assert "there are no samples" in refuse(capsys, "prepare", file)
+    for outside in (f"{root} sample_0.png", "../imgs sample_0.png", "imgs ../../../sample_0.png"):
+        path.write_text(f"{outside} 0 0\n")
+        assert "lies outside of" in refuse(capsys, "prepare", file)
+    path.write_text("imgs/0 sample_0.png 0 0\nimgs/./0 sample_0.png 0 1\n")
+    assert "sample_0.png: its metadata give it the labels 0 and 1" in refuse(capsys, "prepare", file)
     line = refuse(capsys, "prepare", file, "data.contour_length=9")
     assert "no folder" in line and "curv_contour_length_9" in line
     assert "LRA's pictures have 6, 9, 14 dashes" in refuse(capsys, "prepare", file, "data.contour_length=10")

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,20 @@ def test_a_trained_wordpiece_has_berts_special_tokens_and_keeps_its_ids(tmp_path
     assert 4 not in again.encode("[MASK]")
 
 
+@pytest.mark.parametrize("name", ["wordpiece", "bpe", "characters"])
+def test_the_same_text_trains_the_same_tokenizer(name):
+    """Also with pairs that are equally frequent and with more characters than an alphabet has."""
+    rare = [chr(0x4E00 + i) for i in range(1200)]
+    texts = [*sentences(40), "abab cdcd efef ghgh xyxy zwzw", " ".join(rare)]
+    made = [make_tokenizer(name, texts, 1500) for _ in range(3)]
+    assert len({tokenizer.fingerprint for tokenizer in made}) == 1
+    assert made[0].inner.to_str() == made[1].inner.to_str()
+    if name == "wordpiece":
+        kept = [c for c in rare if c in made[0].ids]
+        assert kept == rare[: len(kept)] and len(kept) < 1000, "of equally frequent ones the first"
+        assert made[0].vocabulary <= 1500 and "reads" in made[0].ids
+
+
 @shared
 @pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2"])
 def test_published_vocabularies_are_what_recipes_say_without_their_files(name, monkeypatch):
@@ -194,6 +209,30 @@ def test_tables_are_read_by_their_column(tmp_path, kind):
         text_set(tmp_path, path=str(path), tokenizer="bytes", column="txt").prepare()
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_description_beside_a_table_is_no_document(tmp_path, kind, caplog):
+    """As in every clone of a set from the Hub."""
+    import datasets
+
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    table = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
+    table.to_json(folder / "a.jsonl") if kind == "jsonl" else table.to_parquet(folder / "a.parquet")
+    (folder / "README.md").write_text("what these data are\n")
+    with caplog.at_level("INFO", "lion"):
+        source = prepared(text_set(tmp_path, path=str(folder), tokenizer="bytes", length=8))
+    found = {source.tokenizer.decode(ids[:-1]) for split in ("train", "val") for ids in documents(source, split)}
+    assert found == {"one", "two", "three"} and "README.md is not read" in caplog.text
+
+
+@pytest.mark.parametrize("value", ['{"a": [1, 2]}', "5", "true", '["a", "b"]', "1.5"])
+def test_a_value_that_is_no_text_is_refused(tmp_path, value):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "one"}}\n{{"text": "two"}}\n{{"text": {value}}}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl: column 'text' holds .*, no text; data\.column names another"):
+        text_set(tmp_path, path=str(path), tokenizer="bytes", length=8).prepare()
+
+
 def test_rows_without_text_are_left_out(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(
@@ -258,6 +297,96 @@ def test_a_token_file_can_be_carried_elsewhere(tmp_path):
     (tmp_path / "text.txt").unlink()
     there = prepared(text_set(tmp_path, path=str(moved), length=16)).build()
     assert there.info == before.info and len(there.train) == len(before.train)
+
+
+def edited(source, change):
+    path = source.folder / "manifest.json"
+    held = json.loads(path.read_text())
+    change(held)
+    path.write_text(json.dumps(held))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda held: held["tokenizer"].update(vocabulary=5),
+        lambda held: held["tokenizer"].update(vocabulary=270),
+        lambda held: held["tokenizer"].update(vocabulary="261"),
+        lambda held: held["tokenizer"].pop("special"),
+        lambda held: held["tokenizer"].update(special={"pad": 0}),
+        lambda held: held["tokenizer"].update(special=[]),
+        lambda held: held["tokenizer"].pop("name"),
+        lambda held: held["tokenizer"].pop("fingerprint"),
+        lambda held: held["train"].update(tokens="9"),
+        lambda held: held["train"].update(sha256={}),
+        lambda held: held["val"]["sha256"].update({"val.bin": "0"}),
+        lambda held: held["val"].pop("sha256"),
+    ],
+    ids="small large text unnamed other list nameless unmarked tokens nothing digits none".split(),
+)
+def test_a_manifest_that_was_edited_is_refused(tmp_path, capsys, change):
+    source = prepared(lines_set(tmp_path, sentences(20)))
+    edited(source, change)
+    file = recipe(tmp_path, path=str(tmp_path / "text.txt"), document="line", length=16)
+    assert "make it anew with ./run.sh prepare RECIPE" in refuse(capsys, "prepare", file)
+
+
+def test_the_same_tokens_have_the_same_fingerprint_wherever_they_lie(tmp_path):
+    lines = sentences(40)
+    one, two, other = (
+        prepared(lines_set(tmp_path / name, text, root=str(tmp_path / name)))
+        for name, text in (("a", lines), ("b", lines), ("c", lines[1:]))
+        if not (tmp_path / name).mkdir()
+    )
+    assert one.build().fingerprint == two.build().fingerprint != other.build().fingerprint
+    assert one.folder.name != two.folder.name
+
+
+@pytest.fixture
+def run_on_words(tmp_path):
+    """A run that was trained on wordpieces of a text, not evaluated; the command that trains it."""
+    (tmp_path / "text.txt").write_text("\n".join(sentences(80)))
+    settings = {"tokenizer": "wordpiece", "vocabulary": 320, "document": "line", "length": 16}
+    file = recipe(tmp_path, path=str(tmp_path / "text.txt"), **settings)
+    line = ("train", file, "trainer.compile=false", "--no-eval")
+    assert here(*line) == 0
+    return tmp_path / "runs" / "text", line
+
+
+def test_a_run_keeps_its_tokenizer_where_token_files_are_lost(tmp_path, run_on_words, monkeypatch, capsys):
+    run, line = run_on_words
+    before = (run / "tokenizer.json").read_bytes()
+    shutil.rmtree(tmp_path / "root")
+    assert here("generate", run, "--prompt", "lion reads", "--tokens", 2, "--eager") == 0, "no token file is needed"
+    other = make_tokenizer("wordpiece", ["another text altogether"] * 9, 320)
+    monkeypatch.setattr("data.text.text.make_tokenizer", lambda *_: other)  # as another version would train it
+    assert here("eval", run, "--form", "full", "--eager") == 0
+    assert here(*line[:-1], "--form", "full") == 0
+    assert (run / "tokenizer.json").read_bytes() == before
+
+    assert here("prepare", line[1]) == 0  # knows of no run, and trains a tokenizer: token files of its own
+    fresh = data.dataset("text")(resolve(line[1], []).data)
+    assert fresh.build().info.fingerprint == other.fingerprint
+    capsys.readouterr()
+    assert here("eval", run, "--form", "full", "--eager") == 0
+    (run / "tokenizer.json").unlink()
+    assert "of another vocabulary" in refuse(capsys, "eval", run, "--form", "full", "--eager")
+
+
+def test_a_command_that_is_refused_leaves_the_run_as_it_is(tmp_path, run_on_words, capsys):
+    """Neither another text nor another place goes into the recipe of a run that was not trained on it."""
+    run, line = run_on_words
+    before = (run / "recipe.yaml").read_bytes()
+    (tmp_path / "other.txt").write_text("\n".join(sentences(80, seed=1)))
+    capsys.readouterr()
+    said = refuse(capsys, *line, f"data.path={tmp_path / 'other.txt'}", f"data.tokenizer={run / 'tokenizer.json'}")
+    assert "the training samples have changed since step 1: their fingerprint was" in said
+    assert (run / "recipe.yaml").read_bytes() == before
+    capsys.readouterr()
+    refuse(capsys, "train", run / "recipe.yaml", "--no-eval", f"data.path={tmp_path / 'nothing.txt'}")
+    assert (run / "recipe.yaml").read_bytes() == before
+    assert here(*line, f"data.root={tmp_path / 'elsewhere'}") == 0
+    assert (run / "recipe.yaml").read_bytes() == before, "a complete run keeps what it was trained on"
 
 
 @pytest.mark.slow

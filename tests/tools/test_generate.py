@@ -1,7 +1,10 @@
 """`./run.sh generate`: streams, several prompts, every mode, and going on from a file."""
 
+import io
+import os
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -155,22 +158,61 @@ def test_bad_requests(runs, capsys, tmp_path):
     assert "go on from it without --prompt" in refuse(capsys, "generate", lion, "--prompt", "a", "--state", state)
     assert "is of other weights" in refuse(capsys, "generate", softmax, "--state", state)
     assert "is of mode rnn" in refuse(capsys, "generate", lion, "--state", state, "--mode", "attention")
-    torch.save({"mode": "rnn"}, state)
-    assert "is no state of ./run.sh generate" in refuse(capsys, "generate", lion, "--state", state)
-    state.write_text("text")
-    assert "not a readable checkpoint" in refuse(capsys, "generate", lion, "--state", state)
+    for text in ("", "text", "text" * 100):
+        state.write_text(text)
+        assert "is damaged, or no state of ./run.sh generate" in refuse(capsys, "generate", lion, "--state", state)
+
+
+@pytest.mark.parametrize("part", ["digest", "mode", "rows", "state"])
+def test_a_state_that_is_not_what_was_written_is_refused(runs, capsys, tmp_path, part):
+    """A bit, or a field: other text, ids that are none and states of another mode would follow."""
+    run, state = runs["lion_s"], tmp_path / "state.pt"
+    assert here("generate", run, "--prompt", "the cat", "--tokens", 3, "--state", state) == 0
+    raw = bytearray(state.read_bytes())
+    if part == "digest":
+        raw[7] ^= 1
+    else:
+        held = torch.load(io.BytesIO(raw[32:]), weights_only=True)
+        held |= {"mode": {"mode": "kv"}, "rows": {"rows": [[10**9]]}, "state": {"state": None}}[part]
+        torch.save(held, file := io.BytesIO())
+        raw[32:] = file.getvalue()
+    state.write_bytes(raw)
+    capsys.readouterr()
+    assert "is damaged" in refuse(capsys, "generate", run, "--state", state)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_generated_before_a_signal_is_kept(runs, capsys, tmp_path, monkeypatch, number):
+    run, state = runs["lion_s"], tmp_path / "state.pt"
+    asked, shown, show = ["--seed", 1, "--state", state], [], generate.show
+    whole, _ = text_of(capsys, run, "--seed", 1, "--prompt", "the cat", "--tokens", 12)
+
+    def stopping(text):
+        shown.append(text)
+        show(text)
+        if len(shown) == 5:  # the prompt and four tokens
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(generate, "show", stopping)
+    assert here("generate", run, *asked, "--prompt", "the cat", "--tokens", 12) == 130
+    monkeypatch.undo()
+    first = capsys.readouterr()
+    assert "mode rnn: 4 tokens" in first.err
+    assert first.out[:-1] + text_of(capsys, run, *asked, "--tokens", 8)[0] == whole
 
 
 def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
     run, other = runs["lion_s"], tmp_path / "other.txt"
-    other.write_text(TEXT.replace("cat", "CAT"))
-    assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0
-    capsys.readouterr()
-    said = refuse(capsys, "generate", run, f"data.path={other}", "--prompt", "a")
+    said = refuse(capsys, "generate", run, "data.tokenizer=bytes", "--prompt", "a")
     kept = re.search(r"of another vocabulary: .* now; (data.tokenizer=.*/tokenizer.json) reads text with its own", said)
-    assert said == refuse(capsys, "eval", run, f"data.path={other}")
+    assert said == refuse(capsys, "eval", run, "data.tokenizer=bytes")
+    other.write_text(TEXT.replace("cat", "CAT"))
+    assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0  # with characters of its own
+    capsys.readouterr()
+    for own in ((), (kept[1],)):  # other text is read with the run's
+        assert "no token for 'C'" in refuse(capsys, "eval", run, f"data.path={other}", *own)
     other.write_text(TEXT.replace("cat", "dog"))
-    assert here("eval", run, f"data.path={other}", kept[1], "--form", "full") == 0
+    assert here("eval", run, f"data.path={other}", "--form", "full") == 0
 
 
 def test_a_model_of_pictures_writes_no_text(capsys, tmp_path):

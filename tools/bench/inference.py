@@ -278,7 +278,7 @@ def held_out(loaded: LoadedRun, size: int) -> tuple[str, Splits]:
         recipe = dataclasses.replace(recipe, data=recipe.data.resized(size))
     except ConfigError as error:
         raise ConfigError(f"--evaluate: {error}") from None
-    splits = build_data(recipe)
+    splits = build_data(recipe, loaded.folder)
     splits.info.check_same(f"{loaded.folder}: its checkpoint", loaded.task.info.resized(size).to_dict())
     return "val" if splits.test is None else "test", splits
 

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{loaded.folder}: transformers is written for bert and gpt, not {loaded.recipe.model.name!r}"
         )
-    tokenizer = open_data(resolve_run(loaded.folder, args.overrides)).tokenizer
+    tokenizer = open_data(resolve_run(loaded.folder, args.overrides), loaded.folder).tokenizer
     check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     try:
         weights = {

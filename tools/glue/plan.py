@@ -166,7 +166,7 @@ def read_pretrained(run: str, tokenizer: str | None = None) -> Pretrained:
 
 def own_tokenizer(folder: Path) -> Tokenizer:
     try:
-        return open_data(resolve_run(folder)).tokenizer
+        return open_data(resolve_run(folder), folder).tokenizer
     except ConfigError as error:
         raise ConfigError(f"{folder}: its tokenizer is not there, --tokenizer names it ({error})") from None
 
