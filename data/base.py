@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,11 +34,6 @@ class DataConfig:
         return self
 
     @property
-    def place(self) -> str | None:
-        """Where a person said that they are."""
-        return self.root
-
-    @property
     def of_training(self) -> tuple[str, ...]:
         """Settings that change nothing of what is held out: runs that differ in them are judged by the same."""
         return ()
@@ -47,8 +43,10 @@ class DataConfig:
         return ""
 
     def describe(self) -> str:
-        """Which data they are and where, in a line."""
-        return f"{self.name} ({self.place or 'its usual place'})"
+        """Which data they are, wherever they lie, in a line; the Hub's with their id."""
+        path = getattr(self, "path", None)
+        hub = path is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not user_path(path).exists()
+        return f"{self.name} ({path})" if hub else self.name
 
     def resized(self, sample_size: int) -> Self:
         """The same data in samples of another size, in `Info.size_unit`.

@@ -1,5 +1,7 @@
 """Recipes of image generation are the published shapes, trained as published."""
 
+from dataclasses import replace
+
 import pytest
 
 from lion.runs import build_on_meta, count_parameters
@@ -11,6 +13,12 @@ from tools.compose import describe_data, make_task, resolve
 SIZES, PATCHES = ("s", "b", "l", "xl"), (2, 4, 8)
 DIT = {"s": (12, 384, 6), "b": (12, 768, 12), "l": (24, 1024, 16), "xl": (28, 1152, 16)}  # depth, dim, heads
 LIGHTNET = {"s": (18, 384, 6), "b": (18, 768, 6), "l": (36, 1024, 16), "xl": (42, 1152, 16)}  # recipes.md 7.3
+TABLE_8 = {  # of LightNet, at 400,000 steps, by size and patch
+    "s": ("75.61", "94.90", "143.31"),
+    "b": ("36.45", "59.81", "113.02"),
+    "l": ("17.42", "37.54", "89.51"),
+    "xl": ("15.52", "31.51", "87.22"),
+}
 FID = {  # 2212.09748, Table 4, by size and patch
     "s": ("68.40", "100.41", "153.60"),
     "b": ("43.47", "68.38", "122.74"),
@@ -74,21 +82,32 @@ def test_lightnet(size, patch):
         assert {"s": int(count), "b": round(count), "l": round(count), "xl": round(count, -1)}[size] == {
             "s": 33, "b": 131, "l": 470, "xl": 680,
         }[size]  # fmt: skip
+    assert recipe.about.row == f"LightNet's Table 8, LightNet-{size.upper()}/{patch}"
+    assert recipe.about.expected == f"{TABLE_8[size][PATCHES.index(patch)]} FID-50K"
     dit = resolve(ROOT / f"recipes/dit_{size}_patch{patch}.yaml")
-    for part in ("task", "data", "optim", "schedule", "trainer"):
+    for part in ("task", "data", "schedule", "trainer"):
         assert getattr(recipe, part) == getattr(dit, part)
+    assert recipe.optim == replace(dit.optim, betas=(0.9, 0.98))  # Table 9
 
 
-@pytest.mark.parametrize("patch", PATCHES)
-def test_ablations(patch):
-    whole = millions(built(f"lightnet_gen_s_patch{patch}")[1])
-    recipe, model, _ = built(f"lightnet_gen_s_patch{patch}_no_tpe")
+def test_the_long_run_of_table_2():
+    recipe, usual = (resolve(ROOT / f"recipes/lightnet_gen_xl_patch2{name}.yaml") for name in ("_long", ""))
+    assert (recipe.trainer.steps, recipe.trainer.batch_size) == (800_000, 1024)  # 5.1
+    assert recipe.about.expected == "5.35 FID-50K" and recipe.model == usual.model
+
+
+def test_ablations():
+    """Table 6, of LightNet-B/2."""
+    whole = millions(built("lightnet_gen_b_patch2")[1])
+    recipe, model, _ = built("lightnet_gen_b_patch2_no_tpe")
     assert recipe.model.resolved().attention.rotation == "lrpe" and model.position is None
-    assert whole - millions(model) == pytest.approx(256 * 384 / 1e6)
-    recipe, model, _ = built(f"lightnet_gen_s_patch{patch}_no_lrpe")
+    assert whole - millions(model) == pytest.approx(256 * 768 / 1e6)
+    assert recipe.about.expected == "42.74 FID-50K"
+    recipe, model, _ = built("lightnet_gen_b_patch2_no_lrpe")
     assert recipe.model.resolved().tpe == 64 and recipe.model.resolved().attention.rotation == "none"
     assert millions(model) == whole and model.position is None
-    both = built(f"lightnet_gen_s_patch{patch}", "model.tpe=0", "model.attention.rotation=none")[1]
+    assert recipe.about.expected == "42.37 FID-50K"
+    both = built("lightnet_gen_b_patch2", "model.tpe=0", "model.attention.rotation=none")[1]
     assert both.position is not None  # else nothing would tell where a patch is
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from lion.config import ConfigError
 from lion.files import save_json, save_text
 from lion.ops import FORMS
-from lion.recipe import Recipe, differences, dump_recipe
+from lion.recipe import Recipe, differences, dump_recipe, free_keys
 from lion.runs import (
     ENVIRONMENT,
     RECIPE,
@@ -84,11 +84,21 @@ def main(argv: list[str]) -> int:
     if world > 1 and not launched:  # all else is checked by the processes themselves
         flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
         return launch(world, [args.recipe, *args.overrides, *flags, "--form", args.form])
-    return train(recipe, world, fresh=args.fresh, form=None if args.no_eval else args.form, first=first)
+    form, made_by = None if args.no_eval else args.form, command_of(args.recipe, args.overrides, recipe)
+    return train(recipe, world, fresh=args.fresh, form=form, first=first, made_by=made_by)
 
 
-def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: bool) -> int:
-    """Train in this process, one of `world`; the first looks after the folder, and evaluates in `form`, or all."""
+def command_of(path: str, overrides: list[str], recipe: Recipe) -> str:
+    """The command that makes such a run on any machine: without the places of files."""
+    free = free_keys(recipe)
+    return " ".join(["./run.sh", Path(path).stem, *(item for item in overrides if item.partition("=")[0] not in free)])
+
+
+def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: bool, made_by: str = "") -> int:
+    """Train in this process, one of `world`; the first looks after the folder, and evaluates in `form`, or all.
+
+    `made_by` is the command, for the run's `environment.json`.
+    """
     source = open_data(recipe, None if fresh else recipe.folder)
     if needs_preparing(source) and (known := source.published()) is not None:
         check_settings(recipe, *known, world, room=first)  # before hours are spent on data
@@ -123,7 +133,7 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     def describe(state: RunState) -> None:
         """Write down what is trained, now that nothing refuses it; of a complete run it stands there."""
         if runtime.main and not state.finished:
-            describe_folder(recipe)
+            describe_folder(recipe, made_by)
             source.keep(recipe.folder)
 
     complete, place = trainer.fit(describe), trainer.state.told()
@@ -217,9 +227,9 @@ def start_folder(folder: Path) -> None:
         raise ConfigError(f"run.root: cannot make {folder}: {error.strerror}") from None
 
 
-def describe_folder(recipe: Recipe) -> None:
+def describe_folder(recipe: Recipe, made_by: str) -> None:
     save_text(recipe.folder / RECIPE, dump_recipe(recipe))
-    save_json(recipe.folder / ENVIRONMENT, environment())
+    save_json(recipe.folder / ENVIRONMENT, {**environment(), "command": made_by})
 
 
 def summarise(folder: Path, form: str, runtime: Runtime) -> None:

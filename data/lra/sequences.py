@@ -40,10 +40,6 @@ class SequenceConfig(DataConfig):
     path: str | None = setting(None, free=True)
     limit: int | None = setting(None, min=1)
 
-    @property
-    def place(self) -> str | None:
-        return self.path or self.root
-
 
 @dataclass
 class TokenConfig(SequenceConfig):

@@ -77,10 +77,6 @@ class GlueConfig(DataConfig):
     padding: str = setting("longest", choices=("longest", "max_length"), free=True)
     shuffle: bool = True
 
-    @property
-    def place(self) -> str | None:
-        return self.path
-
     def resized(self, sample_size: int) -> Self:
         return replace(self, length=sample_size)
 

@@ -78,10 +78,6 @@ class TextConfig(DataConfig):
     val_split: float = setting(0.05, above=0, max=0.5)
 
     @property
-    def place(self) -> str | None:
-        return self.path
-
-    @property
     def of_training(self) -> tuple[str, ...]:
         return () if self.eval_pack is None else ("pack", "document_mask")
 

@@ -64,7 +64,8 @@ class Tokenizer:
         try:
             return self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets
         except Exception as error:  # tokenizers' errors have no type of their own
-            odd = next((c for c in text if c not in self.ids), None) if self.name == "characters" else None
+            characters = isinstance(self.inner.model, models.WordLevel)
+            odd = next((c for c in text if c not in self.ids), None) if characters else None
             reason = f"no token for {odd!r}" if odd is not None else (str(error).splitlines() or [""])[0]
             raise ConfigError(f"tokenizer {self.name!r} cannot encode {text[:40]!r}: {reason}") from None
 

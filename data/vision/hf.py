@@ -35,10 +35,6 @@ class HubConfig(PictureConfig):
     val: str | None = None
     test: str | None = None
 
-    @property
-    def place(self) -> str | None:
-        return self.path
-
 
 class HubPictures(Pictures):
     """Splits and columns are found, or named."""

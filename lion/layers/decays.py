@@ -220,23 +220,32 @@ class KeySoftmax(Decay):
     ends. The first token has no LSE before it, p = 1 and 1 - p = 0. What it remembers is LSE.
 
     Args:
-        share: Whether the key's own p makes the decay, too; else that of logits of their own, `W x_i` (Table 4).
+        share: Whether the key's own p makes the decay, too; else that of logits of their own, `W2 W1 x_i` of rank
+            dim / 8: the paper's Table 4 has 6 M parameters for them and does not say how they are made.
     """
 
     per = "a token and key dimension"
 
     def __init__(self, dim: int, num_heads: int, *, share: bool = True) -> None:
         super().__init__(dim, num_heads)
-        self.gate = None if share else nn.Linear(dim, dim, bias=False)  # all logits more by the same are the same p
+        rank = max(1, dim // 8)
+        self.gate = None  # without bias: all logits more by the same are the same p
+        if not share:
+            self.gate = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=False))
 
     def initial_state(self, z: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.full_like(z, -torch.inf) for _ in range(1 if self.gate is None else 2))
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()) -> Gating:
-        logits = [k.to(x.dtype), *(() if self.gate is None else (self.by_head(linear(self.gate, x)),))]
+        logits = [k.to(x.dtype), *(() if self.gate is None else (self.own_logits(x),))]
         given = zip(logits, *((state,) if state else ()))
         keys, log_decays, totals, last = zip(*(self.shares(y, layout, *before) for y, *before in given))
         return Gating(keys[0].to(k.dtype), log_decays[-1], prefix=None if state else -totals[-1], state=last)
+
+    def own_logits(self, x: Tensor) -> Tensor:
+        for layer in self.gate:
+            x = linear(layer, x)
+        return self.by_head(x)
 
     def shares(self, logits: Tensor, layout: Layout, before: Tensor | None = None) -> tuple[Tensor, ...]:
         """p, log(1 - p), minus infinity at a first token, and LSE, (B, H, L, D), and the last LSE (B, H, D), of tokens

@@ -21,7 +21,7 @@ LIGHTNET = tuple(name for name, entry in MIXERS.items() if entry.one_scan)
 
 @dataclass
 class LightNetConfig(AttentionConfig):
-    """`share`: whether the key makes the decay, too; false is a projection of its own (Table 4, "tiling")."""
+    """`share`: whether the key makes the decay, too; false gives the decay logits of its own (Table 4, "no share")."""
 
     share: bool = True
 

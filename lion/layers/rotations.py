@@ -54,12 +54,13 @@ class Lrpe(Rotation):
 
     The pairs of a head are shared out among the axes, in their order and as many to each; those left over are not
     turned, and no more is a token without a place (cls). Pair j of an axis turns by `10000^(-2j / D)` a place, D the
-    whole head dim: each axis has the fast end of RoPE's spectrum, as in the authors' MdLrpe (Eq. 12 prints n_k for each
-    axis' n_s).
+    whole head dim: each axis has the fast end of RoPE's spectrum, as in the authors' MdLrpe. Eq. 12 prints n_k for each
+    axis' n_s, an angle for each of D dimensions in place of pairs, and j that runs on over the axes (`PrintedLrpe`).
     """
 
     shared = True
     row_sums = False
+    runs_on: ClassVar[bool] = False  # whether the pairs are numbered over all axes, or anew in each
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         coords = along_text(x, layout) if layout.coords is None else layout.coords
@@ -75,8 +76,16 @@ class Lrpe(Rotation):
         each = pairs // axes
         if not each:
             raise ValueError(f"rotation: a head dim of {self.head_dim} has {pairs} pairs to turn, the grid {axes} axes")
-        own = rope_frequencies(self.head_dim, device=device, dtype=torch.float64)[0, :each]
-        return F.pad(torch.block_diag(*[own[None]] * axes), (0, pairs - axes * each))
+        all_ = rope_frequencies(self.head_dim, device=device, dtype=torch.float64)[0]
+        own = [all_[i * each :][:each] if self.runs_on else all_[:each] for i in range(axes)]
+        return F.pad(torch.block_diag(*own), (0, pairs - axes * each))
+
+
+class PrintedLrpe(Lrpe):
+    """MD-LRPE with theta_j as Eq. 12 prints it: j runs on over the axes, each of which turns more slowly than the one
+    before."""
+
+    runs_on = True
 
 
 class LearnedLrpe(Lrpe):
@@ -95,5 +104,10 @@ class LearnedLrpe(Lrpe):
         return super().frequencies(axes, device) * self.log_scale.double().exp()[:, None]
 
 
-ROTATIONS: dict[str, type[Rotation]] = {"rope": Rope, "lrpe": Lrpe, "lrpe_learned": LearnedLrpe}
+ROTATIONS: dict[str, type[Rotation]] = {
+    "rope": Rope,
+    "lrpe": Lrpe,
+    "lrpe_printed": PrintedLrpe,
+    "lrpe_learned": LearnedLrpe,
+}
 NO_ROTATION = "none"

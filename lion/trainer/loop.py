@@ -247,7 +247,7 @@ class Trainer:
         if not self.task.metric.as_good(value, state.best["value"]) or state.step == state.best["step"]:
             return
         best = {"value": value, "step": state.step}
-        if self.checkpoints.save_best(state.step, {"step": state.step, "best": best, "info": self.task.info.to_dict()}):
+        if self.checkpoints.save_best(state.step, {"step": state.step, "best": best, **state.about()}):
             state.best = best
 
     def save(self, out: RunLog | NoLog) -> None:

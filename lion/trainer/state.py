@@ -115,13 +115,16 @@ class RunState:
             "samples": self.samples,
             "seconds": self.seconds,
             "evaluated": self.evaluated,
-            "info": self.task.info.to_dict(),
-            "data": self.data.splits.fingerprint,
+            **self.about(),
             "skipped": self.guard.counts.cpu(),
             "random": self.runtime.gather(random_state()),
             "next": self.upcoming(),
             "made": self.conditions(),
         }
+
+    def about(self) -> dict[str, Any]:
+        """What every checkpoint says of the data."""
+        return {"info": self.task.info.to_dict(), "data": self.data.splits.fingerprint}
 
     def restore(self, kept: dict[str, Any]) -> None:
         """Go to the place in the run, and in the random numbers, that `to_dict` gave.

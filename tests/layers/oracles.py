@@ -238,7 +238,9 @@ def deltanet(w: Weights, x: Tensor, state, way: Way):
 def lightnet(w: Weights, x: Tensor, state, way: Way):
     """Eq. 5: s_t = s_{t-1} + exp(k_t), key exp(k_t) / s_t, KV_t = diag(1 - key) KV_{t-1} + key v_t^T"""
     q, k, v = project(w, x, way.heads)
-    logits = k if "decays.0.gate.weight" not in w else split(linear(w, "decays.0.gate", x, False), way.heads)
+    logits = k
+    if "decays.0.gate.0.weight" in w:
+        logits = split(linear(w, "decays.0.gate.1", linear(w, "decays.0.gate.0", x, False), False), way.heads)
     s, of_decay, S = (torch.zeros_like(k), torch.zeros_like(k), memory(None, q, v)[0]) if state is None else state
     s, of_decay = s + torch.exp(k), of_decay + torch.exp(logits)
     key, kept = torch.exp(k) / s, 1 - torch.exp(logits) / of_decay

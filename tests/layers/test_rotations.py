@@ -39,13 +39,23 @@ def test_pairs_are_shared_out_among_the_axes(layout, head_dim):
     torch.testing.assert_close(LearnedLrpe(2, head_dim)(x, layout), got.expand(2, -1, -1))
 
 
+@pytest.mark.parametrize("layout", [CUBE, grid_layout(3, 5)])
+def test_as_printed_the_pairs_are_numbered_over_all_axes(layout):
+    """Eq. 12: theta_j = 10000^(-2j / d) with s d / k < j <= (s + 1) d / k for axis s, here for pairs from j = 0 on."""
+    axes, each = len(layout.coords), 6 // len(layout.coords)
+    got = ROTATIONS["lrpe_printed"](2, 12)(torch.randn(2, layout.coords.shape[1], 24), layout)
+    for j in range(axes * each):
+        want = layout.coords[j // each].clamp(min=0).double() * 10_000 ** (-2 * j / 12)
+        torch.testing.assert_close(got[:, j], want, rtol=0, atol=1e-12)
+
+
 def test_in_text_it_is_rope_and_rope_is_as_it_was():
     segments = torch.tensor([[0, 0, 1, 1, 1, -1, 1], [0] * 7])
     for layout in (Layout(), Layout.of(X, segments=segments)):
         positions = layout.positions_of(X)
         places = positions[:, None] if len(positions) > 1 else positions
         want = rotary_angles(places, rope_frequencies(4, dtype=torch.float64))
-        for name in ("rope", "lrpe"):
+        for name in ("rope", "lrpe", "lrpe_printed"):
             assert torch.equal(ROTATIONS[name](3, 4)(X, layout), want)
     grid = grid_layout(2, 3)
     assert torch.equal(Rope(3, 4)(X, grid), Rope(3, 4)(X, Layout()))  # which goes by the sequence in pictures, too
@@ -64,10 +74,11 @@ def test_scores_depend_on_differences_of_places_alone(mixer, rotation):
     y = layer(x, CUBE)
     moved = layer(x, CUBE._replace(coords=CUBE.coords + torch.tensor([[3], [5], [7]])))
     torch.testing.assert_close(y, moved, rtol=0, atol=1e-10)
+    least = 1e-6 if rotation == "lrpe_printed" else 1e-4  # its last axis turns slowly
     for axis in range(3):  # and each axis counts
         other = CUBE.coords.clone()
         other[axis] *= 2
-        assert (layer(x, CUBE._replace(coords=other)) - y).abs().max() > 1e-4
+        assert (layer(x, CUBE._replace(coords=other)) - y).abs().max() > least
 
 
 @pytest.mark.parametrize("rotation", LRPE)

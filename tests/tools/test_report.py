@@ -240,9 +240,10 @@ def test_a_task_of_which_the_paper_says_nothing(runs):
 
 def test_data_say_which_they_are_in_a_line():
     for name, settings, line in (
-        ("digits", {}, "digits (its usual place)"),
-        ("cifar10", {"root": "/data", "limit": 10_000}, "cifar10 (/data), 10,000 training images"),
+        ("digits", {}, "digits"),
+        ("cifar10", {"root": "/data", "limit": 10_000}, "cifar10, 10,000 training images"),
         ("hf", {"path": "some/set"}, "hf (some/set)"),
+        ("hf", {"path": "/data/some/set"}, "hf"),
     ):
         assert data.dataset(name).Config(**settings).describe() == line
 

@@ -101,7 +101,7 @@ def test_several_tables_in_one_report(runs, tmp_path, capsys):
 
 
 def test_sections_that_are_none(runs, capsys):
-    assert "give runs, or --section TITLE RUN" in refuse(capsys, "report")
+    assert "give runs, --section TITLE RUN" in refuse(capsys, "report")
     assert "expected a title and runs, got 'Packing' alone" in refuse(capsys, "report", "--section", "Packing")
     twice = ["--section", "A", runs[0], "--section", "A", runs[1]]
     assert "'A' is given twice" in refuse(capsys, "report", *twice)

@@ -1,6 +1,6 @@
 """Runs as tables beside the paper's numbers: mean and deviation over seeds, what the paper claims, and curves.
 
-    ./run.sh report RUN [RUN ...] [--section TITLE RUN [RUN ...] ..]
+    ./run.sh report [RUN ...] [--section TITLE RUN [RUN ...] ..]
         [--out reports] [--name vision] [--notes FILE] [--fresh]
 
 Runs whose recipes agree but for the seed are one row. All runs of a table must have the same data and budget (epochs or
@@ -8,7 +8,8 @@ steps, batch), and what else differs is listed; each --section is a table of its
 The paper's numbers, as `recipes/paper/TASK.yaml` has them, are those that our recipes claim for the same mixer, scans
 and direction: other data, so only their order compares. What `./run.sh glue` has made of the runs stands below their
 table. Writes NAME.md, NAME.json and NAME.png; what a report of that name held stays: a table gives way to one of its
-title, and notes to notes, so the runs of the others need not be at hand.
+title, and notes to notes, so the runs of the others need not be at hand. Without runs, the report of this name is
+written anew of its JSON, with these notes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     notes = read_notes(args.notes)
     sections = [read_section(title, runs) for title, runs in asked_for(args.runs, args.section)]
+    if not sections and (args.name is None or not (args.out / f"{args.name}.json").exists()):
+        raise ConfigError("run.sh report: give runs, --section TITLE RUN .., or the --name of a report to write anew")
     name = args.name or sections[0].paper.name
     store = Store(args.out / f"{name}.json", rows=("section", "model", "seed"), sections=("section",), notes=("notes",))
     store.load(args.fresh)
@@ -74,8 +77,6 @@ def asked_for(runs: list[str], sections: list[list[str]]) -> list[tuple[str, lis
         if title in dict(asked):
             raise ConfigError(f"--section: {title!r} is given twice")
         asked.append((title, names))
-    if not asked:
-        raise ConfigError("run.sh report: give runs, or --section TITLE RUN ..")
     return asked
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import yaml
 
@@ -25,6 +27,7 @@ class Paper:
         better: Which row is better than which, as the paper has it.
         asked: The same of what it does not say.
         alike: What may be said of both rows at once.
+        quoted: Tables of the papers, as they are printed, with models that are not built here; title, columns, rows.
         judged_by: What the paper's claims are of: "metric", that of the task, or "distance" (`./run.sh distance`).
     """
 
@@ -36,7 +39,20 @@ class Paper:
     better: tuple[tuple[str, str], ...] = ()
     asked: tuple[tuple[str, str], ...] = ()
     alike: tuple[str, ...] = ()
+    quoted: tuple[dict[str, Any], ...] = ()
     judged_by: str = "metric"
+
+
+def quoted(titles: Iterable[str]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of each table that is quoted beside reports of these titles."""
+    found = []
+    for path in sorted((RECIPES / "paper").glob("*.yaml")):
+        values = yaml.safe_load(path.read_text())
+        if isinstance(values, dict) and values["title"] in titles:
+            for held in values.get("quoted", ()):
+                rows = [[name, *map(str, cells)] for name, cells in held["rows"].items()]
+                found.append((held["title"], ["model", *held["columns"]], rows))
+    return found
 
 
 def read_paper(task: str) -> Paper:

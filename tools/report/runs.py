@@ -33,6 +33,7 @@ class Run(NamedTuple):
         seen: `task.speed_unit`s that it was trained on, without padding; None where the data, which know, are gone.
         speed: The same of a second; None also where it was not written.
         remark: What must be told of it (that it is stuck at chance), if anything.
+        data: The fingerprint of its data, where they have one.
     """
 
     folder: Path
@@ -48,6 +49,7 @@ class Run(NamedTuple):
     environment: dict[str, Any]
     info: Info
     remark: str | None
+    data: str | None
 
     @property
     def val(self) -> float:
@@ -65,7 +67,7 @@ def load(name: str) -> Run:
             raise ConfigError(f"{folder}: not validated yet, train it first")
         if not finished(recipe, held_out[-1]):
             raise ConfigError(f"{folder}: stopped at step {held_out[-1]['step']:,}, train it to its end first")
-        task = read_run(folder, "best")[1]
+        _, task, checkpoint = read_run(folder, "best")
         metric, *others = task.metrics
         unit = "step" if recipe.trainer.epochs is None else "epoch"
         curve = [(line[unit], line[metric.name]) for line in held_out]
@@ -84,7 +86,7 @@ def load(name: str) -> Run:
     seen = of_sample and of_sample * samples_of(recipe, held_out[-1])
     speed = of_sample and of_sample * statistics.median(rates) if rates else None
     measured = (metric, curve, beside, test, seen, speed, parameters)
-    return Run(folder, recipe, task, *measured, environment, task.info, remark)
+    return Run(folder, recipe, task, *measured, environment, task.info, remark, checkpoint.get("data"))
 
 
 def finished(recipe: Recipe, last: dict[str, Any]) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tools.distance import FIGURES
 from tools.report.distance import distance_table, frechet
 from tools.report.glue import glue_table
-from tools.report.paper import Paper
+from tools.report.paper import Paper, quoted
 from tools.report.runs import Run, settings_of
 from tools.report.tables import Groups, Table, asked_table, claim_table, own_metric, result_table
 from tools.store import Row, pipes
@@ -19,9 +22,9 @@ TEXT = ("model", "the paper: ", "asked: ", "on", "here", "fine-tuned as")  # col
 LEGEND = (
     "Mean ± standard deviation over n seeds (of the sample). `test` is that of the weights that did best on `val`, "
     "and what else is measured on `val` is of the same step. Speed is that of training, the median over its log; "
-    "padding does not count, and what ran beside it slowed it. The paper's columns are its numbers on its own data, "
-    "for the order only. Differences are between runs of one seed, positive where the first is better; Student's t "
-    "at 95 % decides whether they are more than noise."
+    "padding does not count, and what ran beside it slowed it. The papers' columns are their numbers on their own "
+    "data, for the order only. Differences are between runs of one seed, positive where the first is better; Student's t "
+    "at 95 % decides whether they are more than noise, for each comparison by itself."
 )
 
 
@@ -53,7 +56,7 @@ class Section:
             ("", result_table(self.groups, self.paper)),
             ("Distance from real pictures", distance_table(self.groups)),
             ("What the paper claims", claim_table(self.groups, self.paper, judge)),
-            ("What it does not say", asked_table(self.groups, self.paper, judge)),
+            ("What it leaves open", asked_table(self.groups, self.paper, judge)),
             ("GLUE", glue_table(self.groups)),
         ]
         return [(heading, rows) for heading, rows in found if rows[1]]
@@ -71,6 +74,8 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
             parts.append(text)
     if picture:
         parts += ["## Curves", f"![validation curves]({picture})", "Mean over seeds, from the lowest to the highest."]
+    for heading, header, rows in quoted([section["paper"] for section in sections]):
+        parts += [f"## {heading}", pipes(header, rows, text=TEXT)]
     if notes:
         parts += ["## Notes", notes]
     return "\n\n".join(parts) + "\n"
@@ -80,17 +85,22 @@ def budget(runs: list[Run]) -> str:
     """What all runs share, and on what they ran."""
     c, first = runs[0].recipe.trainer, runs[0].recipe
     environments = dict.fromkeys(
-        f"{e.get('device')}, {e.get('threads')} thread(s), torch {e.get('torch')}, commit {str(e.get('commit'))[:9]}"
+        f"{e.get('device')}, {e.get('threads')} thread(s), Python {e.get('python')}, torch {e.get('torch')}, commit "
+        f"{str(e.get('commit'))[:9]}"
         for e in (run.environment for run in runs)
     )
     keys = [settings_of(run.recipe) for run in runs]
     differing = sorted(k for k in keys[0] if any(other.get(k) != keys[0][k] for other in keys))
+    marks = ", ".join(dict.fromkeys(run.data for run in runs if run.data)) or "not known"
+    rates = dict.fromkeys(f"{run.recipe.optim.peak(c.batch_size):g}" for run in runs)
+    commands = dict.fromkeys(run.environment.get("command") for run in runs)
     lines = [
-        f"- Data: {first.data.describe()}",
+        f"- Data: {first.data.describe()}; fingerprint {marks}",
         f"- Model: {' or '.join(dict.fromkeys(run.recipe.model.shape() for run in runs))}",
-        f"- Budget: {c.describe()}, {c.precision}",
+        f"- Budget: {c.describe()}, {c.precision}; peak of the learning rate {' or '.join(rates)}",
         f"- Settings that differ between rows: {', '.join(f'`{k}`' for k in differing) or 'none'}",
         *(f"- Ran on: {text}" for text in environments),
+        *(f"- Made by: `{command}`" for command in commands if command),
     ]
     return "\n".join(lines)
 
@@ -123,10 +133,24 @@ def as_rows(section: Section) -> list[Row]:
             "speed": run.speed,
             "parameters": run.parameters,
             "curve": [(x, run.metric.scaled(value)) for x, value in run.curve],
+            "recipe": settings_of(run.recipe),
+            "commit": run.environment.get("commit"),
+            "data": run.data,
+            **raw_results(run.folder),
         }
         for name, runs in section.groups.items()
         for run in runs
     ]
+
+
+def raw_results(folder: Path) -> Row:
+    """What `./run.sh glue` and `./run.sh distance` have found of a run, as they keep it."""
+    found: Row = {}
+    for path in sorted(folder.glob("glue/*/results.json")):
+        found.setdefault("glue", {})[path.parent.name] = json.loads(path.read_text())["rows"]
+    if (path := folder / FIGURES).is_file():
+        found["distance"] = json.loads(path.read_text())
+    return found
 
 
 def curves(fig: Any, sections: list[Row], rows: Iterable[Row]) -> None:
