@@ -106,8 +106,8 @@ def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
     return state
 
 
-def check_weights(model: nn.Module, weights: Any, whose: str) -> None:
-    """Refuse weights that are not those of this model.
+def check_weights(model: nn.Module, weights: Any, whose: str, recipe: str = f"its {RECIPE}") -> None:
+    """Refuse weights that are not those of this model, which a recipe describes.
 
     Raises:
         Unusable: A tensor is missing, of another shape, or one too many.
@@ -117,7 +117,7 @@ def check_weights(model: nn.Module, weights: Any, whose: str) -> None:
         shapes = [tuple(w[name].shape) if torch.is_tensor(w.get(name)) else "none" for w in (own, weights)]
         if shapes[0] != shapes[1]:
             raise Unusable(
-                f"{whose} holds another model than its {RECIPE}: {name} is {shapes[1]} there, {shapes[0]} by the recipe"
+                f"{whose} holds another model than {recipe}: {name} is {shapes[1]} there, {shapes[0]} by the recipe"
             )
 
 

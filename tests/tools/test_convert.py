@@ -360,7 +360,7 @@ def test_other_weights_are_refused(name, tmp_path, capsys):
     held = {**theirs("Decay").state_dict(), name: value}
     torch.save({k: v for k, v in held.items() if v is not None}, tmp_path / "their.pth")
     line = refuse(capsys, "convert", tmp_path / "their.pth", recipe_of("Decay"), tmp_path / "run", *SMALL)
-    assert message in line and "their.pth" in line
+    assert message in line and "their.pth" in line and "its recipe.yaml" not in line
     assert os.listdir(tmp_path) == ["their.pth"]
 
 

@@ -393,8 +393,9 @@ def test_folders_that_hold_no_checkpoint_are_refused(tokenizers, tmp_path, capsy
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     assert "model-1.safetensors: no such checkpoint" in line()
-    index.write_text("{}")
-    assert "index.json: no index of weights" in line()
+    for held in ("{}", *(json.dumps({"weight_map": {"a": name}}) for name in ("", "/", "a\0b", "\ud800", 3))):
+        index.write_text(held)
+        assert "index.json: no index of weights" in line()
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     index.rename(folder / "model.safetensors")
     assert "model.safetensors: needs safetensors: pip install safetensors" in line()

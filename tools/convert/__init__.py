@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     info = converter.info(recipe)
     shown = compare(converter.settings(held, ours, recipe, info), held, recipe, args.recipe)
     info = converter.fit(held, ours, recipe, info)
-    check_weights(build_on_meta(make_task(recipe, info), recipe.model), ours, str(args.checkpoint))
+    check_weights(build_on_meta(make_task(recipe, info), recipe.model), ours, str(args.checkpoint), str(args.recipe))
     source = {"from": str(args.checkpoint), "sha256": held.sums, "ema": args.ema}
     write_run(
         args.out, recipe, {"info": info.to_dict(), "model": ours, "ema": None}, source, converter.keep(held, recipe)

@@ -94,9 +94,10 @@ def safetensors(path: Path) -> Any:
 def shards(index: Path) -> list[Path]:
     """The files that an index says the weights are in."""
     held = read_json(index).get("weight_map")
-    if not isinstance(held, dict) or not held or not all(isinstance(n, str) for n in held.values()):
-        raise ConfigError(f"{index}: no index of weights, it has no 'weight_map'")
-    return [index.with_name(Path(name).name) for name in sorted(set(held.values()))]
+    names = held.values() if isinstance(held, dict) else ()
+    if not names or not all(isinstance(n, str) and n.isprintable() and Path(n).name for n in names):
+        raise ConfigError(f"{index}: no index of weights, it has no 'weight_map' with names of files")
+    return [index.with_name(Path(name).name) for name in sorted(set(names))]
 
 
 def read_json(path: Path) -> dict[str, Any]:
