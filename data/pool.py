@@ -12,10 +12,43 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from lion.config import ConfigError
+
+
+class NoPart(ConfigError):
+    """What stands where a finished part is to be; the others can be used."""
+
+
+def beside(folder: Path) -> tuple[Path, Path]:
+    """Where the finished parts of `folder` are kept, and where it is put together.
+
+    Raises:
+        ConfigError: Something else stands in the place of one of the three.
+    """
+    parts, partial = (folder.with_name(f"{folder.name}.{kind}") for kind in ("parts", "partial"))
+    for path in (folder, parts, partial):
+        if os.path.lexists(path) and not path.is_dir():
+            raise ConfigError(f"{path}: is there, and is no folder; remove it")
+    return parts, partial
+
+
+def read_part(path: Path, make: Callable[..., Any] = dict) -> Any:
+    """What `make` makes of the arrays of a finished part, by their names.
+
+    Raises:
+        NoPart: It is none.
+    """
+    try:
+        with np.load(path) as held:
+            return make(**held)
+    except Exception as error:  # what is no archive, or a damaged one, raises errors of many types
+        raise NoPart(
+            f"{path}: no finished part ({type(error).__name__}); remove it, and what is prepared next makes it anew"
+        ) from None
 
 
 def each(work: Callable[[Any], None], parts: Sequence[Any], *, workers: int, place: Path, **bar: Any) -> None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from data.base import user_path
 from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, GeneratedConfig, SequenceSet, TokenConfig, checked_files, stamps
-from data.lra.store import Arrays, Part, Source, in_parts, read_part, write_part
+from data.lra.store import Arrays, Part, Source, in_parts, write_part
+from data.pool import read_part
 from lion.config import ConfigError, setting
 from lion.tasks.seeds import derive
 from lion.tasks.sequences import SequenceInfo

@@ -19,7 +19,7 @@ import numpy as np
 
 from data.base import locked
 from data.manifest import FORMAT, MANIFEST, Held, compare_sums, open_manifest
-from data.pool import each
+from data.pool import beside, each, read_part
 from lion.config import ConfigError
 from lion.files import save_json, write_atomic
 
@@ -84,7 +84,7 @@ def prepare(folder: Path, open_source: Callable[[], Source], identity: Any, *, w
     Raises:
         ConfigError: A sample cannot be had, or a split has none.
     """
-    kept, partial = (folder.with_name(f"{folder.name}.{kind}") for kind in ("parts", "partial"))
+    kept, partial = beside(folder)
     with locked(folder.with_name(f"{folder.name}.lock")):
         if not folder.exists():
             source = open_source()
@@ -120,11 +120,6 @@ def make_part(kept: Path, source: Source, part: Part) -> None:
 
 def write_part(path: Path, arrays: Arrays) -> None:
     write_atomic(path, lambda file: np.savez_compressed(file, **arrays))  # pictures of lines take a tenth
-
-
-def read_part(path: Path) -> Arrays:
-    with np.load(path) as held:
-        return dict(held)
 
 
 def join(folder: Path, kept: Path, parts: list[Part]) -> dict[str, Any]:

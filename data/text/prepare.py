@@ -18,7 +18,7 @@ import torch
 
 from data.base import locked
 from data.manifest import FORMAT, MANIFEST
-from data.pool import each
+from data.pool import NoPart, beside, each, read_part
 from data.text.corpus import Corpus
 from data.text.store import SPLITS, TOKENIZER, Writer, id_type, read_tokenizer
 from data.text.tokenizers import Tokenizer
@@ -61,7 +61,7 @@ def prepare(
     Raises:
         ConfigError: The corpus cannot be read, or not be split.
     """
-    parts, partial = (folder.with_name(f"{folder.name}.{kind}") for kind in ("parts", "partial"))
+    parts, partial = beside(folder)
     parts.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f"{folder.name}.lock")):
         if not folder.exists():
@@ -72,6 +72,8 @@ def prepare(
             partial.mkdir()
             try:
                 splits = assemble(partial, [parts / f"{i}.npz" for i in range(len(corpus))], tokenizer, held_out, tail)
+            except NoPart:
+                raise
             except ConfigError:  # of the whole corpus: what mends it makes another folder
                 for made in (parts, partial):
                     shutil.rmtree(made, ignore_errors=True)
@@ -125,16 +127,11 @@ def make_part(parts: Path, corpus: Corpus, tokenizer: Tokenizer, shard: int) -> 
     write_atomic(parts / f"{shard}.npz", lambda file: np.savez(file, **part._asdict()))
 
 
-def read_part(path: Path) -> Part:
-    with np.load(path) as held:
-        return Part(**held)
-
-
 def assemble(folder: Path, parts: list[Path], tokenizer: Tokenizer, held_out: float, tail: bool) -> dict[str, Any]:
     """Write all parts as `train` and `val`, each document in its frame; returns what they hold."""
     frame = tokenizer.frame
     documents = bodies = 0
-    for part in map(read_part, parts):
+    for part in (read_part(path, Part) for path in parts):
         documents, bodies = documents + int(part.begins.sum()), bodies + len(part.ids)
     total = bodies + documents * (len(frame[0]) + len(frame[1]))
     if not bodies:
@@ -153,7 +150,7 @@ def assemble(folder: Path, parts: list[Path], tokenizer: Tokenizer, held_out: fl
         chosen = np.sort(permute(torch.arange(count), documents, SEED).numpy())
     train, val = (Writer(folder, split, id_type(tokenizer.vocabulary)) for split in SPLITS)
     seen, written = 0, 0  # documents that have begun, ids
-    for part in map(read_part, parts):
+    for part in (read_part(path, Part) for path in parts):
         ids, lengths = framed(part, *frame)
         number = seen + part.begins.cumsum() - 1  # (P,) which document a piece is of
         out = np.isin(number, chosen)

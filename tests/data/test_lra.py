@@ -128,6 +128,16 @@ def test_a_killed_generation_goes_on_where_it_was(tmp_path, monkeypatch, caplog)
     assert not list((tmp_path / "cut" / "made").glob("*.parts"))
 
 
+def test_what_is_no_finished_part_is_named(tmp_path):
+    source = lra_set(tmp_path, "listops", **SHORT)
+    part = source.folder.with_name(f"{source.folder.name}.parts") / "train.0.npz"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"no archive")
+    with pytest.raises(ConfigError, match=rf"^{part}: no finished part .*; remove it"):
+        source.prepare()
+    assert part.read_bytes() == b"no archive"
+
+
 @pytest.mark.process
 def test_the_order_of_a_set_decides_nothing(tmp_path):
     """LRA's own generator writes its samples in the order of a set of tuples of text, another one in each process."""

@@ -19,6 +19,7 @@ import yaml
 import data
 from data import pool
 from data.text import corpus as corpora
+from data.text.prepare import settle
 from data.text.store import Tokens, Writer, id_type
 from data.text.tokenizers import make_tokenizer, open_tokenizer
 from lion.config import ConfigError, build
@@ -387,6 +388,36 @@ def test_a_command_that_is_refused_leaves_the_run_as_it_is(tmp_path, run_on_word
     assert (run / "recipe.yaml").read_bytes() == before
     assert here(*line, f"data.root={tmp_path / 'elsewhere'}") == 0
     assert (run / "recipe.yaml").read_bytes() == before, "a complete run keeps what it was trained on"
+
+
+def test_what_is_no_finished_part_is_named(tmp_path):
+    source = lines_set(tmp_path, sentences(20))
+    parts = source.folder.with_name(f"{source.folder.name}.parts")
+    parts.parent.mkdir()
+    settle(parts, source.corpus(), source.make_tokenizer)
+    part = parts / "0.npz"
+    np.savez(part, other=np.zeros(3))
+    for odd in (b"", b"no archive", b"PK\3\4" + bytes(99), part.read_bytes()):
+        part.write_bytes(odd)
+        with pytest.raises(ConfigError, match=rf"^{part}: no finished part .*; remove it"):
+            source.prepare()
+    part.unlink()
+    part.mkdir()
+    with pytest.raises(ConfigError, match=rf"^{part}: no finished part .*; remove it"):
+        source.prepare()
+    part.rmdir()
+    assert prepared(source).check()
+
+
+@pytest.mark.parametrize("kind", ["", ".parts", ".partial"])
+def test_a_file_where_a_folder_is_to_be_is_named(tmp_path, kind):
+    source = lines_set(tmp_path, sentences(20))
+    file = source.folder.with_name(source.folder.name + kind)
+    file.parent.mkdir()
+    file.write_text("kept")
+    with pytest.raises(ConfigError, match=rf"^{file}: is there, and is no folder; remove it"):
+        source.prepare()
+    assert file.read_text() == "kept"
 
 
 @pytest.mark.slow
