@@ -146,7 +146,8 @@ def locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}), $LION_DATA names another folder") from None
+        where = "data.root or $LION_DATA names another folder"
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}), {where}") from None
     with file:  # closing it gives the lock back, as the process's end does
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

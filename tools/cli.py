@@ -21,6 +21,7 @@ from lion.config import ConfigError, nearest
 from lion.layers.mixer import set_form
 from lion.trainer.faults import RunError, cut_library, full_disk, refusal
 
+NAMED = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}  # no such name: what was given is wrong
 PATIENCE = 10  # seconds in which a launcher ends the other processes of one that has failed
 
 
@@ -155,8 +156,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
             traceback.print_exc()
         if line is not None:
             print(line, file=sys.stderr)
-        wrong = isinstance(error, ConfigError) or getattr(error, "errno", None) == errno.ENAMETOOLONG
-        code = 2 if wrong else 1
+        code = 2 if isinstance(error, ConfigError) or getattr(error, "errno", None) in NAMED else 1
     try:
         sys.stdout.flush()
     except OSError:  # what could not be printed would fail again at the interpreter's end

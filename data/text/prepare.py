@@ -62,7 +62,6 @@ def prepare(
         ConfigError: The corpus cannot be read, or not be split.
     """
     parts, partial = beside(folder)
-    parts.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f"{folder.name}.lock")):
         if not folder.exists():
             corpus = open_corpus()

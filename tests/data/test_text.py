@@ -789,6 +789,23 @@ def test_a_damaged_token_file_is_refused(tmp_path, capsys):
     assert "manifest.json: cannot be read" in refuse(capsys, "train", file)
 
 
+def test_what_is_not_there_is_bad_input(tmp_path, capsys):
+    """A link to nothing, a file where token files were to go, a manifest of a file that is none."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("\n".join(sentences(20)))
+    link = tmp_path / "texts" / "b.txt"
+    link.symlink_to("/nowhere")
+    file = recipe(tmp_path, path=str(tmp_path / "texts"), document="line", workers=1)
+    assert refuse(capsys, "prepare", file) == f"error: {link}: No such file or directory\n"
+    link.unlink()
+    line = refuse(capsys, "prepare", file, f"data.root={file}")
+    assert f"{file}/text-bytes-" in line and "cannot be written (File exists), data.root or $LION_DATA" in line
+    folder = prepared(data.dataset("text")(resolve(file).data)).folder
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"train.bin"', '"none.bin"'))
+    assert refuse(capsys, "prepare", file) == f"error: {folder / 'none.bin'}: No such file or directory\n"
+
+
 @pytest.mark.parametrize("settings", [{}, {"split": "tail"}, {"tokenizer": "characters"}])
 def test_what_cannot_be_split_leaves_nothing_behind(settings, tmp_path):
     text = "one line" if not settings else ""
