@@ -22,8 +22,8 @@ SHARD = 2**22  # bytes of text in a shard, about
 BLOCK = 2**16  # bytes read at once in search of a border
 JSON = (".jsonl", ".json", ".ndjson")
 TEXT = (".txt", ".text", ".md")
-# Where a text file may be cut, as bytes: no tokenizer of ours joins what stands on both sides
-BORDERS = {"line": rb"\n", "paragraph": rb"\n[ \t\r]*\n", "file": rb"[!-~]\n(?=[!-~])"}
+# Where a text file may be cut, as bytes, of less than a block: no tokenizer of ours joins what stands on both sides
+BORDERS = {"line": rb"\n", "paragraph": rb"\n[ \t\r]{0,4096}\n", "file": rb"[!-~]\n(?=[!-~])"}
 
 
 class Piece(NamedTuple):
@@ -238,21 +238,25 @@ def cut(part: Slice, border: bytes) -> tuple[bytes, int]:
     """The bytes of a slice, and the place of the file where they begin."""
     pattern = re.compile(border)
     with open(part.path, "rb") as file:
-        begin, end = (following(file, place, part.size, pattern) for place in (part.begin, part.end))
+        begin = following(file, part.begin, part.end, part.size, pattern)
+        if begin == part.size:  # inside a document that began before it
+            return b"", begin
+        end = following(file, part.end, part.size, part.size, pattern)
         file.seek(begin)
         return file.read(end - begin), begin
 
 
-def following(file: Any, place: int, size: int, pattern: re.Pattern[bytes]) -> int:
-    """The first border at or after a place of a file: a function of the place alone, so that slices meet."""
+def following(file: Any, place: int, before: int, size: int, pattern: re.Pattern[bytes]) -> int:
+    """The end of the first border at or after a place of a file, a function of the place alone, so that slices meet;
+    `size` where none begins `before` another place, behind which nothing is read but a block or two."""
     if place in (0, size):
         return place
     file.seek(place)
-    held = b""
-    while block := file.read(BLOCK):
-        start, held = max(0, len(held) - BLOCK), held + block  # a border may lie across two blocks
-        if found := pattern.search(held, start):
-            return place + found.end()
+    last = b""
+    while place < before and (block := file.read(BLOCK)):
+        if found := pattern.search(last + block):  # a border may lie across two blocks
+            return place + found.end() if place + found.start() < before else size
+        place, last = place + len(last), block
     return size
 
 

@@ -1,5 +1,6 @@
 """Text: tokenizers, token files made once, and the samples cut out of them."""
 
+import io
 import json
 import os
 import random
@@ -180,6 +181,31 @@ def test_every_document_is_read_once_however_the_corpus_is_cut(tmp_path, monkeyp
     cleaned = [x for part in wanted[document] for x in part if x.strip()]
     assert [x.strip() for x in reassembled(corpus)] == [x.strip() for x in cleaned]
     assert len(corpus) > 1 or shard > 2000
+
+
+@pytest.mark.parametrize("document", ["line", "paragraph", "file"])
+def test_one_line_in_many_shards_is_read_about_once(tmp_path, monkeypatch, document):
+    monkeypatch.setattr(corpora, "SHARD", 1000)
+    monkeypatch.setattr(corpora, "BLOCK", 64)
+    text, read = "a word " * 10_000, []
+
+    class Counted(io.FileIO):
+        def read(self, size: int) -> bytes:
+            read.append(size)
+            return super().read(size)
+
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.setattr(corpora, "open", Counted, raising=False)
+    corpus = corpora.open_corpus(str(tmp_path), document=document, column=None, subset=None, split="train")
+    assert len(corpus) == 70 and reassembled(corpus) == [text]
+    assert sum(read) < 4 * len(text)
+
+
+def test_blanks_of_many_blocks_between_paragraphs(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "SHARD", 10_000)
+    (tmp_path / "a.txt").write_text(f"one\n{' ' * 200_000}\ntwo\n{' ' * 3000}\nthree")
+    corpus = corpora.open_corpus(str(tmp_path), document="paragraph", column=None, subset=None, split="train")
+    assert reassembled(corpus) == ["one", "two", "three"]
 
 
 def test_a_document_in_many_shards_has_the_ids_of_the_whole(tmp_path, monkeypatch):
