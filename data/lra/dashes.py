@@ -38,6 +38,11 @@ class Shape(NamedTuple):
         return self.length + math.ceil(self.thickness) + self.margin
 
     @property
+    def area(self) -> float:
+        """Pixels that a dash and its gaps take of a picture."""
+        return (self.length + 2 * self.margin) * (self.thickness + 2 * self.margin)
+
+    @property
     def border(self) -> int:
         """Pixels around a picture that no dash leaves, drawn or thought of."""
         return 2 * self.length + 3 * self.margin + self.half + 1

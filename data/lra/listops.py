@@ -20,7 +20,17 @@ from torch import Tensor
 
 from data.base import user_path
 from data.lra.lines import Lines, Place
-from data.lra.sequences import END, PAD, UNKNOWN, GeneratedConfig, SequenceSet, TokenConfig, checked_files, stamps
+from data.lra.sequences import (
+    END,
+    MOST,
+    PAD,
+    UNKNOWN,
+    GeneratedConfig,
+    SequenceSet,
+    TokenConfig,
+    checked_files,
+    stamps,
+)
 from data.lra.store import Arrays, Part, Source, in_parts, write_part
 from data.pool import read_part
 from lion.config import ConfigError, setting
@@ -56,7 +66,7 @@ class ListOpsConfig(GeneratedConfig, TokenConfig):
     """
 
     name: str = "listops"
-    samples: int = setting(96_000, min=1)
+    samples: int = setting(96_000, min=1, max=MOST)
     max_depth: int = setting(10, min=2, max=100)
     max_args: int = setting(10, min=2, max=1000)
     min_length: int = setting(500, min=0)

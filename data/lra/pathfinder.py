@@ -59,7 +59,7 @@ class PathfinderConfig(GeneratedConfig, PixelConfig):
     marker_radius: float = setting(1.5, above=0, max=32)
     distractor_length: int | None = setting(None, min=1, max=100)
     distractors: int | None = setting(None, min=0, max=100)
-    distractor_dashes: int = setting(20, min=0)
+    distractor_dashes: int = setting(20, min=0, max=1000)
     contrast: float = setting(1.5, above=0, max=10)
     distractor_contrast: float = setting(2.0, above=0, max=10)
 
@@ -88,6 +88,13 @@ class PathfinderConfig(GeneratedConfig, PixelConfig):
             raise ValueError(
                 f"marker_radius: {self.marker_radius:g} is more than dashes of {self.paddle_length} pixels leave room "
                 f"for, nearest: {room}"
+            )
+
+        room = min((self.side - 2 * self.frame + 2 * shape.margin) ** 2 // (2 * shape.area) for shape in self.shapes())
+        if self.contour_length > room:
+            raise ValueError(
+                f"contour_length: two contours of {self.contour_length} dashes and their margins take more than "
+                f"{self.side} x {self.side} pixels, no more than {int(room)} could fit"
             )
 
     def shapes(self) -> list[Shape]:
@@ -172,7 +179,7 @@ class PathXConfig(PathfinderConfig):
     continuity: float = setting(1.8, min=0.5, max=10)
     seed_distance: int = setting(20, min=1)
     marker_radius: float = setting(3.0, above=0, max=32)
-    distractor_dashes: int = setting(35, min=0)
+    distractor_dashes: int = setting(35, min=0, max=1000)
     contrast: float = setting(0.9, above=0, max=10)
     distractor_contrast: float = setting(0.9, above=0, max=10)
 

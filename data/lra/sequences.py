@@ -24,6 +24,7 @@ from lion.tasks.sequences import SequenceInfo
 
 PAD, UNKNOWN, END = range(3)  # the first ids of every vocabulary
 STEP = 64  # of the lengths of batches with `pad: batch`
+MOST = 10_000_000  # samples that are generated for a split, a hundred times LRA's
 SPLIT_SEED = 0  # `seed` in a recipe moves no sample between splits
 
 
@@ -62,9 +63,9 @@ class GeneratedConfig(SequenceConfig):
     """
 
     seed: int = setting(0, min=0)
-    samples: int = setting(160_000, min=1)
-    val_samples: int | None = setting(None, min=1)
-    test_samples: int | None = setting(None, min=1)
+    samples: int = setting(160_000, min=1, max=MOST)
+    val_samples: int | None = setting(None, min=1, max=MOST)
+    test_samples: int | None = setting(None, min=1, max=MOST)
     share: ClassVar[int] = 8  # training samples for one of the others
 
     def counts(self) -> dict[str, int]:

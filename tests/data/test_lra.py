@@ -308,6 +308,7 @@ def test_no_expression_is_there_twice(tmp_path):
         ({"max_depth": 2}, "max_depth=2 and max_args=10 no expression has more than 12 tokens, nearest: 11"),
         ({"length": 1000}, "length: 1000 tokens, but max_length=2000"),
         ({"max_args": 1}, "data.max_args: expected at least 2"),
+        ({"samples": 10**12}, "data.samples: expected at most 10000000, got 1000000000000"),
         ({"max_depth": 1}, "data.max_depth: expected at least 2"),
     ],
 )
@@ -716,6 +717,13 @@ def test_pictures_look_as_published():
         ({"frame": 16}, "frame: 16 leaves nothing of 32 pixels, nearest: 15"),
         ({"marker_radius": 10.5}, "marker_radius: 10.5 is more than dashes of 2 pixels leave room for, nearest: 10"),
         ({"contour_length": 1}, "data.contour_length: expected at least 2"),
+        (
+            {"contour_length": 60},
+            "contour_length: two contours of 60 dashes and their margins take more than 32 x 32 pixels",
+        ),
+        ({"distractor_dashes": 99_999}, "data.distractor_dashes: expected at most 1000, got 99999"),
+        ({"samples": 10**12}, "data.samples: expected at most 10000000, got 1000000000000"),
+        ({"val_samples": 10**12}, "data.val_samples: expected at most 10000000"),
     ],
 )
 def test_pictures_that_cannot_be_are_refused(tmp_path, capsys, settings, message):
@@ -733,9 +741,9 @@ def test_the_largest_discs_stay_in_their_pictures():
 
 def test_contours_without_room_are_given_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(drawing, "HOPELESS", 2000)
-    file = recipe(tmp_path, name="pathfinder", **{**SMALL, "contour_length": 60})
+    file = recipe(tmp_path, name="pathfinder", **{**SMALL, "contour_length": 12})
     line = refuse(capsys, "prepare", file)
-    assert "no room in 16 x 16 pixels for two contours of 60 dashes" in line and "data.margins" in line
+    assert "no room in 16 x 16 pixels for two contours of 12 dashes" in line and "data.margins" in line
 
 
 def lra_folder(root, name, rows, *, binary=False):
