@@ -20,6 +20,7 @@ log = logging.getLogger("lion")
 
 SHARD = 2**22  # bytes of text in a shard, about
 BLOCK = 2**16  # bytes read at once in search of a border
+ROWS = 1000  # of a parquet file that are read at once
 JSON = (".jsonl", ".json", ".ndjson")
 TEXT = (".txt", ".text", ".md")
 # Where a text file may be cut, as bytes, of less than a block: no tokenizer of ours joins what stands on both sides
@@ -87,6 +88,8 @@ class Files(Corpus):
     whole files."""
 
     def __init__(self, files: Sequence[Path], *, document: str, column: str | None = None) -> None:
+        if column is not None and not any(path.name.endswith(JSON) for path in files):
+            raise ConfigError(f"data.column: {column!r}, but {files[0]} is plain text, without columns; leave it null")
         self.document, self.column, self.shards = document, column, list[list[Slice]]()
         described, room = [], 0
         for path in files:
@@ -198,7 +201,8 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
 
     try:
         if files:
-            stream = datasets.load_dataset("parquet", data_files=list(files), split="train", streaming=True)
+            how = {"split": "train", "streaming": True, "batch_size": ROWS}  # its own fails where a file has none
+            stream = datasets.load_dataset("parquet", data_files=list(files), **how)
         else:
             stream = datasets.load_dataset(path, subset, split=split, streaming=True)
         return stream.reshard() if files else stream
@@ -224,9 +228,9 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
         if cards:
             log.info("%s: beside rows of a table, %s is not read", path, ", ".join(sorted(p.name for p in cards)))
     rows = sorted(p for p in files if p.suffix == ".parquet")
-    texts = sorted(p for p in files if p.suffix in (*JSON, *TEXT) or p == root)
-    if rows and rows == files:
+    if rows and rows == sorted(files):
         return Table(path, None, "train", column, rows)
+    texts = sorted(p for p in files if p.suffix in (*JSON, *TEXT) or p == root)
     texts = [p for p in texts if p not in rows]
     if not texts or rows:
         found = ", ".join(sorted({p.suffix or p.name for p in files})[:5]) or "nothing"

@@ -159,6 +159,11 @@ class Text(DataSet):
         pack, apart = config.pack, config.document_mask
         if split == "val" and config.eval_pack is not None:
             pack, apart = config.eval_pack, True
+        if (pack == "padded" or (pack == "documents" and apart)) and len(tokens.ids) == len(tokens.ends):
+            raise ConfigError(
+                f"data.path: every document of {split} is one token, and sees no other: data.document=file joins them, "
+                "data.pack=windows reads on from one to the next"
+            )
         if pack == "padded":
             return Padded(tokens, config.length, pad, info.special.get("sep") if "end" not in info.special else None)
         if pack == "documents" and apart:

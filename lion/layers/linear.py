@@ -85,7 +85,6 @@ class LionAttention(Attention):
         both = config.direction == "both"
         filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
         out = fill(config, filled)
-        check_rotation(out)
         if entry.decay and DECAYS[entry.decay].delta:
             if out.normalize != "none":
                 raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
@@ -96,6 +95,7 @@ class LionAttention(Attention):
                 raise ValueError(f"normalize {out.normalize!r}: mixer {name!r} has normalised keys, use 'none'")
             if config.score_dropout:
                 raise ValueError(f"score_dropout is not available with mixer {name!r}, which reads states, not scores")
+        check_rotation(out)
         maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
         for phi in maps:
             if out.normalize in ("sum", "pre") and not FEATURE_MAPS[phi].positive:

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -753,6 +755,15 @@ def in_texts(name):
     return lambda folder: bad(path=str(folder / "texts" / "a.txt"), tokenizer=f"{folder}/texts/{name}")(folder)
 
 
+def no_rows() -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), out)
+    return out.getvalue()
+
+
+NO_ROWS = no_rows()
+
+
 @pytest.mark.parametrize(
     "files, make, message",
     [
@@ -780,6 +791,8 @@ def in_texts(name):
         ({"a.jsonl": '{"text": null}\n', "b.jsonl": '{"text": null}'}, bad(), "no tokens, the text is empty"),
         ({"a.csv": "x"}, bad(), "holds .csv; expected .txt"),
         ({"a.parquet": "x"}, bad(), "texts' cannot be read"),
+        ({"a.parquet": NO_ROWS}, bad(), "data.path: '.*texts' has no rows"),
+        ({"a.txt": "a\nb"}, bad(column="body"), "data.column: 'body', but .*a.txt is plain text, without columns"),
         ({}, bad(), "holds nothing; expected .txt"),
         ({"a.txt": "a\nb"}, bad(pack="rows"), "data.pack"),
         ({"a.txt": "a\nb"}, bad(document="word"), "data.document"),
@@ -848,6 +861,22 @@ def test_a_damaged_id_is_named_where_it_is_read(pack, tmp_path):
     held.write_bytes(b"\xff\xff" * (held.stat().st_size // 2))  # the size is right
     with pytest.raises(ConfigError, match=r"train.bin: damaged, it holds id 65535 .*has 261; ./run.sh prepare RECIPE"):
         here("train", file, "trainer.compile=false", "--no-eval")
+
+
+@pytest.mark.parametrize("pack", ["documents", "padded"])
+def test_documents_of_one_token_each_are_refused(tmp_path, pack):
+    how = {"tokenizer": "characters", "pack": pack}
+    with pytest.raises(ConfigError, match=r"data.path: every document of train is one token, and sees no other"):
+        prepared(lines_set(tmp_path, ["a"] * 40, **how)).build()
+    apart = {"document_mask": False} if pack == "documents" else {"pack": "windows"}
+    assert len(prepared(lines_set(tmp_path, ["a"] * 400, **how | apart)).build().train)
+
+
+def test_parquet_files_without_rows_are_passed_over(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(NO_ROWS)
+    pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "b.parquet")
+    corpus = corpora.open_corpus(str(tmp_path), document="line", column=None, subset=None, split="train")
+    assert list(corpus.texts()) == ["one", "two"]
 
 
 def test_too_little_text_for_a_sample_is_refused(tmp_path):
