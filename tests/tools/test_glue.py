@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -382,6 +383,33 @@ def test_jobs_share_the_cores(run, monkeypatch, cores, gpus, tasks, threads):
     jobs = jobs_of(run, [task for task in TASKS if task != "mnli"][:tasks], name="shared", from_mnli=False)
     assert work.work(jobs, {job.name: 1 for job in jobs}, work.at_once()) == 1
     assert seen == [str(threads)] * tasks
+
+
+@pytest.mark.parametrize("ends", ["finished", "failed"])
+def test_what_another_command_trains_is_waited_for(run, monkeypatch, ends):
+    work, seen = sys.modules["tools.glue.work"], []
+    jobs = jobs_of(run, ["qnli", "sst2", "cola"], name=f"twice_{ends}", from_mnli=False)
+    theirs, *ours = (job.name for job in jobs)
+
+    def end_at_once(*argv, out, env):
+        seen.append(Path(out.name).stem)
+        return subprocess.Popen(["false"])
+
+    def they_end(seconds):
+        if len(seen) == len(ours) and "waiting for" in said.getvalue() and not log.closed:
+            if ends == "finished":
+                jobs[0].folder.mkdir(exist_ok=True)
+                (jobs[0].folder / SUMMARY).write_text("{}")
+            log.close()
+
+    monkeypatch.setattr(work.time, "sleep", they_end)
+    monkeypatch.setattr(work, "start_command", end_at_once)
+    log = work.claim(jobs[0])
+    assert work.claim(jobs[0]) is None
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert work.work(jobs, {job.name: 1 for job in jobs}, 2) == 1
+    assert seen == ours + [theirs] * (ends == "failed")
+    assert said.getvalue().count(f"waiting for {theirs}: another command trains there") == 1
 
 
 @pytest.mark.process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -40,22 +41,34 @@ def at_once() -> int:
 
 def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
     """Train what is not finished, `most` at a time; `steps` of each job by its name. What fails is named, and the
-    others go on.
+    others go on. What another command trains is left to it, and waited for.
 
     Returns 0, the exit code of the first that failed, or 130 when it was interrupted: each has saved where it stood.
     """
     waiting, running, code = [job for job in jobs if not job.finished], list[Running](), 0
-    slots = list(range(min(most, len(waiting))))
+    slots, told = list(range(min(most, len(waiting)))), False
     share = max(1, len(os.sched_getaffinity(0)) // max(1, len(slots)))
     shown = {"total": sum(steps.values()), "unit": "step", "desc": "glue", "dynamic_ncols": True, "disable": None}
     with tqdm(**shown) as bar, interruptible():
         try:
             while waiting or running:
                 ready = [job for job in waiting if job.after is None or job.after.finished]
-                for job in ready[: len(slots)]:
+                busy = []
+                for job in ready:
+                    if not slots:
+                        break
+                    if (log := claim(job)) is None:
+                        busy.append(job.name)
+                        continue
                     waiting.remove(job)
-                    running.append(start(job, slots.pop(0), share))
-                    say(f"{job.name}: started, {running[-1].log.name}")
+                    if job.finished:  # by another command, meanwhile
+                        log.close()
+                        continue
+                    running.append(start(job, slots.pop(0), share, log))
+                    say(f"{job.name}: started, {log.name}")
+                if busy and not running and not told:
+                    say(f"waiting for {', '.join(busy)}: another command trains there")
+                    told = True
                 time.sleep(PAUSE)
                 for each in [r for r in running if r.process.poll() is not None]:
                     running.remove(each)
@@ -75,12 +88,22 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
     return code
 
 
-def start(job: Job, slot: int, threads: int) -> Running:
-    """Its process, in so many threads ($OMP_NUM_THREADS comes first), on the GPU of its slot; what it says goes to a
-    file."""
+def claim(job: Job) -> IO[str] | None:
+    """The file for what a job says, locked while this command or the job's process holds it; None while others do."""
     place = job.folder.parent / "logs"
     place.mkdir(parents=True, exist_ok=True)
     log = open(place / f"{job.name}.log", "a", encoding="utf-8")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes to the job's process, and ends with the last of both
+    except BlockingIOError:
+        log.close()
+        return None
+    return log
+
+
+def start(job: Job, slot: int, threads: int, log: IO[str]) -> Running:
+    """Its process, in so many threads ($OMP_NUM_THREADS comes first), on the GPU of its slot; what it says goes to
+    `log`."""
     env = dict(os.environ)
     env.setdefault("OMP_NUM_THREADS", str(threads))
     if (gpus := torch.cuda.device_count()) > 1:
