@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,21 +10,22 @@ from torch import Tensor
 from lion.ops.settings import Settings
 
 
-def mismatch(name: str, expected: str, x: Tensor) -> ValueError:
-    return ValueError(f"{name}: expected {expected}, got {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}")
+def mismatch(name: str, expected: str, x: Any) -> ValueError:
+    got = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" if torch.is_tensor(x) else type(x).__name__
+    return ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Here and below messages are made where a check fails: a graph of all lengths cannot print them."""
     if torch.jit.is_tracing():  # padding, chunks and steps would stay those of the example
         raise RuntimeError("torch.jit.trace: the trace would be wrong at other lengths, use torch.export")
-    if q.dim() != 4 or not q.is_floating_point():
+    if not torch.is_tensor(q) or q.dim() != 4 or not q.is_floating_point():
         raise mismatch("q", "floating point (B, H, L, D)", q)
     if q.shape[2] == 0:
         raise mismatch("q", "at least one token", q)
-    if k.shape != q.shape or k.dtype != q.dtype:
+    if not torch.is_tensor(k) or k.shape != q.shape or k.dtype != q.dtype:
         raise mismatch("k", f"{q.dtype} {tuple(q.shape)}, as q", k)
-    if v.dim() != 4 or v.shape[:3] != q.shape[:3] or v.dtype != q.dtype:
+    if not torch.is_tensor(v) or v.dim() != 4 or v.shape[:3] != q.shape[:3] or v.dtype != q.dtype:
         raise mismatch("v", f"{q.dtype} {tuple(q.shape[:3])} + (E,)", v)
 
 
@@ -78,8 +79,14 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
         raise ValueError("form: 'blockwise' takes no decay or one a token and head, use 'chunk'")
 
 
+def is_whole(x: Any) -> bool:
+    """Whether it is a tensor of integers."""
+    return torch.is_tensor(x) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
 def check_floats(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
-    if not x.is_floating_point() or not any(x.dim() == len(shape) and x.shape == shape for shape in shapes):
+    floats = torch.is_tensor(x) and x.is_floating_point()
+    if not floats or not any(x.dim() == len(shape) and x.shape == shape for shape in shapes):
         *others, last = map(str, shapes)
         raise mismatch(name, f"floating point {' or '.join([', '.join(others)] * bool(others) + [last])}", x)
 

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from lion.ops.api import linear_attention_parts, normalized
-from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype
+from lion.ops.arguments import (
+    Gates,
+    check_gates,
+    check_tokens,
+    expand_decay,
+    is_whole,
+    mismatch,
+    no_autocast,
+    sum_dtype,
+)
 from lion.ops.decay import decay_mask, make_directions, pad_with_last
 from lion.ops.full import aligned, weighted_sum
 from lion.ops.segments import check_masks
@@ -59,9 +68,8 @@ def multi_scan_attention(
     check_tokens(q, k, v)
     check_masks(q, valid, None)
     length, dim = q.shape[2:]
-    whole = not (orders.is_floating_point() or orders.is_complex() or orders.dtype == torch.bool)
-    if orders.dim() != 2 or orders.shape[1] != length or not len(orders) or not whole:
-        raise ValueError(f"orders: expected integer (scans, {length}), got {tuple(orders.shape)} {orders.dtype}")
+    if not is_whole(orders) or orders.dim() != 2 or orders.shape[1] != length or not len(orders):
+        raise mismatch("orders", f"integer (scans, {length})", orders)
     if len(log_decays) != len(orders):
         raise ValueError(f"log_decays: expected one of each of {len(orders)} scans, got {len(log_decays)}")
     for log_decay in log_decays:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import mismatch
+from lion.ops.arguments import is_whole, mismatch
 
 
 class SegmentIndex(NamedTuple):
@@ -34,7 +34,7 @@ def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex
             on a GPU the latter is an assertion, for which nothing waits.
     """
     for name, mask in (("valid", valid), ("segments", segments)):
-        if mask is not None and mask.dim() != 2:
+        if mask is not None and not (torch.is_tensor(mask) and mask.dim() == 2):
             raise mismatch(name, "(B, L)", mask)
     some = segments if valid is None else valid
     if some is not None:
@@ -76,9 +76,8 @@ def check_masks(q: Tensor, valid: Tensor | None, segments: Tensor | None) -> Non
 
 
 def _check(shape: tuple[int, int], valid: Tensor | None, segments: Tensor | None) -> None:
-    if valid is not None and (valid.shape != shape or valid.dtype != torch.bool):
+    if valid is not None and not (torch.is_tensor(valid) and valid.shape == shape and valid.dtype == torch.bool):
         raise mismatch("valid", f"bool {tuple(shape)}", valid)
     if segments is not None:
-        whole = not (segments.is_floating_point() or segments.is_complex() or segments.dtype == torch.bool)
-        if segments.shape != shape or not whole:
+        if not is_whole(segments) or segments.shape != shape:
             raise mismatch("segments", f"integer {tuple(shape)}", segments)

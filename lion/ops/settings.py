@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from lion.config import nearest
@@ -20,9 +22,17 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
 
 
+def number(name: str, value: float, kind: type[Real], low: float, high: float = math.inf) -> None:
+    """Raises ValueError: It is no number of this kind, or not in this range; NaN is in none."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f"{name}: expected a {'whole ' if kind is Integral else ''}number, got {value!r}")
+    if not low <= value <= high:
+        span = f"at least {low}" if high == math.inf else f"{low} to {high}"
+        raise ValueError(f"{name}: expected {span}, got {value}")
+
+
 def check_chunk_size(chunk_size: int) -> None:
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    number("chunk_size", chunk_size, Integral, 1)
 
 
 @dataclass(frozen=True)
@@ -71,10 +81,10 @@ class Settings:
         if self.feature_map is not None:
             choice("feature_map", self.feature_map, tuple(FEATURE_MAPS))
         check_chunk_size(self.chunk_size)
-        if self.eps < 0:
-            raise ValueError(f"eps: expected at least 0, got {self.eps}")
-        if not 0 <= self.dropout_p <= 1:
-            raise ValueError(f"dropout_p: expected 0 to 1, got {self.dropout_p}")
+        if self.scale is not None:
+            number("scale", self.scale, Real, -math.inf)
+        number("eps", self.eps, Real, 0)
+        number("dropout_p", self.dropout_p, Real, 0, 1)
         if self.dropout_p and self.form not in ("full", "auto"):
             raise ValueError(f"dropout_p: score dropout exists in the full form only, got form={self.form!r}")
 
@@ -91,8 +101,10 @@ def with_fields(settings: Settings, given: dict[str, Any], unused: tuple[str, ..
     """The settings with the fields given by name laid over them.
 
     Raises:
-        ValueError: A name that is no field, or one of those that are `unused` here.
+        ValueError: No settings, a name that is no field, or one of those that are `unused` here.
     """
+    if not isinstance(settings, Settings):
+        raise ValueError(f"settings: expected lion.ops.Settings, or its fields by name, got {settings!r}")
     if not given:
         return settings
     for name in given:

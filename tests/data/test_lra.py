@@ -26,11 +26,11 @@ from data.lra.sequences import END, PAD, UNKNOWN
 from lion.config import ConfigError, build
 from lion.tasks.seeds import derive
 from lion.tasks.sequences import SequenceInfo
-from tests.helpers import command, here, picture, refuse
+from tests.helpers import ROOT, command, here, picture, refuse
 from tools.compose import resolve
 from tools.labels import check_labels
 
-SHARED = Path(os.environ.get("LION_SHARED", "shared")) / "data"
+SHARED = Path(os.environ.get("LION_SHARED", ROOT.parent / "shared")) / "data"
 SHORT = {"min_length": 8, "max_length": 30, "length": 32, "samples": 96}  # expressions
 SMALL = {"side": 16, "seed_distance": 3, "contour_length": 4, "distractors": 1, "samples": 16}  # pictures
 

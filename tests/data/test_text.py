@@ -31,7 +31,7 @@ from lion.tasks.text import TextInfo
 from tests.helpers import ROOT, command, here, refuse
 from tools.compose import resolve
 
-SHARED = Path(os.environ.get("LION_SHARED", "shared")) / "data"
+SHARED = Path(os.environ.get("LION_SHARED", ROOT.parent / "shared")) / "data"
 WORDS = "lion reads text in both directions at once , the mask decays and the sum is kept é ü 日本".split()
 shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data on this machine")
 

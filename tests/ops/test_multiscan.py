@@ -151,8 +151,12 @@ def test_half_precision_keeps_its_dtype():
     "change, message",
     [
         (dict(scan_merge="mean"), "scan_merge: expected one of masks, outputs, got 'mean'"),
-        (dict(orders=torch.zeros(2, 8, dtype=torch.long)), r"orders: expected integer \(scans, 9\), got \(2, 8\)"),
+        (
+            dict(orders=torch.zeros(2, 8, dtype=torch.long)),
+            r"orders: expected integer \(scans, 9\), got int64 \(2, 8\)",
+        ),
         (dict(orders=torch.zeros(2, 9)), "orders: expected integer"),
+        (dict(orders=None), "orders: expected integer .*got NoneType"),
         (dict(orders=torch.zeros(3, 9, dtype=torch.long)), "log_decays: expected one of each of 3 scans, got 2"),
         (dict(log_decays=[torch.zeros(3), torch.zeros(4)]), "log_decay: expected"),
         (dict(valid=torch.ones(9)), "valid: expected bool"),

@@ -104,6 +104,14 @@ def test_a_name_that_is_none(entry):
         run(entry, normalise="sum")
 
 
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("bad", (None, {}, dict(form="chunk"), "chunk"), ids=str)
+def test_settings_that_are_none(entry, bad):
+    for fields in ({}, dict(normalize="none")):
+        with pytest.raises(ValueError, match=r"^settings: expected lion\.ops\.Settings, or its fields by name, got"):
+            run(entry, settings=bad, **fields)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -113,7 +121,15 @@ def test_a_name_that_is_none(entry):
         dict(decay_convention="eq14"),
         dict(feature_map="exp"),
         dict(chunk_size=0),
+        dict(chunk_size=2.5),
+        dict(chunk_size="64"),
+        dict(chunk_size=None),
+        dict(chunk_size=True),
+        dict(scale="1"),
         dict(eps=-1.0),
+        dict(eps=float("nan")),
+        dict(eps="1"),
+        dict(dropout_p="0.1"),
         dict(dropout_p=1.5),
         dict(dropout_p=0.1, form="rnn"),
         dict(scan_merge="sum"),

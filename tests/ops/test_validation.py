@@ -114,6 +114,14 @@ def test_tensors(name, form):
                 call(function, good(**{name: bad}), form=form)
 
 
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_what_is_no_tensor(name):
+    for bad in (-0.1, [1.0], "x", *[None] * (name in "qkv")):
+        for function in (linear_attention, linear_attention_parts, prefill):
+            with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {type(bad).__name__}$"):
+                call(function, good(**{name: bad}))
+
+
 @pytest.mark.parametrize("name, tensors, arguments", BAD_PAIRS, ids=range(len(BAD_PAIRS)))
 def test_pairs(name, tensors, arguments):
     for function in (linear_attention, linear_attention_parts):

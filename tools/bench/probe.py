@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Hashable
 from datetime import datetime
@@ -60,7 +61,8 @@ def device_name() -> str:
 
 
 def stamp(command: str) -> dict[str, str]:
-    """Of a measurement: what was typed, when, with which PyTorch."""
+    """Of a measurement: what was typed, less the folders of this machine, when, with which PyTorch."""
+    command = re.sub(r"(?<![^\s=])[/~]\S*/(?=[^\s/])", "", command)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     return {"torch": torch.__version__, "date": now, "command": command}
 

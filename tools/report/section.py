@@ -23,8 +23,8 @@ LEGEND = (
     "Mean ± standard deviation over n seeds (of the sample). `test` is that of the weights that did best on `val`, "
     "and what else is measured on `val` is of the same step. Speed is that of training, the median over its log; "
     "padding does not count, and what ran beside it slowed it. The papers' columns are their numbers on their own "
-    "data, for the order only. Differences are between runs of one seed, positive where the first is better; Student's t "
-    "at 95 % decides whether they are more than noise, for each comparison by itself."
+    "data, for the order only. Differences are between runs of one seed, positive where the first is better; Student's "
+    "t at 95 % decides whether they are more than noise, for each comparison by itself."
 )
 
 
