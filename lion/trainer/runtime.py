@@ -191,9 +191,20 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool
     """
     if not can_compile(backend):
         return False
+    avoid_wrong_gradients(model, next(model.parameters()).device.type, torch.__version__)
     for unit in model.units():
         unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return True
+
+
+def avoid_wrong_gradients(model: nn.Module, device: str, version: str) -> None:
+    """Turn off the fusion (mix_order_reduction) by which Inductor before 2.15 may compute wrong gradients of adaLN on a
+    GPU, silently, where a micro-batch is one sample of some 16,000 tokens or more (pytorch#193061)."""
+    modulated = any(getattr(unit, "conditional", False) for unit in model.units())
+    if modulated and device == "cuda" and tuple(map(int, version.split(".")[:2])) < (2, 15):
+        from torch._inductor import config
+
+        config.triton.mix_order_reduction = False
 
 
 def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:

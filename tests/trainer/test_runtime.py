@@ -8,9 +8,11 @@ from torch._dynamo.testing import CompileCounter
 from lion.config import ConfigError
 from lion.files import write_atomic
 from lion.layers import MIXERS, SOFTMAX, AttentionConfig
+from lion.models.dit import DiT, DiTConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.trainer.checkpoint import load_state
 from lion.trainer.runtime import (
+    avoid_wrong_gradients,
     compile_blocks,
     missing_compiler,
     random_state,
@@ -68,6 +70,24 @@ def test_without_a_compiler_it_runs_eager_with_one_line(monkeypatch, caplog):
     assert compile_blocks(m) is False
     assert len(caplog.messages) == 1 and "running eager" in caplog.messages[0]
     m(torch.randn(2, 1, 8, 8))
+
+
+def test_a_fusion_that_may_miscompile_adaln_is_off_on_gpus_alone():
+    """pytorch#193061, fixed in 2.15: by the block, the device and the version; the GPU itself is not here."""
+    from torch._inductor import config
+
+    shape = {"mixer": SOFTMAX, "dim": 12, "depth": 1, "num_heads": 3, "patch_size": 2}
+    modulated = DiT(DiTConfig(**shape, block="adaln_zero"), image_size=(8, 8), channels=1, classes=("0", "1"))
+    cases = [
+        (modulated, "cuda", "2.14.1+cu130", False),
+        (modulated, "cuda", "2.15.0", True),
+        (modulated, "cpu", "2.14.1", True),
+        (model("lion_s"), "cuda", "2.11.0", True),
+    ]
+    for made, device, version, left in cases:
+        with config.patch({"triton.mix_order_reduction": True}):
+            avoid_wrong_gradients(made, device, version)
+            assert config.triton.mix_order_reduction is left
 
 
 @pytest.mark.compiled
