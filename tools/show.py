@@ -20,6 +20,7 @@ from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from lion.trainer.plan import Plan, make_plan
+from tools.bench.floors import published_flops
 from tools.cli import Parser, count, run_command, table
 from tools.compose import RECIPES, describe_data, describe_warmup, make_task, process_count, resolve
 
@@ -68,8 +69,10 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
     task = make_task(recipe, info)
     processes = processes or process_count(recipe)
     plan = make_plan(recipe, samples=samples, world=processes)
-    parameters = count_parameters(build_on_meta(task, recipe.model))
+    model = build_on_meta(task, recipe.model)
+    parameters = count_parameters(model)
     c = recipe.trainer
+    softmax, rnn = (flops / 1e6 for flops in published_flops(model.length, recipe.model.dim))
     state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
     activations = activation_bytes(task, recipe, plan.micro)
     facts = [
@@ -79,6 +82,7 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
         length(plan),
         ("batch", f"{c.batches()} = {processes} processes x {plan.accumulation} accumulated x {plan.micro}"),
         ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
+        ("attention, C.12", f"{softmax:,.0f} MFLOP a layer and sample with softmax, {rnn:,.0f} as an RNN, of one head"),
         ("memory, state", f"{state / 2**30:.2f} GiB"),
         (
             "memory, activations",

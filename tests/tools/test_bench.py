@@ -18,7 +18,7 @@ from lion.ops import linear_attention
 from tests.helpers import ROOT, here, refuse
 from tools import processes
 from tools.bench import operators, ops, probe
-from tools.bench.floors import Size, floor, flops, traffic
+from tools.bench.floors import Size, floor, flops, published_flops, traffic
 from tools.bench.operators import OPERATORS
 from tools.bench.report import Report, crossing, crossovers
 from tools.store import SCHEMA
@@ -160,6 +160,13 @@ def test_floors_by_hand():
     assert held == {"arithmetic_ms": 2.0, "bytes_ms": 5.0, "floor_ms": 5.0}
 
 
+def test_the_papers_flops():
+    """C.12, for DeiT-S at 224 px: 197 tokens of 384."""
+    softmax, rnn = published_flops(197, 384)
+    assert softmax == 197 * (6 * 384**2 + 4 * 197 * 384 + 2 * 197) and rnn == 197 * (16 * 384**2 + 24 * 384 + 7)
+    assert published_flops(10_000, 384)[0] > published_flops(10_000, 384)[1], "long enough, the RNN takes less"
+
+
 def test_crossover():
     assert crossing([(100, 4.0), (400, 0.25)])["tokens"] == pytest.approx(200)
     assert crossing([(100, 4.0), (400, 0.25)])["text"] == "200"
@@ -198,7 +205,7 @@ def test_markdown_and_table(tmp_path):
     for r in (row(128, 0.5), row(), sdpa(), row(**{"pass": "both"}, compiled=False, peak_bytes=None)):
         report.add_row(r)
     text = report.markdown()
-    assert "float32, 2 heads of 8, about 48 tokens a batch, without torch.compile" in text
+    assert "float32, 2 heads of 8, about 48 tokens a batch, or one sequence, without torch.compile" in text
     assert "1 GFLOP/s in a large product, 1.0 GB/s in a large copy" in text
     assert "| 64 | SDPA |  | 4.00 | 1.00 | 2.00 | 1.00 | 2.0 | 3.00 |  |" in text
     assert "| 64 | lion_s | chunk 8 | 8.00 | 2.00 | 2.00 | 1.00 | 4.0 | 3.00 | 1e-07 |" in text

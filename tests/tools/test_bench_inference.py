@@ -176,7 +176,7 @@ def test_the_metric_at_every_size(photos, tmp_path, monkeypatch, form):
             right += task.info.classes[logits.argmax()] == path.parent.name
         (row,) = (row for row in rows if row["form"] == form and row["size"] == size)
         assert row["value"] == pytest.approx(right / 7) and row["shown"] == f"{100 * right / 7:.2f}"
-    assert "|mixer MiB|x SDPA|of a matrix|top-1 %|" in (tmp_path / "inference.md").read_text()
+    assert "|mixer MiB|x SDPA|of a matrix|MFLOP, C.12|top-1 %|" in (tmp_path / "inference.md").read_text()
 
 
 def test_a_metric_needs_the_data_before_anything_is_measured(run, photos, capsys):

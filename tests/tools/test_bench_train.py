@@ -58,6 +58,17 @@ def test_softmax_and_the_floor_stand_beside_the_recipes():
         train.models(replace(job, recipes=tuple(diffusion)))
 
 
+def test_the_papers_ratios_stand_beside_the_same_models():
+    """Tables 2, 3 and 12."""
+    row = {"model": "vit", "shape": "dim 384, depth 12, 6 heads, patches of 16 x 16", "size": 224}
+    found = {name: train.published({**row, "mixer": name}) for name in ("lion_lit", "lion_d", "lion_s multiscan")}
+    assert found == {"lion_lit": "0.74", "lion_d": "1.49", "lion_s multiscan": "2.72"}
+    assert (
+        train.published({**row, "mixer": "softmax"}) == "" == train.published({**row, "mixer": "lion_s", "size": 512})
+    )
+    assert train.published({"model": "bert", "shape": "dim 1024, depth 24, 16 heads", "size": 128, "mixer": "lion_s"})
+
+
 def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
     names = ("lion_lit", "linear", "linear_feature_map", "linear_positions", "softmax_no_positions", "lion_s_forward")
     models = train.models(replace(JOB, recipes=tuple(str(ROOT / f"recipes/cifar100_{n}.yaml") for n in names)))

@@ -209,7 +209,7 @@ def test_init_from_another_grid_interpolates_positions(tmp_path, caplog, capsys)
 @pytest.mark.slow
 def test_show_and_list():
     text = show(str(ROOT / "recipes/deit_small_lion_s.yaml"), [], processes=4)
-    for part in ("mixer: lion_s", "22,002,736", "375,300", "1024 = 4 processes x 1 accumulated x 256", "GiB"):
+    for part in ("mixer: lion_s", "22,002,736", "375,300", "1024 = 4 processes x 1 accumulated x 256", "GiB", "MFLOP"):
         assert part in text
     listed = listing()
     assert "Table 2, Lion-S, small" in listed and "quickstart.yaml" in listed

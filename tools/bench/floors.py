@@ -35,6 +35,15 @@ class Size(NamedTuple):
         return self.pairs(self.dim)
 
 
+def published_flops(length: int, dim: int) -> tuple[int, int]:
+    """FLOPs of one attention layer with one head of width D on L tokens in inference, as the paper counts them (C.12):
+    `L (6 D^2 + 4 L D + 2 L)` with softmax, and `L (16 D^2 + 24 D + 7)` as a bidirectional RNN.
+
+    The terms of the second add up to 8 in the place of 7.
+    """
+    return length * (6 * dim**2 + 4 * length * dim + 2 * length), length * (16 * dim**2 + 24 * dim + 7)
+
+
 def sdpa(n: Size, kind: str) -> int:
     """Q K^T, and its softmax times V."""
     return 2 * n.pairs(n.length)

@@ -10,6 +10,8 @@ with softmax attention (PyTorch's SDPA) and random weights. Where the mixer has 
 under decays of 1, with all L x L scores, as the paper draws Lion-lit. `mixer` is the peak memory of one attention
 layer's mixing beyond q, k and v, its output among it, also over that of SDPA, and over an attention matrix, which SDPA
 does not build; `peak` is that of the whole model beyond weights and inputs; both count the bytes of tensors.
+`MFLOP, C.12` are those of one attention layer with one head by the paper's formulas. A picture shows what was measured
+last of its run.
 `--evaluate N` also measures the task's metric on N held-out samples of every size, in the first variant with the run's
 own weights.
 Results are added to `reports/inference.md`, `inference.json` and `inference_RUN.png`.
@@ -40,6 +42,7 @@ from lion.trainer.loader import eval_batches
 from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import compile_blocks, start_runtime
 from tools.bench.collect import collect
+from tools.bench.floors import published_flops
 from tools.bench.probe import (
     Variant,
     check_compiler,
@@ -229,6 +232,7 @@ def measure(job: Job, send: Send) -> None:
             "size": job.size,
             "unit": task.info.size_unit,
             "tokens": tokens,
+            "dim": loaded.recipe.model.dim,
             "batch": job.batch,
             "device": device_name(),
             "threads": job.threads,
@@ -313,6 +317,7 @@ def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """A table by size, softmax first."""
     softmax = {row["size"]: row["mixer_bytes"] for row in rows if row["form"] == SOFTMAX}
     metric = next((row["metric"] for row in rows if "metric" in row), None)
+    counted = any("dim" in row for row in rows)
     out = []
     for row in sorted(rows, key=lambda r: r["size"]):  # forms stay in the order in which they were measured
         mib = ["-" if row[n] is None else digits(row[n] / 2**20) for n in ("peak_bytes", "mixer_bytes")]
@@ -320,8 +325,17 @@ def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         shares = [digits(row["mixer_bytes"] / base) if row["mixer_bytes"] and base else "-" for base in bases]
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         size = [str(row["size"]), f"{row['tokens']:,}", form_of(row)]
-        out.append([*size, digits(row["ms"]), ratio, *mib, *shares, *([row.get("shown", "")] if metric else [])])
-    return [rows[0]["unit"], *HEADER, *([metric] if metric else [])], out
+        more = [mega_flops(row)] * counted + [row.get("shown", "")] * (metric is not None)
+        out.append([*size, digits(row["ms"]), ratio, *mib, *shares, *more])
+    return [rows[0]["unit"], *HEADER, *["MFLOP, C.12"] * counted, *([metric] if metric else [])], out
+
+
+def mega_flops(row: Row) -> str:
+    """By the paper's formulas, of one layer and sample; they are of softmax and of the RNN."""
+    if "dim" not in row or row["form"] not in (SOFTMAX, "rnn"):
+        return "-"
+    softmax, rnn = published_flops(row["tokens"], row["dim"])
+    return f"{(softmax if row['form'] == SOFTMAX else rnn) / 1e6:,.0f}"
 
 
 def markdown(report: Store) -> str:

@@ -20,11 +20,16 @@ KEY = (*SETTING, "mixer", "form", "chunk_size", "length", "pass")
 HEADER = ["tokens", "mixer", "form", "ms", "x SDPA", "arithmetic ms", "bytes ms", "x floor", "peak MiB", "error"]
 LEGEND = """\
 `x SDPA` is the median over rounds of the time over that of `scaled_dot_product_attention` in the same round (no mask,
-no dropout, same dtype, contiguous); rows of SDPA itself are from the last process that timed it. `arithmetic` and
-`bytes` are the least times: matrix products that the form cannot do without, none twice, and inputs, output and their
-gradients moved once, at the rates above; `x floor` is the time over the larger one. `peak` is memory beyond the inputs;
-`error` is the largest one against the definition in float64 at 130 tokens, in float32, over the largest value. A form
-is followed by its tokens a chunk; `*` marks those timed without torch.compile."""
+no dropout, same dtype, contiguous); rows of SDPA itself are from the last process that timed it, so `x SDPA` compares
+between commands and `ms` does not. `arithmetic` and `bytes` are the least times: matrix products that the form cannot
+do without, none twice, and inputs, output and their gradients moved once, at the rates that the process of that row
+measured (those above are the last one's); `x floor` is the time over the larger one. `peak` is memory beyond the
+inputs; `error` is the largest one against the definition in float64 at 130 tokens, in float32, over the largest
+value. A form is followed by its tokens a chunk; `*` marks those timed without torch.compile."""
+CROSSOVER = (
+    "The length, in tokens, at which a form's time crosses that of SDPA, interpolated between the measured lengths "
+    "around it (straight in logarithms)."
+)
 COLOURS = (
     "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #e377c2 #8c564b #7f9a00 #003f8a #c2a000 #5c5c5c #00a878 #a3004f"
 ).split()
@@ -68,7 +73,7 @@ class Report(Store):
                     parts += [f"### {text}", pipes(HEADER, [cells(r) for r in some])]
             crossed = crossovers(rows)
             if crossed:
-                parts += ["### Crossover", "The length, in tokens, at which a form's time crosses that of SDPA."]
+                parts += ["### Crossover", CROSSOVER]
                 parts.append(pipes(*crossing_table(crossed)))
             notes = [n["text"] for n in self.notes.values() if setting(n) == setting(rows[0])]
             if notes:
@@ -130,7 +135,11 @@ def order(row: Row) -> tuple:
 def title(row: Row) -> str:
     threads = f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
     text = f"{row['device']}, {threads}, {row['dtype']}, {row['heads']} heads of {row['dim']}, "
-    return text + f"about {row['tokens']:,} tokens a batch" + (", without torch.compile" if row["eager"] else "")
+    return (
+        text
+        + f"about {row['tokens']:,} tokens a batch, or one sequence"
+        + (", without torch.compile" if row["eager"] else "")
+    )
 
 
 def form_of(row: Row) -> str:
@@ -149,7 +158,7 @@ def cells(row: Row) -> list[str]:
         row["mixer"].upper() if plain else row["mixer"],
         "" if plain else form_of(row) + star,
         digits(row["ms"]),
-        f"{row['ratio']:.2f}",
+        f"{row['ratio']:.2f}" if row["ratio"] >= 0.1 else f"{row['ratio']:.3f}",
         digits(row["arithmetic_ms"]),
         digits(row["bytes_ms"]),
         f"{row['ms'] / row['floor_ms']:.1f}",

@@ -4,17 +4,20 @@
         [--set key=value ...]
 
 A step is the trainer's own, on a batch of noise: mixing or masking, forward, backward, clipping, optimizer, compiled,
-in the recipe's precision on a GPU and in float32 on a CPU. All recipes must have one shape (dim, depth, heads, dropout,
-..); beside them are timed the same model with softmax, which is 1, and without a mixer (each hands v on), which is the
-floor. `--plain` adds softmax written plainly in eager PyTorch (`tools/bench/plain.py`), `--against` a model of any
-shape, which is compared but has no row. Rounds are interleaved;
-a multiplier is the median over rounds of a step's time over the softmax, or plain, step's of that round.
+in the recipe's precision on a GPU and in float32 on a CPU, unless `--precision` or `--matmul` ask otherwise. All
+recipes must have one shape (dim, depth, heads, dropout, ..); beside them are timed the same model with softmax, which
+is 1, and without a mixer (each hands v on), which is the floor. `--plain` adds softmax written plainly in eager PyTorch
+(`tools/bench/plain.py`), `--against` a model of any shape, which is compared but has no row. Rounds are interleaved; a
+multiplier is the median over rounds of a step's time over the softmax, or plain, step's of that round. Rows of other
+commands had a softmax of their own beside them: `x softmax` compares, `ms` does not. The paper's ratios are of its own
+kernels on GPUs.
 Results are added to `reports/train.md` and `train.json`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import shlex
 from collections.abc import Callable
@@ -24,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from lion.config import ConfigError, flatten, to_dict
@@ -40,13 +44,13 @@ from lion.trainer.runtime import MATMUL, Runtime, compile_blocks
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.cli import Parser, count, say, table
-from tools.compose import describe_data, make_task, resolve
+from tools.compose import RECIPES, describe_data, make_task, resolve
 from tools.processes import Send, in_a_process
 from tools.store import Store, digits, pipes
 
 FLOOR = "without a mixer"
 SETTING = ("device", "threads", "precision", "matmul", "compiled", "model", "shape", "size", "batch")
-HEADER = ["mixer", "x softmax", "x plain", "against", "ms a step", "tokens/s", "peak GiB"]
+HEADER = ["mixer", "x softmax", "paper: x softmax", "x plain", "against", "ms a step", "tokens/s", "peak GiB"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +304,21 @@ def cells(row: dict[str, Any]) -> list[str]:
     peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
     other = row.get("against")
     against = f"{other['ratio']:.2f} x {other['recipe']}" if other else ""
-    return [row["mixer"], f"{row['ratio']:.2f}", plain, against, digits(row["ms"]), speed, peak]
+    return [row["mixer"], f"{row['ratio']:.2f}", published(row), plain, against, digits(row["ms"]), speed, peak]
+
+
+def published(row: dict[str, Any]) -> str:
+    """The same ratio in the paper's tables, "" where they have none for this model."""
+    for held in published_times():
+        alike = held["model"] == row["model"] and row["shape"].startswith(held["shape"]) and held["size"] == row["size"]
+        if alike and row["mixer"] in held["times"]:
+            return f"{held['times'][row['mixer']]:.2f}"
+    return ""
+
+
+@functools.cache
+def published_times() -> list[dict[str, Any]]:
+    return yaml.safe_load((RECIPES / "paper" / "times.yaml").read_text(encoding="utf-8"))
 
 
 def markdown(report: Store) -> str:
