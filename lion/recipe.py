@@ -138,7 +138,9 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
     try:
         place, text = os.path.realpath(path), path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        others = [str(p) for p in path.parent.glob("*.yaml")] if os.path.isdir(path.parent) else []
+        others = [str(p) for p in path.parent.glob("*.yaml") if p.exists()] if os.path.isdir(path.parent) else []
+        if path.is_symlink():
+            raise ConfigError(f"{path}: a link to {os.readlink(path)}, which is not there") from None
         hint = f", {nearest(str(path), others)}" if others else ""
         raise ConfigError(f"{path}: no such file{hint}") from None
     except (OSError, ValueError) as error:

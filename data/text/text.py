@@ -230,16 +230,11 @@ class Text(DataSet):
             decided["tokenizer"] = files.stem if files.is_file() else files.name
             decided["rules"] = open_tokenizer(config.tokenizer).inner.to_str()  # the same name may be of other files
         root = user_path(config.root) if config.root else data_root() / "text"
-
-        def place() -> Path:
-            return root / f"{config.name}-{decided['tokenizer'].replace('/', '_')}-{mark_of(decided)}"
-
-        if (own := self.own_tokenizer) is None:
-            return place()
-        if (usual := place()).is_dir() and read_manifest(usual)["tokenizer"]["fingerprint"] == own.fingerprint:
+        name, own = f"{config.name}-{decided['tokenizer'].replace('/', '_')}", self.own_tokenizer
+        usual = root / f"{name}-{mark_of(decided)}"
+        if own is None or (usual.is_dir() and read_manifest(usual)["tokenizer"]["fingerprint"] == own.fingerprint):
             return usual
-        decided["rules"] = own.inner.to_str()
-        return place()
+        return root / f"{name}-{mark_of({**decided, 'rules': own.inner.to_str()})}"
 
     def identity(self) -> Any:
         """Which text it is: the files with their sizes and times, or a Hub id."""

@@ -6,6 +6,7 @@ All gates are computed in float32. A new one is one class here and its line in `
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -221,31 +222,27 @@ class KeySoftmax(Decay):
 
     Args:
         share: Whether the key's own p makes the decay, too; else that of logits of their own, `W2 W1 x_i` of rank
-            dim / 8: the paper's Table 4 has 6 M parameters for them and does not say how they are made.
+            dim / 8: the 6 M parameters that Table 4 has for them; how they are made is not said.
     """
 
     per = "a token and key dimension"
 
     def __init__(self, dim: int, num_heads: int, *, share: bool = True) -> None:
         super().__init__(dim, num_heads)
-        rank = max(1, dim // 8)
-        self.gate = None  # without bias: all logits more by the same are the same p
-        if not share:
-            self.gate = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=False))
+        self.gate = None
+        if not share:  # without bias: all logits more by the same are the same p
+            self.gate = nn.Sequential(*(nn.Linear(*n, bias=False) for n in pairwise((dim, max(1, dim // 8), dim))))
 
     def initial_state(self, z: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.full_like(z, -torch.inf) for _ in range(1 if self.gate is None else 2))
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()) -> Gating:
-        logits = [k.to(x.dtype), *(() if self.gate is None else (self.own_logits(x),))]
+        logits = [k.to(x.dtype)]
+        if self.gate is not None:
+            logits.append(self.by_head(linear(self.gate[1], linear(self.gate[0], x))))
         given = zip(logits, *((state,) if state else ()))
         keys, log_decays, totals, last = zip(*(self.shares(y, layout, *before) for y, *before in given))
         return Gating(keys[0].to(k.dtype), log_decays[-1], prefix=None if state else -totals[-1], state=last)
-
-    def own_logits(self, x: Tensor) -> Tensor:
-        for layer in self.gate:
-            x = linear(layer, x)
-        return self.by_head(x)
 
     def shares(self, logits: Tensor, layout: Layout, before: Tensor | None = None) -> tuple[Tensor, ...]:
         """p, log(1 - p), minus infinity at a first token, and LSE, (B, H, L, D), and the last LSE (B, H, D), of tokens
@@ -346,11 +343,8 @@ class HippoDecay(Decay):
     @torch.no_grad()
     def zero_order_hold(self, *, per_step: bool = False) -> Tensor:
         """`|A^-1 (exp(A dt) - 1)|` of each key dimension, (H, D), for the eigenvalue `A = B + i frequency`: the modulus
-        of the factor by which zero-order hold multiplies the input (Eq. 238). `per_step` divides it by dt.
-
-        C.2 prints `Lambda^-1 (Lambda - I)`. With the eigenvalues A in the place of Lambda it lacks exp and dt; with the
-        decays exp(A dt) it is `1 - exp(-A dt)`, which is negative and without bound for B < 0.
-        """
+        of the factor of the input under zero-order hold (Eq. 238); `per_step` divides it by dt. C.2 prints `Lambda^-1
+        (Lambda - I)`: of eigenvalues it lacks exp and dt, of decays it is `1 - exp(-A dt)`, negative for B < 0."""
         rates, steps = self.steps(self.log_dt)  # -B dt, dt
         turns = torch.zeros_like(rates) if self.frequency is None else self.by_state(self.frequency, steps) * steps
         # |exp(x + iy) - 1|^2 = (exp(x) - 1)^2 + 4 exp(x) sin(y / 2)^2

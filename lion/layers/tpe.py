@@ -22,7 +22,8 @@ LEAST, MOST = 1e-3, 0.9  # of 1 - lambda, at the start
 class TPE(nn.Module):
     """`y_n = sum_s sum_{m <= n_s} (sum_t w_st lambda_st^(n_s - m)) x_m`: Toeplitz sums along the axes s, added.
 
-    Each channel has `states` weights w and decays lambda in (0, 1) an axis. What is learned of w is its ratio to
+    Each channel has `states` weights w and decays lambda in (0, 1) an axis. Eq. 9 prints no weights; that there are
+    some is inferred from the published parameter counts, which fit only with them. What is learned of w is its ratio to
     1 - lambda, the weight of a running average: steps of one size in w itself would add up over all that a slow state
     remembers. Every 1 - lambda starts log-uniform but the first, whose state alone has a weight and lets a token
     through nearly as it is, with a tenth of its neighbour. The sums take the place of the tokens, as Eq. 8 has it (the

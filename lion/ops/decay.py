@@ -137,17 +137,20 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
 
     A float32 sum over a long or steep sequence is off by far more than its small differences. So it is taken
     in float64 and kept as float32 (high, low) pairs; float64 decays keep the rounding errors of their sum
-    as the second term. Gradients flow through the first term.
+    as the second term. Gradients flow through the first term. In float32 sums are counted from the middle token: the
+    rounding of what each token hands back is then added up over half as many tokens.
     """
     log_decay = log_decay.clamp_min(LOG_ZERO)
-    total = log_decay.double().cumsum(-2)
-    with torch.no_grad():
-        if log_decay.dtype == torch.float64:
-            rest = (log_decay - total.diff(dim=-2, prepend=torch.zeros_like(total[..., :1, :]))).cumsum(-2)
-        else:
+    total = F.pad(log_decay.double().cumsum(-2), (0, 0, 1, 0))  # 0 before the first token
+    if log_decay.dtype == torch.float64:
+        with torch.no_grad():
+            rest = F.pad((log_decay - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
+    else:
+        total = total - total.narrow(-2, total.shape[-2] // 2, 1)
+        with torch.no_grad():
             rest = (total - total.float().double()).float()
-    inclusive = (total.to(log_decay.dtype), rest)
-    exclusive = tuple(F.pad(t, (0, 0, 1, 0))[..., :-1, :] for t in inclusive)
+    terms = (total.to(log_decay.dtype), rest)
+    inclusive, exclusive = (tuple(t[..., part, :] for t in terms) for part in (slice(1, None), slice(-1)))
     return tuple(map(materialized, inclusive)), tuple(map(materialized, exclusive))
 
 

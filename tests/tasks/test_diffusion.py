@@ -156,9 +156,10 @@ def test_evaluation_asks_all_the_same():
     parts = [t.evaluate(model, {k: v[i : i + 2] for k, v in b.items()}) for i in (0, 2, 4)]
     torch.testing.assert_close(whole.outputs, torch.cat([p.outputs for p in parts]))
     assert whole.sums["loss"][1] == 5
+    alike = {"rtol": 1.3e-6, "atol": 1e-6}  # float64 sums of what a model in float32 gives, for batches of other sizes
     for name in whole.sums:
         for i in range(2):
-            torch.testing.assert_close(whole.sums[name][i], sum(p.sums[name][i] for p in parts))
+            torch.testing.assert_close(whole.sums[name][i], sum(p.sums[name][i] for p in parts), **alike)
     of_parts = [whole.sums[f"loss_part{i}"] for i in range(1, 5)]
     torch.testing.assert_close(sum(total for total, _ in of_parts), whole.sums["loss"][0])
     assert sum(count for _, count in of_parts) == 5
