@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +47,8 @@ class Digits(DataSet):
         shares = (self.config.val_split, self.config.test_split)
         train, val, test = split_indices(len(source), shares, SPLIT_SEED)
         plain = v2.Identity()
-        return Splits(*(Images(source, plain, part) for part in (train, val, test)), info=INFO)
+        parts = (Images(source, plain, part) for part in (train, val, test))
+        return Splits(*parts, info=INFO, fingerprint=hashlib.sha256(tensors.numpy().tobytes()).hexdigest()[:12])
 
     def load(self, path: str, info: ImageInfo) -> dict[str, Tensor]:
         """{image}, grey, 8x8, ink bright on dark paper."""
