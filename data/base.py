@@ -45,7 +45,7 @@ class DataConfig:
     def describe(self) -> str:
         """Which data they are, wherever they lie, in a line; the Hub's with their id."""
         path = getattr(self, "path", None)
-        hub = path is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not user_path(path).exists()
+        hub = path is not None and re.fullmatch(r"[\w.-]+/[\w-]+", path) and not user_path(path).exists()
         return f"{self.name} ({path})" if hub else self.name
 
     def resized(self, sample_size: int) -> Self:
@@ -74,8 +74,8 @@ class DataSet(ABC):
     def keep(self, folder: Path) -> None:  # noqa: B027
         """Keep in a run's folder what its inputs depend on and prepared data may lose (a tokenizer)."""
 
-    def restore(self, folder: Path) -> None:  # noqa: B027
-        """Use what `keep` has kept in a run's folder where data have to be prepared anew."""
+    def restore(self, folder: Path, settings: dict[str, Any]) -> None:  # noqa: B027
+        """Use what `keep` has kept in the folder of a run with these settings, where data have to be prepared anew."""
 
     def check(self) -> str:
         """What `prepare` has made, in words; all of it is read.

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import threading
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -45,7 +47,7 @@ def read_part(path: Path, make: Callable[..., Any] = dict) -> Any:
     try:
         with np.load(path) as held:
             return make(**held)
-    except Exception as error:  # what is no archive, or a damaged one, raises errors of many types
+    except (ValueError, LookupError, TypeError, EOFError, IsADirectoryError, zipfile.BadZipFile, zlib.error) as error:
         raise NoPart(
             f"{path}: no finished part ({type(error).__name__}); remove it, and what is prepared next makes it anew"
         ) from None

@@ -21,7 +21,13 @@ from lion.config import ConfigError, nearest
 from lion.layers.mixer import set_form
 from lion.trainer.faults import RunError, cut_library, full_disk, refusal
 
-NAMED = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}  # no such name: what was given is wrong
+NAMED = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+}  # no such name: what was given is wrong
 PATIENCE = 10  # seconds in which a launcher ends the other processes of one that has failed
 
 

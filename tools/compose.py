@@ -17,7 +17,7 @@ import data
 from data.base import DataSet, data_root, locked
 from lion.config import ConfigError, nearest
 from lion.recipe import Recipe, free_keys, load_recipe
-from lion.runs import RECIPE
+from lion.runs import RECIPE, stored_recipe
 from lion.tasks import TASKS, Task
 from lion.tasks.data import Info, Splits
 from lion.tasks.metrics import Metric
@@ -71,8 +71,8 @@ def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
 def open_data(recipe: Recipe, run: Path | None = None) -> DataSet:
     """The recipe's data set, as a `run` in a folder has read it; nothing is read yet."""
     source = data.dataset(recipe.data.name)(recipe.data)
-    if run is not None:
-        source.restore(run)
+    if run is not None and (run / RECIPE).is_file():
+        source.restore(run, stored_recipe(run).get("data", {}))
     return source
 
 

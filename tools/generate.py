@@ -62,12 +62,17 @@ def main(argv: list[str]) -> int:
     model = loaded.model.to(runtime.device)
     try:
         text = begin(args, model, tokenizer) if args.prompt else read_state(args, loaded)
+        begun = len(text.rows[0])
         if loaded.recipe.trainer.compile and not args.eager:
             compile_mode(model, text.mode)
         shown = args.prompt or [""] * len(text.rows)
         complete = write(text, shown, args, tokenizer.decode, loaded.folder)
     except ValueError as error:
         raise ConfigError(f"--{error}") from None
+    except OSError:  # nobody reads standard output any more: what was generated is kept all the same
+        if args.state and len(text.rows[0]) > begun:
+            write_state(args.state, text)
+        raise
     if args.state:
         write_state(args.state, text)
     return 0 if complete else 130
@@ -89,6 +94,8 @@ def check_request(args: Any) -> None:
         raise ConfigError(f"run.sh generate: {missing}")
     if args.state is not None and not args.state.parent.is_dir():  # else it would be lost, in the end
         raise ConfigError(f"--state: no folder {args.state.parent}")
+    if there and not args.state.is_file():
+        raise ConfigError(f"--state: {args.state} is no file")
     if args.prompt and there:
         raise ConfigError(f"--state: {args.state} is there; go on from it without --prompt, or name another file")
 
@@ -181,6 +188,10 @@ def read_state(args: Any, loaded: LoadedRun) -> Continuation:
         raise ConfigError(f"--state: {path} was written by another version of ./run.sh generate")
     if held["weights"] != digest(model):
         raise ConfigError(f"--state: {path} is of other weights than the {args.checkpoint!r} ones of {loaded.folder}")
+    if held["mode"] not in ("attention", streaming_mode(model)):
+        raise ConfigError(f"--state: {path} is of mode {held['mode']!r}, which {loaded.folder} does not have")
+    if any(not 0 <= token < model.vocabulary for row in held["rows"] for token in row):
+        raise ConfigError(f"--state: {path} holds ids outside of the vocabulary of {loaded.folder}")
     if args.mode not in (None, held["mode"]):
         raise ConfigError(f"--mode: {path} is of mode {held['mode']}, got {args.mode}")
     return Continuation(model, held["mode"], held["rows"], held["logits"], held["state"])

@@ -23,6 +23,7 @@ from lion.trainer.plan import Plan, make_plan
 from tools.bench.floors import published_flops
 from tools.cli import Parser, count, run_command, table
 from tools.compose import RECIPES, describe_data, describe_warmup, make_task, process_count, resolve
+from tools.store import digits
 
 MIXER_COLUMNS = ("published in", "decay", "normalised by", "left out of the block")
 
@@ -82,7 +83,10 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
         length(plan),
         ("batch", f"{c.batches()} = {processes} processes x {plan.accumulation} accumulated x {plan.micro}"),
         ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
-        ("attention, C.12", f"{softmax:,.0f} MFLOP a layer and sample with softmax, {rnn:,.0f} as an RNN, of one head"),
+        (
+            "attention, C.12",
+            f"{digits(softmax)} MFLOP a layer and sample with softmax, {digits(rnn)} as an RNN, of one head",
+        ),
         ("memory, state", f"{state / 2**30:.2f} GiB"),
         (
             "memory, activations",

@@ -5,9 +5,11 @@ python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh] [--no-eval] [-
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
+import shlex
 from pathlib import Path
 
 import torch
@@ -84,14 +86,20 @@ def main(argv: list[str]) -> int:
     if world > 1 and not launched:  # all else is checked by the processes themselves
         flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
         return launch(world, [args.recipe, *args.overrides, *flags, "--form", args.form])
-    form, made_by = None if args.no_eval else args.form, command_of(args.recipe, args.overrides, recipe)
+    form = None if args.no_eval else args.form
+    made_by = command_of(args.recipe, args.overrides, recipe, None if args.fresh else recipe.folder)
     return train(recipe, world, fresh=args.fresh, form=form, first=first, made_by=made_by)
 
 
-def command_of(path: str, overrides: list[str], recipe: Recipe) -> str:
-    """The command that makes such a run on any machine: without the places of files."""
-    free = free_keys(recipe)
-    return " ".join(["./run.sh", Path(path).stem, *(item for item in overrides if item.partition("=")[0] not in free)])
+def command_of(path: str, overrides: list[str], recipe: Recipe, begun: Path | None) -> str:
+    """The command that makes such a run on any machine, without the places of files; that which has `begun` the run in
+    a folder, if one is there."""
+    if begun is not None:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            return str(json.loads((begun / ENVIRONMENT).read_text())["command"])
+    free, file = free_keys(recipe), Path(path)
+    name = f"{file.parent.name}/{RECIPE}" if file.name == RECIPE else file.stem
+    return shlex.join(["./run.sh", name, *(item for item in overrides if item.partition("=")[0] not in free)])
 
 
 def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: bool, made_by: str = "") -> int:
@@ -99,10 +107,11 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
 
     `made_by` is the command, for the run's `environment.json`.
     """
-    source = open_data(recipe, None if fresh else recipe.folder)
+    begun = recipe.folder if not fresh and steps_of(recipe.folder, "last") else None
+    source = open_data(recipe, begun)
     if needs_preparing(source) and (known := source.published()) is not None:
         check_settings(recipe, *known, world, room=first)  # before hours are spent on data
-    splits = build_data(recipe, None if fresh else recipe.folder, cached=True)
+    splits = build_data(recipe, begun, cached=True)
     plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first)
     seed_everything(recipe.seed)
     model = task.build_model(recipe.model)

@@ -244,10 +244,10 @@ def read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
         if len(row) < 4 or str(row[3]) not in ("0", "1"):
             found = " ".join(map(str, row))[:60]
             raise ConfigError(f"{path}, row {number}: expected folder, file, number and label 0 or 1, got {found!r}")
-        picture = Path(os.path.normpath(Path(str(row[0]), str(row[1]))))
-        if picture.is_absolute() or picture.parts[:1] == ("..",):
+        picture = Path(os.path.normpath(root / str(row[0]) / str(row[1])))
+        if not picture.is_relative_to(os.path.normpath(root)):
             raise ConfigError(f"{path}, row {number}: {picture} lies outside of {root}")
-        yield root / picture, int(row[3])
+        yield picture, int(row[3])
 
 
 def once(samples: list[tuple[Path, int]]) -> list[tuple[Path, int]]:

@@ -109,21 +109,22 @@ class Text(DataSet):
         if not (folder / TOKENIZER).exists():
             save_text(folder / TOKENIZER, self.tokenizer.inner.to_str())
 
-    def restore(self, folder: Path) -> None:
-        self.kept = folder if (folder / TOKENIZER).is_file() else None
+    def restore(self, folder: Path, settings: dict[str, Any]) -> None:
+        same = settings.get("tokenizer") == self.config.tokenizer
+        self.kept = folder if same and (folder / TOKENIZER).is_file() else None
 
     def prepare(self) -> None:
         """Make the token file where it is missing."""
         config = self.config
-        if self.made_before is None:
-            prepare(
-                self.folder,
-                self.corpus,
-                self.make_tokenizer,
-                held_out=config.val_split,
-                tail=config.split == "tail",
-                workers=config.workers or len(os.sched_getaffinity(0)),
-            )
+        if self.made_before is not None:
+            return
+        how = {"held_out": config.val_split, "tail": config.split == "tail"}
+        how["workers"] = config.workers or len(os.sched_getaffinity(0))
+        try:
+            prepare(self.folder, self.corpus, self.make_tokenizer, **how)
+        except ConfigError as error:
+            own = f"; the tokenizer is that of {self.kept}" if self.own_tokenizer else ""
+            raise ConfigError(f"{error}{own}") from None
 
     def check(self) -> str:
         """Read all of the token file; what it holds, in words.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -26,7 +25,6 @@ NAMES = {  # what special tokens are called
 }
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4 of one that is trained here
 BYTES = ["[PAD]", "[MASK]", "[CLS]", "[SEP]", "<|endoftext|>"]  # ids 256 to 260
-ALPHABET = 1000  # characters of a wordpiece vocabulary that is trained here, the most frequent; others are unknown
 FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 
 
@@ -154,7 +152,8 @@ def read_files(path: Path) -> tokenizers.Tokenizer:
 
 
 def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """One of `MADE` out of these texts, which can be read again, with `vocabulary` tokens at most.
+    """One of `MADE` out of these texts, which can be read again, with `vocabulary` tokens, or as many as its
+    characters if these are more.
 
     Raises:
         ConfigError: There is no text.
@@ -180,19 +179,15 @@ def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenize
 
 
 def train_wordpiece(inner: tokenizers.Tokenizer, texts: Iterable[str], vocabulary: int) -> None:
-    """Train on texts, which are read three times; the same texts give the same ids.
+    """Train on texts, which are read twice; the same texts give the same ids.
 
     The trainer numbers the characters inside words in the order of a hash table, and by their numbers it decides
     between pairs that are equally frequent. So the characters are found first and given in order.
     """
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(inner.normalizer.normalize_str(text))
-    frequent = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))[:ALPHABET]
 
     def train(size: int, first: list[str]) -> None:
-        how = {"initial_alphabet": frequent, "limit_alphabet": len(frequent), "show_progress": False}
-        inner.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, **how))
+        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False)
+        inner.train_from_iterator(texts, trainer)
 
     train(0, WORDPIECE)  # characters alone, at the beginning of words and (##) inside
     train(vocabulary, WORDPIECE + sorted(inner.get_vocab().keys() - set(WORDPIECE)))

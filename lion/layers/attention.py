@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lion.config import nearest, setting
 from lion.layers.layout import AS_THEY_STAND, PLAIN, SCANS, Layout
 from lion.layers.mixer import Mixer
-from lion.layers.norms import NO_NORM, NORMS, check_causal
+from lion.layers.norms import NO_NORM, NORMS, check_causal, over_tokens
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
 from lion.ops.features import FEATURE_MAPS
@@ -57,22 +57,13 @@ class AttentionConfig:
         return replace(self, direction="backward" if layer % 2 else "forward")
 
 
-def check_config(config: AttentionConfig) -> None:
-    """Check settings that every mixer has.
-
-    Raises:
-        ValueError: An unknown scan, or none; an output norm through which a causal layer would see later tokens.
-    """
+def check_scan_names(config: AttentionConfig) -> None:
+    """Raises ValueError: An unknown scan, or none."""
     for scan in config.scans:
         if scan not in SCANS:
             raise ValueError(f"scans: unknown scan {scan!r}, {nearest(scan, SCANS)}")
     if not config.scans:
         raise ValueError("scans: expected at least one")
-    if config.direction == "forward":
-        try:
-            check_causal(config.out_norm)
-        except ValueError as error:
-            raise ValueError(f"out_{error}") from None
 
 
 def check_rotation(config: AttentionConfig) -> None:
@@ -83,6 +74,14 @@ def check_rotation(config: AttentionConfig) -> None:
             f"rotation {config.rotation!r} does not go with row sums (normalize {config.normalize!r}); use normalize "
             "'none', or rotation 'rope'"
         )
+
+
+def check_out_norm(config: AttentionConfig) -> None:
+    """Raises ValueError: An output norm through which the tokens of a causal layer would see later ones."""
+    try:
+        check_causal(config.out_norm)
+    except ValueError as error:
+        raise ValueError(f"out_{error}") from None
 
 
 class Attention(Mixer):
@@ -147,8 +146,9 @@ class Attention(Mixer):
 
     @property
     def causal(self) -> bool:
-        return self.config.direction == "forward"
+        return self.config.direction == "forward" and not over_tokens(self.config.out_norm)
 
     def check_causal(self) -> None:
         if self.config.direction != "forward":
             raise ValueError(f"direction: only 'forward' streams, this layer has {self.config.direction!r}")
+        check_out_norm(self.config)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import check_settings, fill
-from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check_config, check_rotation
+from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check_rotation, check_scan_names
 from lion.layers.decay import Decay, Gating
 from lion.layers.decays import DECAYS
 from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
@@ -69,7 +69,7 @@ class LionAttention(Attention):
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
         check_settings(config)
-        check_config(config)
+        check_scan_names(config)
         entry, several = MIXERS[name], config.scans != AS_THEY_STAND
         if several and config.rotation not in (None, NO_ROTATION):
             raise ValueError(f"rotation {config.rotation!r} goes by one order of the tokens, not several scans")

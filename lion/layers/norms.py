@@ -88,12 +88,13 @@ NORMS: dict[str, type[nn.Module]] = {"batchnorm": BatchNorm, "layernorm": LayerN
 NO_NORM = "none"
 
 
+def over_tokens(name: str | None) -> bool:
+    """Whether the statistics of a norm are those of several tokens, so that in training a token sees later ones."""
+    return getattr(NORMS.get(name), "over_tokens", False)
+
+
 def check_causal(norm: str | None) -> None:
-    """Raises ValueError: Statistics over tokens, by which in training a token would depend on later ones."""
-
-    def over_tokens(name: str | None) -> bool:
-        return getattr(NORMS.get(name), "over_tokens", False)
-
+    """Raises ValueError: Statistics over tokens."""
     if over_tokens(norm):
         fits = " or ".join(repr(name) for name in NORMS if not over_tokens(name))
         raise ValueError(

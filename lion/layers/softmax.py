@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
-from lion.layers.attention import Attention, AttentionConfig, check_config
+from lion.layers.attention import Attention, AttentionConfig, check_scan_names
 from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
 from lion.layers.mixer import Facts, state_type
 from lion.layers.mixers import NONE, SOFTMAX
@@ -80,7 +80,7 @@ class SoftmaxAttention(Attention):
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
         check_settings(config)
-        check_config(config)
+        check_scan_names(config)
         if config.direction not in ("both", "forward"):
             raise ValueError(
                 f"direction {config.direction!r} is not available with mixer {name!r}, use 'both' or 'forward'"

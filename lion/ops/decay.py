@@ -141,16 +141,17 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
     rounding of what each token hands back is then added up over half as many tokens.
     """
     log_decay = log_decay.clamp_min(LOG_ZERO)
-    total = F.pad(log_decay.double().cumsum(-2), (0, 0, 1, 0))  # 0 before the first token
-    if log_decay.dtype == torch.float64:
-        with torch.no_grad():
-            rest = F.pad((log_decay - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
-    else:
-        total = total - total.narrow(-2, total.shape[-2] // 2, 1)
-        with torch.no_grad():
+    wide, exact = log_decay.double(), log_decay.dtype == torch.float64
+    before = wide[..., : 0 if exact else wide.shape[-2] // 2, :].sum(-2, keepdim=True)
+    total = torch.cat([-before, wide], -2).cumsum(-2)  # from before the first token on
+    with torch.no_grad():
+        if exact:
+            rest = F.pad((wide - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
+        else:
             rest = (total - total.float().double()).float()
-    terms = (total.to(log_decay.dtype), rest)
-    inclusive, exclusive = (tuple(t[..., part, :] for t in terms) for part in (slice(1, None), slice(-1)))
+    # one more place, cut off again: Inductor then keeps the float32 sums, else it makes them again for each pair
+    terms = tuple(F.pad(t, (0, 0, 0, 1)) for t in (total.to(log_decay.dtype), rest))
+    inclusive, exclusive = (tuple(t[..., part, :] for t in terms) for part in (slice(1, -1), slice(-2)))
     return tuple(map(materialized, inclusive)), tuple(map(materialized, exclusive))
 
 

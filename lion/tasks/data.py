@@ -37,7 +37,8 @@ class Splits(NamedTuple):
     collate: a batch of a list of samples; a tensor's first dimension are the samples.
     order: in which an epoch reads `train`.
     more: other data by name (MNLI's mismatched genres), measured wherever `val` is, as `val_NAME`; they choose nothing.
-    fingerprint: the same for the same samples, wherever their files lie; None where nobody has read them all.
+    fingerprint: the same for the same samples, wherever their files lie; of tokens and generated samples by all bytes,
+        of pictures by a look at some. None where there is none.
     """
 
     train: Dataset

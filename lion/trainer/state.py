@@ -27,7 +27,6 @@ KEPT = {  # by `RunState.to_dict`, and needed by `RunState.restore`
     "seconds": float,
     "evaluated": int,
     "info": dict,
-    "data": str | None,
     "skipped": Tensor,
     "random": list,
     "next": dict | None,
@@ -133,8 +132,9 @@ class RunState:
             ConfigError: The data are others.
         """
         self.task.info.check_same(f"{self.run}: its checkpoint", kept["info"])
-        if kept["data"] != (now := self.data.splits.fingerprint):
-            raise self.changed(kept["step"], f"their fingerprint was {kept['data']}, and is {now} now")
+        then, now = kept.get("data"), self.data.splits.fingerprint
+        if then != now and None not in (then, now):
+            raise self.changed(kept["step"], f"their fingerprint was {then}, and is {now} now")
         self.step, self.samples, self.seconds = kept["step"], kept["samples"], kept["seconds"]
         self.evaluated = kept["evaluated"]
         self.guard.counts.copy_(kept["skipped"])

@@ -811,7 +811,7 @@ def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):
     assert f"{path}, row 2: expected folder, file, number and label 0 or 1" in refuse(capsys, "prepare", file)
     path.write_text("")
     assert "there are no samples" in refuse(capsys, "prepare", file)
-    for outside in (f"{root} sample_0.png", "../imgs sample_0.png", "imgs ../../../sample_0.png"):
+    for outside in (f"{tmp_path} sample_0.png", "../imgs sample_0.png", "imgs ../../../sample_0.png"):
         path.write_text(f"{outside} 0 0\n")
         assert "lies outside of" in refuse(capsys, "prepare", file)
     path.write_text("imgs/0 sample_0.png 0 0\nimgs/./0 sample_0.png 0 1\n")

@@ -109,16 +109,15 @@ def test_a_trained_wordpiece_has_berts_special_tokens_and_keeps_its_ids(tmp_path
 
 @pytest.mark.parametrize("name", ["wordpiece", "bpe", "characters"])
 def test_the_same_text_trains_the_same_tokenizer(name):
-    """Also with pairs that are equally frequent and with more characters than an alphabet has."""
-    rare = [chr(0x4E00 + i) for i in range(1200)]
+    """Also with pairs that are equally frequent, and with more characters than asked for tokens: none gets lost."""
+    rare = [chr(0x4E00 + i) for i in range(1600)]
     texts = [*sentences(40), "abab cdcd efef ghgh xyxy zwzw", " ".join(rare)]
     made = [make_tokenizer(name, texts, 1500) for _ in range(3)]
     assert len({tokenizer.fingerprint for tokenizer in made}) == 1
     assert made[0].inner.to_str() == made[1].inner.to_str()
     if name == "wordpiece":
-        kept = [c for c in rare if c in made[0].ids]
-        assert kept == rare[: len(kept)] and len(kept) < 1000, "of equally frequent ones the first"
-        assert made[0].vocabulary <= 1500 and "reads" in made[0].ids
+        assert not set(rare) - made[0].ids.keys() and made[0].vocabulary < 1750
+        assert "reads" in make_tokenizer(name, texts[:-1], 300).ids
 
 
 @shared

@@ -119,11 +119,11 @@ def test_no_norm_shows_later_tokens_in_training(norm, place):
     torch.testing.assert_close(model(tokens)[:, :7], model(changed)[:, :7], rtol=0, atol=1e-12)
 
 
-def test_a_causal_layer_alone_has_no_norm_over_tokens():
-    config = AttentionConfig(direction="forward", out_norm="batchnorm")
+def test_a_layer_with_a_norm_over_tokens_does_not_stream():
+    layer = make_mixer("lion_s", 12, 2, AttentionConfig(direction="forward", out_norm="batchnorm"))
+    assert not layer.causal and make_mixer("lion_s", 12, 2, AttentionConfig(direction="forward")).causal
     with pytest.raises(ValueError, match="out_norm: 'batchnorm'"):
-        make_mixer("lion_s", 12, 2, config)
-    assert make_mixer("lion_s", 12, 2, AttentionConfig(out_norm="batchnorm")).out_norm is not None
+        layer.prefill(torch.randn(1, 3, 12))
 
 
 def saved(state):

@@ -1,5 +1,6 @@
 """`./run.sh generate`: streams, several prompts, every mode, and going on from a file."""
 
+import hashlib
 import io
 import os
 import re
@@ -153,6 +154,7 @@ def test_bad_requests(runs, capsys, tmp_path):
     assert "--tokens: 3 and 30 more are beyond the model's 32 positions; take 29 at most" in long
     for option, value in (("--temperature", -1), ("--top-k", 0), ("--top-p", 2), ("--top-p", "much")):
         assert option in refuse(capsys, "generate", lion, "--prompt", "a", option, value)
+    assert "is no file" in refuse(capsys, "generate", lion, "--state", tmp_path)
     assert here("generate", lion, "--prompt", "a", "--tokens", 2, "--state", state) == 0
     capsys.readouterr()
     assert "go on from it without --prompt" in refuse(capsys, "generate", lion, "--prompt", "a", "--state", state)
@@ -163,22 +165,46 @@ def test_bad_requests(runs, capsys, tmp_path):
         assert "is damaged, or no state of ./run.sh generate" in refuse(capsys, "generate", lion, "--state", state)
 
 
-@pytest.mark.parametrize("part", ["digest", "mode", "rows", "state"])
-def test_a_state_that_is_not_what_was_written_is_refused(runs, capsys, tmp_path, part):
-    """A bit, or a field: other text, ids that are none and states of another mode would follow."""
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("part", ["digest", "mode", "rows"])
+def test_a_state_that_is_not_what_was_written_is_refused(runs, capsys, tmp_path, part, signed):
+    """A bit, or a field, with the digest of before and with its own: other text, ids that are none and states of
+    another mode would follow."""
     run, state = runs["lion_s"], tmp_path / "state.pt"
     assert here("generate", run, "--prompt", "the cat", "--tokens", 3, "--state", state) == 0
-    raw = bytearray(state.read_bytes())
+    raw, said = bytearray(state.read_bytes()), "is damaged"
     if part == "digest":
-        raw[7] ^= 1
+        raw[7 if signed else -7] ^= 1
     else:
         held = torch.load(io.BytesIO(raw[32:]), weights_only=True)
-        held |= {"mode": {"mode": "kv"}, "rows": {"rows": [[10**9]]}, "state": {"state": None}}[part]
-        torch.save(held, file := io.BytesIO())
+        torch.save(held | {"mode": {"mode": "kv"}, "rows": {"rows": [[10**9]]}}[part], file := io.BytesIO())
         raw[32:] = file.getvalue()
+        if signed:
+            raw[:32] = hashlib.sha256(raw[32:]).digest()
+            said = {"mode": "is of mode 'kv', which", "rows": "holds ids outside of the vocabulary"}[part]
     state.write_bytes(raw)
     capsys.readouterr()
-    assert "is damaged" in refuse(capsys, "generate", run, "--state", state)
+    assert said in refuse(capsys, "generate", run, "--state", state)
+
+
+def test_what_was_generated_is_kept_where_nobody_reads_it(runs, capsys, tmp_path, monkeypatch):
+    """The reader of a pipe ends first, as where Ctrl-C goes to all of it."""
+    run, state = runs["lion_s"], tmp_path / "state.pt"
+    asked, shown, show = ["--seed", 1, "--state", state], [], generate.show
+    whole, _ = text_of(capsys, run, "--seed", 1, "--prompt", "the cat", "--tokens", 12)
+
+    def closed(text):
+        shown.append(text)
+        if len(shown) == 6:  # the prompt and four tokens were read
+            raise BrokenPipeError
+        show(text)
+
+    monkeypatch.setattr(generate, "show", closed)
+    with pytest.raises(BrokenPipeError):
+        here("generate", run, *asked, "--prompt", "the cat", "--tokens", 12)
+    monkeypatch.undo()
+    first = capsys.readouterr().out + shown[5]
+    assert first + text_of(capsys, run, *asked, "--tokens", 7)[0] == whole
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

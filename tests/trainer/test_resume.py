@@ -182,7 +182,7 @@ def test_all_that_a_run_saves_reaches_it_again(tmp_path, monkeypatch):
     monkeypatch.setattr(RunState, "to_dict", lambda self: {**to_dict(self), "new": [self.step]})
     assert toys.trainer(tmp_path / "run").fit()
     resumed = toys.trainer(tmp_path / "run")
-    assert resumed.checkpoints.resume(seen.append)["new"] == [6] and seen[0].keys() == {*KEPT, "new"}
+    assert resumed.checkpoints.resume(seen.append)["new"] == [6] and seen[0].keys() == {*KEPT, "data", "new"}
 
 
 def test_a_file_in_the_place_of_a_checkpoint_is_set_aside(tmp_path):

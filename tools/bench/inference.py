@@ -335,7 +335,7 @@ def mega_flops(row: Row) -> str:
     if "dim" not in row or row["form"] not in (SOFTMAX, "rnn"):
         return "-"
     softmax, rnn = published_flops(row["tokens"], row["dim"])
-    return f"{(softmax if row['form'] == SOFTMAX else rnn) / 1e6:,.0f}"
+    return digits((softmax if row["form"] == SOFTMAX else rnn) / 1e6)
 
 
 def markdown(report: Store) -> str:
