@@ -111,7 +111,10 @@ def summarise(folder: Path, pretrained: Recipe, name: str, asked: Table) -> str:
     grid = rate_rows(every, asked) if asked.rates else None
     if grid is not None:
         text += ["## Learning rates", pipes(*grid, text=("task",))]
-    text += ["## The papers' averages over all eight tasks", pipes(*paper, text=("size", "model", "recipe"))]
+    text += [
+        "## The papers' scores, and their averages over all eight tasks",
+        pipes(*paper, text=("size", "model", "recipe")),
+    ]
     store.save("\n\n".join(text) + "\n", average=average, recipe=name)
     tables = [table(HEADER, body), "\n".join(notes), *([] if grid is None else [table(*grid)]), table(*paper)]
     return "\n\n".join([who, *tables, store.files()])
@@ -230,5 +233,9 @@ def changes(rows: list[Row], asked: Table) -> list[str]:
 
 def paper_rows() -> tuple[list[str], list[list[str]]]:
     held: list[dict[str, Any]] = yaml.safe_load((RECIPES / "paper" / "glue.yaml").read_text(encoding="utf-8"))
-    rows = [[row["size"], row["model"], row["recipe"], f"{row['average']:.2f}"] for row in held]
-    return ["size", "model", "recipe", "the paper"], rows
+    tasks = ("mnli", "rte", "qqp", "qnli", "sst2", "stsb", "mrpc", "cola")
+    rows = [
+        [row["size"], row["model"], row["recipe"], *row.get("tasks", ["-"] * len(tasks)), row["average"]]
+        for row in held
+    ]
+    return ["size", "model", "recipe", *tasks, "the paper"], rows
