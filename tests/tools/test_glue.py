@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
