@@ -141,8 +141,9 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
     rounding of what each token hands back is then added up over half as many tokens.
     """
     log_decay = log_decay.clamp_min(LOG_ZERO)
-    wide, exact = log_decay.double(), log_decay.dtype == torch.float64
-    before = wide[..., : 0 if exact else wide.shape[-2] // 2, :].sum(-2, keepdim=True)
+    wide, exact, length = log_decay.double(), log_decay.dtype == torch.float64, log_decay.shape[-2]
+    first = torch.arange(length, device=wide.device)[:, None] < (0 if exact else length // 2)
+    before = torch.where(first, wide, 0.0).sum(-2, keepdim=True)  # a slice would bind a graph to some lengths
     total = torch.cat([-before, wide], -2).cumsum(-2)  # from before the first token on
     with torch.no_grad():
         if exact:
