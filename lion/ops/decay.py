@@ -137,21 +137,33 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
 
     A float32 sum over a long or steep sequence is off by far more than its small differences. So it is taken
     in float64 and kept as float32 (high, low) pairs; float64 decays keep the rounding errors of their sum
-    as the second term. Gradients flow through the first term. In float32 sums are counted from the middle token: the
-    rounding of what each token hands back is then added up over half as many tokens.
+    as the second term. Gradients flow through the first term.
     """
+    exact, shared = log_decay.dtype == torch.float64, log_decay.stride(-2) == 0
     log_decay = log_decay.clamp_min(LOG_ZERO)
-    wide, exact, length = log_decay.double(), log_decay.dtype == torch.float64, log_decay.shape[-2]
-    first = torch.arange(length, device=wide.device)[:, None] < (0 if exact else length // 2)
-    before = torch.where(first, wide, 0.0).sum(-2, keepdim=True)  # a slice would bind a graph to some lengths
-    total = torch.cat([-before, wide], -2).cumsum(-2)  # from before the first token on
+    if shared and not exact:
+        return multiples(log_decay)
+    total = log_decay.double().cumsum(-2)
     with torch.no_grad():
         if exact:
-            rest = F.pad((wide - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
+            rest = (log_decay - total.diff(dim=-2, prepend=torch.zeros_like(total[..., :1, :]))).cumsum(-2)
         else:
             rest = (total - total.float().double()).float()
+    inclusive = (total.to(log_decay.dtype), rest)
+    exclusive = tuple(F.pad(t, (0, 0, 1, 0))[..., :-1, :] for t in inclusive)
+    return tuple(map(materialized, inclusive)), tuple(map(materialized, exclusive))
+
+
+def multiples(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """`prefix_sums` of float32 decays that all tokens share (Lion-D), counted from the middle token: its gradient adds
+    up what tokens hand back times their place, and so are the rounding errors of it, which are smaller from there."""
+    length = log_decay.shape[-2]
+    places = torch.arange(length + 1, device=log_decay.device, dtype=torch.float64)[:, None] - length // 2
+    total = log_decay[..., :1, :].double() * places
+    with torch.no_grad():
+        rest = (total - total.float().double()).float()
     # one more place, cut off again: Inductor then keeps the float32 sums, else it makes them again for each pair
-    terms = tuple(F.pad(t, (0, 0, 0, 1)) for t in (total.to(log_decay.dtype), rest))
+    terms = tuple(F.pad(t, (0, 0, 0, 1)) for t in (total.float(), rest))
     inclusive, exclusive = (tuple(t[..., part, :] for t in terms) for part in (slice(1, -1), slice(-2)))
     return tuple(map(materialized, inclusive)), tuple(map(materialized, exclusive))
 
