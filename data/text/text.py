@@ -106,7 +106,7 @@ class Text(DataSet):
     kept: Path | None = None  # a run's folder with the tokenizer of its text
 
     def keep(self, folder: Path) -> None:
-        if not (folder / TOKENIZER).exists():
+        if self.kept is None:
             save_text(folder / TOKENIZER, self.tokenizer.inner.to_str())
 
     def restore(self, folder: Path, settings: dict[str, Any]) -> None:

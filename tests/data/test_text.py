@@ -401,6 +401,16 @@ def test_a_run_keeps_its_tokenizer_where_token_files_are_lost(tmp_path, run_on_w
     assert "of another vocabulary" in refuse(capsys, "eval", run, "--form", "full", "--eager")
 
 
+def test_what_is_kept_is_of_the_text_that_is_trained_on(tmp_path):
+    """Also where a run of another text ended before its first checkpoint."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for seed in (0, 1):
+        source = prepared(lines_set(tmp_path, sentences(30, seed=seed), tokenizer="wordpiece", vocabulary=300))
+        source.keep(run)
+        assert open_tokenizer(str(run)).fingerprint == source.tokenizer.fingerprint
+
+
 def test_a_command_that_is_refused_leaves_the_run_as_it_is(tmp_path, run_on_words, capsys):
     """Neither another text nor another place goes into the recipe of a run that was not trained on it."""
     run, line = run_on_words
