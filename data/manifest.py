@@ -1,4 +1,4 @@
-"""What prepared data say of themselves: a folder's manifest, with the sizes of its files and their checksums."""
+"""Manifests of prepared data: the sizes and checksums of a folder's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 
 
 class Held(NamedTuple):
-    """What a manifest says of a file: its bytes, and their SHA-256."""
+    """Size in bytes and SHA-256 of a file, as its manifest has them."""
 
     size: int
     sha256: str
@@ -29,17 +29,17 @@ def mark_of(decided: Any) -> str:
 
 
 def fingerprint_of(files: Mapping[str, Held]) -> str:
-    """Of the content of files, in twelve digits: the same wherever they lie."""
+    """Hash the content of files to twelve digits, the same in every folder."""
     return mark_of({name: held.sha256 for name, held in files.items()})
 
 
 def again(folder: Path) -> str:
-    """What helps where a folder is damaged."""
+    """Name the remedy for a damaged folder."""
     return f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
 
 
 def open_manifest(folder: Path, files: Callable[[dict[str, Any]], Mapping[str, Held]], what: str) -> dict[str, Any]:
-    """What a folder holds; the sizes of its `files` are compared, their content is not read.
+    """Read the manifest of a folder and compare the sizes of its `files`; their content is not read.
 
     Raises:
         ConfigError: Something is missing, truncated (`what` it is, in words), or of another format.

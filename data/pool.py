@@ -22,11 +22,11 @@ from lion.config import ConfigError
 
 
 class NoPart(ConfigError):
-    """What stands where a finished part is to be; the others can be used."""
+    """Raised for a file in the place of a finished part that is none; other parts can be used."""
 
 
 def beside(folder: Path) -> tuple[Path, Path]:
-    """Where the finished parts of `folder` are kept, and where it is put together.
+    """Paths beside `folder`: of its finished parts, and of the folder that is put together of them.
 
     Raises:
         ConfigError: Something else stands in the place of one of the three.
@@ -39,7 +39,7 @@ def beside(folder: Path) -> tuple[Path, Path]:
 
 
 def read_part(path: Path, make: Callable[..., Any] = dict) -> Any:
-    """What `make` makes of the arrays of a finished part, by their names.
+    """Read the arrays of a finished part and pass them to `make` by their names.
 
     Raises:
         NoPart: It is none.
@@ -85,7 +85,7 @@ task: Callable[[Any], None]  # of a process of the pool
 
 
 def start_worker(work: Callable[[Any], None]) -> None:
-    """Of the pool; it ends with its parent, however that ends, and at once when interrupted: no half part stays."""
+    """Set up a process of the pool: it ends with its parent, and at once when interrupted, so no half part stays."""
     global task
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -159,7 +159,7 @@ class Decoder:
 
 
 class Stop:
-    """Whether a signal asked to stop."""
+    """Note a signal that asks to stop."""
 
     stopping = False
 

@@ -76,14 +76,6 @@ def check_rotation(config: AttentionConfig) -> None:
         )
 
 
-def check_out_norm(config: AttentionConfig) -> None:
-    """Raises ValueError: An output norm through which the tokens of a causal layer would see later ones."""
-    try:
-        check_causal(config.out_norm)
-    except ValueError as error:
-        raise ValueError(f"out_{error}") from None
-
-
 class Attention(Mixer):
     """q, k and v, a mixing of heads which the subclass gives as `mix`, and the projection of what comes out."""
 
@@ -151,4 +143,4 @@ class Attention(Mixer):
     def check_causal(self) -> None:
         if self.config.direction != "forward":
             raise ValueError(f"direction: only 'forward' streams, this layer has {self.config.direction!r}")
-        check_out_norm(self.config)
+        check_causal(self.config.out_norm, "out_norm")

@@ -89,15 +89,15 @@ NO_NORM = "none"
 
 
 def over_tokens(name: str | None) -> bool:
-    """Whether the statistics of a norm are those of several tokens, so that in training a token sees later ones."""
+    """Return whether a norm takes its statistics over several tokens, so that in training a token sees later ones."""
     return getattr(NORMS.get(name), "over_tokens", False)
 
 
-def check_causal(norm: str | None) -> None:
-    """Raises ValueError: Statistics over tokens."""
+def check_causal(norm: str | None, key: str) -> None:
+    """Raises ValueError: The norm, which the setting `key` names, takes its statistics over tokens."""
     if over_tokens(norm):
         fits = " or ".join(repr(name) for name in NORMS if not over_tokens(name))
         raise ValueError(
-            f"norm: {norm!r} takes its mean over all tokens, so that in training a causal model would see later ones; "
+            f"{key}: {norm!r} takes its mean over all tokens, so that in training a causal model would see later ones; "
             f"use {fits}"
         )

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lion.config import setting
 from lion.layers import AttentionConfig
-from lion.layers.attention import check_out_norm
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.mixer import state_type
 from lion.layers.norms import check_causal
@@ -56,11 +55,8 @@ class GPTConfig(EncoderConfig):
             raise ValueError("attention.scans: text has one order, that in which its tokens come")
         if c.attention.direction != "forward":
             raise ValueError(f"attention.direction: {c.attention.direction!r} sees later tokens, use 'forward'")
-        check_causal(c.norm)
-        try:
-            check_out_norm(c.attention)
-        except ValueError as error:
-            raise ValueError(f"attention.{error}") from None
+        check_causal(c.norm, "norm")
+        check_causal(c.attention.out_norm, "attention.out_norm")
         return c
 
 

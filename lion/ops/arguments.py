@@ -80,7 +80,7 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
 
 
 def is_whole(x: Any) -> bool:
-    """Whether it is a tensor of integers."""
+    """Return whether x is a tensor of integers."""
     return torch.is_tensor(x) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 

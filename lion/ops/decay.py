@@ -155,8 +155,8 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
 
 
 def multiples(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """`prefix_sums` of float32 decays that all tokens share (Lion-D), counted from the middle token: its gradient adds
-    up what tokens hand back times their place, and so are the rounding errors of it, which are smaller from there."""
+    """`prefix_sums` of float32 decays that all tokens share (Lion-D), counted from the middle token: the gradient sums
+    each token's times its place, rounding errors included, and places are half as large from there."""
     length = log_decay.shape[-2]
     places = torch.arange(length + 1, device=log_decay.device, dtype=torch.float64)[:, None] - length // 2
     total = log_decay[..., :1, :].double() * places

@@ -122,7 +122,7 @@ class RunState:
         }
 
     def about(self) -> dict[str, Any]:
-        """What every checkpoint says of the data."""
+        """Describe the data, in every checkpoint."""
         return {"info": self.task.info.to_dict(), "data": self.data.splits.fingerprint}
 
     def restore(self, kept: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ class RunState:
 
 
 def in_words(upcoming: dict[str, Any] | None) -> str:
-    """What `RunState.upcoming` gives."""
+    """Format `RunState.upcoming` for a message."""
     if upcoming is None:
         return "none, the run is complete"
     return f"samples {', '.join(map(str, upcoming['samples']))} .. at learning rate {upcoming['lr']:.3g}"

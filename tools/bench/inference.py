@@ -331,7 +331,7 @@ def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def mega_flops(row: Row) -> str:
-    """By the paper's formulas, of one layer and sample; they are of softmax and of the RNN."""
+    """Floating point operations of one layer and sample by the paper's formulas, which know softmax and the RNN."""
     if "dim" not in row or row["form"] not in (SOFTMAX, "rnn"):
         return "-"
     softmax, rnn = published_flops(row["tokens"], row["dim"])

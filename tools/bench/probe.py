@@ -61,7 +61,7 @@ def device_name() -> str:
 
 
 def stamp(command: str) -> dict[str, str]:
-    """Of a measurement: what was typed, less the folders of this machine, when, with which PyTorch."""
+    """Record of a measurement: its command, without the folders of this machine, its date and PyTorch's version."""
     command = re.sub(r"(?<![^\s=])[/~]\S*/(?=[^\s/])", "", command)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     return {"torch": torch.__version__, "date": now, "command": command}

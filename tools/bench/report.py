@@ -135,11 +135,8 @@ def order(row: Row) -> tuple:
 def title(row: Row) -> str:
     threads = f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
     text = f"{row['device']}, {threads}, {row['dtype']}, {row['heads']} heads of {row['dim']}, "
-    return (
-        text
-        + f"about {row['tokens']:,} tokens a batch, or one sequence"
-        + (", without torch.compile" if row["eager"] else "")
-    )
+    text += f"about {row['tokens']:,} tokens a batch, or one sequence"
+    return text + (", without torch.compile" if row["eager"] else "")
 
 
 def form_of(row: Row) -> str:

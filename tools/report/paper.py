@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from lion.recipe import Recipe
+from lion.tasks import TASKS
 from tools.compose import RECIPES, metric_of, resolve
 
 NO_NUMBER = "no number yet"  # what a recipe claims that the paper does not have
@@ -46,12 +47,10 @@ class Paper:
 def quoted(titles: Iterable[str]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, header and rows of each table that is quoted beside reports of these titles."""
     found = []
-    for path in sorted((RECIPES / "paper").glob("*.yaml")):
-        values = yaml.safe_load(path.read_text())
-        if isinstance(values, dict) and values["title"] in titles:
-            for held in values.get("quoted", ()):
-                rows = [[name, *map(str, cells)] for name, cells in held["rows"].items()]
-                found.append((held["title"], ["model", *held["columns"]], rows))
+    for paper in map(read_paper, TASKS):
+        for table in paper.quoted if paper.title in titles else ():
+            rows = [[name, *map(str, cells)] for name, cells in table["rows"].items()]
+            found.append((table["title"], ["model", *table["columns"]], rows))
     return found
 
 

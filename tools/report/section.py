@@ -144,7 +144,7 @@ def as_rows(section: Section) -> list[Row]:
 
 
 def raw_results(folder: Path) -> Row:
-    """What `./run.sh glue` and `./run.sh distance` have found of a run, as they keep it."""
+    """Read the results of a run that `./run.sh glue` and `./run.sh distance` keep."""
     found: Row = {}
     for path in sorted(folder.glob("glue/*/results.json")):
         found.setdefault("glue", {})[path.parent.name] = json.loads(path.read_text())["rows"]
