@@ -48,6 +48,9 @@ COMMANDS = {
     "bench train": Command("RECIPE ...", "time whole training steps against softmax", "tools.bench.train"),
     "bench inference": Command("RUN", "latency and memory by form and input size", "tools.bench.inference"),
     "bench generate": Command("RUN ...", "latency of a token and memory by length of the text", "tools.bench.generate"),
+    "bench gpu": Command(
+        "[MIXER|RECIPE ...]", "estimate a GPU's kernels, bytes and time, without one", "tools.bench.gpu"
+    ),
     "bench lengths": Command("", "the README's picture, of what bench ops measured", "tools.bench.lengths"),
     "convert": Command(
         "CHECKPOINT RECIPE OUT", "make a run of a checkpoint of transformers, nanoGPT, DeiT, timm, ..", "tools.convert"

@@ -142,39 +142,43 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
     exact, shared = log_decay.dtype == torch.float64, log_decay.stride(-2) == 0
     log_decay = log_decay.clamp_min(LOG_ZERO)
     if shared and not exact:
-        return multiples(log_decay)
-    total = log_decay.double().cumsum(-2)
+        total = multiples(log_decay)
+    else:
+        total = F.pad(log_decay.double(), (0, 0, 1, 0)).cumsum(-2)  # (.., L + 1, D or 1), before and after every token
     with torch.no_grad():
         if exact:
-            rest = (log_decay - total.diff(dim=-2, prepend=torch.zeros_like(total[..., :1, :]))).cumsum(-2)
+            rest = F.pad((log_decay - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
         else:
             rest = (total - total.float().double()).float()
-    inclusive = (total.to(log_decay.dtype), rest)
-    exclusive = tuple(F.pad(t, (0, 0, 1, 0))[..., :-1, :] for t in inclusive)
-    return tuple(map(materialized, inclusive)), tuple(map(materialized, exclusive))
+    terms = materialized(torch.stack([total.to(log_decay.dtype), rest]))
+    return terms[..., 1:, :].unbind(), terms[..., :-1, :].unbind()
 
 
-def multiples(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """`prefix_sums` of float32 decays that all tokens share (Lion-D), counted from the middle token: the gradient sums
-    each token's times its place, rounding errors included, and places are half as large from there."""
+def multiples(log_decay: Tensor) -> Tensor:
+    """Float64 sums (.., L + 1, D or 1) of decays that all tokens share (Lion-D), counted from the middle token: the
+    gradient sums each token's times its place, rounding errors included, and places are half as large from there."""
     length = log_decay.shape[-2]
     places = torch.arange(length + 1, device=log_decay.device, dtype=torch.float64)[:, None] - length // 2
-    total = log_decay[..., :1, :].double() * places
-    with torch.no_grad():
-        rest = (total - total.float().double()).float()
-    # one more place, cut off again: Inductor then keeps the float32 sums, else it makes them again for each pair
-    terms = tuple(F.pad(t, (0, 0, 0, 1)) for t in (total.float(), rest))
-    inclusive, exclusive = (tuple(t[..., part, :] for t in terms) for part in (slice(1, -1), slice(-2)))
-    return tuple(map(materialized, inclusive)), tuple(map(materialized, exclusive))
+    return log_decay[..., :1, :].double() * places
 
 
 def materialized(t: Tensor) -> Tensor:
-    """The same, as a tensor that Inductor keeps: else it computes a sum again for each of the L pairs that read it,
-    a tenth of a forward pass. With gradients it is left alone: this has a slow derivative."""
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.is_grad_enabled():
+    """The same, as a tensor that Inductor keeps in memory: else it computes a sum again for each of the L pairs that
+    read it, a tenth of a forward pass, and index expressions nest."""
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return t
-    t = t.contiguous()
-    return t.as_strided(t.shape, t.stride())
+    return _Materialized.apply(t)
+
+
+class _Materialized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t: Tensor) -> Tensor:
+        t = t.contiguous()
+        return t.as_strided(t.shape, t.stride())  # which Inductor does not look through
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
 
 
 def query_and_key(decay_convention: str, direction: str, inclusive: _Terms, exclusive: _Terms) -> tuple[_Terms, _Terms]:

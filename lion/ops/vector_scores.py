@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lion.ops.arguments import is_static
-from lion.ops.decay import LOG_ZERO, exp_where, least_log_decay
+from lion.ops.decay import LOG_ZERO, exp_where, least_log_decay, materialized
 from lion.ops.tokens import ScoreSettings
 
 FACTORS = 3  # decays multiplied with each other: a token's own, and from each token of a pair to the middle
@@ -81,6 +81,7 @@ class _Scores(torch.autograd.Function):
         by_distance = torch.stack([diagonal.unflatten(-1, (-1, size)), *below, *above], -1)  # (.., M, S, 2S - 1)
         i, j = torch.arange(size, device=q.device)[:, None], torch.arange(size, device=q.device)
         scores = by_distance[..., torch.maximum(i, j), torch.where(i >= j, i - j, size - 1 + j - i)]  # (.., M, S, S)
+        scores = materialized(scores)  # for GPUs Inductor merges loops, and would not end over this index in the others
 
         for n, E in halvings(lam, size):
             q2, k2 = halves(q_early, q_late, n) * E, halves(k_early, k_late, n) * E  # (.., M, 2, n, D)

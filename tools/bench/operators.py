@@ -46,9 +46,19 @@ class Operator:
         return MIXERS[self.mixer].one_scan and self.direction != "both"
 
     def inputs(
-        self, heads: int, dim: int, batch: int, length: int, device: torch.device, dtype: torch.dtype
+        self,
+        heads: int,
+        dim: int,
+        batch: int,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        featurized: bool = True,
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What the layer hands to the operator for random tokens: tensors as leaves, contiguous, and the rest."""
+        """What the layer hands to the operator for random tokens: tensors as leaves, contiguous, and the rest.
+
+        `featurized`: q and k have been through the feature map, which else is among the fixed arguments.
+        """
         torch.manual_seed(0)
         how = dict(direction=self.direction, scans=self.scans)
         layer = LionAttention(heads * dim, heads, self.mixer, **how).to(device)
@@ -56,8 +66,9 @@ class Operator:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             q, k, v = layer.heads(x)
             given = layer.arguments(x, q, k, v, Layout())
-            phi = given.pop("feature_map")  # the operator alone is timed
-            given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
+            if featurized:
+                phi = given.pop("feature_map")
+                given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
             if self.one_scan or self.of_keys:
                 given |= dict(q=apply_feature_map(layer.config.feature_map, q), k=k, log_decay=None, prefix=None)
             if self.scans != AS_THEY_STAND:

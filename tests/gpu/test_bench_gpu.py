@@ -1,0 +1,71 @@
+"""`bench gpu`: what it estimates, reports and refuses."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.helpers import refuse
+from tools.bench import gpu
+from tools.gpu import targets
+from tools.gpu.cost import Cost, fused_softmax
+from tools.gpu.targets import GAP, LAUNCH, TARGETS
+
+H100 = TARGETS["h100"]
+
+
+def test_the_least_time_is_that_of_bytes_or_of_products_and_of_launches():
+    bytes_alone, products_alone = Cost(moved=int(H100.bandwidth)), Cost(flops=int(H100.bf16))
+    assert bytes_alone.seconds(H100, torch.bfloat16) == pytest.approx(1)
+    assert products_alone.seconds(H100, torch.bfloat16) == pytest.approx(1)
+    assert (bytes_alone + products_alone).seconds(H100, torch.bfloat16) == pytest.approx(1)
+    launches = Cost(launches=600, library=400)
+    assert launches.seconds(H100, torch.bfloat16) == pytest.approx(1000 * GAP)
+    assert launches.seconds(H100, torch.bfloat16, graphs=False) == pytest.approx(1000 * LAUNCH)
+    assert (launches * 2).calls == 2000
+
+
+def test_softmax_moves_four_tensors_forward():
+    shape, tensor = (2, 3, 100, 64), 2 * 3 * 100 * 64 * 2
+    forward, backward = fused_softmax(shape, torch.bfloat16).values()
+    assert forward.moved == 4 * tensor + 4 * 2 * 3 * 100
+    assert forward.flops == 4 * 2 * 3 * 100 * 100 * 64 and backward.flops == 2.5 * forward.flops
+
+
+@pytest.mark.slow
+def test_an_operator_and_a_step_are_reported(tmp_path, capsys):
+    command = [
+        "lion_s",
+        "deit_tiny_lion_lit",
+        "--length",
+        "64",
+        "--form",
+        "full",
+        "--batch",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    assert gpu.main(command) == 0
+    step, operator = sorted(
+        json.loads((tmp_path / "gpu.json").read_text())["rows"], key=lambda row: row["length"], reverse=True
+    )
+    assert (operator["name"], step["name"]) == ("lion_s", "deit_tiny_lion_lit")
+    assert set(operator["parts"]) == {"forward", "backward"} and set(step["parts"]) == {"forward", "backward", "around"}
+    assert all(cost["moved"] > 0 for row in (step, operator) for cost in row["parts"].values())
+    weights = step["parts"]["around"]["moved"] / 4  # read and written by the optimizer: 7 float32 numbers a parameter
+    assert weights > 7 * 5_000_000
+    text = (tmp_path / "gpu.md").read_text()
+    assert "estimates" in text and "| lion_s | full | 64 |" in text and "| deit_tiny_lion_lit | 394 |" in text
+    assert "x softmax" in capsys.readouterr().out
+
+
+def test_what_it_refuses(capsys, monkeypatch, tmp_path):
+    assert "did you mean 'lion_s'" in refuse(capsys, "bench", "gpu", "lion_q")
+    assert "--target: invalid choice: 'h300'" in refuse(capsys, "bench", "gpu", "lion_s", "--target", "h300")
+    monkeypatch.setattr(targets, "TORCH", ((2, 1),))
+    line = refuse(capsys, "bench", "gpu", "lion_s", "--out", tmp_path)
+    assert f"under torch 2.1, this is {torch.__version__}" in line
+    assert not list(tmp_path.iterdir())

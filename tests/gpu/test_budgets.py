@@ -1,0 +1,70 @@
+"""Upper bounds of kernels, launches, products and bytes of the code that Inductor makes for a GPU.
+
+A change that breaks fusion, falls back to eager operators, or computes in float64 over pairs of tokens fails here. The
+counts are exact for one torch; others are skipped.
+"""
+
+import math
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tools.gpu.cost import cost_of
+from tools.gpu.kernels import compile_kernels
+from tools.gpu.operator import operator_programs
+from tools.gpu.targets import TARGETS
+
+VERSION = ".".join(torch.__version__.split(".")[:2])
+SHAPE = (4, 6, 64)  # batch, heads, dim; bfloat16
+# mixer, form, tokens: calls (launches and products) forward and backward, and bytes of both in units of q
+BUDGETS = {
+    "2.14": {
+        ("lion_lit", "full", 197): (8, 9, 36.5),
+        ("lion_d", "full", 197): (15, 16, 84.5),
+        ("lion_s", "full", 197): (15, 15, 84.0),
+        ("lion_lit", "chunk", 1024): (37, 28, 134.0),
+        ("lion_s", "chunk", 1024): (37, 43, 154.0),
+        ("lion_s_vector", "full", 64): (23, 20, 293.0),
+    }
+}
+CASES = BUDGETS.get(VERSION, {})
+
+
+def programs_of(mixer: str, form: str, length: int):
+    batch, heads, dim = SHAPE
+    return operator_programs(mixer, form, (batch, heads, length, dim), torch.bfloat16, TARGETS["h100"])
+
+
+@pytest.mark.skipif(not CASES, reason=f"no budgets for torch {VERSION}")
+@pytest.mark.parametrize(("mixer", "form", "length"), CASES)
+def test_calls_and_bytes_stay_within_their_budget(mixer, form, length):
+    forward, backward = programs_of(mixer, form, length)
+    calls_forward, calls_backward, moved = CASES[mixer, form, length]
+    batch, heads, dim = SHAPE
+    units = (forward.moved + backward.moved) / (2 * batch * heads * length * dim)
+    assert forward.calls <= calls_forward
+    assert backward.calls <= calls_backward
+    assert units <= moved
+    for program in (forward, backward):
+        assert not program.fallbacks
+        for name, source in program.kernels.items():
+            if "float64" in source:
+                assert elements(source) <= 4 * batch * heads * (length + 64), f"{name}: float64 over more than tokens"
+
+
+def elements(source: str) -> int:
+    """How many elements a kernel computes, rounded up to powers of two."""
+    return math.prod(map(int, re.findall(r"'\w+': (\d+)", re.search(r"size_hints=\{(.*?)\}", source)[1])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["a100", "h100"])
+def test_every_kernel_compiles_to_a_cubin(target):
+    batch, heads, dim = SHAPE
+    shape = (batch, heads, 128, dim)
+    for program in operator_programs("lion_s", "chunk", shape, torch.bfloat16, TARGETS[target]):
+        assert cost_of(program).kernels == len(program.kernels) > 5
+        compile_kernels(program.kernels, TARGETS[target])

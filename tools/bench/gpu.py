@@ -1,0 +1,259 @@
+"""Estimate what operators and training steps take on an NVIDIA GPU, from the code that Inductor makes for it.
+
+    ./run.sh bench gpu [MIXER|RECIPE ...] [--form full chunk] [--length 197 1024] [--target h100] [--compile]
+
+No GPU is needed: forward and backward are traced with fake tensors, lowered for the target, and counted: Triton
+kernels, their launches, matrix products of libraries, calls of other eager operators, the bytes that all of these read
+and write, and FLOPs of products. `--compile` takes every Triton kernel through ptxas to a cubin for sm_80 and sm_90.
+
+Nothing is timed: times are estimates, the larger one of bytes over the memory's rate and of FLOPs over the tensor
+cores' rate, and 1 us between kernels; without CUDA graphs at least 6 us of the CPU a call. Softmax is FlashAttention by
+the same arithmetic, its products at half the tensor cores' rate. A mixer is its operator alone, with its feature map; a
+recipe is a whole step of training, its blocks compiled and what is around them eager, one launch an operator.
+Results are added to `reports/gpu.md` and `gpu.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import shlex
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lion.config import ConfigError, nearest
+from lion.layers import SOFTMAX
+from tools.bench.operators import OPERATORS
+from tools.bench.probe import stamp
+from tools.cli import Parser, count, say, table
+from tools.compose import describe_data, make_task, resolve
+from tools.gpu.targets import TARGETS, check_toolchain
+from tools.store import Row, Store, digits, pipes
+
+DEFAULT = ("lion_lit", "lion_d", "lion_s", "lion_s_vector")
+FORMS = ("full", "chunk")
+COMPILED_FOR = ("a100", "h100")
+TOKENS = 50_000  # a training step's, about
+KEY = ("kind", "name", "form", "length", "batch", "heads", "dim", "dtype", "target")
+STAGES = ("forward", "backward")
+TEXT = ("mixer", "form", "recipe")  # columns
+TIMES = ["no graphs", "x softmax"]
+OPERATOR_HEADER = ["mixer", "form", "tokens", "kernels", "launches", "products", "bytes / q", "both", "us", *TIMES]
+STEP_HEADER = ["recipe", "tokens", "launches", "products", "fallbacks", "GB", "TFLOP", "tokens/s", "ms", *TIMES]
+
+
+class Report(Store):
+    """Rows of operators and steps in `folder/gpu.json`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "gpu.json", rows=KEY)
+
+    def markdown(self) -> str:
+        parts = ["# Estimates for GPUs", "Written by `./run.sh bench gpu`.", *__doc__.split("\n\n")[2:]]
+        for rows in self.groups(("target", "dtype", "heads", "dim")):
+            for kind, heading, header, cells in SECTIONS:
+                some = sorted((r for r in rows if r["kind"] == kind), key=order)
+                if some:
+                    parts += [
+                        f"## {heading}: {title_of(some[0])}",
+                        pipes(header, [cells(r) for r in some], TEXT),
+                    ]
+            parts.append(self.commands(rows))
+        return "\n\n".join(parts) + "\n"
+
+    def terminal(self) -> str:
+        new = sorted((self.rows[key] for key in self.new), key=order)
+        parts = []
+        for kind, heading, header, cells in SECTIONS:
+            if some := [r for r in new if r["kind"] == kind]:
+                parts.append(f"{heading}: {title_of(some[0])}\n{table(header, [cells(r) for r in some])}")
+        return "\n\n".join(parts)
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    check_toolchain()
+    warnings.filterwarnings("ignore", module="torch")
+    report = Report(args.out).load(args.fresh)
+    jobs = [job for name in args.names or DEFAULT for job in jobs_of(name, args)]
+    command, failed = shlex.join(["./run.sh", "bench", "gpu", *argv]), False
+    try:
+        for place, (text, job) in enumerate(jobs, 1):
+            say(f"[{place}/{len(jobs)}] {text}")
+            begin = time.perf_counter()
+            try:
+                row = {**job(), "target": args.target, **stamp(command)}
+            except ConfigError:
+                raise
+            except Exception as error:  # of a compiler, of any kind
+                failed = True
+                say(f"  {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+                continue
+            report.add(row)
+            say(f"  {line_of(row)} ({time.perf_counter() - begin:.0f} s)")
+    finally:
+        if report.new:
+            report.save(report.markdown())
+            print(report.terminal())
+            print(report.files())
+    return 1 if failed or not report.new else 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="run.sh bench gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="MIXER|RECIPE")
+    parser.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS), help="of operators")
+    parser.add_argument("--length", type=count, nargs="+", default=[197, 1024], help="of operators, tokens")
+    parser.add_argument("--target", choices=tuple(TARGETS), default="h100")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of operators")
+    parser.add_argument("--batch", type=count, help=f"samples (default: operators 4, steps about {TOKENS:,} tokens)")
+    parser.add_argument("--heads", type=count, default=6, help="of operators")
+    parser.add_argument("--dim", type=count, default=64, help="of a head, of operators")
+    parser.add_argument("--compile", action="store_true", help="all kernels to cubins for sm_80 and sm_90")
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier estimates")
+    return parser.parse_args(argv)
+
+
+def jobs_of(name: str, args: argparse.Namespace) -> list[tuple[str, Callable[[], Row]]]:
+    """What is to be estimated for a name: a line of progress, and a function that makes its row.
+
+    Raises:
+        ConfigError: Neither a mixer nor a recipe.
+    """
+    if name in OPERATORS:
+        cases = [(form, length) for length in sorted(set(args.length)) for form in dict.fromkeys(args.form)]
+        return [
+            (f"{name}, {form}, {length:,} tokens", functools.partial(operator_row, name, form, length, args))
+            for form, length in cases
+        ]
+    try:
+        resolve(name, [])
+    except ConfigError as error:
+        if Path(name).suffix:
+            raise
+        hint = nearest(name, list(OPERATORS))
+        raise ConfigError(f"{name!r} is neither a mixer ({hint}) nor a recipe: {error}") from None
+    return [(name, functools.partial(step_row, name, args))]
+
+
+def operator_row(name: str, form: str, length: int, args: argparse.Namespace) -> Row:
+    """The operator of a mixer, forward and backward, by stage."""
+    from tools.gpu.cost import cost_of, fused_softmax
+    from tools.gpu.operator import operator_programs
+
+    batch, dtype = args.batch or 4, getattr(torch, args.dtype)
+    shape, target = (batch, args.heads, length, args.dim), TARGETS[args.target]
+    programs = operator_programs(name, form, shape, dtype, target)
+    row = {"kind": "operator", "name": name, "form": form, "length": length, "batch": batch, "dtype": args.dtype}
+    row |= {"heads": args.heads, "dim": args.dim, "parts": {p.stage: cost_of(p).row() for p in programs}}
+    row["softmax"] = {stage: cost.row() for stage, cost in fused_softmax(shape, dtype).items()}
+    if args.compile:
+        row["compiled"] = compiled(name, lambda target: operator_programs(name, form, shape, dtype, target))
+    return row
+
+
+def step_row(name: str, args: argparse.Namespace) -> Row:
+    """A whole training step of a recipe, and the same with softmax."""
+    from tools.gpu.cost import cost_of, total
+    from tools.gpu.step import step_cost
+
+    recipe = resolve(name, [])
+    task = make_task(recipe, describe_data(recipe, look=False)[0])
+    length = task.build_model(recipe.model).length
+    batch, target = args.batch or max(1, round(TOKENS / length)), TARGETS[args.target]
+    step = step_cost(recipe, task, batch, target)
+    softmax = dataclasses.replace(recipe, model=recipe.model.with_mixer(SOFTMAX))
+    row = {"kind": "step", "name": Path(name).stem, "form": "", "length": length, "batch": batch, "heads": 0, "dim": 0}
+    row |= {"dtype": {"bf16": "bfloat16"}.get(recipe.trainer.precision, "float32")}
+    row["parts"] = {stage: total(cost_of(program) * n for program, n in step.stage(stage)).row() for stage in STAGES}
+    row["parts"]["around"] = step.around.row()
+    row["softmax"] = {"step": step_cost(softmax, task, batch, target).cost.row()}
+    if args.compile:
+        row["compiled"] = compiled(name, lambda target: step_cost(recipe, task, batch, target).programs)
+    return row
+
+
+def compiled(name: str, programs: Callable[[Any], list[Any]]) -> dict[str, int]:
+    """How many kernels have been compiled for each architecture; raises what the compiler raises."""
+    from tools.gpu.kernels import compile_kernels
+
+    found = {}
+    for target in (TARGETS[name] for name in COMPILED_FOR):
+        made = programs(target)
+        for program in made:
+            compile_kernels(program.kernels, target)
+        found[f"sm_{target.architecture}"] = sum(len(program.kernels) for program in made)
+    return found
+
+
+def seconds(row: Row, part: str, graphs: bool) -> float:
+    """The estimate for a row's `parts`, or for its `softmax`."""
+    from tools.gpu.cost import Cost, fused_seconds
+
+    target, dtype = TARGETS[row["target"]], getattr(torch, row["dtype"])
+    fused = part == "softmax" and row["kind"] == "operator"
+    estimate = fused_seconds if fused else Cost.seconds
+    return sum(estimate(Cost(**cost), target, dtype, graphs) for cost in row[part].values())
+
+
+def ratio(row: Row) -> str:
+    return f"{seconds(row, 'parts', True) / seconds(row, 'softmax', True):.2f}"
+
+
+def by_stage(row: Row, value: Callable[[Row], str]) -> str:
+    return " / ".join(value(row["parts"][stage]) for stage in STAGES if stage in row["parts"])
+
+
+def operator_cells(row: Row) -> list[str]:
+    q = math.prod(row[name] for name in ("batch", "heads", "length", "dim")) * getattr(torch, row["dtype"]).itemsize
+    moved = sum(cost["moved"] for cost in row["parts"].values())
+    counts = (by_stage(row, lambda cost, name=name: str(cost[name])) for name in ("kernels", "launches"))
+    products = by_stage(row, lambda cost: str(cost["library"]) + ("*" if cost["fallbacks"] else ""))
+    times = (f"{1e6 * seconds(row, 'parts', graphs):,.0f}" for graphs in (True, False))
+    sizes = (by_stage(row, lambda cost: f"{cost['moved'] / q:.1f}"), f"{moved / q:.1f}")
+    return [row["name"], row["form"], f"{row['length']:,}", *counts, products, *sizes, *times, ratio(row)]
+
+
+def step_cells(row: Row) -> list[str]:
+    sums = {name: sum(cost[name] for cost in row["parts"].values()) for name in row["parts"]["around"]}
+    counts = [f"{sums[name]:,}" for name in ("launches", "library", "fallbacks")]
+    work = [digits(sums["moved"] / 1e9), digits(sums["flops"] / 1e12)]
+    ms, alone = (1e3 * seconds(row, "parts", graphs) for graphs in (True, False))
+    tokens = row["batch"] * row["length"]
+    speed = f"{tokens / ms * 1e3:,.0f}"
+    return [row["name"], f"{tokens:,}", *counts, *work, speed, digits(ms), digits(alone), ratio(row)]
+
+
+SECTIONS = (
+    ("operator", "Operators", OPERATOR_HEADER, operator_cells),
+    ("step", "Training steps", STEP_HEADER, step_cells),
+)
+
+
+def order(row: Row) -> tuple:
+    names = list(OPERATORS)
+    place = names.index(row["name"]) if row["name"] in names else len(names)
+    return row["length"], place, row["name"], row["form"]
+
+
+def title_of(row: Row) -> str:
+    target = TARGETS[row["target"]]
+    text = f"{target.name}, {row['dtype']}"
+    if row["kind"] == "operator":
+        text += f", {row['heads']} heads of {row['dim']}, batch {row['batch']}; forward / backward"
+    return f"{text}, estimates"
+
+
+def line_of(row: Row) -> str:
+    header, made = next((header, cells) for kind, _, header, cells in SECTIONS if kind == row["kind"])
+    cells = dict(zip(header, made(row)))
+    text = f"{cells['launches']} launches, {cells['products']} products, {cells['x softmax']} x softmax"
+    return text + "".join(f", {n} kernels for {name}" for name, n in row.get("compiled", {}).items())

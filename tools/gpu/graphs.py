@@ -1,0 +1,92 @@
+"""The graphs that torch.compile hands to Inductor.
+
+Tracing is done as on a CPU, and the graphs are moved to the GPU afterwards (`tools.gpu.lower`): autograd asks a CUDA
+driver for its streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
+from torch._inductor.compile_fx import _recursive_joint_graph_passes
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+
+@dataclass
+class Graph:
+    """A graph of one `stage`, "forward", "backward" or "inference", the shape, stride and dtype of every input, and,
+    once it has run, its inputs and outputs."""
+
+    stage: str
+    module: GraphModule
+    inputs: list[Any]
+    given: list[Any] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
+
+    def __call__(self, *args: Any) -> Any:
+        self.given = [x.detach().clone() if isinstance(x, Tensor) else x for x in args]
+        with torch.no_grad():
+            outputs = self.module(*args)
+        self.results = list(outputs)
+        return outputs
+
+
+def trace(fn: Callable[..., Tensor], *args: Any) -> list[Graph]:
+    """The graphs of `fn(*args)` and, where it takes a gradient, of its derivative; a graph break is an error. Of fake
+    tensors, under their `FakeTensorMode`, nothing is computed."""
+    graphs: list[Graph] = []
+
+    def keep(stage: str) -> Callable:
+        def compiler(module: GraphModule, example: Sequence[Any]) -> Callable:
+            graphs.append(Graph(stage, module, [described(x) for x in example]))
+            return make_boxed_func(graphs[-1])
+
+        return compiler
+
+    backend = aot_autograd(
+        fw_compiler=keep("forward"),
+        bw_compiler=keep("backward"),
+        inference_compiler=keep("inference"),
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    out = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)(*args)
+    if out.requires_grad:
+        out.backward(torch.ones_like(out))
+    return graphs
+
+
+def partition(joint: GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[GraphModule, GraphModule]:
+    """Forward and backward of a joint graph, as Inductor cuts it."""
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        joint = _recursive_joint_graph_passes(joint)
+    return min_cut_rematerialization_partition(joint, inputs, **how)
+
+
+def described(x: Any) -> Any:
+    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+def fake_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """The module with fake parameters and buffers, in place."""
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, t in held.items():
+                if t is None:
+                    continue
+                fake = mode.from_tensor(t.detach())
+                held[name] = nn.Parameter(fake, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else fake
+    return module

@@ -1,0 +1,146 @@
+"""Runs Inductor's GPU code on CPU tensors: every kernel in Triton's interpreter, program by program, in numpy.
+
+    python -m tools.gpu.interpret FOLDER MIXER,FORM,DIRECTION,TOKENS ...
+
+Prints a line of JSON for each stage of a mixer's layer: the largest error of its output, or of its gradients, over the
+largest value of the same graph run on the CPU, and leaves the kernels in the folder. For small sizes: 16 features, 2
+heads, chunks of 16 tokens. A process of its own, because TRITON_INTERPRET is read when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor
+from torch._inductor import config
+
+from lion.layers import LionAttention
+from tools.gpu.graphs import Graph, trace
+from tools.gpu.kernels import load
+from tools.gpu.lower import Program, call_of, lower
+from tools.gpu.targets import TARGETS
+
+WIDTH, HEADS, CHUNK = 16, 2, 16
+BLOCKS = {"XBLOCK": 64, "YBLOCK": 16, "ZBLOCK": 1, "R0_BLOCK": 16, "R1_BLOCK": 16}  # elements a program
+LANGUAGE = "sqrt|rsqrt|exp|exp2|log|log2|sin|cos|erf|floor|ceil"  # functions of libdevice that tl has, too
+STAND_INS = {
+    "log1p(x)": "tl.log(1 + x)",
+    "expm1(x)": "tl.exp(x) - 1",
+    "tanh(x)": "2 * tl.sigmoid(2 * x) - 1",
+    "pow(x, y)": "tl.exp(y * tl.log(x))",  # of positive numbers
+}
+CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment", "assert_tensor_metadata")
+
+
+class Unsupported(Exception):
+    """A kernel calls what the interpreter cannot run."""
+
+
+class Kernel:
+    """One Triton kernel, launched over CPU tensors."""
+
+    def __init__(self, name: str, source: str, folder: Path) -> None:
+        source = re.sub(r"@triton_heuristics\.\w+\(\n(?:.|\n)*?\n\)\n@triton\.jit", "@triton.jit", source)
+        source = re.sub(rf"libdevice\.({LANGUAGE})\b", r"tl.\1", source)
+        for call, value in STAND_INS.items():
+            function = call.partition("(")[0]
+            if f"libdevice.{function}(" in source:
+                body = f"@triton.jit\ndef own_{call}:\n    return {value}\n\n\n@triton.jit"
+                source = source.replace(f"libdevice.{function}(", f"own_{function}(").replace("@triton.jit", body, 1)
+        if left := sorted(set(re.findall(r"libdevice\.(\w+)\(", source))):
+            raise Unsupported(f"{name}: libdevice.{', '.join(left)}")
+        self.fn = load(name, source, folder)
+
+    def run(self, *args: Any, stream: Any = None) -> None:
+        names = self.fn.arg_names
+        sizes = dict(zip(names, args))
+        grid = tuple(-(-sizes.get(f"{axis}numel", 1) // BLOCKS[f"{axis.upper()}BLOCK"]) for axis in "xyz")
+        self.fn[grid](*args, **{n: BLOCKS[n] for n in names if n in BLOCKS})
+
+
+class Library:
+    """Matrix products as torch computes them."""
+
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        return lambda *args, out=None, **given: out.copy_(getattr(torch, name)(*args, **given))
+
+
+def runner(program: Program, folder: Path) -> Callable[[list[Any]], Any]:
+    """The generated code's `call`, over CPU tensors.
+
+    Raises:
+        Unsupported: One of its kernels cannot be run.
+    """
+    source = textwrap.dedent(call_of(program.code)).replace("def call(self, args):", "def call(args):")
+    source = re.sub(r"torch\.cuda\._DeviceGuard\(\d+\)", "contextlib.nullcontext()", source)
+    source = re.sub(r"torch\.cuda\.set_device\(\d+\)", "None", source)
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    def reinterpret(x: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+        return x.as_strided(size, stride, x.storage_offset() + offset)
+
+    def nothing(*_: Any, **__: Any) -> int:
+        return 0
+
+    names: dict[str, Any] = {"torch": torch, "contextlib": contextlib, "aten": torch.ops.aten}
+    names |= {"get_raw_stream": nothing, "reinterpret_tensor": reinterpret, "extern_kernels": Library()}
+    names |= dict.fromkeys(CHECKS, nothing) | dict.fromkeys(("empty_strided_cuda", "empty_strided_cpu"), empty)
+    names |= {name: Kernel(name, kernel, folder) for name, kernel in program.kernels.items()}
+    exec(source, names)
+    return names["call"]
+
+
+def largest_error(graph: Graph, program: Program) -> float:
+    """Error of the program's results, of forward the output alone, over the largest value of the graph's."""
+    with tempfile.TemporaryDirectory() as folder:
+        call = runner(program, Path(folder))
+        found = call([laid_out(x, how) for x, how in zip(graph.given, graph.inputs)])
+    expected = graph.results[:1] if graph.stage == "forward" else graph.results
+    pairs = [(x, y) for x, y in zip(found, expected) if isinstance(y, Tensor) and y.is_floating_point()]
+    return max(((x - y).abs().max() / y.abs().max().clamp_min(1e-6)).item() for x, y in pairs)
+
+
+def laid_out(x: Any, how: Any) -> Any:
+    """A copy of an input with the strides that the graph was lowered for."""
+    if not isinstance(x, Tensor):
+        return x
+    size, stride, dtype = how
+    held = [1 if s == 0 else n for n, s in zip(size, stride)]
+    part = x[tuple(slice(0, n) for n in held)]
+    return torch.empty_strided(held, stride, dtype=dtype).copy_(part).expand(size)
+
+
+def verify(mixer: str, form: str, direction: str, length: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Check a mixer's layer on one row of `length` tokens, stage by stage."""
+    torch.manual_seed(0)
+    layer = LionAttention(WIDTH, HEADS, mixer, form=form, direction=direction, chunk_size=CHUNK)
+    for graph in trace(layer, torch.randn(1, length, WIDTH, requires_grad=True)):
+        with config.patch(split_reductions=False):  # whose programs wait for each other
+            program = lower(graph, TARGETS["h100"])
+        (folder / f"{mixer} {form} {direction} {graph.stage}.json").write_text(json.dumps(program.kernels))
+        row = {"case": f"{mixer} {form} {direction}", "stage": graph.stage, "kernels": len(program.kernels)}
+        try:
+            yield {**row, "fallbacks": program.fallbacks, "error": largest_error(graph, program)}
+        except Unsupported as error:
+            yield {**row, "fallbacks": program.fallbacks, "unsupported": str(error)}
+
+
+if __name__ == "__main__":
+    for case in sys.argv[2:]:
+        mixer, form, direction, length = case.split(",")
+        for row in verify(mixer, form, direction, int(length), Path(sys.argv[1])):
+            print(json.dumps(row), flush=True)

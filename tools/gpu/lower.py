@@ -1,0 +1,121 @@
+"""A graph as Inductor's code for a GPU, and what can be counted in it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch._inductor import config
+from torch._inductor.compile_fx import _recursive_post_grad_passes
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils.flop_counter import FlopCounterMode
+
+from tools.gpu.graphs import Graph
+from tools.gpu.targets import DEVICE, Target, pretend
+
+KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.S)
+FLEX = "flex_attention"
+
+
+class Program(NamedTuple):
+    """The code of a graph for a GPU. `kernels` are Triton's by name, `launches` how often they are called, `library`
+    the calls of matrix products, `fallbacks` those of other eager operators, `moved` the bytes that all of these read
+    and write, `flops` those of products."""
+
+    stage: str
+    code: str
+    kernels: dict[str, str]
+    launches: int
+    library: int
+    fallbacks: list[str]
+    moved: int
+    parts: list[tuple[str, int]]
+    flops: int
+
+    @property
+    def calls(self) -> int:
+        return self.launches + self.library + len(self.fallbacks)
+
+
+def lower(graph: Graph, target: Target) -> Program:
+    """Inductor's code for the graph on a target."""
+    module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+    flex = any(FLEX in str(node.target) for node in module.graph.nodes)
+    move(module)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        inputs = [
+            torch.empty_strided(*x[:2], dtype=x[2], device=DEVICE) if isinstance(x, tuple) else x for x in graph.inputs
+        ]
+    with (
+        pretend(target),
+        config.patch(compile_threads=1),
+        FlopCounterMode(display=False) as counted,
+    ):
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
+        flops = counted.get_total_flops()
+        with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+            if not flex:  # whose subgraphs the passes refuse after the move
+                _recursive_post_grad_passes(module, is_inference=graph.stage == "inference")
+            lowering = GraphLowering(module, example_inputs=inputs, shape_env=None)
+            with V.set_graph_handler(lowering):
+                lowering.run(*inputs)
+                code = lowering.codegen()[0]
+                moved, nodes, _ = lowering.count_bytes()
+                parts = [(described(node), size) for node, size in nodes]
+    code = getattr(code, "value", code)
+    body = call_of(code)
+    return Program(
+        stage=graph.stage,
+        code=code,
+        kernels=kernels_of(code),
+        launches=len(re.findall(r"\btriton_\w+\.run\(", body)),
+        library=len(re.findall(r"\bextern_kernels\.\w+\(", body)),
+        fallbacks=re.findall(r"= (torch\.ops\.[\w.]+|aten\.[\w.]+)\(", body),
+        moved=int(moved),
+        parts=parts,
+        flops=int(flops),
+    )
+
+
+def described(node: Any) -> str:
+    """The operators of the graph that a kernel or call has been made of."""
+    origins = [o for part in node.get_nodes() if part.node is not None for o in part.node.origins]
+    return " ".join(dict.fromkeys(o.name for o in sorted(origins)))
+
+
+def move(module: torch.fx.GraphModule) -> None:
+    """Every device that a graph and its subgraphs name becomes the GPU."""
+    for part in module.modules():
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            node.args = map_aggregate(node.args, on_gpu)
+            node.kwargs = map_aggregate(node.kwargs, on_gpu)
+        part.recompile()
+
+
+def on_gpu(x: Any) -> Any:
+    return DEVICE if isinstance(x, torch.device) else x
+
+
+def kernels_of(code: str) -> dict[str, str]:
+    """The source of every Triton kernel that generated code holds."""
+    return {name: source.replace("\\'", "'") for name, source in KERNEL.findall(code)}
+
+
+def call_of(code: str) -> str:
+    """The function of generated code that launches the kernels."""
+    start = code.rindex("\n", 0, code.index("def call(")) + 1
+    lines = code[start:].split("\n")
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    end = next((n for n, x in enumerate(lines) if n and x.strip() and len(x) - len(x.lstrip()) <= indent), len(lines))
+    return "\n".join(lines[:end])

@@ -1,0 +1,206 @@
+"""The cost of a whole training step of a recipe: its blocks as Inductor compiles them, and the operators around them,
+which the trainer runs eagerly, one launch each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from lion.recipe import Recipe
+from lion.tasks import Task
+from tools.bench.train import training_step
+from tools.gpu.cost import Cost, cost_of, total
+from tools.gpu.graphs import fake_module, trace
+from tools.gpu.lower import Program, lower
+from tools.gpu.targets import Target
+
+FREE = ("empty", "detach", "alias", "_record_function", "device", "is_same_size")  # operators without a kernel
+FREE += ("clone",)  # fake gradients are cloned where real ones are taken as they are
+
+
+@dataclass
+class Step:
+    """A training step: the programs of each kind of block, how many blocks are of it, and the cost around them."""
+
+    blocks: list[tuple[list[Program], int]]
+    around: Cost
+    tokens: int
+
+    @property
+    def programs(self) -> list[Program]:
+        return [program for programs, _ in self.blocks for program in programs]
+
+    def stage(self, name: str) -> list[tuple[Program, int]]:
+        """The programs of a stage, and how often each runs in a step."""
+        return [(program, n) for programs, n in self.blocks for program in programs if program.stage == name]
+
+    @property
+    def cost(self) -> Cost:
+        return self.around + total(total(map(cost_of, programs)) * n for programs, n in self.blocks)
+
+
+def step_cost(recipe: Recipe, task: Task, batch: int, target: Target) -> Step:
+    """A step on `batch` samples, in the recipe's precision."""
+    mode, precision = FakeTensorMode(allow_non_fake_inputs=True), recipe.trainer.precision
+    device = torch.device("cpu")
+    example = tree_map(mode.from_tensor, task.example(batch, device))
+    model = fake_module(task.build_model(recipe.model), mode)
+    length = model.length
+    with mode, softmax_as_one_operator():
+        with recorded(model) as calls, as_on_gpu(model):
+            step = training_step(model, task, recipe, example, precision, device)
+            with Counter() as around:
+                step()  # the first one makes the optimizer's state
+                around.cost = Cost()
+                step()
+        blocks = []
+        for (unit, args, kwargs), n in calls:
+            unit.train()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                graphs = trace(lambda *xs, unit=unit, kwargs=kwargs: unit(*xs, **kwargs), *args)
+            blocks.append(([lower(graph, target) for graph in graphs], n))
+    return Step(blocks, around.cost, batch * length)
+
+
+@contextlib.contextmanager
+def recorded(model: nn.Module) -> Iterator[list[tuple[tuple[nn.Module, tuple, dict], int]]]:
+    """Each different block's call and how many there are; in place of the blocks stand functions without a cost."""
+    found: dict[Any, list] = {}
+
+    def stand_in(unit: nn.Module) -> Callable:
+        parameters = list(unit.parameters())
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            given = tree_map(as_leaf, (x, *args))
+            shapes = [(tuple(y.shape), y.dtype) for y in [*parameters, *tensors_of(given)]]
+            key = (type(unit), str(shapes), str(unit))
+            found.setdefault(key, [(unit, given, kwargs), set()])[1].add(unit)
+            others = [y for y in tensors_of((args, kwargs)) if y.requires_grad]
+            return _StandIn.apply(x, *others, *parameters)
+
+        return forward
+
+    calls: list[tuple[tuple[nn.Module, tuple, dict], int]] = []
+    with contextlib.ExitStack() as stack:
+        for unit in model.units():
+            stack.enter_context(mock.patch.object(unit, "forward", stand_in(unit)))
+        yield calls
+    calls += [(call, len(units)) for call, units in found.values()]
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def as_leaf(x: Any) -> Any:
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+class _StandIn(torch.autograd.Function):
+    """A block that computes nothing, and gives every input a gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *others)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+
+
+class Counter(TorchDispatchMode):
+    """Adds up the eager operators that run under it: one that only looks at its inputs is free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cost = Cost()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket._qualified_op_name.partition("::")[2]
+        if name == "_local_scalar_dense":  # a number that the CPU draws, as MixUp does; fake ones have no value
+            return args[0].dtype.is_floating_point and 0.5
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or name.startswith(FREE):
+            return out
+        read, written = tensors_of((args, kwargs)), tensors_of(out)
+        if name.endswith("_"):  # in place
+            written = read
+        count = flop_registry.get(func.overloadpacket)
+        flops = 0 if count is None else int(count(*args, **(kwargs or {}), out_val=out))
+        moved = sum(x.numel() * x.itemsize for x in (*read, *written))
+        self.cost += Cost(launches=int(not flops), library=int(bool(flops)), moved=moved, flops=flops)
+        return out
+
+
+@contextlib.contextmanager
+def as_on_gpu(model: nn.Module) -> Iterator[None]:
+    """Norms of all gradients are one operator; fake parameters stay where they are."""
+    with mock.patch("torch.nn.utils.clip_grad._has_foreach_support", lambda *_: True):
+        with mock.patch.object(model, "to", lambda *_: model):
+            yield
+
+
+@torch.library.custom_op("lion_gpu::softmax_attention", mutates_args=())
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Fused softmax attention as a graph of the GPU has it: the output, and a float32 number a token."""
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("lion_gpu::softmax_attention_backward", mutates_args=())
+def softmax_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@softmax_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@softmax_attention_backward.register_fake
+def _(grad, q, k, v, out, sums, causal):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.causal = inputs[3]
+
+
+def gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *softmax_attention_backward(grad, *ctx.saved_tensors, ctx.causal), None
+
+
+softmax_attention.register_autograd(gradients, setup_context=keep_inputs)
+
+
+@register_flop_formula(torch.ops.lion_gpu.softmax_attention)
+def _(q: Any, k: Any, v: Any, causal: bool, out_shape: Any = None, **_: Any) -> int:
+    return 4 * q[0] * q[1] * q[2] * k[2] * q[3] // (2 if causal else 1)
+
+
+@register_flop_formula(torch.ops.lion_gpu.softmax_attention_backward)
+def _(grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, causal: bool, out_shape: Any = None, **_: Any) -> int:
+    return 10 * q[0] * q[1] * q[2] * k[2] * q[3] // (2 if causal else 1)
+
+
+def softmax_as_one_operator() -> Any:
+    """PyTorch's fused attention is then one operator, also in graphs traced on a CPU."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
+        return softmax_attention(q, k, v, is_causal)[0]
+
+    return mock.patch.object(F, "scaled_dot_product_attention", attention)
