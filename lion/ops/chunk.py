@@ -94,7 +94,9 @@ def between_chunks(
     z = z_leaving = None
     if how.rowsum or entering:
         z, z_leaving = carry(write.sum(3)[..., None], edges, entering and entering.z[..., None])  # (B, H, N, D, 1)
-    write = (write.to(v.dtype).mT @ v).to(wide)
+    write = write.to(v.dtype).mT @ v
+    if entering is not None:  # a state goes on through many pieces
+        write = write.to(wide)
     S, S_leaving = carry(write, edges, entering and entering.S)  # (B, H, N, D, E)
     del write
     reach = decay(direction.query, edges.previous.map(as_token))  # 4. how far its tokens see what enters
@@ -148,10 +150,11 @@ def chunk_edges(direction: Direction, entering: EnteringState | None) -> ChunkEd
 def previous_edge(edge: CumulativeDecay, reverse: bool, start: CumulativeDecay | None = None) -> CumulativeDecay:
     """Of edges (b, H, N, D or 1) the one before each along the scan; before the first is `start`, or that edge again,
     which is never read."""
-    first = edge.map(lambda t: t[..., -1:, :] if reverse else t[..., :1, :]) if start is None else start
+    count, first = edge.terms[0].shape[-2], edge if start is None else start
+    outermost = torch.arange(count, device=edge.terms[0].device)[:, None] == (count - 1 if reverse else 0)
 
-    def shifted(t: Tensor, first: Tensor) -> Tensor:  # cut last: graphs would ask whether one edge is left
-        return torch.cat([t, first], -2)[..., 1:, :] if reverse else torch.cat([first, t], -2)[..., :-1, :]
+    def shifted(t: Tensor, first: Tensor) -> Tensor:  # not concatenated, for which a GPU launches kernels
+        return torch.where(outermost, first, t.roll(-1 if reverse else 1, -2))
 
     index = None if edge.segment_index is None else shifted(edge.segment_index, first.segment_index)
     return CumulativeDecay(tuple(shifted(*pair) for pair in zip(edge.terms, first.terms)), index)
@@ -187,13 +190,15 @@ def carry(states: Tensor, edges: ChunkEdges, entering: Tensor | None = None) -> 
     within = mix(decay(previous.rows(), edge.columns(), strictly_before(members, reverse, states.device)), states)
     total = mix(decay(group.edge.map(as_token).rows(), edge.columns()), states).squeeze(3)
     from_groups = carry(total, group)[0][:, :, :, None]  # (B, H, n, 1, D, E)
-    reach = decay(previous, group.previous.map(as_token))[..., None]  # (b, H, n, G, D or 1, 1)
+    reach = decay(previous, group.previous.map(as_token))[..., None].to(within.dtype)  # (b, H, n, G, D or 1, 1)
     within = torch.addcmul(within, reach.expand_as(within), from_groups.expand_as(within))
     return within.flatten(2, 3)[:, :, :count], None
 
 
 def mix(weights: Tensor, states: Tensor) -> Tensor:
-    """`sum_j weights[.., i, j, d] states[.., j, d, :]`, for a number or a vector of weights."""
+    """`sum_j weights[.., i, j, d] states[.., j, d, :]`, for a number or a vector of weights, in the states' dtype:
+    products of bfloat16 are summed up in float32."""
+    weights = weights.to(states.dtype)
     if weights.shape[-1] == 1:
         return (weights.squeeze(-1) @ states.flatten(-2)).unflatten(-1, states.shape[-2:])
     return (weights.movedim(-1, -3) @ states.transpose(-2, -3)).transpose(-2, -3)

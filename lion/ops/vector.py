@@ -75,7 +75,9 @@ def chunk_vector_parts(
             if index is not None:
                 reads = reads.masked_fill(index[:, None, ..., None] != previous.segment_index[..., None], 0)
             edges = chunk.ChunkEdges(edge, previous, reverse, start, end)
-            S, S_leaving = chunk.carry((write.to(v.dtype).mT @ v).to(wide), edges, state and state.S)
+            product = write.to(v.dtype).mT @ v
+            product = product if state is None else product.to(wide)  # a state goes on through many pieces
+            S, S_leaving = chunk.carry(product, edges, state and state.S)
             numerator = numerator + reads.to(v.dtype) @ S.to(v.dtype)  # S (B, H, N, D, E)
             if how.rowsum or state:
                 z, z_leaving = chunk.carry(write.sum(3)[..., None], edges, state and state.z[..., None])

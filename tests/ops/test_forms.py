@@ -188,6 +188,33 @@ def test_dtype_of_the_decay_is_free(form):
         assert torch.equal(got, linear_attention(*same, **SMALL_FORMS[form]))
 
 
+@pytest.mark.parametrize("decay", ["none", "S", "vector"])
+def test_states_in_bfloat16_cost_little_accuracy(decay):
+    """Sixty-four chunks: the error of chunks, which hand on bfloat16, against that of one product over all tokens."""
+    torch.manual_seed(0)
+    length, dim = 1024, 16
+    shape = {"none": None, "S": (1, 2, length), "vector": (1, 2, length, dim)}[decay]
+    log_decay = None if shape is None else -0.002 * torch.rand(shape)
+    tokens = [torch.randn(1, 2, length, dim).bfloat16() for _ in range(3)]
+    weight = torch.randn(1, 2, length, dim)
+
+    def results(form: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in tokens]
+        given = log_decay if log_decay is None or dtype != torch.float64 else log_decay.double()
+        out = linear_attention(*leaves, given, form=form, chunk_size=16, feature_map="silu_shifted")
+        return [out, *torch.autograd.grad((out * weight.to(dtype)).sum(), leaves)]
+
+    exact, full, chunk = (
+        results("full", torch.float64),
+        results("full", torch.bfloat16),
+        results("chunk", torch.bfloat16),
+    )
+    for x, y, expected in zip(full, chunk, exact):
+        error = [(z.double() - expected).norm() / expected.norm() for z in (x, y)]
+        assert error[1] < 0.012
+        assert error[1] < 2 * error[0]
+
+
 # Borders of the chunk form
 
 
