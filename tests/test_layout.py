@@ -17,10 +17,18 @@ FLOORS = [
     "recipe",
     "runs",
 ]  # each may import what stands before
-COMPILING = {"lion/trainer/runtime.py", "tools/bench/ops.py", "tools/bench/inference.py", "lion/ops/piecewise.py"}
+COMPILING = {
+    "lion/trainer/runtime.py",
+    "lion/ops/piecewise.py",
+    "tools/bench/ops.py",
+    "tools/bench/inference.py",
+    "tools/gpu/graphs.py",
+}
 EXTRAS = {  # what is asked for where it is used
     "tools/convert/files.py": {"safetensors"},
     "data/vision/digits.py": {"sklearn"},
+    "tools/gpu/kernels.py": {"triton"},  # comes with torch for GPUs
+    "tools/gpu/targets.py": {"triton"},
     "lion/tasks/sequence_classification.py": {"scipy", "sklearn"},
 }
 SOURCES = sorted(p for folder in ("lion", "data", "tools") for p in (ROOT / folder).rglob("*.py"))

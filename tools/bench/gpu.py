@@ -8,8 +8,10 @@ and write, and FLOPs of products. `--compile` takes every Triton kernel through 
 
 Nothing is timed: times are estimates, the larger one of bytes over the memory's rate and of FLOPs over the tensor
 cores' rate, and 1 us between kernels; without CUDA graphs at least 6 us of the CPU a call. Softmax is FlashAttention by
-the same arithmetic, its products at half the tensor cores' rate. A mixer is its operator alone, with its feature map; a
-recipe is a whole step of training, its blocks compiled and what is around them eager, one launch an operator.
+the same arithmetic, its products at half the tensor cores' rate. A mixer is its operator alone, with its feature map
+(`*`: with calls of other eager operators); a recipe is a whole step of training, its blocks compiled and what is around
+them eager, one launch an operator.
+
 Results are added to `reports/gpu.md` and `gpu.json`.
 """
 
@@ -44,7 +46,7 @@ TOKENS = 50_000  # a training step's, about
 KEY = ("kind", "name", "form", "length", "batch", "heads", "dim", "dtype", "target")
 STAGES = ("forward", "backward")
 TEXT = ("mixer", "form", "recipe")  # columns
-TIMES = ["no graphs", "x softmax"]
+TIMES = ["no graphs", "x softmax", "sm_80 / sm_90"]
 OPERATOR_HEADER = ["mixer", "form", "tokens", "kernels", "launches", "products", "bytes / q", "both", "us", *TIMES]
 STEP_HEADER = ["recipe", "tokens", "launches", "products", "fallbacks", "GB", "TFLOP", "tokens/s", "ms", *TIMES]
 
@@ -56,7 +58,7 @@ class Report(Store):
         super().__init__(folder / "gpu.json", rows=KEY)
 
     def markdown(self) -> str:
-        parts = ["# Estimates for GPUs", "Written by `./run.sh bench gpu`.", *__doc__.split("\n\n")[2:]]
+        parts = ["# Estimates for GPUs", "Written by `./run.sh bench gpu`.", *__doc__.strip().split("\n\n")[2:-1]]
         for rows in self.groups(("target", "dtype", "heads", "dim")):
             for kind, heading, header, cells in SECTIONS:
                 some = sorted((r for r in rows if r["kind"] == kind), key=order)
@@ -208,6 +210,11 @@ def ratio(row: Row) -> str:
     return f"{seconds(row, 'parts', True) / seconds(row, 'softmax', True):.2f}"
 
 
+def built(row: Row) -> str:
+    """How many kernels have been compiled for each architecture."""
+    return " / ".join(map(str, row.get("compiled", {}).values())) or "-"
+
+
 def by_stage(row: Row, value: Callable[[Row], str]) -> str:
     return " / ".join(value(row["parts"][stage]) for stage in STAGES if stage in row["parts"])
 
@@ -219,7 +226,8 @@ def operator_cells(row: Row) -> list[str]:
     products = by_stage(row, lambda cost: str(cost["library"]) + ("*" if cost["fallbacks"] else ""))
     times = (f"{1e6 * seconds(row, 'parts', graphs):,.0f}" for graphs in (True, False))
     sizes = (by_stage(row, lambda cost: f"{cost['moved'] / q:.1f}"), f"{moved / q:.1f}")
-    return [row["name"], row["form"], f"{row['length']:,}", *counts, products, *sizes, *times, ratio(row)]
+    ends = [ratio(row), built(row)]
+    return [row["name"], row["form"], f"{row['length']:,}", *counts, products, *sizes, *times, *ends]
 
 
 def step_cells(row: Row) -> list[str]:
@@ -229,7 +237,7 @@ def step_cells(row: Row) -> list[str]:
     ms, alone = (1e3 * seconds(row, "parts", graphs) for graphs in (True, False))
     tokens = row["batch"] * row["length"]
     speed = f"{tokens / ms * 1e3:,.0f}"
-    return [row["name"], f"{tokens:,}", *counts, *work, speed, digits(ms), digits(alone), ratio(row)]
+    return [row["name"], f"{tokens:,}", *counts, *work, speed, digits(ms), digits(alone), ratio(row), built(row)]
 
 
 SECTIONS = (
@@ -256,4 +264,4 @@ def line_of(row: Row) -> str:
     header, made = next((header, cells) for kind, _, header, cells in SECTIONS if kind == row["kind"])
     cells = dict(zip(header, made(row)))
     text = f"{cells['launches']} launches, {cells['products']} products, {cells['x softmax']} x softmax"
-    return text + "".join(f", {n} kernels for {name}" for name, n in row.get("compiled", {}).items())
+    return text + "".join(f", {n} kernels to cubins for {name}" for name, n in row.get("compiled", {}).items())
