@@ -5,8 +5,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from tests.helpers import refuse
 from tools.bench import gpu
 from tools.gpu import targets

@@ -10,8 +10,6 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from tools.gpu.cost import cost_of
 from tools.gpu.kernels import compile_kernels
 from tools.gpu.operator import operator_programs

@@ -11,8 +11,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton")
-
 from lion.layers import MIXERS
 from tests.helpers import ROOT
 from tools.gpu.kernels import compile_kernels

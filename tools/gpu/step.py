@@ -130,7 +130,7 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func.overloadpacket._qualified_op_name.partition("::")[2]
         if name == "_local_scalar_dense":  # a number that the CPU draws, as MixUp does; fake ones have no value
-            return args[0].dtype.is_floating_point and 0.5
+            return 0.5 if args[0].dtype.is_floating_point else True  # and checks, which a GPU does not wait for, hold
         out = func(*args, **(kwargs or {}))
         if func.is_view or name.startswith(FREE):
             return out

@@ -1,0 +1,10 @@
+"""GPU code is inspected where Triton is there, and under a torch whose internals are known."""
+
+import importlib.util
+
+import torch
+
+from tools.gpu.targets import TORCH
+
+known = tuple(map(int, torch.__version__.split(".")[:2])) in TORCH
+collect_ignore_glob = [] if known and importlib.util.find_spec("triton") else ["test_*.py"]
