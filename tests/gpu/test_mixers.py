@@ -19,12 +19,7 @@ from tools.gpu.targets import TARGETS
 TOLERANCE = 1e-4  # of the largest value, float32; gradients of decays are sums over all pairs
 FULL, CHUNK = ("full", 24), ("chunk", 40)
 CASES = {mixer: [(*FULL, "both")] for mixer in MIXERS}
-for mixer in (
-    "lion_lit",
-    "lion_s",
-    "gla",
-    "deltanet",
-):  # one of each kind of operator; the others differ in their gates
+for mixer in ("lion_lit", "lion_s", "gla", "deltanet"):  # a mixer of each kind of operator: gates alone differ
     CASES[mixer].append((*CHUNK, "both"))
 for mixer in ("lion_s", "lightnet"):
     CASES[mixer].append((*FULL, "forward"))
