@@ -60,7 +60,7 @@ def chunk_parts(
     numerator, total = within_chunks(q, k, v, directions, how)
     leaving = []
     for direction, state in zip_longest(directions if entering or count > 1 else (), entering):
-        more, row, state = between_chunks(q, k, v, direction, how, log_decay.dtype, state)
+        more, row, state = between_chunks(q, k, v, direction, how, state)
         numerator = numerator + more
         total = total + row if how.rowsum else None
         leaving.append(state)
@@ -84,7 +84,6 @@ def between_chunks(
     v: Tensor,
     direction: Direction,
     how: ScoreSettings,
-    wide: torch.dtype,
     entering: EnteringState | None,
 ) -> tuple[Tensor, Tensor | None, State | None]:
     """What enters the chunks from one side, and what leaves the last one. Its own function: what it needs on the way is
@@ -95,8 +94,6 @@ def between_chunks(
     if how.rowsum or entering:
         z, z_leaving = carry(write.sum(3)[..., None], edges, entering and entering.z[..., None])  # (B, H, N, D, 1)
     write = write.to(v.dtype).mT @ v
-    if entering is not None:  # a state goes on through many pieces
-        write = write.to(wide)
     S, S_leaving = carry(write, edges, entering and entering.S)  # (B, H, N, D, E)
     del write
     reach = decay(direction.query, edges.previous.map(as_token))  # 4. how far its tokens see what enters
@@ -148,8 +145,8 @@ def chunk_edges(direction: Direction, entering: EnteringState | None) -> ChunkEd
 
 
 def previous_edge(edge: CumulativeDecay, reverse: bool, start: CumulativeDecay | None = None) -> CumulativeDecay:
-    """Of edges (b, H, N, D or 1) the one before each along the scan; before the first is `start`, or that edge again,
-    which is never read."""
+    """The edge before each of the edges (b, H, N, D or 1) along the scan; before the first is `start`, or that edge
+    again, which is never read."""
     count, first = edge.terms[0].shape[-2], edge if start is None else start
     outermost = torch.arange(count, device=edge.terms[0].device)[:, None] == (count - 1 if reverse else 0)
 
@@ -165,8 +162,10 @@ def carry(states: Tensor, edges: ChunkEdges, entering: Tensor | None = None) -> 
 
     Up to 2 `GROUP` chunks are mixed by one (N, N) matrix; more are mixed inside groups, and the groups'
     totals are carried by this same function. In a part of a sequence (so many chunks at most) `entering` (B, H, D, E)
-    comes in, and what leaves is returned, too.
+    comes in, and what leaves is returned, too, both in the dtype of `entering`: that state goes on through many pieces.
     """
+    if entering is not None:
+        states = states.to(entering.dtype)
     edge, previous, reverse, start, end = edges
     count = states.shape[2]
     if count <= 2 * GROUP:

@@ -33,7 +33,7 @@ def chunk_vector_parts(
 ) -> tuple[Tensor, Tensor | None, list[State]]:
     """The same, linear in L: what `lion.ops.chunk` does, every key dimension decaying on its own."""
     q, k, v, log_decay, _, index, _ = tokens
-    length, wide = q.shape[2], log_decay.dtype
+    length = q.shape[2]
     size, count = chunk.chunk_grid(length, how.chunk_size)
     size += padding_of(size)
     padding = size * count - length
@@ -75,9 +75,7 @@ def chunk_vector_parts(
             if index is not None:
                 reads = reads.masked_fill(index[:, None, ..., None] != previous.segment_index[..., None], 0)
             edges = chunk.ChunkEdges(edge, previous, reverse, start, end)
-            product = write.to(v.dtype).mT @ v
-            product = product if state is None else product.to(wide)  # a state goes on through many pieces
-            S, S_leaving = chunk.carry(product, edges, state and state.S)
+            S, S_leaving = chunk.carry(write.to(v.dtype).mT @ v, edges, state and state.S)
             numerator = numerator + reads.to(v.dtype) @ S.to(v.dtype)  # S (B, H, N, D, E)
             if how.rowsum or state:
                 z, z_leaving = chunk.carry(write.sum(3)[..., None], edges, state and state.z[..., None])

@@ -32,8 +32,10 @@ import torch
 
 from lion.config import ConfigError, nearest
 from lion.layers import SOFTMAX
+from lion.runs import build_on_meta
 from tools.bench.operators import OPERATORS
 from tools.bench.probe import stamp
+from tools.bench.report import rank
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.gpu.targets import TARGETS, check_toolchain
@@ -125,7 +127,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def jobs_of(name: str, args: argparse.Namespace) -> list[tuple[str, Callable[[], Row]]]:
-    """What is to be estimated for a name: a line of progress, and a function that makes its row.
+    """The estimates that a name asks for: of each a line of progress, and a function that makes its row.
 
     Raises:
         ConfigError: Neither a mixer nor a recipe.
@@ -169,7 +171,7 @@ def step_row(name: str, args: argparse.Namespace) -> Row:
 
     recipe = resolve(name, [])
     task = make_task(recipe, describe_data(recipe, look=False)[0])
-    length = task.build_model(recipe.model).length
+    length = build_on_meta(task, recipe.model).length
     batch, target = args.batch or max(1, round(TOKENS / length)), TARGETS[args.target]
     step = step_cost(recipe, task, batch, target)
     softmax = dataclasses.replace(recipe, model=recipe.model.with_mixer(SOFTMAX))
@@ -184,7 +186,7 @@ def step_row(name: str, args: argparse.Namespace) -> Row:
 
 
 def compiled(name: str, programs: Callable[[Any], list[Any]]) -> dict[str, int]:
-    """How many kernels have been compiled for each architecture; raises what the compiler raises."""
+    """Compile the kernels for each architecture and count them; raises the compiler's own error."""
     from tools.gpu.kernels import compile_kernels
 
     found = {}
@@ -211,7 +213,7 @@ def ratio(row: Row) -> str:
 
 
 def built(row: Row) -> str:
-    """How many kernels have been compiled for each architecture."""
+    """Number of compiled kernels by architecture, "-" without any."""
     return " / ".join(map(str, row.get("compiled", {}).values())) or "-"
 
 
@@ -247,9 +249,7 @@ SECTIONS = (
 
 
 def order(row: Row) -> tuple:
-    names = list(OPERATORS)
-    place = names.index(row["name"]) if row["name"] in names else len(names)
-    return row["length"], place, row["name"], row["form"]
+    return row["length"], rank(OPERATORS, row["name"]), row["name"], row["form"]
 
 
 def title_of(row: Row) -> str:

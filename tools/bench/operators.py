@@ -55,7 +55,7 @@ class Operator:
         dtype: torch.dtype,
         featurized: bool = True,
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What the layer hands to the operator for random tokens: tensors as leaves, contiguous, and the rest.
+        """Arguments of the operator, as the layer makes them of random tokens: contiguous leaves, and the rest.
 
         `featurized`: q and k have been through the feature map, which else is among the fixed arguments.
         """

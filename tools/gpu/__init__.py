@@ -1,1 +1,1 @@
-"""What Inductor makes of a model for an NVIDIA GPU, on a machine without one: see `tools.bench.gpu`."""
+"""Inductor's code of a model for an NVIDIA GPU, made and inspected on a machine without one (`tools.bench.gpu`)."""

@@ -37,7 +37,6 @@ class Program(NamedTuple):
     library: int
     fallbacks: list[str]
     moved: int
-    parts: list[tuple[str, int]]
     flops: int
 
     @property
@@ -69,8 +68,7 @@ def lower(graph: Graph, target: Target) -> Program:
             with V.set_graph_handler(lowering):
                 lowering.run(*inputs)
                 code = lowering.codegen()[0]
-                moved, nodes, _ = lowering.count_bytes()
-                parts = [(described(node), size) for node, size in nodes]
+                moved = lowering.count_bytes()[0]
     code = getattr(code, "value", code)
     body = call_of(code)
     return Program(
@@ -81,15 +79,8 @@ def lower(graph: Graph, target: Target) -> Program:
         library=len(re.findall(r"\bextern_kernels\.\w+\(", body)),
         fallbacks=re.findall(r"= (torch\.ops\.[\w.]+|aten\.[\w.]+)\(", body),
         moved=int(moved),
-        parts=parts,
         flops=int(flops),
     )
-
-
-def described(node: Any) -> str:
-    """The operators of the graph that a kernel or call has been made of."""
-    origins = [o for part in node.get_nodes() if part.node is not None for o in part.node.origins]
-    return " ".join(dict.fromkeys(o.name for o in sorted(origins)))
 
 
 def move(module: torch.fx.GraphModule) -> None:

@@ -35,7 +35,6 @@ class Step:
 
     blocks: list[tuple[list[Program], int]]
     around: Cost
-    tokens: int
 
     @property
     def programs(self) -> list[Program]:
@@ -56,7 +55,6 @@ def step_cost(recipe: Recipe, task: Task, batch: int, target: Target) -> Step:
     device = torch.device("cpu")
     example = tree_map(mode.from_tensor, task.example(batch, device))
     model = fake_module(task.build_model(recipe.model), mode)
-    length = model.length
     with mode, softmax_as_one_operator():
         with recorded(model) as calls, as_on_gpu(model):
             step = training_step(model, task, recipe, example, precision, device)
@@ -70,7 +68,7 @@ def step_cost(recipe: Recipe, task: Task, batch: int, target: Target) -> Step:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 graphs = trace(lambda *xs, unit=unit, kwargs=kwargs: unit(*xs, **kwargs), *args)
             blocks.append(([lower(graph, target) for graph in graphs], n))
-    return Step(blocks, around.cost, batch * length)
+    return Step(blocks, around.cost)
 
 
 @contextlib.contextmanager
