@@ -10,9 +10,9 @@ import re
 import pytest
 import torch
 
-from tools.gpu.cost import cost_of
 from tools.gpu.kernels import compile_kernels
-from tools.gpu.operator import operator_programs
+from tools.gpu.lower import lower
+from tools.gpu.operator import operator_graphs
 from tools.gpu.targets import TARGETS
 
 VERSION = ".".join(torch.__version__.split(".")[:2])
@@ -31,9 +31,10 @@ BUDGETS = {
 CASES = BUDGETS.get(VERSION, {})
 
 
-def programs_of(mixer: str, form: str, length: int):
+def programs_of(mixer: str, form: str, length: int, target: str = "h100"):
     batch, heads, dim = SHAPE
-    return operator_programs(mixer, form, (batch, heads, length, dim), torch.bfloat16, TARGETS["h100"])
+    graphs = operator_graphs(mixer, form, (batch, heads, length, dim), torch.bfloat16)
+    return [lower(graph, TARGETS[target]) for graph in graphs]
 
 
 @pytest.mark.skipif(not CASES, reason=f"no budgets for torch {VERSION}")
@@ -42,9 +43,9 @@ def test_calls_and_bytes_stay_within_their_budget(mixer, form, length):
     forward, backward = programs_of(mixer, form, length)
     calls_forward, calls_backward, moved = CASES[mixer, form, length]
     batch, heads, dim = SHAPE
-    units = (forward.moved + backward.moved) / (2 * batch * heads * length * dim)
-    assert forward.calls <= calls_forward
-    assert backward.calls <= calls_backward
+    units = (forward.cost.moved + backward.cost.moved) / (2 * batch * heads * length * dim)
+    assert forward.cost.calls <= calls_forward
+    assert backward.cost.calls <= calls_backward
     assert units <= moved
     for program in (forward, backward):
         assert not program.fallbacks
@@ -62,8 +63,6 @@ def elements(source: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["a100", "h100"])
 def test_every_kernel_compiles_to_a_cubin(target):
-    batch, heads, dim = SHAPE
-    shape = (batch, heads, 128, dim)
-    for program in operator_programs("lion_s", "chunk", shape, torch.bfloat16, TARGETS[target]):
-        assert cost_of(program).kernels == len(program.kernels) > 5
+    for program in programs_of("lion_s", "chunk", 128, target):
+        assert program.cost.kernels == len(program.kernels) > 5
         compile_kernels(program.kernels, TARGETS[target])

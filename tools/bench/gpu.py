@@ -38,6 +38,7 @@ from tools.bench.probe import stamp
 from tools.bench.report import rank
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
+from tools.gpu.cost import Cost, fused_seconds, fused_softmax, total
 from tools.gpu.targets import TARGETS, check_toolchain
 from tools.store import Row, Store, digits, pipes
 
@@ -150,58 +151,52 @@ def jobs_of(name: str, args: argparse.Namespace) -> list[tuple[str, Callable[[],
 
 def operator_row(name: str, form: str, length: int, args: argparse.Namespace) -> Row:
     """The operator of a mixer, forward and backward, by stage."""
-    from tools.gpu.cost import cost_of, fused_softmax
-    from tools.gpu.operator import operator_programs
+    from tools.gpu.lower import lower
+    from tools.gpu.operator import operator_graphs
 
     batch, dtype = args.batch or 4, getattr(torch, args.dtype)
-    shape, target = (batch, args.heads, length, args.dim), TARGETS[args.target]
-    programs = operator_programs(name, form, shape, dtype, target)
+    shape = (batch, args.heads, length, args.dim)
+    graphs = operator_graphs(name, form, shape, dtype)
     row = {"kind": "operator", "name": name, "form": form, "length": length, "batch": batch, "dtype": args.dtype}
-    row |= {"heads": args.heads, "dim": args.dim, "parts": {p.stage: cost_of(p).row() for p in programs}}
-    row["softmax"] = {stage: cost.row() for stage, cost in fused_softmax(shape, dtype).items()}
-    if args.compile:
-        row["compiled"] = compiled(name, lambda target: operator_programs(name, form, shape, dtype, target))
-    return row
+    row |= {"heads": args.heads, "dim": args.dim}
+    row["parts"] = {g.stage: dataclasses.asdict(lower(g, TARGETS[args.target]).cost) for g in graphs}
+    row["softmax"] = {stage: dataclasses.asdict(cost) for stage, cost in fused_softmax(shape, dtype).items()}
+    return row | ({"compiled": compiled(graphs)} if args.compile else {})
 
 
 def step_row(name: str, args: argparse.Namespace) -> Row:
     """A whole training step of a recipe, and the same with softmax."""
-    from tools.gpu.cost import cost_of, total
-    from tools.gpu.step import step_cost
+    from tools.gpu.step import trace_step
 
     recipe = resolve(name, [])
     task = make_task(recipe, describe_data(recipe, look=False)[0])
     length = build_on_meta(task, recipe.model).length
     batch, target = args.batch or max(1, round(TOKENS / length)), TARGETS[args.target]
-    step = step_cost(recipe, task, batch, target)
     softmax = dataclasses.replace(recipe, model=recipe.model.with_mixer(SOFTMAX))
+    step, beside = (trace_step(r, task, batch) for r in (recipe, softmax))
     row = {"kind": "step", "name": Path(name).stem, "form": "", "length": length, "batch": batch, "heads": 0, "dim": 0}
     row |= {"dtype": {"bf16": "bfloat16"}.get(recipe.trainer.precision, "float32")}
-    row["parts"] = {stage: total(cost_of(program) * n for program, n in step.stage(stage)).row() for stage in STAGES}
-    row["parts"]["around"] = step.around.row()
-    row["softmax"] = {"step": step_cost(softmax, task, batch, target).cost.row()}
-    if args.compile:
-        row["compiled"] = compiled(name, lambda target: step_cost(recipe, task, batch, target).programs)
-    return row
+    row["parts"] = {stage: dataclasses.asdict(cost) for stage, cost in step.costs(target).items()}
+    row["softmax"] = {"step": dataclasses.asdict(total(beside.costs(target).values()))}
+    return row | ({"compiled": compiled(step.graphs)} if args.compile else {})
 
 
-def compiled(name: str, programs: Callable[[Any], list[Any]]) -> dict[str, int]:
-    """Compile the kernels for each architecture and count them; raises the compiler's own error."""
+def compiled(graphs: list[Any]) -> dict[str, int]:
+    """Compile the kernels of graphs for each architecture and count them; raises the compiler's own error."""
     from tools.gpu.kernels import compile_kernels
+    from tools.gpu.lower import lower
 
     found = {}
     for target in (TARGETS[name] for name in COMPILED_FOR):
-        made = programs(target)
-        for program in made:
-            compile_kernels(program.kernels, target)
-        found[f"sm_{target.architecture}"] = sum(len(program.kernels) for program in made)
+        kernels = [lower(graph, target).kernels for graph in graphs]
+        for made in kernels:
+            compile_kernels(made, target)
+        found[f"sm_{target.architecture}"] = sum(map(len, kernels))
     return found
 
 
 def seconds(row: Row, part: str, graphs: bool) -> float:
     """The estimate for a row's `parts`, or for its `softmax`."""
-    from tools.gpu.cost import Cost, fused_seconds
-
     target, dtype = TARGETS[row["target"]], getattr(torch, row["dtype"])
     fused = part == "softmax" and row["kind"] == "operator"
     estimate = fused_seconds if fused else Cost.seconds

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
-from tools.gpu.lower import Program
 from tools.gpu.targets import FUSED_SHARE, GAP, LAUNCH, Target
 
 
@@ -29,30 +27,16 @@ class Cost:
         return self.launches + self.library + self.fallbacks
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values())))
+        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other))))
 
     def __mul__(self, times: int) -> Cost:
-        return Cost(*(a * times for a in asdict(self).values()))
+        return Cost(*(a * times for a in astuple(self)))
 
     def seconds(self, target: Target, dtype: torch.dtype, graphs: bool = True) -> float:
         """The least time: that of the bytes or of the products, whichever is longer, and the gaps between kernels;
         without CUDA graphs no less than the CPU takes to launch them."""
         work = max(self.moved / target.bandwidth, self.flops / target.rate(dtype)) + self.calls * GAP
         return work if graphs else max(work, self.calls * LAUNCH)
-
-    def row(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def cost_of(program: Program) -> Cost:
-    return Cost(
-        kernels=len(program.kernels),
-        launches=program.launches,
-        library=program.library,
-        fallbacks=len(program.fallbacks),
-        moved=program.moved,
-        flops=program.flops,
-    )
 
 
 def total(costs: Iterable[Cost]) -> Cost:
@@ -76,4 +60,4 @@ def fused_softmax(shape: tuple[int, int, int, int], dtype: torch.dtype) -> dict[
 
 def fused_seconds(cost: Cost, target: Target, dtype: torch.dtype, graphs: bool = True) -> float:
     """`Cost.seconds` of a fused kernel, whose products reach a share of the tensor cores' rate."""
-    return Cost(**{**asdict(cost), "flops": round(cost.flops / FUSED_SHARE)}).seconds(target, dtype, graphs)
+    return replace(cost, flops=round(cost.flops / FUSED_SHARE)).seconds(target, dtype, graphs)

@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils.flop_counter import FlopCounterMode
 
+from tools.gpu.cost import Cost
 from tools.gpu.graphs import Graph
 from tools.gpu.targets import DEVICE, Target, pretend
 
@@ -26,22 +27,14 @@ FLEX = "flex_attention"
 
 
 class Program(NamedTuple):
-    """The code of a graph for a GPU. `kernels` are Triton's by name, `launches` how often they are called, `library`
-    the calls of matrix products, `fallbacks` those of other eager operators, `moved` the bytes that all of these read
-    and write, `flops` those of products."""
+    """The code of a graph for a GPU: its Triton `kernels` by name, the `fallbacks`, eager operators that are no matrix
+    products, and its `cost`."""
 
     stage: str
     code: str
     kernels: dict[str, str]
-    launches: int
-    library: int
     fallbacks: list[str]
-    moved: int
-    flops: int
-
-    @property
-    def calls(self) -> int:
-        return self.launches + self.library + len(self.fallbacks)
+    cost: Cost
 
 
 def lower(graph: Graph, target: Target) -> Program:
@@ -71,16 +64,16 @@ def lower(graph: Graph, target: Target) -> Program:
                 moved = lowering.count_bytes()[0]
     code = getattr(code, "value", code)
     body = call_of(code)
-    return Program(
-        stage=graph.stage,
-        code=code,
-        kernels=kernels_of(code),
+    kernels, fallbacks = kernels_of(code), re.findall(r"= (torch\.ops\.[\w.]+|aten\.[\w.]+)\(", body)
+    cost = Cost(
+        kernels=len(kernels),
         launches=len(re.findall(r"\btriton_\w+\.run\(", body)),
         library=len(re.findall(r"\bextern_kernels\.\w+\(", body)),
-        fallbacks=re.findall(r"= (torch\.ops\.[\w.]+|aten\.[\w.]+)\(", body),
+        fallbacks=len(fallbacks),
         moved=int(moved),
         flops=int(flops),
     )
+    return Program(graph.stage, code, kernels, fallbacks, cost)
 
 
 def move(module: torch.fx.GraphModule) -> None:

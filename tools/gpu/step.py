@@ -20,9 +20,9 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from lion.recipe import Recipe
 from lion.tasks import Task
 from tools.bench.train import training_step
-from tools.gpu.cost import Cost, cost_of, total
-from tools.gpu.graphs import fake_module, trace
-from tools.gpu.lower import Program, lower
+from tools.gpu.cost import Cost
+from tools.gpu.graphs import Graph, fake_module, trace
+from tools.gpu.lower import lower
 from tools.gpu.targets import Target
 
 FREE = ("empty", "detach", "alias", "_record_function", "device", "is_same_size")  # operators without a kernel
@@ -31,25 +31,25 @@ FREE += ("clone",)  # fake gradients are cloned where real ones are taken as the
 
 @dataclass
 class Step:
-    """A training step: the programs of each kind of block, how many blocks are of it, and the cost around them."""
+    """A training step: the graphs of each kind of block, how many blocks are of it, and the cost around them."""
 
-    blocks: list[tuple[list[Program], int]]
+    blocks: list[tuple[list[Graph], int]]
     around: Cost
 
     @property
-    def programs(self) -> list[Program]:
-        return [program for programs, _ in self.blocks for program in programs]
+    def graphs(self) -> list[Graph]:
+        return [graph for graphs, _ in self.blocks for graph in graphs]
 
-    def stage(self, name: str) -> list[tuple[Program, int]]:
-        """The programs of a stage, and how often each runs in a step."""
-        return [(program, n) for programs, n in self.blocks for program in programs if program.stage == name]
+    def costs(self, target: Target) -> dict[str, Cost]:
+        """The cost of all blocks by stage, and `around` them."""
+        found = {"forward": Cost(), "backward": Cost()}
+        for graphs, n in self.blocks:
+            for graph in graphs:
+                found[graph.stage] += lower(graph, target).cost * n
+        return {**found, "around": self.around}
 
-    @property
-    def cost(self) -> Cost:
-        return self.around + total(total(map(cost_of, programs)) * n for programs, n in self.blocks)
 
-
-def step_cost(recipe: Recipe, task: Task, batch: int, target: Target) -> Step:
+def trace_step(recipe: Recipe, task: Task, batch: int) -> Step:
     """A step on `batch` samples, in the recipe's precision."""
     mode, precision = FakeTensorMode(allow_non_fake_inputs=True), recipe.trainer.precision
     device = torch.device("cpu")
@@ -67,7 +67,7 @@ def step_cost(recipe: Recipe, task: Task, batch: int, target: Target) -> Step:
             unit.train()
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 graphs = trace(lambda *xs, unit=unit, kwargs=kwargs: unit(*xs, **kwargs), *args)
-            blocks.append(([lower(graph, target) for graph in graphs], n))
+            blocks.append((graphs, n))
     return Step(blocks, around.cost)
 
 
