@@ -9,7 +9,7 @@ from lion.config import ConfigError, nearest
 
 DATASETS = {
     "aan": "data.lra.documents.Aan",
-    "c4": "data.text.text.C4",
+    "c4": "data.text.sets.C4",
     "cifar10": "data.vision.torchvision_sets.Cifar10",
     "cifar100": "data.vision.torchvision_sets.Cifar100",
     "cifar10_pixels": "data.lra.cifar.CifarPixels",
@@ -23,14 +23,14 @@ DATASETS = {
     "latents": "data.vision.latents.Latents",
     "listops": "data.lra.listops.ListOps",
     "mnist": "data.vision.torchvision_sets.Mnist",
-    "openwebtext": "data.text.text.OpenWebText",
+    "openwebtext": "data.text.sets.OpenWebText",
     "pathfinder": "data.lra.pathfinder.Pathfinder",
     "pathx": "data.lra.pathfinder.PathX",
-    "pile": "data.text.text.Pile",
-    "python_source": "data.text.text.PythonSource",
+    "pile": "data.text.sets.Pile",
+    "python_source": "data.text.sets.PythonSource",
     "text": "data.text.text.Text",
     "tiny_shakespeare": "data.text.shakespeare.TinyShakespeare",
-    "wikitext103": "data.text.text.WikiText103",
+    "wikitext103": "data.text.sets.WikiText103",
 }
 
 

@@ -63,6 +63,7 @@ class DataSet(ABC):
     Config: ClassVar[type[DataConfig]]  # the recipe's `data` section
     Info: ClassVar[type[Info]]  # what it tells a model: tasks that want this kind can learn from it
     workers: ClassVar[int] = 4  # loader processes that suit it; none for data in memory
+    download: ClassVar[int] = 0  # bytes that are fetched where the files are absent; 0: nothing, or not known
     asks: tuple[str, ...] = ("file",)  # what `load` takes, in the words of a heading
 
     def __init__(self, config: Any) -> None:
@@ -96,6 +97,10 @@ class DataSet(ABC):
     def published(self) -> tuple[Info, int] | None:
         """What the set is known to hold, without its files: its info and the number of training samples."""
         return None
+
+    def disk(self) -> float:
+        """Bytes that `prepare` writes, about; 0 where it writes nothing that counts."""
+        return 0.0
 
     def filled(self) -> float:
         """The share of a training sample that is no padding, on average.

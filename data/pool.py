@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from lion.config import ConfigError
+from lion.progress import progress
 
 
 class NoPart(ConfigError):
@@ -65,13 +65,13 @@ def each(work: Callable[[Any], None], parts: Sequence[Any], *, workers: int, pla
     """
     workers = min(workers, len(parts))
     if workers < 2:
-        for part in tqdm(parts, disable=None, **bar):
+        for part in progress(parts, **bar):
             work(part)
         return
     with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(work,)) as pool:
         try:
             running = [pool.submit(run, part) for part in parts]
-            for done in tqdm(as_completed(running), disable=None, **bar):
+            for done in progress(as_completed(running), **bar):
                 done.result()
         except BrokenProcessPool:
             raise ConfigError(

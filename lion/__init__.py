@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from lion.layers import LionAttention
-from lion.layers.layout import Layout
-from lion.layers.mixer import set_form
-from lion.ops import linear_attention
+if TYPE_CHECKING:
+    from lion.layers import LionAttention
+    from lion.layers.layout import Layout
+    from lion.layers.mixer import set_form
+    from lion.ops import linear_attention
+    from lion.recipe import load_recipe
+    from lion.runs import load
 
 __version__ = "0.1.0"
 __all__ = ["Layout", "LionAttention", "linear_attention", "load", "load_recipe", "set_form"]
+HOMES = {
+    "Layout": "lion.layers.layout",
+    "LionAttention": "lion.layers",
+    "linear_attention": "lion.ops",
+    "load": "lion.runs",
+    "load_recipe": "lion.recipe",
+    "set_form": "lion.layers.mixer",
+}
 
 
-def __getattr__(name: str) -> Any:  # these import the tasks, and so torchvision: only when asked for
-    if name == "load":
-        from lion.runs import load
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: a command line is checked before PyTorch is loaded."""
+    if name not in HOMES:
+        raise AttributeError(f"module 'lion' has no attribute {name!r}")
+    return getattr(importlib.import_module(HOMES[name]), name)
 
-        return load
-    if name == "load_recipe":
-        from lion.recipe import load_recipe
 
-        return load_recipe
-    raise AttributeError(f"module 'lion' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted([*globals(), *HOMES])

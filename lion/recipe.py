@@ -32,10 +32,15 @@ from lion.trainer.schedule import ScheduleConfig
 
 EXCLUSIVE = (("trainer.epochs", "trainer.steps", "trainer.time"),)  # a layer that gives one takes the other away
 
+NO_NUMBER = "no number yet"  # `about.expected` of what no paper has
+OVERRIDE = "override"  # the source of what stands on the command line
+OF_OTHER_DATA = {"data.name", "data.path", "data.subset"}  # on the command line, they leave a recipe no claim
+
 
 @dataclass
 class AboutConfig:
-    """What a recipe claims: its row in the paper, the metric expected there, the hardware of that number."""
+    """Claim of a recipe: its row in the paper, the metric expected there, the hardware of that number. A file that
+    extends another inherits all but this."""
 
     row: str = ""
     expected: str = ""
@@ -91,10 +96,12 @@ def load_recipe(
         ConfigError: One line naming key, file and nearest valid choice.
     """
     path = Path(path)
-    layers = [*read_layers(path), ("override", parse_overrides(overrides))]
+    layers = [*read_layers(path), (OVERRIDE, parse_overrides(overrides))]
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, layer in layers:
+        if "about" not in layer and (source != OVERRIDE or OF_OTHER_DATA & flatten(layer).keys()):
+            values = {name: section for name, section in values.items() if name != "about"}
         values = merge(drop_excluded(values, layer, source), layer)
         for key in flatten(layer):
             sources.pop(key, None)  # to the end: the latest layer is asked first
@@ -122,6 +129,7 @@ def load_recipe(
             f"{source('model.name')}: model.name: {model_name!r} is no model for task {task_name!r}, "
             f"{nearest(model_name, fits)}"
         )
+    values.setdefault("about", own_claim(values["data"]))
     schemas = {"task": task.Config, "model": MODELS[model_name].Config}
     if data_config is not None:
         name = values["data"].get("name")
@@ -131,6 +139,12 @@ def load_recipe(
             raise ConfigError(f"{source('data.name')}: {error}") from None
     built = {name: build(schema, values[name], source=source, key=name) for name, schema in schemas.items()}
     return build(Recipe, {**values, **built}, source=source)
+
+
+def own_claim(data: dict[str, Any]) -> dict[str, str]:
+    """The `about` section of a recipe on data of one's own: no row of a paper."""
+    name = str(data.get("path") or data.get("name"))
+    return {"row": f"- ({name.rstrip('/').rpartition('/')[2]})", "expected": NO_NUMBER, "hardware": "?"}
 
 
 def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]]:

@@ -1,5 +1,69 @@
-"""No test asks the network: what would wait for the Hub is refused at once, in this process and in those it starts."""
+"""What every test shares: no network, and how many cases of a test are run.
+
+Of the grids of operators, layers and models (forms x directions x decays x ..) a run takes `GRID` cases of each test,
+spread evenly; `--every` takes all. `--quick`, the part that answers while one works, takes one case of every test that
+is neither slow, nor compiled, nor of real processes: the last, for parameters are listed from the plain to the special.
+The numbers below bound it on any processor.
+"""
 
 import os
+import sys
+from collections import defaultdict
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # what would wait for the Hub is refused at once, here and in started processes
+OUTSIDE = ("slow", "compiled", "process")  # markers of pyproject.toml
+MOST_CASES, MOST_GRAPHS = 1500, 20
+GRID, GRIDS = 12, ("tests/ops/", "tests/layers/", "tests/models/")
+graphs = 0  # compiled by all processes of a quick run
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="one case of every test that is fast")
+    parser.addoption("--every", action="store_true", help=f"all cases of grids, not {GRID} of each")
+
+
+def pytest_collection_modifyitems(config, items):
+    quick = config.getoption("--quick")
+    if config.getoption("--every") or any("::" in name and "[" in name for name in config.args):
+        return
+    cases, chosen = defaultdict(list), set()
+    for item in items:
+        if not (quick and any(item.get_closest_marker(name) for name in OUTSIDE)):
+            cases[item.location[0], getattr(item, "originalname", item.name)].append(item)
+    for (file, _), several in cases.items():
+        most = 1 if quick else GRID if file.startswith(GRIDS) else len(several)
+        chosen.update(spread(several, most))
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+    if quick and len(items) > MOST_CASES:
+        raise pytest.UsageError(f"--quick: {len(items):,} cases, at most {MOST_CASES:,}; mark what takes seconds slow")
+
+
+def spread(cases: list, most: int) -> list:
+    """Return `most` of the cases at even distances, the last among them."""
+    return cases if len(cases) <= most else [cases[(i + 1) * len(cases) // most - 1] for i in range(most)]
+
+
+def compiled() -> int:
+    """Count the graphs that this process has compiled; nothing is imported for it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else len(dynamo.get_compilation_metrics())
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
+        session.config.workeroutput["graphs"] = compiled()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    global graphs
+    graphs += getattr(node, "workeroutput", {}).get("graphs", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--quick") and not hasattr(config, "workeroutput"):
+        most = f"at most {MOST_CASES:,} cases and {MOST_GRAPHS} graphs"
+        terminalreporter.write_line(f"quick: {graphs + compiled()} compiled graphs, {most}")

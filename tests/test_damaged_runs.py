@@ -197,7 +197,7 @@ def test_a_folder_for_the_lock(refuse_run, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "replace"),
-    [("metrics.jsonl", by_folder), ("tensorboard", by_file), ("environment.json", by_folder)],
+    [("metrics.jsonl", by_folder), ("environment.json", by_folder)],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_files_that_cannot_be_written(name, replace, trained, tmp_path, capsys):
@@ -229,6 +229,7 @@ def test_a_summary_that_is_none(text, refuse_run, tmp_path):
     refuse_run("again")
 
 
+@pytest.mark.slow  # a damaged size may be a very large one
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF"])
 def test_damaged_pictures_are_classified_or_refused(kind, trained, tmp_path):
     path, dice, file = tmp_path / "picture", random.Random(kind), io.BytesIO()

@@ -10,11 +10,15 @@ from tests.helpers import ROOT, here, tiny_recipe
 from tools.bench.lengths import LINES, PASSES, panels
 from tools.bench.report import Report
 from tools.commands import COMMANDS, called_by
-from tools.compose import shipped_recipes
+from tools.listing import recipe_names
 from tools.show import mixer_rows
 
 FOLDERS = ("lion", "data", "tools", "recipes")
-DOCS = [ROOT / "README.md", *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))]
+DOCS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md")),
+]
 
 
 def name(path):
@@ -61,7 +65,7 @@ def test_commands_are_commands(path):
         if not words or words[0] in ("NAME", "RECIPE", "...", "--help"):
             continue
         command, rest = called_by(words)
-        assert command in COMMANDS or words[0] in shipped_recipes(), line
+        assert command in COMMANDS or words[0] in recipe_names(), line
         for word in rest:
             if word.startswith("recipes/"):
                 assert word == "recipes/pictures.yaml" or (ROOT / word).exists(), line

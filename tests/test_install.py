@@ -20,7 +20,7 @@ sys.modules["torchvision"] = None  # the operator and the layers do without
 import torch, lion
 assert lion.__file__.startswith(site), lion.__file__
 q = torch.randn(2, 3, 5, 8)
-assert lion.linear_attention(q, q, q, form="chunk").shape == q.shape
+assert lion.linear_attention(q, q, q, feature_map="elu1", form="chunk").shape == q.shape
 assert lion.LionAttention(dim=16, num_heads=2)(torch.randn(2, 5, 16)).shape == (2, 5, 16)
 del sys.modules["torchvision"]
 model, recipe = lion.load(run, compile=False), lion.load_recipe(f"{run}/recipe.yaml")

@@ -5,34 +5,44 @@ from __future__ import annotations
 import importlib
 import sys
 
-from tools.commands import COMMANDS, called_by, help_for
+from tools.commands import COMMANDS, called_by, help_for, unknown_option
 
 
 def main(argv: list[str]) -> int:
-    """Run a command, or train a recipe that is named alone.
+    """Run a command, or train a recipe that is named alone. What can be refused without PyTorch is, before it is
+    loaded.
 
     Raises:
-        ConfigError: Neither of the two; the line names what is nearest.
+        ConfigError: An unknown command, recipe or option; the line names what is nearest.
     """
     if text := help_for(argv):
         print(text)
         return 0
-    from lion.config import ConfigError, nearest  # imports PyTorch, which help does without
-    from tools.compose import shipped_recipes
+    from lion.config import ConfigError, nearest
+    from tools.listing import recipe_names
 
     name, rest = called_by(argv)
-    if name in shipped_recipes():
+    recipes = recipe_names()
+    if name in recipes:
         name, rest = "train", argv
     if name not in COMMANDS:
         otherwise = f"valid: {', '.join(COMMANDS)}, or a recipe of ./run.sh list"
-        raise ConfigError(f"{name!r} is no command, {nearest(name, [*COMMANDS, *shipped_recipes()], otherwise)}")
+        raise ConfigError(f"{name!r} is no command, {nearest(name, [*COMMANDS, *recipes], otherwise)}")
+    if (unknown := unknown_option(name, rest)) is not None:
+        text, option, options = unknown
+        raise ConfigError(f"run.sh {name}: unknown option {text}: {nearest(option, options)}")
     module, _, function = COMMANDS[name].where.partition(":")
     return getattr(importlib.import_module(module), function or "main")(rest)
 
 
 if __name__ == "__main__":
-    if help_for(sys.argv[1:]):
-        sys.exit(main(sys.argv[1:]))
+    if help_for(sys.argv[1:]):  # which needs the standard library alone, as `run_command` does not
+        try:
+            main(sys.argv[1:])
+            sys.stdout.flush()
+        except BrokenPipeError:  # `--help | head -1` has read enough
+            sys.stdout = None
+        sys.exit(0)
     from tools.cli import run_command
 
     run_command(main, sys.argv[1:])

@@ -11,15 +11,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from lion.config import ConfigError, nearest
-from lion.layers.mixer import set_form
 from lion.trainer.faults import RunError, cut_library, full_disk, refusal
+
+if TYPE_CHECKING:
+    from torch import nn
 
 NAMED = {
     errno.ENOENT,
@@ -88,6 +88,8 @@ def file_name(text: str) -> str:
 
 def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
     """`set_form` for what a person typed."""
+    from lion.layers.mixer import set_form  # brings PyTorch: a bad command line is refused without it
+
     try:
         set_form(model, form, chunk_size)
     except ValueError as error:
@@ -196,6 +198,12 @@ def check_folder(what: str, folder: Path) -> None:
 def say(text: str) -> None:
     """Report progress on stderr; results go to stdout."""
     print(text, file=sys.stderr, flush=True)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text whose columns stand below one another, all left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -24,8 +24,7 @@ from lion.tasks.metrics import Metric
 from lion.tasks.text import TextInfo
 from lion.trainer.plan import Plan
 from lion.trainer.state import in_time
-
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+from tools.listing import RECIPES, recipe_names
 
 
 def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -33,7 +32,7 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if (shipped := RECIPES / f"{Path(path).stem}.yaml").is_file() and str(path) in (shipped.stem, shipped.name):
         path = path if Path(path).exists() else shipped
     elif Path(path).name == str(path) and not os.path.lexists(path):
-        names = [*shipped_recipes(), *(p.name for p in Path().glob("*.yaml"))]
+        names = [*recipe_names(), *(p.name for p in Path().glob("*.yaml"))]
         raise ConfigError(f"{path}: no such file, {nearest(str(path), names, './run.sh list prints the recipes')}")
     if Path(os.path.realpath(path)).parent == RECIPES / "base":
         name = Path(path).name
@@ -47,11 +46,6 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
             f"{TASKS[task].Info.kind}, {nearest(task, fits)}"
         )
     return recipe
-
-
-def shipped_recipes() -> list[str]:
-    """The bare names of our recipes."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lion.config import ConfigError
 from lion.files import save_json
+from lion.progress import progress
 from lion.runs import RECIPE, LoadedRun, find_run, open_run
 from lion.tasks.distances import (
     GROUPS,
@@ -224,7 +224,7 @@ def read_features(pictures: Pictures, features: Any, runtime: Runtime) -> Featur
         ConfigError: They are of another size than the classifier's, or there is no classifier for pictures.
     """
     values, shares = [], []
-    with tqdm(total=pictures.count, desc=pictures.name, unit="pictures", leave=False, disable=None) as bar:
+    with progress(total=pictures.count, desc=pictures.name, unit="pictures") as bar:
         for batch in pictures.batches:
             batch = batch.to(runtime.device)
             if batch.dim() == 2:  # features already

@@ -17,15 +17,16 @@ from typing import Any
 from lion.config import ConfigError
 from lion.layers.mixer import forms_of
 from lion.ops import FORMS
+from lion.progress import rate
 from lion.runs import count_parameters, find_run, open_run
 from lion.tasks.metrics import Metric
 from lion.tasks.seeds import derive
 from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.choices import evaluate_choices
-from tools.cli import Parser, choose_form, count, counts, run_command, table
+from tools.cli import Parser, choose_form, count, counts, run_command, say, table
 from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
-from tools.forms import forms_to_measure, measure
+from tools.forms import form_label, forms_to_measure, measure
 from tools.lengths import evaluate_lengths
 
 
@@ -106,6 +107,9 @@ def measure_forms(
     }
     loaded.model.to(runtime.device)
     rounds = -(-len(dataset) // batch)
+    which = ", ".join(form_label(*form) for form in wanted)
+    compiling = ", compiling first" if compiled else ""
+    say(f"evaluating on {split}, {len(dataset):,} {loaded.task.unit} in batches of {batch}: {which}{compiling}")
     seed = derive(recipe.seed, split)
     results = measure(loaded, batches, rounds, wanted, runtime, recipe.trainer.precision, seed)
     return [{"form": form, "chunk_size": size, **about, **results[form, size]} for form, size in forms]
@@ -116,9 +120,9 @@ def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:
     header = ["form", metric.heading, "samples/s", "peak memory", "deviation"]
     body = [
         [
-            r["form"] if r["chunk_size"] is None else f"{r['form']} ({r['chunk_size']})",
+            form_label(r["form"], r["chunk_size"]),
             metric.number(r["value"]),
-            f"{r['samples_per_second']:.0f}",
+            rate(r["samples_per_second"], 1),
             "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**20:.1f} MiB",
             f"{r['deviation']:.1e}",
         ]

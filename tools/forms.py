@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from lion.progress import progress, rate
 from lion.runs import LoadedRun
 from lion.tasks.base import Outcome, Task, to_device
 from lion.tasks.data import Batch
-from lion.tasks.metrics import OwnPass
+from lion.tasks.metrics import Metric, OwnPass
 from lion.trainer.evaluate import Totals, own_value
 from lion.trainer.loader import Batches
 from lion.trainer.memory import tensor_peak
@@ -35,6 +35,11 @@ def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ..
     return list(dict.fromkeys(f for f in every if f[0] in available))
 
 
+def form_label(form: str, size: int | None) -> str:
+    """Name a form as tables do: "full", "chunk (64)"."""
+    return form if size is None else f"{form} ({size})"
+
+
 class Measured:
     """What a form has shown so far."""
 
@@ -42,6 +47,13 @@ class Measured:
         self.totals = Totals(task.metrics)
         self.seconds, self.peak = 0.0, None
         self.deviation = torch.zeros((), device=device)
+
+    def shown(self, metric: Metric, samples: int) -> dict[str, str]:
+        """The value and the speed over the samples so far."""
+        if not samples or isinstance(metric, OwnPass):
+            return {}
+        value = self.totals.values(Runtime(self.deviation.device))[metric.name]
+        return {metric.title: metric.text(value), "samples/s": rate(samples, self.seconds)}
 
     def add(self, outcome: Outcome, reference: torch.Tensor, mask: torch.Tensor) -> None:
         """A batch's outcome, the full form's outputs (B, ..), and which samples are real (B,)."""
@@ -70,8 +82,8 @@ def measure(
         with torch.inference_mode(), runtime.autocast(precision):
             return task.evaluate(model, batch)
 
-    shown = tqdm(batches, total=rounds, desc="evaluating", unit="batch", leave=False, disable=None)
-    for batch in shown:
+    shown = progress(total=rounds * len(forms), unit="batch")
+    for batch in batches:
         batch = to_device(batch, runtime.device)
         once, outcomes = partial(forward, batch), []
         shapes = tuple(x.shape for x in batch.values())  # padded text has several
@@ -79,6 +91,7 @@ def measure(
         seen.add(shapes)
         for form, measured in found.items():
             choose_form(model, *form)
+            shown.label(f"evaluating {form_label(*form)}", partial(measured.shown, task.metric, samples))
             if new:
                 once()  # compiles, and is not timed
                 peak = tensor_peak(once, runtime.device)
@@ -86,7 +99,11 @@ def measure(
             measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)
             measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
             del outcomes[1:]
+            shown.update()
+        if not samples:
+            shown.restart_clock()  # the first batch compiles
         samples += int(batch["mask"].sum())
+    shown.close()
     results = {}
     for form, measured in found.items():
         choose_form(model, *form)

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from lion.config import ConfigError
+from lion.progress import progress
 from lion.tasks.data import Splits
 from tools.bench.probe import pick_device
 
@@ -79,7 +79,7 @@ def learn(splits: Splits, rows: np.ndarray, steps: int, what: str) -> nn.Module:
     model = network(splits.info.classes).to(pick_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
-    for step in tqdm(range(steps), desc=what, unit="step", leave=False):
+    for step in progress(range(steps), desc=what, unit="step"):
         images, labels = batch_of(splits.train, rows[torch.randint(len(rows), (BATCH,)).numpy()])
         shown = images.flip([axis for axis, odd in ((-1, step % 2), (-2, step // 2 % 2)) if odd])
         optimizer.zero_grad()

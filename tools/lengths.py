@@ -34,7 +34,7 @@ from tools.bench.probe import Variant, device_name, stamp
 from tools.cli import choose_form, say, table
 from tools.compose import build_data, check_data, resolve_run
 from tools.forms import Form, forms_to_measure, measure
-from tools.store import Row, Store, digits, pipes
+from tools.store import Row, Store, digits, pipes, widen
 
 CHUNK = 64  # tokens a chunk and a step, where none are asked for
 SETTING = ("run", "checkpoint", "split", "tokens", "device", "threads", "precision", "compiled")
@@ -221,6 +221,7 @@ def curves(fig: Any, rows: list[Row]) -> None:
         ax.axvline(rows[0]["trained_at"], color="0.4", linestyle=":", label="trained at")
         ticks = sorted({r["length"] for r in rows})
         ax.set(xscale="log", title=heading, xlabel="tokens")
+        widen(ax)
         ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
         ax.minorticks_off()
         ax.grid(True, color="0.9", linewidth=0.7)

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lion.config import ConfigError, nearest
 from lion.files import write_atomic
 from lion.ops import FORMS
+from lion.progress import progress
 from lion.runs import LoadedRun, find_run
 from lion.tasks.diffusion import to_bytes
 from lion.tasks.seeds import place_keys
@@ -119,7 +119,7 @@ def make(loaded: LoadedRun, labels: list[int], args: Any) -> Tensor:
     padded = torch.tensor(labels + labels[:1] * (batches * size - len(labels)), device=runtime.device)
     keys = place_keys(args.seed, torch.arange(len(padded), device=runtime.device))
     how = {"steps": args.steps, "guidance": args.guidance, "eta": args.eta}
-    with tqdm(total=batches * args.steps, desc="sampling", unit="step", leave=False, disable=None) as bar:
+    with progress(total=batches * args.steps, desc="sampling", unit="step") as bar:
         try:
             with runtime.autocast(trainer.precision):
                 pairs = zip(padded.split(size), keys.split(size))

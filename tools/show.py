@@ -1,12 +1,12 @@
-"""Recipes before training: `show` one resolved in full, or `list` all of them in a table.
+"""A recipe before training: what it costs on this machine, then the recipe resolved in full.
 
 python -m tools show recipes/NAME.yaml [key=value ...]
-python -m tools list
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,16 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from data.base import data_root
 from lion.config import flatten, to_dict
 from lion.layers import KINDS, MIXERS
+from lion.models import Model
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from lion.trainer.plan import Plan, make_plan
 from tools.bench.floors import published_flops
-from tools.cli import Parser, count, run_command, table
-from tools.compose import RECIPES, describe_data, describe_warmup, make_task, process_count, resolve
+from tools.cli import Parser, aligned, count, run_command
+from tools.compose import describe_data, describe_warmup, make_task, open_data, process_count, resolve
+from tools.cost import describe_time
+from tools.listing import claim
 from tools.store import digits
+from tools.train import checkpoint_bytes
 
 MIXER_COLUMNS = ("published in", "decay", "normalised by", "left out of the block")
 
@@ -38,24 +43,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def list_all(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh list", description="Every recipe with what it claims, and every mixer.")
-    parser.parse_args(argv)
-    print(listing())
-    return 0
-
-
-def listing() -> str:
-    """Every shipped recipe with what it claims, and every mixer."""
-    rows = []
-    for path in sorted(RECIPES.glob("*.yaml")):
-        recipe = resolve(path)
-        info, _, _ = describe_data(recipe, look=False)
-        parameters = count_parameters(build_on_meta(make_task(recipe, info), recipe.model))
-        rows.append([path.name, recipe.about.row, recipe.about.expected, f"{parameters / 1e6:.2f} M"])
-    recipes = table(["recipe", "table row", "expected", "parameters"], rows)
-    mixers = table(["model.mixer", *MIXER_COLUMNS[:-1]], [row[:-1] for row in mixer_rows(KINDS)])
-    return f"{recipes}\n\n{mixers}"
+def mixer_table() -> str:
+    """Every mixer, a value of `model.mixer`: its publication, decay and normalisation."""
+    return "\n".join(aligned([["model.mixer", *MIXER_COLUMNS[:-1]], *(row[:-1] for row in mixer_rows(KINDS))]))
 
 
 def mixer_rows(names: Iterable[str] = MIXERS) -> list[list[str]]:
@@ -64,7 +54,7 @@ def mixer_rows(names: Iterable[str] = MIXERS) -> list[list[str]]:
 
 
 def show(path: str, overrides: list[str], processes: int | None = None) -> str:
-    """The resolved recipe and what will come of it."""
+    """Return the cost of a recipe on this machine (time, memory, disk), then the recipe resolved in full."""
     recipe = resolve(path, overrides)
     info, samples, note = describe_data(recipe)
     task = make_task(recipe, info)
@@ -76,37 +66,62 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
     softmax, rnn = (flops / 1e6 for flops in published_flops(model.length, recipe.model.dim))
     state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
     activations = activation_bytes(task, recipe, plan.micro)
+    flops = f"{digits(softmax)} MFLOP a layer, head and sample with softmax, {digits(rnn)} as an RNN (C.12)"
     facts = [
-        ("run folder", str(recipe.folder)),
-        ("parameters", f"{parameters:,}"),
-        ("training samples", f"{samples:,}{'' if note is None else ' (published; data not found)'}"),
+        ("recipe", f"{recipe.run.name}: {claim(recipe.about.row)}, {recipe.about.expected}"),
+        ("model", f"{recipe.model.mixer}, {parameters:,} parameters"),
+        ("data", describe_store(recipe, note)),
+        ("training samples", f"{samples:,}{'' if note is None else ' (an estimate or published)'}"),
         length(plan),
+        ("time", describe_time(task, recipe, plan, state, activations)),
         ("batch", f"{c.batches()} = {processes} processes x {plan.accumulation} accumulated x {plan.micro}"),
         ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
         (
-            "attention, C.12",
-            f"{digits(softmax)} MFLOP a layer and sample with softmax, {digits(rnn)} as an RNN, of one head",
+            "memory",
+            f"{gigabytes(state)} of state, about {gigabytes(activations)} of activations a process "
+            f"({plan.micro} samples, eager; compiled takes less)",
         ),
-        ("memory, state", f"{state / 2**30:.2f} GiB"),
-        (
-            "memory, activations",
-            f"about {activations / 2**30:.2f} GiB a process ({plan.micro} samples, eager; compiled takes less)",
-        ),
+        ("run folder", f"{recipe.folder}, {describe_checkpoints(recipe, model)}"),
+        ("attention", flops),
     ]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {value}" for name, value in facts]
     if note is not None:
         lines.append(f"note: {note}")
-    return f"{dump_recipe(recipe)}\n{filled_in(recipe)}\n" + "\n".join(lines)
+    return "\n".join(lines) + f"\n\n{dump_recipe(recipe)}\n{filled_in(recipe)}"
+
+
+def describe_store(recipe: Recipe, note: str | None) -> str:
+    """Name the data; where they are absent, what is to be fetched and written, and the room there is."""
+    described = recipe.data.describe()
+    if note is None:
+        return described
+    source = open_data(recipe)
+    fetched, written = source.download, source.disk()
+    parts = [f"{gigabytes(fetched)} to fetch"] if fetched else []
+    parts += [f"about {gigabytes(written)} to write"] if written else []
+    free = shutil.disk_usage(next(p for p in (data_root(), *data_root().parents) if p.is_dir())).free
+    return f"{described}; {' and '.join(parts) or 'not here'}, {gigabytes(free)} free under {data_root()}"
+
+
+def describe_checkpoints(recipe: Recipe, model: Model) -> str:
+    """Size of a run's checkpoints on the disk."""
+    state, best = checkpoint_bytes(model, recipe.trainer.ema is not None)
+    return f"{gigabytes(recipe.trainer.keep_last * state + best)} of checkpoints"
+
+
+def gigabytes(size: float) -> str:
+    """Write bytes as disks are sold: 327 GB, 0.19 GB, 1.1 MB."""
+    return f"{digits(size / 1e9)} GB" if size >= 1e8 else f"{digits(size / 1e6)} MB"
 
 
 def length(plan: Plan) -> tuple[str, str]:
     """How long the run is, and what that is called."""
     if plan.total is None:
         more = f"as many steps as fit; an epoch is {plan.steps_per_epoch:,} of the full batch"
-        return "time", f"{plan.trainer.time} of training, without compilation, evaluation and saving: {more}"
+        return "length", f"{plan.trainer.time} of training, without compilation, evaluation and saving: {more}"
     epochs = plan.samples / (plan.steps_per_epoch * plan.trainer.batch_size)
-    return "steps", f"{plan.total:,} = {epochs:g} epochs of {plan.steps_per_epoch:,}"
+    return "steps", f"{plan.total:,} = {digits(epochs)} epochs of {plan.steps_per_epoch:,}"
 
 
 def filled_in(recipe: Recipe) -> str:

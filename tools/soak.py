@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from lion.config import ConfigError
 from lion.files import save_text
+from lion.progress import progress
 from lion.trainer.checkpoint import FOLDER, load_state, newest
 from tools.cli import Parser, count, run_command
 from tools.compose import resolve
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     startup = first.wait_for_step()
     first.finish()
     dice, kills = random.Random(args.seed), []
-    for _ in tqdm(range(args.kills), desc="kills", unit="kill", dynamic_ncols=True):
+    for _ in progress(range(args.kills), desc="kills", unit="kill"):
         life = Life([*killed, f"data.workers={dice.choice((0, 2, 3))}"], folders[1])
         kills.append(life.kill_in_save(dice) if dice.random() < 0.5 else life.kill_within(startup + TRAINING, dice))
     Life(killed, folders[1]).finish()

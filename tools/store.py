@@ -107,6 +107,14 @@ class Store:
         return f"{self.files()}, {picture}"
 
 
+def widen(ax: Any, share: float = 0.1) -> None:
+    """Let the y-axis span a share of its largest value at least: noise must not fill the picture."""
+    low, high = ax.get_ylim()
+    lack = share * max(abs(low), abs(high)) - (high - low)
+    if lack > 0:
+        ax.set_ylim(low - lack / 2, high + lack / 2)
+
+
 def digits(x: float) -> str:
     """A number with three digits that count."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 0.1 else f"{x:.3f}"

@@ -73,7 +73,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-eval", action="store_true", help="do not evaluate in the end; the same command will")
     parser.add_argument("--form", choices=(*FORMS, "all"), default="all", help="to evaluate in, in the end")
     parser.add_argument("--processes", type=count, help="on this machine (default: one a visible GPU)")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile, as trainer.compile=false")
     args = parser.parse_intermixed_args(argv)
+    if args.eager:
+        args.overrides.append("trainer.compile=false")
     recipe = resolve(args.recipe, args.overrides)
     launched, first = "RANK" in os.environ, from_launcher("RANK", 0) == 0
     if first:
@@ -97,9 +100,15 @@ def command_of(path: str, overrides: list[str], recipe: Recipe, begun: Path | No
     if begun is not None:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             return str(json.loads((begun / ENVIRONMENT).read_text())["command"])
-    free, file = free_keys(recipe), Path(path)
+    file = Path(path)
     name = f"{file.parent.name}/{RECIPE}" if file.name == RECIPE else file.stem
-    return shlex.join(["./run.sh", name, *(item for item in overrides if item.partition("=")[0] not in free)])
+    return shlex.join(["./run.sh", name, *(placeless(item, recipe) for item in overrides)])
+
+
+def placeless(item: str, recipe: Recipe) -> str:
+    """An override without the folders of this machine: `data.path=FOLDER/book.txt` is `data.path=book.txt`."""
+    key, _, value = item.partition("=")
+    return f"{key}={Path(value).name}" if key in free_keys(recipe) and "/" in value else item
 
 
 def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: bool, made_by: str = "") -> int:
@@ -214,8 +223,10 @@ def show_finished(recipe: Recipe) -> bool:
         return False
     changed = differences(stored_recipe(folder), recipe)
     if changed:
+        lengths = any(line.startswith(("trainer.steps:", "trainer.epochs:", "trainer.time:")) for line in changed)
+        why = " (the learning rate of every step follows from the length: the steps taken are no part of it)"
         raise ConfigError(
-            f"{folder} holds a run of another recipe, differing in {'; '.join(changed)}. "
+            f"{folder} holds a run of another recipe, differing in {'; '.join(changed)}{why * lengths}. "
             f"Give this one a name with run.name=NAME, or start anew with --fresh"
         )
     if not (folder / SUMMARY).exists():

@@ -220,6 +220,8 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
     """
     root = Path(os.path.abspath(user_path(path)))
     if not root.exists():
+        if root.suffix in (*TEXT, *JSON, ".parquet"):  # no name of a set
+            raise ConfigError(f"data.path: {path!r} is no local file or folder, {root} is not there")
         return Table(path, subset, split, column)
     files = [root] if root.is_file() else [Path(folder) / name for folder, names in walk(root) for name in names]
     if any(p.suffix in (".parquet", *JSON) for p in files):  # as in a clone from the Hub

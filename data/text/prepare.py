@@ -55,7 +55,8 @@ def prepare(
         folder: Its name is of the corpus, the tokenizer and the split: another one of any is another folder.
         open_corpus: The corpus; not called where nothing is to do.
         make: Its tokenizer.
-        held_out: The share that becomes `val`: documents drawn once for all, or the `tail` of the ids.
+        held_out: The share that becomes `val`: documents drawn once for all, or the `tail` of the ids; of a corpus of
+            one document (a book) always the tail.
         workers: Processes.
 
     Raises:
@@ -70,7 +71,8 @@ def prepare(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             try:
-                splits = assemble(partial, [parts / f"{i}.npz" for i in range(len(corpus))], tokenizer, held_out, tail)
+                made = [parts / f"{i}.npz" for i in range(len(corpus))]
+                splits, tail = assemble(partial, made, tokenizer, held_out, tail)
             except NoPart:
                 raise
             except ConfigError:  # of the whole corpus: what mends it makes another folder
@@ -126,8 +128,14 @@ def make_part(parts: Path, corpus: Corpus, tokenizer: Tokenizer, shard: int) -> 
     write_atomic(parts / f"{shard}.npz", lambda file: np.savez(file, **part._asdict()))
 
 
-def assemble(folder: Path, parts: list[Path], tokenizer: Tokenizer, held_out: float, tail: bool) -> dict[str, Any]:
-    """Write all parts as `train` and `val`, each document in its frame; returns what they hold."""
+def assemble(
+    folder: Path, parts: list[Path], tokenizer: Tokenizer, held_out: float, tail: bool
+) -> tuple[dict[str, Any], bool]:
+    """Write all parts as `train` and `val`, each document in its frame.
+
+    Returns:
+        What they hold, and whether the tail is held out.
+    """
     frame = tokenizer.frame
     documents = bodies = 0
     for part in (read_part(path, Part) for path in parts):
@@ -135,16 +143,14 @@ def assemble(folder: Path, parts: list[Path], tokenizer: Tokenizer, held_out: fl
     total = bodies + documents * (len(frame[0]) + len(frame[1]))
     if not bodies:
         raise ConfigError("data.path: no tokens, the text is empty")
+    if documents == 1 and not tail:
+        log.info("data.path: one document, so its last %g %% are held out (data.split=tail)", 100 * held_out)
+        tail = True
     if tail:
         chosen, cut = np.empty(0, np.int64), total - max(1, round(held_out * total))
         if not cut:
             raise ConfigError("data.path: one token alone cannot be split into training and held-out text")
     else:
-        if documents < 2:
-            raise ConfigError(
-                "data.path: a corpus of one document, none can be held out; data.document=line or paragraph cuts it "
-                "into several, data.split=tail holds its end out"
-            )
         count, cut = min(max(1, round(held_out * documents)), documents - 1), total
         chosen = np.sort(permute(torch.arange(count), documents, SEED).numpy())
     train, val = (Writer(folder, split, id_type(tokenizer.vocabulary)) for split in SPLITS)
@@ -163,7 +169,7 @@ def assemble(folder: Path, parts: list[Path], tokenizer: Tokenizer, held_out: fl
                 writer.write(own, ends)
             written += len(own)
         seen += int(part.begins.sum())
-    return {split: writer.close() for split, writer in zip(SPLITS, (train, val))}
+    return {split: writer.close() for split, writer in zip(SPLITS, (train, val))}, tail
 
 
 def framed(part: Part, before: list[int], after: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import re
-import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from data.base import DataConfig, DataSet, data_root, user_path
 from data.manifest import FORMAT, MANIFEST, fingerprint_of, mark_of
-from data.text.corpus import BORDERS, Corpus, Files, open_corpus
+from data.text.corpus import BORDERS, Corpus, open_corpus
 from data.text.layouts import Layout, Packed, Padded, Windows
 from data.text.prepare import prepare
-from data.text.store import SPLITS, TOKENIZER, Tokens, check_sums, files_of, read_manifest, read_tokenizer
+from data.text.store import SPLITS, TOKENIZER, Tokens, check_sums, files_of, id_type, read_manifest, read_tokenizer
 from data.text.tokenizers import (
     MADE,
     WORDPIECE,
@@ -96,6 +96,26 @@ class TextConfig(DataConfig):
 
     def resized(self, sample_size: int) -> Self:
         return replace(self, length=sample_size)
+
+
+def estimate(config: TextConfig, tokens: float, documents: int) -> tuple[TextInfo, int]:
+    """Return info and samples of a training split of this size.
+
+    Raises:
+        ConfigError: There is no such tokenizer.
+    """
+    name = Path(config.tokenizer).name
+    if name in KNOWN:
+        vocabulary, fingerprint, special = KNOWN[name]
+    elif name in MADE[1:]:
+        wordpiece = dict(zip(("pad", "unk", "cls", "sep", "mask"), range(len(WORDPIECE))))
+        special = {"wordpiece": wordpiece, "bpe": {"end": 0}}.get(name, {})
+        vocabulary, fingerprint = config.vocabulary, "not known before ./run.sh prepare RECIPE"
+    else:
+        made = open_tokenizer(config.tokenizer)
+        vocabulary, fingerprint, special = made.vocabulary, made.fingerprint, made.special
+    samples = {"padded": documents, "documents": tokens // config.length, "windows": tokens - config.length}
+    return TextInfo(vocabulary, config.length, name, fingerprint, special), int(samples[config.pack])
 
 
 class Text(DataSet):
@@ -257,144 +277,29 @@ class Text(DataSet):
         most = None if name == "characters" else LEARNT_FROM
         return make_tokenizer(name, corpus.texts(most), self.config.vocabulary)
 
-    def estimate(self, tokens: float, documents: int) -> tuple[TextInfo, int]:
-        """What `published` says of a training split of this size.
+    def held(self) -> tuple[float, int] | None:
+        """Tokens and documents of `train`, about, without reading the text; None where `prepare` alone can tell."""
+        path = self.config.path
+        if path is None or self.folder.is_dir() or not user_path(path).exists():
+            return None
+        return self.held_by_files([Path(name) for name, *_ in self.identity().get("files", [])])
 
-        Raises:
-            ConfigError: There is no such tokenizer.
-        """
-        config = self.config
-        name = Path(config.tokenizer).name
-        if name in KNOWN:
-            vocabulary, fingerprint, special = KNOWN[name]
-        elif name in MADE[1:]:
-            wordpiece = dict(zip(("pad", "unk", "cls", "sep", "mask"), range(len(WORDPIECE))))
-            special = {"wordpiece": wordpiece, "bpe": {"end": 0}}.get(name, {})
-            vocabulary, fingerprint = config.vocabulary, "not known before ./run.sh prepare RECIPE"
-        else:
-            made = open_tokenizer(config.tokenizer)
-            vocabulary, fingerprint, special = made.vocabulary, made.fingerprint, made.special
-        samples = {"padded": documents, "documents": tokens // config.length, "windows": tokens - config.length}
-        return TextInfo(vocabulary, config.length, name, fingerprint, special), int(samples[config.pack])
-
-
-@dataclass
-class C4Config(TextConfig):
-    """C4's English text, as BERT reads it."""
-
-    name: str = "c4"
-    path: str | None = setting("allenai/c4", free=True)
-    subset: str | None = "en"
-    val_split: float = setting(0.001, above=0, max=0.5)
-    pack: str = setting("padded", choices=("documents", "padded", "windows"))
-
-
-class C4(Text):
-    """364,868,892 documents, about 156 billion tokens."""
-
-    Config = C4Config
-
-    def published(self) -> tuple[TextInfo, int] | None:
-        return self.estimate(156e9, 364_868_892)
-
-
-@dataclass
-class OpenWebTextConfig(TextConfig):
-    """OpenWebText, as nanoGPT reads it."""
-
-    name: str = "openwebtext"
-    path: str | None = setting("Skylion007/openwebtext", free=True)
-    tokenizer: str = setting("gpt2", free=True)
-    length: int = setting(1024, min=2, max=2**20)
-    pack: str = setting("windows", choices=("documents", "padded", "windows"))
-    val_split: float = setting(0.0005, above=0, max=0.5)
-
-
-class OpenWebText(Text):
-    """8,013,769 documents, 9,035,582,198 tokens to train on."""
-
-    Config = OpenWebTextConfig
-
-    def published(self) -> tuple[TextInfo, int] | None:
-        return self.estimate(9_035_582_198, 8_009_762)
-
-
-@dataclass
-class PileConfig(TextConfig):
-    """The Pile without duplicates, as crammed BERT reads it: a vocabulary of its own, documents side by side."""
-
-    name: str = "pile"
-    path: str | None = setting("EleutherAI/the_pile_deduplicated", free=True)
-    tokenizer: str = setting("wordpiece", free=True)
-    vocabulary: int = setting(32_768, min=300, max=2**20)
-    document_mask: bool = False
-    val_split: float = setting(0.0001, above=0, max=0.5)
-
-
-class Pile(Text):
-    """134,318,121 documents; 207 billion tokens, as Pythia counts them."""
-
-    Config = PileConfig
-
-    def published(self) -> tuple[TextInfo, int] | None:
-        return self.estimate(207e9, 134_318_121)
-
-
-@dataclass
-class PythonSourceConfig(TextConfig):
-    """The source of Python's standard library; its tests are left out."""
-
-    name: str = "python_source"
-    tokenizer: str = setting("wordpiece", free=True)
-
-
-class PythonSource(Text):
-    """About 12 MB. It is of this Python: another version is another text."""
-
-    Config = PythonSourceConfig
-
-    def identity(self) -> Any:
-        return self.corpus().identity
-
-    def corpus(self) -> Corpus:
-        if self.config.path:
-            raise ConfigError("data.path: 'python_source' is this Python's own, data.name=text reads other text")
-        return Files(self.files(), document=self.config.document)
-
-    def files(self) -> list[Path]:
-        found, outside = [], {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        for folder, below, names in os.walk(sysconfig.get_paths()["stdlib"]):
-            below[:] = [name for name in below if name not in outside]
-            found += [Path(folder, name) for name in names if name.endswith(".py")]
-        return sorted(found)
-
-    def published(self) -> tuple[TextInfo, int] | None:
-        files, config, share = self.files(), self.config, 1 - self.config.val_split
-        size = sum(path.stat().st_size for path in files)
-        documents = len(files)
+    def held_by_files(self, files: Sequence[Path]) -> tuple[float, int] | None:
+        """The same of local files, by their sizes; None without any."""
+        config, share = self.config, 1 - self.config.val_split
+        size, documents = sum(path.stat().st_size for path in files), len(files)
         if config.document != "file" and config.pack == "padded":
             documents += sum(len(re.findall(BORDERS[config.document], path.read_bytes())) for path in files)
-        return self.estimate(share * size / BYTES_A_TOKEN.get(config.tokenizer, 3.5), int(share * documents))
-
-
-@dataclass
-class WikiText103Config(TextConfig):
-    """WikiText-103 as it was written, a document a line; held out is its end."""
-
-    name: str = "wikitext103"
-    path: str | None = setting("Salesforce/wikitext", free=True)
-    subset: str | None = "wikitext-103-raw-v1"
-    tokenizer: str = setting("gpt2", free=True)
-    length: int = setting(513, min=2, max=2**20)
-    pack: str = setting("windows", choices=("documents", "padded", "windows"))
-    split: str = setting("tail", choices=("documents", "tail"))
-    val_split: float = setting(0.002, above=0, max=0.5)
-
-
-class WikiText103(Text):
-    """1,165,029 lines that are not blank; about 119 million tokens of GPT-2, the ends of lines included."""
-
-    Config = WikiText103Config
+        if not files:
+            return None
+        return share * size / BYTES_A_TOKEN.get(config.tokenizer, 3.5), max(1, int(share * documents))
 
     def published(self) -> tuple[TextInfo, int] | None:
-        return self.estimate(119e6 * (1 - self.config.val_split), 1_165_029)
+        held = self.held()
+        return None if held is None else estimate(self.config, *held)
+
+    def disk(self) -> float:
+        if (held := self.held()) is None:
+            return 0.0
+        info, _ = estimate(self.config, *held)
+        return held[0] * id_type(info.vocabulary).itemsize

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from lion.config import ConfigError
+from lion.progress import progress
 from lion.tasks.data import Unreadable
 
 
@@ -60,7 +60,7 @@ def decode(source: Any, indices: list[int] | None = None) -> Iterator[tuple[Any,
         ConfigError: One cannot be read: a cache has no place for the neighbour that would stand in for it.
     """
     indices = range(len(source)) if indices is None else indices
-    for index in tqdm(indices, desc="decoding", unit="images", leave=False, disable=None):
+    for index in progress(indices, desc="decoding", unit="images"):
         try:
             yield read_sample(source, index)
         except Unreadable as error:

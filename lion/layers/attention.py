@@ -100,7 +100,9 @@ class Attention(Mixer):
             nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=False)) if rank else None
         )
 
-    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
+        """Mix tokens x (B, L, dim); `layout` holds padding and segments, or is a mask (B, L), True for tokens."""
+        layout = Layout.given(x, layout)
         x = layout.clean(x)
         q, k, v = self.heads(x)
         return self.merge(x, self.mix(x, q, k, v, layout), layout)

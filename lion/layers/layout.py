@@ -46,6 +46,22 @@ class Layout(NamedTuple):
         return Layout().masked(x, valid, segments)
 
     @staticmethod
+    def given(x: Tensor, layout: Layout | Tensor | None) -> Layout:
+        """The layout of tokens x (B, L, dim) that a caller gave: itself, a mask `valid` (B, L) alone, or None.
+
+        Raises:
+            ValueError: Something else, or a mask of another shape or dtype.
+        """
+        if isinstance(layout, Layout):
+            return layout
+        if layout is None:
+            return PLAIN
+        if torch.is_tensor(layout):
+            return Layout.of(x, valid=layout)
+        kind = type(layout).__name__
+        raise ValueError(f"layout: expected lion.Layout, a boolean mask (B, L) of tokens, or None, got {kind}")
+
+    @staticmethod
     def after(x: Tensor, position: Tensor, valid: Tensor | None = None) -> Layout:
         """That of the next tokens x (B, C, dim) of a stream, the first of which stands at `position` (B,)."""
         layout = Layout.of(x, valid)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from lion.layers.mixers import MIXERS
 from lion.layers.rotations import NO_ROTATION
 from lion.ops import FORMS, State, counts_own, linear_attention, multi_scan_attention, one_scan_attention, prefill, step
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
+from lion.ops.settings import hint
 
 
 @state_type
@@ -34,11 +35,24 @@ class LinearState(NamedTuple):
 class LionAttention(Attention):
     """Masked, scaled linear attention, `Y = scale(phi(Q) phi(K)^T * M) V` (Eq. 13), in any of its forms.
 
+    `layer(x)` mixes tokens x (B, L, dim); `layer(x, lion.Layout.of(x, valid=.., segments=..))` knows padding and packed
+    sequences.
+
     Args:
         dim: Width of the tokens, a multiple of `num_heads`.
         num_heads: Heads H.
-        mixer: An entry of `MIXERS`: which decay makes the mask M, and with what around it.
-        config: The remaining settings; keyword arguments override them (`form="chunk"`, `chunk_size=32`, ..).
+        mixer: The decay that makes the mask M, with the gates and feature map that it was published with: "lion_lit",
+            "lion_d", "lion_s" (LION), "lion_s_vector" (a decay for each key dimension), "lion_d_hippo",
+            "lion_s_hippo" (long sequences), "linear_transformer", "retnet", "gated_rfa", "mamba2", "mamba", "rwkv6",
+            "gla", "hgrn2", "xlstm", "deltanet", "lightnet".
+        config: Settings as one object, `AttentionConfig`; None is what the mixer was published with.
+        **settings: The same by name, over the object: `feature_map`, `normalize`, `decay_convention`, `rotation`,
+            `out_norm`, `out_gate_rank` (of the mixer, unless given), `direction` ("both", "forward", "backward"),
+            `scans`, `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"),
+            `chunk_size`, `qkv_bias`, `score_dropout`.
+
+    Raises:
+        ValueError: An unknown mixer or choice, or settings that do not go together.
 
     The form can be changed at any time with `set_form`; weights do not depend on it. With `direction="forward"`
     the layer streams, constant time and memory a token: `prefill` a prompt (in chunks), then `step`. The mixers of LION
@@ -52,7 +66,11 @@ class LionAttention(Attention):
     ) -> None:
         if mixer not in MIXERS:
             raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer!r}")
-        super().__init__(dim, num_heads, self.resolve(mixer, replace(config or self.Config(), **settings)))
+        config, names = config or self.Config(), [field.name for field in fields(self.Config)]
+        for name in settings:
+            if name not in names:
+                raise ValueError(f"{name}: no setting of a layer, {hint(name, names)}")
+        super().__init__(dim, num_heads, self.resolve(mixer, replace(config, **settings)))
         if self.config.direction == ALTERNATING:
             raise ValueError(f"direction: {ALTERNATING!r} is that of a model, one layer goes forward or backward")
         self.mixer = MIXERS[mixer]
@@ -160,7 +178,11 @@ class LionAttention(Attention):
             raise ValueError("segments: several scans go over one image a row, without segments")
         q, k = apply_feature_map(c.feature_map, q), apply_feature_map(c.feature_map, k)
         how |= dict(
-            scan_merge=c.scan_merge, normalize=c.normalize, decay_convention=c.decay_convention, scale=self.mixer.scale
+            feature_map=None,
+            scan_merge=c.scan_merge,
+            normalize=c.normalize,
+            decay_convention=c.decay_convention,
+            scale=self.mixer.scale,
         )
         log_decays = [decay(x, k, layout).log_decay for decay in self.decays]
         return multi_scan_attention(q, k, v, log_decays, layout.orders, valid=layout.valid, **how)
@@ -188,6 +210,7 @@ class LionAttention(Attention):
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, LinearState]:
         self.check_causal()
+        layout = Layout.given(x, layout)
         x = layout.clean(x)
         inputs, decay = self.arguments_and_state(x, *self.heads(x), layout)
         y, state = prefill(**inputs, chunk_size=self.chunk_size, segments=layout.segments)

@@ -10,6 +10,7 @@ from torch import Tensor
 from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype
 from lion.ops.blockwise import blockwise_parts
 from lion.ops.delta import delta_parts
+from lion.ops.flex import fused_applies, fused_attention
 from lion.ops.full import add_diagonal, masked_parts, product_parts, undecayed_parts
 from lion.ops.piecewise import in_pieces
 from lion.ops.prefix import gradients_to
@@ -71,6 +72,10 @@ def linear_attention(
     """
     settings = with_fields(settings, fields, unused=("scan_merge",))
     gates = Gates(log_decay, beta, bonus, angles, prefix)
+    check_tokens(q, k, v)
+    check_gates(q, gates, settings)
+    if fused_applies(q, v, gates, settings):
+        return fused_attention(q, k, v, log_decay, valid, segments, settings)
     numerator, rowsum = _attention_parts(q, k, v, gates, valid, segments, settings)
     return normalized(numerator, rowsum, settings, q.shape[-1]).to(v.dtype)
 
@@ -95,7 +100,10 @@ def linear_attention_parts(
     no row sum (None). Beside float16 tokens the numerator is float32.
     """
     settings = with_fields(settings, fields, unused=("scale", "eps", "scan_merge"))
-    return _attention_parts(q, k, v, Gates(log_decay, beta, bonus, angles), valid, segments, settings)
+    gates = Gates(log_decay, beta, bonus, angles)
+    check_tokens(q, k, v)
+    check_gates(q, gates, settings)
+    return _attention_parts(q, k, v, gates, valid, segments, settings)
 
 
 def normalized(numerator: Tensor, rowsum: Tensor | None, settings: Settings, dim: int) -> Tensor:
@@ -129,8 +137,6 @@ def _attention_parts(
     segments: Tensor | SegmentIndex | None,
     settings: Settings,
 ) -> tuple[Tensor, Tensor | None]:
-    check_tokens(q, k, v)
-    check_gates(q, gates, settings)
     log_decay, beta, bonus, angles, prefix = gates
     no_decay = log_decay is None and beta is None
     form = resolve_form(settings.form, q.shape[2], not no_decay, settings.dropout_p)

@@ -94,8 +94,8 @@ def check_floats(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
 def expand_decay(log_decay: Tensor | None, q: Tensor, clamp: bool = True) -> Tensor:
     """Every kind of decay as (B or 1, H or 1, L, D or 1), float32 or wider.
 
-    What is above 0 becomes 0, for forms would disagree on a lambda above 1; at 0 itself the gradient flows. Without
-    `clamp` decays are not copied: the rnn form clamps a piece at a time.
+    What is above 0 becomes 0, for forms would disagree on a lambda above 1; at 0 itself torch 2.14 gives no gradient.
+    Without `clamp` decays are not copied: the rnn form clamps a piece at a time.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     if log_decay is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -14,12 +15,31 @@ from lion.ops.features import FEATURE_MAPS
 FORMS = ("full", "chunk", "rnn")
 NORMALIZE = ("sum", "max", "pre", "none")
 SCAN_MERGES = ("masks", "outputs")
+REQUIRED = "required"  # the default of `feature_map`: to be named where rows are divided by their sums
+INSTEAD = {  # of SDPA's names and others' words
+    "is_causal": 'direction="forward" reads the past alone',
+    "causal": 'direction="forward" reads the past alone',
+    "attn_mask": "valid (B, L) marks padding, segments (B, L) packed rows; other masks do not factor into a recurrence",
+    "mask": "valid (B, L) is True for tokens and False for padding",
+    "key_padding_mask": "valid (B, L) is True for tokens and False for padding, the opposite",
+    "enable_gqa": "repeat k and v for each group of queries",
+    "elu": "'elu1' is elu(x) + 1",
+    "recurrent": "did you mean 'rnn'?",
+    "parallel": "did you mean 'full'?",
+    "bidirectional": "did you mean 'both'?",
+}
 FULL_UP_TO = 256  # tokens; above it the chunk form trains (`./run.sh bench ops`) and runs (`bench inference`) faster
+
+
+def hint(word: str, names: Iterable[str], otherwise: str | None = None) -> str:
+    """Answer a word that is not among the names: by what it is called here, else the nearest name."""
+    return INSTEAD.get(word) or nearest(word, names, otherwise)
 
 
 def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+        more = hint(value, choices, "")
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}{more and f', {more}'}")
 
 
 def number(name: str, value: float, kind: type[Real], low: float, high: float = math.inf) -> None:
@@ -49,8 +69,9 @@ class Settings:
             (appendix B.1-B.3); "none" does not divide. "max" and "none" take `scale`.
         decay_convention: Which tokens' decays lie between two tokens, "source", "target", "symmetric" or "between":
             `lion.ops.decay` prints the masks.
-        feature_map: An entry of `lion.ops.features.FEATURE_MAPS` that q and k have yet to go through (None: they have);
-            without gradients, chunks and steps then hold no copy of them.
+        feature_map: The map phi to apply to q and k, an entry of `lion.ops.features.FEATURE_MAPS`, or None where they
+            have been mapped already. Must be given under "sum" and "pre": a row of signed scores can sum to nearly
+            zero, and the division then explodes. Without gradients, chunks and steps hold no copy of phi(q), phi(k).
         scale: Factor on the scores, default 1/sqrt(D). It cancels under "sum" and "pre".
         chunk_size: Tokens a chunk at most, at least 1; of "rnn", tokens a step.
         eps: Smallest row sum.
@@ -65,7 +86,7 @@ class Settings:
     direction: str = "both"
     normalize: str = "sum"
     decay_convention: str = "source"
-    feature_map: str | None = None
+    feature_map: str | None = REQUIRED
     scale: float | None = None
     chunk_size: int = 64
     eps: float = 1e-6
@@ -78,7 +99,7 @@ class Settings:
         choice("normalize", self.normalize, NORMALIZE)
         choice("decay_convention", self.decay_convention, DECAY_CONVENTIONS)
         choice("scan_merge", self.scan_merge, SCAN_MERGES)
-        if self.feature_map is not None:
+        if self.feature_map not in (None, REQUIRED):
             choice("feature_map", self.feature_map, tuple(FEATURE_MAPS))
         check_chunk_size(self.chunk_size)
         if self.scale is not None:
@@ -101,16 +122,25 @@ def with_fields(settings: Settings, given: dict[str, Any], unused: tuple[str, ..
     """The settings with the fields given by name laid over them.
 
     Raises:
-        ValueError: No settings, a name that is no field, or one of those that are `unused` here.
+        ValueError: No settings, a name that is no field, one of those that are `unused` here, or no feature map under
+            row sums.
     """
     if not isinstance(settings, Settings):
         raise ValueError(f"settings: expected lion.ops.Settings, or its fields by name, got {settings!r}")
-    if not given:
-        return settings
     for name in given:
         if name not in NAMES or name in unused:
-            raise ValueError(f"{name}: no setting here, {nearest(name, [n for n in NAMES if n not in unused])}")
-    return replace(settings, **given)
+            raise ValueError(f"{name}: no setting here, {hint(name, [n for n in NAMES if n not in unused])}")
+    if given:
+        settings = replace(settings, **given)
+    if settings.feature_map != REQUIRED:
+        return settings
+    if settings.normalize in ("sum", "pre"):
+        raise ValueError(
+            f"feature_map: normalize={settings.normalize!r} divides by row sums, which need positive scores; name one "
+            f"of {', '.join(name for name, phi in FEATURE_MAPS.items() if phi.positive)}, or give None where q and k "
+            "have been mapped already"
+        )
+    return replace(settings, feature_map=None)
 
 
 def resolve_form(form: str, length: int, decays: bool = True, dropout_p: float = 0.0) -> str:

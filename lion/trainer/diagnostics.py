@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lion.layers.decay import Decay, Gating
+from lion.progress import rate
 from lion.tasks.base import Task
 from lion.tasks.data import Batch
 from lion.trainer.histogram import Histogram, histogram
@@ -38,13 +39,14 @@ class Monitor:
         """Write a line of the last step's values and the speed since the last line."""
         state, unit = self.state, self.state.task.unit
         seconds = time.perf_counter() - self.started
-        rate = self.samples / seconds
-        self.out.progress(state.at, loss=f"{loss.item():.3f}", lr=f"{lr:.1e}", **{f"{unit}/s": f"{rate:.0f}"})
+        step = {} if state.plan.seconds is None else {"step": f"{state.step:,}"}  # the bar counts seconds
+        speed = {f"{unit}/s": rate(self.samples, seconds)}
+        self.out.progress(state.at, **step, loss=f"{loss.item():.3f}", lr=f"{lr:.1e}", **speed)
         values = {
             "loss": loss.item(),
             "lr": lr,
             "gradient_norm": norm.item(),
-            f"{unit}_per_second": rate,
+            f"{unit}_per_second": self.samples / seconds,
             "data_wait_share": self.waited / seconds,
             "memory_mib": peak_so_far(state.runtime.device) / 2**20,
             "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],

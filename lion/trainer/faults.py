@@ -8,9 +8,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from lion.config import ConfigError, setting
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -29,27 +26,6 @@ class FaultsConfig:
     nonfinite: int = setting(10, min=1, free=True)
     unreadable: int = setting(100, min=0, free=True)
     workers: int = setting(10, min=0, free=True)
-
-
-class FiniteGuard:
-    """Skips optimizer steps whose loss or gradient is not finite, without waiting for the device.
-
-    The decision is a tensor that the fused optimizer reads; the counts stay on the device until `read`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(2, device=device)  # skipped, in a row
-
-    def skip(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """1. where this step must not be taken, else 0.; the same in every process."""
-        bad = (~torch.isfinite(loss.float() + norm.float())).float()
-        self.counts[0] += bad
-        self.counts[1] = (self.counts[1] + 1) * bad
-        return bad
-
-    def read(self) -> tuple[int, int]:
-        skipped, row = self.counts.tolist()
-        return int(skipped), int(row)
 
 
 def full_disk(error: BaseException) -> bool:
@@ -98,7 +74,8 @@ def divergence_advice(best: Path | None) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    named = type(error).__name__ == "OutOfMemoryError"  # of torch, which the words for an error do not need
+    return named or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def memory_advice(step: int, micro: int) -> ConfigError:

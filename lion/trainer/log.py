@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lion.files import write_atomic
+from lion.progress import progress
 from lion.trainer.faults import full_disk
 from lion.trainer.histogram import Histogram
 
 log = logging.getLogger("lion")
 PLACE = ("epoch", "samples", "seconds")  # of a line, beside its step
-IN_A_FILE = 30.0  # seconds between two states of the progress bar where nobody watches it
 
 
 class RunLog:
@@ -51,12 +50,12 @@ class RunLog:
         self.file = open(path, "ab", buffering=0)
         self.pending = b""  # what a full disk has refused so far
         self.full = False
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + evaluated)
-        pause = 0.1 if sys.stderr.isatty() else IN_A_FILE  # a log file keeps every state of the bar
-        shown = dict(desc=folder.name, unit=unit, dynamic_ncols=True, mininterval=pause, maxinterval=max(10, pause))
+        self.board = SummaryWriter(str(folder), purge_step=start + evaluated)  # there, a run has its own name
+        shown = dict(desc=folder.name, unit=unit, leave=True, delay=0)
         if unit == "s":  # the rate would be a second a second
-            shown["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt} s{postfix}"
-        self.bar = tqdm(total=round(total), initial=round(done), **shown)
+            shown["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt} s [{remaining} left{postfix}]"
+        self.name, self.started = folder.name, False
+        self.bar = progress(total=round(total), initial=round(done), **shown)
         self.redirect = logging_redirect_tqdm()
         self.redirect.__enter__()
         self.hook, threading.excepthook = threading.excepthook, self.thread_failed
@@ -70,6 +69,17 @@ class RunLog:
         if shown:
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update(min(round(at), self.bar.total) - self.bar.n)
+        if not self.started:  # the first step compiles
+            self.started = True
+            self.bar.restart_clock()
+
+    @contextlib.contextmanager
+    def pause(self, what: str) -> Iterator[None]:
+        """Show `what` is done between steps, and leave its time out of the rate of steps."""
+        self.bar.set_description(f"{self.name}, {what}", refresh=sys.stderr.isatty())
+        with self.bar.paused():
+            yield
+        self.bar.set_description(self.name, refresh=False)
 
     def write(self, step: int, kind: str, values: dict[str, float], **more: Any) -> None:
         """One line of `metrics.jsonl` and one TensorBoard point a value."""
@@ -89,6 +99,7 @@ class RunLog:
                 self.board.add_scalar(f"{kind}/{name}", value, step)
 
     def histograms(self, step: int, kind: str, values: dict[str, Histogram]) -> None:
+        """Histograms for TensorBoard, which shows kinds in alphabetical order: "λ" stands behind every metric."""
         with self.space():
             for name, value in values.items():
                 self.board.add_histogram_raw(f"{kind}/{name}", *value, step)
@@ -140,6 +151,9 @@ class NoLog:
         pass
 
     progress = write = histograms = show = flush = close = nothing
+
+    def pause(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def cut_metrics(path: Path, keep: Callable[[dict], bool]) -> list[dict]:

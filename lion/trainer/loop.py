@@ -151,7 +151,8 @@ class Trainer:
             last = stop or not complete or state.finished
             owed = owed or late or state.due(self.plan.save_every)
             if last or (owed and not state.guard.read()[1]):
-                self.save(out)  # not while steps are skipped: the last checkpoint is a good one
+                with out.pause("saving"):
+                    self.save(out)  # not while steps are skipped: the last checkpoint is a good one
                 timer.restart()
                 clock.restart()
                 owed = False
@@ -213,6 +214,12 @@ class Trainer:
         state = self.state
         if not state.evaluation_due:
             return True
+        with out.pause("evaluating"):
+            return self.measure(out)
+
+    def measure(self, out: RunLog | NoLog) -> bool:
+        """Evaluate on what is held out, keep the best; False when a signal cut it short."""
+        state = self.state
         splits, results = self.data.held_out(), {}
         val = splits["val"] = FirstBatchKept(splits["val"])
         how = {"precision": self.config.precision, "stop": lambda: self.runtime.any(self.stopping)[0]}
@@ -226,7 +233,7 @@ class Trainer:
             out.write(state.step, kind, values, **state.place())
         first = to_device(val.first, self.runtime.device)
         with self.runtime.seeded(derive(self.plan.seed, "val")):
-            out.histograms(state.step, "decay", decay_histograms(self.model, first, self.task))
+            out.histograms(state.step, "λ", decay_histograms(self.model, first, self.task))
             out.show(state.step, progress_of(self.models[-1], first, self.task))
         state.evaluated = state.step
         chosen_by = [results[kind] for kind in ("val", "val_ema") if kind in results]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.metadata
+import itertools
 import logging
 import os
 import platform
@@ -27,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lion.config import ConfigError
+from lion.layers import LionAttention
+from lion.ops import flex
 from lion.tasks.seeds import derive
 
 log = logging.getLogger("lion")
@@ -191,10 +194,23 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool
     """
     if not can_compile(backend):
         return False
-    avoid_wrong_gradients(model, next(model.parameters()).device.type, torch.__version__)
+    device = next(model.parameters()).device
+    avoid_wrong_gradients(model, device.type, torch.__version__)
+    if device.type == "cuda" and backend == "inductor":
+        check_fused(model, device)
     for unit in model.units():
         unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return True
+
+
+def check_fused(model: nn.Module, device: torch.device) -> None:
+    """Check the fused form of attention on a few tokens, once a process, for the heads that can take it; where it
+    fails, with a line, it is not taken."""
+    layers = [part for part in model.modules() if isinstance(part, LionAttention)]
+    heads = {part.head_dim for part in layers if part.config.normalize == "sum" and 16 <= part.head_dim <= 256}
+    if flex.switched_on():
+        for dim, dtype in itertools.product(sorted(heads), flex.TOLERANCES):
+            flex.checked(device, dtype, dim, dim)
 
 
 def avoid_wrong_gradients(model: nn.Module, device: str, version: str) -> None:

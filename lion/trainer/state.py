@@ -12,7 +12,7 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.tasks.base import Task
 from lion.tasks.seeds import derive
-from lion.trainer.faults import FiniteGuard
+from lion.trainer.guard import FiniteGuard
 from lion.trainer.plan import Plan
 from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, conditions, random_state, restore_random_state, seed_everything

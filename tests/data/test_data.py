@@ -522,17 +522,20 @@ def test_the_data_root(monkeypatch, tmp_path):
 # The table
 
 
-def test_every_name_is_that_of_a_data_set():
-    pictures = ["cifar10", "cifar100", "digits", "fashion_mnist", "hf", "imagefolder", "imagenet", "mnist"]
-    text = ["c4", "openwebtext", "pile", "python_source", "text", "tiny_shakespeare", "wikitext103"]
-    sequences = ["aan", "cifar10_pixels", "glue", "imdb", "listops", "pathfinder", "pathx"]
-    assert sorted(data.DATASETS) == sorted(["latents", *pictures, *text, *sequences])
-    for name in pictures:
-        kind = data.dataset(name)
-        assert issubclass(kind, DataSet) and kind.Config().name == name and issubclass(kind.Info, Info)
-        source = kind(kind.Config())
-        assert source.config == source.config.uncached() and source.workers in (0, 4)
-        assert source.prepare() is None  # nothing to make
+@pytest.mark.parametrize("name", data.DATASETS)
+def test_every_name_is_that_of_a_data_set(name):
+    kind = data.dataset(name)
+    config = kind.Config(**{"task": "rte"} if name == "glue" else {})
+    assert issubclass(kind, DataSet) and config.name == name and issubclass(kind.Info, Info)
+    assert any(issubclass(kind.Info, task.Info) for task in TASKS.values()), "a task learns from such data"
+    source = kind(config)
+    assert source.config == source.config.uncached() and source.workers in (0, 4)
+    assert source.download >= 0 and isinstance(source.check.__doc__, str)
+    if type(source).prepare is DataSet.prepare:  # nothing to make
+        assert source.prepare() is None and source.disk() == 0 and "needs no preparation" in source.check()
+
+
+def test_another_name_is_refused():
     with pytest.raises(ConfigError, match="'cifar' is no data set, did you mean 'cifar10'"):
         data.dataset("cifar")
 

@@ -636,6 +636,7 @@ def look(**settings):
     return build(PathfinderConfig, settings, source=str).contours()
 
 
+@pytest.mark.slow
 def test_a_picture_depends_on_its_key_alone(monkeypatch):
     small = {"side": 40, "seed_distance": 8, "paddle_length": 3, "contour_length": 4}
     contours = build(PathXConfig, small, source=str).contours()

@@ -50,6 +50,7 @@ def text_set(tmp_path, name="text", **settings):
 
 
 def lines_set(tmp_path, lines, **settings):
+    tmp_path.mkdir(exist_ok=True)
     path = tmp_path / "text.txt"
     path.write_text("\n".join(lines))
     return text_set(tmp_path, **{"path": str(path), "document": "line", "tokenizer": "bytes", "length": 16} | settings)
@@ -398,6 +399,7 @@ def test_a_run_keeps_its_tokenizer_where_token_files_are_lost(tmp_path, run_on_w
     capsys.readouterr()
     assert here("eval", run, "--form", "full", "--eager") == 0
     (run / "tokenizer.json").unlink()
+    capsys.readouterr()
     assert "of another vocabulary" in refuse(capsys, "eval", run, "--form", "full", "--eager")
 
 
@@ -779,7 +781,6 @@ NO_ROWS = no_rows()
         ({"a.txt": " \n\n"}, bad(), "no tokens, the text is empty"),
         ({"a.txt": " \n\n"}, bad(tokenizer="characters"), "no text to take the characters from"),
         ({"a.txt": ""}, bad(), "no tokens"),
-        ({"a.txt": "one line"}, bad(), "a corpus of one document.*data.document=line.*data.split=tail"),
         ({"a.txt": "a\nb"}, bad(tokenizer="./nothing"), "data.tokenizer: no file or folder ./nothing"),
         ({"a.txt": "a\nb", "v.txt": "a\nb"}, in_texts("v.txt"), r"v.txt cannot be read \(no vocabulary of WordPiece"),
         ({"a.txt": "a\nb", "v.json": "{}"}, in_texts("v.json"), "data.tokenizer: .*v.json cannot be read"),
@@ -854,11 +855,26 @@ def test_what_is_not_there_is_bad_input(tmp_path, capsys):
     assert f"{manifest}: cannot be read (KeyError: 'train.bin')" in refuse(capsys, "prepare", file)
 
 
+def test_of_one_book_the_end_is_held_out(tmp_path, caplog):
+    """A corpus of one document, as `data.path=book.txt` is, trains with the settings that recipes have."""
+    text = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 40
+    for document in ("file", "line"):  # the file; a single line
+        lines = [text if document == "file" else text.replace("\n", " ")]
+        source = prepared(lines_set(tmp_path / document, lines, document=document, val_split=0.1))
+        whole = prepared(
+            lines_set(tmp_path / f"{document}_tail", lines, document=document, val_split=0.1, split="tail")
+        )
+        for split, share in (("train", 0.9), ("val", 0.1)):
+            ids, expected = (getattr(s.build(), split).tokens.ids for s in (source, whole))
+            assert np.array_equal(ids, expected) and abs(len(ids) / len(text) - share) < 0.01
+        assert json.loads((source.folder / "manifest.json").read_text())["held_out"]["by"] == "tail"
+    assert "one document, so its last 10 % are held out" in caplog.text
+
+
 @pytest.mark.parametrize("settings", [{}, {"split": "tail"}, {"tokenizer": "characters"}])
 def test_what_cannot_be_split_leaves_nothing_behind(settings, tmp_path):
-    text = "one line" if not settings else ""
-    with pytest.raises(ConfigError, match=r"one document|no tokens|no text"):
-        lines_set(tmp_path, [text], **settings).prepare()
+    with pytest.raises(ConfigError, match=r"no tokens|no text"):
+        lines_set(tmp_path, [""], **settings).prepare()
     assert [path.suffix for path in (tmp_path / "root").iterdir()] == [".lock"]
 
 

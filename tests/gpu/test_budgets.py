@@ -37,6 +37,7 @@ def programs_of(mixer: str, form: str, length: int, target: str = "h100"):
     return [lower(graph, TARGETS[target]) for graph in graphs]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CASES, reason=f"no budgets for torch {VERSION}")
 @pytest.mark.parametrize(("mixer", "form", "length"), CASES)
 def test_calls_and_bytes_stay_within_their_budget(mixer, form, length):

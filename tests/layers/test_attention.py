@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,7 +189,29 @@ def test_softmax_has_one_form():
         set_form(layer, "chunks")
 
 
+def test_a_layout_may_be_a_mask_or_nothing():
+    """As callers of other attention layers write it; what is neither is refused in words."""
+    layer, x = LionAttention(16, 2, "lion_s"), torch.randn(2, 6, 16)
+    valid = torch.arange(6) < torch.tensor([[6], [4]])
+    assert torch.equal(layer(x, None), layer(x))
+    assert torch.equal(layer(x, valid), layer(x, Layout.of(x, valid=valid)))
+    assert not torch.allclose(layer(x, valid)[1, :4], layer(x)[1, :4])
+    for bad, message in ((valid.float(), "valid: expected bool"), (valid[:, :3], "valid: expected"), ("x", "layout: ")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            layer(x, bad)
+
+
+def test_help_names_every_mixer_and_setting():
+    words = LionAttention.__doc__
+    assert [m for m in MIXERS if f'"{m}"' not in words] == []
+    assert [f.name for f in dataclasses.fields(AttentionConfig) if f"`{f.name}`" not in words] == []
+
+
 def test_bad_arguments():
+    with pytest.raises(ValueError, match='is_causal: no setting of a layer, direction="forward"'):
+        LionAttention(16, 2, "lion_s", is_causal=True)
+    with pytest.raises(ValueError, match="chunk: no setting of a layer, did you mean 'chunk_size'"):
+        LionAttention(16, 2, "lion_s", chunk=4)
     with pytest.raises(ValueError, match="mixer: expected one of lion_lit"):
         LionAttention(12, 3, "lion_x")
     with pytest.raises(ValueError, match="multiple of num_heads=5"):

@@ -50,7 +50,7 @@ def check_outputs(inputs: Inputs | Case, forms, **arguments) -> None:
     expected = inputs.on(reference_attention, **arguments)
     for form, how in forms.items():
         for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
-            got = inputs.to(dtype).on(linear_attention, **how, **arguments)
+            got = inputs.to(dtype).on(linear_attention, **how, **arguments, feature_map=None)
             assert got.dtype == dtype
             assert_close(got, expected, tolerance, f"{form} {dtype} {arguments}")
 
@@ -61,7 +61,7 @@ def check_gradients(inputs: Inputs | Case, forms, **arguments) -> None:
     for form, how in forms.items():
         for dtype, tolerance, of_gradients in ((torch.float64, 1e-12, 1e-10), (torch.float32, 2e-5, 5e-5)):
             leaves, what = inputs.to(dtype).leaves(), f"{form} {dtype} {arguments}"
-            got = leaves.on(linear_attention, **how, **arguments)
+            got = leaves.on(linear_attention, **how, **arguments, feature_map=None)
             assert got.dtype == dtype
             assert_close(got, expected, tolerance, what)
             for name, grad in backward(got, leaves).items():  # those of a single token are 0: compare with the weights
@@ -73,7 +73,9 @@ def gradcheck(leaves: Inputs | Case, **arguments) -> None:
 
     def attention(*given: Tensor) -> Tensor:
         some = iter(given)
-        return type(leaves)(*(None if x is None else next(some) for x in leaves)).on(linear_attention, **arguments)
+        return type(leaves)(*(None if x is None else next(some) for x in leaves)).on(
+            linear_attention, **arguments, feature_map=None
+        )
 
     assert torch.autograd.gradcheck(attention, [x for x in leaves if x is not None])
 
@@ -96,7 +98,7 @@ def alone(inputs: Inputs | Case, sequences: list[list[Tensor]], **arguments) -> 
     for row, places in enumerate(sequences):
         y = torch.zeros_like(inputs.v[:1])
         for index in places:
-            y = y.index_add(2, index, inputs.tokens(row, index).on(linear_attention, **arguments))
+            y = y.index_add(2, index, inputs.tokens(row, index).on(linear_attention, **arguments, feature_map=None))
         rows.append(y)
     return torch.cat(rows)
 
@@ -116,7 +118,7 @@ def check_masked(inputs: Inputs | Case, sequences, present: Tensor, how: dict, *
     expected_grads = backward(expected, leaves) if expected.requires_grad else leaves.grads()
 
     leaves = poisoned(inputs, present).leaves()
-    got = leaves.on(linear_attention, **how, **masks)
+    got = leaves.on(linear_attention, **how, **masks, feature_map=None)
     absent = (~present)[:, None]
     assert_close(got, expected, 1e-12, f"{how}")
     assert (got[absent.expand(got.shape[:3])] == 0).all()

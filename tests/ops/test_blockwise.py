@@ -60,11 +60,11 @@ def test_gradcheck():
 def test_dtypes():
     for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 2e-5)):
         inputs = make("S", 23, dtype=dtype)
-        got = linear_attention(*inputs, **FORMS["blockwise4"])
+        got = linear_attention(*inputs, **FORMS["blockwise4"], feature_map=None)
         assert got.dtype == dtype
-        assert_close(got, linear_attention(*inputs.to(torch.float64)), tolerance)
+        assert_close(got, linear_attention(*inputs.to(torch.float64), feature_map=None), tolerance)
         with torch.inference_mode():
-            assert torch.equal(linear_attention(*inputs, **FORMS["blockwise4"]), got)
+            assert torch.equal(linear_attention(*inputs, **FORMS["blockwise4"], feature_map=None), got)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -74,7 +74,7 @@ def test_memory(decay, direction):
     batch, heads, length, size = 2, 2, 512, 16
     leaves = make(decay, length, batch=batch, heads=heads, dtype=torch.float32).leaves()
     with Allocations() as allocations:
-        y = linear_attention(*leaves, form="blockwise", chunk_size=size, direction=direction)
+        y = linear_attention(*leaves, form="blockwise", chunk_size=size, direction=direction, feature_map=None)
         forward = len(allocations.shapes)
         backward(y, leaves)
     assert allocations.largest() <= batch * heads * length * size
@@ -92,7 +92,7 @@ def test_what_is_kept_for_the_backward_pass():
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        linear_attention(*leaves, form="blockwise", chunk_size=16)
+        linear_attention(*leaves, form="blockwise", chunk_size=16, feature_map=None)
     assert sum(sizes) < 512 * 512 / 4
 
 

@@ -32,7 +32,7 @@ def check(inputs, backend: str, tolerance: float = 1e-6, **arguments) -> None:
     kind = type(inputs[0])
 
     def attention(*x):
-        return kind(*x).on(linear_attention, **arguments)
+        return kind(*x).on(linear_attention, **arguments, feature_map=None)
 
     compiled = torch.compile(attention, fullgraph=True, dynamic=False, backend=backend)
     for call, some in enumerate(inputs):
@@ -104,7 +104,7 @@ def check_lengths(function, cases, backend: str, graphs: int = 1, **arguments) -
     """One compiled graph, or so many, for cases of all lengths; values and gradients against eager."""
 
     def attention(*x):
-        return kind(*x).on(function, **arguments)
+        return kind(*x).on(function, feature_map=None, **arguments)
 
     kind, counter, counts = type(cases[0]), CompileCounterWithBackend(backend), []
     compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counter)
@@ -153,7 +153,12 @@ def test_graphs_of_lengths_by_default():
     counts = []
     for length in (*LENGTHS, 40, 5_000):  # one chunk, and two levels of chunks
         inputs = make("S", length)
-        assert_close(compiled(*inputs, form="auto"), linear_attention(*inputs, form="chunk"), 1e-12, str(length))
+        assert_close(
+            compiled(*inputs, form="auto", feature_map=None),
+            linear_attention(*inputs, form="chunk", feature_map=None),
+            1e-12,
+            str(length),
+        )
         counts.append(counter.frame_count)
     assert counts == [1, 2, 2, 2, 2, 3, 3, 4]
 
@@ -165,8 +170,8 @@ def test_one_graph_of_all_lengths_with_masks(form):
     for length in LENGTHS:
         place = torch.arange(length).expand(2, -1)
         inputs, masks = make("S", length), dict(valid=place % 7 != 3, segments=place // 30)
-        expected = linear_attention(*inputs, form=form, **masks)
-        assert_close(compiled(*inputs, form=form, **masks), expected, 1e-12, f"{length} tokens")
+        expected = linear_attention(*inputs, form=form, **masks, feature_map=None)
+        assert_close(compiled(*inputs, form=form, feature_map=None, **masks), expected, 1e-12, f"{length} tokens")
     assert counter.frame_count == 1
 
 
@@ -198,10 +203,10 @@ def test_step_is_one_graph_of_all_batches(mixer):
 @pytest.mark.parametrize("form", FORMS)
 def test_autocast_outside(form):
     inputs = some("S")[0]
-    expected = linear_attention(*inputs, **FORMS[form])
+    expected = linear_attention(*inputs, **FORMS[form], feature_map=None)
     compiled = torch.compile(linear_attention, fullgraph=True, dynamic=False, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
-        got = compiled(*inputs, **FORMS[form])
+        got = compiled(*inputs, feature_map=None, **FORMS[form])
     assert got.dtype == torch.float32
     assert_close(got, expected, 1e-6)
 

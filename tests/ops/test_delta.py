@@ -58,7 +58,7 @@ def test_rotated_keys(what):
         arguments = dict(direction=direction, normalize="none")
         expected = oracle_attention(inputs, **arguments)
         for form, how in FORMS.items():
-            assert_close(inputs.on(linear_attention, **how, **arguments), expected, 1e-12, form)
+            assert_close(inputs.on(linear_attention, **how, **arguments, feature_map=None), expected, 1e-12, form)
     check_gradients(inputs, FORMS, **arguments)
 
 
@@ -76,11 +76,11 @@ def test_beta_of_zero_and_one(form):
     nothing = inputs._replace(beta=torch.zeros_like(inputs.beta))
     one = inputs._replace(q=inputs.k, beta=torch.ones_like(inputs.beta))
     for direction in DIRECTIONS:
-        assert not nothing.on(linear_attention, **how, direction=direction).any()
+        assert not nothing.on(linear_attention, **how, direction=direction, feature_map=None).any()
         expected = oracle_attention(one, direction=direction, normalize="none", scale=1.0)
-        assert_close(one.on(linear_attention, **how, direction=direction), expected, 1e-12, direction)
+        assert_close(one.on(linear_attention, **how, direction=direction, feature_map=None), expected, 1e-12, direction)
     for direction in ("forward", "backward"):
-        assert_close(one.on(linear_attention, **how, direction=direction), one.v, 1e-12, direction)
+        assert_close(one.on(linear_attention, **how, direction=direction, feature_map=None), one.v, 1e-12, direction)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -91,26 +91,26 @@ def test_dtypes(form):
         inputs = delta(40, dtype=dtype)
         for beta in (inputs.beta, inputs.beta.float()):
             some = inputs._replace(beta=beta)
-            got = some.on(linear_attention, **how)
+            got = some.on(linear_attention, **how, feature_map=None)
             assert got.dtype == dtype
             tolerance = 0.01 if dtype == torch.bfloat16 else 2e-5
             assert_close(got, oracle_attention(some.to(torch.float64), normalize="none"), tolerance)
             with torch.inference_mode():
-                assert torch.equal(some.on(linear_attention, **how), got)
+                assert torch.equal(some.on(linear_attention, **how, feature_map=None), got)
             with torch.autocast("cpu", torch.bfloat16):
-                assert torch.equal(some.on(linear_attention, **how), got)
+                assert torch.equal(some.on(linear_attention, **how, feature_map=None), got)
         leaves = inputs.leaves()
-        grads = backward(leaves.on(linear_attention, **how), leaves)
+        grads = backward(leaves.on(linear_attention, **how, feature_map=None), leaves)
         assert all(grad.isfinite().all() and grad.dtype == dtype for grad in grads.values())
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_parts_and_scale(form):
     inputs, how = delta(11), FORMS[form] | dict(normalize="none")
-    numerator, rowsum = inputs.on(linear_attention_parts, **how)
+    numerator, rowsum = inputs.on(linear_attention_parts, **how, feature_map=None)
     assert rowsum is None
-    assert torch.equal(inputs.on(linear_attention, **how, scale=0.3), numerator * 0.3)
-    assert torch.equal(inputs.on(linear_attention, **how), numerator * 0.5)  # 1 / sqrt(D)
+    assert torch.equal(inputs.on(linear_attention, **how, scale=0.3, feature_map=None), numerator * 0.3)
+    assert torch.equal(inputs.on(linear_attention, **how, feature_map=None), numerator * 0.5)  # 1 / sqrt(D)
 
 
 def test_gate_is_nothing_to_the_delta_rule():

@@ -75,7 +75,9 @@ def test_long(decay, direction, decay_convention):
     forms = {form: how for form, how in FORMS.items() if form != "rnn1"}  # its gradients: of shorter sequences
     check_gradients(sized(decay, 1000), forms, **how)
     assert_close(
-        linear_attention(*sized(decay, 1000), **FORMS["rnn1"], **how), definition(sized(decay, 1000), **how)[0], 1e-12
+        linear_attention(*sized(decay, 1000), **FORMS["rnn1"], **how, feature_map=None),
+        definition(sized(decay, 1000), **how)[0],
+        1e-12,
     )
 
 
@@ -133,8 +135,10 @@ def test_bonus_of_one_is_no_bonus(form):
         for decay_convention in DECAY_CONVENTIONS:
             inputs, how = make(decay, 11), SMALL_FORMS[form] | dict(decay_convention=decay_convention)
             for bonus in (torch.ones(3), torch.ones(3, 4, dtype=torch.float64)):
-                got = linear_attention(*inputs, bonus=bonus, **how)
-                assert_close(got, linear_attention(*inputs, **how), 1e-12, f"{decay} {decay_convention}")
+                got = linear_attention(*inputs, bonus=bonus, **how, feature_map=None)
+                assert_close(
+                    got, linear_attention(*inputs, **how, feature_map=None), 1e-12, f"{decay} {decay_convention}"
+                )
 
 
 @pytest.mark.parametrize(
@@ -152,11 +156,13 @@ def test_layout_does_not_matter(form):
     inputs = make("S", 11)
     how = SMALL_FORMS[form]
     turned = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
-    assert_close(linear_attention(*turned, **how), linear_attention(*inputs, **how), 1e-14)
+    assert_close(
+        linear_attention(*turned, **how, feature_map=None), linear_attention(*inputs, **how, feature_map=None), 1e-14
+    )
 
     shared = inputs._replace(v=inputs.v[:1, :1, :1].expand_as(inputs.v))
     before = shared.v.clone()
-    assert_close(linear_attention(*shared, **how), reference_attention(*shared), 1e-12)
+    assert_close(linear_attention(*shared, **how, feature_map=None), reference_attention(*shared), 1e-12)
     assert torch.equal(shared.v, before)
 
 
@@ -169,9 +175,9 @@ def test_inference_is_the_same(form, mode):
             for normalize in NORMALIZE:
                 inputs = make(decay, 11, dtype=dtype)
                 kept = inputs.leaves()
-                expected = linear_attention(*inputs, **SMALL_FORMS[form], normalize=normalize)
+                expected = linear_attention(*inputs, **SMALL_FORMS[form], normalize=normalize, feature_map=None)
                 with mode():
-                    got = linear_attention(*inputs, **SMALL_FORMS[form], normalize=normalize)
+                    got = linear_attention(*inputs, **SMALL_FORMS[form], normalize=normalize, feature_map=None)
                 assert got.dtype == dtype
                 assert torch.equal(got, expected)
                 assert all(x is None or torch.equal(x, y) for x, y in zip(inputs, kept))
@@ -183,9 +189,9 @@ def test_dtype_of_the_decay_is_free(form):
     for dtype in (torch.bfloat16, torch.float64):
         mixed = inputs._replace(log_decay=inputs.log_decay.to(dtype))
         same = inputs._replace(log_decay=mixed.log_decay.float())
-        got = linear_attention(*mixed, **SMALL_FORMS[form])
+        got = linear_attention(*mixed, **SMALL_FORMS[form], feature_map=None)
         assert got.dtype == torch.float32
-        assert torch.equal(got, linear_attention(*same, **SMALL_FORMS[form]))
+        assert torch.equal(got, linear_attention(*same, **SMALL_FORMS[form], feature_map=None))
 
 
 @pytest.mark.parametrize("decay", ["none", "S", "vector"])
@@ -283,4 +289,7 @@ def test_auto():
     for decay, length in (("lit", 300), ("S", 300), ("S", 20)):
         inputs = make(decay, length, batch=1, heads=1)
         form = resolve_form("auto", length, decay != "lit")
-        assert torch.equal(linear_attention(*inputs, form="auto"), linear_attention(*inputs, form=form))
+        assert torch.equal(
+            linear_attention(*inputs, form="auto", feature_map=None),
+            linear_attention(*inputs, form=form, feature_map=None),
+        )

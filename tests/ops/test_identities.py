@@ -28,7 +28,7 @@ def test_two_scans_added_up_count_the_diagonal_twice(form):
         return y[..., :-1], y[..., -1:]
 
     for decay_convention, size in zip(DECAY_CONVENTIONS, (0.309, 0.294, 0.324, 0.347)):
-        exact = linear_attention(*inputs, decay_convention=decay_convention, **how)
+        exact = linear_attention(*inputs, decay_convention=decay_convention, **how, feature_map=None)
         numerator, rowsum = summed(*inputs, decay_convention)
         assert error(numerator / rowsum, exact) == pytest.approx(size, abs=1e-3)
         own = (inputs.q * inputs.k).sum(-1, keepdim=True) / 2  # the default scale of D = 4
@@ -58,7 +58,7 @@ def test_softmax_of_logarithms(direction, fused):
     (q, k, v, _), log_mask = inputs, log_mask = fused(direction)
     weights = torch.softmax((q @ k.mT).log() + log_mask, -1)
     for form, how in SMALL_FORMS.items():
-        got = linear_attention(*inputs, direction=direction, valid=PADDED, **how)
+        got = linear_attention(*inputs, direction=direction, valid=PADDED, **how, feature_map=None)
         assert_close(got, (weights.nan_to_num(0) @ v).where(PADDED[:, None, :, None], 0), 1e-12, form)
 
 
@@ -73,7 +73,7 @@ def test_flex_attention(direction, fused):
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # that it is not compiled
         fused_output = flex_attention(q, k, v, score_mod=score_mod, scale=1.0)
-    got = linear_attention(*inputs, direction=direction, valid=PADDED)
+    got = linear_attention(*inputs, direction=direction, valid=PADDED, feature_map=None)
     shown = PADDED[:, None, :, None]
     assert_close(got, fused_output.where(shown, 0), 1e-12)
 
@@ -93,7 +93,10 @@ def test_both_directions_cannot_tell_an_order_from_its_reverse(decay_convention,
 
     def difference(direction):
         how = dict(decay_convention=decay_convention, direction=direction)
-        return error(turned.on(linear_attention, **how).flip(2), inputs.on(linear_attention, **how))
+        return error(
+            turned.on(linear_attention, **how, feature_map=None).flip(2),
+            inputs.on(linear_attention, **how, feature_map=None),
+        )
 
     same = decay_convention != "symmetric" or decay == "D"  # whose halves are of two conventions
     assert (difference("both") < 1e-13) == same

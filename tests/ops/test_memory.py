@@ -13,7 +13,7 @@ B, H, D, E = 2, 2, 4, 6
 def recorded(decay: str, length: int, **arguments) -> Allocations:
     leaves = make(decay, length, batch=B, heads=H, dim=D, value_dim=E, dtype=torch.float32).leaves()
     with Allocations() as allocations:
-        backward(linear_attention(*leaves, **arguments), leaves)
+        backward(linear_attention(*leaves, **arguments, feature_map=None), leaves)
     return allocations
 
 
@@ -69,7 +69,7 @@ def test_rnn_memory_does_not_grow(decay, chunk, normalize, dtype):
             inputs = inputs._replace(log_decay=inputs.log_decay.float())
         valid = torch.arange(length).expand(B, -1) < length - 20
         with torch.inference_mode(), Allocations() as allocations:
-            linear_attention(*inputs, form="rnn", chunk_size=chunk, valid=valid, normalize=normalize)
+            linear_attention(*inputs, form="rnn", chunk_size=chunk, valid=valid, normalize=normalize, feature_map=None)
         long = [shape for shape in allocations.shapes if length in shape]
         allocations.shapes = [shape for shape in allocations.shapes if length not in shape]
         return long, allocations.largest()

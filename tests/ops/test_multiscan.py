@@ -61,7 +61,7 @@ def test_is_the_definition(form, scan_merge, decay, length):
     for direction in DIRECTIONS:
         for decay_convention in ("source", "target", "symmetric"):
             how = dict(decay_convention=decay_convention, direction=direction, scan_merge=scan_merge)
-            got = multi_scan_attention(*inputs[:3], decays, orders, **SMALL_FORMS[form], **how)
+            got = multi_scan_attention(*inputs[:3], decays, orders, **SMALL_FORMS[form], **how, feature_map=None)
             assert_close(got, oracle(inputs, decays, orders, **how), 1e-12, f"{decay_convention} {direction}")
 
 
@@ -71,7 +71,7 @@ def test_other_normalisations_and_three_scans(form, normalize):
     inputs, decays, orders = make("S", 11), decays_of("S", 11, 3), random_orders(3, 11)
     for scan_merge in SCAN_MERGES:
         how = dict(decay_convention="source", direction="both", scan_merge=scan_merge, normalize=normalize)
-        got = multi_scan_attention(*inputs[:3], decays, orders, **SMALL_FORMS[form], **how)
+        got = multi_scan_attention(*inputs[:3], decays, orders, **SMALL_FORMS[form], **how, feature_map=None)
         assert_close(got, oracle(inputs, decays, orders, **how), 1e-12)
 
 
@@ -87,7 +87,7 @@ def test_gradients(form, scan_merge, decay):
         if function is oracle:  # whose masks are plain numbers
             y = oracle(Inputs(*leaves[:3], None), [x.detach() for x in leaves[3:]], orders, **how)
         else:
-            y = function(*leaves[:3], leaves[3:], orders, **how, **arguments)
+            y = function(*leaves[:3], leaves[3:], orders, feature_map=None, **how, **arguments)
         weight = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(3))
         (y * weight).sum().backward()
         return [x.grad for x in leaves]
@@ -106,7 +106,8 @@ def test_gradcheck_of_merged_masks():
     leaves = [x.clone().requires_grad_() for x in (*inputs[:3], *decays)]
     for scan_merge in SCAN_MERGES:
         torch.autograd.gradcheck(
-            lambda q, k, v, *a, m=scan_merge: multi_scan_attention(q, k, v, a, orders, scan_merge=m), leaves
+            lambda q, k, v, *a, m=scan_merge: multi_scan_attention(q, k, v, a, orders, scan_merge=m, feature_map=None),
+            leaves,
         )
 
 
@@ -120,10 +121,12 @@ def test_padding_is_as_if_deleted(form, scan_merge):
     poisoned = [x.masked_fill(~valid[:, None, :, None], torch.nan) for x in inputs[:3]]
     bad = [a.masked_fill(~valid[:, None], torch.nan) for a in decays]
     how = dict(scan_merge=scan_merge, **SMALL_FORMS[form])
-    got = multi_scan_attention(*poisoned, bad, orders, valid=valid, **how)
+    got = multi_scan_attention(*poisoned, bad, orders, valid=valid, **how, feature_map=None)
     rank = torch.full((length,), -1).scatter(0, keep, torch.arange(len(keep)))
     shorter = torch.stack([rank[order][rank[order] >= 0] for order in orders])
-    want = multi_scan_attention(*(x[:, :, keep] for x in inputs[:3]), [a[:, :, keep] for a in decays], shorter, **how)
+    want = multi_scan_attention(
+        *(x[:, :, keep] for x in inputs[:3]), [a[:, :, keep] for a in decays], shorter, **how, feature_map=None
+    )
     assert_close(got[:, :, keep], want, 1e-12)
     assert not got[:, :, ~valid[0]].any()
 
@@ -132,7 +135,10 @@ def test_merges_differ_only_through_the_row_sum():
     inputs, decays, orders = make("S", 12), decays_of("S", 12, 2), random_orders(2, 12)
 
     def merged(**how):
-        return [multi_scan_attention(*inputs[:3], decays, orders, scan_merge=m, **how) for m in SCAN_MERGES]
+        return [
+            multi_scan_attention(*inputs[:3], decays, orders, scan_merge=m, **how, feature_map=None)
+            for m in SCAN_MERGES
+        ]
 
     assert (merged()[0] - merged()[1]).abs().max() > 1e-3
     assert_close(*merged(normalize="none"), 1e-13)
@@ -140,9 +146,9 @@ def test_merges_differ_only_through_the_row_sum():
 
 def test_half_precision_keeps_its_dtype():
     inputs, decays, orders = make("S", 70), decays_of("S", 70, 2), random_orders(2, 70)
-    want = multi_scan_attention(*inputs[:3], decays, orders)
+    want = multi_scan_attention(*inputs[:3], decays, orders, feature_map=None)
     for form in SMALL_FORMS.values():
-        got = multi_scan_attention(*(x.bfloat16() for x in inputs[:3]), decays, orders, **form)
+        got = multi_scan_attention(*(x.bfloat16() for x in inputs[:3]), decays, orders, **form, feature_map=None)
         assert got.dtype == torch.bfloat16
         assert_close(got.double(), want, 2e-2)
 
@@ -170,4 +176,4 @@ def test_bad_arguments(change, message):
     inputs = make("S", 9)
     arguments = dict(log_decays=decays_of("S", 9, 2), orders=random_orders(2, 9)) | change
     with pytest.raises(ValueError, match=message):
-        multi_scan_attention(*inputs[:3], **arguments)
+        multi_scan_attention(*inputs[:3], **arguments, feature_map=None)

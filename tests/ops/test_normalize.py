@@ -90,20 +90,24 @@ def test_pre_is_the_row_sum_of_the_plain_product(form):
     for direction in DIRECTIONS:
         how = SMALL_FORMS[form] | dict(direction=direction)
         inputs = make("S", 11)
-        _, plain = linear_attention_parts(*inputs._replace(log_decay=None), **how)
-        numerator, rowsum = linear_attention_parts(*inputs, **how, normalize="pre")
+        _, plain = linear_attention_parts(*inputs._replace(log_decay=None), **how, feature_map=None)
+        numerator, rowsum = linear_attention_parts(*inputs, **how, normalize="pre", feature_map=None)
         assert_close(rowsum, plain, 1e-14)
-        assert_close(numerator, linear_attention_parts(*inputs, **how)[0], 1e-14)
+        assert_close(numerator, linear_attention_parts(*inputs, **how, feature_map=None)[0], 1e-14)
         free = inputs._replace(log_decay=None)
-        assert_close(linear_attention(*free, **how, normalize="pre"), linear_attention(*free, **how), 1e-14)
+        assert_close(
+            linear_attention(*free, **how, normalize="pre", feature_map=None),
+            linear_attention(*free, **how, feature_map=None),
+            1e-14,
+        )
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_max_bounds_the_divisor_after_both_directions_are_added(form):
     """Two bounded halves added up would be another function, off by this much."""
     inputs, how = signed(make("S", 11)), SMALL_FORMS[form] | dict(normalize="max")
-    apart = sum(linear_attention(*inputs, **how, direction=d) for d in ("forward", "backward"))
-    assert (apart - linear_attention(*inputs, **how)).abs().max() > 0.1
+    apart = sum(linear_attention(*inputs, **how, direction=d, feature_map=None) for d in ("forward", "backward"))
+    assert (apart - linear_attention(*inputs, **how, feature_map=None)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
@@ -114,7 +118,10 @@ def test_scale(form):
         expected = oracle_attention(inputs, normalize="max", scale=scale)
         assert_close(linear_attention(*inputs, **SMALL_FORMS[form], normalize="max", scale=scale), expected, 1e-12)
     inputs, how = make("S", 11), SMALL_FORMS[form] | dict(normalize="pre")
-    assert torch.equal(linear_attention(*inputs, **how, scale=3.0), linear_attention(*inputs, **how))
+    assert torch.equal(
+        linear_attention(*inputs, **how, scale=3.0, feature_map=None),
+        linear_attention(*inputs, **how, feature_map=None),
+    )
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
@@ -123,9 +130,9 @@ def test_dtypes_and_inference(normalize, form):
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         inputs = case(features("S", 11, normalize, dtype=dtype), "bonus HD")
         how = SMALL_FORMS[form] | dict(normalize=normalize, decay_convention="between")
-        expected = inputs.on(linear_attention, **how)
+        expected = inputs.on(linear_attention, **how, feature_map=None)
         assert expected.dtype == dtype
         with torch.inference_mode():
-            assert torch.equal(inputs.on(linear_attention, **how), expected)
+            assert torch.equal(inputs.on(linear_attention, **how, feature_map=None), expected)
         with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(inputs.on(linear_attention, **how), expected)
+            assert torch.equal(inputs.on(linear_attention, **how, feature_map=None), expected)

@@ -69,7 +69,7 @@ def test_against_the_definition(decay, direction):
     valid = torch.rand(2, 150, generator=torch.Generator().manual_seed(5)) < 0.8
     expected = reference_attention(*inputs, direction=direction, valid=valid, segments=segments)
     for form in (dict(form="full"), dict(form="chunk"), dict(form="chunk", chunk_size=2), dict(form="rnn")):
-        got = linear_attention(*inputs, **form, direction=direction, valid=valid, segments=segments)
+        got = linear_attention(*inputs, **form, direction=direction, valid=valid, segments=segments, feature_map=None)
         assert_close(got, expected, 1e-12, f"{form}")
 
 
@@ -78,10 +78,10 @@ def test_masks_that_hide_nothing_change_nothing(form):
     for decay in DECAYS:
         inputs = make(decay, LENGTH)
         how = SMALL_FORMS[form]
-        expected = linear_attention(*inputs, **how)
+        expected = linear_attention(*inputs, **how, feature_map=None)
         ones = torch.ones(2, LENGTH, dtype=torch.bool)
-        assert_close(linear_attention(*inputs, **how, valid=ones), expected, 1e-14, f"{decay} valid")
-        got = linear_attention(*inputs, **how, segments=torch.full((2, LENGTH), 3))
+        assert_close(linear_attention(*inputs, **how, valid=ones, feature_map=None), expected, 1e-14, f"{decay} valid")
+        got = linear_attention(*inputs, **how, segments=torch.full((2, LENGTH), 3), feature_map=None)
         assert_close(got, expected, 1e-12, f"{decay} segments")
 
 
@@ -91,7 +91,7 @@ def test_padding_is_zero_in_every_dtype(dtype, form):
     """Also in float16, where 1 / eps is infinite."""
     for decay in DECAYS:
         leaves = poisoned(make(decay, LENGTH, batch=BATCH, heads=2, dtype=dtype), VALID).leaves()
-        got = linear_attention(*leaves, **SMALL_FORMS[form], valid=VALID)
+        got = linear_attention(*leaves, **SMALL_FORMS[form], valid=VALID, feature_map=None)
         assert (got[(~VALID)[:, None].expand(got.shape[:3])] == 0).all()
         assert got.isfinite().all()
         for name, grad in backward(got, leaves).items():
@@ -105,8 +105,8 @@ def test_any_integer_dtype(dtype):
     valid = torch.tensor([[True, True, True, False, True, True]])
     for form, how in SMALL_FORMS.items():
         for masks in (dict(), dict(valid=valid)):
-            expected = linear_attention(*inputs, **how, segments=segments, **masks)
-            got = linear_attention(*inputs, **how, segments=segments.to(dtype), **masks)
+            expected = linear_attention(*inputs, **how, segments=segments, **masks, feature_map=None)
+            got = linear_attention(*inputs, **how, segments=segments.to(dtype), **masks, feature_map=None)
             assert torch.equal(got, expected), form
 
 
@@ -115,11 +115,11 @@ def test_segments_that_come_back(form):
     inputs = make("S", 3)
     good, bad = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0])
     with pytest.raises(ValueError, match="segments"):
-        linear_attention(*inputs, **SMALL_FORMS[form], segments=torch.stack([good, bad]))
+        linear_attention(*inputs, **SMALL_FORMS[form], segments=torch.stack([good, bad]), feature_map=None)
     # what lies between is deleted: then the two pieces stand together
     for masks in (
         dict(segments=torch.tensor([[0, -1, 0]] * 2)),
         dict(segments=torch.stack([bad, bad]), valid=torch.tensor([[True, False, True]] * 2)),
     ):
         expected = reference_attention(*inputs, valid=torch.tensor([[True, False, True]] * 2))
-        assert_close(linear_attention(*inputs, **SMALL_FORMS[form], **masks), expected, 1e-12)
+        assert_close(linear_attention(*inputs, **SMALL_FORMS[form], **masks, feature_map=None), expected, 1e-12)

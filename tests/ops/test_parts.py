@@ -24,7 +24,7 @@ from .helpers import (
 def test_both_is_forward_plus_backward_less_the_diagonal(decay, decay_convention, form):
     inputs = make(decay, 19)
     how = SMALL_FORMS[form] | dict(decay_convention=decay_convention)
-    parts = {d: linear_attention_parts(*inputs, direction=d, **how) for d in DIRECTIONS}
+    parts = {d: linear_attention_parts(*inputs, direction=d, **how, feature_map=None) for d in DIRECTIONS}
     own = (inputs.q * inputs.k).sum(-1)
     diagonal = (own.unsqueeze(-1) * inputs.v, own)
     for both, forward, backward, once in zip(parts["both"], parts["forward"], parts["backward"], diagonal):
@@ -45,8 +45,10 @@ def test_two_scans_share_one_division(decay, form):
     back = order.argsort()
     q, k, v = inputs[:3]
 
-    first = linear_attention_parts(*inputs, **SMALL_FORMS[form])
-    second = linear_attention_parts(*(x[:, :, order] for x in (q, k, v)), other.log_decay, **SMALL_FORMS[form])
+    first = linear_attention_parts(*inputs, **SMALL_FORMS[form], feature_map=None)
+    second = linear_attention_parts(
+        *(x[:, :, order] for x in (q, k, v)), other.log_decay, **SMALL_FORMS[form], feature_map=None
+    )
     numerator, rowsum = (a + b[:, :, back] for a, b in zip(first, second))
 
     path = oracle_masks(Inputs(q, k, v, other.log_decay), "source", "both")
@@ -66,7 +68,7 @@ def test_dtypes_and_shapes(decay, form):
         (torch.float64, torch.float64),
     ):
         inputs = make(decay, 9, dtype=dtype)
-        numerator, rowsum = linear_attention_parts(*inputs, **SMALL_FORMS[form])
+        numerator, rowsum = linear_attention_parts(*inputs, **SMALL_FORMS[form], feature_map=None)
         assert numerator.dtype == dtype and numerator.shape == inputs.v.shape
         assert rowsum.dtype == wide and rowsum.shape == inputs.v.shape[:3]
 
@@ -77,7 +79,7 @@ def test_without_row_sum(decay, form):
     inputs = make(decay, 9)
     for direction in DIRECTIONS:
         how = SMALL_FORMS[form] | dict(direction=direction)
-        numerator, _ = linear_attention_parts(*inputs, **how)
+        numerator, _ = linear_attention_parts(*inputs, **how, feature_map=None)
         alone, nothing = linear_attention_parts(*inputs, **how, normalize="none")
         assert nothing is None
         assert torch.equal(alone, numerator)

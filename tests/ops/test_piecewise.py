@@ -25,8 +25,9 @@ def attention(request, monkeypatch):
     def run(*inputs, **arguments):
         with torch.no_grad():
             if request.param == "eager":
-                return linear_attention(*inputs, **arguments)
-            return torch.compile(linear_attention, backend="eager", fullgraph=True, dynamic=False)(*inputs, **arguments)
+                return linear_attention(*inputs, **{"feature_map": None} | arguments)
+            compiled = torch.compile(linear_attention, backend="eager", fullgraph=True, dynamic=False)
+            return compiled(*inputs, **{"feature_map": None} | arguments)
 
     with torch._dynamo.config.patch(recompile_limit=100):  # one function in all its kinds
         yield run
@@ -103,7 +104,9 @@ def test_feature_maps(attention, form):
     how = dict(form=form, chunk_size=2, valid=VALID)
     for name in ("elu1", "silu_unit"):
         how["normalize"] = "sum" if FEATURE_MAPS[name].positive else "none"
-        expected = linear_attention(apply_feature_map(name, q), apply_feature_map(name, k), v, log_decay, **how)
+        expected = linear_attention(
+            apply_feature_map(name, q), apply_feature_map(name, k), v, log_decay, **how, feature_map=None
+        )
         assert_close(attention(q, k, v, log_decay, feature_map=name, **how), expected, 1e-12, name)
 
 
@@ -128,7 +131,7 @@ def test_one_graph_for_all_lengths(form, monkeypatch):
         for length in range(96, 180, 12):  # whole pieces of 12
             inputs = make("S", length, dtype=torch.float32)
             with torch._dynamo.config.patch(error_on_recompile=length > 96):
-                got = compiled(*inputs, **FORMS[form])
+                got = compiled(*inputs, feature_map=None, **FORMS[form])
             assert_close(got, inputs.on(reference_attention), 2e-5, str(length))
     piecewise.compiled.cache_clear()
 

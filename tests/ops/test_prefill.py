@@ -42,10 +42,10 @@ def check(inputs: Case, **arguments) -> None:
         assert_close(y, expected, 1e-12, f"step {pieces}")
         check_state(state, whole, read, f"step {pieces}")
     for size in (4, 64):
-        y, state = inputs.on(prefill, chunk_size=size, **arguments)
+        y, state = inputs.on(prefill, chunk_size=size, **arguments, feature_map=None)
         assert_close(y, expected, 1e-12, f"prefill {size}")
         check_state(state, whole, read, f"prefill {size}")
-    y, state = cut(inputs, 0, SPLIT).on(prefill, chunk_size=4, **arguments)
+    y, state = cut(inputs, 0, SPLIT).on(prefill, chunk_size=4, **arguments, feature_map=None)
     assert_close(y, expected[:, :, :SPLIT], 1e-12, "prompt")
     y, state = stream(inputs, REST, state, SPLIT, **arguments)
     assert_close(y, expected[:, :, SPLIT:], 1e-12, "after the prompt")
@@ -89,8 +89,8 @@ def test_scale_and_eps():
 @pytest.mark.parametrize("decay", EVERY_DECAY)
 def test_defaults_are_those_of_the_whole(decay):
     inputs = some(decay, "sum", "bonus H, angles L")
-    expected = inputs.on(linear_attention, direction="forward")
-    prompt, state = cut(inputs, 0, SPLIT).on(prefill)
+    expected = inputs.on(linear_attention, direction="forward", feature_map=None)
+    prompt, state = cut(inputs, 0, SPLIT).on(prefill, feature_map=None)
     rest, _ = stream(inputs, REST, state, SPLIT)
     assert_close(torch.cat([prompt, rest], 2), expected, 1e-12)
     assert_close(stream(inputs, PIECES["pieces"])[0], expected, 1e-12)
@@ -105,7 +105,7 @@ def test_dtypes(dtype):
         (some("vector", "sum", "angles L", dtype=dtype), {}),
         (case(unit(make("lit", LENGTH, dtype=dtype)), "beta"), delta),
     ):
-        y, state = inputs.on(prefill, **arguments)
+        y, state = inputs.on(prefill, **arguments, feature_map=None)
         assert y.dtype == dtype and state.S.dtype == state.z.dtype == torch.float32
         exact = oracle_attention(inputs, direction="forward", **arguments)
         tolerance = 0.02 if dtype == torch.bfloat16 else 2e-5
@@ -113,7 +113,7 @@ def test_dtypes(dtype):
         assert_close(stream(inputs, PIECES["pieces"], **arguments)[0], exact, tolerance)
         for mode in (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
             with mode:
-                again, other = inputs.on(prefill, **arguments)
+                again, other = inputs.on(prefill, **arguments, feature_map=None)
             assert torch.equal(again, y) and torch.equal(other.S, state.S) and torch.equal(other.z, state.z)
 
 
@@ -126,9 +126,9 @@ def test_gradients_flow_through_the_prompt():
     ):
         inputs = some(decay, arguments.get("normalize", "sum"), what)
         leaves = inputs.leaves()
-        expected = backward(leaves.on(linear_attention, direction="forward", **arguments), leaves)
+        expected = backward(leaves.on(linear_attention, direction="forward", **arguments, feature_map=None), leaves)
         leaves = inputs.leaves()
-        prompt, state = cut(leaves, 0, SPLIT).on(prefill, chunk_size=4, **arguments)
+        prompt, state = cut(leaves, 0, SPLIT).on(prefill, chunk_size=4, **arguments, feature_map=None)
         rest, _ = stream(leaves, REST, state, SPLIT, **arguments)
         for name, grad in backward(torch.cat([prompt, rest], 2), leaves).items():
             assert_close(grad, expected[name], 1e-10, f"d{name} {decay}", floor=0.1)
@@ -169,7 +169,7 @@ def test_padded_prompts(name):
     inputs, arguments = of(name)
     prompt = cut(junk_at(inputs, ~PADDED), 0, SPLIT)
     for size in (4, 64):
-        y, state = prompt.on(prefill, chunk_size=size, valid=PADDED, **arguments)
+        y, state = prompt.on(prefill, chunk_size=size, valid=PADDED, **arguments, feature_map=None)
         rest, _ = stream(inputs, REST, state, SPLIT, **arguments)
         for row, valid in enumerate(PADDED):
             tokens = torch.cat([valid.nonzero()[:, 0], torch.arange(SPLIT, LENGTH)])
@@ -184,9 +184,11 @@ def test_padding_of_a_prompt_leaves_gradients_alone(name):
     """Those of angles and bonus too, which all rows share."""
     inputs, arguments = of(name)
     leaves = cut(inputs, 0, SPLIT).leaves()
-    expected = backward(leaves.on(linear_attention, direction="forward", valid=PADDED, **arguments), leaves)
+    expected = backward(
+        leaves.on(linear_attention, direction="forward", valid=PADDED, **arguments, feature_map=None), leaves
+    )
     leaves = cut(junk_at(inputs, ~PADDED), 0, SPLIT).leaves()
-    y, state = leaves.on(prefill, valid=PADDED, **arguments)
+    y, state = leaves.on(prefill, valid=PADDED, **arguments, feature_map=None)
     for key, grad in backward(y + 0 * (state.S.sum() + state.z.sum()), leaves).items():
         assert_close(grad, expected[key], 1e-10, f"d{key}")
 
@@ -199,7 +201,7 @@ def test_the_state_is_that_of_the_last_segment(name):
     inputs, arguments = of(name)
     prompt = cut(junk_at(inputs, SEGMENTS < 0), 0, SPLIT)
     for size in (2, 4, 64):
-        y, state = prompt.on(prefill, chunk_size=size, segments=SEGMENTS, **arguments)
+        y, state = prompt.on(prefill, chunk_size=size, segments=SEGMENTS, **arguments, feature_map=None)
         rest, _ = stream(inputs, REST, state, SPLIT, **arguments)
         for row, ids in enumerate(SEGMENTS):
             seen = ids[ids >= 0].unique()
@@ -222,7 +224,7 @@ def test_the_state_is_that_of_the_last_segment(name):
 @pytest.mark.parametrize("name", CASES)
 def test_a_saved_state_goes_on_bit_for_bit(name, tmp_path):
     inputs, arguments = of(name)
-    _, state = cut(inputs, 0, SPLIT).on(prefill, **arguments)
+    _, state = cut(inputs, 0, SPLIT).on(prefill, **arguments, feature_map=None)
     for _ in range(2):  # after a prompt, and after steps
         torch.save({**state._asdict()}, tmp_path / "state.pt")
         restored = State(**torch.load(tmp_path / "state.pt", weights_only=True))
@@ -236,8 +238,10 @@ def test_a_saved_state_goes_on_bit_for_bit(name, tmp_path):
 def test_a_step_leaves_the_state_that_it_was_given():
     for name in CASES:
         inputs, arguments = of(name)
-        _, state = cut(inputs, 0, SPLIT).on(prefill, **arguments)
+        _, state = cut(inputs, 0, SPLIT).on(prefill, **arguments, feature_map=None)
         before = [x.clone() for x in state]
         with torch.no_grad():
-            cut(inputs, SPLIT, SPLIT + 1).on(lambda *x, state=state, **y: step(state, *x, **y), **arguments)
+            cut(inputs, SPLIT, SPLIT + 1).on(
+                lambda *x, state=state, **y: step(state, *x, **y, feature_map=None), **arguments
+            )
         assert all(torch.equal(x, y) for x, y in zip(state, before)), name

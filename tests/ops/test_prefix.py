@@ -79,11 +79,11 @@ def test_what_it_does_not_take():
     q = torch.rand(B, H, L, D)
     given = dict(prefix=-q, normalize="none", direction="forward")
     with pytest.raises(ValueError, match="prefix: expected the sums of a log_decay of the same shape"):
-        linear_attention(q, q, q, **given)
+        linear_attention(q, q, q, **given, feature_map=None)
     with pytest.raises(ValueError, match="prefix: expected floating point"):
-        linear_attention(q, q, q, -q, **given | dict(prefix=-q[..., 0]))
+        linear_attention(q, q, q, -q, **given | dict(prefix=-q[..., 0]), feature_map=None)
     for name, value in dict(direction="both", normalize="sum", decay_convention="between").items():
         with pytest.raises(ValueError, match=f"prefix: does not go with {name}='{value}'"):
-            linear_attention(q, q, q, -q, **given | {name: value})
+            linear_attention(q, q, q, -q, **given | {name: value}, feature_map=None)
     with pytest.raises(ValueError, match="prefix: does not go with a bonus"):
-        linear_attention(q, q, q, -q, **given, bonus=q[0, :, 0])
+        linear_attention(q, q, q, -q, **given, bonus=q[0, :, 0], feature_map=None)

@@ -84,10 +84,12 @@ def test_gradcheck(form):
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_only_differences_of_angles_count(form):
     inputs, how = case(make("S", 11), "angles BHL"), SMALL_FORMS[form]
-    expected = inputs.on(linear_attention, **how)
-    assert_close(inputs._replace(angles=inputs.angles + 1.3).on(linear_attention, **how), expected, 1e-12)
-    still = inputs._replace(angles=torch.full_like(inputs.angles, 0.7)).on(linear_attention, **how)
-    assert_close(still, linear_attention(*inputs[:4], **how), 1e-12)
+    expected = inputs.on(linear_attention, **how, feature_map=None)
+    assert_close(
+        inputs._replace(angles=inputs.angles + 1.3).on(linear_attention, **how, feature_map=None), expected, 1e-12
+    )
+    still = inputs._replace(angles=torch.full_like(inputs.angles, 0.7)).on(linear_attention, **how, feature_map=None)
+    assert_close(still, linear_attention(*inputs[:4], **how, feature_map=None), 1e-12)
     assert (expected - still).abs().max() > 0.1
 
 
@@ -97,11 +99,11 @@ def test_dtypes(form):
     for dtype in (torch.bfloat16, torch.float32):
         inputs = case(make("S", 11, dtype=dtype), "angles L")._replace(angles=200 * torch.rand(11, 2, generator=rng()))
         for angles in (inputs.angles, inputs.angles.double()):
-            got = inputs._replace(angles=angles).on(linear_attention, **SMALL_FORMS[form])
+            got = inputs._replace(angles=angles).on(linear_attention, **SMALL_FORMS[form], feature_map=None)
             assert got.dtype == dtype
             exact = inputs.to(torch.float64)._replace(angles=angles.double())
             tolerance = 0.03 if dtype == torch.bfloat16 else 2e-5
-            assert_close(got, exact.on(linear_attention, **SMALL_FORMS[form]), tolerance)
+            assert_close(got, exact.on(linear_attention, **SMALL_FORMS[form], feature_map=None), tolerance)
 
 
 # The complex recurrence
@@ -143,8 +145,8 @@ def test_a_complex_diagonal_recurrence(direction):
         angles=theta.cumsum(2), direction=direction, decay_convention="symmetric", normalize="none", scale=1.0
     )
     for form, how in SMALL_FORMS.items():
-        assert_close(linear_attention(q, k, v, decays, **arguments, **how), expected, 1e-12, form)
-        one = linear_attention(q, k, v, decays, **(arguments | dict(angles=-theta.cumsum(2))), **how)
+        assert_close(linear_attention(q, k, v, decays, **arguments, **how, feature_map=None), expected, 1e-12, form)
+        one = linear_attention(q, k, v, decays, **(arguments | dict(angles=-theta.cumsum(2))), **how, feature_map=None)
         assert (one - expected).abs().max() > 0.1, "the sign of the angle matters"
 
 
@@ -231,7 +233,7 @@ def test_far_places(form):
     def attention(dtype, start):
         learned = frequencies.to(dtype, copy=True).requires_grad_()
         angles = rotary_angles(start + torch.arange(11)[None], learned)
-        y = linear_attention(*inputs.to(dtype), angles=angles, **SMALL_FORMS[form])
+        y = linear_attention(*inputs.to(dtype), angles=angles, **SMALL_FORMS[form], feature_map=None)
         y.square().sum().backward()
         assert y.dtype == learned.grad.dtype == dtype
         return y, learned.grad
@@ -265,7 +267,10 @@ def test_learned_frequencies_get_gradients_through_the_operator():
     grads = {}
     for form, how in SMALL_FORMS.items():
         frequencies = torch.rand(2, 2, 2, dtype=torch.float64, generator=rng()).requires_grad_()
-        backward(linear_attention(*inputs, angles=rotary_angles(coords, frequencies), **how), inputs.leaves())
+        backward(
+            linear_attention(*inputs, angles=rotary_angles(coords, frequencies), **how, feature_map=None),
+            inputs.leaves(),
+        )
         grads[form] = frequencies.grad
         assert grads[form].abs().min() > 1e-4
         assert_close(grads[form], grads["full"], 1e-10, form)

@@ -59,6 +59,8 @@ OTHER = Settings(  # another value of every field
 
 def run(entry, **arguments) -> list[torch.Tensor]:
     torch.manual_seed(0)
+    if "settings" not in arguments:
+        arguments.setdefault("feature_map", None)
     return tensors(ENTRIES[entry][0](*INPUTS, **arguments))
 
 
@@ -79,7 +81,7 @@ def test_an_object_or_its_fields(entry):
     assert same(run(entry, **fields), expected)
     assert not same(run(entry), expected)
     for name, value in fields.items():
-        back = dataclasses.replace(OTHER, **{name: getattr(Settings(), name)})
+        back = dataclasses.replace(OTHER, **{name: getattr(Settings(feature_map=None), name)})
         assert same(run(entry, settings=back, **{name: value}), expected), name
 
 
@@ -92,7 +94,7 @@ def test_every_field_matters_or_is_refused(entry):
             with pytest.raises(ValueError, match=f"^{name}: no setting here, "):
                 run(entry, **{name: value})
             continue
-        some = Settings(eps=1e-6) if name in ("eps", "scan_merge") else base
+        some = Settings(eps=1e-6, feature_map=None) if name in ("eps", "scan_merge") else base
         assert not same(run(entry, settings=some), run(entry, settings=some, **{name: value})), name
 
 
@@ -102,6 +104,38 @@ def test_a_name_that_is_none(entry):
         run(entry, decay_conventoin="source")
     with pytest.raises(ValueError, match=r"^normalise: no setting here, did you mean 'normalize'"):
         run(entry, normalise="sum")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_row_sums_ask_for_a_feature_map(entry):
+    """By the argument's presence, whatever q and k hold; None says that they have been mapped."""
+    call = ENTRIES[entry][0]
+    for normalize in ("sum", "pre"):
+        for given in (dict(normalize=normalize), dict(settings=Settings(normalize=normalize))):
+            with pytest.raises(ValueError, match=r"^feature_map: normalize='(sum|pre)' .*silu_shifted, .*or give None"):
+                call(*INPUTS, **given)
+        assert same(tensors(call(*INPUTS, normalize=normalize, feature_map=None)), run(entry, normalize=normalize))
+    for normalize in ("max", "none"):
+        assert same(tensors(call(*INPUTS, normalize=normalize)), run(entry, normalize=normalize, feature_map=None))
+
+
+@pytest.mark.parametrize(
+    "bad, hint",
+    [
+        (dict(is_causal=True), 'is_causal: no setting here, direction="forward"'),
+        (dict(attn_mask=None), "attn_mask: no setting here, valid .B, L. marks padding"),
+        (dict(key_padding_mask=VALID), "key_padding_mask: no setting here, valid"),
+        (dict(feature_map="elu"), "feature_map: expected one of .*, got 'elu', 'elu1' is elu"),
+        (
+            dict(form="recurrent"),
+            "form: expected one of full, chunk, rnn, blockwise, auto, got 'recurrent', did you mean 'rnn'",
+        ),
+    ],
+    ids=str,
+)
+def test_names_of_sdpa_and_others(bad, hint):
+    with pytest.raises(ValueError, match=f"^{hint}"):
+        linear_attention(*INPUTS, **bad)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -228,6 +262,6 @@ def test_masks_that_are_none(valid, segments, message):
 @pytest.mark.parametrize("entry", MASKED)
 def test_prepared_masks_of_other_tokens(entry):
     with pytest.raises(ValueError, match=r"^segments: expected prepared ones of \(2, 12\)"):
-        MASKED[entry](*INPUTS, segments=segment_index(None, SEGMENTS[:, :9]))
+        MASKED[entry](*INPUTS, segments=segment_index(None, SEGMENTS[:, :9]), feature_map=None)
     with pytest.raises(ValueError, match=r"^valid: prepared segments hold it"):
-        MASKED[entry](*INPUTS, valid=VALID, segments=segment_index(None, SEGMENTS))
+        MASKED[entry](*INPUTS, valid=VALID, segments=segment_index(None, SEGMENTS), feature_map=None)

@@ -42,7 +42,9 @@ def test_extreme_gates_have_finite_gradients(direction, form):
     gates = DECAY_CONVENTIONS if form != "rnn1" else ("source",)  # slow
     for decay_convention in gates:
         leaves = make("extreme", 1000, batch=1, heads=1, dtype=torch.float32).leaves()
-        y = linear_attention(*leaves, **FORMS[form], direction=direction, decay_convention=decay_convention)
+        y = linear_attention(
+            *leaves, **FORMS[form], direction=direction, decay_convention=decay_convention, feature_map=None
+        )
         assert y.isfinite().all()
         for name, grad in backward(y, leaves).items():
             assert grad.isfinite().all(), f"d{name} {decay_convention}"
@@ -74,7 +76,7 @@ def check_closed(decay: str, closed_gate: float, share: float, how: dict) -> Non
     expected, expected_grads = definition(inputs, **arguments)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
         leaves = inputs.to(dtype).leaves()
-        got = linear_attention(*leaves, **how)
+        got = linear_attention(*leaves, **how, feature_map=None)
         assert_close(got, expected, tolerance, f"{dtype}")
         for name, grad in backward(got, leaves).items():
             assert_close(grad, expected_grads[name], tolerance, f"d{name} {dtype}", floor=0.1)
@@ -97,9 +99,9 @@ def test_no_denormal_numbers(lanes, form):
         leaves = Inputs(q - signs, k - signs, v - 0.5, log_decay).leaves()
         how = (FORMS | BLOCKWISE)[form] | dict(decay_convention=decay_convention, normalize=normalize)
         with Denormals() as denormals:
-            backward(linear_attention(*leaves, **how), leaves)
+            backward(linear_attention(*leaves, **how, feature_map=None), leaves)
             with torch.no_grad():
-                linear_attention(*leaves, **how)
+                linear_attention(*leaves, **how, feature_map=None)
         assert not denormals.counts, f"{decay_convention} {normalize}"
 
 
@@ -113,7 +115,7 @@ def test_gates_that_keep_everything_still_learn(steep, flat, form):
     expected = definition(inputs)[1]["log_decay"]
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
         leaves = inputs.to(dtype).leaves()
-        got = backward(linear_attention(*leaves, **FORMS[form]), leaves)["log_decay"]
+        got = backward(linear_attention(*leaves, **FORMS[form], feature_map=None), leaves)["log_decay"]
         assert_close(got, expected, tolerance, f"{dtype}")
 
 
@@ -134,7 +136,7 @@ def test_gates_above_zero_count_as_zero(decay_convention, decay):
         grads = definition(cut, direction=direction, **how)[1]
         for form, more in forms_for(decay).items():
             leaves = inputs.leaves()
-            got = linear_attention(*leaves, direction=direction, **how, **more)
+            got = linear_attention(*leaves, direction=direction, **how, **more, feature_map=None)
             assert_close(got, expected, 1e-12, f"{form} {direction}")
             for name, grad in backward(got, leaves).items():
                 want = grads[name].masked_fill(above, 0) if name == "log_decay" else grads[name]
@@ -142,7 +144,7 @@ def test_gates_above_zero_count_as_zero(decay_convention, decay):
     expected = oracle_attention(cut, direction="forward", **how)
     for pieces in ([1] * 23, [3, 1, 19]):
         assert_close(stream(inputs, pieces, **how)[0], expected, 1e-12, f"step {pieces}")
-    (y, state), (_, same) = prefill(*inputs, **how), prefill(*cut, **how)
+    (y, state), (_, same) = prefill(*inputs, **how, feature_map=None), prefill(*cut, **how, feature_map=None)
     assert_close(y, expected, 1e-12, "prefill")
     assert torch.equal(state.S, same.S) and torch.equal(state.z, same.z)
 
@@ -152,20 +154,23 @@ def test_gates_above_zero_in_several_scans(merge):
     inputs, orders = make("S", 9), torch.stack([torch.arange(9), torch.arange(9).flip(0)])
     decays = [1 + make("S", 9, seed=s).log_decay for s in range(2)]
     assert all((a > 0).any() for a in decays)
-    expected = multi_scan_attention(*inputs[:3], [a.clamp(max=0) for a in decays], orders, scan_merge=merge)
+    expected = multi_scan_attention(
+        *inputs[:3], [a.clamp(max=0) for a in decays], orders, scan_merge=merge, feature_map=None
+    )
     for form, how in SMALL_FORMS.items():
-        got = multi_scan_attention(*inputs[:3], decays, orders, scan_merge=merge, **how)
+        got = multi_scan_attention(*inputs[:3], decays, orders, scan_merge=merge, **how, feature_map=None)
         assert_close(got, expected, 1e-12, form)
 
 
+@pytest.mark.slow
 def test_long_sums_lose_nothing():
     """Prefix sums near -1e6, whose float32 neighbours are 0.06 apart, between gates that matter at 1e-2."""
     inputs = make("extreme", 65_536, batch=1, heads=1)
     assert inputs.log_decay.sum() < -5e5
-    expected = linear_attention(*inputs, form="rnn", chunk_size=64)  # sums of 64 gates only
-    got = linear_attention(*inputs.to(torch.float32), form="chunk")
+    expected = linear_attention(*inputs, form="rnn", chunk_size=64, feature_map=None)  # sums of 64 gates only
+    got = linear_attention(*inputs.to(torch.float32), form="chunk", feature_map=None)
     assert_close(got, expected, 2e-5)
-    assert_close(linear_attention(*inputs, form="chunk", chunk_size=16), expected, 1e-12, "float64")
+    assert_close(linear_attention(*inputs, form="chunk", chunk_size=16, feature_map=None), expected, 1e-12, "float64")
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -177,9 +182,9 @@ def test_long_bf16_is_finite(decay):
         forms["full"] = dict(form="full")
     for form, how in forms.items():
         with torch.inference_mode():
-            assert linear_attention(*inputs, **how).isfinite().all(), form
+            assert linear_attention(*inputs, **how, feature_map=None).isfinite().all(), form
     leaves = inputs.leaves()
-    for name, grad in backward(linear_attention(*leaves, form="chunk"), leaves).items():
+    for name, grad in backward(linear_attention(*leaves, form="chunk", feature_map=None), leaves).items():
         assert grad.isfinite().all(), f"d{name}"
 
 
@@ -200,7 +205,7 @@ def test_bf16_accuracy(decay, length):
             best = reference_attention(*inputs.to(torch.float32), **arguments).bfloat16()
             budget = 2 * (error(best, exact) + BF16)
             for form, how in FORMS.items():
-                got = linear_attention(*inputs, **how, **arguments)
+                got = linear_attention(*inputs, **how, **arguments, feature_map=None)
                 assert got.dtype == torch.bfloat16
                 assert_close(got, exact, budget, f"{form} {arguments}")
 
@@ -216,13 +221,13 @@ def test_float16_sums_beyond_its_range(decay, normalize):
     for direction in DIRECTIONS:
         how = dict(direction=direction, normalize=normalize)
         exact = inputs.to(torch.float64).leaves()
-        numerator, _ = linear_attention_parts(*exact, **how)
+        numerator, _ = linear_attention_parts(*exact, **how, feature_map=None)
         assert numerator.abs().max() > 1e5
-        expected = linear_attention(*exact, **how)
+        expected = linear_attention(*exact, **how, feature_map=None)
         grads = backward(expected, exact)
         for form in ("full", "chunk64", "rnn64", *(["blockwise64"] if decay in SCALARS else [])):
             leaves = inputs.leaves()
-            got = linear_attention(*leaves, **(FORMS | BLOCKWISE)[form], **how)
+            got = linear_attention(*leaves, **(FORMS | BLOCKWISE)[form], **how, feature_map=None)
             assert got.dtype == torch.float16
             assert_close(got, expected, 2 * FP16, f"{form} {how}")
             for name, grad in backward(got, leaves).items():
@@ -230,10 +235,17 @@ def test_float16_sums_beyond_its_range(decay, normalize):
                     assert_close(grad, grads[name], 8 * FP16, f"d{name} {form} {how}")
                 assert grad.isfinite().all()
             with torch.inference_mode():
-                assert_close(linear_attention(*inputs, **(FORMS | BLOCKWISE)[form], **how), expected, 2 * FP16, form)
+                assert_close(
+                    linear_attention(*inputs, **(FORMS | BLOCKWISE)[form], **how, feature_map=None),
+                    expected,
+                    2 * FP16,
+                    form,
+                )
     with torch.inference_mode():
-        expected = linear_attention(*inputs.to(torch.float64), direction="forward", normalize=normalize)
-        got, _ = prefill(*inputs, normalize=normalize)
+        expected = linear_attention(
+            *inputs.to(torch.float64), direction="forward", normalize=normalize, feature_map=None
+        )
+        got, _ = prefill(*inputs, normalize=normalize, feature_map=None)
         assert_close(got, expected, 2 * FP16, "prefill")
         assert_close(stream(inputs, [256, 255, 1], normalize=normalize)[0], expected, 2 * FP16, "step")
 
@@ -248,19 +260,21 @@ def test_float16_sums_of_many_tokens():
         ("chunk", dict(direction="forward")),
         ("rnn", dict(chunk_size=1024)),
     ):
-        expected = linear_attention(*inputs.to(torch.float64), **how)
+        expected = linear_attention(*inputs.to(torch.float64), **how, feature_map=None)
         with torch.inference_mode():
-            assert_close(linear_attention(*inputs, form=form, **how), expected, 2 * FP16, f"{form} {how}")
+            assert_close(
+                linear_attention(*inputs, form=form, **how, feature_map=None), expected, 2 * FP16, f"{form} {how}"
+            )
 
 
 @pytest.mark.parametrize("merge", SCAN_MERGES)
 def test_float16_sums_of_several_scans(merge):
     inputs = long_float16("S", 512)
     decays, orders = [inputs.log_decay, inputs.log_decay.flip(2)], torch.stack([torch.arange(512), torch.randperm(512)])
-    expected = multi_scan_attention(*inputs.to(torch.float64)[:3], decays, orders, scan_merge=merge)
+    expected = multi_scan_attention(*inputs.to(torch.float64)[:3], decays, orders, scan_merge=merge, feature_map=None)
     for form in SMALL_FORMS.values():
         if form.get("chunk_size") != 1:
-            got = multi_scan_attention(*inputs[:3], decays, orders, scan_merge=merge, **form)
+            got = multi_scan_attention(*inputs[:3], decays, orders, scan_merge=merge, **form, feature_map=None)
             assert got.dtype == torch.float16
             assert_close(got, expected, 2 * FP16)
 
@@ -279,11 +293,11 @@ def test_autocast_changes_nothing(decay, form):
     for dtype in (torch.float32, torch.bfloat16):
         inputs = make(decay, 70, batch=1, heads=1, dtype=dtype)
         leaves = inputs.leaves()
-        expected = linear_attention(*leaves, **FORMS[form])
+        expected = linear_attention(*leaves, **FORMS[form], feature_map=None)
         expected_grads = backward(expected, leaves)
         leaves = inputs.leaves()
         with torch.autocast("cpu", torch.bfloat16):
-            got = linear_attention(*leaves, **FORMS[form])
+            got = linear_attention(*leaves, **FORMS[form], feature_map=None)
         assert got.dtype == dtype
         assert torch.equal(got, expected)
         for name, grad in backward(got, leaves).items():
@@ -296,7 +310,9 @@ def test_row_sums_are_exact_beside_bf16_tokens(direction, form):
     """With scores of one the row sum is the sum of the mask: gates, mask or sum in bf16 would be off by 1e-3."""
     ones = torch.ones(1, 1, 1000, 1, dtype=torch.bfloat16)
     log_decay = torch.tensor([-(2.0**-10) * (1 + 2.0**-8)])  # halfway between two bf16 numbers
-    _, rowsum = linear_attention_parts(ones, ones, ones, log_decay, **FORMS[form], direction=direction)
+    _, rowsum = linear_attention_parts(
+        ones, ones, ones, log_decay, **FORMS[form], direction=direction, feature_map=None
+    )
     distance = (torch.arange(1000)[:, None] - torch.arange(1000)).double()
     mask = (distance.abs() * log_decay.double()).exp()
     mask = {"both": mask, "forward": mask.tril(), "backward": mask.triu()}[direction]

@@ -27,7 +27,9 @@ def stream(inputs: Inputs | Case, pieces: list[int], state: State | None = None,
     state = initial_state(inputs.k, inputs.v) if state is None else state
     out = []
     for size in pieces:
-        y, state = cut(inputs, start, start + size).on(lambda *x, state=state, **y: step(state, *x, **y), **arguments)
+        y, state = cut(inputs, start, start + size).on(
+            lambda *x, state=state, **y: step(state, *x, **y, feature_map=None), **arguments
+        )
         out.append(y)
         start += size
     assert start == inputs.q.shape[2]
@@ -51,7 +53,9 @@ def test_streaming_is_the_forward_direction(decay_convention, decay, normalize):
     arguments = dict(decay_convention=decay_convention, normalize=normalize)
     expected = oracle_attention(inputs, direction="forward", **arguments)
     for form, how in SMALL_FORMS.items():
-        assert_close(linear_attention(*inputs, direction="forward", **how, **arguments), expected, 1e-12, form)
+        assert_close(
+            linear_attention(*inputs, direction="forward", **how, **arguments, feature_map=None), expected, 1e-12, form
+        )
     for name, pieces in PIECES.items():
         for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
             got, _ = stream(inputs.to(dtype), pieces, **arguments)
@@ -74,7 +78,9 @@ def test_the_state_does_not_depend_on_the_pieces(decay_convention, decay):
 @pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 def test_gradients_flow_through_the_state(decay_convention):
     leaves = make("S", LENGTH).leaves()
-    expected = backward(linear_attention(*leaves, direction="forward", decay_convention=decay_convention), leaves)
+    expected = backward(
+        linear_attention(*leaves, direction="forward", decay_convention=decay_convention, feature_map=None), leaves
+    )
     for name, pieces in PIECES.items():
         leaves = make("S", LENGTH).leaves()
         grads = backward(stream(leaves, pieces, decay_convention=decay_convention)[0], leaves)

@@ -98,9 +98,8 @@ def good(**changes):
 
 
 def call(function, tensors, **arguments):
-    return function(
-        tensors.pop("q"), tensors.pop("k"), tensors.pop("v"), tensors.pop("log_decay"), **tensors, **arguments
-    )
+    x = [tensors.pop(name) for name in ("q", "k", "v", "log_decay")]
+    return function(*x, **tensors, **{"feature_map": None} | arguments)
 
 
 @pytest.mark.parametrize("form", ("full", "chunk", "rnn", "auto"))
@@ -132,13 +131,13 @@ def test_pairs(name, tensors, arguments):
 def test_angles_turn_pairs():
     odd = torch.rand(B, H, L, 5)
     with pytest.raises(ValueError, match=r"^angles: .*odd D = 5"):
-        linear_attention(odd, odd, odd, angles=torch.rand(L, 2))
+        linear_attention(odd, odd, odd, angles=torch.rand(L, 2), feature_map=None)
 
 
 def test_no_tokens():
     empty = torch.rand(B, H, 0, D)
     with pytest.raises(ValueError, match=r"^q: .*at least one token"):
-        linear_attention(empty, empty, torch.rand(B, H, 0, E))
+        linear_attention(empty, empty, torch.rand(B, H, 0, E), feature_map=None)
 
 
 @pytest.mark.parametrize("bad", BAD_CHOICES, ids=str)
@@ -152,7 +151,7 @@ def test_choices(bad):
 def test_dropout_range(p):
     for decay in ("lit", "S"):
         with pytest.raises(ValueError, match="dropout"):
-            linear_attention(*make(decay, L), dropout_p=p)
+            linear_attention(*make(decay, L), dropout_p=p, feature_map=None)
 
 
 def test_step_and_prefill():
@@ -197,12 +196,12 @@ def test_chunk_size_of_a_prompt(name, size):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_dropout(decay):
     inputs = make(decay, 8, batch=1, heads=1)
-    plain = linear_attention(*inputs)
+    plain = linear_attention(*inputs, feature_map=None)
 
     def dropped(copies: int, seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         many = (x if x is None or x.dim() == 1 else x.expand(copies, *x.shape[1:]) for x in inputs)
-        return linear_attention(*many, dropout_p=0.5)
+        return linear_attention(*many, dropout_p=0.5, feature_map=None)
 
     assert torch.equal(dropped(1, 0), dropped(1, 0))
     assert not torch.equal(dropped(1, 0), dropped(1, 1))
@@ -236,4 +235,6 @@ def test_dropout_where_nothing_decays(direction, monkeypatch):
 
 def test_no_dropout_no_randomness():
     inputs = make("S", 8)
-    assert torch.equal(linear_attention(*inputs, dropout_p=0.0), linear_attention(*inputs))
+    assert torch.equal(
+        linear_attention(*inputs, dropout_p=0.0, feature_map=None), linear_attention(*inputs, feature_map=None)
+    )

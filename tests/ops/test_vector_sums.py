@@ -98,14 +98,20 @@ def test_long_sequences_lose_nothing(rate):
     given = dict(
         log_decay=torch.full((1, DIM), -rate), normalize="sum", form="chunk", angles=torch.zeros(16_384, DIM // 2)
     )
-    exact = linear_attention(q.double(), k.double(), v.double(), **given | dict(log_decay=given["log_decay"].double()))
-    torch.testing.assert_close(linear_attention(q, k, v, **given).double(), exact, atol=2e-6, rtol=2e-6)
+    exact = linear_attention(
+        q.double(), k.double(), v.double(), **given | dict(log_decay=given["log_decay"].double()), feature_map=None
+    )
+    torch.testing.assert_close(
+        linear_attention(q, k, v, **given, feature_map=None).double(), exact, atol=2e-6, rtol=2e-6
+    )
     with torch.no_grad():  # piece by piece
-        torch.testing.assert_close(linear_attention(q, k, v, **given).double(), exact, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(
+            linear_attention(q, k, v, **given, feature_map=None).double(), exact, atol=2e-6, rtol=2e-6
+        )
 
 
 def test_no_row_sum_is_none():
     x = tokens(70)
     for form in ("full", "chunk"):
         given = dict(log_decay=x.gate, normalize="none", form=form)
-        assert linear_attention_parts(x.q, x.k, x.v, **given)[1] is None
+        assert linear_attention_parts(x.q, x.k, x.v, **given, feature_map=None)[1] is None

@@ -121,6 +121,7 @@ def test_no_memory_is_a_note(run, monkeypatch):
     assert len(measured(run, Variant("softmax"))[0]) == 2
 
 
+@pytest.mark.slow
 def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
     command = ["bench", "inference", run, "--sizes", "16,8", "--rounds", "1", "--out", tmp_path, "--eager"]

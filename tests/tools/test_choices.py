@@ -122,11 +122,11 @@ def test_the_best_of_each_question_wherever_its_rows_stand():
     question, choice = torch.tensor([7, 3, 7, 3, 7]), torch.tensor([0, 0, 1, 1, 2])
     right = torch.tensor([True, False, False, True, False])
     one = torch.ones(5)
-    order = torch.randperm(5)
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(0))
     for index in (torch.arange(5), order):
         columns = (question[index], choice[index], right[index])
         assert share_right(score[index], one, *columns) == 1  # -4 of question 7 and -1 of question 3
-        assert share_right(score[index], size, *columns) == 1  # -1, -3, -4, and -3, -1
+        assert share_right(score[index], size[index], *columns) == 1  # -1, -3, -4, and -3, -1
     assert share_right(-score, one, question, choice, right) == 0
     tie = share_right(torch.zeros(5), one, question[order], choice[order], right[order])
     assert tie == 0.5  # of equals the first: right in question 7 alone

@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 import lion
-import tools.show
 from data.vision.digits import INFO, Digits
 from lion.config import ConfigError
 from lion.trainer.checkpoint import load_state
@@ -26,7 +26,8 @@ from tools.cli import one_line, run_command
 from tools.commands import COMMANDS, called_by
 from tools.compose import build_data, loader_workers, resolve
 from tools.forms import forms_to_measure
-from tools.show import activation_bytes, listing, mixer_rows, show
+from tools.listing import listing, recipe_names
+from tools.show import activation_bytes, mixer_rows, mixer_table, show
 
 pytest.importorskip("sklearn")
 
@@ -51,9 +52,9 @@ def quickstart(tmp_path_factory):
 def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
     root, done = quickstart
     folder = root / "quickstart"
-    names = {p.name for p in folder.iterdir()}
+    names = {p.name.partition(".tfevents")[0] for p in folder.iterdir()}  # TensorBoard's are called by time and host
     assert names == {
-        "recipe.yaml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "summary.json", ".lock",
+        "recipe.yaml", "environment.json", "metrics.jsonl", "events.out", "checkpoints", "summary.json", ".lock",
     }  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["metric"] == "top1" and summary["split"] == "test" and summary["value"] > 0.9
@@ -209,11 +210,48 @@ def test_init_from_another_grid_interpolates_positions(tmp_path, caplog, capsys)
 @pytest.mark.slow
 def test_show_and_list():
     text = show(str(ROOT / "recipes/deit_small_lion_s.yaml"), [], processes=4)
-    for part in ("mixer: lion_s", "22,002,736", "375,300", "1024 = 4 processes x 1 accumulated x 256", "GiB", "MFLOP"):
+    for part in (
+        "mixer: lion_s",
+        "22,002,736",
+        "375,300",
+        "1024 = 4 processes x 1 accumulated x 256",
+        "GB of state",
+        "MFLOP",
+    ):
         assert part in text
+    assert all(row[0] in mixer_table() for row in mixer_rows())
+
+
+@pytest.mark.slow
+def test_show_says_first_what_a_recipe_costs_here(tmp_path, monkeypatch):
+    """Time, memory and disk before all keys; nothing is downloaded or tokenised for it."""
+    monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
+    book = tmp_path / "book.txt"
+    book.write_text("one long document\n" * 50_000)
+    text = show(str(ROOT / "recipes/mlm_tiny_lion_s.yaml"), ["data.name=text", f"data.path={book}", "run.name=books"])
+    summary = text.partition("\n\n")[0]
+    for line in (
+        r"recipe +books: book.txt, no number yet",
+        r"data +text, .*; about \d.* MB to write, .* GB free under",
+        r"steps +2,000 = [\d,.]+ epochs of \d+",
+        r"time +about [\d.]+ (s|min|h) here \(\d+ CPU threads?, float32, eager: ",
+        r"run folder +runs/books, [\d.]+ MB of checkpoints",
+    ):
+        assert re.search(line, summary), line
+    assert not (tmp_path / "data").exists()
+    large = show(str(ROOT / "recipes/mlm_base_softmax.yaml"), ["model.depth=1", "model.dim=48"])
+    assert "327 GB to fetch and about 312 GB to write" in large
+
+
+def test_recipes_by_family():
     listed = listing()
-    assert "Table 2, Lion-S, small" in listed and "quickstart.yaml" in listed
-    assert all(row[0] in listed for row in mixer_rows())
+    cpu, deit = listed.index("quickstart "), listed.index("deit_small_lion_s ")
+    assert cpu < listed.index("ImageNet-1k, DeiT's training") < deit and "Table 2, Lion-S, small" in listed
+    assert {line.split()[0] for line in listed.splitlines() if line.startswith("  ")} == set(recipe_names())
+    assert "cifar100_softmax " not in listing("lion_s") and "cifar100_lion_s " in listing("LION_S")
+    assert "gpt2_small_softmax" in listing("*small*softmax") and "mlm" not in listing("*small*softmax")
+    with pytest.raises(ConfigError, match=r"'quickstrat': no recipe's name or row matches, did you mean 'quickstart'"):
+        listing("quickstrat")
 
 
 def test_show_names_what_was_left_open_alone(tmp_path):
@@ -224,15 +262,42 @@ def test_show_names_what_was_left_open_alone(tmp_path):
     assert not any(name in line for line in lines for name in ("patch_size", "readout", "null"))
 
 
-def test_list_is_a_command_of_its_own(monkeypatch, capsys):
+def test_list_is_a_command_of_its_own(capsys):
     for name, words in (("list", "run.sh list [-h]"), ("show", "run.sh show [-h]")):
         with pytest.raises(SystemExit):
             here(name, "--help")
         assert words in capsys.readouterr().out
-    monkeypatch.setattr(tools.show, "listing", lambda: "all of them")
-    assert here("list") == 0 and capsys.readouterr().out == "all of them\n"
+    assert here("list", "quickstart") == 0 and "98 top-1" in capsys.readouterr().out
+    assert here("list", "--mixers") == 0 and "lion_s_vector" in capsys.readouterr().out
     assert "required: recipe" in refuse(capsys, "show")
-    assert "unrecognized arguments: quickstart" in refuse(capsys, "list", "quickstart")
+    assert "no recipe's name or row matches" in refuse(capsys, "list", "nothing_like_it")
+
+
+@pytest.mark.process
+def test_options_are_checked_before_anything_is_loaded(capsys):
+    """The table's options are those of the parsers, and a line that is wrong costs no import of PyTorch."""
+    for name, entry in COMMANDS.items():
+        if entry.options is None:
+            continue
+        with pytest.raises(SystemExit):
+            here(*name.split(), "--help")
+        taken = set(re.findall(r"^  (?:-h, )?(--[a-z][a-z-]*)", capsys.readouterr().out, re.M)) - {"--help"}
+        assert taken == set(entry.options.split()), name
+    for words, message in (
+        (["eval", "run", "--fromat"], "run.sh eval: unknown option --fromat: did you mean '--form'?"),
+        (["lst"], "'lst' is no command, did you mean 'list'?"),
+        (["show", "quickstart", "--process=3", "--x"], "run.sh show: unknown option --x"),
+    ):
+        code = f"import sys; from tools.__main__ import main\ntry: main({words!r})\n"
+        code += "except Exception as e: print(e, 'torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert done.stdout.startswith(message) and done.stdout.endswith("False\n"), done
+
+
+@pytest.mark.process
+def test_help_to_a_reader_that_has_seen_enough():
+    done = subprocess.run("./run.sh --help | head -1", cwd=ROOT, shell=True, capture_output=True, text=True)
+    assert done.stdout == "usage:\n" and done.stderr == ""
 
 
 def test_activation_estimate_follows_the_batch(tmp_path):
@@ -306,16 +371,24 @@ def test_what_a_line_calls(line, name, rest):
     assert called_by(line.split()) == (name, rest)
 
 
-def test_quick_leaves_the_slow_tests_out(monkeypatch):
+def test_quick_runs_in_two_processes(monkeypatch):
     called = []
     monkeypatch.setattr(os, "execv", lambda path, argv: called.append(argv[1:]))
     programs.test(["--quick", "tests/ops", "-x"])
     programs.test(["-k", "quick"])
-    marks = "not slow and not compiled and not process"
     assert called == [
-        ["-m", "pytest", "-m", marks, "-n", "2", "--dist", "worksteal", "tests/ops", "-x"],
+        ["-m", "pytest", "-n", "2", "--dist", "worksteal", "--quick", "tests/ops", "-x"],
         ["-m", "pytest", "-k", "quick"],
     ]
+
+
+def test_a_run_in_eager_mode_and_why_another_length_is_another_run(tmp_path, capsys):
+    path = tiny_recipe(tmp_path, trainer={"compile": True, "steps": 2})
+    assert here("train", path, "--eager", "--no-eval") == 0
+    assert resolve(tmp_path / "runs" / "tiny" / "recipe.yaml").trainer.compile is False
+    capsys.readouterr()
+    line = refuse(capsys, "train", path, "--eager", "trainer.steps=1")
+    assert "trainer.steps: 2 -> 1 (the learning rate of every step follows from the length: the steps taken are" in line
 
 
 @pytest.mark.slow
@@ -498,3 +571,30 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
     for split in ("train", "val"):
         pictures(tmp_path / "moved", {split: {"eel": 2}})
     assert "is of other data: number of classes was 2, and is 3 now" in command("eval", run).stderr
+
+
+def test_recipes_of_ones_own_are_listed_and_claim_nothing(tmp_path, monkeypatch):
+    """A file that extends a recipe inherits its settings, and no row of a paper."""
+    for name in ("deit_small_lion_s", "quickstart"):
+        shutil.copy(ROOT / f"recipes/{name}.yaml", tmp_path)
+    (tmp_path / "base").mkdir()
+    shutil.copy(ROOT / "recipes/base/deit.yaml", tmp_path / "base")
+    (tmp_path / "pictures.yaml").write_text("extends: deit_small_lion_s.yaml\ndata: {name: imagefolder}\n")
+    (tmp_path / "mymix.yaml").write_text("extends: quickstart.yaml\nmodel: {mixer: gla}\n")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    monkeypatch.setattr("tools.listing.RECIPES", tmp_path)
+    own, *rest = listing().split("\n\n")
+    assert own.splitlines()[0] == "Your own" and [line.split() for line in own.splitlines()[1:]] == [
+        ["broken"], ["mymix"], ["pictures"],
+    ]  # fmt: skip
+    assert "Lion-S, small" in "".join(rest) and "98 top-1" in "".join(rest)
+    assert resolve(tmp_path / "mymix.yaml").about.expected == "no number yet"
+    assert resolve(tmp_path / "quickstart.yaml", ["optim.lr=1e-3"]).about.expected == "98 top-1"
+    assert resolve(tmp_path / "quickstart.yaml", ["data.name=mnist"]).about.expected == "no number yet"
+
+
+def test_a_command_is_kept_without_the_folders_of_a_machine():
+    recipe = resolve("mlm_tiny_lion_s", ["data.name=text"])
+    overrides = ["data.name=text", "data.path=/home/me/book.txt", "run.name=books", "optim.lr=1e-3"]
+    line = train.command_of("mlm_tiny_lion_s", overrides, recipe, None)
+    assert line == "./run.sh mlm_tiny_lion_s data.name=text data.path=book.txt run.name=books optim.lr=1e-3"

@@ -128,6 +128,7 @@ def test_folders_and_arrays_hold_the_same(real, tmp_path):
         assert len(few) == 20 and {x.numpy().tobytes() for x in few} <= set(found[0])
 
 
+@pytest.mark.slow
 def test_samples_of_a_run_are_made_once(classifier, generator, tmp_path, capsys, monkeypatch):
     made, sample = [], Diffusion.sample
 

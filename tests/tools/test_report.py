@@ -195,6 +195,7 @@ def test_what_cannot_be_compared(runs, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
     assert here("report", runs / "softmax0", "--out", tmp_path) == 0
     assert here("report", runs / "softmax0", runs / "lion_s0", "--out", tmp_path) == 0
@@ -209,6 +210,7 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
     assert {p.name for p in tmp_path.iterdir()} >= {"v1.2.md", "v1.2.json"} and not (tmp_path / "v1.md").exists()
 
 
+@pytest.mark.slow
 def test_tables_of_other_runs_stay(runs, tmp_path):
     """A report grows by sections, and needs the runs of those alone that are named."""
     where = ("--out", tmp_path, "--name", "tiny")
@@ -307,3 +309,15 @@ def test_of_several_tasks_the_numbers_of_one():
     assert {column for row in claimed(paper, "listops").values() for column in row} == {"ListOps"}
     assert {"ListOps", "Text", "Path-X"} <= {column for row in claimed(paper, "digits").values() for column in row}
     assert claimed(paper, "listops")["lion_s_hippo"] == {"ListOps": "62.25"}
+
+
+def test_no_paper_has_a_number_on_files_of_ones_own(runs):
+    """Photographs or a book stand beside no figures of ImageNet, and no table of a paper is quoted below them."""
+    assert claimed(PAPER, "digits") and claimed(PAPER, "cifar100") and claimed(PAPER, "imagefolder") == {}
+    found = of(runs, "softmax", "lion_s")
+    for name, beside in (("digits", True), ("imagefolder", False)):
+        for run in found:
+            run.recipe.data.name = name
+        section = Section("", PAPER, group(found, PAPER))
+        assert any("paper: " in column for column in section.tables()[0][0]) is beside
+        assert ("LION, Table 2" in markdown([as_section(section)], "Vision", None)) is beside

@@ -90,6 +90,7 @@ def test_rows_by_patches_and_claims_by_distance(runs, tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_distances_that_do_not_compare(runs, tmp_path, capsys):
     told(runs, [3.0, 3.2])
     path, call = runs[1] / FIGURES, ["report", *runs[:2], "--out", tmp_path]

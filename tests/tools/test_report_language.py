@@ -82,6 +82,7 @@ def test_layouts_judged_by_their_own_samples_do_not_compare(runs, tmp_path):
         group([load(str(run)) for run in (own[0], own[2])], PAPER)
 
 
+@pytest.mark.slow
 def test_several_tables_in_one_report(runs, tmp_path, capsys):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
@@ -101,9 +102,10 @@ def test_several_tables_in_one_report(runs, tmp_path, capsys):
     assert rows[0]["beside"].keys() == {"loss"} and rows[0]["speed"] > 0 and [x for x, _ in rows[0]["curve"]] == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_report_can_be_made_again_of_what_it_holds(runs, tmp_path, capsys):
     """Rows hold recipe, commit and fingerprint; without runs the Markdown is written anew, with other notes."""
-    assert here("report", *runs, "--out", tmp_path) == 0
+    assert here("report", *runs, "--name", "masked_lm", "--out", tmp_path) == 0
     held = json.loads((tmp_path / "masked_lm.json").read_text())
     row = held["rows"][0]
     assert row["recipe"]["model.mixer"] == "lion_s" and "data.path" not in row["recipe"]
@@ -111,7 +113,7 @@ def test_a_report_can_be_made_again_of_what_it_holds(runs, tmp_path, capsys):
     before = (tmp_path / "masked_lm.md").read_text()
     assert "- Made by: `./run.sh" in before and "peak of the learning rate 0.001" in before and "Python 3" in before
     assert str(tmp_path.parent) not in before, "no folder of this machine"
-    assert "## LION, Table 10: recipes of fine-tuning\n" in before and "| Hydra LARGE, Mod. | 71.18 |" in before
+    assert "## LION, Table" not in before, "no paper has figures of this text"
     notes = tmp_path / "notes.md"
     notes.write_text("Read this.")
     assert here("report", "--name", "masked_lm", "--out", tmp_path, "--notes", notes) == 0

@@ -8,7 +8,7 @@ from lion.config import ConfigError
 from tests.helpers import ROOT
 from tools.bench import inference, train
 from tools.bench.report import Report
-from tools.store import Store
+from tools.store import Store, widen
 
 
 def test_rows_grow_and_are_replaced(tmp_path):
@@ -46,3 +46,14 @@ def test_the_reports_of_this_repository_can_be_added_to():
     ):
         store = Store(folder / f"{name}.json", rows=(*module.SETTING, *key)).load()
         assert store.rows and module.markdown(store).count("\n## ") == len(store.groups(module.SETTING))
+
+
+def test_noise_does_not_fill_an_axis():
+    """The height of a picture is a tenth of the largest value at least; what varies more keeps its own."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for values, span in (([5.900, 5.905], 0.59), ([1.0, 9.0], 8.8)):
+        ax = figure.subplots()
+        ax.plot(values)
+        widen(ax)
+        low, high = ax.get_ylim()
+        assert span * 0.95 <= high - low <= span * 1.05

@@ -108,6 +108,7 @@ def test_the_loss_is_that_of_the_whole_batch_however_it_grows(tmp_path):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_growing_batches_ends_bit_for_bit_like_a_straight_one(tmp_path, caplog):
     """Within the ramp, at its end, and behind it."""
     path = tiny_recipe(

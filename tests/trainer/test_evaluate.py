@@ -140,7 +140,7 @@ def test_text_and_pictures_of_progress_are_shown(tmp_path):
             return {"said": f"{len(batch['x'])} points", "drawn": torch.zeros(3, 2, 2)}
 
     assert toys.trainer(tmp_path / "run", kind=Writer).fit()
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     said = events.Tensors("said/text_summary")
     assert [(e.step, e.tensor_proto.string_val[0]) for e in said] == [(step, b"16 points") for step in (2, 4, 6)]

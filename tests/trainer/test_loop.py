@@ -18,6 +18,7 @@ from tools.compose import resolve
 pytest.importorskip("sklearn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path, ema):
     path = tiny_recipe(tmp_path, trainer={"steps": 24, "eval_every": 10, "ema": ema})  # 16 steps an epoch
@@ -76,11 +77,12 @@ def test_tensorboard_holds_curves_pictures_and_decays(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(tiny_recipe(tmp_path), tmp_path / "run")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     tags = events.Tags()
     assert tags["images"] == ["inputs"]
-    assert tags["histograms"] == [f"decay/blocks.{i}" for i in range(2)]
+    assert tags["histograms"] == [f"λ/blocks.{i}" for i in range(2)]
+    assert max(tags["scalars"]) < min(tags["histograms"]), "metrics are shown first"
     assert {"train/loss", "train/lr", "val/top1"} <= set(tags["scalars"])
     assert [e.step for e in events.Scalars("train/loss")] == [2, 4, 6]
 

@@ -247,7 +247,7 @@ def test_an_evaluation_made_again_is_logged_once(tmp_path):
     assert [(x["step"], x["kind"]) for x in lines(tmp_path / "run")] == [
         (3, "train"), (3, "val"), (6, "train"), (6, "val"),
     ]  # fmt: skip
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     for tag in ("train/loss", "val/loss"):
         assert [e.step for e in events.Scalars(tag)] == [3, 6]

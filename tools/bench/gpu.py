@@ -1,6 +1,6 @@
 """Estimate what operators and training steps take on an NVIDIA GPU, from the code that Inductor makes for it.
 
-    ./run.sh bench gpu [MIXER|RECIPE ...] [--form full chunk] [--length 197 1024] [--target h100] [--compile]
+    ./run.sh bench gpu [MIXER|RECIPE ...] [--form full chunk fused] [--length 197 1024] [--target h100] [--compile]
 
 No GPU is needed: forward and backward are traced with fake tensors, lowered for the target, and counted: Triton
 kernels, their launches, matrix products of libraries, calls of other eager operators, the bytes that all of these read
@@ -9,8 +9,9 @@ and write, and FLOPs of products. `--compile` takes every Triton kernel through 
 Nothing is timed: times are estimates, the larger one of bytes over the memory's rate and of FLOPs over the tensor
 cores' rate, and 1 us between kernels; without CUDA graphs at least 6 us of the CPU a call. Softmax is FlashAttention by
 the same arithmetic, its products at half the tensor cores' rate. A mixer is its operator alone, with its feature map
-(`*`: with calls of other eager operators); a recipe is a whole step of training, its blocks compiled and what is around
-them eager, one launch an operator.
+(`*`: with calls of other eager operators), in a form, or `fused`: the full form through flex_attention, which a GPU's
+graphs take where it is exact (`lion.ops.flex`; products of masked pairs are counted); a recipe is a whole step of
+training, its blocks compiled (and fused) and what is around them eager, one launch an operator.
 
 Results are added to `reports/gpu.md` and `gpu.json`.
 """
@@ -39,11 +40,13 @@ from tools.bench.report import rank
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.gpu.cost import Cost, fused_seconds, fused_softmax, total
+from tools.gpu.fused import FUSED
 from tools.gpu.targets import TARGETS, check_toolchain
 from tools.store import Row, Store, digits, pipes
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "lion_s_vector")
 FORMS = ("full", "chunk")
+
 COMPILED_FOR = ("a100", "h100")
 TOKENS = 50_000  # a training step's, about
 KEY = ("kind", "name", "form", "length", "batch", "heads", "dim", "dtype", "target")
@@ -114,7 +117,7 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="run.sh bench gpu", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="MIXER|RECIPE")
-    parser.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS), help="of operators")
+    parser.add_argument("--form", nargs="+", choices=(*FORMS, FUSED), default=list(FORMS), help="of operators")
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024], help="of operators, tokens")
     parser.add_argument("--target", choices=tuple(TARGETS), default="h100")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of operators")

@@ -63,4 +63,5 @@ def picture(fig: Any, rows: list[Row]) -> None:
             ax.grid(True, color="0.88", linewidth=0.7)
             ax.spines[["top", "right"]].set_visible(False)
     fig.supxlabel("tokens", fontsize=10)
+    fig.suptitle("Linear attention beside softmax attention (PyTorch's SDPA)", fontsize=11)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False, handlelength=3.2)

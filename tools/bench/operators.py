@@ -89,9 +89,9 @@ class Operator:
             return one_scan_attention(**tensors, **how)
         how["direction"] = self.direction
         if self.scans == AS_THEY_STAND:
-            return linear_attention(**self.gated(tensors, fixed), **how)
+            return linear_attention(**{"feature_map": None} | self.gated(tensors, fixed), **how)
         q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
-        return multi_scan_attention(q, k, v, log_decays, **fixed, **how)
+        return multi_scan_attention(q, k, v, log_decays, **fixed, **how, feature_map=None)
 
     def definition(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> Tensor:
         """The same, token by token."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import torch
-from tqdm import tqdm
 
+from lion.progress import progress
 from lion.trainer.checkpoint import steps_of
 from tools.cli import say
 from tools.glue.plan import Job
@@ -48,8 +48,8 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
     waiting, running, code = [job for job in jobs if not job.finished], list[Running](), 0
     slots, told = list(range(min(most, len(waiting)))), False
     share = max(1, len(os.sched_getaffinity(0)) // max(1, len(slots)))
-    shown = {"total": sum(steps.values()), "unit": "step", "desc": "glue", "dynamic_ncols": True, "disable": None}
-    with tqdm(**shown) as bar, interruptible():
+    shown = {"total": sum(steps.values()), "unit": "step", "desc": "glue", "leave": True}
+    with progress(**shown) as bar, interruptible():
         try:
             while waiting or running:
                 ready = [job for job in waiting if job.after is None or job.after.finished]

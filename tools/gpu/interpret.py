@@ -3,8 +3,9 @@
     python -m tools.gpu.interpret FOLDER MIXER,FORM,DIRECTION,TOKENS ...
 
 Prints a line of JSON for each stage of a mixer's layer: the largest error of its output, or of its gradients, over the
-largest value of the same graph run on the CPU, and leaves the kernels in the folder. For small sizes: 16 features, 2
-heads, chunks of 16 tokens. A process of its own, because TRITON_INTERPRET is read when Triton is imported.
+largest value of the same graph run on the CPU, and leaves the kernels in the folder. FORM may be `fused`, too. For
+small sizes: 16 features (32 fused), 2 heads, chunks of 16 tokens. A process of its own, because TRITON_INTERPRET is
+read when Triton is imported.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch._inductor import config
 
 from lion.layers import LionAttention
+from tools.gpu.fused import FUSED, taken
 from tools.gpu.graphs import Graph, trace
 from tools.gpu.kernels import load
 from tools.gpu.lower import Program, call_of, lower
@@ -66,6 +68,9 @@ class Kernel:
     def run(self, *args: Any, stream: Any = None) -> None:
         names = self.fn.arg_names
         sizes = dict(zip(names, args))
+        if len(args) > len(names):  # a template's grid comes last
+            self.fn[args[len(names) :]](*args[: len(names)])
+            return
         grid = tuple(-(-sizes.get(f"{axis}numel", 1) // BLOCKS[f"{axis.upper()}BLOCK"]) for axis in "xyz")
         self.fn[grid](*args, **{n: BLOCKS[n] for n in names if n in BLOCKS})
 
@@ -126,9 +131,13 @@ def laid_out(x: Any, how: Any) -> Any:
 
 def verify(mixer: str, form: str, direction: str, length: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Check a mixer's layer on one row of `length` tokens, stage by stage."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = LionAttention(WIDTH, HEADS, mixer, form=form, direction=direction, chunk_size=CHUNK)
-    for graph in trace(layer, torch.randn(1, length, WIDTH, requires_grad=True)):
+    width = max(WIDTH, 16 * HEADS) if form == FUSED else WIDTH  # whose kernels take 16 dimensions and more
+    with taken(form) as name:
+        layer = LionAttention(width, HEADS, mixer, form=name, direction=direction, chunk_size=CHUNK)
+        graphs = trace(layer, torch.randn(1, length, width, requires_grad=True))
+    for graph in graphs:
         with config.patch(split_reductions=False):  # whose programs wait for each other
             program = lower(graph, TARGETS["h100"])
         (folder / f"{mixer} {form} {direction} {graph.stage}.json").write_text(json.dumps(program.kernels))

@@ -7,13 +7,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tools.bench.operators import OPERATORS
+from tools.gpu.fused import taken
 from tools.gpu.graphs import Graph, trace
 
 
 def operator_graphs(
     mixer: str, form: str, shape: tuple[int, int, int, int], dtype: torch.dtype, chunk_size: int = 64
 ) -> list[Graph]:
-    """The graphs of a mixer's operator on tokens (B, H, L, D), with the feature map that q and k go through."""
+    """The graphs of a mixer's operator on tokens (B, H, L, D), with the feature map that q and k go through; of a
+    form, or `fused`."""
     batch, heads, length, dim = shape
     operator = OPERATORS[mixer]
     tensors, fixed = operator.inputs(heads, dim, batch, length, torch.device("cpu"), dtype, featurized=False)
@@ -21,7 +23,7 @@ def operator_graphs(
     fakes = {name: mode.from_tensor(t.detach()).requires_grad_(t.requires_grad) for name, t in tensors.items()}
 
     def run(*given: Tensor) -> Tensor:
-        return operator.run(dict(zip(fakes, given)), fixed, form, chunk_size)
+        return operator.run(dict(zip(fakes, given)), fixed, name, chunk_size)
 
-    with mode:
+    with mode, taken(form) as name:
         return trace(run, *fakes.values())

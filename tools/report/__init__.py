@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lion.config import ConfigError
 from tools.cli import Parser, file_name, table
-from tools.report.paper import read_paper
+from tools.report.paper import OWN_FILES, read_paper
 from tools.report.runs import group, load
 from tools.report.section import Section, as_rows, as_section, curves, markdown
 from tools.store import Store
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         "--section", nargs="+", action="append", default=[], metavar=("TITLE", "RUN"), help="a table more"
     )
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--name", type=file_name, help="of its files (default: that of the task)")
+    parser.add_argument("--name", type=file_name, help="of its files (default: that of the task, or of the first run)")
     parser.add_argument("--notes", type=Path, help="Markdown to end the report with")
     parser.add_argument("--fresh", action="store_true", help="write over a report of other runs")
     args = parser.parse_args(argv)
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     sections = [read_section(title, runs) for title, runs in asked_for(args.runs, args.section)]
     if not sections and (args.name is None or not (args.out / f"{args.name}.json").exists()):
         raise ConfigError("run.sh report: give runs, --section TITLE RUN .., or the --name of a report to write anew")
-    name = args.name or sections[0].paper.name
+    name = args.name or default_name(sections)
     store = Store(args.out / f"{name}.json", rows=("section", "model", "seed"), sections=("section",), notes=("notes",))
     store.load(args.fresh)
     for section in sections:
@@ -78,6 +78,13 @@ def asked_for(runs: list[str], sections: list[list[str]]) -> list[tuple[str, lis
             raise ConfigError(f"--section: {title!r} is given twice")
         asked.append((title, names))
     return asked
+
+
+def default_name(sections: list[Section]) -> str:
+    """The name of the task's report; of runs on files of one's own, that of the first run."""
+    runs = [run for section in sections for run in section.runs]
+    own = all(run.recipe.data.name in OWN_FILES for run in runs)
+    return runs[0].folder.name if own else sections[0].paper.name
 
 
 def read_section(title: str, names: list[str]) -> Section:

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from lion.recipe import Recipe
+from lion.recipe import NO_NUMBER, Recipe
 from lion.tasks import TASKS
 from tools.compose import RECIPES, metric_of, resolve
 
-NO_NUMBER = "no number yet"  # what a recipe claims that the paper does not have
+OWN_FILES = ("hf", "imagefolder", "text")  # data sets of files that no paper has read
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,11 @@ def read_paper(task: str) -> Paper:
 def claimed(paper: Paper, data: str = "") -> dict[str, dict[str, str]]:
     """The paper's numbers, by the names of rows: {"lion_s": {"CIFAR-100": "77.56", ..}, ..}.
 
-    Where some columns are of the data set called `data`, only these: the others are other tasks' then.
+    Where some columns are of the data set called `data`, only these: the others are other tasks' then. On files of
+    one's own no paper has a number.
     """
+    if data in OWN_FILES:
+        return {}
     columns = {
         name: [r for p in ([patterns] if isinstance(patterns, str) else patterns) for r in recipes(p)]
         for name, patterns in paper.columns.items()

@@ -12,10 +12,10 @@ from typing import Any
 from tools.distance import FIGURES
 from tools.report.distance import distance_table, frechet
 from tools.report.glue import glue_table
-from tools.report.paper import Paper, quoted
+from tools.report.paper import OWN_FILES, Paper, quoted
 from tools.report.runs import Run, settings_of
 from tools.report.tables import Groups, Table, asked_table, claim_table, own_metric, result_table
-from tools.store import Row, pipes
+from tools.store import Row, pipes, widen
 
 JUDGES = {"metric": own_metric, "distance": frechet}
 TEXT = ("model", "the paper: ", "asked: ", "on", "here", "fine-tuned as")  # columns of text
@@ -74,7 +74,7 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
             parts.append(text)
     if picture:
         parts += ["## Curves", f"![validation curves]({picture})", "Mean over seeds, from the lowest to the highest."]
-    for heading, header, rows in quoted([section["paper"] for section in sections]):
+    for heading, header, rows in quoted([s["paper"] for s in sections if s.get("quoted", True)]):
         parts += [f"## {heading}", pipes(header, rows, text=TEXT)]
     if notes:
         parts += ["## Notes", notes]
@@ -113,6 +113,7 @@ def as_section(section: Section) -> Row:
     return {
         "section": section.title,
         "paper": section.paper.title,
+        "quoted": any(run.recipe.data.name not in OWN_FILES for run in section.runs),
         "parts": [list(part) for part in parts],
         "x": "step" if first.recipe.trainer.epochs is None else "epoch",
         "y": f"val {first.metric.heading}",
@@ -171,6 +172,7 @@ def curves(fig: Any, sections: list[Row], rows: Iterable[Row]) -> None:
             low, high = list(map(min, columns)), list(map(max, columns))
             ax.fill_between(places, low, high, alpha=0.15, color=drawn.get_color())
         ax.set(title=section["section"], xlabel=section["x"], ylabel=section["y"])
+        widen(ax)
         ax.grid(True, color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

@@ -1,0 +1,224 @@
+"""The fused form: values and gradients against the full one, by flex_attention's dense operator on a CPU, and the code
+that Inductor makes of it for a GPU: it is right in Triton's interpreter, compiles, and moves few bytes.
+"""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from lion.ops import flex as fused
+from lion.ops import linear_attention, reference_attention
+from lion.ops.arguments import Gates
+from lion.ops.settings import Settings
+from tests.gpu.test_budgets import SHAPE, VERSION
+from tests.helpers import ROOT
+from tools.gpu.fused import FUSED
+from tools.gpu.kernels import compile_kernels
+from tools.gpu.lower import lower
+from tools.gpu.operator import operator_graphs
+from tools.gpu.targets import TARGETS
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
+B, H, L, D, E = 2, 3, 150, 16, 20  # two blocks of pairs
+CPU = torch.device("cpu")
+FULL = Settings(form="full", feature_map="silu_shifted")
+SEGMENTS = torch.tensor([[-1] * 5 + [0] * 60 + [1] * 50 + [2] * 20 + [-1] * 15, [1] * 100 + [2] * 50])
+LEFT, RIGHT = torch.ones(B, L, dtype=torch.bool), torch.ones(B, L, dtype=torch.bool)
+LEFT[0, :20], RIGHT[1, 100:] = False, False
+DECAYS = {
+    "lion_s": lambda rng: -torch.rand(B, H, L, generator=rng),
+    "lion_d": lambda rng: -torch.rand(H, generator=rng),
+    "steep": lambda rng: -1e4 * torch.rand(B, H, L, generator=rng) * (torch.rand(B, H, L, generator=rng) < 0.2) - 1e-3,
+    "lion_lit": lambda rng: None,
+}
+
+
+@pytest.fixture(autouse=True)
+def dense(monkeypatch):
+    """A CPU's gradients, which flex_attention refuses, its dense operator has."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+
+
+def inputs(decay: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor | None]:
+    rng = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(B, H, L, n, generator=rng) for n in (D, D, E)]
+    given = [*tokens, DECAYS[decay](rng)]
+    return [x if x is None else x.to(dtype).requires_grad_() for x in given]
+
+
+def results(fn, given: list, *args, **how) -> list[torch.Tensor]:
+    """The output, and gradients of all that is given."""
+    y = fn(*given, *args, **how)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x for x in given if x is not None])]
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.isfinite().all()
+        assert (a - b).abs().max() <= tolerance * b.abs().max().clamp_min(1e-30)
+
+
+def against_full(given: list, settings: Settings, valid=None, segments=None, tolerance: float = 1e-12) -> list:
+    got = results(fused.fused_attention, given, valid, segments, settings)
+    want = results(linear_attention, given, valid=valid, segments=segments, settings=settings)
+    assert_same(got, want, tolerance)
+    return got
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("direction", ["both", "forward", "backward"])
+def test_values_and_gradients_are_those_of_the_full_form(decay, direction):
+    for convention in ("source", "target", "symmetric"):
+        settings = Settings(form="full", feature_map="silu_shifted", direction=direction, decay_convention=convention)
+        against_full(inputs(decay), settings)
+        against_full(inputs(decay, torch.float32), settings, tolerance=2e-4)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("direction", ["both", "backward"])
+def test_padding_and_segments_are_exact(decay, direction):
+    settings = Settings(form="full", feature_map="relu", direction=direction)
+    for valid, segments in ((LEFT, None), (RIGHT, None), (None, SEGMENTS), (RIGHT, SEGMENTS)):
+        given, there = inputs(decay), torch.ones(B, L, dtype=torch.bool) if valid is None else valid
+        there = there if segments is None else there & (segments >= 0)
+        with torch.no_grad():
+            for x in given[:3]:
+                x.transpose(1, 2)[~there] = torch.nan
+        got = against_full(given, settings, valid, segments)
+        for x in got[:4]:  # the output, gradients of tokens
+            assert (x.transpose(1, 2)[~there] == 0).all()
+
+
+def test_the_definition_and_rows_without_a_sum():
+    given = inputs("lion_s")
+    with torch.no_grad():
+        given[0][:, :, 7] = -1  # no feature of it is above 0
+        given[0][:, :, 9] = 1e-9  # its sum is below eps
+    settings = Settings(form="full", feature_map="relu")
+    got = against_full(given, settings)
+    assert (got[0][:, :, 7] == 0).all() and (got[1][:, :, 7] == 0).all() and got[0][:, :, 9].abs().max() < 0.1
+    small = [x.detach()[:1, :1, :9] for x in given]
+    q, k, v, log_decay = small
+    want = reference_attention(q.relu(), k.relu(), v, log_decay)
+    assert_same([fused.fused_attention(*small, None, None, settings)], [want], 1e-12)
+
+
+def test_bf16_is_as_near_to_float64_as_the_full_form():
+    given = [x.detach().bfloat16().requires_grad_() for x in inputs("lion_s")]
+    exact = results(linear_attention, [x.detach().double().requires_grad_() for x in given], settings=FULL)
+    got = results(fused.fused_attention, given, None, None, FULL)
+    full = results(linear_attention, given, settings=FULL)
+    for x, y, z in zip(got, full, exact):
+        assert (x - z).norm() <= 2 * (y - z).norm() + 1e-3 * z.norm()
+
+
+def test_where_it_is_taken(monkeypatch):
+    q, a = torch.empty(B, H, L, D), torch.empty(B, H, L)
+    assert not fused.fused_applies(q, q, Gates(a), FULL)  # of a CPU, and no graph
+    assert fused.expressible(Gates(a), FULL) and fused.expressible(Gates(None), FULL)
+    for gates, changes in (
+        (Gates(torch.empty(H, D)), {}),
+        (Gates(a, bonus=torch.empty(H)), {}),
+        (Gates(a, angles=torch.empty(L, D // 2)), {}),
+        (Gates(None, beta=a), {}),
+        (Gates(a), {"normalize": "max"}),
+        (Gates(a), {"feature_map": "silu"}),
+        (Gates(a), {"feature_map": None}),
+        (Gates(a), {"decay_convention": "between"}),
+        (Gates(a), {"dropout_p": 0.1}),
+    ):
+        settings = Settings(**{"form": "full", "feature_map": "relu", **changes})
+        assert not fused.expressible(gates, settings)
+
+
+def test_it_is_taken_on_a_gpu_once_it_is_checked(monkeypatch):
+    gpu, a = torch.device("cuda"), torch.empty(B, H, L)
+    monkeypatch.setattr(fused, "PASSED", set())
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+
+    decayed = Gates(a)
+
+    def taken(form, length, gates=decayed, dim=64, dtype=torch.bfloat16):
+        q = SimpleNamespace(shape=(B, H, length, dim), device=gpu, dtype=dtype)
+        return fused.fused_applies(q, q, gates, Settings(form=form, feature_map="relu"))
+
+    assert not taken("full", 197)
+    fused.PASSED.add((gpu, torch.bfloat16, 64, 64))
+    for form, length, gates, expected in (
+        ("full", 197, decayed, True),
+        ("full", 4096, decayed, True),
+        ("auto", 1024, decayed, True),
+        ("auto", 1025, decayed, False),  # chunks
+        ("chunk", 197, decayed, False),
+        ("rnn", 197, decayed, False),
+        ("full", 256, Gates(None), True),
+        ("full", 257, Gates(None), False),  # a product that is linear in length
+    ):
+        assert taken(form, length, gates) is expected, (form, length)
+    assert not taken("full", 197, dim=32) and not taken("full", 197, dtype=torch.float64)
+    monkeypatch.setenv("LION_FUSED", "0")
+    assert not taken("full", 197)
+
+
+@pytest.mark.compiled
+def test_the_check_falls_back_with_a_line(monkeypatch, caplog):
+    monkeypatch.setattr(fused, "PASSED", set())
+    for dtype, tolerance in fused.TOLERANCES.items():
+        assert fused.deviation(CPU, dtype, D, E, backend="aot_eager") < tolerance / 2
+    assert not fused.checked.__wrapped__(CPU, torch.float32, D, E)  # Inductor has no sums of a CPU's flex_attention
+    assert not fused.usable(CPU, torch.float32, D, E)
+    monkeypatch.setattr(fused, "deviation", lambda *_: 1e-3)
+    assert fused.checked.__wrapped__(CPU, torch.float32, D, E) and fused.usable(CPU, torch.float32, D, E)
+    monkeypatch.setattr(fused, "deviation", lambda *_: float("nan"))
+    assert not fused.checked.__wrapped__(CPU, torch.bfloat16, D, E)
+    assert [len(r.getMessage().splitlines()) for r in caplog.records if r.name == "lion"] == [1, 1]
+
+    def graph(x):
+        return x * 2 if fused.usable(x.device, x.dtype, D, E) else x * 3
+
+    assert torch.compile(graph, backend="eager", fullgraph=True)(torch.ones(1)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_generated_kernels_are_right_and_compile(tmp_path):
+    # two blocks with Lion-D: the interpreter runs no cumulative sum of more than 128 tokens, whose programs wait
+    cases = [f"lion_d,{FUSED},both,150", f"lion_s,{FUSED},both,24"]
+    command = [sys.executable, "-m", "tools.gpu.interpret", str(tmp_path), *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["stage"] for row in rows] == ["forward", "backward"] * len(cases)
+    for row in rows:
+        assert "unsupported" not in row and not row["fallbacks"] and row["error"] <= 3e-4, row
+    for path in sorted(tmp_path.glob("*.json")):
+        compile_kernels(json.loads(path.read_text()), TARGETS["h100"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VERSION != "2.14", reason=f"no budgets for torch {VERSION}")
+@pytest.mark.parametrize(
+    ("mixer", "calls_forward", "calls_backward", "moved"),
+    [("lion_lit", 6, 4, 26.5), ("lion_d", 13, 11, 52.5), ("lion_s", 14, 9, 49.0)],
+)
+def test_calls_and_bytes_stay_within_their_budget(mixer, calls_forward, calls_backward, moved):
+    batch, heads, dim = SHAPE
+    graphs = operator_graphs(mixer, FUSED, (batch, heads, 197, dim), torch.bfloat16)
+    forward, backward = (lower(graph, TARGETS["h100"]) for graph in graphs)
+    assert forward.cost.calls <= calls_forward and backward.cost.calls <= calls_backward
+    assert (forward.cost.moved + backward.cost.moved) / (2 * batch * heads * 197 * dim) <= moved
+    for program in (forward, backward):
+        assert not program.fallbacks
+        assert not any("tl.atomic_add" in source for source in program.kernels.values())  # order would matter
+
+
+@pytest.mark.slow
+def test_what_has_no_fused_form():
+    with pytest.raises(ValueError, match="no fused form"):
+        operator_graphs("lion_s_vector", FUSED, (1, 2, 16, 16), torch.float32)

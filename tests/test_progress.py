@@ -1,0 +1,48 @@
+"""Bars: the rate leaves out what is no steady work, and a log file gets one state in a while."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from lion.progress import progress, rate
+from lion.trainer.log import RunLog
+
+
+def test_compilation_and_pauses_are_no_part_of_the_rate(monkeypatch, capsys):
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    bar = progress(total=10, desc="run")
+    bar._time = time.time  # tqdm has bound its own
+
+    def step(seconds):
+        now[0] += seconds
+        bar.update()
+
+    step(600)  # compiles
+    bar.restart_clock()
+    step(2)
+    with bar.paused():
+        now[0] += 300
+    step(2)
+    shown = bar.format_dict
+    assert (shown["n"] - shown["initial"]) / shown["elapsed"] == 0.5
+    bar.close()
+    assert tqdm.format_meter(**shown).count("<00:14") == 1  # seven steps of two seconds are left
+    assert capsys.readouterr().err == "", "what is done within seconds leaves no line in a file"
+
+
+def test_a_run_of_a_time_shows_its_steps_and_the_time_left(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    log = RunLog(tmp_path, start=0, total=7200, unit="s")
+    log.progress(600, step="40", loss="1.0")
+    with log.pause("evaluating"):
+        pass
+    shown = str(log.bar)
+    log.close()
+    assert "600/7200 s [" in shown and " left, step=40, loss=1.0]" in shown
+    assert f"{tmp_path.name}, evaluating" in capsys.readouterr().err
+
+
+def test_rates_below_one_are_not_nought():
+    assert [rate(*x) for x in ((3175, 1), (12.4, 1), (1, 2), (1, 300), (5, 0))] == ["3175", "12", "0.5", "0.0033", "0"]

@@ -1,0 +1,111 @@
+"""The recipes by family, with the row of a paper that each claims; those for two CPU cores first.
+
+python -m tools list [PATTERN] [--mixers]
+
+Nothing is built, so that it needs no PyTorch; `show` counts parameters.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lion.config import ConfigError, nearest
+from tools.cli import Parser, aligned
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+SMALL = "2 CPU cores"  # `about.hardware` of what ends in minutes to hours without a GPU
+FAMILIES = {  # of names that begin so, the longest that fits
+    "deit": "ImageNet-1k, DeiT's training (LION, Tables 2 and 12)",
+    "cifar100": "CIFAR-100 (LION, Tables 13, 14 and 16)",
+    "mlm": "Masked language models on C4 (LION, Tables 3 and 8 to 11)",
+    "glue": "GLUE, a task each (./run.sh glue runs all eight)",
+    "gpt2": "Causal language models on OpenWebText (LION, Appendix A)",
+    "lra": "Long Range Arena (LION, Tables 4 to 7)",
+    "lightnet": "LightNet: ImageNet-1k (Table 1)",
+    "lightnet_gen": "LightNet: image generation (Tables 2, 6 and 8)",
+    "lightnet_lm": "LightNet: causal language models on the Pile (Table 4)",
+    "lightnet_wikitext103": "LightNet: WikiText-103 (Table 3)",
+    "cramming": "LightNet: BERT in 24 hours (Table 5)",
+    "dit": "DiT: image generation with softmax (2212.09748)",
+}
+OWN = "Your own"
+CPU = "On two CPU cores, in minutes to hours; no row of a paper"
+
+
+def recipe_names() -> list[str]:
+    """The bare names of our recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh list", description="The recipes, and what they claim.")
+    parser.add_argument("pattern", nargs="?", default="", help="a part of a name or row, or a pattern as *lion_s*")
+    parser.add_argument("--mixers", action="store_true", help="the mixers of layers in place of the recipes")
+    args = parser.parse_args(argv)
+    if args.mixers:
+        from tools.show import mixer_table
+
+        print(mixer_table())
+        return 0
+    print(listing(args.pattern))
+    return 0
+
+
+def listing(pattern: str = "") -> str:
+    """The recipes that match, a table a family: name, row of the paper, published value.
+
+    Raises:
+        ConfigError: None matches.
+    """
+    titles = (OWN, CPU, *FAMILIES.values())
+    families: dict[str, list[tuple[str, str, str]]] = {title: [] for title in titles}
+    names = recipe_names()
+    for name in names:
+        about = read_about(RECIPES / f"{name}.yaml")
+        row, expected = claim(about.get("row", "")), about.get("expected", "")
+        if matches(pattern, f"{name} {row}"):
+            title = OWN if not about else CPU if about.get("hardware") == SMALL else family(name)
+            families[title].append((name, row, expected))
+    rows = [row for own in families.values() for row in own]
+    if not rows:
+        raise ConfigError(f"{pattern!r}: no recipe's name or row matches, {nearest(pattern, names, './run.sh list')}")
+    lines, text = [], iter(aligned(rows))
+    for title, own in families.items():
+        if own:
+            lines += ["", title, *(f"  {next(text)}" for _ in own)]
+    more = "./run.sh show NAME: what one costs here, and all its settings; ./run.sh list --mixers: the mixers"
+    return "\n".join([*lines[1:], "", more])
+
+
+def matches(pattern: str, text: str) -> bool:
+    if any(sign in pattern for sign in "*?["):
+        return fnmatch.fnmatch(text.split()[0], pattern)
+    return pattern.lower() in text.lower()
+
+
+def family(name: str) -> str:
+    """The title of the longest beginning of a name that is known."""
+    fits = [known for known in FAMILIES if name.startswith(known)]
+    return FAMILIES[max(fits, key=len)] if fits else OWN
+
+
+def claim(row: str) -> str:
+    """The row of a paper, or "(what else it is)" without its dash and parentheses."""
+    return re.sub(r"^- \((.*)\)$", r"\1", row)
+
+
+@functools.cache
+def read_about(path: Path) -> dict[str, Any]:
+    """The `about` section of a recipe's file; a claim is not inherited."""
+    try:
+        held = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    about = held.get("about") if isinstance(held, dict) else None
+    return {key: str(value) for key, value in about.items()} if isinstance(about, dict) else {}
