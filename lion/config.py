@@ -54,9 +54,10 @@ def setting(
 def nearest(name: str, names: typing.Iterable[str], otherwise: str | None = None) -> str:
     """A hint naming the closest valid name, else `otherwise`, or all of them."""
     names = sorted(map(str, names))
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     if close:
-        return f"did you mean {close[0]!r}?"
+        longer = [n for n in close if n.startswith(str(name))]
+        return f"did you mean {(longer or close)[0]!r}?"
     if otherwise is not None:
         return otherwise
     return f"valid: {', '.join(names)}" if names else "nothing is valid here"

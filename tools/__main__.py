@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         print(text)
         return 0
     from lion.config import ConfigError, nearest
-    from tools.listing import recipe_names
+    from tools.listing import recipe_names, recipe_path
 
     name, rest = called_by(argv)
     recipes = recipe_names()
@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     if (unknown := unknown_option(name, rest)) is not None:
         text, option, options = unknown
         raise ConfigError(f"run.sh {name}: unknown option {text}: {nearest(option, options)}")
+    if COMMANDS[name].synopsis.startswith("RECIPE") and rest and not rest[0].startswith("-"):
+        recipe_path(rest[0])
     module, _, function = COMMANDS[name].where.partition(":")
     return getattr(importlib.import_module(module), function or "main")(rest)
 

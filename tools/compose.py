@@ -24,16 +24,12 @@ from lion.tasks.metrics import Metric
 from lion.tasks.text import TextInfo
 from lion.trainer.plan import Plan
 from lion.trainer.state import in_time
-from tools.listing import RECIPES, recipe_names
+from tools.listing import RECIPES, recipe_path
 
 
 def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """A recipe with its `data` section checked by the data set that it names; a bare name is one of ours."""
-    if (shipped := RECIPES / f"{Path(path).stem}.yaml").is_file() and str(path) in (shipped.stem, shipped.name):
-        path = path if Path(path).exists() else shipped
-    elif Path(path).name == str(path) and not os.path.lexists(path):
-        names = [*recipe_names(), *(p.name for p in Path().glob("*.yaml"))]
-        raise ConfigError(f"{path}: no such file, {nearest(str(path), names, './run.sh list prints the recipes')}")
+    path = recipe_path(path)
     if Path(os.path.realpath(path)).parent == RECIPES / "base":
         name = Path(path).name
         raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{name}'")

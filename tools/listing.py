@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,22 @@ CPU = "On two CPU cores, in minutes to hours; no row of a paper"
 def recipe_names() -> list[str]:
     """The bare names of our recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def recipe_path(name: str | Path) -> Path:
+    """Return the file of a recipe: `name` itself where it is a path, else ours of that bare name.
+
+    Raises:
+        ConfigError: A bare name that no recipe has.
+    """
+    path = Path(name)
+    if os.path.lexists(path) or path.name != str(name):
+        return path
+    shipped = RECIPES / f"{path.stem}.yaml"
+    if shipped.is_file() and path.name in (shipped.stem, shipped.name):
+        return shipped
+    names = [*recipe_names(), *(p.name for p in Path().glob("*.yaml"))]
+    raise ConfigError(f"{name}: no such file, {nearest(str(name), names, './run.sh list prints the recipes')}")
 
 
 def main(argv: list[str]) -> int:

@@ -113,6 +113,8 @@ class Attention(Mixer):
 
     def heads(self, x: Tensor) -> Tensor:
         """q, k, v (3, B, H, L, D) of x (B, L, dim)."""
+        if x.dim() != 3 or x.shape[-1] != self.qkv.in_features:
+            raise ValueError(f"x: expected tokens (B, L, {self.qkv.in_features}), got shape {tuple(x.shape)}")
         return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:

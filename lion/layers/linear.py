@@ -13,7 +13,7 @@ from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check
 from lion.layers.decay import Decay, Gating
 from lion.layers.decays import DECAYS
 from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
-from lion.layers.mixer import Facts, state_type
+from lion.layers.mixer import Facts, check_state, state_type
 from lion.layers.mixers import MIXERS
 from lion.layers.rotations import NO_ROTATION
 from lion.ops import FORMS, State, counts_own, linear_attention, multi_scan_attention, one_scan_attention, prefill, step
@@ -218,6 +218,7 @@ class LionAttention(Attention):
 
     def step(self, x: Tensor, state: LinearState, valid: Tensor | None = None) -> tuple[Tensor, LinearState]:
         self.check_causal()
+        check_state(state, LinearState)
         layout = Layout.after(x, state.position, valid)
         x = layout.clean(x)
         inputs, decay = self.arguments_and_state(x, *self.heads(x), layout, state.decay)

@@ -106,6 +106,15 @@ def state_type(kind: type[NamedTuple]) -> type[NamedTuple]:
     return kind
 
 
+def check_state(state: Any, kind: type[NamedTuple]) -> None:
+    """Raises ValueError: The state of a stream is of another type than `kind`."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state: expected a {kind.__name__}, which prefill returns, and initial_state(batch) without a prompt; "
+            f"got {type(state).__name__}"
+        )
+
+
 def mixers_of(model: nn.Module) -> list[Mixer]:
     return [m for m in model.modules() if isinstance(m, Mixer)]
 

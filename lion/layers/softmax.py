@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from lion.config import check_settings, fill
 from lion.layers.attention import Attention, AttentionConfig, check_scan_names
 from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
-from lion.layers.mixer import Facts, state_type
+from lion.layers.mixer import Facts, check_state, state_type
 from lion.layers.mixers import NONE, SOFTMAX
 from lion.layers.rotations import NO_ROTATION
 from lion.ops.features import apply_feature_map
@@ -133,6 +133,7 @@ class SoftmaxAttention(Attention):
 
     def step(self, x: Tensor, state: KeyValueCache, valid: Tensor | None = None) -> tuple[Tensor, KeyValueCache]:
         self.check_causal()
+        check_state(state, KeyValueCache)
         layout = Layout.after(x, state.valid.sum(1), valid)
         x = layout.clean(x)
         q, k, v = self.heads(x)

@@ -23,7 +23,6 @@ INSTEAD = {  # of SDPA's names and others' words
     "mask": "valid (B, L) is True for tokens and False for padding",
     "key_padding_mask": "valid (B, L) is True for tokens and False for padding, the opposite",
     "enable_gqa": "repeat k and v for each group of queries",
-    "elu": "'elu1' is elu(x) + 1",
     "recurrent": "did you mean 'rnn'?",
     "parallel": "did you mean 'full'?",
     "bidirectional": "did you mean 'both'?",

@@ -316,3 +316,13 @@ def test_bad_rotations():
         make_mixer("lion_s", 12, 3, AttentionConfig(rotation="rope", scans=("row_snake", "column_snake")))
     with pytest.raises(ValueError, match="rotation belongs to mixers with scores, 'none' has none"):
         make_mixer("none", 12, 3, AttentionConfig(rotation="rope"))
+
+
+@pytest.mark.parametrize("mixer", ["lion_s", "softmax"])
+def test_bad_tokens_and_states_are_named(mixer):
+    layer = make_mixer(mixer, 12, 3, AttentionConfig(direction="forward"))
+    for x in (torch.randn(4, 12), torch.randn(1, 4, 8)):
+        with pytest.raises(ValueError, match=r"x: expected tokens \(B, L, 12\), got shape"):
+            layer(x)
+    with pytest.raises(ValueError, match="state: expected a .*, which prefill returns, .* got NoneType"):
+        layer.step(torch.randn(1, 1, 12), None)

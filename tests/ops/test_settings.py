@@ -125,7 +125,7 @@ def test_row_sums_ask_for_a_feature_map(entry):
         (dict(is_causal=True), 'is_causal: no setting here, direction="forward"'),
         (dict(attn_mask=None), "attn_mask: no setting here, valid .B, L. marks padding"),
         (dict(key_padding_mask=VALID), "key_padding_mask: no setting here, valid"),
-        (dict(feature_map="elu"), "feature_map: expected one of .*, got 'elu', 'elu1' is elu"),
+        (dict(feature_map="elu"), "feature_map: expected one of .*, got 'elu', did you mean 'elu1'"),
         (
             dict(form="recurrent"),
             "form: expected one of full, chunk, rnn, blockwise, auto, got 'recurrent', did you mean 'rnn'",
