@@ -7,7 +7,6 @@ import pytest
 from lion.runs import build_on_meta, count_parameters
 from lion.trainer.plan import make_plan
 from lion.trainer.schedule import learning_rate
-from tests.helpers import ROOT
 from tools.compose import describe_data, make_task, resolve
 
 SIZES, PATCHES = ("s", "b", "l", "xl"), (2, 4, 8)
@@ -28,7 +27,7 @@ FID = {  # 2212.09748, Table 4, by size and patch
 
 
 def built(name, *overrides):
-    recipe = resolve(ROOT / f"recipes/{name}.yaml", overrides)
+    recipe = resolve(f"{name}", overrides)
     info, samples, _ = describe_data(recipe, look=False)
     return recipe, build_on_meta(make_task(recipe, info), recipe.model), samples
 
@@ -84,14 +83,14 @@ def test_lightnet(size, patch):
         }[size]  # fmt: skip
     assert recipe.about.row == f"LightNet's Table 8, LightNet-{size.upper()}/{patch}"
     assert recipe.about.expected == f"{TABLE_8[size][PATCHES.index(patch)]} FID-50K"
-    dit = resolve(ROOT / f"recipes/dit_{size}_patch{patch}.yaml")
+    dit = resolve(f"dit_{size}_patch{patch}")
     for part in ("task", "data", "schedule", "trainer"):
         assert getattr(recipe, part) == getattr(dit, part)
     assert recipe.optim == replace(dit.optim, betas=(0.9, 0.98))  # Table 9
 
 
 def test_the_long_run_of_table_2():
-    recipe, usual = (resolve(ROOT / f"recipes/lightnet_gen_xl_patch2{name}.yaml") for name in ("_long", ""))
+    recipe, usual = (resolve(f"lightnet_gen_xl_patch2{name}") for name in ("_long", ""))
     assert (recipe.trainer.steps, recipe.trainer.batch_size) == (800_000, 1024)  # 5.1
     assert recipe.about.expected == "5.35 FID-50K" and recipe.model == usual.model
 

@@ -73,7 +73,7 @@ def misspelt(name):
 @functools.cache
 def every_leaf():
     """(dotted key, field, annotation, what a recipe says besides) over two kinds of data."""
-    whole = resolve(QUICK), resolve(ROOT / "recipes/deit_tiny_lion_s.yaml")
+    whole = resolve(QUICK), resolve("deit_tiny_lion_s")
     data = ((*leaf, FOLDERS) for leaf in leaves(whole[1]) if leaf[0].startswith("data."))
     return [*((*leaf, {}) for leaf in leaves(whole[0])), *data]
 

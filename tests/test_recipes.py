@@ -36,8 +36,9 @@ from lion.trainer.runtime import start_runtime
 from lion.trainer.schedule import learning_rate
 from tests.helpers import ROOT
 from tools.compose import describe_data, make_task, resolve
+from tools.listing import recipe_files, recipe_path
 
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = list(recipe_files().values())
 DEIT, CIFAR100, LRA = ([p for p in RECIPES if p.stem.startswith(f"{name}_")] for name in ("deit", "cifar100", "lra"))
 GENERATION = [p for p in RECIPES if p.stem.startswith(("dit_", "lightnet_gen_"))]  # tests/test_generation_recipes.py
 
@@ -109,7 +110,7 @@ def test_a_recipe_states_its_claim_and_builds_what_it_names(path):
 
 def test_deit_is_trained_as_published():
     """recipes.md 1.2, read from the resolved recipe."""
-    recipe = resolve(ROOT / "recipes/deit_base_lion_s.yaml")
+    recipe = resolve("deit_base_lion_s")
     data, task, optim, schedule, trainer = (
         getattr(recipe, part) for part in ("data", "task", "optim", "schedule", "trainer")
     )
@@ -126,7 +127,7 @@ def test_deit_is_trained_as_published():
 @pytest.mark.parametrize("mixer", ["softmax", "linear", "lion_s"])
 def test_gpt2_is_trained_as_by_nanogpt(mixer):
     """recipes.md 5, read from the resolved recipe; LinAtt is the linear Transformer, Lion-S has no positions."""
-    recipe = resolve(ROOT / f"recipes/gpt2_small_{mixer}.yaml")
+    recipe = resolve(f"gpt2_small_{mixer}")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
     gates = 12 * (768 * 12 + 12) if mixer == "lion_s" else 0
@@ -143,7 +144,7 @@ def test_gpt2_is_trained_as_by_nanogpt(mixer):
 
 
 def test_shakespeare_is_trained_as_by_nanogpt_on_a_cpu():
-    recipe = resolve(ROOT / "recipes/shakespeare_char_softmax.yaml")
+    recipe = resolve("shakespeare_char_softmax")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
     assert (samples, model.vocabulary, model.length) == (1_003_855 - 64, 65, 64)
@@ -184,7 +185,7 @@ MLM = {  # Tables 10, 9, 11 and 3: MLM accuracy; our count of the parameters, wi
 def test_mlm_is_trained_as_published(name):
     """recipes.md 3.1 and 3.4, read from the resolved recipe."""
     row, expected, parameters = MLM[name]
-    recipe, text = resolve(ROOT / f"recipes/mlm_{name}.yaml"), (ROOT / f"recipes/mlm_{name}.yaml").read_text()
+    recipe, text = resolve(f"mlm_{name}"), (ROOT / f"recipes/mlm/mlm_{name}.yaml").read_text()
     large, hf = name.startswith("large"), name.endswith("hf")
     assert recipe.about.row == row and recipe.about.expected == f"{expected:.2f} MLM accuracy"
     assert text.startswith(f"# {row}: {recipe.about.expected} on C4.")
@@ -210,14 +211,14 @@ def test_mlm_is_trained_as_published(name):
 
 
 def test_mlm_of_the_released_code():
-    path = ROOT / "recipes/mlm_base_lion_d.yaml"
+    path = ROOT / "recipes/mlm/mlm_base_lion_d.yaml"
     built = [resolve(path, more).model.resolved().attention for more in ([], ["model.preset=released"])]
     assert [(a.feature_map, a.normalize) for a in built] == [("silu_shifted", "sum"), ("identity", "none")]
 
 
 def test_cramming_is_trained_as_by_its_authors():
     """recipes.md 7.4, read from the resolved recipe."""
-    recipe = resolve(ROOT / "recipes/cramming_bert.yaml")
+    recipe = resolve("cramming_bert")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
     assert count_parameters(model) == 119_589_889 and (model.vocabulary, model.length) == (32_768, 128)
@@ -247,7 +248,7 @@ def test_cramming_is_trained_as_by_its_authors():
 @pytest.mark.parametrize(("name", "tpe"), [("lightnet", 64), ("lightnet_no_tpe", 0)])
 def test_cramming_with_lightnet_differs_by_the_mixer_and_what_knows_order(name, tpe):
     """The rest of crammed BERT stays: recipes.md 7.4, "otherwise as cramming"."""
-    recipe, bert = (resolve(ROOT / f"recipes/cramming_{row}.yaml") for row in (name, "bert"))
+    recipe, bert = (resolve(f"cramming_{row}") for row in (name, "bert"))
     differing = {key for key, value in flatten(to_dict(bert)).items() if flatten(to_dict(recipe))[key] != value}
     own = {"model.mixer", "model.tpe", "model.position_embedding", "model.attention.rotation"}
     assert own - {"model.tpe"} <= differing <= own | {"run.name", "about.row", "about.expected"}
@@ -285,7 +286,7 @@ def test_long_range_arena_is_trained_as_by_s5(task):
     depth, dim, dropout, slow, lr, batch, epochs, decay, warmup, gate, momentum, seed = S5[task]
     place = list(S5).index(task)
     for mixer, numbers in ACCURACY.items():
-        recipe = resolve(ROOT / f"recipes/lra_{task}_{mixer}.yaml")
+        recipe = resolve(f"lra_{task}_{mixer}")
         m, optim = recipe.model, recipe.optim
         expected = f"{numbers[place]} accuracy" if numbers[place] else "fail"
         assert recipe.about.expected == expected
@@ -308,7 +309,7 @@ def test_long_range_arena_is_trained_as_by_s5(task):
 @pytest.mark.parametrize("task", S5)
 def test_controls_differ_by_what_they_are_called(task):
     def section(name, part):
-        return yaml.safe_load((ROOT / f"recipes/lra_{task}_{name}.yaml").read_text()).get(part, {})
+        return yaml.safe_load((ROOT / f"recipes/lra/lra_{task}_{name}.yaml").read_text()).get(part, {})
 
     rotary = {"mixer": "softmax", "attention": {"rotation": "rope"}}
     assert section("softmax_rotary", "model") == rotary
@@ -316,12 +317,12 @@ def test_controls_differ_by_what_they_are_called(task):
     for mixer in ("lion_s", "softmax"):
         assert section(f"{mixer}_masked", "model") == section(mixer, "model")
         assert section(f"{mixer}_masked", "task")["name"] == "lra_masked"
-        text = (ROOT / f"recipes/lra_{task}_{mixer}_masked.yaml").read_text()
+        text = (ROOT / f"recipes/lra/lra_{task}_{mixer}_masked.yaml").read_text()
         assert f"init_from=lra_{task}_{mixer}_masked" in text
 
 
 def test_tables_5_and_6_are_switches():
-    path = ROOT / "recipes/lra_listops_lion_s.yaml"
+    path = ROOT / "recipes/lra/lra_listops_lion_s.yaml"
     rows = {
         "[1]": ["feature_map=sigmoid", "normalize=none"],
         "[2]": ["feature_map=relu"],
@@ -336,7 +337,7 @@ def test_tables_5_and_6_are_switches():
     labels = {resolve(path, [f"model.attention.{item}" for item in row]).model.label() for row in rows.values()}
     labels.add(resolve(path, ["model.mixer=lion_d_hippo"]).model.label())  # [6]
     assert len(labels) == 10
-    shipped = [resolve(ROOT / f"recipes/lra_listops_lion_s_{name}.yaml").model.label() for name in ("random", "scalar")]
+    shipped = [resolve(f"lra_listops_lion_s_{name}").model.label() for name in ("random", "scalar")]
     assert set(shipped) < labels
 
 
@@ -360,8 +361,8 @@ def test_lightnet_is_trained_as_published_and_as_large(size):
     (dim, heads), full, no_tpe, no_lrpe = LIGHTNET[size]
     rows = {"": full, "_no_tpe": no_tpe, "_no_lrpe": (full[0], no_lrpe)}
     for left_out, (parameters, accuracy) in rows.items():
-        recipe = resolve(ROOT / f"recipes/lightnet_{size}{left_out}.yaml")
-        text = (ROOT / f"recipes/lightnet_{size}{left_out}.yaml").read_text()
+        recipe = resolve(f"lightnet_{size}{left_out}")
+        text = (ROOT / f"recipes/lightnet/lightnet_{size}{left_out}.yaml").read_text()
         assert recipe.about.expected == f"{accuracy:.2f} top-1"
         assert text.startswith(f"# {recipe.about.row}: {recipe.about.expected} on ImageNet-1k.")
         assert millions(recipe, parameters) == parameters
@@ -388,10 +389,10 @@ def test_lightnet_is_trained_as_published_and_as_large(size):
 
 
 def test_lightnet_on_wikitext_is_trained_as_published():
-    recipe = resolve(ROOT / "recipes/lightnet_wikitext103.yaml")
+    recipe = resolve("lightnet_wikitext103")
     optim, schedule = recipe.optim, recipe.schedule
     assert recipe.about.expected == "23.09 perplexity" and millions(recipe, "45.07") == "45.07"
-    assert millions(resolve(ROOT / "recipes/lightnet_wikitext103_no_tpe.yaml"), "45.0") == "45.0"
+    assert millions(resolve("lightnet_wikitext103_no_tpe"), "45.0") == "45.0"
     assert (recipe.data.name, recipe.data.length, recipe.data.tokenizer) == ("wikitext103", 513, "gpt2")
     assert (recipe.trainer.batch_size, recipe.trainer.steps, recipe.trainer.clip_grad) == (128, 50_000, None)
     assert (optim.lr, optim.lr_batch, optim.betas, optim.eps, optim.weight_decay) == (
@@ -402,10 +403,10 @@ def test_lightnet_on_wikitext_is_trained_as_published():
 
 def test_ablations_of_lightnet_are_told_apart():
     names = ("full", "no_tpe", "no_lrpe", "no_share")
-    labels = [resolve(ROOT / f"recipes/lightnet_lm_{name}.yaml").model.label() for name in names]
+    labels = [resolve(f"lightnet_lm_{name}").model.label() for name in names]
     said = ["", " without TPE", " without rotation", " with a decay of its own"]
     assert labels == [f"lightnet{words}" for words in said]
-    assert not any(resolve(ROOT / f"recipes/lightnet_lm_{n}.yaml").model.resolved().position_embedding for n in names)
+    assert not any(resolve(f"lightnet_lm_{n}").model.resolved().position_embedding for n in names)
 
 
 def test_lightnet_on_the_pile_is_as_large_as_table_4_says():
@@ -413,7 +414,7 @@ def test_lightnet_on_the_pile_is_as_large_as_table_4_says():
     perplexity = {"full": "4.59", "no_tpe": "4.69", "no_lrpe": "4.69", "no_share": "4.76"}
     sizes = {}
     for name, expected in perplexity.items():
-        recipe = resolve(ROOT / f"recipes/lightnet_lm_{name}.yaml")
+        recipe = resolve(f"lightnet_lm_{name}")
         assert recipe.about.expected == f"{expected} perplexity"
         assert (recipe.model.depth, recipe.model.dim, recipe.optim.lr) == (26, 1024, 3e-4)
         assert recipe.trainer.batch_size == 15 * 8
@@ -431,7 +432,7 @@ def test_lightnet_has_the_shapes_of_its_table_10(shape, billions):
     """Its vocabulary is not said; with GPT-2's, tied, all four are within 3 %."""
     dim, depth, heads = shape
     sizes = [f"model.dim={dim}", f"model.depth={depth}", f"model.num_heads={heads}"]
-    recipe = resolve(ROOT / "recipes/lightnet_lm_full.yaml", sizes)
+    recipe = resolve("lightnet_lm_full", sizes)
     assert float(millions(recipe, "0.0")) / 1e3 == pytest.approx(billions, rel=0.03)
 
 
@@ -453,7 +454,7 @@ def test_a_claim_is_that_of_its_table_and_said_once(path):
 
 
 def test_an_end_above_the_beginning(tmp_path):
-    recipe = resolve(ROOT / "recipes/deit_tiny_lion_s.yaml", ["trainer.batch_size=8", "trainer.micro_batch=8"])
+    recipe = resolve("deit_tiny_lion_s", ["trainer.batch_size=8", "trainer.micro_batch=8"])
     with pytest.raises(ConfigError, match=r"schedule.min_lr: 1e-05 is above the highest learning rate, 7.81e-06 for"):
         make_plan(recipe, samples=100, world=1)
 
@@ -467,7 +468,7 @@ def test_cifar100_holds_the_rows_of_its_tables():
 def test_mixers_differ_by_one_line():
     sizes = ["deit_tiny", "deit_small", "deit_base", "mlm_base", "mlm_large", "mlm_tiny"]
     for size in [*sizes, *(f"lra_{task}" for task in S5)]:
-        paths = [ROOT / f"recipes/{size}_{m}.yaml" for m in ("softmax", "lion_lit", "lion_d", "lion_s")]
+        paths = [recipe_path(f"{size}_{m}") for m in ("softmax", "lion_lit", "lion_d", "lion_s")]
         trees = [yaml.safe_load(p.read_text()) for p in paths]
         for tree in trees:
             tree.pop("about"), tree["model"].pop("mixer")

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     if (unknown := unknown_option(name, rest)) is not None:
         text, option, options = unknown
         raise ConfigError(f"run.sh {name}: unknown option {text}: {nearest(option, options)}")
-    if COMMANDS[name].synopsis.startswith("RECIPE") and rest and not rest[0].startswith("-"):
+    if COMMANDS[name].synopsis.startswith("RECIPE") and rest and rest[0].replace("_", "").isalnum():  # a bare name
         recipe_path(rest[0])
     module, _, function = COMMANDS[name].where.partition(":")
     return getattr(importlib.import_module(module), function or "main")(rest)

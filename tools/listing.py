@@ -39,9 +39,15 @@ OWN = "Your own"
 CPU = "On two CPU cores, in minutes to hours; no row of a paper"
 
 
+def recipe_files() -> dict[str, Path]:
+    """Return the file of each of our recipes, by its bare name."""
+    paths = [path for path in RECIPES.rglob("*.yaml") if path.parent != RECIPES / "base"]
+    return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
+
+
 def recipe_names() -> list[str]:
-    """The bare names of our recipes."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    """Return the bare names of our recipes."""
+    return list(recipe_files())
 
 
 def recipe_path(name: str | Path) -> Path:
@@ -50,13 +56,17 @@ def recipe_path(name: str | Path) -> Path:
     Raises:
         ConfigError: A bare name that no recipe has.
     """
-    path = Path(name)
-    if os.path.lexists(path) or path.name != str(name):
+    path, ours = Path(name), recipe_files()
+    if os.path.lexists(path):
         return path
-    shipped = RECIPES / f"{path.stem}.yaml"
-    if shipped.is_file() and path.name in (shipped.stem, shipped.name):
+    shipped = ours.get(path.stem) if path.suffix in ("", ".yaml") else None
+    if path.name != str(name):
+        if shipped is not None and path.suffix:
+            raise ConfigError(f"{name}: no such file, did you mean {path.stem!r}?")
+        return path
+    if shipped is not None:
         return shipped
-    names = [*recipe_names(), *(p.name for p in Path().glob("*.yaml"))]
+    names = [*ours, *(p.name for p in Path().glob("*.yaml"))]
     raise ConfigError(f"{name}: no such file, {nearest(str(name), names, './run.sh list prints the recipes')}")
 
 
@@ -82,16 +92,16 @@ def listing(pattern: str = "") -> str:
     """
     titles = (OWN, CPU, *FAMILIES.values())
     families: dict[str, list[tuple[str, str, str]]] = {title: [] for title in titles}
-    names = recipe_names()
-    for name in names:
-        about = read_about(RECIPES / f"{name}.yaml")
+    files = recipe_files()
+    for name, path in files.items():
+        about = read_about(path)
         row, expected = claim(about.get("row", "")), about.get("expected", "")
         if matches(pattern, f"{name} {row}"):
             title = OWN if not about else CPU if about.get("hardware") == SMALL else family(name)
             families[title].append((name, row, expected))
     rows = [row for own in families.values() for row in own]
     if not rows:
-        raise ConfigError(f"{pattern!r}: no recipe's name or row matches, {nearest(pattern, names, './run.sh list')}")
+        raise ConfigError(f"{pattern!r}: no recipe's name or row matches, {nearest(pattern, files, './run.sh list')}")
     lines, text = [], iter(aligned(rows))
     for title, own in families.items():
         if own:

@@ -324,5 +324,5 @@ def test_bad_tokens_and_states_are_named(mixer):
     for x in (torch.randn(4, 12), torch.randn(1, 4, 8)):
         with pytest.raises(ValueError, match=r"x: expected tokens \(B, L, 12\), got shape"):
             layer(x)
-    with pytest.raises(ValueError, match="state: expected a .*, which prefill returns, .* got NoneType"):
+    with pytest.raises(ValueError, match=r"state: expected a .*, which prefill returns, .* got NoneType"):
         layer.step(torch.randn(1, 1, 12), None)

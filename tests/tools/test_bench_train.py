@@ -33,7 +33,7 @@ JOB = train.Job(
 )
 TEXT = replace(
     JOB,
-    recipes=tuple(str(ROOT / f"recipes/shakespeare_char_{m}.yaml") for m in ("softmax", "lion_s")),
+    recipes=tuple(f"shakespeare_char_{m}" for m in ("softmax", "lion_s")),
     size=9,
     plain=True,
 )
@@ -51,7 +51,7 @@ def test_softmax_and_the_floor_stand_beside_the_recipes():
     softmax = models["softmax"][0].model.resolved()
     assert softmax.position_embedding and softmax.readout == "cls" and softmax.dim == 12
     assert all(task.info.size == (32, 32) for _, task in models.values())
-    diffusion = [str(ROOT / f"recipes/dit_cifar10_{name}.yaml") for name in ("softmax_patch4", "softmax_patch8")]
+    diffusion = [f"dit_cifar10_{name}" for name in ("softmax_patch4", "softmax_patch8")]
     job = replace(JOB, recipes=tuple(diffusion[:1]))
     assert list(train.models(job)) == ["softmax", train.FLOOR]  # a row calls it by its patches, too
     with pytest.raises(ConfigError, match="patches of 8 x 8"):
@@ -71,7 +71,7 @@ def test_the_papers_ratios_stand_beside_the_same_models():
 
 def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
     names = ("lion_lit", "linear", "linear_feature_map", "linear_positions", "softmax_no_positions", "lion_s_forward")
-    models = train.models(replace(JOB, recipes=tuple(str(ROOT / f"recipes/cifar100_{n}.yaml") for n in names)))
+    models = train.models(replace(JOB, recipes=tuple(f"cifar100_{n}" for n in names)))
     assert len(models) == 2 + len(names)
     assert models["softmax without positions"][0].model.position_embedding is False
 
@@ -172,7 +172,7 @@ def test_models_must_be_alike(capsys):
     assert "no such file" in refuse(capsys, "bench", "train", paths[0], "--eager", "--against", "lightnet_none")
     line = refuse(capsys, "bench", "train", paths[0], "--eager", "--size", "30")
     assert "model.patch_size: 16 does not divide image height 30" in line
-    twins = [ROOT / f"recipes/cifar100_lion_s{more}.yaml" for more in ("", "_multiscan")]
+    twins = [ROOT / f"recipes/cifar100/cifar100_lion_s{more}.yaml" for more in ("", "_multiscan")]
     line = refuse(capsys, "bench", "train", *twins, "--eager", "--set", "model.attention.scans=[row_major]")
     assert "cifar100_lion_s_multiscan.yaml: a second lion_s, by all that is timed here" in line
     assert "'bench op' is no command, did you mean 'bench ops'" in refuse(capsys, "bench", "op")

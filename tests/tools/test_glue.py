@@ -22,7 +22,7 @@ from lion.runs import SUMMARY, init_from, lock_run, open_run
 from tests.helpers import glue_folder, here, refuse
 from tools import __main__ as commands
 from tools.cli import run_command
-from tools.compose import RECIPES, resolve
+from tools.compose import resolve
 from tools.glue.plan import PUBLISHED_SEEDS, SEEDS, TABLE_8, make_jobs, read_pretrained, read_table
 from tools.glue.results import best_rate, changes, collect, enters, mean_of_tasks, paper_rows, rate_rows
 from tools.processes import kill_tree, start_command
@@ -85,7 +85,7 @@ def test_table_8_is_there_in_full():
 @pytest.mark.parametrize("task", ORDER)
 def test_the_tasks_are_trained_as_published(task):
     """recipes.md 4.2, read from the resolved recipe."""
-    recipe, (batch, every, metrics, seeds) = resolve(RECIPES / f"glue_{task}.yaml"), COMMON[task]
+    recipe, (batch, every, metrics, seeds) = resolve(f"glue_{task}"), COMMON[task]
     optim, schedule, trainer = recipe.optim, recipe.schedule, recipe.trainer
     assert (recipe.data.name, recipe.data.task, recipe.data.length) == ("glue", task, 128)
     assert (trainer.batch_size, trainer.eval_every, " ".join(recipe.task.metrics)) == (batch, every, metrics)

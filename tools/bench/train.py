@@ -44,8 +44,9 @@ from lion.trainer.runtime import MATMUL, Runtime, compile_blocks
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.cli import Parser, count, say, table
-from tools.compose import RECIPES, describe_data, make_task, resolve
+from tools.compose import describe_data, make_task, resolve
 from tools.processes import Send, in_a_process
+from tools.report.paper import PAPERS
 from tools.store import Store, digits, pipes
 
 FLOOR = "without a mixer"
@@ -318,7 +319,7 @@ def published(row: dict[str, Any]) -> str:
 
 @functools.cache
 def published_times() -> list[dict[str, Any]]:
-    return yaml.safe_load((RECIPES / "paper" / "times.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((PAPERS / "times.yaml").read_text(encoding="utf-8"))
 
 
 def markdown(report: Store) -> str:

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="for all tasks: data.path says where they are"
     )
-    parser.add_argument("--recipe", required=True, help="one of recipes/glue: bert24, m2_base, ..")
+    parser.add_argument("--recipe", required=True, help="a row of Table 8 (tools/glue/tables): bert24, m2_base, ..")
     parser.add_argument("--tasks", type=names, default=[*TASKS], help=f"some of {','.join(TASKS)}")
     parser.add_argument("--seeds", type=count, help="of each task (default: as many as published, 1 to 5)")
     parser.add_argument("--no-mnli", action="store_true", help="rte, mrpc and stsb start from RUN, too")

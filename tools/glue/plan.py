@@ -17,9 +17,10 @@ from lion.recipe import Recipe, differences, read_layers
 from lion.runs import RECIPE, SUMMARY, find_run, read_run, stored_recipe
 from lion.tasks.masked_lm import MaskedLM
 from lion.tasks.text import TextInfo
-from tools.compose import RECIPES, check_tokenizer, open_data, resolve, resolve_run
+from tools.compose import check_tokenizer, open_data, resolve, resolve_run
+from tools.listing import recipe_path
 
-TABLE_8 = RECIPES / "glue"
+TABLE_8 = Path(__file__).parent / "tables"
 FROM_MNLI = ("rte", "mrpc", "stsb")  # by Table 8's caption
 SEEDS = (19, 8364, 717, 10536, 90166)  # of LION's YAMLs
 OWN = (
@@ -63,7 +64,7 @@ class Table:
         from_mnli: Whether rte, mrpc and stsb start from the run of mnli.
         rates: Learning rates that each task is trained with, in place of that of its cell; the best one counts.
         average: Of `tasks`, each once, or of `numbers`, of which mnli has two.
-        settings: What all tasks have otherwise than `recipes/glue_*.yaml`, by key.
+        settings: What all tasks have otherwise than the recipes `glue_*`, by key.
     """
 
     length: int = setting(min=8)
@@ -88,7 +89,7 @@ class Table:
 
 
 def read_table(name: str, cited: bool = False) -> Table:
-    """A row of Table 8 by its name, or of a file like those of `recipes/glue`.
+    """A row of Table 8 by its name, or of a file like those of `tools/glue/tables`.
 
     Raises:
         ConfigError: There is none, or it is no such file.
@@ -200,7 +201,7 @@ def make_jobs(
         return job("mnli", seed, None)
 
     def job(task: str, seed: int, after: Job | None, rate: float | None = None) -> Job:
-        path, cell = RECIPES / f"glue_{task}.yaml", table.tasks[task]
+        path, cell = recipe_path(f"glue_{task}"), table.tasks[task]
         shared = [*settings(pretrained, task), *table.own(task), f"optim.lr={rate or cell.lr!r}"]
         optim = resolve(path, [*shared, *overrides]).optim  # another rate is no other decay
         shared += [f"optim.weight_decay={cell.torch_decay(optim.lr)!r}", *overrides]
@@ -247,7 +248,7 @@ def settings(pretrained: Pretrained, task: str) -> list[str]:
 @functools.cache
 def in_float32(task: str) -> bool:
     """Whether its recipe says so."""
-    return resolve(RECIPES / f"glue_{task}.yaml").trainer.precision == "fp32"
+    return resolve(f"glue_{task}").trainer.precision == "fp32"
 
 
 def check_earlier(job: Job) -> None:

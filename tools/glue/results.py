@@ -17,8 +17,9 @@ from lion.recipe import Recipe, free_keys
 from lion.runs import SUMMARY
 from lion.tasks.sequence_classification import METRICS
 from tools.cli import table
-from tools.compose import RECIPES, resolve, resolve_run
+from tools.compose import resolve, resolve_run
 from tools.glue.plan import Table
+from tools.report.paper import PAPERS
 from tools.store import Row, Store, pipes, spread
 
 # what enters the average, as (split, metric), where it is measured: a task's score is their mean; of the others it is
@@ -223,7 +224,7 @@ def changes(rows: list[Row], asked: Table) -> list[str]:
         if (cell := asked.tasks.get(task)) is None:
             notes.append(f"{task}: this recipe does not have it, its runs are earlier ones.")
             continue
-        named = settings_of(resolve(RECIPES / f"glue_{task}.yaml", asked.own(task)))
+        named = settings_of(resolve(f"glue_{task}", asked.own(task)))
         named["optim.lr"] = row["lr"] if row["lr"] in asked.rates else cell.lr
         named["optim.weight_decay"] = cell.torch_decay(own["optim.lr"])
         if other := [f"{key} {own[key]} in place of {value}" for key, value in named.items() if own[key] != value]:
@@ -232,7 +233,7 @@ def changes(rows: list[Row], asked: Table) -> list[str]:
 
 
 def paper_rows() -> tuple[list[str], list[list[str]]]:
-    held: list[dict[str, Any]] = yaml.safe_load((RECIPES / "paper" / "glue.yaml").read_text(encoding="utf-8"))
+    held: list[dict[str, Any]] = yaml.safe_load((PAPERS / "glue.yaml").read_text(encoding="utf-8"))
     tasks = ("mnli", "rte", "qqp", "qnli", "sst2", "stsb", "mrpc", "cola")
     rows = [
         [row["size"], row["model"], row["recipe"], *row.get("tasks", ["-"] * len(tasks)), row["average"]]

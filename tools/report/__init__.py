@@ -5,8 +5,8 @@
 
 Runs whose recipes agree but for the seed are one row. All runs of a table must have the same data and budget (epochs or
 steps, batch), and what else differs is listed; each --section is a table of its own, of another task, data or budget.
-The paper's numbers, as `recipes/paper/TASK.yaml` has them, are those that our recipes claim for the same mixer, scans
-and direction: other data, so only their order compares. What `./run.sh glue` has made of the runs stands below their
+The paper's numbers (`tools/report/papers/TASK.yaml`) are those that our recipes claim for the same mixer, scans and
+direction: other data, so only their order compares. What `./run.sh glue` has made of the runs stands below their
 table. Writes NAME.md, NAME.json and NAME.png; what a report of that name held stays: a table gives way to one of its
 title, and notes to notes, so the runs of the others need not be at hand. Without runs, the report of this name is
 written anew of its JSON, with these notes.

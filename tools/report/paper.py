@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lion.recipe import NO_NUMBER, Recipe
 from lion.tasks import TASKS
-from tools.compose import RECIPES, metric_of, resolve
+from tools.compose import metric_of, resolve
+from tools.listing import recipe_files
 
+PAPERS = Path(__file__).parent / "papers"
 OWN_FILES = ("hf", "imagefolder", "text")  # data sets of files that no paper has read
 
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper says of a task, a file of `recipes/paper/`.
+    """What the paper says of a task, a file of `tools/report/papers`.
 
     Args:
         title: Of a report of this task.
@@ -56,7 +60,7 @@ def quoted(titles: Iterable[str]) -> list[tuple[str, list[str], list[list[str]]]
 
 def read_paper(task: str) -> Paper:
     """What the paper says of a task; of some it says nothing."""
-    path = RECIPES / "paper" / f"{task}.yaml"
+    path = PAPERS / f"{task}.yaml"
     return Paper(**yaml.safe_load(path.read_text())) if path.is_file() else Paper(task, task)
 
 
@@ -87,4 +91,4 @@ def claimed(paper: Paper, data: str = "") -> dict[str, dict[str, str]]:
 
 
 def recipes(pattern: str) -> list[Recipe]:
-    return [resolve(path) for path in sorted(RECIPES.glob(pattern))]
+    return [resolve(path) for name, path in recipe_files().items() if fnmatch(path.name, pattern)]
