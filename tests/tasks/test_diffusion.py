@@ -108,9 +108,9 @@ def test_guidance_needs_labels_that_are_not_told():
         t = task(label_dropout=dropout, shown_guidance=only, steps=20, shown_steps=5)
         model, classes = model_of(t), torch.tensor([0, 1])
         assert t.generate(model, classes, keys(2), steps=1, guidance=only).isfinite().all()
-        with pytest.raises(ValueError, match=f"^guidance: task.label_dropout={dropout} allows {only} alone, got 1.5"):
+        with pytest.raises(ValueError, match=f"^guidance: task.label_dropout={dropout} allows only {only}, got 1.5"):
             t.generate(model, classes, keys(2), steps=1, guidance=1.5)
-        with pytest.raises(ValueError, match=f"^shown_guidance: task.label_dropout={dropout} allows {only} alone"):
+        with pytest.raises(ValueError, match=f"^shown_guidance: task.label_dropout={dropout} allows only {only}"):
             DiffusionConfig(label_dropout=dropout)
         DiffusionConfig(label_dropout=dropout, shown=0)
 
@@ -239,7 +239,7 @@ def test_tensorboard_shows_the_same_noise_and_the_data_beside_it():
 
 def test_it_judges_no_pictures():
     t = task()
-    with pytest.raises(ConfigError, match=r"makes pictures and judges none: \./run\.sh sample RUN"):
+    with pytest.raises(ConfigError, match=r"generates images and classifies none: \./run\.sh sample RUN"):
         t.describe(t.outputs(model_of(t), batch()), 1)
     assert t.outputs(model_of(t), {"image": batch()["image"]}).shape == (6, 1, 4, 4)
 

@@ -207,7 +207,7 @@ def test_a_task_starts_from_its_own_inputs(info, tmp_path):
     trained = dict(source.named_parameters()) | dict(source.named_buffers())
     for name, value in new.items():
         assert torch.equal(value, head[name] if name in head else trained[name]), name
-    with pytest.raises(ConfigError, match=r"is of other inputs: they were (pixels|7 ids), and are 9 ids now"):
+    with pytest.raises(ConfigError, match=r"was trained on other inputs: they were (pixels|7 ids), and are 9 ids now"):
         init_from(model, tmp_path / "run", SequenceInfo(classes=2, length=8, vocabulary=9))
 
 

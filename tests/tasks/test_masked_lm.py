@@ -228,7 +228,7 @@ def test_examples_are_padded_rows_and_need_no_memory():
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"task.masked: with random 0.4 at most 0.6, got 0.8"):
+    with pytest.raises(ConfigError, match=r"task.masked: with random=0.4, expected at most 0.6, got 0.8"):
         build(MaskedLMConfig, {"random": 0.4}, source=lambda key: "recipe", key="task")
     with pytest.raises(ConfigError, match="tokenizer 'toy' has no token 'mask', it has pad"):
         task(TextInfo(30, 20, "toy", "f" * 64, {"pad": 0}))
@@ -256,7 +256,7 @@ def test_it_learns(mixer, tmp_path):
 
 def test_weights_of_another_vocabulary_mean_nothing_here():
     INFO.check_transfer("it", dataclasses.replace(INFO, length=999).to_dict())
-    with pytest.raises(ConfigError, match="init_from: run is of another vocabulary: its tokenizer was 'toy' "):
+    with pytest.raises(ConfigError, match="init_from: run was trained with another vocabulary: its tokenizer was 'toy' "):
         INFO.check_transfer("init_from: run", dataclasses.replace(INFO, fingerprint="e" * 64).to_dict())
 
 

@@ -166,7 +166,7 @@ def test_training_finds_the_letter(tmp_path):
 def test_labels_of_others_are_no_data_for_a_run():
     then = LabelledTextInfo(20, 16, "toy", "f" * 64, SPECIAL, ("a", "b", "c"))
     assert LabelledTextInfo.from_dict(then.to_dict()) == then
-    with pytest.raises(ConfigError, match="is of other labels: they were a, b, c, and are no, yes now"):
+    with pytest.raises(ConfigError, match="was trained on other labels: they were a, b, c, and are no, yes now"):
         INFO.check_same("run", then.to_dict())
     with pytest.raises(ConfigError, match="they were no, yes, and are numbers now"):
         NUMBERS.check_same("run", INFO.to_dict())
@@ -175,7 +175,7 @@ def test_labels_of_others_are_no_data_for_a_run():
     INFO.check_transfer("run", TextInfo(20, 16, "toy", "f" * 64, SPECIAL).to_dict())
     assert not INFO.shares_heads(then.to_dict()) and INFO.shares_heads(INFO.to_dict())
     for check in (INFO.check_same, INFO.check_transfer):
-        with pytest.raises(ConfigError, match="is of another vocabulary"):
+        with pytest.raises(ConfigError, match="was trained with another vocabulary"):
             check("run", {**INFO.to_dict(), "fingerprint": "0" * 64})
 
 
@@ -187,11 +187,11 @@ def test_metrics_that_do_not_fit_are_refused():
         return str(error.value)
 
     three = LabelledTextInfo(20, 16, "toy", "f" * 64, SPECIAL, ("a", "b", "c"))
-    assert "task.metrics: 'f' is no metric, did you mean 'f1'?" in refused(INFO, "f")
+    assert "task.metrics: unknown metric 'f', did you mean 'f1'?" in refused(INFO, "f")
     assert "expected at least one" in refused(INFO)
-    assert "'spearman' is no metric of 2 classes" in refused(INFO, "spearman")
-    assert "'accuracy' is no metric of numbers, valid: pearson, spearman" in refused(NUMBERS, "accuracy")
-    assert "'f1' is of two classes, these are 3" in refused(three, "f1")
+    assert "'spearman' does not apply to 2 classes" in refused(INFO, "spearman")
+    assert "'accuracy' does not apply to numbers, valid: pearson, spearman" in refused(NUMBERS, "accuracy")
+    assert "'f1' needs two classes, got 3" in refused(three, "f1")
 
 
 def test_answers_in_words():
