@@ -1,4 +1,4 @@
-"""Causal language modelling: which tokens count, and that the loss is their mean in every batch."""
+"""Tests of causal language modelling: the tokens that count, and the loss as a mean over them in every batch."""
 
 import math
 

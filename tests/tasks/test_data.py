@@ -1,4 +1,4 @@
-"""What a model knows of its data, and what other data it may be given."""
+"""Tests of the metadata of data: conversion to plain data, and refusal of other data."""
 
 import json
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ def test_images_of_another_size():
 
 @dataclass(frozen=True)
 class Tokens(Info):
-    """Text, as another kind of data may describe it: the tokenizer must be the same, the length need not."""
+    """Metadata of text, another kind of data: the tokenizer must be the same, the length may differ."""
 
     kind = "text"
 
