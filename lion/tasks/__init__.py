@@ -1,4 +1,4 @@
-"""The table of tasks: the recipe's `task.name`."""
+"""Table of tasks: the recipe's `task.name` selects the class."""
 
 from lion.tasks.base import Task
 from lion.tasks.causal_lm import CausalLM

@@ -1,4 +1,4 @@
-"""What the trainer knows of a task: how to build its model, its loss, and its metrics."""
+"""Base class of tasks: a task builds its model and defines the loss and the metrics that the trainer uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from lion.tasks.metrics import Metric
 
 
 class Sums(NamedTuple):
-    """A batch's loss as a sum and the weight to divide by, so that accumulating equals the big batch."""
+    """Sum of a batch's losses, and the weight that divides this sum.
+
+    Sums and weights of micro-batches add up, so that gradient accumulation equals one large batch.
+    """
 
     loss: Tensor
     weight: Tensor
@@ -27,12 +30,13 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a task finds on an evaluation batch.
+    """Result of a task on one evaluation batch.
 
     Args:
-        sums: By name (sum, weight) over the samples where `batch["mask"]`.
-        outputs: Of the model (B, ..), to compare its forms.
-        rows: By name (B, ..) what metrics of all samples need; kept where one does.
+        sums: Pairs (sum, weight) by name, over the samples where `batch["mask"]` is True.
+        outputs: Outputs of the model (B, ..), to compare its forms.
+        rows: Tensors (B, ..) by name, for metrics that need all samples at once. A row is kept only if a metric needs
+            it.
     """
 
     sums: dict[str, tuple[Tensor, Tensor]]
@@ -41,13 +45,13 @@ class Outcome:
 
 
 class Task(ABC):
-    """A learning problem. A new one is one file and its line in `TASKS`."""
+    """A learning problem. A new task is one file and its line in `TASKS`."""
 
     Config: ClassVar[type]  # the recipe's `task` section
-    Model: ClassVar[type[Model]]  # what a model of `MODELS` must be, to be this task's
-    default_model: ClassVar[str]  # the one that a recipe without `model.name` means
-    Info: ClassVar[type[Info]]  # what the data tells the model
-    unit: ClassVar[str]  # what a sample is called
+    Model: ClassVar[type[Model]]  # base class of the models in `MODELS` that suit this task
+    default_model: ClassVar[str]  # name of the model if the recipe has no `model.name`
+    Info: ClassVar[type[Info]]  # class that describes this task's data
+    unit: ClassVar[str]  # name of the samples
 
     def __init__(self, config: Any, info: Info) -> None:
         self.config, self.info = config, info
@@ -55,7 +59,7 @@ class Task(ABC):
 
     @property
     def speed_unit(self) -> str:
-        """What its speed is counted in, of which a sample is `pieces`."""
+        """Unit in which training speed is counted; a sample holds `pieces` of them."""
         return self.unit
 
     @property
@@ -64,71 +68,84 @@ class Task(ABC):
 
     @property
     def metric(self) -> Metric:
-        """The one that `best` is chosen by."""
+        """Metric that selects the `best` checkpoint."""
         return self.metrics[0]
 
     @staticmethod
     @abstractmethod
     def metrics_of(config: Any) -> tuple[Metric, ...]:
-        """What is measured under this `task` section; the first chooses `best`."""
+        """Return the metrics under this `task` section; the first one selects `best`."""
 
     @abstractmethod
     def build_model(self, config: Any) -> Model:
-        """The model for this task's data; ConfigError where the two do not fit."""
+        """Build the model for this task's data.
+
+        Raises:
+            ConfigError: Model and data do not fit.
+        """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        """Training loss of a micro-batch, summed over its samples.
+        """Return the training loss of a micro-batch, summed over its samples.
 
-        `model` is what to call: with several processes it may be a wrapper, and everything but the call is asked of
+        With several processes `model` may be a wrapper: call `model`, but access everything else through
         `unwrapped(model)`.
         """
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """What `metrics` need of an evaluation batch; it depends on model and batch alone, so that forms compare."""
+        """Compute what `metrics` need from an evaluation batch.
+
+        The result depends only on the model and the batch, so that forms can be compared.
+        """
 
     @abstractmethod
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """What the model says of a batch's inputs (B, ..); labels are not read."""
+        """Return the model's outputs (B, ..) for a batch; the labels are not used."""
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
-        """What outputs (B, ..) say of each sample, in words: of several answers the likeliest, `count` at most.
+        """Describe the outputs (B, ..) of each sample in words: at most `count` answers, the likeliest first.
 
         Raises:
-            ConfigError: The task's outputs cannot be said in words.
+            ConfigError: The outputs of this task cannot be described in words.
         """
-        raise ConfigError(f"task {self.config.name!r} cannot say its outputs in words; lion.load gives them as tensors")
+        raise ConfigError(
+            f"task {self.config.name!r} cannot describe its outputs in words; lion.load returns them as tensors"
+        )
 
     @abstractmethod
     def example(self, size: int, device: torch.device | str) -> Batch:
-        """A training batch of `size` samples of noise, to measure with."""
+        """Return a training batch of `size` random samples, for measurements."""
 
     @staticmethod
     def remark(values: dict[str, float]) -> str | None:
-        """What a person must be told of the metrics of an evaluation (that nothing was learned), if anything."""
+        """Return a warning about the metrics of an evaluation (such as: nothing was learned), or None."""
         return None
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
-        """Pictures (channels, height, width) or text of a model and its first training batch, for TensorBoard."""
+        """Return images (channels, height, width) or text on a model and its first training batch, for TensorBoard."""
         return {}
 
     def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
-        """What the model can do by now, at every evaluation, whose first batch is `batch`: pictures (channels, height,
-        width) or text, Markdown.
+        """Show what the model can do so far, as images (channels, height, width) or Markdown text.
 
-        Every process calls it, in evaluation mode and without gradients.
+        Every evaluation calls this method with its first batch. Every process calls it, in evaluation mode and without
+        gradients.
         """
         return {}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The task's own model, where several processes wrap it to call it (DDP)."""
+    """Return the task's model without the wrapper (DDP) that several processes use."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Model:
-    """Call a model's constructor; what it refuses becomes a recipe error."""
+    """Call a model's constructor and turn its errors into recipe errors.
+
+    Raises:
+        ConfigError: The constructor refused its arguments, or memory did not suffice.
+    """
     try:
         return build(*args, **kwargs)
     except ValueError as error:
@@ -140,7 +157,7 @@ def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Model:
 
 
 def likeliest(logits: Tensor, names: Sequence[str], count: int) -> list[list[str]]:
-    """The `count` likeliest classes of each row of logits (B, classes) and their shares, in words."""
+    """Describe the `count` likeliest classes of each row of logits (B, classes) and their probabilities in percent."""
     top = logits.softmax(-1).topk(min(count, logits.shape[-1]))
     rows = zip(top.values.tolist(), top.indices.tolist())
     return [[f"{names[c]} {100 * p:.1f}%" for p, c in zip(*row)] for row in rows]

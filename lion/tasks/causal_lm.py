@@ -1,4 +1,7 @@
-"""Causal language modelling: each token from those before it; perplexity, the exponential of the loss a token."""
+"""Causal language modelling: predicts each token from the tokens before it.
+
+The metric is perplexity, the exponential of the loss per token.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,13 @@ class CausalLMConfig:
 
 
 class CausalLM(LanguageTask):
-    """Batches hold `tokens` (B, L), and where documents share a row `segments` (B, L), -1 for padding; evaluation
-    batches also `mask` (B,).
+    """Task of causal language modelling.
 
-    The model reads all but the last token and is judged by all but the first, within a segment: a window of 65 is 64
-    tokens of context, nanoGPT's `block_size`.
+    Batches hold `tokens` (B, L). Where documents share a row they also hold `segments` (B, L), -1 for padding.
+    Evaluation batches also hold `mask` (B,).
+
+    The model reads all tokens but the last, and predicts all tokens but the first, within a segment. A window of 65
+    tokens gives 64 tokens of context, nanoGPT's `block_size`.
     """
 
     Config = CausalLMConfig
@@ -45,7 +50,9 @@ class CausalLM(LanguageTask):
 
     def build_model(self, config: Any) -> GPT:
         if self.info.length < 2:
-            raise ConfigError(f"data: sequences of {self.info.length} token hold none to predict, take at least 2")
+            raise ConfigError(
+                f"data: sequences of {self.info.length} token leave nothing to predict, expected at least 2"
+            )
         sizes = {"vocabulary": self.info.vocabulary, "length": self.info.length - 1}
         return build_or_explain(MODELS[config.name], config, **sizes)
 
@@ -60,17 +67,17 @@ class CausalLM(LanguageTask):
         return Outcome({"loss": (losses.sum(dtype=torch.float64), (counted(batch) & real).sum())}, logits)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Logits (B, L - 1, vocabulary) of every token but the first."""
+        """Return logits (B, L - 1, vocabulary) for every token but the first."""
         segments = batch.get("segments")
         return model(batch["tokens"][:, :-1], None if segments is None else segments[:, :-1]).float()
 
     def example(self, size: int, device: torch.device | str) -> Batch:
-        """Of windows, which know no borders."""
+        """Return windows of tokens without segments: windows ignore the borders of documents."""
         return {"tokens": super().example(size, device)["tokens"]}
 
 
 def counted(batch: Batch) -> Tensor:
-    """Which of the tokens (B, L - 1) after the first follow one of their own segment."""
+    """Return a mask (B, L - 1) of the tokens after the first: True where a token follows one of its own segment."""
     segments = batch.get("segments")
     if segments is None:
         return torch.ones_like(batch["tokens"][:, 1:], dtype=torch.bool)
@@ -78,5 +85,5 @@ def counted(batch: Batch) -> Tensor:
 
 
 def judged(batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """The tokens (B, L - 1) after the first, and which of them count; None for all."""
+    """Return the targets (B, L - 1), which are the tokens after the first, and their mask; None: all count."""
     return batch["tokens"][:, 1:], counted(batch) if "segments" in batch else None

@@ -1,4 +1,4 @@
-"""What a data set hands to a task: splits of samples, and what a model must know of them."""
+"""Contract between data sets and tasks: splits of samples, and the facts that a model must know about them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ Batch = dict[str, Tensor]
 
 
 class Unreadable(Exception):
-    """A data set's sample cannot be read; the message names its file and the reason."""
+    """An unreadable sample of a data set. The message names the file and the reason."""
 
 
 class DeviceDataset(Dataset, ABC):
-    """A data set that makes whole batches on the device: no loader's work."""
+    """A data set that makes whole batches on the device, without loader workers."""
 
     @abstractmethod
     def batch(self, indices: list[int], device: torch.device, generator: torch.Generator | None = None) -> Batch:
-        """These samples on `device`; without a generator nothing is left to chance."""
+        """Return these samples as a batch on `device`; without a generator the result is deterministic."""
 
 
 class Splits(NamedTuple):
-    """The parts of a data set; of `val`, the best checkpoint is chosen.
+    """Splits of a data set. The results on `val` select the best checkpoint.
 
-    info: what a model must know of them.
-    collate: a batch of a list of samples; a tensor's first dimension are the samples.
-    order: in which an epoch reads `train`.
-    more: other data by name (MNLI's mismatched genres), measured wherever `val` is, as `val_NAME`; they choose nothing.
-    fingerprint: the same for the same samples, wherever their files lie; of tokens and generated samples by all bytes,
-        of pictures by a look at some. None where there is none.
+    Attributes:
+        info: Facts about the data that a model must know.
+        collate: Function that makes a batch from a list of samples; the first dimension of every tensor is the sample.
+        order: Order in which an epoch reads `train`.
+        more: Other held-out data by name (MNLI's mismatched genres). They are evaluated whenever `val` is, as
+            `val_NAME`, but never select a checkpoint.
+        fingerprint: Identifier of the samples, wherever their files lie. For tokens and generated samples it hashes all
+            bytes. For image files it hashes class names, counts, and the sizes and labels of some images. None if the
+            data have no fingerprint.
     """
 
     train: Dataset
@@ -53,65 +56,71 @@ class Splits(NamedTuple):
 
 @dataclass(frozen=True)
 class Info(ABC):
-    """What the data tells a model. A kind of data is a frozen dataclass of its own, stored with every checkpoint."""
+    """Facts about data that a model must know. Each kind of data has a frozen dataclass, stored in every checkpoint."""
 
-    kind: ClassVar[str]  # what the samples are, as an error says it
-    size_unit: ClassVar[str] = "tokens"  # in what the size of a sample is counted
+    kind: ClassVar[str]  # noun for the samples in error messages
+    size_unit: ClassVar[str] = "tokens"  # unit of `sample_size`
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, which `from_dict` reads back."""
+        """Return the fields as plain data that `from_dict` accepts."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @classmethod
     @abstractmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Of what `to_dict` gave.
+        """Build the info from the result of `to_dict`.
 
         Raises:
-            LookupError, TypeError, ValueError: Of something else.
+            LookupError, TypeError, ValueError: `values` is not such a result.
         """
 
     @property
     def sample_size(self) -> int:
-        """Of every sample, in `size_unit`.
+        """Size of every sample, in `size_unit`.
 
         Raises:
-            ConfigError: There is no such number.
+            ConfigError: Samples have no single size.
         """
-        raise ConfigError(f"{self.kind} have no size")
+        raise ConfigError(f"no sample size is defined for {self.kind}")
 
     def resized(self, sample_size: int) -> Self:
-        """The same data in samples of another size.
+        """Return the info of the same data in samples of another size.
 
         Raises:
-            ConfigError: There are none.
+            ConfigError: The data exist in one size only.
         """
-        raise ConfigError(f"{self.kind} have no other size")
+        raise ConfigError(f"the sample size of {self.kind} cannot be changed")
 
     def check_same(self, whose: str, then: dict[str, Any]) -> None:
-        """Refuse these data for what was trained on others; `then` is what `to_dict` gave there.
+        """Check that these data match the data of a trained model.
+
+        Args:
+            whose: Subject of the error message, such as the name of a run.
+            then: Result of `to_dict` for the data of the trained model.
 
         Raises:
-            ConfigError: What differs, and whose it is.
+            ConfigError: The data differ; the message names the difference.
         """
         for name, new in self.to_dict().items():
             found = self.difference(name, then.get(name), new)
             if found is not None:
                 what, old, new = found
-                raise ConfigError(f"{whose} is of other data: {what} was {old!r}, and is {new!r} now")
+                raise ConfigError(f"{whose} was trained on other data: {what} was {old!r}, and is {new!r} now")
 
     def check_transfer(self, whose: str, then: dict[str, Any]) -> None:  # noqa: B027
-        """Refuse to start from a model of other data, where its weights mean nothing for these (embeddings of another
-        tokenizer's ids); `then` as in `check_same`. By default nothing is asked: what fits is taken.
+        """Check that weights trained on other data are a useful start for these data.
+
+        A check may fail, for example, because the embeddings belong to another tokenizer's ids. By default there is no
+        check: all weights that fit are taken. Arguments are those of `check_same`.
 
         Raises:
-            ConfigError: What differs, and whose it is.
+            ConfigError: The data differ; the message names the difference.
         """
 
     def shares_heads(self, then: dict[str, Any]) -> bool:
-        """Whether the outputs of a model that was trained on other data mean the same with these."""
+        """Return whether the outputs of a model trained on the data `then` have the same meaning for these data."""
         return then == self.to_dict()
 
     def difference(self, name: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
-        """What differs, as it was and as it is; None where a model of the old value serves the new one."""
+        """Return (name, old value, new value) of a difference; None if a model of the old value fits the new one."""
         return None if old == new else (name, old, new)

@@ -1,4 +1,4 @@
-"""Diffusion: the noise in a picture is told from the rest of it, so that pictures can be made of noise."""
+"""Image generation by diffusion: the model predicts the noise added to an image."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ from lion.tasks.metrics import Mean, Metric
 from lion.tasks.seeds import mix, normal, place_keys, uniform
 
 LOSS = Mean("loss", higher_is_better=False, digits=4)
-PARTS = 4  # of all times, in which the loss is also told: the first is the finest detail, the last nearly all noise
+PARTS = 4  # of the range of times, each with a loss: the first has the finest detail, the last nearly only noise
 PART_LOSSES = tuple(
     Mean(f"loss_part{i}", f"loss, part {i} of {PARTS} of times", higher_is_better=False, digits=4)
     for i in range(1, PARTS + 1)
 )
-BYTES = 127.5  # half the range of a pixel: [-1, 1] stands for 0 to 255
-PICTURES = (1, 3)  # channels; anything else are latents of an autoencoder, without bound
+BYTES = 127.5  # half the range of a pixel: [-1, 1] maps to 0 to 255
+PICTURES = (1, 3)  # numbers of channels of images; all others are latents of an autoencoder, without bound
 
 
 @dataclass
 class DiffusionConfig:
-    """`steps` are the times of the diffusion, `label_dropout` the share of training pictures whose class is not told,
-    which guidance needs. TensorBoard shows `shown` samples at every evaluation, made in `shown_steps` steps with
-    `shown_guidance`. Where all classes are told in training guidance can be only 1, and where none is, 0.
+    """Settings of the diffusion task.
+
+    `steps` is the number of diffusion times. `label_dropout` is the share of training images whose class is replaced by
+    "no class"; guidance needs both kinds. With `label_dropout` 0 only guidance 1 is possible, with 1 only guidance 0.
+
+    At every evaluation TensorBoard shows `shown` samples, generated in `shown_steps` steps with guidance
+    `shown_guidance`.
     """
 
     name: str = "diffusion"
@@ -51,20 +55,26 @@ class DiffusionConfig:
             self.check_guidance(self.shown_guidance, "shown_guidance")
 
     def check_guidance(self, guidance: float, name: str = "guidance") -> None:
-        """Raises ValueError: It asks for what training never does, pictures of no class or of one."""
+        """Check that training prepared the model for this guidance.
+
+        Raises:
+            ValueError: The guidance needs predictions with a class, or without one, that training never makes.
+        """
         dropout = self.label_dropout
         only = {0: 1, 1: 0}.get(dropout)
         if only is not None and guidance != only:
-            raise ValueError(f"{name}: task.label_dropout={dropout:g} allows {only} alone, got {guidance:g}")
+            raise ValueError(f"{name}: task.label_dropout={dropout:g} allows only {only}, got {guidance:g}")
 
 
 class Diffusion(Task):
-    """Batches hold `image`, uint8 (B, C, H, W) or latents, floating point, and `label` (B,); evaluation batches also
-    `mask` and `key` (B,).
+    """Task of image generation by diffusion.
 
-    The mean square error of the noise is the loss; variances are not learned. In training time and noise are PyTorch's
-    own chance; in evaluation functions of the sample's `key`, so that all models, forms and batch sizes are asked the
-    same.
+    Batches hold `image` (B, C, H, W), either uint8 images or floating-point latents, and `label` (B,). Evaluation
+    batches also hold `mask` and `key` (B,).
+
+    The loss is the mean squared error of the predicted noise; variances are not learned. Training draws times and noise
+    from PyTorch's generator. Evaluation computes them from the sample's `key`, so that all models, forms and batch
+    sizes see the same inputs.
     """
 
     Config = DiffusionConfig
@@ -99,7 +109,7 @@ class Diffusion(Task):
     def errors(
         self, model: nn.Module, x: Tensor, noise: Tensor, times: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The mean square error (B,) of the noise that a model finds in pictures x (B, C, H, W), and that noise."""
+        """Predict the noise in images x (B, C, H, W); return the mean squared errors (B,) and the predicted noise."""
         found = model(self.process.noisy(x, noise, times), times, labels).float()
         return (found - noise).square().flatten(1).mean(1), found
 
@@ -116,7 +126,7 @@ class Diffusion(Task):
         return Outcome(sums, found)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The noise (B, C, H, W) that it finds in pictures as if they were half way, of no class."""
+        """Predict the noise (B, C, H, W) in images, at the middle time and without a class."""
         x = scaled(batch["image"])
         half, none = (
             torch.full((len(x),), n, device=x.device) for n in (self.config.steps // 2, len(self.info.classes))
@@ -124,7 +134,7 @@ class Diffusion(Task):
         return model(x, half, none).float()
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
-        raise ConfigError("a run of task 'diffusion' makes pictures and judges none: ./run.sh sample RUN")
+        raise ConfigError("a run of task 'diffusion' generates images and classifies none: ./run.sh sample RUN")
 
     def example(self, size: int, device: torch.device | str) -> Batch:
         shape = (size, self.info.channels, *self.info.size)
@@ -135,24 +145,24 @@ class Diffusion(Task):
         return self.grid("inputs", batch["image"][:32])
 
     def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Samples of the same noise every time, of the classes of the first pictures, and these."""
+        """Generate samples of the first images' classes, always from the same noise; show samples and images."""
         images, classes = batch["image"][: self.config.shown], batch["label"][: self.config.shown]
         if not len(images):
             return {}
         how = {"steps": self.config.shown_steps, "guidance": self.config.shown_guidance}
-        with torch.compiler.set_stance("force_eager"):  # batches of a size that nothing else has
+        with torch.compiler.set_stance("force_eager"):  # do not compile: no other call has this batch size
             keys = place_keys(0, torch.arange(len(classes), device=classes.device))
             samples = self.sample(model, classes, keys, **how)
         return {**self.grid("data", images), **self.grid("samples", samples)}
 
     def grid(self, name: str, pictures: Tensor) -> dict[str, Tensor]:
-        """A picture of pictures, for TensorBoard; of latents none."""
+        """Return one image that shows a grid of images, for TensorBoard; nothing for latents."""
         from torchvision.utils import make_grid
 
         return {name: make_grid(pictures, nrow=8)} if self.pictures else {}
 
     def sample(self, model: nn.Module, classes: Tensor, keys: Tensor, **how: Any) -> Tensor:
-        """As `generate`, in bytes: uint8 (N, channels, height, width); of a model of latents these, as they are."""
+        """Run `generate` and return uint8 images (N, channels, height, width); latents are returned unchanged."""
         x = self.generate(model, classes, keys, **how)
         return to_bytes(x) if self.pictures else x
 
@@ -168,21 +178,22 @@ class Diffusion(Task):
         eta: float = 0.0,
         after_step: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """Pictures (N, channels, height, width) in [-1, 1], or latents, by DDIM.
+        """Generate images (N, channels, height, width) in [-1, 1], or latents, by DDIM.
 
         Args:
-            model: In evaluation mode.
-            classes: Integer (N,), what is to be seen.
-            keys: Integer (N,), of which the noise is a function (`lion.tasks.seeds.place_keys`): a picture is the same
-                however many are made at once.
-            steps: How often the model is asked for each.
-            guidance: How far to go from what it says of no class to what it says of the class: 0 no class, 1 the class,
-                more than 1 away from the others (2207.12598; then it is asked twice).
-            eta: See `Process.denoise`.
-            after_step: Called after each step.
+            model: Model in evaluation mode.
+            classes: Integer classes (N,) of the images.
+            keys: Integers (N,) that determine the noise (`lion.tasks.seeds.place_keys`). An image does not depend on
+                how many are generated at once.
+            steps: Number of denoising steps.
+            guidance: Scale of classifier-free guidance (2207.12598), from the prediction without a class to the
+                prediction with the class. 0: no class; 1: the class; more than 1: away from the other classes. Values
+                other than 0 and 1 need two predictions per step.
+            eta: Noise added in each step, see `Process.denoise`.
+            after_step: Function called after each step.
 
         Raises:
-            ValueError: More steps than times, or guidance that the training did not prepare.
+            ValueError: There are more steps than times, or training did not prepare this guidance.
         """
         self.config.check_guidance(guidance)
         none = torch.full_like(classes, len(self.info.classes))
@@ -209,10 +220,10 @@ class Diffusion(Task):
 
 
 def scaled(images: Tensor) -> Tensor:
-    """uint8 (B, C, H, W) in [-1, 1]; latents, floating point, as they are."""
+    """Scale uint8 images (B, C, H, W) to [-1, 1]; return floating-point latents unscaled, as float32."""
     return images.float() / BYTES - 1 if images.dtype == torch.uint8 else images.float()
 
 
 def to_bytes(x: Tensor) -> Tensor:
-    """The way back, of pictures."""
+    """Convert images in [-1, 1] to uint8, the inverse of `scaled`."""
     return ((x + 1) * BYTES).round().clamp(0, 255).to(torch.uint8)

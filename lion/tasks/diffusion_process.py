@@ -1,4 +1,4 @@
-"""Gaussian diffusion: how pictures become noise (DDPM, 2006.11239), and the way back (DDIM, 2010.02502)."""
+"""Gaussian diffusion: adding noise to images (DDPM, 2006.11239), and removing it (DDIM, 2010.02502)."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Predict = Callable[[Tensor, Tensor], Tensor]  # pictures (B, ..) with noise and their times (B,) -> the noise in them
+Predict = Callable[[Tensor, Tensor], Tensor]  # noisy images (B, ..), times (B,) -> the noise in them
 
 
 def linear(count: int) -> Tensor:
-    """DDPM's: variances that rise from 1e-4 to 0.02, for 1,000 steps; of other counts the same course."""
+    """Return DDPM's variances: from 1e-4 to 0.02 for 1,000 steps, rescaled for other numbers of steps."""
     return torch.linspace(0.1 / count, 20 / count, count, dtype=torch.float64).clamp(max=0.999)
 
 
 def cosine(count: int) -> Tensor:
-    """Improved DDPM's (2102.09672): the signal that is left follows a squared cosine."""
+    """Return the variances of Improved DDPM (2102.09672): the remaining signal follows a squared cosine."""
     left = [math.cos((i / count + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(count + 1)]
     return (1 - torch.tensor(left[1:], dtype=torch.float64) / torch.tensor(left[:-1], dtype=torch.float64)).clamp(
         max=0.999
     )
 
 
-SCHEDULES: dict[str, Callable[[int], Tensor]] = {"cosine": cosine, "linear": linear}  # steps -> their variances
+SCHEDULES: dict[str, Callable[[int], Tensor]] = {"cosine": cosine, "linear": linear}  # number of steps -> variances
 
 
 class Process:
-    """`q(x_t | x_0) = N(sqrt(kept_t) x_0, 1 - kept_t)` for times t = 0 .. `count` - 1.
+    """The diffusion process `q(x_t | x_0) = N(sqrt(kept_t) x_0, 1 - kept_t)` for times t = 0 .. `count` - 1.
 
-    `kept` (count,), float64, is the share of a picture's variance that is left at each time.
+    `kept` (count,), float64, is the share of an image's variance that remains at each time.
     """
 
     def __init__(self, schedule: str, count: int) -> None:
@@ -38,15 +38,15 @@ class Process:
         self.kept = torch.cumprod(1 - SCHEDULES[schedule](count), 0)
 
     def noisy(self, x: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """Pictures x (B, ..) as they are at times (B,), with this noise (B, ..)."""
+        """Add noise (B, ..) to images x (B, ..), according to their times (B,)."""
         kept = self.kept.to(x.device)[times].view(-1, *[1] * (x.dim() - 1))
         return kept.sqrt().to(x.dtype) * x + (1 - kept).sqrt().to(x.dtype) * noise
 
     def times(self, steps: int) -> list[int]:
-        """As many times from the last to the first, evenly spaced.
+        """Return `steps` times, evenly spaced, from the last to the first.
 
         Raises:
-            ValueError: There are not so many.
+            ValueError: There are fewer than `steps` times.
         """
         if not 1 <= steps <= self.count:
             raise ValueError(f"steps: expected 1 to {self.count}, got {steps}")
@@ -63,18 +63,18 @@ class Process:
         bound: float | None = None,
         after_step: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """Pictures (B, ..) of noise x by DDIM.
+        """Generate images (B, ..) from noise x by DDIM.
 
         Args:
-            predict: The noise in pictures.
-            steps: How many times it is asked.
-            eta: The share of DDPM's own noise that each step adds again; 0: none, the way is one function of x.
-            draw: That noise, as x, of steps 1, 2, ..; needed where `eta` is not 0.
-            bound: Pixels are known to be no larger.
-            after_step: Called after each step.
+            predict: Function that predicts the noise in images.
+            steps: Number of calls of `predict`.
+            eta: Share of DDPM's noise that each step adds again; 0: no noise, the result is a function of x.
+            draw: Function that draws this noise, shaped like x, for steps 1, 2, ..; needed if `eta` is not 0.
+            bound: Largest absolute value of a pixel, if known; predicted images are clamped to it.
+            after_step: Function called after each step.
 
         Raises:
-            ValueError: There are not so many steps.
+            ValueError: There are fewer than `steps` times.
         """
         times = self.times(steps)
         for step, (now, then) in enumerate(zip(times, [*times[1:], None]), 1):

@@ -1,4 +1,4 @@
-"""Sequences that a causal model continues, token by token, in three ways that agree."""
+"""Text generation with a causal model: three modes continue sequences token by token and agree."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from lion.models.gpt import GPT
 from lion.tasks.seeds import derive, uniform
 
 MODES = {
-    "attention": "the whole sequence anew for each token",
-    "kv": "keys and values of all tokens are kept (softmax)",
-    "rnn": "a state of constant size is kept (linear mixers)",
+    "attention": "recompute the whole sequence for each token",
+    "kv": "keep the keys and values of all tokens (softmax)",
+    "rnn": "keep a state of constant size (linear mixers)",
 }
 
 
-PIECE = 256  # tokens of a prompt that are read at once
-ROOM = 256  # tokens for which a KV cache is made larger at once, at most
+PIECE = 256  # tokens of a prompt that are processed at once
+ROOM = 256  # tokens by which a KV cache grows at once, at most
 
 
 def streaming_mode(model: GPT) -> str:
-    """The mode in which a model goes on from a state."""
+    """Return the mode in which a model continues from a state."""
     return "kv" if model.config.mixer == SOFTMAX else "rnn"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: the logits over `temperature` (0: the likeliest token, no draw), then only the
-    `top_k` likeliest, then of these the fewest that hold `top_p` of the probability."""
+    """Settings that control how the next token is sampled.
+
+    Logits are divided by `temperature` (0: take the likeliest token, without sampling). Then only the `top_k` likeliest
+    tokens remain, and of these the smallest set that holds `top_p` of the probability.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
 
     def choose(self, logits: Tensor, chance: Tensor) -> Tensor:
-        """A token (B,) for each row of logits (B, vocabulary), by chance (B,) in [0, 1)."""
+        """Choose a token (B,) for each row of logits (B, vocabulary), from uniform draws `chance` (B,) in [0, 1)."""
         if self.temperature == 0:
             return logits.argmax(-1)
         scaled = logits.double() / self.temperature
@@ -50,7 +53,7 @@ class Sampling:
             ranked, ids = scaled.topk(min(self.top_k, scaled.shape[-1]))
         shares = ranked.softmax(-1)
         held = shares.cumsum(-1) - shares < self.top_p
-        held[:, 0] = True  # the likeliest always stays, at `top_p` 0 it alone
+        held[:, 0] = True  # always keep the likeliest token; with `top_p` 0 only this one
         shares = shares * held
         up_to = shares.cumsum(-1)
         place = torch.searchsorted(up_to, chance[:, None].double() * up_to[:, -1:], right=True)
@@ -59,14 +62,14 @@ class Sampling:
 
 @dataclass
 class Continuation:
-    """Sequences so far, one a prompt, of any lengths, and what the model says of the next token of each.
+    """Sequences that are being continued, one per prompt and of any lengths, and the logits of their next tokens.
 
     Args:
-        model: In evaluation mode.
+        model: Model in evaluation mode.
         mode: One of `MODES`.
         rows: Token ids of each sequence.
-        logits: (B, vocabulary) after the last of them.
-        state: Of the model, to go on from; None in mode attention.
+        logits: Logits (B, vocabulary) after the last token of each row.
+        state: State of the model after the last token; None in mode attention.
     """
 
     model: GPT
@@ -74,18 +77,18 @@ class Continuation:
     rows: list[list[int]]
     logits: Tensor
     state: Any = None
-    room: int = 0  # tokens that the state has room for
+    room: int = 0  # tokens that still fit into the state
 
     @classmethod
     def of(cls, model: GPT, mode: str, prompts: Sequence[Sequence[int]]) -> Self:
-        """That of prompts alone.
+        """Start from prompts alone.
 
         Raises:
-            ValueError: The model has no such mode, a prompt is empty, or longer than the position embeddings.
+            ValueError: The model does not have this mode, or a prompt is empty or longer than the position embeddings.
         """
         if mode not in ("attention", streaming_mode(model)):
             raise ValueError(
-                f"mode: mixer {model.config.mixer!r} has attention and {streaming_mode(model)}, got {mode!r}"
+                f"mode: mixer {model.config.mixer!r} supports attention and {streaming_mode(model)}, got {mode!r}"
             )
         rows = [list(prompt) for prompt in prompts]
         if not rows or not all(rows):
@@ -96,19 +99,20 @@ class Continuation:
         return cls(model, mode, rows, *read(model, rows))
 
     def generate(self, count: int, sampling: Sampling, seed: int) -> Iterator[list[int]]:
-        """`count` times the next token of every row, which then stands in `rows`.
+        """Sample the next token of every row `count` times, append it to `rows`, and yield the tokens.
 
-        A draw depends on (seed, row, place) alone: what goes on from a stored state is what it would have been.
+        A draw depends only on (seed, row, place). So a continuation from a stored state gives the same tokens as one
+        that was never interrupted.
 
         Raises:
-            ValueError: They would be more than there are position embeddings.
+            ValueError: There are not enough position embeddings.
         """
         if self.mode != "attention":
             check_room(self.model, self.rows, count)
         for left in range(count, 0, -1):
             if not self.room:
                 self.room = min(ROOM, left)
-                self.state = reserve(self.state, self.room + 1)  # a cache that is full is a graph of its own
+                self.state = reserve(self.state, self.room + 1)  # + 1: a full cache would need another compiled graph
             keys = [derive(seed, i, len(row)) for i, row in enumerate(self.rows)]
             chance = uniform(torch.tensor(keys, device=self.logits.device), 1)[:, 0]
             chosen = sampling.choose(self.logits, chance)
@@ -117,7 +121,7 @@ class Continuation:
 
     @torch.inference_mode()
     def append(self, tokens: Tensor) -> None:
-        """The next token (B,) of every row."""
+        """Append the next token (B,) to every row and update logits and state."""
         for row, token in zip(self.rows, tokens.tolist()):
             row.append(token)
         if self.mode == "attention":
@@ -128,25 +132,29 @@ class Continuation:
 
 
 def check_room(model: GPT, rows: list[list[int]], count: int) -> None:
-    """Raises ValueError: `count` more tokens would go beyond the position embeddings."""
+    """Check that the position embeddings suffice for `count` more tokens.
+
+    Raises:
+        ValueError: They do not suffice.
+    """
     longest = max(map(len, rows))
     if model.longest is not None and longest + count > model.longest:
         raise ValueError(
             f"tokens: {longest} and {count} more are beyond the model's {model.longest} positions; take "
-            f"{max(0, model.longest - longest)} at most, or mode attention, which reads the last {model.longest}"
+            f"{max(0, model.longest - longest)} at most, or use mode attention, which reads the last {model.longest}"
         )
 
 
 @torch.inference_mode()
 def read(model: GPT, rows: list[list[int]]) -> tuple[Tensor, Any]:
-    """Logits (B, vocabulary) after rows, and the state to go on from.
+    """Compute the logits (B, vocabulary) after rows, and the state after them.
 
-    They are read in pieces: beside the state of the model, memory does not grow with their length.
+    Rows are processed in pieces: memory beyond the state does not grow with their length.
     """
     tokens, valid = padded(rows, model.tokens.weight.device)
     state = reserve(model.initial_state(len(rows)), tokens.shape[1])
     last = torch.zeros(len(rows), model.config.dim, dtype=model.tokens.weight.dtype, device=tokens.device)
-    with torch.compiler.set_stance("force_eager"):  # what is compiled is the step of one token
+    with torch.compiler.set_stance("force_eager"):  # only the step of one token is compiled
         for piece, real in zip(tokens.split(PIECE, 1), valid.split(PIECE, 1)):
             x, state = model.encode_next(piece, state, None if real.all() else real)
             last = torch.where(real.any(1, keepdim=True), of_last(x, real), last)
@@ -155,14 +163,16 @@ def read(model: GPT, rows: list[list[int]]) -> tuple[Tensor, Any]:
 
 @torch.inference_mode()
 def recomputed(model: GPT, rows: list[list[int]]) -> Tensor:
-    """Logits (B, vocabulary) after the last tokens of rows; beyond the position embeddings of the last that fit."""
+    """Compute the logits (B, vocabulary) after rows, of which only the end is read if position embeddings are fewer."""
     longest = model.longest or max(map(len, rows))
     tokens, valid = padded([row[-longest:] for row in rows], model.tokens.weight.device)
-    return model.logits(of_last(model.encode(tokens), valid)[:, None])[:, 0]  # padding comes later, and is not seen
+    return model.logits(of_last(model.encode(tokens), valid)[:, None])[
+        :, 0
+    ]  # padding comes after the last token, which does not see it
 
 
 def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows as tokens (B, L), and which of these are no padding, (B, L)."""
+    """Pad rows and return tokens (B, L) and their mask (B, L), False for padding."""
     lengths = torch.tensor([len(row) for row in rows], device=device)
     valid = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
     tokens = torch.zeros_like(valid, dtype=torch.long)
@@ -171,5 +181,5 @@ def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def of_last(x: Tensor, valid: Tensor) -> Tensor:
-    """Of x (B, L, dim) that of each row's last token, (B, dim); where a row has none it means nothing."""
+    """Return x (B, L, dim) at the last valid token of each row, (B, dim); rows without one give meaningless values."""
     return x[torch.arange(len(x), device=x.device), valid.sum(1) - 1]

@@ -1,6 +1,6 @@
-"""Image classification: soft-target cross-entropy with mixup and cutmix; top-1 and top-5.
+"""Image classification: soft-target cross-entropy with mixup and cutmix; top-1 and top-5 accuracy.
 
-torchvision is imported where it is used: the table of tasks imports this file for every task.
+torchvision is imported inside functions, because the table of tasks imports this file for every task.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ TOP5 = Mean("top5", "top-5", percent=True)
 
 @dataclass
 class ImageClassificationConfig:
-    """`mixup` and `cutmix` are the alphas of their Beta distributions (0: off); with both on, each batch takes
-    cutmix with probability `switch`. `random_erasing` is the share of pictures that lose a rectangle to noise."""
+    """Settings of image classification.
+
+    `mixup` and `cutmix` are the alphas of their Beta distributions (0: off). With both on, a batch uses cutmix with
+    probability `switch`. `random_erasing` is the share of images in which noise replaces a rectangle.
+    """
 
     name: str = "image_classification"
     label_smoothing: float = setting(0.0, min=0, max=0.99)
@@ -44,9 +47,11 @@ class ImageClassificationConfig:
 
 
 class ImageClassification(Task):
-    """Batches hold `image`, uint8 (B, C, H, W), and `label` (B,); evaluation batches also `mask` (B,).
+    """Task of image classification.
 
-    What training does to whole batches is done here, on the device: the model's own normalisation, erasing, mixing.
+    Batches hold `image`, uint8 (B, C, H, W), and `label` (B,). Evaluation batches also hold `mask` (B,).
+
+    Training transforms whole batches here, on the device: the model's normalisation, random erasing, mixup and cutmix.
     """
 
     Config = ImageClassificationConfig
@@ -86,7 +91,7 @@ class ImageClassification(Task):
         images, labels = unwrapped(model).normalise(batch["image"]), batch["label"]
         if self.config.random_erasing:
             images = erase(images, self.config.random_erasing)
-        if self.mix is not None:  # it pairs neighbours, which under repeated augmentation are views of one picture
+        if self.mix is not None:  # shuffle: mixing pairs neighbours, under repeated augmentation views of one image
             order = torch.randperm(len(images), device=images.device)
             images, labels = self.mix(images[order], labels[order])  # labels become (B, classes) shares
         logits = model(images).float()
@@ -109,7 +114,7 @@ class ImageClassification(Task):
         return model(batch["image"]).float()
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
-        """Classes and their shares, the likeliest first."""
+        """Describe the likeliest classes and their probabilities, the likeliest first."""
         return likeliest(outputs, self.info.classes, count)
 
     def example(self, size: int, device: torch.device | str) -> Batch:
@@ -125,10 +130,11 @@ class ImageClassification(Task):
 
 
 def erase(images: Tensor, share: float) -> Tensor:
-    """Random erasing in pixel mode (1708.04896, as DeiT sets it): that share of the normalised images (B, C, H, W)
-    has a rectangle of normal noise, of 2 % to a third of the area, sides in a ratio of 0.3 to 1 / 0.3.
+    """Apply random erasing in pixel mode (1708.04896, as DeiT sets it) to normalised images (B, C, H, W).
 
-    A rectangle that does not fit is drawn again, ten times at most; then the image stays whole.
+    In a share of the images, normal noise replaces a rectangle. Its area is 2 % to a third of the image, and its sides
+    have a ratio of 0.3 to 1 / 0.3. A rectangle that does not fit is drawn again, ten times at most; after that the
+    image stays unchanged.
     """
     batch, _, height, width = images.shape
     area, ratio, top, left = torch.rand(4, batch, 10, device=images.device)
@@ -146,7 +152,7 @@ def erase(images: Tensor, share: float) -> Tensor:
 
 
 def draw_scan(order: Tensor, scale: int = 24) -> Tensor:
-    """A picture (3, height, width) of the way from patch to patch, from blue to red; order (2, L), -1 for none."""
+    """Draw a scan order (2, L), -1 for none, as an image (3, height, width) of a path that goes from blue to red."""
     from PIL import Image, ImageDraw
     from torchvision.transforms.functional import pil_to_tensor
 

@@ -1,4 +1,4 @@
-"""What image data tell a model: size, channels, classes, and how bright the pixels are."""
+"""Metadata of image data: size, channels, classes, and the statistics of pixels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from lion.tasks.data import Info
 
 @dataclass(frozen=True)
 class ImageInfo(Info):
-    """What a model must know of image data: (height, width), channels, the classes' names in label order, and the
-    mean and deviation of each channel of pixels in [0, 1]."""
+    """Facts about image data that a model must know.
+
+    Attributes:
+        size: (height, width).
+        channels: Number of channels.
+        classes: Names of the classes, in the order of the labels.
+        mean, std: Mean and standard deviation of each channel, of pixels in [0, 1].
+    """
 
     kind = "images"
     size_unit = "px"
@@ -28,9 +34,9 @@ class ImageInfo(Info):
         size, classes, mean, std = (tuple(values[name]) for name in ("size", "classes", "mean", "std"))
         counts, colours, channels = (*size, values["channels"]), (*mean, *std), values["channels"]
         if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in counts):
-            raise ValueError(f"no height, width and channels: {counts}")
+            raise ValueError(f"expected height, width and channels above 0, got {counts}")
         if not len(mean) == len(std) == channels or not all(isinstance(x, (int, float)) for x in colours):
-            raise ValueError(f"no mean and deviation of {channels} channels: {colours}")
+            raise ValueError(f"expected mean and deviation of {channels} channels, got {colours}")
         return cls(size, channels, classes, mean, std)
 
     def shares_heads(self, then: dict[str, Any]) -> bool:
@@ -38,17 +44,17 @@ class ImageInfo(Info):
 
     @property
     def sample_size(self) -> int:
-        """The side of its squares."""
+        """Side of the images, which must be square."""
         height, width = self.size
         if height != width:
-            raise ConfigError(f"the images are {height} x {width}, no squares of one size")
+            raise ConfigError(f"the images are {height} x {width}, expected squares")
         return height
 
     def resized(self, sample_size: int) -> Self:
         return replace(self, size=(sample_size, sample_size))
 
     def difference(self, name: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
-        """Labels mean their classes: another name in the same place is other data."""
+        """Compare the names of classes in the order of the labels, and other fields by value."""
         if name != "classes":
             return super().difference(name, old, new)
         if same_names(old, new):
@@ -58,10 +64,10 @@ class ImageInfo(Info):
 
 
 def numbered(count: int) -> tuple[str, ...]:
-    """Names of classes that nothing names."""
+    """Return names for classes without names."""
     return tuple(f"class {i}" for i in range(count))
 
 
 def same_names(old: Any, new: Any) -> bool:
-    """Whether two lists of classes are the same; those of a converted checkpoint may be only numbered."""
+    """Return whether two lists of classes are the same; a converted checkpoint may only number its classes."""
     return old == new or (old == list(numbered(len(old or ()))) and len(old) == len(new or ()))

@@ -1,4 +1,4 @@
-"""What tasks of text share: their data, their batches, and the loss of a token."""
+"""Common parts of language tasks: metadata, batches, and the loss of a token."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ PERPLEXITY = OfMeans("perplexity", higher_is_better=False, function=math.exp, of
 
 
 class LanguageTask(Task):
-    """Batches hold `tokens` (B, L), and where documents are packed or padded `segments` (B, L), -1 for padding."""
+    """Base class of language tasks.
+
+    Batches hold `tokens` (B, L). Where documents are packed or padded they also hold `segments` (B, L), -1 for padding.
+    """
 
     Info = TextInfo
     unit = "sequences"
 
     def example(self, size: int, device: torch.device | str) -> Batch:
-        """Rows of which every fourth is half padding: nothing but text in windows comes without."""
+        """Return random rows; every fourth row is half padding.
+
+        Real text has padding too, except text in windows, so a measured step should include it.
+        """
         tokens = torch.randint(self.info.vocabulary, (size, self.info.length), device=device)
         segments = torch.zeros_like(tokens)
         segments[::4, -(self.info.length // 2) :] = -1
@@ -31,7 +37,7 @@ class LanguageTask(Task):
 
 
 def token_losses(logits: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
-    """Cross-entropy in nats of logits (B, K, vocabulary) against targets (B, K); 0 for those that are not counted."""
+    """Compute the cross-entropy in nats of logits (B, K, vocabulary) and targets (B, K); 0 where not `counted`."""
     if counted is not None:
-        targets = targets.masked_fill(~counted, -100)  # also padding, whose ids may be anything
+        targets = targets.masked_fill(~counted, -100)  # includes padding, whose ids are arbitrary
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)

@@ -1,4 +1,4 @@
-"""Long Range Arena: a class of each long sequence of ids or pixels, or of each pair of documents."""
+"""Long Range Arena: classification of long sequences of ids or pixels, or of pairs of documents."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from lion.tasks.data import Batch
 from lion.tasks.metrics import ACCURACY, LOSS, Metric, OfAll
 from lion.tasks.sequences import PIXELS, SequenceInfo
 
-STUCK = 3.0  # standard deviations that are still chance
-LEAST = 0.005  # of accuracy, one of them at least: no number of samples makes a result of a single point
+STUCK = 3.0  # an accuracy fewer standard deviations above chance counts as chance
+LEAST = 0.005  # smallest standard deviation of accuracy: one point is no result, however many samples
 
 
 def above_chance(prediction: Tensor, label: Tensor) -> float:
-    """How many standard deviations the accuracy lies above that of always naming the commonest class (or, were all
-    samples alike, above nothing)."""
+    """Compute how far the accuracy lies above that of always predicting the commonest class, in standard deviations.
+
+    A standard deviation is at least `LEAST`. If all labels are equal, the result is never above 0.
+    """
     share = torch.bincount(label.long()).max().item() / len(label)
     accuracy = (prediction == label).double().mean().item()
     return (accuracy - share) / max(math.sqrt(share * (1 - share) / len(label)), LEAST)
@@ -36,18 +38,21 @@ ABOVE_CHANCE = OfAll(
 
 
 class SequenceTask(Task):
-    """Batches hold `pixels` (B, L), or `tokens` and `segments` (B, L) or, of pairs, (B, 2, L): see `SequenceInfo`."""
+    """Base class of tasks on long sequences.
+
+    Batches hold `pixels` (B, L), or `tokens` and `segments`, both (B, L), or (B, 2, L) for pairs; see `SequenceInfo`.
+    """
 
     Info = SequenceInfo
     unit = "sequences"
 
     def sizes(self) -> dict[str, Any]:
-        """What every model of such sequences must know."""
+        """Return the arguments that every model of long sequences needs."""
         info = self.info
         return {"length": info.length, "vocabulary": info.vocabulary, "mean": info.mean, "std": info.std}
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Ids or pixels, and their segments."""
+        """Return ids or pixels, and their segments."""
         return batch["pixels" if self.info.vocabulary is None else "tokens"], batch.get("segments")
 
     def example(self, size: int, device: torch.device | str) -> Batch:
@@ -60,7 +65,7 @@ class SequenceTask(Task):
         return {"tokens": tokens, "segments": torch.zeros_like(tokens), "label": label}
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
-        """Pictures that are squares."""
+        """Return the first inputs as images, if they are pixels of square images."""
         side = math.isqrt(self.info.length)
         if self.info.vocabulary is not None or side * side != self.info.length:
             return {}
@@ -71,14 +76,14 @@ class SequenceTask(Task):
 
 @dataclass
 class LRATaskConfig:
-    """`label_smoothing` is the share of each label that goes to all classes."""
+    """Settings of LRA tasks. `label_smoothing` is the share of each label that is spread over all classes."""
 
     name: str = "lra"
     label_smoothing: float = setting(0.0, min=0, max=0.99)
 
 
 class LRATask(SequenceTask):
-    """Batches also hold `label` (B,); evaluation batches `mask` (B,)."""
+    """Task of the Long Range Arena. Batches also hold `label` (B,); evaluation batches also hold `mask` (B,)."""
 
     Config = LRATaskConfig
     Model = LRA
@@ -91,7 +96,7 @@ class LRATask(SequenceTask):
     @staticmethod
     def remark(values: dict[str, float]) -> str | None:
         above = values["above_chance"]
-        if above is None or above >= STUCK:  # none where nothing was finite, which is told elsewhere
+        if above is None or above >= STUCK:  # None: no value was finite, which is reported elsewhere
             return None
         how = f"{ACCURACY.text(values['accuracy'])} is {above:.1f} standard deviations from always naming one class"
         return f"stuck at chance: accuracy {how}; this is no result of the model"
@@ -114,9 +119,9 @@ class LRATask(SequenceTask):
         return Outcome({name: ((value * mask).sum(), count) for name, value in sums.items()}, logits, rows)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Logits (B, classes)."""
+        """Return logits (B, classes)."""
         return model(*self.inputs(batch)).float()
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
-        """Classes and their shares, the likeliest first."""
+        """Describe the likeliest classes and their probabilities, the likeliest first."""
         return likeliest(outputs, [f"class {c}" for c in range(self.info.classes)], count)

@@ -1,4 +1,7 @@
-"""Self-pretraining (2310.02980): hidden inputs of a task are told from those around them; `init_from` starts there."""
+"""Self-pretraining (2310.02980): predicts masked inputs of an LRA task from the other inputs.
+
+A run of the task starts from such a run with `init_from`.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,20 @@ from lion.tasks.seeds import uniform
 
 @dataclass
 class LRAMaskedTaskConfig:
-    """`rate` is the share of inputs that are hidden, each by itself; in evaluation the same ones at every time."""
+    """Settings of self-pretraining.
+
+    `rate` is the share of inputs that are masked, each independently. Every evaluation masks the same inputs.
+    """
 
     name: str = "lra_masked"
     rate: float = setting(0.15, above=0, max=1)
 
 
 class LRAMaskedTask(SequenceTask):
-    """Cross-entropy of hidden ids in nats, absolute error of hidden pixels (normalised); labels are not read.
+    """Task of self-pretraining.
 
-    Evaluation batches also hold `mask` and `key` (B,). The documents of a pair are sequences of their own.
+    The loss is the cross-entropy of masked ids in nats, or the absolute error of masked, normalised pixels. Labels are
+    not used. Evaluation batches also hold `mask` and `key` (B,). The documents of a pair are separate sequences.
     """
 
     Config = LRAMaskedTaskConfig
@@ -45,14 +52,14 @@ class LRAMaskedTask(SequenceTask):
         return build_or_explain(MODELS[config.name], config, **self.sizes())
 
     def rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Inputs and segments (B, L), or (2 B, L) of pairs."""
+        """Return inputs and segments, (B, L), or (2 B, L) for pairs."""
         inputs, segments = self.inputs(batch)
         return inputs.flatten(0, -2), None if segments is None else segments.flatten(0, -2)
 
     def losses(self, model: nn.Module, batch: Batch, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each input (rows, L), 0 where it was not hidden; which were, and the outputs (rows, L, ..).
+        """Return losses of inputs (rows, L), 0 where not masked; the mask (rows, L); and the outputs (rows, L, ..).
 
-        `draws` (rows, L) in [0, 1) say which.
+        An input is masked where `draws` (rows, L), in [0, 1), is below the rate.
         """
         inputs, segments = self.rows(batch)
         hidden = draws < self.config.rate
@@ -72,7 +79,7 @@ class LRAMaskedTask(SequenceTask):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         inputs = self.rows(batch)[0]
-        each = inputs.shape[0] // len(batch["key"])  # rows of a sample
+        each = inputs.shape[0] // len(batch["key"])  # rows per sample
         draws = uniform(batch["key"], each * inputs.shape[1]).view(inputs.shape)
         losses, hidden, outputs = self.losses(model, batch, draws)
         counted = batch["mask"].repeat_interleave(each)[:, None] & hidden
@@ -80,5 +87,5 @@ class LRAMaskedTask(SequenceTask):
         return Outcome({"loss": ((losses * counted).sum(), counted.sum())}, outputs)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Of inputs as they stand, (rows, L, ..)."""
+        """Return the outputs (rows, L, ..) for unmasked inputs."""
         return model(*self.rows(batch)).float()

@@ -1,4 +1,4 @@
-"""Masked language modelling (1810.04805): some tokens are hidden, and told from those around them."""
+"""Masked language modelling (1810.04805): predicts masked tokens from the other tokens."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ ACCURACY = Mean("accuracy", "MLM accuracy", percent=True)
 
 @dataclass
 class MaskedLMConfig:
-    """`rate` is the share of tokens that are chosen, in training and in evaluation; of these, `masked` become the mask
-    token, `random` any token, and the others stay as they are."""
+    """Settings of masked language modelling.
+
+    `rate` (`eval_rate` in evaluation) is the share of tokens that are chosen as targets. Of these, the share `masked`
+    becomes the mask token, the share `random` becomes any token, and the others stay unchanged.
+    """
 
     name: str = "masked_lm"
     rate: float = setting(0.30, above=0, max=1)
@@ -34,17 +37,19 @@ class MaskedLMConfig:
 
     def __post_init__(self) -> None:
         if self.masked + self.random > 1 + 1e-9:
-            raise ValueError(f"masked: with random {self.random} at most {1 - self.random:g}, got {self.masked}")
+            raise ValueError(
+                f"masked: with random={self.random}, expected at most {1 - self.random:g}, got {self.masked}"
+            )
 
 
 class Masked(NamedTuple):
-    """A batch whose tokens are hidden, with K slots a row, however many of them a row needs.
+    """A batch with masked tokens. Every row has K slots for targets, and uses as many as it needs.
 
     Attributes:
-        tokens: What the model sees, (B, L).
-        places: Where chosen tokens stand, (B, K); those of slots that are not needed mean nothing.
-        targets: What stood there, (B, K).
-        chosen: Boolean (B, K), which slots are needed.
+        tokens: Tokens that the model sees, (B, L).
+        places: Positions of the chosen tokens, (B, K); meaningless in unused slots.
+        targets: Original tokens at these positions, (B, K).
+        chosen: Boolean (B, K), True for used slots.
     """
 
     tokens: Tensor
@@ -54,11 +59,13 @@ class Masked(NamedTuple):
 
 
 class MaskedLM(LanguageTask):
-    """Batches hold `tokens` (B, L), and `segments` (B, L) where documents are packed or padded; evaluation batches also
-    `mask` and `key` (B,).
+    """Task of masked language modelling.
 
-    Hiding is done here, on the device. In training chance is PyTorch's own; in evaluation it is a function of the
-    sample's `key`, so that all models, forms and batch sizes are asked the same; see `hide_by_key`.
+    Batches hold `tokens` (B, L), and `segments` (B, L) where documents are packed or padded. Evaluation batches also
+    hold `mask` and `key` (B,).
+
+    Masking happens here, on the device. Training draws from PyTorch's generator. Evaluation masks as a function of the
+    sample's `key`, so that all models, forms and batch sizes predict the same tokens; see `hide_by_key`.
     """
 
     Config = MaskedLMConfig
@@ -82,11 +89,11 @@ class MaskedLM(LanguageTask):
         return build_or_explain(MODELS[config.name], config, vocabulary=self.info.vocabulary, length=self.info.length)
 
     def hide(self, batch: Batch, rate: float, draws: Tensor) -> Masked:
-        """Choose `rate` of each row's tokens, at least one, but no special ones and no padding, and hide them.
+        """Choose `rate` of each row's tokens, at least one, but no special tokens and no padding, and mask them.
 
-        `draws` (B, L, 3) in [0, 1) say, token by token, in which order they are chosen, what is done, and with which
-        token: it does not matter how long the row is padded. As in the original BERT a row has a fixed number of them,
-        so that shapes are the same in every step.
+        For each token `draws` (B, L, 3) in [0, 1) determine the order of choice, the kind of replacement, and the
+        random token. So the amount of padding does not matter. As in the original BERT a row has a fixed number of
+        slots, so that shapes are the same in every step.
         """
         tokens, segments = batch["tokens"], batch.get("segments")
         order, action, other = draws.unbind(-1)
@@ -104,8 +111,11 @@ class MaskedLM(LanguageTask):
         return Masked(torch.where(hidden, replaced, tokens), places, tokens.gather(1, places), chosen)
 
     def hide_by_key(self, batch: Batch) -> Masked:
-        """As evaluation hides. With a `key` (B, n) the n parts of a row, each as if it was a row: so the same tokens of
-        a text are hidden whatever the length of its rows."""
+        """Mask a batch for evaluation, as a function of its keys.
+
+        With a `key` (B, n) each of the n parts of a row is masked like a row. So the same tokens of a text are masked,
+        whatever the length of the rows.
+        """
         key, size = batch["key"], len(batch["tokens"])
         parts = key.numel() // size
         rows = {name: batch[name].view(size * parts, -1) for name in ("tokens", "segments") if name in batch}
@@ -116,7 +126,7 @@ class MaskedLM(LanguageTask):
         return Masked(tokens.view(size, -1), places.flatten(1), targets.view(size, -1), chosen.view(size, -1))
 
     def logits(self, model: nn.Module, batch: Batch, masked: Masked) -> Tensor:
-        """Of the chosen tokens, (B, K, vocabulary)."""
+        """Return the logits (B, K, vocabulary) of the chosen tokens."""
         return model(masked.tokens, batch.get("segments"), places=masked.places).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
@@ -135,5 +145,5 @@ class MaskedLM(LanguageTask):
         return Outcome({"accuracy": (right.sum(), weight), "loss": (loss.sum(), weight)}, logits)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Logits (B, L, vocabulary) of tokens as they stand."""
+        """Return logits (B, L, vocabulary) for unmasked tokens."""
         return model(batch["tokens"], batch.get("segments")).float()

@@ -1,7 +1,7 @@
-"""Metrics: a name, which way is better, how a value is written, and how it follows from what an evaluation collected.
+"""Metrics: names, directions, number formats, and computation from the results of an evaluation.
 
-Four kinds: `Mean` of sums, `OfMeans` (perplexity), `OfAll` predictions and labels (F1, Matthews, Spearman), and
-`OwnPass` over model and data (Frechet distance). A task names its own, and the first of them chooses `best`.
+There are four kinds: `Mean` of sums, `OfMeans` (perplexity), `OfAll` predictions and labels (F1, Matthews, Spearman),
+and `OwnPass` over model and data (Frechet distance). A task lists its metrics, and the first one selects `best`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Metric:
-    """What a model is judged by; values are raw numbers everywhere, and percent where they are shown.
+    """A measure of a model's quality. Values are raw numbers everywhere, and percentages only where they are shown.
 
     Args:
-        name: Its key in `metrics.jsonl`.
-        label: In headings; the name, where that will do.
-        higher_is_better: Which of two values is the better one.
-        percent: Whether it is shown times 100.
-        digits: After the point, where it is shown.
+        name: Key in `metrics.jsonl`.
+        label: Text in headings; empty: the name.
+        higher_is_better: Whether larger values are better.
+        percent: Whether values are shown times 100.
+        digits: Shown digits after the decimal point.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Metric:
     percent: bool = field(default=False, kw_only=True)
     digits: int = field(default=2, kw_only=True)
 
-    rows: ClassVar[tuple[str, ...]] = ()  # what is kept of every sample
+    rows: ClassVar[tuple[str, ...]] = ()  # names of the outcome's rows that the metric needs
 
     @property
     def title(self) -> str:
@@ -40,45 +40,45 @@ class Metric:
 
     @property
     def heading(self) -> str:
-        """Of a column of `number`s: top-1 %, perplexity."""
+        """Heading of a column of `number`s: top-1 %, perplexity."""
         return f"{self.title}{' %' if self.percent else ''}"
 
     def scaled(self, value: float) -> float:
-        """As it is shown: 98.22 for 0.9822 where it is in percent."""
+        """Return the value as shown: 98.22 for 0.9822 if `percent`."""
         return 100 * value if self.percent else value
 
     def number(self, value: float) -> str:
-        """For a column with the `heading`: 98.22, 17.42."""
+        """Format a value for a column under `heading`: 98.22, 17.42."""
         return f"{self.scaled(value):.{self.digits}f}"
 
     def text(self, value: float) -> str:
-        """With its unit: 98.22 %, 17.42."""
+        """Format a value with its unit: 98.22 %, 17.42."""
         return f"{self.number(value)}{' %' if self.percent else ''}"
 
     @property
     def worst(self) -> float:
-        """What every value is as good as."""
+        """The worst possible value: minus infinity if higher is better, else infinity."""
         return -math.inf if self.higher_is_better else math.inf
 
     def best(self, values: Iterable[float]) -> float:
         return max(values) if self.higher_is_better else min(values)
 
     def gain(self, value: float, over: float) -> float:
-        """How much better one value is than another; negative where it is worse."""
+        """Return how much better `value` is than `over`; negative if worse."""
         return value - over if self.higher_is_better else over - value
 
     def as_good(self, value: float, other: float) -> bool:
-        """Whether a value is better than another, or equal; NaN is not."""
+        """Return whether `value` is at least as good as `other`; False for NaN."""
         return value >= other if self.higher_is_better else value <= other
 
     def value(self, means: dict[str, float], rows: dict[str, Tensor]) -> float:
-        """Of the means of all sums, and of the kept rows (samples, ..) in order."""
+        """Compute the metric from the means of all sums and from the kept rows (samples, ..), in sample order."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Mean(Metric):
-    """The sum of its name over the weight beside it."""
+    """The mean of the sum of the same name: the sum divided by its weight."""
 
     def value(self, means: dict[str, float], rows: dict[str, Tensor]) -> float:
         return means[self.name]
@@ -86,7 +86,7 @@ class Mean(Metric):
 
 @dataclass(frozen=True)
 class OfMeans(Metric):
-    """A function of means, as `exp` of the mean loss; what overflows is infinite."""
+    """A function of means, such as `exp` of the mean loss; infinite if it overflows."""
 
     function: Callable[..., float] = field(kw_only=True)
     of: tuple[str, ...] = field(kw_only=True)
@@ -100,9 +100,9 @@ class OfMeans(Metric):
 
 @dataclass(frozen=True)
 class OfAll(Metric):
-    """A function of whole columns of rows, each (samples, ..) on the CPU, as of ("prediction", "label").
+    """A function of whole columns of rows, such as ("prediction", "label"), each (samples, ..) on the CPU.
 
-    It must be finite whatever the model predicts, all samples alike included: what is not counts as divergence.
+    The function must be finite for all predictions, also when all samples are alike: other values count as divergence.
     """
 
     function: Callable[..., float] = field(kw_only=True)
@@ -118,10 +118,10 @@ class OfAll(Metric):
 
 @dataclass(frozen=True)
 class OwnPass(Metric):
-    """What goes through the data by itself: `measure(task, model, batches, gather)`, in every process.
+    """A metric with a separate pass over the data: every process calls `measure(task, model, batches, gather)`.
 
-    `batches` are the process's share, on the device, with a `mask` of real samples; `gather(x)` gives each
-    process's x to all, by rank. The model is in evaluation mode, without gradients.
+    `batches` are the process's share of the data, on the device, with a `mask` of real samples. `gather(x)` returns
+    every process's x to all processes, by rank. The model is in evaluation mode, without gradients.
     """
 
     measure: Callable[[Any, nn.Module, Iterable[dict[str, Tensor]], Callable[[Any], list[Any]]], float] = field(

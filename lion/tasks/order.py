@@ -1,7 +1,7 @@
-"""The order in which an epoch reads its samples: a pure function of (seed, epoch, position).
+"""Order of an epoch's samples: a pure function of (seed, epoch, position).
 
-Nothing is kept between steps, so that a run can stop and go on anywhere, and what is computed for a batch has the
-batch's size, however large the data set.
+No state is kept between steps, so that a run can stop and resume anywhere. Work and memory for a batch depend on the
+batch size, however large the data set is.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from torch import Tensor
 
 from lion.tasks.seeds import GOLDEN, derive, mix, shift
 
-LISTED = 2**21  # samples whose permutation is drawn as a list (of 16 MiB) once an epoch
+LISTED = 2**21  # up to this many samples, a permutation is stored (16 MiB) once per epoch
 ROUNDS = 8
 
 
 class Order(ABC):
-    """Which sample stands at a position of an epoch."""
+    """Order of the samples in an epoch."""
 
     @abstractmethod
     def samples(self, positions: range, *, size: int, seed: int, epoch: int) -> list[int]:
-        """The samples, 0 to `size` - 1, at these positions, 0 to `size` - 1, of an epoch."""
+        """Return the samples, 0 to `size` - 1, at these positions, 0 to `size` - 1, of an epoch."""
 
 
 @dataclass(frozen=True)
 class Shuffled(Order):
-    """Every sample once an epoch; with `repeats`, as many fewer, each that often in a row (DeiT's augmentation)."""
+    """A random order that reads every sample once per epoch.
+
+    With `repeats` r, an epoch reads only 1 / r of the samples, each r times in a row (DeiT's repeated augmentation).
+    """
 
     repeats: int = 1
 
@@ -42,7 +45,7 @@ class Shuffled(Order):
 
 @dataclass(frozen=True)
 class Sequential(Order):
-    """Every sample once an epoch, as they stand."""
+    """The order of the data set: every sample once per epoch."""
 
     def samples(self, positions: range, *, size: int, seed: int, epoch: int) -> list[int]:
         return list(positions)
@@ -50,7 +53,7 @@ class Sequential(Order):
 
 @dataclass(frozen=True)
 class Drawn(Order):
-    """Each sample drawn from all, with replacement: windows that begin anywhere in a token file."""
+    """Sampling with replacement: every position draws from all samples, such as windows anywhere in a token file."""
 
     def samples(self, positions: range, *, size: int, seed: int, epoch: int) -> list[int]:
         places = torch.arange(positions.start, positions.stop, positions.step)
@@ -59,15 +62,15 @@ class Drawn(Order):
 
 @functools.lru_cache(maxsize=2)  # the loader may be an epoch ahead
 def permutation(size: int, key: int) -> Tensor:
-    """All of `range(size)` in a random order."""
+    """Return `range(size)` in a random order."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(key))
 
 
 def permute(places: Tensor, size: int, key: int) -> Tensor:
-    """Where a pseudo-random permutation of `range(size)` takes the places (B,): memory and time of O(B).
+    """Map places (B,) through a pseudo-random permutation of `range(size)`, in memory and time of O(B).
 
-    A Feistel network on a grid of hardly more than `size` cells, whose rows and columns are shifted in turn by a hash
-    of the other; what falls outside of `range(size)` goes through it again (cycle walking).
+    A Feistel network works on a grid of hardly more than `size` cells. Rows and columns are shifted in turn, each by a
+    hash of the other. Values outside of `range(size)` go through the network again (cycle walking).
     """
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)

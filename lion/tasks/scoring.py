@@ -1,4 +1,4 @@
-"""Zero-shot multiple choice: of several continuations of a text, the one that a causal model finds likeliest."""
+"""Zero-shot multiple choice: selects the continuation of a text that a causal model finds likeliest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ QUANTILE = 1.959964  # of the normal distribution, for 95 %
 
 
 def share_right(score: Tensor, size: Tensor, question: Tensor, choice: Tensor, right: Tensor) -> float:
-    """The share of questions whose best choice is the right one, all arguments (rows,), a row being a choice of a
-    `question`: best is the greatest `score / size`, of equals the first `choice`."""
+    """Compute the share of questions whose best choice is the right one.
+
+    All arguments are (rows,), and a row is one choice of a `question`. The best choice has the greatest `score / size`;
+    among equals it is the first `choice`.
+    """
     order = choice.argsort()
     order = order[(score.double() / size)[order].argsort(descending=True, stable=True)]
     order = order[question[order].argsort(stable=True)]
@@ -31,7 +34,7 @@ def accuracy(name: str, label: str, size: str) -> OfAll:
     return OfAll(name, label, percent=True, function=share_right, of=("score", size, "question", "choice", "right"))
 
 
-PLAIN, PER_BYTE, PER_TOKEN = (  # by the log-likelihood, and by that of a byte or token of the choice
+PLAIN, PER_BYTE, PER_TOKEN = (  # rank by log-likelihood: of the choice, per byte and per token
     accuracy("acc", "acc", "one"),
     accuracy("acc_norm", "acc_norm", "bytes"),
     accuracy("acc_token", "acc per token", "tokens_of_choice"),
@@ -39,10 +42,10 @@ PLAIN, PER_BYTE, PER_TOKEN = (  # by the log-likelihood, and by that of a byte o
 
 
 class MultipleChoice(CausalLM):
-    """A sample is one choice behind its text; the choices of a question need not stand in one batch.
+    """Task of multiple choice. A sample is one choice after its text; batches may split the choices of a question.
 
-    Batches hold `tokens` and `segments` (B, L), -1 for padding; of the last `tokens_of_choice` (B,) of a row's tokens
-    the log-likelihood is asked for. `bytes`, `question`, `choice`, `right` and `mask` (B,) say what the row is.
+    Batches hold `tokens` and `segments` (B, L), -1 for padding. The choice is the last `tokens_of_choice` (B,) tokens
+    of a row, whose log-likelihood is computed. `bytes`, `question`, `choice`, `right` and `mask` (B,) describe the row.
     """
 
     @staticmethod
@@ -56,10 +59,10 @@ class MultipleChoice(CausalLM):
 
 
 def log_likelihoods(model: nn.Module, batch: Batch) -> Tensor:
-    """In nats (B,), float64, of the choice that ends each row of a batch, given what stands before it."""
+    """Compute log-likelihoods in nats (B,), float64, of the choice at the end of each row, conditioned on its text."""
     tokens, segments = batch["tokens"], batch["segments"]
     last = (segments >= 0).sum(1, keepdim=True)  # (B, 1)
-    place = torch.arange(1, tokens.shape[1], device=tokens.device)  # of the token that is told
+    place = torch.arange(1, tokens.shape[1], device=tokens.device)  # of the predicted token
     judged = (place < last) & (place >= last - batch["tokens_of_choice"][:, None])  # (B, L - 1)
     x = model.encode(tokens[:, :-1], segments[:, :-1])
     losses = F.cross_entropy(model.logits(x[judged]).float(), tokens[:, 1:][judged], reduction="none")
@@ -68,7 +71,7 @@ def log_likelihoods(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share that was found in `count` draws."""
+    """Return Wilson's 95 % interval of a share observed in `count` draws."""
     more = QUANTILE**2 / count
     middle = (share + more / 2) / (1 + more)
     half = QUANTILE / (1 + more) * math.sqrt(share * (1 - share) / count + more / (4 * count))

@@ -1,4 +1,4 @@
-"""Chance as a function of numbers: seeds, and draws on the device that no batch size and no process count changes."""
+"""Reproducible random numbers: seeds and draws on the device, independent of batch size and number of processes."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E
 
 
 def derive(*parts: int | str) -> int:
-    """A seed, 0 to 2**63 - 1, from several numbers or names; far apart for neighbours."""
+    """Return a seed, 0 to 2**63 - 1, from numbers or names; similar inputs give unrelated seeds."""
     digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def place_keys(seed: int, places: Tensor) -> Tensor:
-    """A key (N,) for each of the places (N,), integer, under a seed."""
+    """Return a key (N,) for each of the integer places (N,), under a seed."""
     return mix(derive(seed) + places)
 
 
 def mix(x: Tensor) -> Tensor:
-    """SplitMix64's bijection of 64-bit words, held as int64 (products wrap around)."""
+    """Apply SplitMix64's bijection to 64-bit words stored as int64 (products wrap around)."""
     x = (x ^ shift(x, 30)) * FIRST
     x = (x ^ shift(x, 27)) * SECOND
     return x ^ shift(x, 31)
 
 
 def shift(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in."""
+    """Shift bits to the right and fill with zeros."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
 def uniform(keys: Tensor, n: int) -> Tensor:
-    """`n` draws for each of the keys (B,), int64: float32 (B, n) in [0, 1), in steps of 2**-24.
+    """Return `n` draws for each of the keys (B,), int64: float32 (B, n) in [0, 1), in steps of 2**-24.
 
-    A row depends on its key alone: SplitMix64 started there. Such a key is the `key` of an evaluation batch.
+    A row depends only on its key, which starts SplitMix64. The `key` of an evaluation batch is such a key.
     """
     steps = torch.arange(1, n + 1, device=keys.device) * GOLDEN
     return shift(mix(keys[:, None] + steps), 40).float() * 2.0**-24
 
 
 def normal(keys: Tensor, n: int) -> Tensor:
-    """`n` draws from the normal distribution for each of the keys (B,), float32 (B, n), as `uniform` draws them."""
-    middle = uniform(keys, n).double() + 2.0**-25  # of a step: never 0 or 1
+    """Return `n` draws from the normal distribution, float32 (B, n), for each of the keys (B,); see `uniform`."""
+    middle = uniform(keys, n).double() + 2.0**-25  # middle of a step, so never 0 or 1
     return torch.special.ndtri(middle).float()

@@ -1,6 +1,6 @@
-"""Classes of token sequences, or numbers: cross-entropy or squared error, and the metrics of GLUE.
+"""Sequence classification and regression: cross-entropy or squared error, and the metrics of GLUE.
 
-scikit-learn and SciPy are imported where they are used: the table of tasks imports this file for every task.
+scikit-learn and SciPy are imported inside functions, because the table of tasks imports this file for every task.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lion.tasks.text import LabelledTextInfo
 
 
 def f1(prediction: Tensor, label: Tensor) -> float:
-    """Of class 1."""
+    """Compute F1 of class 1."""
     from sklearn.metrics import f1_score
 
     return f1_score(label, prediction, zero_division=0)
@@ -51,7 +51,7 @@ def pearson(prediction: Tensor, label: Tensor) -> float:
 
 
 def correlation(measure: Callable[..., Any], prediction: Tensor, label: Tensor) -> float:
-    """0 where all predictions are equal."""
+    """Compute a correlation; 0 if all predictions or all labels are equal."""
     if prediction.min() == prediction.max() or label.min() == label.max():
         return 0.0
     value = float(measure(prediction.double(), label.double()).statistic)
@@ -70,8 +70,11 @@ METRICS = {**OF_CLASSES, **OF_NUMBERS}
 
 @dataclass
 class SequenceClassificationConfig:
-    """`metrics` are measured beside the loss: `accuracy`, `f1` (of class 1 of two), `matthews`; of numbers `spearman`,
-    `pearson`. The first chooses `best`."""
+    """Settings of sequence classification.
+
+    `metrics` are measured in addition to the loss. Classes: `accuracy`, `f1` (of class 1 of two), `matthews`. Numbers:
+    `spearman`, `pearson`. The first metric selects `best`.
+    """
 
     name: str = "sequence_classification"
     metrics: tuple[str, ...] = ("accuracy",)
@@ -79,14 +82,17 @@ class SequenceClassificationConfig:
     def __post_init__(self) -> None:
         for name in self.metrics:
             if name not in METRICS:
-                raise ValueError(f"metrics: {name!r} is no metric, {nearest(name, METRICS)}")
+                raise ValueError(f"metrics: unknown metric {name!r}, {nearest(name, METRICS)}")
         if not self.metrics:
             raise ValueError("metrics: expected at least one")
 
 
 class SequenceClassification(LanguageTask):
-    """Batches hold `tokens`, `types` and `segments` (B, L), -1 for padding, and `label` (B,): a class, or a number;
-    evaluation batches also `mask` (B,). Types reach a model that has embeddings for them."""
+    """Task of sequence classification and regression.
+
+    Batches hold `tokens`, `types` and `segments` (B, L), -1 for padding, and `label` (B,): a class or a number.
+    Evaluation batches also hold `mask` (B,). Types are passed only to a model with type embeddings.
+    """
 
     Config = SequenceClassificationConfig
     Model = BertClassifier
@@ -99,11 +105,11 @@ class SequenceClassification(LanguageTask):
         for name in config.metrics:
             if name not in fit:
                 what = f"{len(info.classes)} classes" if info.classes else "numbers"
-                raise ConfigError(f"task.metrics: {name!r} is no metric of {what}, {nearest(name, fit)}")
+                raise ConfigError(f"task.metrics: {name!r} does not apply to {what}, {nearest(name, fit)}")
         if "f1" in config.metrics and len(info.classes) != 2:
-            raise ConfigError(f"task.metrics: 'f1' is of two classes, these are {len(info.classes)}: 'accuracy'")
+            raise ConfigError(f"task.metrics: 'f1' needs two classes, got {len(info.classes)}: use 'accuracy'")
         if config.metrics != ("accuracy",) and importlib.util.find_spec("sklearn") is None:
-            raise ConfigError("task.metrics: all but 'accuracy' need scikit-learn: pip install scikit-learn")
+            raise ConfigError("task.metrics: all metrics except 'accuracy' need scikit-learn: pip install scikit-learn")
 
     @staticmethod
     def metrics_of(config: SequenceClassificationConfig) -> tuple[Metric, ...]:
@@ -118,7 +124,7 @@ class SequenceClassification(LanguageTask):
         return Sums(losses.sum(), losses.new_full((), len(losses)))
 
     def losses(self, outputs: Tensor, label: Tensor) -> Tensor:
-        """Of each sample, (B,)."""
+        """Return the loss of each sample, (B,)."""
         if self.info.classes:
             return F.cross_entropy(outputs, label, reduction="none")
         return F.mse_loss(outputs[:, 0], label, reduction="none")
@@ -133,12 +139,12 @@ class SequenceClassification(LanguageTask):
         return Outcome({name: ((value * mask).sum(), count) for name, value in sums.items()}, outputs, rows)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Logits (B, classes), or numbers (B, 1)."""
+        """Return logits (B, classes), or numbers (B, 1)."""
         types = batch.get("types") if unwrapped(model).types is not None else None
         return model(batch["tokens"], batch.get("segments"), types).float()
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
-        """Classes and their shares, the likeliest first; or the number."""
+        """Describe the likeliest classes and their probabilities, the likeliest first; or the number."""
         if not self.info.classes:
             return [[f"{value:.2f}"] for value in outputs[:, 0].tolist()]
         return likeliest(outputs, self.info.classes, count)

@@ -1,4 +1,4 @@
-"""What long sequences with a class tell a model: ids or pixels, how many of them, and of how many classes."""
+"""Metadata of long sequences with a class: ids or pixels, length, and number of classes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any, Self
 from lion.config import ConfigError
 from lion.tasks.data import Info
 
-PIXELS = 256  # intensities
+PIXELS = 256  # number of intensities
 
 
 @dataclass(frozen=True)
 class SequenceInfo(Info):
-    """What a model must know of long sequences, each with one class.
+    """Facts about long sequences with a class each that a model must know.
 
-    A sample is {"tokens": int64 (L,), "label": int}, {"pixels": uint8 (L,), "label": int}, or, of pairs of documents,
-    {"tokens": int64 (L,), "second": int64 (L2,), "label": int}. A batch holds "label" (B,) and "pixels" (B, L), or
-    "tokens" (B, L) with "segments" (B, L), which are 0 for tokens and -1 for padding; of pairs both are (B, 2, L),
-    first and second document, padded to one length.
+    A sample is {"tokens": int64 (L,), "label": int} or {"pixels": uint8 (L,), "label": int}. A pair of documents is
+    {"tokens": int64 (L,), "second": int64 (L2,), "label": int}.
+
+    A batch holds "label" (B,) and "pixels" (B, L), or "tokens" (B, L) with "segments" (B, L), which are 0 for tokens
+    and -1 for padding. For pairs both are (B, 2, L): first and second document, padded to one length.
 
     Args:
-        classes: Labels are below it.
-        length: Tokens of the longest sample; of a pair, of the longest document.
-        vocabulary: Ids are below it; None: the inputs are pixels.
-        parts: 2 where a sample is a pair of documents.
-        mean, std: Of pixels in [0, 1].
-        alphabet: Fingerprint of what the ids stand for, where training documents decide it.
+        classes: Number of classes; labels are smaller.
+        length: Tokens of the longest sample; for pairs, of the longest document.
+        vocabulary: Number of ids; ids are smaller. None: the inputs are pixels.
+        parts: 2 if a sample is a pair of documents, otherwise 1.
+        mean, std: Mean and standard deviation of pixels in [0, 1].
+        alphabet: Fingerprint of the meaning of ids, if the training documents determine it.
     """
 
     kind = "sequences"
@@ -42,9 +43,11 @@ class SequenceInfo(Info):
     def __post_init__(self) -> None:
         counts = (self.classes, self.length, 1 if self.vocabulary is None else self.vocabulary)
         if not all(isinstance(n, int) and n > 0 for n in counts) or self.parts not in (1, 2):
-            raise ValueError(f"no classes, length, vocabulary and parts: {(*counts, self.parts)}")
+            raise ValueError(
+                f"expected classes, length and vocabulary above 0 and parts 1 or 2, got {(*counts, self.parts)}"
+            )
         if self.parts == 2 and self.vocabulary is None:
-            raise ValueError("parts: pictures come one by one")
+            raise ValueError("parts: expected 1 for pixels, got 2")
         if not self.std > 0:
             raise ValueError(f"std: expected more than 0, got {self.std}")
 
@@ -63,9 +66,15 @@ class SequenceInfo(Info):
         return all(then.get(name) == getattr(self, name) for name in ("classes", "vocabulary", "parts", "alphabet"))
 
     def check_transfer(self, whose: str, then: dict[str, Any]) -> None:
-        """Ids must mean the same tokens, as far as their number and alphabet tell."""
+        """Check that ids mean the same tokens, as far as the vocabulary size and the alphabet show.
+
+        Raises:
+            ConfigError: The ids have another meaning.
+        """
         if then.get("vocabulary") != self.vocabulary:
             old, new = ("pixels" if n is None else f"{n} ids" for n in (then.get("vocabulary"), self.vocabulary))
-            raise ConfigError(f"{whose} is of other inputs: they were {old}, and are {new} now")
+            raise ConfigError(f"{whose} was trained on other inputs: they were {old}, and are {new} now")
         if then.get("alphabet") != self.alphabet:
-            raise ConfigError(f"{whose} is of other inputs: its {self.vocabulary} ids stand for other characters")
+            raise ConfigError(
+                f"{whose} was trained on other inputs: its {self.vocabulary} ids stand for other characters"
+            )

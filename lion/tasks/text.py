@@ -1,4 +1,4 @@
-"""What text data tell a model: the vocabulary that its ids belong to."""
+"""Metadata of text data: the tokenizer and vocabulary of the ids."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, Self
 from lion.config import ConfigError
 from lion.tasks.data import Info
 
-SPECIAL = ("pad", "mask", "cls", "sep", "unk", "end")  # what a tokenizer may have an id of its own for
+SPECIAL = ("pad", "mask", "cls", "sep", "unk", "end")  # names of special tokens
 
 
 @dataclass(frozen=True)
 class TextInfo(Info):
-    """What a model must know of text.
+    """Facts about text that a model must know.
 
-    A sample is {"tokens": int64 (L,)}; where documents are packed or padded also {"segments": int64 (L,)}: which
-    document of the row a token belongs to, -1 for padding.
+    A sample is {"tokens": int64 (L,)}. Where documents are packed or padded it also holds {"segments": int64 (L,)}: the
+    number of the token's document within the row, -1 for padding.
 
     Args:
-        vocabulary: Ids are below it.
+        vocabulary: Number of ids; ids are smaller.
         length: Tokens of a sample.
-        tokenizer: Its name.
-        fingerprint: SHA-256 of its vocabulary (tokens and their ids).
-        special: Ids by name, see `SPECIAL`; those that the tokenizer has.
+        tokenizer: Name of the tokenizer.
+        fingerprint: SHA-256 of the tokenizer's vocabulary (tokens and their ids).
+        special: Ids of the tokenizer's special tokens by name, see `SPECIAL`.
     """
 
     kind = "text"
@@ -36,10 +36,10 @@ class TextInfo(Info):
     special: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def id(self, name: str) -> int:
-        """Of a special token.
+        """Return the id of a special token.
 
         Raises:
-            ConfigError: The tokenizer has none.
+            ConfigError: The tokenizer does not have this token.
         """
         if name not in self.special:
             has = f"it has {', '.join(self.special)}" if self.special else "it has no special tokens"
@@ -51,9 +51,9 @@ class TextInfo(Info):
         vocabulary, length, special = values["vocabulary"], values["length"], dict(values["special"])
         counts, names = (vocabulary, length), (values["tokenizer"], values["fingerprint"])
         if not all(isinstance(n, int) and n > 0 for n in counts) or not all(isinstance(n, str) for n in names):
-            raise ValueError(f"no vocabulary, length, tokenizer and fingerprint: {(*counts, *names)}")
+            raise ValueError(f"expected vocabulary, length, tokenizer and fingerprint, got {(*counts, *names)}")
         if not all(name in SPECIAL and isinstance(i, int) and 0 <= i < vocabulary for name, i in special.items()):
-            raise ValueError(f"no ids of special tokens: {special}")
+            raise ValueError(f"expected ids of special tokens, got {special}")
         return cls(vocabulary, length, *names, special)
 
     @property
@@ -64,7 +64,7 @@ class TextInfo(Info):
         return replace(self, length=sample_size)
 
     def shares_ids(self, then: dict[str, Any]) -> bool:
-        """Whether ids mean the same tokens there."""
+        """Return whether ids have the same meaning in the data `then`."""
         return all(then.get(name) == getattr(self, name) for name in ("vocabulary", "fingerprint"))
 
     def shares_heads(self, then: dict[str, Any]) -> bool:
@@ -74,24 +74,28 @@ class TextInfo(Info):
         TextInfo.check_same(self, whose, then)
 
     def check_same(self, whose: str, then: dict[str, Any]) -> None:
-        """Ids must mean the same tokens; another length is the model's own affair."""
+        """Check that ids mean the same tokens; the length may differ, because the model handles it.
+
+        Raises:
+            ConfigError: The vocabulary differs.
+        """
         if not self.shares_ids(then):
             old, new = (
                 f"{d.get('tokenizer')!r} ({d.get('vocabulary')} ids, fingerprint {str(d.get('fingerprint'))[:12]})"
                 for d in (then, self.to_dict())
             )
-            raise ConfigError(f"{whose} is of another vocabulary: its tokenizer was {old}, and is {new} now")
+            raise ConfigError(f"{whose} was trained with another vocabulary: its tokenizer was {old}, and is {new} now")
 
 
 @dataclass(frozen=True)
 class LabelledTextInfo(TextInfo):
-    """What a model must know of sequences with a label each.
+    """Facts about labelled sequences that a model must know.
 
-    A batch is {"tokens", "types", "segments": int64 (B, L), "label": int64 or float32 (B,)}: rows of one document,
+    A batch is {"tokens", "types", "segments": int64 (B, L), "label": int64 or float32 (B,)}. A row is one document,
     padded; `types` are 1 in the second of two parts.
 
     Args:
-        classes: Their names, in the order of the labels; none: labels are numbers to come near to.
+        classes: Names of the classes, in the order of the labels; empty: labels are numbers to predict.
     """
 
     kind = "labelled text"
@@ -102,7 +106,7 @@ class LabelledTextInfo(TextInfo):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         classes = tuple(values["classes"])
         if not all(isinstance(name, str) for name in classes):
-            raise ValueError(f"no names of classes: {classes}")
+            raise ValueError(f"expected names of classes, got {classes}")
         return replace(super().from_dict(values), classes=classes)
 
     def shares_heads(self, then: dict[str, Any]) -> bool:
@@ -112,4 +116,4 @@ class LabelledTextInfo(TextInfo):
         super().check_same(whose, then)
         if not self.shares_heads(then):
             old, new = (", ".join(names or ()) or "numbers" for names in (then.get("classes"), self.classes))
-            raise ConfigError(f"{whose} is of other labels: they were {old}, and are {new} now")
+            raise ConfigError(f"{whose} was trained on other labels: they were {old}, and are {new} now")

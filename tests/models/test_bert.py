@@ -1,4 +1,4 @@
-"""BERT: the published shapes, transformers' logits, and documents that do not see one another, with every mixer."""
+"""Tests of BERT: published shapes, the logits of transformers, and isolation of packed documents, with every mixer."""
 
 import pytest
 import torch
@@ -33,11 +33,11 @@ def documents(lengths=(7, 1, 5, 9)):
 @pytest.mark.parametrize(("mixer", "tpe"), [*((m, None) for m in (*EVERY, NONE)), (SOFTMAX, 3), ("lion_s", 3)])
 @torch.inference_mode()
 def test_packed_documents_give_the_logits_of_one_a_row(mixer, tpe):
-    """So does padding in front, between and behind, whatever it holds."""
+    """Check that packing, and padding in front, between and behind, whatever it holds, leave the logits unchanged."""
     model, texts = bert(mixer, token_types=2, tpe=tpe), documents()
     row = torch.randint(VOCABULARY, (24,))
     segments = torch.full((24,), -1)
-    begins = (1, 8, 10, 15)  # the first two touch; the others have padding around them
+    begins = (1, 8, 10, 15)  # the first two are adjacent; padding surrounds the others
     for i, (begin, text) in enumerate(zip(begins, texts)):
         row[begin : begin + len(text)], segments[begin : begin + len(text)] = text, i
     for form in forms_of(model):
@@ -75,7 +75,7 @@ def test_the_head_reads_the_places_that_are_asked_for(mixer):
 
 
 def test_conventions_of_the_mixers():
-    """recipes.md 3.2, 3.3 and 9.8: what the paper has, and what the released code does."""
+    """Compare with recipes.md 3.2, 3.3 and 9.8: the conventions of the paper and of the released code."""
 
     def built(mixer, **settings):
         c = BertConfig(mixer, 12, 2, 3, **settings).resolved()
@@ -88,7 +88,7 @@ def test_conventions_of_the_mixers():
         assert built(mixer, preset="released") == (*around, *released)
     assert built(SOFTMAX) == (True, "none", None, None) == built(SOFTMAX, preset="released")
     asked = BertConfig(SOFTMAX, 12, 2, 3)
-    assert asked.resolved() != asked == BertConfig(SOFTMAX, 12, 2, 3)  # what was asked stays as it was
+    assert asked.resolved() != asked == BertConfig(SOFTMAX, 12, 2, 3)  # `resolved` leaves the given settings unchanged
     assert not built("lion_lit", tpe=4)[0] and not built(SOFTMAX, attention=AttentionConfig(rotation="lrpe"))[0]
     assert built("lion_s", position_embedding=True)[0] and not built(SOFTMAX, position_embedding=False)[0]
     bare = AttentionConfig(out_norm="none")
@@ -101,7 +101,7 @@ def test_conventions_of_the_mixers():
 
 @torch.inference_mode()
 def test_the_released_attention_is_plain_products():
-    """Y = ((Q K^T / sqrt(d)) * M) V with Eq. 14's mask of a fixed decay."""
+    """Compare with Y = ((Q K^T / sqrt(d)) * M) V, where M is Eq. 14's mask of a fixed decay."""
     layer = bert("lion_d", preset="released").encoder.blocks[0].attention
     x = torch.randn(2, 9, 12, dtype=torch.double)
     q, k, v = layer.heads(x)
@@ -131,7 +131,7 @@ def test_initialisation():
 @pytest.mark.parametrize(
     ("size", "mixer", "count"),
     [
-        # the published vocabulary 30,522 as 30,528 rows, 512 positions, two token types, tied head without pooler
+        # 30,528 rows for the published vocabulary of 30,522, 512 positions, two token types, tied head, no pooler
         ("base", "softmax", 109_518_912),
         ("base", "lion_lit", 109_518_912 + 12 * 2 * 768),
         ("base", "lion_d", 109_518_912 - 512 * 768 + 12 * 12),
@@ -182,7 +182,7 @@ def their_config(transformers, **more):
 
 @torch.inference_mode()
 def test_transformers_gives_the_same_logits():
-    """`BertForMaskedLM` with copied weights, of a padded batch of pairs."""
+    """Compare with `BertForMaskedLM` with copied weights, on a padded batch of pairs."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = their_config(transformers, attn_implementation="eager")
@@ -200,7 +200,7 @@ def test_transformers_gives_the_same_logits():
 
 @torch.inference_mode()
 def test_transformers_classifies_the_same():
-    """`BertForSequenceClassification` with copied weights."""
+    """Compare with `BertForSequenceClassification` with copied weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = their_config(transformers, num_labels=3)
@@ -217,7 +217,7 @@ def test_transformers_classifies_the_same():
     torch.testing.assert_close(ours(tokens, segments, types), expected, rtol=0, atol=1e-10)
 
 
-NAMES = {  # ours -> theirs
+NAMES = {  # our names -> names in transformers
     "tokens": "bert.embeddings.word_embeddings",
     "positions": "bert.embeddings.position_embeddings",
     "types": "bert.embeddings.token_type_embeddings",
@@ -237,7 +237,7 @@ NAMES = {  # ours -> theirs
 
 
 def theirs_of(name):
-    """The tensors there that one of ours is made of."""
+    """Return the names of the tensors in transformers that form one of ours."""
     for ours, theirs in NAMES.items():
         if name.startswith(ours) or (ours.startswith(".") and ours in name):
             name = name.replace(ours, theirs, 1)

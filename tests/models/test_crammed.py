@@ -1,4 +1,4 @@
-"""Crammed BERT (2212.14034), written once more by hand."""
+"""Tests of Crammed BERT (2212.14034), against a second implementation by hand."""
 
 import math
 
@@ -23,7 +23,7 @@ def crammed(mixer="softmax", dim=DIM, depth=2, heads=HEADS, vocabulary=VOCABULAR
 
 
 def by_hand(w, tokens):
-    """Logits (B, L, vocabulary) of weights `w` by name."""
+    """Compute logits (B, L, vocabulary) from weights `w` by name."""
 
     def norm(x, name):
         return F.layer_norm(x, (DIM,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-12)
@@ -54,7 +54,7 @@ def by_hand(w, tokens):
 def test_it_is_what_the_paper_says():
     model = crammed(init_std=0.3).double().eval()
     weights = model.state_dict()
-    for value in weights.values():  # norms and the scale start where nothing is seen of them
+    for value in weights.values():  # initial norms and scale would have no effect
         if value.dim() == 1:
             value += 0.3 * torch.randn_like(value)
     tokens = torch.randint(VOCABULARY, (2, 9))
@@ -72,7 +72,7 @@ def test_nothing_but_norms_has_a_bias_and_weight_decay_spares_what_it_should():
 
 
 def test_published_shape():
-    """120 M parameters, as its authors count them."""
+    """Check the authors' count of 120 M parameters."""
     with torch.device("meta"):
         model = crammed(dim=768, depth=16, heads=12, vocabulary=32_768, max_positions=128)
     layer = 4 * 768**2 + 768 * 3072 + 1536 * 768 + 4 * 768

@@ -11,11 +11,11 @@ from lion.models.gpt import GPTConfig
 from lion.models.vit import ViTConfig
 
 CLASSES = ("ant", "bee", "cow")
-BLOCKS = ("adaln_zero", "pre_norm")  # time and class modulate, or are tokens
+BLOCKS = ("adaln_zero", "pre_norm")  # time and class modulate blocks, or are tokens
 
 
 def dit(mixer="lion_s", size=(8, 8), channels=3, moved=True, **settings):
-    """`moved`: with weights that are no longer those of the start, where the model says nothing."""
+    """Build a DiT; `moved` replaces the initial weights, with which the model predicts zero."""
     torch.manual_seed(0)
     config = DiTConfig(**{"mixer": mixer, "dim": 12, "depth": 2, "num_heads": 3, "patch_size": 2, **settings})
     model = DiT(config, image_size=size, channels=channels, classes=CLASSES)
@@ -46,7 +46,7 @@ def test_shapes_and_gradients(block, mixer, size, patch):
 def test_it_starts_by_finding_nothing(block):
     model, batch = dit(moved=False, block=block), asked()
     assert not model(*batch).any()
-    if block == "adaln_zero":  # every block is the identity, whatever draws the other weights
+    if block == "adaln_zero":  # every block is the identity, whatever initialises the other weights
         for init in ("xavier", "deit"):
             model = dit(moved=False, init=init)
             x = torch.randn(2, 16, 12)
@@ -69,7 +69,7 @@ def test_it_is_told_time_and_class(block):
 
 @torch.no_grad()
 def test_a_patch_comes_back_where_it_was():
-    """With a head that undoes what the patches were embedded by, pictures come out as they went in."""
+    """Check that a head that inverts the patch embedding returns the images unchanged."""
     model = dit(size=(4, 6), patch_size=(2, 3), dim=18, depth=1, num_heads=3, moved=False, position_embedding=False)
     model.patch.weight.copy_(torch.eye(18).view(18, 3, 2, 3)), model.patch.bias.zero_()
     model.head.weight.copy_(torch.eye(18))
@@ -92,7 +92,7 @@ def test_forms_agree(block, mixer):
 
 @torch.no_grad()
 def test_positions_are_those_of_dit():
-    """Of columns in the first half, of rows in the second, sines before cosines."""
+    """Check the embedding: columns in the first half, rows in the second, sines before cosines."""
     found = position_embedding(2, 3, 8)
     frequencies = 10_000 ** -torch.tensor([0, 0.5])
     for place, (row, column) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]):
@@ -149,7 +149,7 @@ def test_times_are_cosines_and_sines():
 
 
 def test_shapes_tell_how_time_and_class_come_in():
-    """Models that differ in it are no rows of one table."""
+    """Check that models with different conditioning are not rows of one table."""
     config = DiTConfig(mixer="softmax", dim=8, depth=1, num_heads=2, patch_size=(2, 4))
     plain = "dim 8, depth 1, 2 heads, patches of 2 x 4"
     assert config.shape() == plain and config.label() == "softmax patch 2 x 4"

@@ -1,4 +1,4 @@
-"""A causal encoder streams as a whole; a layout is made once for all of its blocks."""
+"""Tests of encoders: a causal encoder streams as a whole, and all blocks share one layout."""
 
 import io
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def test_a_causal_encoder_streams(mixer, attention):
     start, state = model.prefill(x[:, :10])
     torch.testing.assert_close(start, whole[:, :10], rtol=0, atol=1e-10)
     for first, states in ((10, saved(state)), (0, model.initial_state(2))):
-        for begin in range(first, 24, 4):  # a token, then three at once
+        for begin in range(first, 24, 4):  # one token, then three at once
             for piece in (slice(begin, begin + 1), slice(begin + 1, min(begin + 4, 24))):
                 if x[:, piece].shape[1]:
                     y, states = model.step(x[:, piece], states)
@@ -81,7 +81,7 @@ def test_of_several_segments_the_last_goes_on(mixer):
 
 
 def test_what_tells_the_order_is_said():
-    """TPE and rotation are named where they are not the mixer's convention; what follows from them is not."""
+    """Check that labels name TPE and rotation that differ from the mixer's convention, but not their consequences."""
 
     def label(mixer, attention=None, **settings):
         return ViTConfig(mixer, 12, 2, 3, attention=AttentionConfig(**attention or {}), **settings).label()
@@ -94,7 +94,7 @@ def test_what_tells_the_order_is_said():
 
 
 def test_a_mixer_may_bring_its_own_tpe(monkeypatch):
-    """None is what its published models have; another mixer does not inherit it."""
+    """Check that None selects the TPE of a mixer's published models, and that another mixer does not inherit it."""
     monkeypatch.setattr(LionAttention, "facts", staticmethod(lambda name: Facts("here", tpe=5 * (name == "lion_lit"))))
     config = ViTConfig("lion_lit", 12, 2, 3)
     assert config.resolved().tpe == 5 and not config.resolved().position_embedding
@@ -128,7 +128,7 @@ def test_what_sees_later_tokens_does_not_stream():
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s"])
 def test_the_layout_is_made_once(mixer, monkeypatch):
-    """No block asks again who may read whom."""
+    """Check that no block computes again which tokens may see which."""
     model, x = encoder(mixer, AttentionConfig()), torch.randn(2, 6, 12, dtype=torch.double)
     layout = Layout.of(x, torch.ones(2, 6, dtype=torch.bool), torch.tensor([[0, 0, 1, 1, 1, 2]] * 2))
     seen = []
@@ -147,7 +147,7 @@ def test_angles_are_made_once(monkeypatch):
 
 
 def test_what_may_be_read_depends_on_the_direction():
-    """A layout that was prepared for both directions shows a causal layer no later token."""
+    """Check that a layout prepared for both directions shows a causal layer no later tokens."""
     x = torch.randn(1, 6, 12, dtype=torch.double)
     valid = torch.ones(1, 6, dtype=torch.bool)
     prepared = Layout.of(x, valid).with_pairs(False)
@@ -156,7 +156,7 @@ def test_what_may_be_read_depends_on_the_direction():
 
 
 class CountingNorm(nn.Module):
-    """A norm that sees the layout, as one of valid tokens alone would."""
+    """A norm that uses the layout, like a norm over valid tokens only."""
 
     def __init__(self, dim, eps=0.0):
         super().__init__()
@@ -176,7 +176,7 @@ def test_norms_see_the_layout(monkeypatch):
 
 
 class Shifted(PreNorm):
-    """Adds what its model tells all blocks."""
+    """A block that adds the context that its model passes to all blocks."""
 
     def before(self, x, layout, context):
         return super().before(x, layout, context) + (0 if context is None else context)
@@ -197,7 +197,7 @@ def test_a_context_reaches_every_block(monkeypatch):
 
 
 class Wide(LionAttention):
-    """A mixer with a setting of its own."""
+    """A mixer with a custom setting."""
 
     @dataclass
     class Config(AttentionConfig):
@@ -236,7 +236,7 @@ def test_a_mixer_may_have_settings_of_its_own(monkeypatch):
 
 
 class Tagger(Model):
-    """The least model that streams: an encoder and a head, a logit a token."""
+    """The smallest model that streams: an encoder and a head with logits per token."""
 
     def __init__(self, config):
         super().__init__()

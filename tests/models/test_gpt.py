@@ -1,4 +1,4 @@
-"""GPT: published shapes and initialisation, causality, segments, and streaming as a whole."""
+"""Tests of GPT: published shapes and initialisation, causality, segments, and streaming as a whole."""
 
 import io
 import math
@@ -14,7 +14,7 @@ from lion.models.gpt import GPT, CausalAttentionConfig, GPTConfig
 from lion.runs import count_parameters
 
 TOKENS = 11
-# every mixer, and two behind MD-TPE
+# every mixer, and two mixers after MD-TPE
 STREAMS = pytest.mark.parametrize(("mixer", "tpe"), [*((m, None) for m in KINDS), (SOFTMAX, 3), ("lion_s", 3)])
 
 
@@ -28,7 +28,7 @@ def ids(*shape, seed=0):
 
 
 def test_the_published_shape():
-    """nanoGPT: 124 M, of which 123.59 M are no position embeddings."""
+    """Compare with nanoGPT: 124 M parameters, 123.59 M without position embeddings."""
     with torch.device("meta"):
         config = GPTConfig(SOFTMAX, 768, 12, 12, bias=False, pad_vocabulary=64)
         model = GPT(config, vocabulary=50_257, length=1024)
@@ -66,7 +66,7 @@ def test_positions_are_for_mixers_that_know_no_order():
 @torch.inference_mode()
 def test_it_is_gpt2_written_out():
     model, tokens = gpt(), ids(2, 9)
-    for parameter in model.parameters():  # biases and norms start where nothing is seen of them
+    for parameter in model.parameters():  # initial biases and norms would have no effect
         parameter.normal_(std=0.3)
     w = model.state_dict()
 
@@ -104,7 +104,7 @@ def test_no_token_sees_a_later_one(mixer, tpe):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("place", ["norm", "out_norm"])
 def test_no_norm_shows_later_tokens_in_training(norm, place):
-    """Every entry of `NORMS` is causal or refused, as the blocks' norm and as the heads'."""
+    """Check that every entry of `NORMS` is causal or refused, as norm of the blocks and of the heads."""
 
     def settings(name):
         return {"norm": name} if place == "norm" else {"attention": CausalAttentionConfig(out_norm=name)}
@@ -144,7 +144,7 @@ def test_it_streams_as_a_whole_from_ragged_prompts(mixer, tpe):
     rows = [tokens[i : i + 1, :n] for i, n in enumerate(lengths)]
     for i, n in enumerate(lengths):
         torch.testing.assert_close(logits[i : i + 1, :n], model(rows[i]), rtol=0, atol=1e-10)
-    for count in (1, 3):  # a token, then three at once
+    for count in (1, 3):  # one token, then three at once
         new = ids(3, count, seed=count)
         rows = [torch.cat([row, new[i : i + 1]], 1) for i, row in enumerate(rows)]
         logits, state = model.step(new, saved(state))
@@ -157,7 +157,7 @@ def test_it_streams_as_a_whole_from_ragged_prompts(mixer, tpe):
 def test_ragged_prompts_are_read_in_pieces(mixer, tpe):
     model, tokens, lengths = gpt(mixer, tpe=tpe), ids(3, 12), torch.tensor([12, 4, 7])
     valid = torch.arange(12) < lengths[:, None]
-    state = reserve(model.initial_state(3), 9)  # then it grows
+    state = reserve(model.initial_state(3), 9)  # later the cache grows
     pieces = []
     for piece, real in zip(tokens.split(5, 1), valid.split(5, 1)):
         logits, state = model.step(piece, state, real)
@@ -178,10 +178,10 @@ def test_a_cache_with_room_is_written_in_place():
     roomy = reserve(start, 2)
     first, state = model.step(tokens[:, 5:7], roomy)
     assert state.blocks[0].k.data_ptr() == roomy.blocks[0].k.data_ptr()
-    second, state = model.step(tokens[:, 7:], state)  # no room is left
+    second, state = model.step(tokens[:, 7:], state)  # the cache is full
     assert state.blocks[0].k.data_ptr() != roomy.blocks[0].k.data_ptr()
     torch.testing.assert_close(torch.cat([first, second], 1), model(tokens)[:, 5:], rtol=0, atol=1e-10)
-    again, _ = model.step(tokens[:, 5:7], start)  # without room a state is a value
+    again, _ = model.step(tokens[:, 5:7], start)  # without room a step copies the state
     torch.testing.assert_close(again, first, rtol=0, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Models of long sequences: padding, pairs, windows, forms, starts, groups of the optimizer, long inputs."""
+"""Tests of models of long sequences: padding, pairs, windows, forms, initialisation, optimizer groups, long inputs."""
 
 import math
 
@@ -30,12 +30,12 @@ def model(mixer: str = "lion_s_hippo", attention: dict | None = None, parts: int
     torch.manual_seed(0)
     sizes = {"classes": 3, "length": 2 * LENGTH, "vocabulary": VOCABULARY, "parts": parts}
     made = LRA(config(mixer, attention, **settings), **sizes).double()
-    made(*rows(parts=parts))  # running statistics that are not 0 and 1
+    made(*rows(parts=parts))  # change the running statistics from 0 and 1
     return made.eval()
 
 
 def rows(batch: int = 4, parts: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and segments (B, L), or (B, 2, L), padded at the end."""
+    """Return tokens and segments (B, L), or (B, 2, L), padded at the end."""
     rng = torch.Generator().manual_seed(seed)
     shape = (batch, LENGTH) if parts == 1 else (batch, 2, LENGTH)
     tokens = torch.randint(VOCABULARY, shape, generator=rng)
@@ -60,7 +60,7 @@ def test_padding_at_either_side_reaches_nothing(mixer):
 
 @every_mixer
 def test_training_normalises_by_valid_tokens_alone(mixer):
-    """Losses and gradients do not depend on how far a batch is padded, nor on what padding holds."""
+    """Check that losses and gradients do not depend on the amount of padding, nor on its content."""
     (tokens, segments), found = rows(), []
     for padding, junk in ((0, 0), (9, 5)):
         made = model(mixer).train()
@@ -108,7 +108,11 @@ def test_pixels_are_normalised():
 
 
 def test_positions_of_pixels_are_those_of_the_picture():
-    """Of another size they are interpolated, both ways; those of tokens are the first, or do not fit."""
+    """Check position embeddings of a model for another size.
+
+    Embeddings of pixels are interpolated to larger and smaller images. Of the embeddings of tokens a shorter model
+    takes the first; a longer model cannot use them.
+    """
     small, large = (LRA(config("softmax"), classes=2, length=side**2) for side in (4, 8))
     grid = torch.stack(torch.meshgrid(*[torch.linspace(-1, 1, 4)] * 2, indexing="ij"), -1)
     with torch.no_grad():
@@ -127,7 +131,7 @@ def test_positions_of_pixels_are_those_of_the_picture():
 @pytest.mark.parametrize(("mixer", "tpe"), [("softmax", 0), ("softmax", 2), ("lion_s_hippo", 0)])
 @pytest.mark.parametrize("window", [1, 8, 13, 100])
 def test_a_window_sees_its_own_tokens_alone(mixer, tpe, window):
-    """At any depth, and behind MD-TPE: what a token gives changes with those of its window, and with no other."""
+    """Check that outputs depend only on the tokens of their window, at any depth, and after MD-TPE."""
     made, (tokens, _) = model(mixer, window=window, tpe=tpe, position_embedding=False), rows(batch=1)
     before, other = made.encode(tokens), tokens.clone()
     other[0, 20] = (other[0, 20] + 1) % VOCABULARY
@@ -162,7 +166,7 @@ def test_a_window_of_nothing_is_refused():
 
 
 def test_activations_are_those_of_s5():
-    """Half a GLU, with flax's GELU: x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    """Compare with half a GLU with flax's GELU, x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     torch.manual_seed(0)
     x = 3 * torch.randn(2, 5, DIM, dtype=torch.double)
     u = x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
@@ -173,7 +177,7 @@ def test_activations_are_those_of_s5():
 
 
 def test_where_weights_start():
-    """C.2: W_q, W_k and what decays select ~ N(0, 0.1^2); W_v is the diagonal of zero-order hold."""
+    """Compare with C.2: W_q, W_k and the decay's gate ~ N(0, 0.1^2); W_v is the diagonal of zero-order hold."""
     torch.manual_seed(0)
     made = LRA(LRAConfig("lion_s_hippo", 128, 1, 8), classes=2, length=8, vocabulary=20)
     attention = made.encoder.blocks[0].attention
@@ -194,7 +198,7 @@ def test_where_weights_start():
 
 
 def test_groups_of_the_optimizer():
-    """S5's: decays, turns, steps and norms learn at a rate of their own, without weight decay."""
+    """Check S5's groups: decays, rotations, steps and norms have a separate learning rate and no weight decay."""
     made = model(memory_lr=0.25)
     own = {name.rpartition("encoder.blocks.0.")[2] for name in marks_of(made) if "blocks.0." in name}
     decays = {f"attention.decays.0.{name}" for name in ("log_rate", "log_dt", "frequency")}
@@ -281,7 +285,7 @@ def test_compiled_blocks_compute_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fifty_steps_on_sixteen_thousand_tokens(precision):
-    """Path-X's length: nothing but finite numbers, and the weights move."""
+    """Check at Path-X's length that all numbers stay finite and the weights change."""
     torch.manual_seed(0)
     attention = HippoConfig(form="chunk", dt_min=1e-4)
     made = LRA(LRAConfig("lion_s_hippo", 4, 1, 1, attention=attention), classes=2, length=16_384)
@@ -295,12 +299,12 @@ def test_fifty_steps_on_sixteen_thousand_tokens(precision):
         assert loss.isfinite() and all(p.grad.isfinite().all() for p in made.parameters())
         optimizer.step(), optimizer.zero_grad()
     assert all(p.isfinite().all() and not torch.equal(p, old) for p, old in zip(made.parameters(), before))
-    assert loss < 0.69  # of a guess: log 2
+    assert loss < 0.69  # a guess has loss log 2
 
 
 @pytest.mark.slow
 def test_memory_is_linear_in_length():
-    """Of a training step: four times the tokens, four times the memory."""
+    """Check that a training step on four times the tokens needs four times the memory."""
     from lion.trainer.memory import tensor_peak
 
     made = LRA(LRAConfig("lion_s_hippo", 16, 1, 2, attention=HippoConfig(form="chunk")), classes=2, length=16_384)

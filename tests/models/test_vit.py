@@ -26,11 +26,11 @@ def test_shapes_and_gradients(mixer, size, patch):
 def test_conventions_follow_the_mixer():
     configs = {m: ViTConfig(m, 12, 1, 3).resolved() for m in [SOFTMAX, *MIXERS]}
     found = {m: (c.position_embedding, c.readout) for m, c in configs.items()}
-    blind = {"lion_lit", "linear_transformer"}  # without decay a token's place is not known
+    blind = {"lion_lit", "linear_transformer"}  # without decay the mixer knows no order of tokens
     assert found == {"softmax": (True, "cls")} | {m: (m in blind, "mean") for m in MIXERS}
     assert ViTConfig("lion_s", 12, 1, 3, position_embedding=True, readout="cls").readout == "cls"
     bare = ViTConfig("lightnet", 12, 1, 3, tpe=0, attention=LightNetConfig(rotation="none"))
-    assert bare.resolved().position_embedding  # in both directions it knows no order by itself, either
+    assert bare.resolved().position_embedding  # without rotation and TPE, both directions know no order either
     assert bare.label() == "lightnet without TPE without rotation"
     full = ViTConfig("lightnet", 12, 1, 3)
     assert (full.resolved().tpe, full.resolved().attention.rotation, full.label()) == (64, "lrpe", "lightnet")
@@ -88,8 +88,10 @@ def test_places_are_buffers_that_no_checkpoint_holds():
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "gla"])
 def test_places_of_patches_without_a_position_embedding(mixer):
-    """MD-TPE and MD-LRPE see rows and columns: each tells patches apart that change places. Without a cls the mean is
-    read."""
+    """Check that MD-TPE and MD-LRPE distinguish patches that change places, because they see rows and columns.
+
+    Without a cls token the readout is the mean.
+    """
     patches = torch.randn(1, 3, 4, 6)
     turned = patches.clone()
     turned[..., :2, :2], turned[..., :2, 2:4] = patches[..., :2, 2:4], patches[..., :2, :2]
@@ -129,7 +131,7 @@ def test_pictures_go_in_as_they_are():
         logits = model(pixels)
         assert model.normalise(pixels).dtype == torch.float32
         torch.testing.assert_close(model.normalise(pixels), by_hand)
-        assert torch.equal(logits, model(model.normalise(pixels)))  # floating point is taken as normalised
+        assert torch.equal(logits, model(model.normalise(pixels)))  # floating-point images count as normalised
         torch.testing.assert_close(logits, model(by_hand))
         for dtype in (torch.double, torch.bfloat16):
             assert model.to(dtype)(pixels).dtype == dtype
@@ -139,13 +141,13 @@ def test_pictures_go_in_as_they_are():
 
 
 def test_what_is_known_of_the_data_is_in_no_weights():
-    """Checkpoints from before it stood in the model load, and weights files do not change."""
+    """Check that older checkpoints load, and that metadata of the data are not stored in weights files."""
     plain, model = vit(), vit(known=KNOWN)
     assert model.classes == KNOWN["classes"] and plain.classes == ()
     assert plain.state_dict().keys() == model.state_dict().keys()
     model.load_state_dict(plain.state_dict())
     assert model.mean.flatten().tolist() == pytest.approx(KNOWN["mean"])
-    assert vit(known={"mean": [0.5]}).mean.shape == (3, 1, 1)  # one for all
+    assert vit(known={"mean": [0.5]}).mean.shape == (3, 1, 1)  # one value for all channels
     with pytest.raises(ValueError, match=r"std: expected one number a channel, 3, got \[0.2, 0.3\]"):
         vit(known={"std": [0.2, 0.3]})
 
@@ -175,14 +177,14 @@ def test_patches_must_fit():
 
 def test_positions_are_interpolated_to_another_grid():
     source, target = vit("lion_lit", (8, 12)), vit("lion_lit", (16, 10))
-    with torch.no_grad():  # a plane over the grid
+    with torch.no_grad():  # a linear function of the grid
         y, x = torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij")
         source.position[:] = torch.cat([torch.full((1,), 9.0), (y + 10 * x).flatten()])[None, :, None]
     weights = target.adapt(source.state_dict(), source)
     assert weights.keys() == source.state_dict().keys() and weights["position"].shape == target.position.shape
-    assert weights["position"][0, 0].eq(9).all()  # that of cls is no place
+    assert weights["position"][0, 0].eq(9).all()  # the embedding of cls is not interpolated
     got = weights["position"][0, 1:, 0].view(8, 5)
-    inner = got[2:-2, 1:-1]  # where nothing beyond the edge counts: pixel centres of the old grid
+    inner = got[2:-2, 1:-1]  # without the edges: values at the pixel centres of the old grid
     y, x = ((torch.arange(n) + 0.5) * old / n - 0.5 for n, old in ((8, 4), (5, 6)))
     assert (inner - (y[2:-2, None] + 10 * x[1:-1])).abs().max() < 0.35
     assert (got.diff(dim=0) > 0).all() and (got.diff(dim=1) > 0).all()
@@ -193,13 +195,13 @@ def test_nothing_is_interpolated_without_need():
     a, b = vit("lion_lit", (8, 12)), vit("lion_s", (16, 10))
     assert a.adapt(a.state_dict(), a)["position"] is not None
     assert torch.equal(a.adapt(a.state_dict(), a)["position"], a.position)
-    assert "position" not in a.adapt(b.state_dict(), b)  # one of them has none
+    assert "position" not in a.adapt(b.state_dict(), b)  # one of the models has no position embedding
     assert torch.equal(b.adapt(a.state_dict(), a)["position"], a.position)
 
 
 @pytest.mark.parametrize("cls", [True, False])
 def test_positions_reach_a_model_with_or_without_cls(cls):
-    """At another size, too: what has a place is interpolated, the cls starts anew."""
+    """Check that position embeddings of patches are interpolated to another size, while that of cls is new."""
     source, target = (vit(position_embedding=True, cls=c, size=(n, n)) for c, n in ((not cls, 8), (cls, 16)))
     with torch.no_grad():
         source.position[:, int(not cls) :] = 3.0

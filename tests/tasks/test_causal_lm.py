@@ -1,4 +1,4 @@
-"""Causal language modelling: which tokens count, and that the loss is their mean in every batch."""
+"""Tests of causal language modelling: the tokens that count, and the loss as a mean over them in every batch."""
 
 import math
 
@@ -84,5 +84,5 @@ def test_the_example_is_a_batch():
 
 
 def test_nothing_to_predict():
-    with pytest.raises(ConfigError, match="sequences of 1 token hold none to predict"):
+    with pytest.raises(ConfigError, match="sequences of 1 token leave nothing to predict"):
         task(length=1).build_model(GPTConfig("lion_s", 12, 1, 2))

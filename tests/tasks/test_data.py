@@ -1,4 +1,4 @@
-"""What a model knows of its data, and what other data it may be given."""
+"""Tests of the metadata of data: conversion to plain data, and refusal of other data."""
 
 import json
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ def test_info_survives_plain_data():
     ],
 )
 def test_images_of_other_shapes_or_labels_are_others(then, what):
-    with pytest.raises(ConfigError, match=f"^it is of other data: {what}"):
+    with pytest.raises(ConfigError, match=f"^it was trained on other data: {what}"):
         INFO.check_same("it", replace(INFO, **then).to_dict())
     with pytest.raises(ConfigError, match="size was None"):
         INFO.check_same("it", {})
@@ -43,13 +43,13 @@ def test_numbered_classes_may_be_any():
 
 def test_images_of_another_size():
     assert INFO.resized(6) == replace(INFO, size=(6, 6)) and INFO.resized(6).sample_size == 6
-    with pytest.raises(ConfigError, match="8 x 4, no squares of one size"):
+    with pytest.raises(ConfigError, match="8 x 4, expected squares"):
         INFO.sample_size  # noqa: B018
 
 
 @dataclass(frozen=True)
 class Tokens(Info):
-    """Text, as another kind of data may describe it: the tokenizer must be the same, the length need not."""
+    """Metadata of text, another kind of data: the tokenizer must be the same, the length may differ."""
 
     kind = "text"
 
@@ -68,5 +68,5 @@ def test_a_kind_of_data_has_its_own_rule():
     then = Tokens("a1", 128).to_dict()
     assert Tokens.from_dict(then) == Tokens("a1", 128)
     Tokens("a1", 512).check_same("it", then)
-    with pytest.raises(ConfigError, match="it is of other data: tokenizer was 'a1', and is 'b2' now"):
+    with pytest.raises(ConfigError, match="it was trained on other data: tokenizer was 'a1', and is 'b2' now"):
         Tokens("b2", 128).check_same("it", then)

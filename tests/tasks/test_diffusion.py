@@ -38,7 +38,7 @@ def batch(count=6, **more):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("count", [10, 1000])
 def test_a_step_at_a_time_is_the_closed_form(schedule, count):
-    """Mean and variance of x_t, from x_t = sqrt(1 - b_t) x_t-1 + sqrt(b_t) noise."""
+    """Compare mean and variance of x_t with the recursion x_t = sqrt(1 - b_t) x_t-1 + sqrt(b_t) noise."""
     process, variances = Process(schedule, count), SCHEDULES[schedule](count)
     mean, variance = 1.0, 0.0
     ones, zeros = torch.ones(1, 1, dtype=torch.double), torch.zeros(1, 1, dtype=torch.double)
@@ -53,7 +53,7 @@ def test_a_step_at_a_time_is_the_closed_form(schedule, count):
 def test_schedules_are_the_published_ones():
     linear, cosine = (Process(name, 1000).kept for name in ("linear", "cosine"))
     torch.testing.assert_close(SCHEDULES["linear"](1000)[[0, -1]], torch.tensor([1e-4, 0.02]).double())
-    assert linear[-1].item() == pytest.approx(4.04e-5, rel=1e-2)  # DDPM's
+    assert linear[-1].item() == pytest.approx(4.04e-5, rel=1e-2)  # DDPM's value
     for t in (0, 250, 500, 900):
         f = [math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2 for u in ((t + 1) / 1000, 0)]
         assert cosine[t].item() == pytest.approx(f[0] / f[1], rel=1e-9)
@@ -79,7 +79,7 @@ def test_ddim_undoes_exact_noise(schedule, steps, bound):
 
 
 def test_fresh_noise_keeps_the_distribution():
-    """Of a normal distribution, whose noise is known exactly, with as many steps as times and with few."""
+    """Check DDIM and DDPM on a normal distribution, whose noise is known exactly."""
     torch.manual_seed(0)
     process = Process("cosine", 200)
 
@@ -103,14 +103,14 @@ def test_too_many_steps_are_refused():
 
 
 def test_guidance_needs_labels_that_are_not_told():
-    """And classes need labels that are."""
+    """Check that training without dropped labels allows only guidance 1, and training without labels only 0."""
     for dropout, only in ((0, 1), (1, 0)):
         t = task(label_dropout=dropout, shown_guidance=only, steps=20, shown_steps=5)
         model, classes = model_of(t), torch.tensor([0, 1])
         assert t.generate(model, classes, keys(2), steps=1, guidance=only).isfinite().all()
-        with pytest.raises(ValueError, match=f"^guidance: task.label_dropout={dropout} allows {only} alone, got 1.5"):
+        with pytest.raises(ValueError, match=f"^guidance: task.label_dropout={dropout} allows only {only}, got 1.5"):
             t.generate(model, classes, keys(2), steps=1, guidance=1.5)
-        with pytest.raises(ValueError, match=f"^shown_guidance: task.label_dropout={dropout} allows {only} alone"):
+        with pytest.raises(ValueError, match=f"^shown_guidance: task.label_dropout={dropout} allows only {only}"):
             DiffusionConfig(label_dropout=dropout)
         DiffusionConfig(label_dropout=dropout, shown=0)
 
@@ -125,7 +125,7 @@ def test_bytes_come_back():
 
 
 class Told(torch.nn.Module):
-    """Says what it was asked, and that there is no noise."""
+    """A model that records its inputs and predicts zero noise."""
 
     def forward(self, x, times, labels):
         self.x, self.times, self.labels = x, times, labels
@@ -156,7 +156,7 @@ def test_evaluation_asks_all_the_same():
     parts = [t.evaluate(model, {k: v[i : i + 2] for k, v in b.items()}) for i in (0, 2, 4)]
     torch.testing.assert_close(whole.outputs, torch.cat([p.outputs for p in parts]))
     assert whole.sums["loss"][1] == 5
-    alike = {"rtol": 1.3e-6, "atol": 1e-6}  # float64 sums of what a model in float32 gives, for batches of other sizes
+    alike = {"rtol": 1.3e-6, "atol": 1e-6}  # float64 sums of float32 outputs, for different batch sizes
     for name in whole.sums:
         for i in range(2):
             torch.testing.assert_close(whole.sums[name][i], sum(p.sums[name][i] for p in parts), **alike)
@@ -199,7 +199,7 @@ def test_guidance():
     model.register_forward_pre_hook(lambda _, inputs: (x.append(inputs[0]), asked.append(inputs[2].tolist())) and None)
     found(1.0), found(0.0), found(3.0)
     assert asked == [[0, 1, 2, 0], [3] * 4, [0, 1, 2, 0, 3, 3, 3, 3]]
-    torch.testing.assert_close(found(1.0), found(1 + 1e-9))  # which is asked twice
+    torch.testing.assert_close(found(1.0), found(1 + 1e-9))  # 1 + 1e-9 runs the model twice
     torch.testing.assert_close(found(0.0), found(5.0, torch.full((4,), 3)))
     kept = t.process.kept[-1].item()
     times = torch.full((4,), 19)
@@ -239,7 +239,7 @@ def test_tensorboard_shows_the_same_noise_and_the_data_beside_it():
 
 def test_it_judges_no_pictures():
     t = task()
-    with pytest.raises(ConfigError, match=r"makes pictures and judges none: \./run\.sh sample RUN"):
+    with pytest.raises(ConfigError, match=r"generates images and classifies none: \./run\.sh sample RUN"):
         t.describe(t.outputs(model_of(t), batch()), 1)
     assert t.outputs(model_of(t), {"image": batch()["image"]}).shape == (6, 1, 4, 4)
 
@@ -267,4 +267,4 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(recipe, tmp_path):
 def test_it_learns(recipe, tmp_path):
     longer = ["trainer.steps=150", "trainer.eval_every=150", "trainer.save_every=150", "task.schedule=cosine"]
     t = train(recipe, tmp_path / "run", *longer)
-    assert t.state.best["value"] < 0.5  # 1: it finds nothing
+    assert t.state.best["value"] < 0.5  # 1: loss of predicting zero noise

@@ -1,4 +1,4 @@
-"""Distances of sets of pictures, on sets for which they are known."""
+"""Tests of distances between sets of images, on sets with known distances."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_against_the_square_root_of_a_matrix():
 
 @pytest.mark.parametrize("count", [4, 50])
 def test_of_more_features_than_pictures(count):
-    """Those of a space of 20 dimensions that stands oblique in one of 64: turning changes nothing."""
+    """Check that a rotation from a space of 20 dimensions into one of 64 leaves the distance unchanged."""
     turn = torch.linalg.qr(features(64, 64, 9)).Q[:20]  # (20, 64)
     a, b = features(count, 20), features(count, 20, 1, scale=2.0)
     assert distance(a @ turn, b @ turn) == pytest.approx(distance(a, b), rel=1e-9)
@@ -53,7 +53,7 @@ def test_of_more_features_than_pictures(count):
 
 
 def test_other_directions_share_nothing():
-    """Covariances (2 / 3) diag(1, 0) and (2 / 3) diag(0, 4): their traces, and no more."""
+    """Check that covariances (2 / 3) diag(1, 0) and (2 / 3) diag(0, 4) contribute only their traces."""
     x = torch.tensor([-1.0, 0, 1]).double()
     none = torch.zeros_like(x)
     a, b = torch.stack([x, none], 1), torch.stack([none, 2 * x], 1)
@@ -91,7 +91,7 @@ def test_precision_and_recall_of_known_sets(rows, monkeypatch):
     assert found(real, other + 100) == [0, 0]
     precision, recall = found(real, other)
     assert precision > 0.5 and recall > 0.5
-    collapsed = real[:1] + 1e-3 * other  # all as one real picture
+    collapsed = real[:1] + 1e-3 * other  # all images are close to one real image
     assert found(real, collapsed) == [1, 1 / 40]
     assert found(collapsed, real) == [1 / 40, 1]
     half = torch.cat([real[:20], other[20:] + 100])
@@ -115,7 +115,11 @@ def test_precision_and_recall_by_their_definition():
 
 
 def test_the_interval_of_a_mean_is_students():
-    """Left out one at a time the jackknife of a mean is its standard error; in tenths, about so."""
+    """Check the jackknife intervals of a mean.
+
+    With ten samples, each left out once, the jackknife error is the standard error. With tenths of more samples it is
+    about the standard error.
+    """
     x = features(10, 1)[:, 0]
     value, half = jackknife(lambda some: x[some].mean()[None], 10)
     assert value.item() == pytest.approx(x.mean().item())

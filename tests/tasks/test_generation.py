@@ -1,4 +1,4 @@
-"""The modes of generation agree, and draws depend on nothing but what they should."""
+"""Tests of text generation: the modes agree, and draws depend only on seed, row and place."""
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ GREEDY = Sampling(temperature=0)
 
 @pytest.fixture(autouse=True)
 def _short_pieces(monkeypatch):
-    """Prompts of several pieces, and a cache that grows several times."""
+    """Split prompts into several pieces, and let the cache grow several times."""
     monkeypatch.setattr(generation, "PIECE", 4)
     monkeypatch.setattr(generation, "ROOM", 3)
 
 
 def gpt(mixer=SOFTMAX, length=40):
     torch.manual_seed(0)
-    config = GPTConfig(mixer, 24, 2, 3, init_std=0.3)  # far from a uniform guess
+    config = GPTConfig(mixer, 24, 2, 3, init_std=0.3)  # far from uniform predictions
     return GPT(config, vocabulary=11, length=length).eval()
 
 
@@ -87,7 +87,7 @@ def test_the_state_of_rnn_mode_does_not_grow():
 
 
 def test_what_remains_to_draw_from():
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[[2, 0, 3, 1]][None]  # ids by likelihood: 1, 3, 0, 2
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[[2, 0, 3, 1]][None]  # ids, the likeliest first: 1, 3, 0, 2
 
     def counts(**settings):
         chance = (torch.arange(1000) + 0.5) / 1000
@@ -96,7 +96,7 @@ def test_what_remains_to_draw_from():
 
     assert counts() == [0.15, 0.5, 0.05, 0.3]
     assert counts(top_k=2) == [0, 0.62, 0, 0.38]
-    assert counts(top_p=0.8) == [0, 0.62, 0, 0.38]  # 0.5 + 0.3 reach it
+    assert counts(top_p=0.8) == [0, 0.62, 0, 0.38]  # 0.5 + 0.3 reach 0.8
     assert counts(top_p=0.81) == [0.16, 0.53, 0, 0.32]
     assert counts(top_p=0) == counts(top_p=1e-9) == counts(top_k=1) == counts(temperature=0) == [0, 1, 0, 0]
     assert counts(top_k=9) == counts()
@@ -128,7 +128,7 @@ def test_beyond_the_positions_only_attention_goes_on_over_the_last_of_them():
 
 
 def test_wrong_modes_and_prompts():
-    with pytest.raises(ValueError, match="mixer 'lion_s' has attention and rnn, got 'kv'"):
+    with pytest.raises(ValueError, match="mixer 'lion_s' supports attention and rnn, got 'kv'"):
         Continuation.of(gpt("lion_s"), "kv", PROMPTS)
     with pytest.raises(ValueError, match="has attention and kv, got 'rnn'"):
         Continuation.of(gpt(), "rnn", PROMPTS)
@@ -137,7 +137,7 @@ def test_wrong_modes_and_prompts():
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor of numbers, and the tokens that were read at once."""
+    """A mode that records the size of the largest floating-point tensor."""
 
     numbers = 0
 

@@ -11,7 +11,7 @@ from lion.tasks.base import unwrapped
 from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig, erase
 from lion.tasks.images import ImageInfo
 
-INFO = ImageInfo((4, 4), 1, tuple("abcdefg"), (0.0,), (1 / 255,))  # pixels as they are
+INFO = ImageInfo((4, 4), 1, tuple("abcdefg"), (0.0,), (1 / 255,))  # normalisation leaves pixels unchanged
 
 
 def task(**settings):
@@ -19,7 +19,7 @@ def task(**settings):
 
 
 class Table(torch.nn.Module):
-    """Logits looked up by the first pixel."""
+    """A model that looks up its logits by the first pixel."""
 
     def __init__(self):
         super().__init__()
@@ -71,13 +71,13 @@ def test_two_kinds_of_mixing_switch():
     whole = [
         torch.equal(x.amin((1, 2, 3)), x.amax((1, 2, 3))) for x in (both.mix(*batch().values())[0] for _ in range(40))
     ]
-    assert 5 < sum(whole) < 35  # mixup keeps constant pictures constant, cutmix does not
+    assert 5 < sum(whole) < 35  # mixup keeps constant images constant, cutmix does not
 
 
 def test_views_of_one_picture_are_not_mixed_with_each_other():
-    """Repeated augmentation puts them side by side, and torchvision mixes neighbours."""
+    """Check that a batch is shuffled: repeated augmentation puts views side by side, and mixing pairs neighbours."""
     model, t, seen = Table(), task(mixup=0.8), []
-    mix, images = t.mix, torch.arange(8).repeat_interleave(12)  # 8 pictures, 12 views each
+    mix, images = t.mix, torch.arange(8).repeat_interleave(12)  # 8 images, 12 views each
     t.mix = lambda *both: mix(*(seen.append(both[0]) or both))
     torch.manual_seed(0)
     for _ in range(20):
@@ -129,7 +129,7 @@ def test_the_model_has_the_data_s_normalisation_and_names():
 
 
 def test_a_wrapped_model_is_called_and_normalises_by_itself():
-    """As DDP wraps it: gradients agree where the wrapper is called."""
+    """Check that a model wrapped by DDP is called through the wrapper, so that gradients are synchronised."""
     model, b, called = Table(), batch(), []
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -138,7 +138,7 @@ def test_a_wrapped_model_is_called_and_normalises_by_itself():
         assert torch.equal(task().loss(wrapped, b).loss, task().loss(model, b).loss) and called == [1]
     finally:
         torch.distributed.destroy_process_group()
-    model.module = None  # a model may have a part of that name
+    model.module = None  # a model may have a submodule of this name
     assert unwrapped(model) is model and unwrapped(wrapped) is model
 
 
@@ -157,9 +157,9 @@ def test_preview_is_a_picture():
     )
     rows, columns = (
         (shown[name] == 0).all(0) for name in ("scan_row_snake", "scan_column_snake")
-    )  # black: the patches' centres
+    )  # black pixels are the centres of patches
     assert torch.equal(rows, columns)
-    first = shown["scan_row_snake"][:, 12, 24]  # on the way from the first patch to its right neighbour: blue
+    first = shown["scan_row_snake"][:, 12, 24]  # path from the first patch to its right neighbour: blue
     assert first.tolist() == [0, 0, 255]
     del model.orders
     model.orders = None
@@ -170,7 +170,7 @@ def test_preview_is_a_picture():
 
 
 def rectangles(erased: torch.Tensor) -> list[tuple[int, int, int, int]]:
-    """(top, left, height, width) of what is erased of each image (B, H, W), checked to be a rectangle."""
+    """Return (top, left, height, width) of the erased part of each image (B, H, W), checked to be a rectangle."""
     found = []
     for mask in erased:
         if mask.any():
@@ -188,7 +188,7 @@ def test_erasing_is_a_rectangle_of_noise_in_all_channels():
     erased = (got != 9).any(1)
     assert torch.equal((got != 9).all(1), erased) and images.eq(9).all()
     boxes = rectangles(erased)
-    assert 70 < len(boxes) < 130  # of 400: five deviations
+    assert 70 < len(boxes) < 130  # of 400 images: five standard deviations around 100
     noise = got[got != 9]
     assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
     assert not erase(images, 0).ne(9).any() and len(rectangles((erase(images, 1) != 9).any(1))) == 400
@@ -211,7 +211,7 @@ def test_erasing_draws_as_timm_does():
         assert len(a) == len(b) == 3000
         grid = torch.cat([a, b]).sort().values
         gap = (torch.searchsorted(a, grid, right=True) - torch.searchsorted(b, grid, right=True)).abs().max() / 3000
-        assert gap < 0.05  # Kolmogorov and Smirnov: chance gives more once in 1,000 times
+        assert gap < 0.05  # Kolmogorov-Smirnov: chance exceeds 0.05 once in 1,000 times
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 2), (8, 8)])

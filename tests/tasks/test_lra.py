@@ -1,4 +1,4 @@
-"""Tasks of long sequences: losses, metrics, pairs, chance, self-pretraining and what starts from it."""
+"""Tests of tasks on long sequences: losses, metrics, pairs, chance level, self-pretraining, and starting from it."""
 
 import math
 
@@ -31,7 +31,7 @@ every_info = pytest.mark.parametrize("info", INFOS.values(), ids=INFOS)
 
 
 class Made(Dataset):
-    """Samples as the data sets give them, padded; the class is that of the first token, or unrelated to the sample."""
+    """Padded samples like those of the data sets. The class is that of the first token, or random."""
 
     def __init__(self, info: SequenceInfo, size: int = 48, seed: int = 0, noise: bool = False) -> None:
         self.info, rng = info, torch.Generator().manual_seed(seed)
@@ -132,7 +132,7 @@ def test_chance_is_the_commonest_class_within_its_noise():
     assert above_chance(1 - label, label) < 0
     assert math.isfinite(above_chance(torch.zeros(9), torch.zeros(9)))
     label, prediction = torch.arange(40_000) % 2, torch.arange(40_000) % 2
-    prediction[: 40_000 - 800] = 0  # 51 %: four standard deviations of so many, and yet one point
+    prediction[: 40_000 - 800] = 0  # 51 %: four standard deviations, but only one point
     assert above_chance(prediction, label) == pytest.approx(2)
 
 
@@ -166,7 +166,7 @@ def test_hidden_inputs_are_those_that_count(info):
     inputs, segments = task.rows(batch)
     valid = torch.ones_like(inputs, dtype=torch.bool) if segments is None else segments >= 0
     assert 0.3 < weight / valid.sum() < 0.5 and outcome.outputs.shape[0] == 48
-    assert torch.equal(task.evaluate(model, batch).outputs, outcome.outputs)  # the same are hidden at every time
+    assert torch.equal(task.evaluate(model, batch).outputs, outcome.outputs)  # every evaluation masks the same inputs
     values = evaluate(model, [batch], task, Runtime(torch.device("cpu")))
     assert values == {"loss": pytest.approx((total / weight).item())}
     one = {k: v[5:6] for k, v in batch.items()}
@@ -188,7 +188,7 @@ def test_hidden_pixels_are_asked_for_normalised():
 
 @every_info
 def test_a_task_starts_from_its_own_inputs(info, tmp_path):
-    """`init_from` takes the encoder; the head is new, and the decoder stays behind."""
+    """Check that `init_from` takes the encoder, starts a new head, and drops the decoder."""
     import yaml
 
     from lion.runs import init_from
@@ -207,11 +207,11 @@ def test_a_task_starts_from_its_own_inputs(info, tmp_path):
     trained = dict(source.named_parameters()) | dict(source.named_buffers())
     for name, value in new.items():
         assert torch.equal(value, head[name] if name in head else trained[name]), name
-    with pytest.raises(ConfigError, match=r"is of other inputs: they were (pixels|7 ids), and are 9 ids now"):
+    with pytest.raises(ConfigError, match=r"was trained on other inputs: they were (pixels|7 ids), and are 9 ids now"):
         init_from(model, tmp_path / "run", SequenceInfo(classes=2, length=8, vocabulary=9))
 
 
-# What the data tell
+# Metadata of the data
 
 
 @every_info

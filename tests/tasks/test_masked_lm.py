@@ -1,4 +1,4 @@
-"""Masked language modelling: who is hidden, how, and by which chance; the loss of a global batch; training."""
+"""Tests of masked language modelling: masking, its random numbers, the loss of a global batch, and training."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ CPU = Runtime(torch.device("cpu"))
 
 
 class Text(Dataset):
-    """Documents of letters in the order of the alphabet: what is hidden follows from what is not."""
+    """Documents of letters in alphabetical order, so that visible letters determine the masked ones."""
 
     def __init__(self, size, seed=0):
         self.size, self.seed = size, seed
@@ -67,7 +67,7 @@ def hidden_of(own, data, rate):
 
 
 def test_shares_of_what_is_hidden():
-    """Of 20,000 rows: 30 % of the letters, of these 80 % the mask, 10 % any token, 10 % as they are."""
+    """Check the shares over 20,000 rows: 30 % of letters chosen; of these 80 % mask, 10 % any token, 10 % unchanged."""
     torch.manual_seed(0)
     own, data = task(), batch(1)
     data = {name: data[name].expand(20_000, -1) for name in ("tokens", "segments")}
@@ -79,16 +79,16 @@ def test_shares_of_what_is_hidden():
     assert ((at == 1).double().mean() - (0.8 + 0.1 / 30)).abs() < 0.005
     assert ((at == before).double().mean() - (0.1 + 0.1 / 30)).abs() < 0.005
     others = at[(at != 1) & (at != before)]
-    assert others.unique().tolist() == [i for i in range(30) if i != 1]  # any token, special ones as well
+    assert others.unique().tolist() == [i for i in range(30) if i != 1]  # any token, including special tokens
     counts = torch.bincount(masked.places[masked.chosen], minlength=20)[data["tokens"][0] > 4]
-    assert (counts / 20_000 - masked.chosen[0].sum() / letters).abs().max() < 0.02  # every place alike
+    assert (counts / 20_000 - masked.chosen[0].sum() / letters).abs().max() < 0.02  # every place is equally likely
 
 
 def test_specials_and_padding_are_left_alone():
     torch.manual_seed(0)
     own = task(rate=0.9, masked=1.0, random=0.0)
     data = batch(50)
-    data["tokens"][:, 4], data["segments"][:, 5] = 4, -1  # an unknown word; padding that holds a letter
+    data["tokens"][:, 4], data["segments"][:, 5] = 4, -1  # an unknown word; a letter at a padded place
     masked = hidden_of(own, data, 0.9)
     usable = (data["tokens"] > 4) & (data["segments"] >= 0)
     changed = masked.tokens != data["tokens"]
@@ -112,7 +112,7 @@ def test_a_row_of_any_length_has_as_many_slots():
 
 
 def test_loss_is_per_hidden_token_of_the_global_batch():
-    """The sums of ragged micro-batches are those of the whole, and torch's own cross-entropy over it."""
+    """Compare sums over ragged micro-batches with those of the whole batch, and with PyTorch's cross-entropy."""
     own, net, data = task(rate=0.9), model().double(), batch(6)
     torch.manual_seed(3)
     draws = torch.rand(6, 20, 3)
@@ -142,7 +142,7 @@ def test_training_noise_is_pytorchs_own():
 
 
 def shown_to(net, own, data):
-    """What a model sees in an evaluation: tokens and places."""
+    """Return what a model sees in an evaluation: tokens and places."""
     seen = []
     hook = net.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append((*args, *kwargs.values())), with_kwargs=True
@@ -154,7 +154,7 @@ def shown_to(net, own, data):
 
 @torch.no_grad()
 def test_evaluation_asks_all_the_same():
-    """Whatever was drawn before, whatever the model, however samples are batched and padded, in every evaluation."""
+    """Check that every evaluation masks the same tokens, whatever the random state, model, batching and padding."""
     own, data = task(), batch(6)
     tokens, _, places = shown_to(model(), own, data)
     assert (tokens != data["tokens"]).any(1).all() and places.shape == (6, 3)
@@ -172,14 +172,14 @@ def test_evaluation_asks_all_the_same():
 
 @torch.no_grad()
 def test_metrics_of_a_model_that_knows():
-    """Accuracy, loss and perplexity are per hidden token, of real samples alone."""
+    """Check that accuracy, loss and perplexity are means over the masked tokens of real samples."""
     own, data = task(), batch(4)
     data["mask"][3] = False
 
     class Sage(torch.nn.Module):
         def forward(self, tokens, segments, places):
             truth = data["tokens"].gather(1, places)
-            truth[1] = (truth[1] + 1) % 30  # always wrong about one row
+            truth[1] = (truth[1] + 1) % 30  # always wrong in one row
             return 2.0 * F.one_hot(truth, 30)
 
     outcome = own.evaluate(Sage(), data)
@@ -221,14 +221,14 @@ def test_examples_are_padded_rows_and_need_no_memory():
     own = task()
     example = own.example(3, "cpu")
     assert example["tokens"].shape == (3, 20) and example["tokens"].max() < 30
-    assert (example["segments"] == -1).sum(1).tolist() == [10, 0, 0]  # as real rows are: a step to be timed
+    assert (example["segments"] == -1).sum(1).tolist() == [10, 0, 0]  # padded like real rows, to time a step
     with torch.device("meta"):
         net = own.build_model(BertConfig("lion_s", 12, 2, 3))
     assert own.loss(net, own.example(3, "meta")).loss.device.type == "meta"
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"task.masked: with random 0.4 at most 0.6, got 0.8"):
+    with pytest.raises(ConfigError, match=r"task.masked: with random=0.4, expected at most 0.6, got 0.8"):
         build(MaskedLMConfig, {"random": 0.4}, source=lambda key: "recipe", key="task")
     with pytest.raises(ConfigError, match="tokenizer 'toy' has no token 'mask', it has pad"):
         task(TextInfo(30, 20, "toy", "f" * 64, {"pad": 0}))
@@ -239,7 +239,7 @@ def test_bad_settings_are_refused():
 @pytest.mark.parametrize("mixer", [SOFTMAX, "lion_lit", "lion_d", "lion_s"])
 @pytest.mark.slow
 def test_it_learns(mixer, tmp_path):
-    """Through the trainer, in micro-batches: far better than the commonest letter."""
+    """Train with micro-batches and reach far more accuracy than always predicting the commonest letter."""
     plan = make_plan(
         settings(batch_size=32, micro_batch=16, steps=150, eval_every=150, save_every=75), samples=256, world=1
     )
@@ -256,7 +256,7 @@ def test_it_learns(mixer, tmp_path):
 
 def test_weights_of_another_vocabulary_mean_nothing_here():
     INFO.check_transfer("it", dataclasses.replace(INFO, length=999).to_dict())
-    with pytest.raises(ConfigError, match="init_from: run is of another vocabulary: its tokenizer was 'toy' "):
+    with pytest.raises(ConfigError, match="init_from: run was trained with another vocabulary: its tokenizer was"):
         INFO.check_transfer("init_from: run", dataclasses.replace(INFO, fingerprint="e" * 64).to_dict())
 
 

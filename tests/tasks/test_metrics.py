@@ -28,7 +28,7 @@ def test_a_metric_has_a_direction(metric, better, worse):
 def test_what_a_metric_is_made_of():
     assert LOSS.value({"top1": 0.5, "loss": 2.0}, {}) == 2 and not LOSS.higher_is_better
     assert PERPLEXITY.value({"loss": 2.0}, {}) == math.exp(2)
-    assert PERPLEXITY.value({"loss": 1e4}, {}) == math.inf  # a run that diverges is told so, and no traceback
+    assert PERPLEXITY.value({"loss": 1e4}, {}) == math.inf  # a run that diverges gets an error message, not a traceback
     both = OfAll("agreement", function=lambda p, y: (p == y).double().mean(), of=("prediction", "label"))
     rows = {"prediction": torch.tensor([1, 2, 3]), "label": torch.tensor([1, 2, 4])}
     assert both.rows == ("prediction", "label") and both.value({}, rows) == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""The order of samples: what it was for lists, and what holds for sets that no list can hold."""
+"""Tests of the order of samples: for stored permutations, and for data sets too large for one."""
 
 import itertools
 import tracemalloc
@@ -11,7 +11,7 @@ from lion.tasks import order as orders
 from lion.tasks.order import LISTED, Drawn, Shuffled, permutation, permute
 from lion.tasks.seeds import derive
 
-HUGE = 365_000_000  # C4's documents
+HUGE = 365_000_000  # number of documents in C4
 
 
 def whole(order, size, seed=1, epoch=2):
@@ -20,7 +20,7 @@ def whole(order, size, seed=1, epoch=2):
 
 @pytest.mark.parametrize(("size", "repeats"), [(1, 1), (10, 1), (10, 3), (1000, 4), (LISTED, 1)])
 def test_sets_that_fit_a_list_keep_their_order(size, repeats):
-    """Stored runs go on in it."""
+    """Check that the order never changes, because stored runs resume in it."""
     expected = torch.randperm(size, generator=torch.Generator().manual_seed(derive(5, 7)))
     expected = expected.repeat_interleave(repeats)[:size]
     positions = range(size) if size < LISTED else range(3, size, 999)
@@ -37,7 +37,7 @@ def test_a_list_is_drawn_once_an_epoch(monkeypatch):
     drawn, randperm = [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda *args, **kwargs: drawn.append(args) or randperm(*args, **kwargs))
     permutation.cache_clear()
-    for epoch in (0, 1, 0, 1):  # what is read ahead, and what a save asks for
+    for epoch in (0, 1, 0, 1):  # reading ahead and saving alternate between two epochs
         for begin in range(0, 40, 8):
             Shuffled().samples(range(begin, begin + 8), size=50, seed=1, epoch=epoch)
     assert len(drawn) == 2
@@ -69,14 +69,18 @@ def chi_square(counts, expected):
 
 
 def test_permutations_are_evenly_spread():
-    """Over keys, every order of four; within one of a huge set, places, neighbours and steps."""
+    """Check that permutations are uniform.
+
+    Over keys, all orders of four samples are equally likely. In a permutation of a huge set, places, neighbours and
+    steps are spread evenly.
+    """
     found = [tuple(permute(torch.arange(4), 4, derive(key)).tolist()) for key in range(2400)]
     counts = [found.count(p) for p in itertools.permutations(range(4))]
-    assert chi_square(counts, 100) < 50  # 23 degrees of freedom: one key in a thousand does worse
+    assert chi_square(counts, 100) < 50  # 23 degrees of freedom: chance exceeds 50 once in 1,000 times
     for begin in (0, HUGE // 2):
         share = permute(torch.arange(begin, begin + 100_000), HUGE, key=1).double() / HUGE
-        assert chi_square(torch.histc(share, 100, 0, 1).tolist(), 1000) < 150  # 99
-        for lag in (1, 2, 19_105):  # a row of the grid
+        assert chi_square(torch.histc(share, 100, 0, 1).tolist(), 1000) < 150  # 99 degrees of freedom
+        for lag in (1, 2, 19_105):  # 19,105: length of a row of the grid
             pairs = torch.corrcoef(torch.stack([share[:-lag], share[lag:]]))
             assert abs(pairs[0, 1]) < 0.02
         assert share.diff().unique().numel() > 99_000
@@ -90,7 +94,7 @@ def test_drawn_samples_repeat_as_chance_has_it():
 
 
 class Largest(TorchDispatchMode):
-    """Counts the operations inside, and the elements of the largest tensor that one gives."""
+    """A mode that counts operations and records the elements of the largest tensor that one returns."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Draws that depend on a sample's key alone."""
+"""Tests of draws that depend only on a sample's key."""
 
 import torch
 
@@ -6,7 +6,7 @@ from lion.tasks.seeds import GOLDEN, derive, mix, normal, uniform
 
 
 def test_the_generator_is_the_published_one():
-    """SplitMix64 of seed 1234567, as Rosetta Code and the reference in C print it."""
+    """Compare with SplitMix64 of seed 1234567, as Rosetta Code and the reference in C print it."""
     words = mix(1234567 + torch.arange(1, 6) * GOLDEN)
     assert [word % 2**64 for word in words.tolist()] == [
         6457827717110365317,
@@ -38,7 +38,7 @@ def test_draws_are_uniform():
     assert 0 <= draws.min() and draws.max() < 1
     counts = torch.histc(draws, 100, 0, 1)
     assert ((counts - 2000) ** 2 / 2000).sum() < 150  # 99 degrees of freedom
-    for a, b in ((draws[1:], draws[:-1]), (draws[:, 1:], draws[:, :-1])):  # samples, and draws of one
+    for a, b in ((draws[1:], draws[:-1]), (draws[:, 1:], draws[:, :-1])):  # neighbouring samples, then draws
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.01
 
 
@@ -51,7 +51,7 @@ def test_draws_are_normal():
 
 
 def test_no_draw_is_infinite(monkeypatch):
-    """Neither of the least uniform draw nor of the largest."""
+    """Check the normal draws for the smallest and the largest uniform draw."""
     ends = torch.tensor([[0.0, 1 - 2.0**-24]])
     monkeypatch.setattr("lion.tasks.seeds.uniform", lambda keys, n: ends)
     low, high = normal(None, 2)[0].tolist()

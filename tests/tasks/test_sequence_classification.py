@@ -1,4 +1,4 @@
-"""Sequence classification: the metrics, the loss, padding that changes nothing, and training."""
+"""Tests of sequence classification: metrics, loss, independence of padding, and training."""
 
 import math
 
@@ -35,7 +35,7 @@ CPU = Runtime(torch.device("cpu"))
 
 
 class Pairs(Dataset):
-    """[CLS] letters [SEP] letters [SEP] of any length; the label says whether the letter 5 is among them."""
+    """Samples [CLS] letters [SEP] letters [SEP] of any length; the label says whether the letter 5 occurs."""
 
     def __init__(self, size, info=INFO, length=16):
         self.size, self.info, self.length = size, info, length
@@ -117,7 +117,7 @@ def test_loss_is_a_mean_over_the_samples_of_the_global_batch():
 @pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
 @torch.inference_mode()
 def test_padding_changes_no_logit(mixer):
-    """Neither its amount nor what it holds."""
+    """Check that neither the amount nor the content of padding changes a logit."""
     own, data = task(), batch([3, 4, 8])
     net = model(own, mixer, token_types=2).double()
     longest = int((data["segments"] == 0).sum(1).max())
@@ -151,7 +151,7 @@ def test_an_evaluation_counts_real_samples_alone():
 
 
 def test_training_finds_the_letter(tmp_path):
-    """It also measures what is beside `val`."""
+    """Train to classify, and check that other held-out data are measured together with `val`."""
     seed_everything(0)
     own = task()
     net = own.build_model(BertClassifierConfig("lion_lit", 16, 1, 2, mlp_ratio=2))
@@ -166,16 +166,16 @@ def test_training_finds_the_letter(tmp_path):
 def test_labels_of_others_are_no_data_for_a_run():
     then = LabelledTextInfo(20, 16, "toy", "f" * 64, SPECIAL, ("a", "b", "c"))
     assert LabelledTextInfo.from_dict(then.to_dict()) == then
-    with pytest.raises(ConfigError, match="is of other labels: they were a, b, c, and are no, yes now"):
+    with pytest.raises(ConfigError, match="was trained on other labels: they were a, b, c, and are no, yes now"):
         INFO.check_same("run", then.to_dict())
     with pytest.raises(ConfigError, match="they were no, yes, and are numbers now"):
         NUMBERS.check_same("run", INFO.to_dict())
     INFO.check_same("run", {**INFO.to_dict(), "length": 99})
-    INFO.check_transfer("run", then.to_dict())  # the head starts anew
+    INFO.check_transfer("run", then.to_dict())  # the head is initialised again
     INFO.check_transfer("run", TextInfo(20, 16, "toy", "f" * 64, SPECIAL).to_dict())
     assert not INFO.shares_heads(then.to_dict()) and INFO.shares_heads(INFO.to_dict())
     for check in (INFO.check_same, INFO.check_transfer):
-        with pytest.raises(ConfigError, match="is of another vocabulary"):
+        with pytest.raises(ConfigError, match="was trained with another vocabulary"):
             check("run", {**INFO.to_dict(), "fingerprint": "0" * 64})
 
 
@@ -187,11 +187,11 @@ def test_metrics_that_do_not_fit_are_refused():
         return str(error.value)
 
     three = LabelledTextInfo(20, 16, "toy", "f" * 64, SPECIAL, ("a", "b", "c"))
-    assert "task.metrics: 'f' is no metric, did you mean 'f1'?" in refused(INFO, "f")
+    assert "task.metrics: unknown metric 'f', did you mean 'f1'?" in refused(INFO, "f")
     assert "expected at least one" in refused(INFO)
-    assert "'spearman' is no metric of 2 classes" in refused(INFO, "spearman")
-    assert "'accuracy' is no metric of numbers, valid: pearson, spearman" in refused(NUMBERS, "accuracy")
-    assert "'f1' is of two classes, these are 3" in refused(three, "f1")
+    assert "'spearman' does not apply to 2 classes" in refused(INFO, "spearman")
+    assert "'accuracy' does not apply to numbers, valid: pearson, spearman" in refused(NUMBERS, "accuracy")
+    assert "'f1' needs two classes, got 3" in refused(three, "f1")
 
 
 def test_answers_in_words():

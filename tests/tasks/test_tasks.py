@@ -1,4 +1,4 @@
-"""The table of tasks."""
+"""Tests of the table of tasks."""
 
 import subprocess
 import sys

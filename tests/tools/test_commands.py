@@ -549,7 +549,7 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
     assert here("train", recipe, "--no-eval") == 0
     for split in ("train", "val"):
         (tmp_path / split / "dog").rename(tmp_path / split / "bird")
-    wrong = "checkpoint is of other data: class 0 was 'cat', and is 'bird' now"
+    wrong = "checkpoint was trained on other data: class 0 was 'cat', and is 'bird' now"
     capsys.readouterr()
     assert wrong in refuse(capsys, "bench", "inference", run, "--sizes", "8", "--evaluate", "3")
     assert wrong in command("eval", run).stderr
@@ -567,7 +567,7 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
     assert "a file, not a run's folder; ./run.sh convert makes" in refuse(capsys, "eval", run / "recipe.yaml")
     for split in ("train", "val"):
         pictures(tmp_path / "moved", {split: {"eel": 2}})
-    assert "is of other data: number of classes was 2, and is 3 now" in command("eval", run).stderr
+    assert "was trained on other data: number of classes was 2, and is 3 now" in command("eval", run).stderr
 
 
 def test_recipes_of_ones_own_are_listed_and_claim_nothing(tmp_path, monkeypatch):

@@ -449,7 +449,7 @@ def test_bad_input_is_refused_in_a_line(run, tmp_path, capsys):
         ((folder, "--recipe", "modified", place, "seed=3"), "seed: is set for each task; --seeds, --no-mnli and"),
         (("nothing", "--recipe", "modified", place), "run 'nothing': no recipe.yaml"),
         ((folder,), "required: --recipe"),
-        ((folder, "--recipe", "modified", place, "--tokenizer", "bytes"), "is of another vocabulary"),
+        ((folder, "--recipe", "modified", place, "--tokenizer", "bytes"), "with another vocabulary"),
     ):
         assert words in refuse(capsys, "glue", *argv), words
     (tmp_path / "cola").mkdir()

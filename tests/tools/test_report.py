@@ -185,7 +185,7 @@ def test_what_cannot_be_compared(runs, tmp_path, capsys):
     one, other = of(runs, "softmax")
     other = other._replace(info=dataclasses.replace(other.info, classes=other.info.classes[:9]))
     with pytest.raises(
-        ConfigError, match=r"not comparable, .*softmax0 is of other data: number of classes was 10, and"
+        ConfigError, match=r"not comparable, .*softmax0 was trained on other data: number of classes was 10, and"
     ):
         group([one, other], PAPER)
     (tmp_path / "copy" / "metrics.jsonl").write_text("")

@@ -1,4 +1,4 @@
-"""A trainer in this process, without the command around it."""
+"""Helpers that train in this process, without the command."""
 
 import json
 
@@ -21,7 +21,7 @@ def trainer(recipe, folder, workers=0):
 
 
 def train(path, folder, *overrides, stop_at=None, workers=0):
-    """Train in this process; `stop_at` asks it to stop after that step, as a signal would."""
+    """Train in this process; `stop_at` asks the run to stop after that step, as a signal does."""
     t = trainer(resolve(path, overrides), folder, workers)
     if stop_at is not None:
         step = t.train_step

@@ -1,4 +1,4 @@
-"""Runs that are as long as a time, batches that grow, and the schedule that goes with them."""
+"""Tests of time-limited runs, growing batches, and their schedules."""
 
 import logging
 
@@ -21,11 +21,11 @@ from tools.compose import process_count, resolve
 
 RAMP = {"batch_ramp": "60%", "batch_start": 4, "steps": 10}
 GROWING = [4, 4, 8, 12, 12, 16, 16, 16, 16, 16]  # 4 (1 + int(4 step / 6)), cut at 16
-SECOND = {"time": "0.1min", "steps": None}  # six laps of a clock that ticks
+SECOND = {"time": "0.1min", "steps": None}  # six steps of a clock with one tick per step
 
 
 class Ticking(TrainingClock):
-    """Every step takes a second."""
+    """A clock on which every step takes a second."""
 
     def lap(self):
         return 1.0
@@ -43,7 +43,7 @@ def stopped_at(t, step):
 
 
 def seen(trainer):
-    """The batches that a run trains on, as lists of sums of points."""
+    """Train and return the batches as lists of the sums of points."""
     found, loss = [], trainer.task.loss
 
     def watched(model, batch):
@@ -75,7 +75,7 @@ def test_batches_grow_by_whole_starts_up_to_the_full_one():
 
 
 def test_cramming_reaches_its_batch_after_60_percent():
-    """recipes.md 7.4: the batch of micro-batches of 128 as its authors' code has it."""
+    """Compare with recipes.md 7.4: the batch, in micro-batches of 128, as the authors' code computes it."""
     plan = make_plan(
         toys.settings(batch_size=8192, batch_start=128, batch_ramp="60%", steps=1000), samples=8192, world=1
     )
@@ -89,7 +89,7 @@ def test_growing_batches_read_the_samples_of_a_run_without(tmp_path, micro):
     sizes = [sum(len(x) for step, x in found if step == s) for s in range(10)]
     assert sizes == GROWING
     straight = [x for _, xs in seen(toys.trainer(tmp_path / "b", steps=8)) for x in xs]
-    assert [x for _, xs in found for x in xs] == straight[: sum(GROWING)]  # a step may take from two epochs
+    assert [x for _, xs in found for x in xs] == straight[: sum(GROWING)]  # one step may contain samples of two epochs
 
 
 def test_processes_share_a_growing_batch():
@@ -97,7 +97,7 @@ def test_processes_share_a_growing_batch():
     one = StepSampler(64, **{**how, "micro": 4}, rank=0, world=1)
     two = [StepSampler(64, **how, rank=rank, world=2) for rank in range(2)]
     assert [a + b for a, b in zip(*two)] == list(one) and len(one) == 11
-    assert StepSampler(64, **{**how, "end": None}, rank=0, world=1)[10**6]  # of a run whose length is not known
+    assert StepSampler(64, **{**how, "end": None}, rank=0, world=1)[10**6]  # a run of unknown length
 
 
 def test_the_loss_is_that_of_the_whole_batch_however_it_grows(tmp_path):
@@ -110,7 +110,7 @@ def test_the_loss_is_that_of_the_whole_batch_however_it_grows(tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_run_of_growing_batches_ends_bit_for_bit_like_a_straight_one(tmp_path, caplog):
-    """Within the ramp, at its end, and behind it."""
+    """Stop within the ramp, at its end, and after it."""
     path = tiny_recipe(
         tmp_path,
         schedule={"kind": "budget_triangle", "warmup": 0},
@@ -149,7 +149,7 @@ def test_the_speed_counts_the_samples_that_were_taken(tmp_path, monkeypatch):
 
 
 def test_a_run_of_a_time_takes_the_learning_rates_of_its_place_in_it(tmp_path, monkeypatch):
-    """By a clock that ticks once a step, it is the run of as many steps, bit for bit."""
+    """Check that a clock of one tick per step gives the run of as many steps, bit for bit."""
     steps = toys.trainer(tmp_path / "steps", **RAMP, eval_every=3)
     monkeypatch.setattr("lion.trainer.loop.TrainingClock", Ticking)
     timed = toys.trainer(tmp_path / "time", **{**RAMP, "time": f"{10 / 60!r}min", "steps": None}, eval_every=3)
@@ -175,7 +175,7 @@ def test_the_time_that_is_used_up_stays_used_up(tmp_path, monkeypatch, caplog):
     assert (resumed.state.step, resumed.state.seconds) == (6, 6) and resumed.state.upcoming() is None
     assert "resuming at step 4, 0.0667min of 0.1min: exact state" in caplog.text
     assert "same data order, not the same bits (how far a time goes" in caplog.text
-    assert same(straight.model.state_dict(), resumed.model.state_dict())  # this clock does go as far
+    assert same(straight.model.state_dict(), resumed.model.state_dict())  # this clock is reproducible
 
 
 def test_evaluation_saving_and_compilation_take_none_of_the_time(tmp_path, monkeypatch):
@@ -207,7 +207,7 @@ def test_the_first_process_says_what_time_it_is(tmp_path, monkeypatch):
 
 
 def test_the_last_step_is_the_one_that_uses_the_time_up_and_is_evaluated(tmp_path):
-    """By the real clock, as it goes."""
+    """Check the end of a time-limited run with the real clock."""
     t = toys.trainer(tmp_path / "run", **{**SECOND, "time": "0.003min", "eval_every": 10**6, "ema": None})
     assert t.fit() and t.state.seconds >= 0.18
     last = lines(tmp_path / "run")[-1]

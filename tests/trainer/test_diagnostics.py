@@ -1,4 +1,4 @@
-"""Decay histograms: as TensorBoard makes them of the values, which stay where they are."""
+"""Tests of decay histograms: equal to TensorBoard's, without copying the values to the CPU."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_what_is_not_a_number_is_in_no_bin():
 
 
 class Watch(TorchDispatchMode):
-    """The largest tensor that was made on the CPU of one on the device; there, reading a number is one, too."""
+    """A mode that records the largest tensor copied from the device to the CPU, including numbers read there."""
 
     largest = 0
 
@@ -51,7 +51,7 @@ class Watch(TorchDispatchMode):
 
 
 def digits(device):
-    """A model, a batch, and how many decays a layer has."""
+    """Return a task, its model, a batch, and the number of decays of a layer."""
     info = ImageInfo((8, 8), 1, tuple("ab"), (0.0,), (1.0,))
     task = ImageClassification(ImageClassificationConfig(), info)
     model = task.build_model(ViTConfig("lion_s_vector", 64, 2, 2, patch_size=2)).to(device)
@@ -60,7 +60,7 @@ def digits(device):
 
 
 def test_no_tensor_of_a_layers_size_reaches_the_cpu(monkeypatch):
-    """On a CPU every way to the CPU is watched, and all that is read is numbers of bins."""
+    """Watch every method that reads values on the CPU: only numbers as many as the bins may be read."""
     task, model, batch, size = digits("cpu")
     read = []
     for name in ("cpu", "numpy", "tolist", "item", "__array__"):

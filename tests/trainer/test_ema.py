@@ -16,7 +16,7 @@ def test_floating_buffers_are_averaged_and_counts_copied():
     average = Average(model, 0.9)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(3):
-        model(torch.randn(8, 3) + 5)  # in training mode: running statistics move
+        model(torch.randn(8, 3) + 5)  # training mode, so running statistics change
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += torch.randn_like(parameter)
@@ -29,6 +29,6 @@ def test_floating_buffers_are_averaged_and_counts_copied():
     assert got.keys() == expected.keys() and "1.running_var" in got and got["1.num_batches_tracked"] == 3
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value)
-    assert average.model.table.eq(1).all()  # in no checkpoint: not of what is learned
+    assert average.model.table.eq(1).all()  # not averaged: it is not learned, so in no checkpoint
     assert not any(p.requires_grad for p in average.model.parameters())
     assert (got["1.running_mean"] - model[1].running_mean).abs().max() > 0.1

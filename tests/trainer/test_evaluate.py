@@ -1,4 +1,4 @@
-"""Evaluation: what it collects, over one process and several, and which value is the best."""
+"""Tests of evaluation: the collected values, in one process and several, and the selection of the best one."""
 
 import json
 import math
@@ -22,7 +22,7 @@ CPU = Runtime(torch.device("cpu"))
 
 
 def test_every_kind_of_metric_against_all_samples_at_once():
-    """23 samples in batches of 4: the last is padded."""
+    """Check 23 samples in batches of 4, the last of which is padded."""
     got = toys.measure(CPU)
     assert list(got) == ["perplexity", "matthews", "order", "loss", "pass"]
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def test_rows_are_kept_only_where_a_metric_needs_them():
 
 
 class Sampler(toys.Sides):
-    """Draws wherever it is asked at an evaluation."""
+    """A task that draws random numbers wherever an evaluation calls it."""
 
     def __init__(self, config, info):
         super().__init__(config, info)
@@ -71,7 +71,10 @@ class Sampler(toys.Sides):
 
 
 def test_what_an_evaluation_draws_is_the_same_for_every_model_and_not_missed_in_training(tmp_path):
-    """Every training step draws, too; two evaluations of the model and of its average, in batches of 16 of 23."""
+    """Check that evaluations always draw the same numbers, and do not change those of training.
+
+    Every training step draws too. The model and its average are evaluated twice each, in batches of 16 of 23 samples.
+    """
     states = []
     for name, kind in (("plain", toys.Sides), ("drawing", Sampler)):
         t = toys.trainer(tmp_path / name, kind=kind, steps=4)
@@ -92,7 +95,7 @@ def test_what_an_evaluation_draws_is_the_same_for_every_model_and_not_missed_in_
 
 @pytest.mark.parametrize("after", [0, 3, 8])
 def test_it_stops_in_any_pass_and_leaves_the_mode_alone(after):
-    """6 batches, and 6 once more for the own pass."""
+    """Stop in one of 6 batches, or in one of the 6 of the separate pass."""
     asked = iter(range(100))
     model, task = toys.Net().train(), toys.Sides(toys.Config(), toys.Info())
     loader = toys.RunData(toys.splits(), toys.make_plan(toys.settings(batch_size=4), samples=64, world=1), CPU)

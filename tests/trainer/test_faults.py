@@ -1,4 +1,4 @@
-"""Loader workers that die, samples that cannot be read, disks that fill up, memory that runs out."""
+"""Tests of faults: loader workers that die, unreadable samples, full disks, and exhausted memory."""
 
 import json
 import math
@@ -33,7 +33,7 @@ pytest.importorskip("sklearn")
 
 
 class Shaky(Dataset):
-    """Numbers; sample 5 kills its worker as long as a marker file is there, `bad` ones cannot be read."""
+    """Numbers; sample 5 kills its worker while a marker file exists, and the samples in `bad` cannot be read."""
 
     def __init__(self, markers=(), bad=(), size=24):
         self.markers, self.bad, self.size = list(markers), bad, size
@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_named_counted_and_replaced_by_its_neighbour(capl
     assert [[9 if i in (7, 8) else i for i in ids] for ids, _ in expected] == [ids for ids, _ in got]
     assert batches.unreadable == {7, 8}
     assert "unreadable, passed over: file 7.jpg (OSError: truncated) (" in caplog.text
-    assert caplog.text.count("file 7.jpg") == 1  # though it comes every epoch
+    assert caplog.text.count("file 7.jpg") == 1  # logged once, although every epoch reads it
 
 
 def test_too_much_that_cannot_be_read_stops_the_run():
@@ -139,7 +139,7 @@ def test_a_corrupt_picture_in_a_real_folder(tmp_path):
 
 
 def limited(bytes_):
-    """For a child process: no file may grow beyond so many bytes, as under a quota."""
+    """Return a function that limits the size of a child process's files, as a quota does."""
 
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, bytes_))
@@ -217,7 +217,7 @@ class Normed(toys.Sides):
 
 
 def test_a_skipped_step_leaves_running_statistics_as_they_were(tmp_path):
-    """The third step of six reads a NaN, and is as good as never taken."""
+    """Check that the third step of six, which reads a NaN, has no effect."""
     t = toys.trainer(tmp_path / "run", kind=Normed, eval_every=6)
     step, seen = t.train_step, []
 

@@ -12,7 +12,7 @@ ORDER = Shuffled()
 
 
 class Noisy(Dataset):
-    """Samples that tell their index and a random draw."""
+    """Samples that hold their index and a random draw."""
 
     def __init__(self, size):
         self.size = size
@@ -97,7 +97,7 @@ def test_evaluation_pads_to_one_shape(size, world):
 
 
 def noise(dataset, **how):
-    """(what the data set drew, what a task draws of the key) by sample."""
+    """Return, by sample, what the data set drew and what a task draws from the key."""
     found = {}
     for batch in [b for rank in range(how.get("world", 1)) for b in evaluation(dataset, rank=rank, **how)]:
         draws = batch.get("draw", batch["index"])
@@ -112,7 +112,7 @@ def test_the_noise_of_evaluation_depends_on_seed_split_and_sample_alone():
     expected = torch.rand(3)
     torch.manual_seed(5)
     found = noise(Noisy(10))
-    assert torch.equal(torch.rand(3), expected)  # the global state is left alone
+    assert torch.equal(torch.rand(3), expected)  # the global random state is unchanged
     assert sorted(found) == list(range(10)) and len({draw for draw, _ in found.values()}) == 10
     for how in ({"batch": 3}, {"batch": 1}, {"world": 2}, {"workers": 2}):
         assert noise(Noisy(10), **how) == found
@@ -124,7 +124,7 @@ def test_the_noise_of_evaluation_depends_on_seed_split_and_sample_alone():
 
 
 class Ragged(Dataset):
-    """As many numbers as the sample says."""
+    """Samples of different lengths: sample i holds i numbers."""
 
     def __len__(self):
         return 9
@@ -151,7 +151,7 @@ def test_a_data_set_may_make_its_batches_of_samples_itself(workers):
 
 
 class Whole(DeviceDataset):
-    """Makes batches of its own, as pictures on a device do."""
+    """A data set that makes its batches itself, like images stored on a device."""
 
     def __len__(self):
         return 10
@@ -173,8 +173,8 @@ def test_a_data_set_that_makes_its_own_batches():
     found, _ = batches(0)
     steps = [torch.cat([b["index"] for b in found[2 * s : 2 * s + 2]]).tolist() for s in range(5)]
     assert steps == [batches(step)[1].samples(4) for step in range(5)]
-    assert len({tuple(b["noise"].tolist()) for b in found}) == 10  # every micro-batch draws for itself
-    for a, b in zip(found[6:], batches(3)[0]):  # and a resumed run draws the same
+    assert len({tuple(b["noise"].tolist()) for b in found}) == 10  # every micro-batch has different draws
+    for a, b in zip(found[6:], batches(3)[0]):  # a resumed run draws the same numbers
         assert torch.equal(a["noise"], b["noise"]) and torch.equal(a["index"], b["index"])
     assert not torch.equal(batches(0, seed=4)[0][0]["noise"], found[0]["noise"])
     parts = [list(evaluation(Whole(), rank=r, world=2)) for r in (0, 1)]

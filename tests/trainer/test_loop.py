@@ -21,9 +21,9 @@ pytest.importorskip("sklearn")
 @pytest.mark.slow
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path, ema):
-    path = tiny_recipe(tmp_path, trainer={"steps": 24, "eval_every": 10, "ema": ema})  # 16 steps an epoch
+    path = tiny_recipe(tmp_path, trainer={"steps": 24, "eval_every": 10, "ema": ema})  # 16 steps per epoch
     straight = train(path, tmp_path / "a")
-    for stop in (5, 11, 19):  # within the first epoch twice, within the second once
+    for stop in (5, 11, 19):  # twice within the first epoch, once within the second
         stopped = train(path, tmp_path / "b", stop_at=stop)
         assert stopped.state.step == stop
     resumed = train(path, tmp_path / "b")
@@ -89,7 +89,7 @@ def test_tensorboard_holds_curves_pictures_and_decays(tmp_path):
 
 @pytest.mark.parametrize("stop_at", [3, 6])
 def test_a_signal_during_evaluation_costs_no_evaluation(tmp_path, stop_at):
-    """Steps 3 and 6, the last, are evaluated; the signal falls into the step before."""
+    """Send a signal in the step before an evaluation; steps 3 and 6, the last, are evaluated."""
     path = tiny_recipe(tmp_path)
     straight = train(path, tmp_path / "a")
     stopped = train(path, tmp_path / "b", stop_at=stop_at)

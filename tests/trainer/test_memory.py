@@ -1,4 +1,4 @@
-"""What a call takes, as the system and as PyTorch count it."""
+"""Tests of the memory of a call, as counted by the system and by PyTorch."""
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ def once():
     a = torch.ones(SIDE, SIDE)
     b = a + 1
     del a
-    return b + 1  # two squares alive at a time
+    return b + 1  # at most two squares exist at a time
 
 
 def test_tensors_are_counted_exactly():
-    assert 0 <= tensor_peak(once, CPU) - 2 * 4 * SIDE**2 < 64  # and the number that is added
+    assert 0 <= tensor_peak(once, CPU) - 2 * 4 * SIDE**2 < 64  # 64: room for the number that is added
     assert tensor_peak(lambda: None, CPU) == 0
 
 
@@ -25,5 +25,5 @@ def test_the_system_sees_about_as_much():
     peak = process_peak(once, CPU)
     if peak is None:
         pytest.skip("this system does not tell")
-    assert 0.9 < peak / (2 * 4 * SIDE**2) < 2  # what was freed may be kept by the allocator
+    assert 0.9 < peak / (2 * 4 * SIDE**2) < 2  # the allocator may keep freed memory
     assert peak_so_far(CPU) > peak and free_bytes(CPU) > 0

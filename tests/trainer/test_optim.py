@@ -35,7 +35,7 @@ def test_other_rules():
 
 
 class Marked(nn.Module):
-    """A module with a rate and a decay of its own."""
+    """A module whose parameters have custom learning-rate and weight-decay factors."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Marked(nn.Module):
 
 
 class Tied(nn.Module):
-    """The second module marks what both hold."""
+    """A module whose second part marks a parameter that both parts share."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def test_modules_mark_their_parameters():
         found = factors(net, rule)
         assert found["1.step"] == (0.5, 0.1) and found["1.rest"] == found["0.weight"] == (1, 1)
         assert found["0.bias"] == (0, 1)
-    assert factors(net, "none")["1.step"] == (1, 0.1)  # spares none, and leaves rates alone
+    assert factors(net, "none")["1.step"] == (1, 0.1)  # weight decay for all, same learning rates
     assert factors(Tied(), "deit")["first.weight"] == (0.5, 0.1)
 
 

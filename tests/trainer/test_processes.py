@@ -1,4 +1,4 @@
-"""Runs of several real processes: death, restart, sharding; signals that reach the compiler."""
+"""Tests of runs with several real processes: death, restart, sharding, and signals during compilation."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def wait_for(condition, process, seconds=120):
 
 
 def ranks(pid):
-    """Process id by rank, of those that a launcher has started."""
+    """Return the process ids of a launcher's processes by rank."""
     found = {}
     for child in descendants(pid):
         variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
@@ -62,7 +62,7 @@ def ranks(pid):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
-    """Three processes: the order in which more than two add up gradients must not change with a restart."""
+    """Check a restart of three processes: with more than two, the order of adding gradients must not change."""
     path = tiny_recipe(tmp_path, trainer={"batch_size": 48, "steps": 60, "save_every": 10, "eval_every": 30})
     flags = ("--processes", 3, "--no-eval")
     undisturbed = command("train", path, *flags, "run.name=undisturbed")
@@ -86,7 +86,7 @@ def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
 
 
 def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
-    """What each process makes for itself, the process that only starts them does not make as well."""
+    """Check that the launching process does not build what every launched process builds."""
     path, folder, calls = tiny_recipe(tmp_path), tmp_path / "runs" / "tiny", []
     folder.mkdir(parents=True)
     for name in ("build_data", "make_plan", "make_task", "start_runtime", "set_aside"):
@@ -122,7 +122,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
     wait_for(lambda: steps_of(tmp_path / "runs" / "tiny", "last"), process)
     orphans = ranks(process.pid).values()
     process.kill()
-    out, _ = process.communicate(timeout=60)  # until the last holder of its output has closed it
+    out, _ = process.communicate(timeout=60)  # returns when the last process has closed the output
     deadline = time.time() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in orphans) and time.time() < deadline:
         time.sleep(0.1)
@@ -139,7 +139,7 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
     assert done.returncode == 0, done.stderr
     assert newest(runs / "sharded", "last").sharded and not newest(runs / "sharded", "best").sharded
 
-    for name in ("again", "alone"):  # copies, as they were at step 6
+    for name in ("again", "alone"):  # copies of the state at step 6
         shutil.copytree(runs / "sharded", runs / name)
         shutil.rmtree(newest(runs / name, "last").path)
         text = (runs / name / "recipe.yaml").read_text().replace("name: sharded", f"name: {name}")
@@ -166,7 +166,7 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
         for part in ("model", "ema"):
             for key, value in expected[part].items():
                 torch.testing.assert_close(got[part][key], value, rtol=1e-3, atol=2e-5)
-    shutil.rmtree(newest(runs / "again", "last").path)  # a plain checkpoint goes on sharded, too
+    shutil.rmtree(newest(runs / "again", "last").path)  # an unsharded checkpoint can also resume sharded
     shutil.rmtree(newest(runs / "again", "last").path)
     shutil.copytree(runs / "one/checkpoints/last-6", runs / "again/checkpoints/last-6")
     done = command("train", path, "run.name=again", *fsdp)
@@ -177,15 +177,15 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.skipif(missing_compiler() is not None, reason="no compiler")
 def test_a_signal_to_the_whole_group_while_compiling(tmp_path, number):
-    """As Ctrl-C in a terminal and a cluster's scheduler send it: to g++, too."""
+    """Signal the whole group, including g++, as Ctrl-C in a terminal and a cluster's scheduler do."""
     cache = str(tmp_path / "cache")
-    path = tiny_recipe(tmp_path, model={"mixer": "softmax"}, trainer={"compile": True})  # the least to compile
+    path = tiny_recipe(tmp_path, model={"mixer": "softmax"}, trainer={"compile": True})  # softmax compiles fastest
     process = start(path, TORCHINDUCTOR_CACHE_DIR=cache)
 
     def compiling():
-        """Whether g++ is at a kernel: probes of the machine come first, and a run goes on without them."""
+        """Return whether g++ compiles a kernel: earlier calls probe the machine, and a run continues without them."""
         for comm in Path("/proc").glob("[0-9]*/comm"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 ours = comm.read_text() == "cc1plus\n" and os.getpgid(int(comm.parent.name)) == process.pid
                 if ours and ".main.cpp" in comm.with_name("cmdline").read_text():
                     return True
@@ -196,7 +196,7 @@ def test_a_signal_to_the_whole_group_while_compiling(tmp_path, number):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "the same command goes on from there" in out, out
     assert "Traceback" not in out, out
-    found = newest(tmp_path / "runs" / "tiny", "last")  # a compiler that heeded the signal ended the step
+    found = newest(tmp_path / "runs" / "tiny", "last")  # if the compiler reacts to the signal, the step is not taken
     assert f"stopped at step {found.step if found else 0} of 6" in out, out
 
 
@@ -209,7 +209,7 @@ def test_two_commands_do_not_train_one_run(tmp_path, capsys):
         assert f"process {first.pid} trains there now" in refuse(capsys, "train", path, *extra)
     first.kill()
     first.communicate()
-    third = start(path)  # the lock died with its owner
+    third = start(path)  # the lock ends with its owner
     wait_for(lambda: metrics.read_text().count("\n") > 3, third)
     third.kill()
     third.communicate()

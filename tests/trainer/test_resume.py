@@ -1,4 +1,4 @@
-"""What a stopped run keeps, and what it says about it."""
+"""Tests of resuming: the state that a stopped run keeps, and its messages."""
 
 import logging
 import shutil
@@ -62,7 +62,7 @@ def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
 def test_workers_may_change_at_every_stop(tmp_path):
     path = tiny_recipe(tmp_path, trainer={"steps": 14})
     straight = train(path, tmp_path / "a")
-    for stop, workers in ((3, 0), (6, 2), (10, 3)):  # three resumes within one epoch
+    for stop, workers in ((3, 0), (6, 2), (10, 3)):  # resume three times within one epoch
         train(path, tmp_path / "b", stop_at=stop, workers=workers)
     assert same(straight.model.state_dict(), train(path, tmp_path / "b").model.state_dict())
 
@@ -97,7 +97,7 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_used(tmp_path, caplog,
     resumed = train(path, tmp_path / "b")
     assert f"{broken} is damaged" in caplog.text and "going back to last-6" in caplog.text
     assert same(straight.model.state_dict(), resumed.model.state_dict())
-    assert checkpoint(tmp_path / "b", "8").with_name("damaged-last-8").is_dir()  # kept, out of the way
+    assert checkpoint(tmp_path / "b", "8").with_name("damaged-last-8").is_dir()  # kept under another name
     assert [x["step"] for x in lines(tmp_path / "b") if x["kind"] == "train"] == [2, 4, 6, 8, 10, 12]
 
 
@@ -111,8 +111,8 @@ def test_nothing_whole_is_refused_and_left_as_it_is(tmp_path):
     assert len(steps_of(tmp_path / "run", "last")) == 2
 
 
-FORGED = {  # what stands in a state whose manifest is right
-    "next": None,  # nothing: a checkpoint of another version, say
+FORGED = {  # wrong values in a state whose manifest is correct
+    "next": None,  # missing, as in a checkpoint of another version
     "step": 3,
     "evaluated": "yes",
     "random": [{"torch": torch.zeros(3, dtype=torch.uint8), "cuda": None}],
@@ -152,7 +152,7 @@ def test_a_whole_checkpoint_that_does_not_fit_is_passed_over(tmp_path, caplog):
 
 
 def test_a_checkpoint_replaced_while_it_is_read_is_looked_for_again(tmp_path):
-    """The run trains on: it saves another one and deletes this one at any moment of the reading."""
+    """Check reading while a run trains on: the run may save another checkpoint and delete this one at any moment."""
     run = tmp_path / "run"
 
     def save(step):
@@ -171,13 +171,13 @@ def test_a_checkpoint_replaced_while_it_is_read_is_looked_for_again(tmp_path):
     assert newest(run, "best", read=read) == 4 and seen == [1, 2, 3, 4]
     listing = steps_of(run, "best")
     save(5)
-    assert [step for step, _ in listing] == [4]  # what a listing names may be gone before it is opened
+    assert [step for step, _ in listing] == [4]  # a listed checkpoint may be deleted before it is opened
     with pytest.raises(Unusable):
         verified(*listing[0])
 
 
 def test_all_that_a_run_saves_reaches_it_again(tmp_path, monkeypatch):
-    """A part of the state that is saved one day is not lost on the way."""
+    """Check that a new part of the saved state reaches the resumed run."""
     to_dict, seen = RunState.to_dict, []
     monkeypatch.setattr(RunState, "to_dict", lambda self: {**to_dict(self), "new": [self.step]})
     assert toys.trainer(tmp_path / "run").fit()
@@ -234,11 +234,11 @@ def test_changed_data_is_noticed(tmp_path):
 
 
 def test_an_evaluation_made_again_is_logged_once(tmp_path):
-    """The process dies after an evaluation's line and before the next checkpoint."""
+    """Check a process that dies after logging an evaluation and before the next checkpoint."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     path = tiny_recipe(tmp_path, trainer={"log_every": 3})
-    train(path, tmp_path / "run", stop_at=3)  # saved with the evaluation of step 3 to be made
+    train(path, tmp_path / "run", stop_at=3)  # saved before the evaluation of step 3
     shutil.copytree(tmp_path / "run" / FOLDER, tmp_path / "copy")
     train(path, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / FOLDER)
@@ -254,7 +254,7 @@ def test_an_evaluation_made_again_is_logged_once(tmp_path):
 
 
 def test_the_best_of_a_lost_future_stays_the_best(tmp_path):
-    """`best` is written before `last`: a kill in between leaves it ahead, and it stays what it says."""
+    """Check that `best` stays valid if a kill leaves it ahead: it is written before `last`."""
     path = tiny_recipe(tmp_path, trainer={"steps": 6})
     full = train(path, tmp_path / "run")
     for step, folder in steps_of(tmp_path / "run", "last"):
@@ -318,7 +318,7 @@ def test_a_run_that_takes_no_step_at_all_stops_though_it_is_short(tmp_path):
 
 
 def test_a_run_that_diverges_within_its_last_steps_stops_and_has_no_best(tmp_path, caplog):
-    """One step of an endless learning rate: the weights stay finite, their outputs do not."""
+    """Take one step with a huge learning rate: the weights stay finite, their outputs do not."""
     path = tiny_recipe(tmp_path, optim={"lr": 1e30}, schedule={"warmup": 0}, trainer={"steps": 5, "ema": 0.9})
     with pytest.raises(RunError) as error:
         train(path, tmp_path / "run")

@@ -73,7 +73,7 @@ def test_without_a_compiler_it_runs_eager_with_one_line(monkeypatch, caplog):
 
 
 def test_a_fusion_that_may_miscompile_adaln_is_off_on_gpus_alone():
-    """pytorch#193061, fixed in 2.15: by the block, the device and the version; the GPU itself is not here."""
+    """Check the workaround for pytorch#193061, fixed in 2.15, by block, device and version; no GPU is needed."""
     from torch._inductor import config
 
     shape = {"mixer": SOFTMAX, "dim": 12, "depth": 1, "num_heads": 3, "patch_size": 2}
@@ -94,7 +94,7 @@ def test_a_fusion_that_may_miscompile_adaln_is_off_on_gpus_alone():
 @pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
 @pytest.mark.parametrize("form", ["full", "chunk"])
 def test_blocks_compile_whole_and_share_their_graph(mixer, form):
-    """Graph checks with the eager backend: no break, one graph for all blocks, none more from step to step."""
+    """Check graphs with the eager backend: no graph break, one graph for all blocks, no new graph in later steps."""
     if mixer == SOFTMAX and form != "full":
         pytest.skip("softmax has one form")
     torch._dynamo.reset()

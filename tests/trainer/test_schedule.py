@@ -41,7 +41,7 @@ def test_inverse_sqrt_and_constant():
 
 
 def test_the_triangle_of_a_budget():
-    """recipes.md 7.4: 25 % to 100 % of the peak over 75 % of the way, then to 0."""
+    """Compare with recipes.md 7.4: from 25 % to 100 % of the peak over 75 % of the run, then to 0."""
     assert curve(8, kind="budget_triangle") == pytest.approx([0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 0.5, 0])
     assert curve(4, kind="budget_triangle", min_lr=0.2)[3:] == [1, 0.2]
     config = ScheduleConfig(kind="budget_triangle", warmup="30min")

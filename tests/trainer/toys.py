@@ -1,4 +1,6 @@
-"""A task of no pictures: points on two sides of a plane. As a script it evaluates and trains in several processes:
+"""A toy task without images: points on two sides of a plane.
+
+As a script, this module evaluates and trains in several processes:
 
 python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.trainer.toys FOLDER
 """
@@ -94,7 +96,7 @@ class Net(nn.Module):
 
 
 def matthews(prediction, label):
-    """The correlation coefficient of two sides; 0 where all are on one."""
+    """Compute the correlation coefficient of two sides; 0 if all points are on one side."""
     table = torch.zeros(2, 2, dtype=torch.double).index_put_((label, prediction), torch.tensor(1.0).double(), True)
     (tn, fp), (fn, tp) = table.tolist()
     scale = math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
@@ -102,7 +104,7 @@ def matthews(prediction, label):
 
 
 def sum_of_first(task, model, batches, gather):
-    """Of all samples, the sum of their first number."""
+    """Sum the first number of all samples."""
     share = torch.cat([batch["x"][batch["mask"], 0] for batch in batches])
     return sum(part.sum().item() for part in gather(share.double()))
 
@@ -179,7 +181,7 @@ def trainer(folder, metrics=("perplexity", "loss"), runtime=None, kind=Sides, mo
 
 
 def measure(runtime, micro=4):
-    """All metrics of the untrained model, by every process of the runtime."""
+    """Compute all metrics of the untrained model, in every process of the runtime."""
     seed_everything(0)
     task = Sides(Config(), Info())
     plan = make_plan(settings(batch_size=micro * runtime.world), samples=64, world=runtime.world)
@@ -211,4 +213,4 @@ def main(folder):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    os._exit(0)  # as `run_command` does: PyTorch may abort a launched process as it is taken down
+    os._exit(0)  # like `run_command`: PyTorch may abort a launched process at exit
