@@ -29,7 +29,7 @@ class AttentionConfig:
     `scans` are the orders in which the patches of an image are visited (entries of `SCANS`). Each scan has a separate
     decay. `scan_merge` determines how several scans are merged (`lion.ops.multiscan`).
 
-    After the heads follow a norm over the whole width, `out_norm`, and a gate `sigmoid(x W1 W2)`, where W1 has
+    `out_norm` is a norm over the whole width, after the heads. Then comes a gate `sigmoid(x W1 W2)`, where W1 has
     `out_gate_rank` columns (0: no gate).
     """
 

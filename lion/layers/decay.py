@@ -55,7 +55,7 @@ class Decay(nn.Module):
             return self.gating(x, k, layout, *([state] if state else []))
 
     def initial_state(self, z: Tensor) -> tuple[Tensor, ...]:
-        """Return the state of the decay before the first token; z (B, H, D) is that of the operator, empty."""
+        """Return the state of the decay before the first token; `z` (B, H, D) is the empty z of the operator."""
         return ()
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:

@@ -1,6 +1,6 @@
 """Decays and other gates: modules from tokens x (B, L, dim) and keys k (B, H, L, D) to operator arguments.
 
-All gates are computed in float32. A new decay is one class here and its line in `DECAYS`.
+All gates are computed in float32 or wider. A new decay is one class here and its line in `DECAYS`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RetentionDecay(Decay):
 
 
 class RandomFeatureGate(Decay):
-    """Gated RFA (arXiv 2103.02143, section 3.2): `g_i = sigmoid(w x_i + b)`, `S = g S + (1 - g) k v^T`, likewise z."""
+    """Gated RFA (arXiv 2103.02143, section 3.2): `g_i = sigmoid(w x_i + b)`, `S = g S + (1 - g) k v^T`; z likewise."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)
@@ -286,7 +286,7 @@ class HippoDecay(Decay):
 
     Args:
         spectrum: An entry of `SPECTRA`, or `random`: exp(B dt) = sigmoid(a), a ~ N(0, 1), with steps of 1.
-        shape: "vector", a lambda for each key dimension, or "scalar", one lambda per head, whose rate starts at 1.
+        shape: "vector", a lambda for each key dimension, or "scalar", one lambda per head (s4d_real: of rate 1).
     """
 
     per = "a key dimension"

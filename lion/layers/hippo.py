@@ -22,9 +22,11 @@ class HippoConfig(AttentionConfig):
     """Settings of decays that start from HiPPO (`lion.layers.decays.HippoDecay`): the switches of Tables 5 and 6.
 
     `spectrum` is the start of the decays. None selects it by `decay_shape` from `USUAL_SPECTRUM`; `random` is for the
-    rows of Table 5 without HiPPO. The rows of Table 6 are
-    `feature_map: sigmoid` with `normalize: none` ([1]), `feature_map: relu` ([2]), `decay_shape: scalar` ([3]),
-    `normalize: none` ([4]), `normalize: pre` ([5]), the mixer `lion_d_hippo` ([6]) and `decay_gate: softplus` ([7]).
+    rows of Table 5 without HiPPO.
+
+    The rows of Table 6 are `feature_map: sigmoid` with `normalize: none` ([1]), `feature_map: relu` ([2]),
+    `decay_shape: scalar` ([3]), `normalize: none` ([4]), `normalize: pre` ([5]), the mixer `lion_d_hippo` ([6]) and
+    `decay_gate: softplus` ([7]).
 
     `value_start` is the start of W_v under the initialisation `lra`. `zoh` is the diagonal of zero-order hold, where
     the decay of each channel determines its entry (about as large as dt, 0.001 to 0.1). `zoh_per_step` divides this

@@ -208,7 +208,7 @@ class Chunked(NamedTuple):
 def in_chunks(layout: Layout, size: int) -> Chunked:
     """Return the chunks of `size` tokens of a layout with padding.
 
-    Each segment is aligned to the end of its last chunk, and each row to the end of the last chunk of all.
+    Each segment is aligned to the end of its last chunk, and each row to the end of the last chunk.
     """
     valid, length = layout.valid, layout.valid.shape[1]
     segment = valid.long() * 0 if layout.segment_index is None else layout.segment_index

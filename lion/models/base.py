@@ -14,7 +14,8 @@ from lion.config import Section
 class ModelConfig(Section):
     """The `model` section of a recipe: a dataclass with these fields and methods, and any fields of its model.
 
-    A field that is None follows the conventions of the model. Runs store the section unresolved, with these None.
+    A field that is None follows the conventions of the model. Stored recipes keep the section unresolved, including
+    every None.
     """
 
     name: str  # a key of `MODELS`

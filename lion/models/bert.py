@@ -58,7 +58,7 @@ class BertConfig(EncoderConfig):
     def resolved(self) -> Self:
         c = super().resolved()
         if c.attention.scans != AS_THEY_STAND:
-            raise ValueError("attention.scans: text has one order, that of its tokens")
+            raise ValueError("attention.scans: text has one order, the order of its tokens")
         c.attention = fill(c.attention, {"out_norm": "layernorm" if c.mixer == "lion_lit" else NO_NORM})
         return c
 
@@ -165,7 +165,7 @@ class Bert(BertEncoder):
 
 @dataclass
 class BertClassifierConfig(BertConfig):
-    """Settings of a BERT with outputs per sequence; `classifier_dropout` applies before the last layer."""
+    """Settings of a BERT with one output per sequence; `classifier_dropout` applies before the last layer."""
 
     name: str = "bert_classifier"
     classifier_dropout: float = setting(0.1, min=0, max=1)

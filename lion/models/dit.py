@@ -22,7 +22,7 @@ from lion.models.init import INITS
 from lion.models.patches import PatchedConfig, grid_of
 
 FREQUENCIES = 128  # frequencies of a time embedding, each with cosine and sine
-LONGEST = 10_000  # period of the slowest frequency, about, relative to the fastest
+LONGEST = 10_000  # ratio of the longest period to the shortest, about
 
 
 @dataclass

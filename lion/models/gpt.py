@@ -21,7 +21,7 @@ from lion.models.language import LanguageModel, drop_biases
 
 @cache
 def causal(config: type[AttentionConfig]) -> type[AttentionConfig]:
-    """Return the type of these settings with direction "forward" alone, where no token sees a later one.
+    """Return a subclass of `config` that allows only direction "forward", so that no token sees a later one.
 
     Mixers use their causal decay convention: "target" (Eq. 5), or "between" in RWKV-6.
     """
@@ -58,7 +58,7 @@ class GPTConfig(EncoderConfig):
     def resolved(self) -> Self:
         c = super().resolved()
         if c.attention.scans != AS_THEY_STAND:
-            raise ValueError("attention.scans: text has one order, that of its tokens")
+            raise ValueError("attention.scans: text has one order, the order of its tokens")
         if c.attention.direction != "forward":
             raise ValueError(f"attention.direction: {c.attention.direction!r} sees later tokens, use 'forward'")
         check_causal(c.norm, "norm")

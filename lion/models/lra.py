@@ -55,7 +55,7 @@ class LRAConfig(EncoderConfig):
         if c.block != "s5" and c.mlp in ACTIVATIONS:
             raise ValueError(f"mlp: {c.mlp!r} belongs to block 's5', {c.block!r} takes {', '.join(MLPS)}")
         if c.attention.scans != AS_THEY_STAND:
-            raise ValueError("attention.scans: a sequence has one order, that of its tokens")
+            raise ValueError("attention.scans: a sequence has one order, the order of its tokens")
         return c
 
     def with_mixer(self, mixer: str) -> Self:
@@ -117,7 +117,7 @@ class SequenceEncoder(LanguageModel):
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return `weights` with position embeddings adapted to this model.
 
-        Those of pixels are interpolated for images of another size; those of tokens are as in `LanguageModel`.
+        Pixel positions are interpolated for images of another size; token positions are as in `LanguageModel`.
         """
         if self.vocabulary is not None or self.positions is None or "positions.weight" not in weights:
             return super().adapt(weights, source)
