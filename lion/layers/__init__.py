@@ -1,4 +1,4 @@
-"""Layers of a sequence model; the table of mixers by name: `model.mixer`."""
+"""Layers of a sequence model, and the table of mixers by name (`model.mixer` of a recipe)."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ KINDS: dict[str, type[Mixer]] = {
 
 
 def resolve_mixer(name: str, config: AttentionConfig) -> AttentionConfig:
-    """`config` with every None filled in by the conventions of the mixer called `name`.
+    """Return `config` with every None replaced by the convention of the mixer `name`.
 
     Raises:
-        ValueError: A value that is no choice, or two that do not go together.
+        ValueError: An invalid value, or two values that cannot be combined.
     """
     return KINDS[name].resolve(name, config)
 
 
 def make_mixer(name: str, dim: int, num_heads: int, config: AttentionConfig) -> Mixer:
-    """The layer that a recipe's `model.mixer` names, of a config with or without None."""
+    """Return a new layer of the mixer `name` (`model.mixer` of a recipe); `config` may still contain None."""
     return KINDS[name](dim, num_heads, name, config)

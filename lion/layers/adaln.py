@@ -1,4 +1,4 @@
-"""The block of DiT (2212.09748), whose norms are shifted and scaled by what the model is told beside its tokens."""
+"""The block of DiT (2212.09748): the conditioning vector of the model shifts and scales the norms."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lion.layers.block import Block
 from lion.layers.layout import Layout
 from lion.layers.norms import NORMS
 
-PLAIN = ("layernorm", "rmsnorm")  # norms that work without weights of their own
+PLAIN = ("layernorm", "rmsnorm")  # norms that also exist without learned weights
 
 
 class Modulation(nn.Linear):
-    """From a context (B, dim) to `count` vectors (B, 1, dim) of each sample; all are 0 at the start."""
+    """A linear map from a context (B, dim) to `count` vectors (B, 1, dim) per sample, all of which start at 0."""
 
     def __init__(self, dim: int, count: int) -> None:
         super().__init__(dim, count * dim)
@@ -22,7 +22,7 @@ class Modulation(nn.Linear):
         self.start()
 
     def start(self) -> None:
-        """Back to 0, after an initialisation of all that is linear."""
+        """Reset weights and biases to 0, after an initialisation of all linear layers."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -31,13 +31,13 @@ class Modulation(nn.Linear):
 
 
 def plain_norm(norm: str, dim: int, eps: float) -> nn.Module:
-    """A norm without weights: the context gives them.
+    """Return a norm without learned weights, because scale and shift come from the context.
 
     Raises:
-        ValueError: One that there is only with weights.
+        ValueError: The norm exists only with learned weights.
     """
     if norm not in PLAIN:
-        raise ValueError(f"norm: {norm!r} has weights of its own, block 'adaln_zero' takes {' or '.join(PLAIN)}")
+        raise ValueError(f"norm: {norm!r} always has learned weights, block 'adaln_zero' takes {' or '.join(PLAIN)}")
     return NORMS[norm](dim, eps=eps, elementwise_affine=False)
 
 
@@ -46,11 +46,13 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class AdaLNZero(Block):
-    """`x + g1 mixer(m1(norm(x)))`, `x + g2 mlp(m2(norm(x)))` with `m(x) = x (1 + scale) + shift`; gates, scales and
-    shifts are linear in the `context` (B, dim). They start at 0, and so the block as the identity.
+    """The block `x + g1 mixer(m1(norm(x)))`, `x + g2 mlp(m2(norm(x)))` with `m(x) = x (1 + scale) + shift`.
+
+    Gates g, scales and shifts are linear in the `context` (B, dim). They start at 0, so the block starts as the
+    identity.
     """
 
-    final_norm = False  # the model's own is modulated, too
+    final_norm = False  # the model adds a final norm, which is modulated, too
     conditional = True
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Projections around a mixing of heads, and their settings."""
+"""Attention layers: the projections around the mixing of heads, and their settings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ ALTERNATING = "alternating"  # forward in the first block, backward in the secon
 
 @dataclass
 class AttentionConfig:
-    """Settings of an attention layer. None means: what the mixer's entry in `MIXERS` says.
+    """Settings of an attention layer. None selects the value of the mixer's entry in `MIXERS`.
 
-    `direction` is more than what is seen: the mixers of LION take `decay_convention="source"` in "both" and "target" in
-    one, as the paper does (`lion.ops.decay`), so the same weights make other masks; one that is given holds in each.
+    `direction` also selects the default decay convention. The mixers of LION use `decay_convention="source"` in both
+    directions and "target" in a single direction, as in the paper (`lion.ops.decay`). The same weights then make
+    different masks. An explicit `decay_convention` holds in every direction.
 
-    `scans` are the orders in which the patches of an image are visited, entries of `SCANS`, each with a decay of its
-    own; `scan_merge` is how several become one (`lion.ops.multiscan`).
+    `scans` are the orders in which the patches of an image are visited (entries of `SCANS`). Each scan has a separate
+    decay. `scan_merge` determines how several scans are merged (`lion.ops.multiscan`).
 
-    Behind the heads come a norm over the whole width, `out_norm`, and a gate `sigmoid(x W1 W2)` with a W1 of
-    `out_gate_rank` columns (0: none).
+    `out_norm` is a norm over the whole width, after the heads. Then comes a gate `sigmoid(x W1 W2)`, where W1 has
+    `out_gate_rank` columns (0: no gate).
     """
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
@@ -47,18 +48,22 @@ class AttentionConfig:
     out_gate_rank: int | None = setting(None, min=0)
 
     def label(self) -> str:
-        """What a paper tells rows apart by among the settings of this mixer alone; empty where it is the usual."""
+        """Return a label of the settings that only this kind of mixer has; "" if they have their defaults."""
         return ""
 
     def at(self, layer: int) -> AttentionConfig:
-        """Of one block of a model: `alternating` becomes a direction."""
+        """Return the settings of block `layer` of a model, where `alternating` becomes "forward" or "backward"."""
         if self.direction != ALTERNATING:
             return self
         return replace(self, direction="backward" if layer % 2 else "forward")
 
 
 def check_scan_names(config: AttentionConfig) -> None:
-    """Raises ValueError: An unknown scan, or none."""
+    """Check the names of the scans.
+
+    Raises:
+        ValueError: An unknown scan, or no scan.
+    """
     for scan in config.scans:
         if scan not in SCANS:
             raise ValueError(f"scans: unknown scan {scan!r}, {nearest(scan, SCANS)}")
@@ -67,7 +72,11 @@ def check_scan_names(config: AttentionConfig) -> None:
 
 
 def check_rotation(config: AttentionConfig) -> None:
-    """Raises ValueError: A rotation that does not go with the row sums of `normalize`."""
+    """Check the rotation against `normalize`.
+
+    Raises:
+        ValueError: The rotation cannot be combined with the row sums of `normalize`.
+    """
     turns = config.rotation not in (None, NO_ROTATION)
     if turns and config.normalize != "none" and not ROTATIONS[config.rotation].row_sums:
         raise ValueError(
@@ -77,7 +86,7 @@ def check_rotation(config: AttentionConfig) -> None:
 
 
 class Attention(Mixer):
-    """q, k and v, a mixing of heads which the subclass gives as `mix`, and the projection of what comes out."""
+    """Projections to q, k and v, a mixing of heads (`mix`, defined by the subclass), and the output projection."""
 
     Config = AttentionConfig
 
@@ -101,18 +110,21 @@ class Attention(Mixer):
         )
 
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
-        """Mix tokens x (B, L, dim); `layout` holds padding and segments, or is a mask (B, L), True for tokens."""
+        """Mix tokens x (B, L, dim).
+
+        `layout` describes padding and segments. A mask (B, L) that is True for tokens is accepted as well.
+        """
         layout = Layout.given(x, layout)
         x = layout.clean(x)
         q, k, v = self.heads(x)
         return self.merge(x, self.mix(x, q, k, v, layout), layout)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """What the heads read, (B, H, L, D), of tokens x (B, L, dim) without padding."""
+        """Return the outputs (B, H, L, D) of the heads for tokens x (B, L, dim), where padding is 0."""
         raise NotImplementedError
 
     def heads(self, x: Tensor) -> Tensor:
-        """q, k, v (3, B, H, L, D) of x (B, L, dim)."""
+        """Return q, k and v of x (B, L, dim), stacked as (3, B, H, L, D)."""
         if x.dim() != 3 or x.shape[-1] != self.qkv.in_features:
             raise ValueError(f"x: expected tokens (B, L, {self.qkv.in_features}), got shape {tuple(x.shape)}")
         return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -123,7 +135,7 @@ class Attention(Mixer):
         return layout._replace(angles=self.rotation(x, layout))
 
     def angles(self, x: Tensor, layout: Layout, more: Tensor | None = None) -> Tensor | None:
-        """By which queries and keys of tokens x (B, L, dim) are turned, and `more`; None where they are not."""
+        """Return the rotation angles of tokens x (B, L, dim), plus the angles `more`; None if there are neither."""
         if self.rotation is None:
             return more
         angles = layout.angles if self.rotation.shared else None
@@ -132,7 +144,7 @@ class Attention(Mixer):
         return angles if more is None else angles + more
 
     def merge(self, x: Tensor, y: Tensor, layout: Layout = PLAIN) -> Tensor:
-        """(B, H, L, D) -> (B, L, dim): heads side by side, norm, gate, projection."""
+        """Map (B, H, L, D) to (B, L, dim): concatenate the heads, then apply norm, gate and output projection."""
         y = y.transpose(1, 2).flatten(2)
         if self.out_norm is not None:
             y = self.out_norm(y, layout)

@@ -1,4 +1,7 @@
-"""What a block is made of, and the block of most encoders. A new one is one file and its line in `BLOCKS`."""
+"""The parts of a block, its base class, and the block of most encoders.
+
+A new block is one file and its line in `BLOCKS`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lion.layers.norms import NORMS
 
 
 class Mlp(nn.Module):
-    """Linear, GELU, Linear."""
+    """An MLP: linear layer, GELU, linear layer."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -26,7 +29,7 @@ class Mlp(nn.Module):
 
 
 class TanhMlp(Mlp):
-    """The same with GELU's approximation through tanh, as in OpenAI's GPT-2."""
+    """An MLP with the tanh approximation of GELU, as in OpenAI's GPT-2."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -49,13 +52,13 @@ class Glu(nn.Module):
 
 
 class BareGlu(Glu):
-    """The same without biases, as in LightNet."""
+    """Gated linear unit with SiLU and without biases, as in LightNet."""
 
     bias = False
 
 
 class GeluGlu(Glu):
-    """The same with GELU, as in crammed BERT."""
+    """Gated linear unit with GELU, as in crammed BERT."""
 
     activation = staticmethod(F.gelu)
 
@@ -64,9 +67,9 @@ MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu, "glu_bare": BareGlu, "glu_g
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: a whole sample's branch is dropped at `rate`, the others scaled up.
+    """Stochastic depth: drops the whole branch of a sample with probability `rate`, and scales up the others.
 
-    The rate is a buffer: as a float, every layer's own rate would compile a graph of its own.
+    The rate is a buffer. As a float, each layer's rate would compile a separate graph.
     """
 
     def __init__(self, rate: float) -> None:
@@ -82,13 +85,13 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer of an encoder: a mixer, and what a subclass puts around it (MLPs, norms, residuals).
+    """A layer of an encoder: a mixer, and the MLPs, norms and residual connections that a subclass adds.
 
-    `drop_path` is this layer's stochastic depth rate, None where the model has none.
+    `drop_path` is the stochastic depth rate of this layer; None if the model does not use stochastic depth.
     """
 
-    final_norm: ClassVar[bool]  # whether what the last of them gives is not normalised yet
-    conditional: ClassVar[bool] = False  # whether it needs a `context`
+    final_norm: ClassVar[bool]  # whether the output of the last block still needs a norm
+    conditional: ClassVar[bool] = False  # whether the block needs a `context`
     Dropout: ClassVar[type[nn.Module]] = nn.Dropout
 
     def __init__(
@@ -113,25 +116,25 @@ class Block(nn.Module):
         self.drop_path = nn.Identity() if drop_path is None else DropPath(drop_path)
 
     def add_mlp(self, dim: int, *, mlp: str, mlp_ratio: float, norm: str, norm_eps: float, dropout: float) -> None:
-        """What comes after the mixer, and its norm."""
+        """Add the MLP after the mixer, and the norm of the MLP."""
         self.norm2 = NORMS[norm](dim, eps=norm_eps)
         self.mlp = MLPS[mlp](dim, int(dim * mlp_ratio))
 
     def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
-        """(B, L, dim) -> (B, L, dim); layout, padding and streaming as in `Mixer`.
+        """Map (B, L, dim) to (B, L, dim); layout, padding and streaming as in `Mixer`.
 
-        `context` is what a model tells all its blocks beside (a class, a moment of a diffusion); most read none.
+        `context` conditions all blocks of a model (on a class and a diffusion time); most blocks ignore it.
         """
         x = layout.clean(x)
         mixed = self.attention(self.before(x, layout, context), layout)
         return self.after(x, mixed, layout, context)
 
     def before(self, x: Tensor, layout: Layout, context: Any) -> Tensor:
-        """What the mixer is given."""
+        """Return the input of the mixer."""
         raise NotImplementedError
 
     def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
-        """What comes after the mixing of tokens."""
+        """Return the output of the block from its input `x` and the output `mixed` of the mixer."""
         raise NotImplementedError
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> tuple[Tensor, Any]:
@@ -146,7 +149,7 @@ class Block(nn.Module):
         return self.after(x, mixed, layout, context), state
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
-        """The layout with what every block makes of it alike."""
+        """Return the layout, with the fields added that are the same in every block."""
         return self.attention.prepare(x, layout)
 
     @property
@@ -158,7 +161,7 @@ class Block(nn.Module):
 
 
 class PreNorm(Block):
-    """`x + mixer(norm(x))`, `x + mlp(norm(x))`."""
+    """The pre-norm block: `x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
 
     final_norm = True
 

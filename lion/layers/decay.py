@@ -1,4 +1,4 @@
-"""What every decay promises: x (B, L, dim), k (B, H, L, D) -> what the operator takes."""
+"""The interface of decays: x (B, L, dim), k (B, H, L, D) -> arguments of `lion.ops.linear_attention`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from lion.ops import no_autocast
 
 
 class Gating(NamedTuple):
-    """Arguments of `lion.ops.linear_attention`: keys with their gates folded in, one of the memories, the angles by
-    which queries and keys are turned, and, where they come first, the sums of decays with a token's own. `state` is
-    what a decay that remembers goes on from."""
+    """Arguments of `lion.ops.linear_attention` that a decay computes.
+
+    Attributes:
+        k: Keys, with their gates folded in.
+        log_decay, beta: Log decays, or beta of the delta rule; None without decay.
+        bonus: Weight of a token's own key.
+        angles: Angles that rotate queries and keys.
+        prefix: Inclusive prefix sums of the log decays, if the decay computes them before the log decays.
+        state: The state of the decay after these tokens; empty if the decay has no state.
+    """
 
     k: Tensor
     log_decay: Tensor | None = None
@@ -29,13 +36,14 @@ class Gating(NamedTuple):
 class Decay(nn.Module):
     """A module (x, k, layout, state) -> `Gating` for tokens x (B, L, dim) with keys k (B, H, L, D).
 
-    Most remember nothing; one that does (a running maximum, a running sum) starts from `initial_state`, and gives the
-    state after these tokens, of several segments the last. It sees tokens from right to left where `reverse` is set.
+    Most decays have no state. A decay with a state (a running maximum, a running sum) starts from `initial_state` and
+    returns the state after these tokens; with several segments, the state after the last segment. If `reverse` is set,
+    the decay scans tokens from right to left.
     """
 
-    per = "a token and head"  # what has a lambda of its own
-    delta = False  # beta of the delta rule in place of a decay
-    scans = False  # whether several scans can share q, k and v: all that it gives is a decay
+    per = "a token and head"  # what has a separate lambda
+    delta = False  # beta of the delta rule instead of a decay
+    scans = False  # whether several scans can share q, k and v, because only log_decay is computed
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -47,22 +55,22 @@ class Decay(nn.Module):
             return self.gating(x, k, layout, *([state] if state else []))
 
     def initial_state(self, z: Tensor) -> tuple[Tensor, ...]:
-        """Before the first token, beside the operator's empty z (B, H, D)."""
+        """Return the state of the decay before the first token; `z` (B, H, D) is the empty z of the operator."""
         return ()
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         raise NotImplementedError
 
     def by_head(self, x: Tensor) -> Tensor:
-        """(B, L, H D) -> (B, H, L, D)"""
+        """Split the heads: (B, L, H D) -> (B, H, L, D)."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer in the dtype of `x`, which is float32 or wider."""
+    """Apply a linear layer in the dtype of `x`, which is float32 or wider."""
     return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
 def fold(k: Tensor, gate: Tensor) -> Tensor:
-    """k (B, H, L, D) times a gate (B, H, L) or (B, H, L, D), in the dtype of k."""
+    """Return k (B, H, L, D) times a gate (B, H, L) or (B, H, L, D), in the dtype of k."""
     return (k * (gate[..., None] if gate.dim() == 3 else gate)).to(k.dtype)

@@ -1,6 +1,6 @@
-"""Decays and other gates: modules from tokens x (B, L, dim) and keys k (B, H, L, D) to what the operator takes.
+"""Decays and other gates: modules from tokens x (B, L, dim) and keys k (B, H, L, D) to operator arguments.
 
-All gates are computed in float32. A new one is one class here and its line in `DECAYS`.
+All gates are computed in float32 or wider. A new decay is one class here and its line in `DECAYS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lion.ops import logcumsumexp, rotary_angles
 
 
 class FixedDecay(Decay):
-    """Lion-D: `lambda = sigmoid(a)`, one learned `a ~ N(0, 1)` a head; log_decay (H,)."""
+    """Lion-D: `lambda = sigmoid(a)`, one learned `a ~ N(0, 1)` per head; log_decay (H,)."""
 
     per = "a head"
     scans = True
@@ -35,7 +35,7 @@ class FixedDecay(Decay):
 class SelectiveDecay(Decay):
     """Lion-S: `lambda_i = sigmoid(W x_i + b)`; log_decay (B, H, L).
 
-    Special tokens (cls) do not decay, lambda = 1, as in the released code.
+    Special tokens (cls) do not decay (lambda = 1), as in the released code.
     """
 
     scans = True
@@ -50,7 +50,7 @@ class SelectiveDecay(Decay):
 
 
 class SelectiveVectorDecay(Decay):
-    """Lion-S with a vector (Table 13): `lambda_i = sigmoid(W x_i + b)` for each key dimension, (B, H, L, D)."""
+    """Lion-S with vectors (Table 13): `lambda_i = sigmoid(W x_i + b)` per key dimension; log_decay (B, H, L, D)."""
 
     per = "a token and key dimension"
     scans = True
@@ -72,12 +72,14 @@ class RetentionDecay(Decay):
     per = "a head"
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
-        head = torch.arange(self.num_heads, device=x.device, dtype=x.dtype)  # no buffer: `.bfloat16()` would round it
+        head = torch.arange(
+            self.num_heads, device=x.device, dtype=x.dtype
+        )  # not a buffer, because `.bfloat16()` would round it
         return Gating(k, torch.log1p(-(2.0 ** (-5 - head))))
 
 
 class RandomFeatureGate(Decay):
-    """Gated RFA (arXiv 2103.02143, section 3.2): `g_i = sigmoid(w x_i + b)`, `S = g S + (1 - g) k v^T`, z alike."""
+    """Gated RFA (arXiv 2103.02143, section 3.2): `g_i = sigmoid(w x_i + b)`, `S = g S + (1 - g) k v^T`; z likewise."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)
@@ -89,9 +91,9 @@ class RandomFeatureGate(Decay):
 
 
 class DiscreteDecay(Decay):
-    """Mamba-2 (arXiv 2405.21060): step `dt_i = softplus(W x_i + b)`, `S = exp(A dt) S + dt k v^T` with a number A < 0.
+    """Mamba-2 (arXiv 2405.21060): step `dt_i = softplus(W x_i + b)`, `S = exp(A dt) S + dt k v^T` with a scalar A < 0.
 
-    As published A = -exp(a) starts in [-16, -1] and dt, by its bias, in [0.001, 0.1].
+    As published, A = -exp(a) starts in [-16, -1]. The bias b makes dt start in [0.001, 0.1].
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -99,7 +101,7 @@ class DiscreteDecay(Decay):
         self.step = nn.Linear(dim, num_heads, bias=False)
         dt = torch.exp(torch.empty(num_heads).uniform_(math.log(0.001), math.log(0.1)))
         self.step_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
-        self.a = nn.Parameter(self.start().log().flatten())  # of one dimension: spared from weight decay
+        self.a = nn.Parameter(self.start().log().flatten())  # one-dimensional: exempt from weight decay
 
     def start(self) -> Tensor:
         return torch.empty(self.num_heads, 1).uniform_(1, 16)
@@ -112,9 +114,9 @@ class DiscreteDecay(Decay):
 
 
 class DiscreteVectorDecay(DiscreteDecay):
-    """Mamba (arXiv 2312.00752, Algorithm 2): as Mamba-2 with an A for each state dimension, starting at -1, .., -D.
+    """Mamba (arXiv 2312.00752, Algorithm 2): Mamba-2 with an A for each state dimension, starting at -1, .., -D.
 
-    Mamba has a step for each value channel; here the channels of a head share one.
+    Mamba has a step for each value channel. Here the channels of a head share one step.
     """
 
     per = "a token and key dimension"
@@ -127,7 +129,7 @@ class DiscreteVectorDecay(DiscreteDecay):
 class ReceptanceDecay(Decay):
     """RWKV-6 (arXiv 2404.05892): `lambda_i = exp(-exp(w + tanh(x_i A) B))` for each key dimension, and the bonus u.
 
-    The read-out is before the update, so the entry's decay convention is "between". A and B have rank 64.
+    The state is read before its update, so the decay convention of this mixer is "between". A and B have rank 64.
     """
 
     per = "a token and key dimension"
@@ -135,7 +137,7 @@ class ReceptanceDecay(Decay):
     def __init__(self, dim: int, num_heads: int, rank: int = 64) -> None:
         super().__init__(dim, num_heads)
         ratio = torch.linspace(0, 1, dim // num_heads).repeat(num_heads)
-        self.w = nn.Parameter(-6 + 5 * ratio)  # from almost 1 down to exp(-exp(-1)) = 0.69 in each head
+        self.w = nn.Parameter(-6 + 5 * ratio)  # lambda in each head: from almost 1 down to exp(-exp(-1)) = 0.69
         self.down = nn.Linear(dim, rank, bias=False)
         self.up = nn.Linear(rank, dim, bias=False)
         self.u = nn.Parameter(1 - ratio)
@@ -147,7 +149,7 @@ class ReceptanceDecay(Decay):
 
 
 class LowRankDecay(Decay):
-    """GLA (arXiv 2312.06635, section 4.4): `lambda_i = sigmoid(x_i W1 W2 + b)^(1/16)`, a vector; W1 has rank 16."""
+    """GLA (arXiv 2312.06635, section 4.4): the vector `lambda_i = sigmoid(x_i W1 W2 + b)^(1/16)`; W1 has rank 16."""
 
     per = "a token and key dimension"
 
@@ -162,10 +164,10 @@ class LowRankDecay(Decay):
 
 
 class BoundedDecay(Decay):
-    """HGRN-2 (arXiv 2404.07904): `lambda_i = b + (1 - b) sigmoid(f_i)`, a vector, and the key `1 - lambda_i`.
+    """HGRN-2 (arXiv 2404.07904): the vector `lambda_i = b + (1 - b) sigmoid(f_i)`, and the key `1 - lambda_i`.
 
-    The logits f come from what is the key's projection elsewhere. The lower bound b is learned for each layer;
-    in HGRN-2 the bounds of all layers are one cumulative softmax, so that they rise with depth.
+    The logits f are the output of the key projection. Each layer learns a separate lower bound b. In HGRN-2 the bounds
+    of all layers come from one cumulative softmax, so that they rise with depth.
     """
 
     per = "a token and key dimension"
@@ -185,7 +187,7 @@ class BoundedDecay(Decay):
 class InputAndForgetGate(Decay):
     """xLSTM's mLSTM (arXiv 2405.04517) with sigmoid gates: `S = f S + i k v^T`, `f_i`, `i_i = sigmoid(W x_i + b)`.
 
-    The exponential input gate needs a running maximum over both directions and is left out.
+    The exponential input gate is left out, because it needs a running maximum over both directions.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -214,15 +216,16 @@ class DeltaRule(Decay):
 
 
 class KeySoftmax(Decay):
-    """LightNet in one direction (arXiv 2405.21022, Eq. 5): `S = (1 - p) S + p v^T`, `p_i = exp(k_i - LSE_i)`, a vector,
-    LSE_i being the logarithm of the sum of `exp(k_j)` up to i: keys that are normalised over the tokens so far.
+    """LightNet in one direction (arXiv 2405.21022, Eq. 5): keys that are normalised over the tokens so far.
 
-    `1 - p_i = exp(LSE_{i-1} - LSE_i)`: differences of neighbours, so that over any tokens they add up to that of the
-    ends. The first token has no LSE before it, p = 1 and 1 - p = 0. What it remembers is LSE.
+    The state is `S = (1 - p) S + p v^T` with the vector `p_i = exp(k_i - LSE_i)`, where LSE_i is the logarithm of the
+    sum of `exp(k_j)` over j <= i. The decay is `1 - p_i = exp(LSE_{i-1} - LSE_i)`. Its logarithm is a difference of
+    neighbours, so over any range of tokens the log decays sum to the difference between the two ends. The first token
+    has no LSE before it: p = 1 and 1 - p = 0. The state of this decay is the last LSE.
 
     Args:
-        share: Whether the key's own p makes the decay, too; else that of logits of their own, `W2 W1 x_i` of rank
-            dim / 8: the 6 M parameters that Table 4 has for them; how they are made is not said.
+        share: Whether the decay uses the p of the key. Otherwise the decay uses the p of separate logits `W2 W1 x_i` of
+            rank dim / 8. This rank matches the 6 M parameters of Table 4; the paper does not define the logits.
     """
 
     per = "a token and key dimension"
@@ -230,7 +233,7 @@ class KeySoftmax(Decay):
     def __init__(self, dim: int, num_heads: int, *, share: bool = True) -> None:
         super().__init__(dim, num_heads)
         self.gate = None
-        if not share:  # without bias: all logits more by the same are the same p
+        if not share:  # no bias: a constant added to all logits does not change p
             self.gate = nn.Sequential(*(nn.Linear(*n, bias=False) for n in pairwise((dim, max(1, dim // 8), dim))))
 
     def initial_state(self, z: Tensor) -> tuple[Tensor, ...]:
@@ -245,8 +248,10 @@ class KeySoftmax(Decay):
         return Gating(keys[0].to(k.dtype), log_decays[-1], prefix=None if state else -totals[-1], state=last)
 
     def shares(self, logits: Tensor, layout: Layout, before: Tensor | None = None) -> tuple[Tensor, ...]:
-        """p, log(1 - p), minus infinity at a first token, and LSE, (B, H, L, D), and the last LSE (B, H, D), of tokens
-        after `before`."""
+        """Return p, log(1 - p) and LSE, all (B, H, L, D), and the last LSE (B, H, D), of tokens after `before`.
+
+        `before` is the last LSE of earlier tokens. At a first token log(1 - p) is minus infinity.
+        """
         valid, index = layout.valid, layout.segment_index
         if self.reverse:
             logits = logits.flip(2)
@@ -274,13 +279,14 @@ class KeySoftmax(Decay):
 class HippoDecay(Decay):
     """Lion-D on long sequences (Theorem B.1): `lambda = exp(B dt)`, B < 0 from HiPPO; log_decay (H, D) or (H,).
 
-    The step sizes dt, log-uniform in `dt_min` .. `dt_max` (S5), let some dimensions remember thousands of tokens: as
-    printed, without them, lambda is 0.61 at most. Rates -B and dt are learned as logarithms, so that lambda stays
-    below 1. A spectrum that turns (`lion.layers.spectra`) has one rate and dt a pair, and turns queries and keys.
+    The step sizes dt start log-uniform in `dt_min` .. `dt_max` (S5), so that some dimensions remember thousands of
+    tokens. The printed formula has no step sizes, so its lambda is at most 0.61. Rates -B and steps dt are learned as
+    logarithms, so that lambda stays below 1. A rotating spectrum (`lion.layers.spectra`) has one rate and one dt per
+    pair of dimensions, and rotates queries and keys.
 
     Args:
         spectrum: An entry of `SPECTRA`, or `random`: exp(B dt) = sigmoid(a), a ~ N(0, 1), with steps of 1.
-        shape: "vector", a lambda for each key dimension, or "scalar", one a head, which starts at rate 1.
+        shape: "vector", a lambda for each key dimension, or "scalar", one lambda per head (s4d_real: of rate 1).
     """
 
     per = "a key dimension"
@@ -299,8 +305,12 @@ class HippoDecay(Decay):
         head_dim, frequencies = dim // num_heads, None
         self.width, self.pairs = head_dim if shape == "vector" else 1, spectrum in TURNING
         if self.pairs and (shape == "scalar" or head_dim % 2):
-            have = "a scalar decay has none" if shape == "scalar" else f"a head has {head_dim}: use s4d_real or random"
-            raise ValueError(f"spectrum: {spectrum!r} turns pairs of key dimensions, {have}")
+            have = (
+                "a scalar decay has none"
+                if shape == "scalar"
+                else f"a head has {head_dim} dimensions: use s4d_real or random"
+            )
+            raise ValueError(f"spectrum: {spectrum!r} rotates pairs of key dimensions, {have}")
         if spectrum == RANDOM:
             rates, dt = F.softplus(torch.randn(num_heads, self.width)), torch.ones(num_heads, self.width)
         else:
@@ -308,7 +318,7 @@ class HippoDecay(Decay):
             states = self.width // 2 if self.pairs else self.width
             rates = rates[:states].expand(num_heads, -1)
             dt = torch.empty(num_heads, states).uniform_(math.log(dt_min), math.log(dt_max)).exp()
-        # of one dimension: spared from weight decay
+        # one-dimensional: exempt from weight decay
         self.log_rate, self.log_dt = (nn.Parameter(x.to(dt).log().flatten()) for x in (rates, dt))
         self.frequency = None
         if frequencies is not None:
@@ -316,20 +326,23 @@ class HippoDecay(Decay):
             self.frequency = nn.Parameter(each.clone())
 
     def by_state(self, x: Tensor, like: Tensor) -> Tensor:
-        """A parameter as (H, states), in the dtype of tokens."""
+        """Return a parameter as (H, states), in the dtype of `like`."""
         return x.to(like.dtype).view(self.num_heads, -1)
 
     def steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rates times steps, and steps, (H, states); where they overflow lambda is 0 long before."""
+        """Return rates times steps, and steps, both (H, states).
+
+        Both are clamped against overflow; lambda is 0 long before that.
+        """
         log_rate, log_dt = self.by_state(self.log_rate, x), self.by_state(self.log_dt, x)
         return (log_rate + log_dt).clamp(max=7).exp(), log_dt.clamp(max=7).exp()
 
     def of_keys(self, rates: Tensor) -> Tensor:
-        """Rates (.., states) of all key dimensions, (.., D), as log lambda; (..) where a head has one."""
+        """Return log lambda (.., D) of all key dimensions from rates (.., states); (..) if a head has one lambda."""
         return -torch.cat([rates, rates], -1) if self.pairs else -(rates.squeeze(-1) if self.width == 1 else rates)
 
     def angles(self, x: Tensor, steps: Tensor, layout: Layout) -> Tensor | None:
-        """(H, L, D/2), or (B, H, L, D/2) where positions differ."""
+        """Return angles (H, L, D/2), or (B, H, L, D/2) where positions differ between rows; None without rotation."""
         if self.frequency is None:
             return None
         positions = layout.positions_of(x)  # (B or 1, L)
@@ -342,9 +355,13 @@ class HippoDecay(Decay):
 
     @torch.no_grad()
     def zero_order_hold(self, *, per_step: bool = False) -> Tensor:
-        """`|A^-1 (exp(A dt) - 1)|` of each key dimension, (H, D), for the eigenvalue `A = B + i frequency`: the modulus
-        of the factor of the input under zero-order hold (Eq. 238); `per_step` divides it by dt. C.2 prints `Lambda^-1
-        (Lambda - I)`: of eigenvalues it lacks exp and dt, of decays it is `1 - exp(-A dt)`, negative for B < 0."""
+        """Return `|A^-1 (exp(A dt) - 1)|` of each key dimension, (H, D), for the eigenvalue `A = B + i frequency`.
+
+        This is the modulus of the input factor under zero-order hold (Eq. 238). `per_step` divides it by dt.
+
+        C.2 prints `Lambda^-1 (Lambda - I)`. If Lambda holds eigenvalues, exp and dt are missing. If Lambda holds
+        decays, the result is `1 - exp(-A dt)`, which is negative for B < 0.
+        """
         rates, steps = self.steps(self.log_dt)  # -B dt, dt
         turns = torch.zeros_like(rates) if self.frequency is None else self.by_state(self.frequency, steps) * steps
         # |exp(x + iy) - 1|^2 = (exp(x) - 1)^2 + 4 exp(x) sin(y / 2)^2
@@ -355,12 +372,15 @@ class HippoDecay(Decay):
 
 
 class SelectiveHippoDecay(HippoDecay):
-    """Lion-S on long sequences: `lambda_i = exp((B - sigmoid(W x_i + b)) dt)`, the selective part added to what decays.
+    """Lion-S on long sequences: `lambda_i = exp((B - sigmoid(W x_i + b)) dt)`.
 
-    The printed `exp(sigmoid(A_i) + B)` exceeds 1 wherever B > -sigmoid, 1.6 a token with a step size: not offered.
+    The selective part is added to the rate.
+
+    The printed `exp(sigmoid(A_i) + B)` is not offered. It exceeds 1 wherever B > -sigmoid(A_i), and with a step size it
+    is about 1.6 per token.
 
     Args:
-        gate: "sigmoid", or "softplus" (Table 6, [7]).
+        gate: Function of the selective part: "sigmoid", or "softplus" (Table 6, [7]).
     """
 
     per = "a token and key dimension"

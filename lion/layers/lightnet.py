@@ -1,9 +1,11 @@
 """LightNet (arXiv 2405.21022): attention with keys that are normalised over the tokens.
 
-In both directions this is one scan without decay (Eq. 6 and 7, `lion.ops.one_scan`), forward or backward a vector decay
-(Eq. 5, `lion.layers.decays.KeySoftmax`), whose state after the last token is that of both directions. A rotation turns
-queries and normalised keys (Eq. 10 to 14); decays go by the dimensions of keys that are turned, and two of one pair may
-differ, so that rotation is one thing in one direction and another in both.
+In both directions, LightNet is one scan without decay (Eq. 6 and 7, `lion.ops.one_scan`). Forward or backward, it is a
+vector decay (Eq. 5, `lion.layers.decays.KeySoftmax`). The state of this decay after the last token equals the state of
+the one scan.
+
+A rotation applies to queries and normalised keys (Eq. 10 to 14). The decays act on the dimensions of rotated keys, and
+the two decays of one pair may differ. The same rotation therefore has different effects in one direction and in both.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ LIGHTNET = tuple(name for name, entry in MIXERS.items() if entry.one_scan)
 
 @dataclass
 class LightNetConfig(AttentionConfig):
-    """`share`: whether the key makes the decay, too; false gives the decay logits of its own (Table 4, "no share")."""
+    """Settings of a LightNet layer.
+
+    `share` is whether the key also makes the decay. False computes the decay from separate logits (Table 4, "no
+    share").
+    """
 
     share: bool = True
 
@@ -39,7 +45,9 @@ class LightNetAttention(LionAttention):
         if not isinstance(config, LightNetConfig):
             config = LightNetConfig(**vars(config))
         if config.direction == "both" and not config.share:
-            raise ValueError("share: both directions are one scan without decay, use 'forward' or 'backward'")
+            raise ValueError(
+                "share: direction 'both' has no decay, so share=false needs direction 'forward' or 'backward'"
+            )
         return LionAttention.resolve(name, config)
 
     def make_decay(self, dim: int) -> Decay:

@@ -23,8 +23,13 @@ from lion.ops.settings import hint
 
 @state_type
 class LinearState(NamedTuple):
-    """What a causal layer remembers: the operator's `S` and `z`, the next token's `position` (B,), and what its decay
-    remembers."""
+    """The state of a causal layer.
+
+    Attributes:
+        S, z: State of the operator.
+        position: Position (B,) of the next token.
+        decay: State of the decay, empty if the decay has none.
+    """
 
     S: Tensor
     z: Tensor
@@ -35,28 +40,28 @@ class LinearState(NamedTuple):
 class LionAttention(Attention):
     """Masked, scaled linear attention, `Y = scale(phi(Q) phi(K)^T * M) V` (Eq. 13), in any of its forms.
 
-    `layer(x)` mixes tokens x (B, L, dim); `layer(x, lion.Layout.of(x, valid=.., segments=..))` knows padding and packed
-    sequences.
+    `layer(x)` mixes tokens x (B, L, dim). `layer(x, lion.Layout.of(x, valid=.., segments=..))` handles padding and
+    packed sequences.
 
     Args:
         dim: Width of the tokens, a multiple of `num_heads`.
-        num_heads: Heads H.
-        mixer: The decay that makes the mask M, with the gates and feature map that it was published with: "lion_lit",
+        num_heads: Number of heads H.
+        mixer: The decay that makes the mask M, with the gates and the feature map of its publication: "lion_lit",
             "lion_d", "lion_s" (LION), "lion_s_vector" (a decay for each key dimension), "lion_d_hippo",
             "lion_s_hippo" (long sequences), "linear_transformer", "retnet", "gated_rfa", "mamba2", "mamba", "rwkv6",
             "gla", "hgrn2", "xlstm", "deltanet", "lightnet".
-        config: Settings as one object, `AttentionConfig`; None is what the mixer was published with.
-        **settings: The same by name, over the object: `feature_map`, `normalize`, `decay_convention`, `rotation`,
-            `out_norm`, `out_gate_rank` (of the mixer, unless given), `direction` ("both", "forward", "backward"),
-            `scans`, `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"),
+        config: Settings as one object, `AttentionConfig`; None selects the published settings of the mixer.
+        **settings: Settings by name, which override `config`: `feature_map`, `normalize`, `decay_convention`,
+            `rotation`, `out_norm`, `out_gate_rank` (by default those of the mixer), `direction` ("both", "forward",
+            "backward"), `scans`, `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"),
             `chunk_size`, `qkv_bias`, `score_dropout`.
 
     Raises:
-        ValueError: An unknown mixer or choice, or settings that do not go together.
+        ValueError: An unknown mixer or value, or settings that cannot be combined.
 
-    The form can be changed at any time with `set_form`; weights do not depend on it. With `direction="forward"`
-    the layer streams, constant time and memory a token: `prefill` a prompt (in chunks), then `step`. The mixers of LION
-    have another `decay_convention` in one direction than in both (`AttentionConfig`).
+    `set_form` changes the form at any time; the weights do not depend on the form. With `direction="forward"` the layer
+    streams in constant time and memory per token: `prefill` a prompt (in chunks), then `step`. The mixers of LION use
+    different decay conventions in one direction and in both (`AttentionConfig`).
     """
 
     forms = FORMS
@@ -69,14 +74,14 @@ class LionAttention(Attention):
         config, names = config or self.Config(), [field.name for field in fields(self.Config)]
         for name in settings:
             if name not in names:
-                raise ValueError(f"{name}: no setting of a layer, {hint(name, names)}")
+                raise ValueError(f"{name}: unknown setting of a layer, {hint(name, names)}")
         super().__init__(dim, num_heads, self.resolve(mixer, replace(config, **settings)))
         if self.config.direction == ALTERNATING:
-            raise ValueError(f"direction: {ALTERNATING!r} is that of a model, one layer goes forward or backward")
+            raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
         self.mixer = MIXERS[mixer]
         self.one_scan = self.mixer.one_scan and self.config.direction == "both"
         scans = len(self.config.scans) if self.mixer.decay and not self.one_scan else 0
-        self.decays = nn.ModuleList(self.make_decay(dim) for _ in range(scans))  # one of each scan
+        self.decays = nn.ModuleList(self.make_decay(dim) for _ in range(scans))  # one decay per scan
         for decay in self.decays:
             decay.reverse = self.config.direction == "backward"
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
@@ -90,7 +95,7 @@ class LionAttention(Attention):
         check_scan_names(config)
         entry, several = MIXERS[name], config.scans != AS_THEY_STAND
         if several and config.rotation not in (None, NO_ROTATION):
-            raise ValueError(f"rotation {config.rotation!r} goes by one order of the tokens, not several scans")
+            raise ValueError(f"rotation {config.rotation!r} needs one order of the tokens, not several scans")
         if several and not (entry.decay and DECAYS[entry.decay].scans):
             fits = ", ".join(n for n, other in MIXERS.items() if other.decay and DECAYS[other.decay].scans)
             raise ValueError(f"scans: not available with mixer {name!r}, only with {fits}")
@@ -112,7 +117,7 @@ class LionAttention(Attention):
             if out.normalize != "none":
                 raise ValueError(f"normalize {out.normalize!r}: mixer {name!r} has normalised keys, use 'none'")
             if config.score_dropout:
-                raise ValueError(f"score_dropout is not available with mixer {name!r}, which reads states, not scores")
+                raise ValueError(f"score_dropout is not available with mixer {name!r}, which computes no scores")
         check_rotation(out)
         maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
         for phi in maps:
@@ -145,7 +150,7 @@ class LionAttention(Attention):
     def check_causal(self) -> None:
         super().check_causal()
         if self.config.scans != AS_THEY_STAND:
-            raise ValueError("scans: a stream has one order, that in which its tokens come")
+            raise ValueError("scans: a stream has one order, in which its tokens arrive")
 
     def check_form(self, form: str) -> None:
         if form != "blockwise" or self.mixer.one_scan:
@@ -170,12 +175,12 @@ class LionAttention(Attention):
         return linear_attention(**self.arguments(x, q, k, v, layout), **how, segments=layout.segments)
 
     def mix_scans(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, how: dict) -> Tensor:
-        """Every scan with its own decays (B, H, L) or (H,), in the order in which the tokens stand."""
+        """Mix tokens by several scans, each with separate decays (B, H, L) or (H,), in sequence order."""
         c = self.config
         if layout.orders is None or len(layout.orders) != len(c.scans):
             raise ValueError(f"layout: scans {', '.join(c.scans)} need the orders of `grid_layout`")
         if layout.segment_index is not None:
-            raise ValueError("segments: several scans go over one image a row, without segments")
+            raise ValueError("segments: several scans need one image per row, without segments")
         q, k = apply_feature_map(c.feature_map, q), apply_feature_map(c.feature_map, k)
         how |= dict(
             feature_map=None,
@@ -188,22 +193,22 @@ class LionAttention(Attention):
         return multi_scan_attention(q, k, v, log_decays, layout.orders, valid=layout.valid, **how)
 
     def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> dict[str, Any]:
-        """The operator's arguments for tokens x (B, L, dim)."""
+        """Return the arguments of the operator for tokens x (B, L, dim)."""
         return self.arguments_and_state(x, q, k, v, layout)[0]
 
     def arguments_and_state(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
     ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-        """The same, and what the decay remembers after these tokens."""
+        """Return the arguments of the operator, and the state of the decay after these tokens."""
         c, m, feature_map = self.config, self.mixer, self.config.feature_map
-        if self.decays and not self.decays[0].scans:  # it has to do with keys
+        if self.decays and not self.decays[0].scans:  # such a decay may use or change the mapped keys
             q, k = apply_feature_map(feature_map, q), apply_feature_map(m.key_map or feature_map, k)
             feature_map = None
         gating = self.decays[0](x, k, layout, state) if self.decays else Gating(k)
         given = {name: tensor for name, tensor in gating._asdict().items() if tensor is not None}
         state = given.pop("state")
         if not counts_own(c.decay_convention, c.direction):
-            given.pop("prefix", None)  # of another mask
+            given.pop("prefix", None)  # these are the sums of a different mask
         given["angles"] = self.angles(x, layout, gating.angles)
         how = dict(feature_map=feature_map, normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
         return dict(q=q, v=v, **how, **given), state

@@ -1,4 +1,4 @@
-"""What a module asks of the optimizer for its own parameters."""
+"""Marks: factors of learning rate and weight decay that a module sets for its parameters."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 class Marks(NamedTuple):
-    """Factors of the learning rate and of the weight decay; 0 takes it away.
+    """Factors of the learning rate and of the weight decay of a parameter; 0 turns either off.
 
-    A module marks its parameters with an attribute `marks: dict[str, Marks]`, by their names in the module, as
-    `named_parameters` has them: "step", "gate.weight".
+    A module marks its parameters with an attribute `marks: dict[str, Marks]`. The keys are the names in the module's
+    `named_parameters`: "step", "gate.weight".
     """
 
     lr: float = 1.0
@@ -20,10 +20,11 @@ class Marks(NamedTuple):
 
 
 def marks_of(model: nn.Module) -> dict[str, Marks]:
-    """The marks of all parameters that have any, by full name.
+    """Return the marks of all marked parameters of a model, by full name.
 
     Raises:
-        ValueError: A module marks what is no parameter of it; one that is None (a bias) is passed over.
+        ValueError: A module marks a name that is not one of its parameters. A parameter that is None (a bias) is
+            skipped.
     """
     found = {}
     for path, module in model.named_modules():
@@ -33,12 +34,12 @@ def marks_of(model: nn.Module) -> dict[str, Marks]:
             if name in own:
                 found[f"{path}.{name}" if path else name] = mark
             elif not is_none(module, name):
-                raise ValueError(f"{type(module).__name__} marks {name!r}, which is no parameter of it")
+                raise ValueError(f"{type(module).__name__} marks {name!r}, which is not one of its parameters")
     return found
 
 
 def is_none(module: nn.Module, name: str) -> bool:
-    """Whether what the dotted name leads to is there, and None."""
+    """Return whether the attribute of this dotted name exists and is None."""
     try:
         return operator.attrgetter(name)(module) is None
     except AttributeError:

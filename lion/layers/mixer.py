@@ -1,4 +1,4 @@
-"""What every sequence mixer promises: x (B, L, dim) -> (B, L, dim), all at once or token by token."""
+"""The interface of sequence mixers: x (B, L, dim) -> (B, L, dim), all at once or token by token."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from lion.ops.settings import check_chunk_size
 
 
 class Facts(NamedTuple):
-    """What is told of a mixer: where it was published, what has a decay of its own, what its rows are divided by, what
-    of the published block is left out, and what tells the order of tokens in its published models: the hidden states of
-    their MD-TPE, and their rotation, if it is no part of the mixer."""
+    """Metadata of a mixer.
+
+    Attributes:
+        source: Publication.
+        memory: What has a separate decay.
+        divisor: What the rows are divided by.
+        left_out: Parts of the published block that are left out.
+        tpe: Number of hidden states of MD-TPE, which encodes the order of tokens in the published models; 0: none.
+        rotation: Rotation that encodes the order of tokens in the published models, if it is not part of the mixer.
+    """
 
     source: str
     memory: str = "-"
@@ -26,58 +33,59 @@ class Facts(NamedTuple):
 
 
 class Mixer(nn.Module):
-    """Mixes the tokens of a sequence. A new kind is one file and its line in `lion.layers.KINDS`.
+    """A module that mixes the tokens of a sequence. A new kind is one file and its line in `lion.layers.KINDS`.
 
-    It is made as `Kind(dim, num_heads, name, config)`, `name` being that line's.
+    The constructor is `Kind(dim, num_heads, name, config)`, where `name` is the key in `KINDS`.
 
-    A state is a tuple of tensors (a NamedTuple, registered with `state_type`, so that `torch.save` and
-    `torch.load(weights_only=True)` take it), of any structure.
+    A state is a tuple of tensors of any structure: a NamedTuple, registered with `state_type`, so that `torch.save` and
+    `torch.load(weights_only=True)` accept it.
     """
 
-    Config: ClassVar[type]  # the recipe's `model.attention` section, `AttentionConfig` or one that extends it
-    forms: ClassVar[tuple[str, ...]] = ("full",)  # in which it can run, the first by default
+    Config: ClassVar[type]  # the recipe's `model.attention` section, `AttentionConfig` or a subclass
+    forms: ClassVar[tuple[str, ...]] = ("full",)  # in which the mixer can run; the first is the default
 
     @staticmethod
     def resolve(name: str, config: Any) -> Any:
-        """`config` with every None filled in by the conventions of the mixer called `name`.
+        """Return `config` with every None replaced by the convention of the mixer `name`.
 
         Raises:
-            ValueError: A value that is no choice, or two that do not go together.
+            ValueError: An invalid value, or two values that cannot be combined.
         """
         raise NotImplementedError
 
     @staticmethod
     def facts(name: str) -> Facts:
-        """What is told of the mixer called `name`."""
+        """Return the metadata of the mixer `name`."""
         raise NotImplementedError
 
     @staticmethod
     def knows_order(name: str, config: Any) -> bool:
-        """Whether the mixer called `name`, of a config that is resolved, knows the order of tokens by itself."""
+        """Return whether the mixer `name` with a resolved config knows the order of tokens by itself."""
         return False
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
-        """Mix tokens x (B, L, dim), as they stand in `layout`.
+        """Mix tokens x (B, L, dim), whose positions, padding and segments are in `layout`.
 
-        What padding holds reaches neither tokens nor parameters; the output there means nothing, but is finite.
+        The content of padding affects neither tokens nor parameters. The output at padding has no meaning, but is
+        finite.
         """
         raise NotImplementedError
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one, so that the mixer streams."""
+        """Return whether no token sees a later one, so that the mixer streams."""
         return False
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
-        """The layout of tokens x (B, L, dim) with what this mixer makes of it alone, the same in every layer."""
+        """Return the layout of tokens x (B, L, dim), with the fields added that every layer of this mixer shares."""
         return layout
 
     def initial_state(self, batch: int) -> Any:
-        """The empty state, for a stream without a prompt."""
+        """Return the empty state, for a stream without a prompt."""
         raise NotImplementedError
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, Any]:
-        """Mix a prompt x (B, L, dim); the output (B, L, dim) and the state to go on from, of several segments the last.
+        """Mix a prompt x (B, L, dim). Return the output (B, L, dim), and the state after the last segment.
 
         Raises:
             ValueError: The mixer is not causal.
@@ -85,23 +93,27 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def step(self, x: Tensor, state: Any, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Mix the next token(s) x (B, C, dim); the output, as `forward` over the whole sequence, and the new state.
+        """Mix the next tokens x (B, C, dim). Return the output, as of `forward` over all tokens, and the new state.
 
-        Where `valid` (B, C) is False there is padding, which is not remembered.
+        `valid` (B, C) is False for padding, which does not change the state.
         """
         raise NotImplementedError
 
     def set_form(self, form: str, chunk_size: int | None = None) -> None:
-        """Run in another form from now on; weights are untouched."""
+        """Run in another form from now on; weights are unchanged."""
 
     def check_form(self, form: str) -> None:
-        """Raises ValueError: A form that this mixer does not have."""
+        """Check that this mixer has the form.
+
+        Raises:
+            ValueError: The mixer does not have this form.
+        """
         if form not in ("auto", *self.forms):
             raise ValueError(f"form: {type(self).__name__} has only {', '.join(self.forms)}, got {form!r}")
 
 
 def state_type(kind: type[NamedTuple]) -> type[NamedTuple]:
-    """Let `torch.load(weights_only=True)` read states of this type."""
+    """Register a type of state, so that `torch.load(weights_only=True)` can load it."""
     torch.serialization.add_safe_globals([kind])
     return kind
 
@@ -120,18 +132,18 @@ def mixers_of(model: nn.Module) -> list[Mixer]:
 
 
 def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
-    """Run every mixer of `model` in this form from now on; weights are untouched.
+    """Run every mixer of `model` in this form from now on; weights are unchanged.
 
-    Besides "auto" and `FORMS` there is "blockwise", the paper's own Lion-chunk (`lion.ops.blockwise`).
+    The forms are "auto", those in `FORMS`, and "blockwise", the paper's Lion-chunk (`lion.ops.blockwise`).
 
     Raises:
-        ValueError: An unknown form, one that a mixer does not have, or a chunk without tokens.
+        ValueError: An unknown form, a form that a mixer does not have, or a chunk size below 1.
     """
     known = ("auto", *FORMS, "blockwise")
     if form not in known:
         raise ValueError(f"form: expected one of {', '.join(known)}, got {form!r}")
     mixers = mixers_of(model)
-    for mixer in mixers:  # all are asked before one is changed
+    for mixer in mixers:  # check all mixers before changing one
         mixer.check_form(form)
     if chunk_size is not None:
         check_chunk_size(chunk_size)
@@ -140,6 +152,6 @@ def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None
 
 
 def forms_of(model: nn.Module) -> tuple[str, ...]:
-    """The forms that a model can run in."""
+    """Return the forms that all mixers of a model can run in."""
     mixers = mixers_of(model)
     return tuple(f for f in mixers[0].forms if all(f in m.forms for m in mixers)) if mixers else Mixer.forms

@@ -1,4 +1,4 @@
-"""The table of linear mixers: what each named model is made of. A new one is one entry."""
+"""The table of linear mixers: the parts of each mixer, by name. A new mixer is one entry."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LinearMixer:
-    """A linear mixer as data.
+    """The parts of a linear mixer.
 
     Attributes:
-        decay: An entry of `DECAYS`, with its gates on the key; None: no decay.
-        feature_map: Of queries and keys, an entry of `FEATURE_MAPS`.
-        key_map: Of keys, where it is another.
-        normalize: As in `lion.ops.linear_attention`.
-        scale: Factor on the scores where `normalize` takes one; None is 1/sqrt(D).
-        decay_convention, causal_decay_convention: Which decays count (`lion.ops.decay`) in both directions, and in
-            one. The linear Transformers take "target" in each, so that every direction is their published recurrence
-            (Theorem 3.1), but for RetNet's rotation, which goes by place and so turns the other way backward.
-        rotation: An entry of `ROTATIONS` that turns q and k.
-        one_scan: Whether both directions are one scan without decay, of keys that are normalised over the sequence
-            (`lion.ops.one_scan`); `decay` is then that of one direction.
-        out_norm, out_gate_rank: Behind the heads, as in `AttentionConfig`; None: what the model says.
-        model_tpe, model_rotation: What tells the order of tokens in its published models and is no part of the mixer:
-            hidden states of MD-TPE (`lion.layers.tpe`), an entry of `ROTATIONS`.
-        source: Where it was published.
-        left_out: What the published block has around its recurrence and this entry has not.
+        decay: Entry of `DECAYS`, which includes gates on the key; None: no decay.
+        feature_map: Feature map of queries and keys, an entry of `FEATURE_MAPS`.
+        key_map: Feature map of keys, if different.
+        normalize: Normalisation, as in `lion.ops.linear_attention`.
+        scale: Factor on the scores, where `normalize` uses one; None is 1/sqrt(D).
+        decay_convention, causal_decay_convention: Decay conventions (`lion.ops.decay`), in both directions and in one.
+            The linear Transformers use "target" in both cases, so that every direction is their published recurrence
+            (Theorem 3.1). RetNet's rotation is an exception: it depends on positions, so it rotates the other way in
+            the backward direction.
+        rotation: Entry of `ROTATIONS` that rotates q and k.
+        one_scan: Whether both directions are one scan without decay, with keys that are normalised over the sequence
+            (`lion.ops.one_scan`); `decay` then applies only to a single direction.
+        out_norm, out_gate_rank: Norm and gate after the heads, as in `AttentionConfig`; None: the model decides.
+        model_tpe, model_rotation: Parts of the published models, outside the mixer, that encode the order of tokens:
+            the number of hidden states of MD-TPE (`lion.layers.tpe`), and an entry of `ROTATIONS`.
+        source: Publication.
+        left_out: Parts of the published block, around its recurrence, that this entry leaves out.
     """
 
     decay: str | None
@@ -126,4 +127,4 @@ MIXERS = {
     ),
 }
 SOFTMAX = "softmax"  # the baseline: no feature map, no decay, PyTorch's SDPA
-NONE = "none"  # the floor: values go through as they are
+NONE = "none"  # the floor: values pass through unchanged

@@ -1,5 +1,7 @@
-"""Norms by name: modules (x, layout) -> x of tokens x (B, L, dim). A new one is one class and its line in `NORMS`; one
-whose statistics are those of several tokens says so by `over_tokens`."""
+"""Norms by name: modules (x, layout) -> x for tokens x (B, L, dim).
+
+A new norm is one class and its line in `NORMS`. A norm with statistics over several tokens sets `over_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """In the dtype of its weights or wider: autocast leaves it in bf16, which PyTorch warns of."""
+    """RMSNorm in the dtype of its weights or wider.
+
+    Autocast leaves the input in bf16, which makes PyTorch warn about different dtypes.
+    """
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         return super().forward(x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype)))
 
 
 class OverProcesses(torch.autograd.Function):
-    """The sum over all processes, and so its gradient."""
+    """A sum over all processes, whose gradient is summed over all processes as well."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -36,11 +41,11 @@ class OverProcesses(torch.autograd.Function):
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation over all valid tokens of all processes, in float32; padding counts for nothing.
+    """Batch normalisation over all valid tokens of all processes, in float32 or wider; padding is ignored.
 
-    In training by the mean and (biased) variance of the batch, of which `mean` and `var` keep running averages,
-    `momentum` being the share of the old value (as in S5); else by these. The batch is the micro-batch: accumulating
-    gradients does not add its tokens up.
+    Training uses the mean and the (biased) variance of the batch, and keeps running averages in `mean` and `var`, where
+    `momentum` is the share of the old value (as in S5). Evaluation uses the running averages. The batch is the
+    micro-batch: gradient accumulation does not combine the statistics of several micro-batches.
     """
 
     over_tokens = True
@@ -59,7 +64,7 @@ class BatchNorm(nn.Module):
         return ((wide - mean) * scale + self.bias).to(x.dtype)
 
     def moments(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean and variance (dim,) of the valid tokens of x (B, L, dim)."""
+        """Return mean and variance (dim,) of the valid tokens of x (B, L, dim), and update the running averages."""
         kept = x if valid is None else x.masked_fill(~valid[..., None], 0)
         count = x.new_full((1,), x.shape[0] * x.shape[1]) if valid is None else valid.sum().to(x.dtype)[None]
         total = summed(torch.cat([kept.sum((0, 1)), count]))
@@ -74,7 +79,7 @@ class BatchNorm(nn.Module):
 
 
 def summed(x: Tensor) -> Tensor:
-    """Over all processes, where there are several."""
+    """Return the sum of x over all processes, if there are several."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return OverProcesses.apply(x) if several else x
 
@@ -89,15 +94,19 @@ NO_NORM = "none"
 
 
 def over_tokens(name: str | None) -> bool:
-    """Return whether a norm takes its statistics over several tokens, so that in training a token sees later ones."""
+    """Return whether a norm computes statistics over several tokens, so that in training a token sees later ones."""
     return getattr(NORMS.get(name), "over_tokens", False)
 
 
 def check_causal(norm: str | None, key: str) -> None:
-    """Raises ValueError: The norm, which the setting `key` names, takes its statistics over tokens."""
+    """Check that the norm, the value of the setting `key`, is causal.
+
+    Raises:
+        ValueError: The norm computes statistics over several tokens.
+    """
     if over_tokens(norm):
         fits = " or ".join(repr(name) for name in NORMS if not over_tokens(name))
         raise ValueError(
-            f"{key}: {norm!r} takes its mean over all tokens, so that in training a causal model would see later ones; "
+            f"{key}: {norm!r} averages over all tokens, so that in training a causal model would see later tokens; "
             f"use {fits}"
         )

@@ -1,17 +1,21 @@
-"""Position embeddings by name: modules (B, L) -> (B, L, dim) of places below `count`. A new one is one class and its
-line in `POSITIONS`."""
+"""Position embeddings by name: modules from positions (B, L) below `count` to embeddings (B, L, dim).
+
+A new kind is one class and its line in `POSITIONS`.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-BASE = 10_000  # the longest wave, over 2 pi
+BASE = 10_000  # the longest wavelength, divided by 2 pi
 
 
 class ScaledSinusoidal(nn.Module):
-    """Sines and cosines of fixed frequencies (1706.03762) times one learned number, at first 1/sqrt(dim) (FLASH,
-    2202.10447): so they begin as small as the embeddings of tokens."""
+    """Sines and cosines of fixed frequencies (1706.03762), times one learned factor (FLASH, 2202.10447).
+
+    The factor starts at 1/sqrt(dim), so that position embeddings start as small as token embeddings.
+    """
 
     def __init__(self, count: int, dim: int) -> None:
         super().__init__()
@@ -19,7 +23,7 @@ class ScaledSinusoidal(nn.Module):
         self.scale = nn.Parameter(torch.full((1,), dim**-0.5))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """(B, L) -> (B, L, dim), sine and cosine of a frequency side by side."""
+        """Map positions (B, L) to (B, L, dim), with sine and cosine of a frequency side by side."""
         even = torch.arange(0, self.dim, 2, device=positions.device, dtype=self.scale.dtype)
         angle = positions[..., None] * BASE ** (-even / self.dim)  # (B, L, dim / 2), rounded up
         waves = torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)

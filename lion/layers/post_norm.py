@@ -1,4 +1,4 @@
-"""The block of BERT, whose norms stand behind the residuals."""
+"""The block of BERT, whose norms follow the residual connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lion.layers.layout import Layout
 
 
 class PostNorm(Block):
-    """`norm(x + mixer(x))`, `norm(x + mlp(x))`."""
+    """The post-norm block: `norm(x + mixer(x))`, then `norm(x + mlp(x))`."""
 
     final_norm = False
 

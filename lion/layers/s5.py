@@ -1,4 +1,4 @@
-"""The block of S5 (2208.04933): a norm, a mixer and an activation that gates, in one residual."""
+"""The block of S5 (2208.04933): a norm, a mixer and a gated activation in one residual branch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lion.layers.layout import Layout
 
 
 class ChannelDropout(nn.Dropout):
-    """Drops channels of a sequence (B, L, dim) as a whole: one mask for all its tokens."""
+    """Dropout of whole channels of a sequence (B, L, dim), with one mask for all its tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * super().forward(x.new_ones(x.shape[0], 1, x.shape[-1])) if self.training and self.p else x
 
 
 class HalfGlu(nn.Module):
-    """`u * sigmoid(W u + b)` with `u = drop(gelu(x))`: S5's half_glu1; its GELU is flax's, by tanh."""
+    """S5's half_glu1: `u * sigmoid(W u + b)` with `u = drop(gelu(x))`, and the tanh GELU of flax."""
 
     def __init__(self, dim: int, dropout: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class HalfGlu(nn.Module):
 
 
 class HalfGluOfInput(HalfGlu):
-    """`x * sigmoid(W u + b)` with `u = drop(gelu(x))`: S5's half_glu2."""
+    """S5's half_glu2: `x * sigmoid(W u + b)` with `u = drop(gelu(x))`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(self.gate(self.dropout(F.gelu(x, approximate="tanh"))))
@@ -42,8 +42,10 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"half_glu1": HalfGlu, "half_glu2": Ha
 
 
 class S5Block(Block):
-    """`x + drop(activation(mixer(norm(x))))`; the activation is `mlp`, an entry of `ACTIVATIONS` (or an MLP in its
-    place), and dropout takes whole channels."""
+    """The block of S5: `x + drop(activation(mixer(norm(x))))`.
+
+    The activation is `mlp`, an entry of `ACTIVATIONS` or of `MLPS`. Dropout drops whole channels.
+    """
 
     final_norm = False
     Dropout = ChannelDropout

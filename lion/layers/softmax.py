@@ -1,4 +1,4 @@
-"""Softmax attention, the baseline, and no mixing at all, the floor."""
+"""Softmax attention, the baseline, and a layer without mixing, the floor."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ from lion.ops.rotary import rotate_pair
 
 @state_type
 class KeyValueCache(NamedTuple):
-    """Keys and values (B, H, R, D) of all tokens so far, the first T of R, and which of them are read, (B, T).
+    """A cache of the keys and values of all tokens so far.
 
-    A cache is a value, copied by each step, unless it has room, R > T: see `reserve`.
+    Each step copies the cache, unless the cache has room (R > T, see `reserve`).
+
+    Attributes:
+        k, v: Keys and values (B, H, R, D), of which the first T of R are in use.
+        valid: Boolean (B, T), the tokens that queries may attend to.
     """
 
     k: Tensor
@@ -32,15 +36,15 @@ class KeyValueCache(NamedTuple):
     valid: Tensor
 
     def with_room(self, count: int) -> Self:
-        """The same with room for `count` more tokens."""
+        """Return the cache with room for `count` more tokens."""
         length = self.valid.shape[1]
         cache = KeyValueCache(*(F.pad(x[:, :, :length], (0, 0, 0, count)) for x in (self.k, self.v)), self.valid)
         for x, tokens in zip(cache, (2, 2, 1)):
-            torch._dynamo.maybe_mark_dynamic(x, tokens)  # a symbol, so that one compiled step serves all lengths
+            torch._dynamo.maybe_mark_dynamic(x, tokens)  # symbolic, so that one compiled step serves all lengths
         return cache
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor) -> Self:
-        """With C more tokens: keys and values (B, H, C, D), and which of them are read, (B, C)."""
+        """Return the cache with C more tokens: keys and values (B, H, C, D), and their mask `valid` (B, C)."""
         length, end = self.valid.shape[1], self.valid.shape[1] + k.shape[2]
         valid = torch.cat([self.valid, valid], 1)
         if end <= self.k.shape[2]:
@@ -50,14 +54,15 @@ class KeyValueCache(NamedTuple):
         return KeyValueCache(k, v, valid)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, H, T, D), without the room."""
+        """Return keys and values (B, H, T, D), without the room."""
         return tuple(x[:, :, : self.valid.shape[1]] for x in (self.k, self.v))
 
 
 def reserve(state: Any, count: int) -> Any:
-    """A state, of a layer or of a whole model, with room for `count` more tokens in every cache.
+    """Return a state, of a layer or of a whole model, with room for `count` more tokens in every cache.
 
-    While there is room, a step writes its tokens there, in place, in constant time; the state before it is used up.
+    While there is room, a step writes its tokens there in place, in constant time. The state before the step must then
+    not be used again.
     """
 
     def is_cache(part: Any) -> bool:
@@ -67,7 +72,7 @@ def reserve(state: Any, count: int) -> Any:
 
 
 class SoftmaxAttention(Attention):
-    """Softmax attention through `scaled_dot_product_attention`; a feature map only if one is asked for (Table 14).
+    """Softmax attention through `scaled_dot_product_attention`, with an optional feature map (Table 14).
 
     With `direction="forward"` the layer streams; its state holds the keys and values of every token (a KV cache).
     """
@@ -92,7 +97,7 @@ class SoftmaxAttention(Attention):
             if getattr(config, setting) is not None:
                 raise ValueError(f"{setting} belongs to linear mixers, {name!r} has none")
         if config.scans != AS_THEY_STAND:
-            raise ValueError(f"scans: not available with mixer {name!r}, which has no order to scan in")
+            raise ValueError(f"scans: not available with mixer {name!r}, which has no scan order")
         return config
 
     @staticmethod
@@ -109,7 +114,7 @@ class SoftmaxAttention(Attention):
         return y if mask is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
 
     def turned(self, x: Tensor, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """q and k through the feature map, and turned by where the tokens stand."""
+        """Apply the feature map to q and k, then rotate them by the positions of their tokens."""
         q, k = (apply_feature_map(self.config.feature_map, x) for x in (q, k))
         return rotate_pair(q, k, self.angles(x, layout), layout.valid)
 
@@ -144,12 +149,15 @@ class SoftmaxAttention(Attention):
         if new > 1:
             read = read & torch.ones(new, before + new, dtype=torch.bool, device=x.device).tril(before)  # (C, T)
         if valid is not None:
-            read = read | ~valid[:, None, :, None]  # padding reads anything, and stays finite
+            read = read | ~valid[:, None, :, None]  # padding attends to anything, so that its output is finite
         return self.merge(x, self.attend(q, *state.read(), read), layout), state
 
 
 class NoMixing(Attention):
-    """Values go through as they are, and all projections stay: what a layer costs without its mixer."""
+    """A layer without mixing, which shows the cost of a layer without its mixer.
+
+    Values pass through unchanged; all projections remain.
+    """
 
     def __init__(
         self, dim: int, num_heads: int, mixer: str = NONE, config: AttentionConfig | None = None, **settings

@@ -1,4 +1,4 @@
-"""MD-TPE of LightNet (arXiv 2405.21022, Eq. 8-9): where tokens stand, from learned one-sided sums along each axis."""
+"""MD-TPE of LightNet (arXiv 2405.21022, Eq. 8-9): token positions from learned one-sided sums along each axis."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from lion.layers.layout import PLAIN, Layout
 from lion.layers.marks import Marks
 from lion.ops import no_autocast
 
-CHUNK = (
-    64  # tokens that are summed by one matrix; with as many states, what chunks hand on is no larger than the tokens
-)
-LEAST, MOST = 1e-3, 0.9  # of 1 - lambda, at the start
+# tokens summed by one matrix; with at most as many states, the states between chunks are no larger than the tokens
+CHUNK = 64
+LEAST, MOST = 1e-3, 0.9  # range of 1 - lambda at the start
 
 
 class TPE(nn.Module):
-    """`y_n = sum_s sum_{m <= n_s} (sum_t w_st lambda_st^(n_s - m)) x_m`: Toeplitz sums along the axes s, added.
+    """Toeplitz sums along the axes s, added: `y_n = sum_s sum_{m <= n_s} (sum_t w_st lambda_st^(n_s - m)) x_m`.
 
-    Each channel has `states` weights w and decays lambda in (0, 1) an axis. Eq. 9 prints no weights; that there are
-    some is inferred from the published parameter counts, which fit only with them. What is learned of w is its ratio to
-    1 - lambda, the weight of a running average: steps of one size in w itself would add up over all that a slow state
-    remembers. Every 1 - lambda starts log-uniform but the first, whose state alone has a weight and lets a token
-    through nearly as it is, with a tenth of its neighbour. The sums take the place of the tokens, as Eq. 8 has it (the
-    paper shows no residual): a token's own weight is learned among them, so a residual could say nothing more.
+    For each axis, a channel has `states` weights w and decays lambda in (0, 1). Eq. 9 prints no weights. They are
+    inferred from the published parameter counts, which fit only with weights.
+
+    The learned parameter of w is its ratio to 1 - lambda, the weight of a running average. If w itself were learned,
+    an optimizer step of one size would add up over everything that a slow state remembers.
+
+    The first 1 - lambda starts at 0.9, and all others start log-uniform. Only the first state has a nonzero weight at
+    the start. It passes a token through almost unchanged, plus a tenth of its neighbour.
+
+    The sums replace the tokens, as in Eq. 8 (the paper shows no residual). A residual would add nothing, because the
+    sums include the token itself with a learned weight.
 
     Args:
         dim: Channels of a token.
-        states: Hidden states e of a channel and axis.
-        grid: Places along each axis, for tokens with coordinates (`Layout.coords`); a token without a place (cls) goes
-            through as it is, and a place without a token adds nothing. None: one axis, as long as the sequence, on
-            which padding counts as nothing, each segment is by itself, and the module streams as a block does.
+        states: Number e of hidden states per channel and axis.
+        grid: Number of positions along each axis, for tokens with coordinates (`Layout.coords`). A token without
+            coordinates (cls) passes through unchanged, and a position without a token adds nothing. None: one axis, the
+            sequence. Padding is then ignored, segments are independent, and the module streams like a block.
 
-    Linear in the length: chunks, and a state (B, dim, states) between them, in float32. (Measured against FFT: on a CPU
-    two thirds of its time and half of its memory, and no segments there.)
+    The cost is linear in the length: chunks, and a state (B, dim, states) between them, in float32. Measured on a CPU,
+    this takes two thirds of the time and half of the memory of an FFT, which does not support segments.
     """
 
     def __init__(self, dim: int, states: int, grid: tuple[int, ...] | None = None) -> None:
@@ -51,11 +55,11 @@ class TPE(nn.Module):
         self.marks = dict.fromkeys(("weight", "decay"), Marks(weight_decay=0))
 
     def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
-        """Tokens (B, L, dim) as they stand in `layout`.
+        """Sum tokens x (B, L, dim) along the axes of `layout`.
 
         Raises:
-            ValueError: Coordinates that do not fit the grid (on a GPU an assertion, for which nothing waits) or have
-                none, or segments on one.
+            ValueError: Coordinates that do not fit the grid, coordinates without a grid, or segments on a grid. On a
+                GPU and in a compiled graph, coordinates that do not fit raise an asynchronous assertion instead.
         """
         x = layout.clean(x)
         return self.on_line(x, layout)[0] if self.grid is None else self.on_grid(x, layout)
@@ -86,21 +90,24 @@ class TPE(nn.Module):
 
     def check_causal(self) -> None:
         if not self.causal:
-            raise ValueError("tpe: a grid is seen as a whole, it does not stream")
+            raise ValueError("tpe: a grid is processed as a whole, it does not stream")
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
         return layout
 
     def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """w and log lambda (axes, dim, states), in float32 or wider."""
+        """Return w and log lambda, both (axes, dim, states), in float32 or wider."""
         wide = torch.promote_types(x.dtype, torch.float32)
         decay = self.decay.to(wide)
         return self.weight.to(wide) * torch.sigmoid(-decay), F.logsigmoid(decay)
 
     def on_line(self, x: Tensor, layout: Layout, state: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The sums over x (B, L, dim), clean of padding; and the state after the last segment, if asked for."""
+        """Sum x (B, L, dim), with zeros for padding, along the sequence.
+
+        The second result is the state after the last segment, if `state` is set.
+        """
         if layout.coords is not None:
-            raise ValueError("tpe: these tokens stand on a grid, which the module must be made for")
+            raise ValueError("tpe: these tokens have coordinates on a grid, but this module was made without a grid")
         with no_autocast(x):
             weight, log_decay = (t[0] for t in self.kernels(x))
             wide, size = x.to(weight.dtype), min(CHUNK, x.shape[1])
@@ -114,9 +121,9 @@ class TPE(nn.Module):
             return F.pad(y, (0, 0, 0, 1)).gather(1, index).to(x.dtype), last
 
     def on_grid(self, x: Tensor, layout: Layout) -> Tensor:
-        """The same along every axis of the grid."""
+        """Sum x (B, L, dim) along every axis of the grid."""
         if layout.segment_index is not None:
-            raise ValueError("segments: a grid has one sample a row, without segments")
+            raise ValueError("segments: a grid has one sample per row, without segments")
         places, size = self.places(x, layout), math.prod(self.grid)
         with no_autocast(x):
             weight, log_decay = self.kernels(x)
@@ -131,7 +138,10 @@ class TPE(nn.Module):
             return torch.where(places[:, None] < size, y, x)
 
     def places(self, x: Tensor, layout: Layout) -> Tensor:
-        """Which place of the grid, row by row, each token of x (B, L, dim) has: (L,); those without come after all."""
+        """Return the index (L,) of each token of x (B, L, dim) on the grid, in row-major order.
+
+        Tokens without coordinates get the index after the last position.
+        """
         coords, grid = layout.coords, " x ".join(map(str, self.grid))
         shape = (len(self.grid), x.shape[1])
         if coords is None or coords.shape != shape:
@@ -144,10 +154,10 @@ class TPE(nn.Module):
         alone = torch.zeros(size + 1, dtype=torch.long, device=x.device).index_add(0, place, torch.ones_like(place)) < 2
         wrong = ~special & ~(inside & alone[place])
         if x.device.type != "cpu" or torch.compiler.is_compiling():
-            torch._assert_async(~wrong.any(), f"layout: coords that do not fit a grid of {grid}")
+            torch._assert_async(~wrong.any(), f"layout: coords do not fit a grid of {grid}")
         elif wrong.any():
             found = wrong.nonzero()[0, 0]
-            why = "two tokens of one place" if inside[found] else "outside"
+            why = "two tokens at one position" if inside[found] else "outside"
             raise ValueError(f"layout: coords {tuple(coords[:, found].tolist())} do not fit a grid of {grid}: {why}")
         return place
 
@@ -155,12 +165,12 @@ class TPE(nn.Module):
 def toeplitz_sum(
     x: Tensor, weight: Tensor, log_decay: Tensor, size: int, *, first: Tensor | None = None, state: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """`y_n = sum_{m <= n} (sum_t w_t lambda_t^(n - m)) x_m` of x (B, L, dim), in chunks of `size` tokens.
+    """Compute `y_n = sum_{m <= n} (sum_t w_t lambda_t^(n - m)) x_m` of x (B, L, dim), in chunks of `size` tokens.
 
     Args:
-        weight, log_decay: (dim, e).
-        first: Boolean (B, chunks), which chunks begin anew.
-        state: Whether the sums (B, dim, e) of the states after the last token are asked for.
+        weight, log_decay: Weights w and log lambda, (dim, e).
+        first: Boolean (B, chunks), True for chunks that start from an empty state.
+        state: Whether to return the states (B, dim, e) after the last token.
     """
     padding = -x.shape[1] % size
     x = F.pad(x, (0, 0, padding, 0)).unflatten(1, (-1, size))  # (B, N, C, dim), zeros in front add nothing
@@ -184,24 +194,30 @@ def toeplitz_sum(
 
 
 class Chunked(NamedTuple):
-    """Where tokens (B, L) go in chunks of their own segment: `index` (B, L), padding behind all; and which chunks are a
-    segment's `first` (B, N)."""
+    """Places of tokens (B, L) in chunks, each of which belongs to one segment.
+
+    Attributes:
+        index: Integer (B, L), the place of each token; the place of padding is after all chunks.
+        first: Boolean (B, N), True for the first chunk of a segment.
+    """
 
     index: Tensor
     first: Tensor
 
 
 def in_chunks(layout: Layout, size: int) -> Chunked:
-    """The tokens of a layout with padding in chunks of `size`, each segment up to the end of its last chunk, and each
-    row up to the end of all."""
+    """Return the chunks of `size` tokens of a layout with padding.
+
+    Each segment is aligned to the end of its last chunk, and each row to the end of the last chunk.
+    """
     valid, length = layout.valid, layout.valid.shape[1]
     segment = valid.long() * 0 if layout.segment_index is None else layout.segment_index
     tokens = valid.new_zeros(len(valid), length + 1, dtype=torch.long).scatter_add(1, segment, valid.long())
-    chunks = -(-tokens // size)  # (B, L + 1), of each segment
+    chunks = -(-tokens // size)  # (B, L + 1), chunks of each segment
     ends = chunks.cumsum(1)
     total = ends[:, -1:]
     count = -(-length // size)
-    if layout.segment_index is not None and not valid.is_meta:  # whose segments nobody knows
+    if layout.segment_index is not None and not valid.is_meta:  # segments of meta tensors are unknown
         count = max(1, int(total.max()))
     ends = ends + count - total
     place = ends.gather(1, segment) * size - tokens.gather(1, segment) + layout.positions

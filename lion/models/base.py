@@ -1,4 +1,4 @@
-"""What every model promises to those who train, load, measure and fine-tune it."""
+"""The interface of models, which training, loading, measuring and fine-tuning use."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from lion.config import Section
 
 
 class ModelConfig(Section):
-    """The recipe's `model` section: a dataclass with these fields and methods, and whatever else its model has.
+    """The `model` section of a recipe: a dataclass with these fields and methods, and any fields of its model.
 
-    A field that is None is left to the conventions of the model; the section is stored as it was asked for.
+    A field that is None follows the conventions of the model. Stored recipes keep the section unresolved, including
+    every None.
     """
 
-    name: str  # in `MODELS`
-    mixer: str  # in `lion.layers.KINDS`
+    name: str  # a key of `MODELS`
+    mixer: str  # a key of `lion.layers.KINDS`
 
     def resolved(self) -> Self:
-        """The same with every None filled in: the model that is built.
+        """Return the config with every None replaced by its convention: the settings of the model that is built.
 
         Raises:
-            ValueError: Settings that do not go together.
+            ValueError: Settings that cannot be combined.
         """
         return self
 
     def with_mixer(self, mixer: str) -> Self:
-        """The same model around another mixer, which has its own conventions."""
+        """Return the config of this model with another mixer, and with the conventions of that mixer."""
         raise NotImplementedError
 
     def label(self) -> str:
-        """What a paper tells the rows of its tables apart by."""
+        """Return the label that identifies this model in the rows of a paper's tables."""
         return self.mixer
 
     def shape(self) -> str:
-        """What models must share to be compared by their mixers."""
+        """Return the settings that models must share if their mixers are to be compared."""
         return ""
 
 
 class Model(nn.Module):
-    """A model that a recipe names as `model.name`. A new one is one file and its line in `MODELS`.
+    """A model that a recipe selects by `model.name`. A new model is one file and its line in `MODELS`.
 
     Attributes:
         Config: The recipe's `model` section.
-        heads: Prefixes of the parameters that belong to its data's classes: fine-tuning on others starts them anew.
-        length: Tokens of a sample, as its encoder sees them.
+        heads: Prefixes of the parameters that depend on the classes of the data. Fine-tuning on other classes
+            initialises these parameters again.
+        length: Number of tokens of a sample in the encoder.
     """
 
     Config: ClassVar[type[ModelConfig]]
@@ -55,32 +57,35 @@ class Model(nn.Module):
     length: int
 
     def units(self) -> list[nn.Module]:
-        """The parts that are compiled, and sharded over processes, one by one: usually the blocks of its encoder."""
+        """Return the parts that are compiled and sharded one by one: usually the blocks of the encoder."""
         raise NotImplementedError
 
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
-        """Weights of `source`, the same model for samples of another size, for this one."""
+        """Return the weights of `source`, the same model for samples of another size, adapted to this model."""
         return weights
 
     @property
     def streams(self) -> bool:
-        """Whether `prefill` and `step` go on from a state: the model is causal as a whole."""
+        """Return whether `prefill` and `step` are available, because the whole model is causal."""
         return False
 
     def initial_state(self, batch: int) -> Any:
-        """The state before the first token."""
+        """Return the state before the first token."""
         raise self._no_stream()
 
     def prefill(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """The outputs for prompts (B, L, ..), and the state to go on from; `valid` (B, L) is False for padding."""
+        """Return the outputs for prompts (B, L, ..), and the state after them; `valid` (B, L) is False for padding."""
         raise self._no_stream()
 
     def step(self, inputs: Tensor, state: Any, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """The outputs for the next inputs (B, C, ..), and the state after them; `valid` (B, C) as in `prefill`."""
+        """Return the outputs for the next inputs (B, C, ..), and the state after them.
+
+        `valid` (B, C) is False for padding.
+        """
         raise self._no_stream()
 
     def _no_stream(self) -> ValueError:
-        return ValueError(f"{type(self).__name__} does not stream: it sees a sample as a whole")
+        return ValueError(f"{type(self).__name__} does not stream: it processes a sample as a whole")
 
 
 class ImageClassifier(Model):
@@ -88,15 +93,15 @@ class ImageClassifier(Model):
 
     Args:
         image_size: (height, width) in pixels.
-        channels: Of the images.
-        classes: Their names, in the order of the logits, where they are known.
-        mean, std: Of each channel (or one for all), of pixels in [0, 1]; what is known of the data, not learned, and
-            so in no checkpoint's weights.
+        channels: Number of image channels.
+        classes: Class names in the order of the logits, if known.
+        mean, std: Mean and standard deviation of each channel (or one value for all), for pixels in [0, 1]. They
+            describe the data and are not learned, so they are not among the weights of a checkpoint.
 
-    A subclass is made as `Kind(config, num_classes=.., **these)`.
+    The constructor of a subclass is `Kind(config, num_classes=.., **args)`, where `args` are the arguments above.
 
     Raises:
-        ValueError: `mean` or `std` is for other channels.
+        ValueError: `mean` or `std` has the wrong number of channels.
     """
 
     def __init__(
@@ -112,24 +117,29 @@ class ImageClassifier(Model):
         self.image_shape, self.classes = (channels, *image_size), tuple(classes)
         for name, values in (("mean", mean), ("std", std)):
             if len(values) not in (1, channels):
-                raise ValueError(f"{name}: expected one number a channel, {channels}, got {list(values)}")
+                raise ValueError(f"{name}: expected one number per channel, {channels}, got {list(values)}")
             each = torch.tensor(values, dtype=torch.float32).expand(channels)[:, None, None]
             self.register_buffer(name, each.clone(), persistent=False)  # (channels, 1, 1)
 
     def scan_orders(self) -> dict[str, Tensor]:
-        """The ways on which an image is scanned, by name: rows and columns of patches (2, L) as they are visited."""
+        """Return the scan orders of an image by name: rows and columns of the visited patches, (2, L)."""
         return {}
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, channels, height, width) as float32, each channel to mean 0 and deviation 1."""
+        """Return uint8 images (B, channels, height, width) as float32, normalised by `mean` and `std`.
+
+        Each channel then has mean 0 and standard deviation 1.
+        """
         return (pixels.float() - 255 * self.mean) / (255 * self.std)
 
     def normalised(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """Images (B, channels, height, width), uint8 as pictures have it, as the model takes them; floating point went
-        through `normalise` already.
+        """Return images (B, channels, height, width) as input of the model.
+
+        uint8 images are normalised and converted to `dtype`. Floating-point images must be normalised already, and are
+        returned unchanged.
 
         Raises:
-            ValueError: Images of another size, number of channels or type.
+            ValueError: Images of the wrong size, number of channels or dtype.
         """
         if images.shape[1:] != self.image_shape or not (images.dtype == torch.uint8 or images.is_floating_point()):
             expected = f"(B, {', '.join(map(str, self.image_shape))}), uint8 or normalised floating point"

@@ -23,18 +23,19 @@ PLAIN_SCORES = {"attention": {"feature_map": "identity", "normalize": "none"}}  
 
 @dataclass
 class BertConfig(EncoderConfig):
-    """A BERT. None in `position_embedding` and `attention.out_norm` stands for the convention of the mixer.
+    """Settings of a BERT. None in `position_embedding` and `attention.out_norm` selects the convention of the mixer.
 
-    Position embedding: on where the mixer itself knows no order (softmax, Lion-lit), off for decays and rotations.
-    Norm behind the attention: in Lion-lit alone.
+    By convention, position embeddings are on if the mixer alone does not know the order of tokens (softmax, Lion-lit),
+    and off for decays and rotations. Lion-lit has a layer norm after the attention. LightNet keeps its RMSNorm, and the
+    other mixers have no norm there.
 
-    `max_positions` is the longest row that position embeddings allow. `token_types` are the kinds of segments that
-    have embeddings of their own (BERT's 2, the sentences of a pair); 0: none. The vocabulary's embeddings are as many
-    as the next multiple of `pad_vocabulary`, for speed alone.
+    `max_positions` is the length of the longest row that position embeddings allow. `token_types` is the number of
+    token types with embeddings (2 in BERT, for the sentences of a pair); 0: none. The number of token embeddings is
+    rounded up to a multiple of `pad_vocabulary`, only for speed.
 
-    Crammed BERT (2212.14034) has `scaled_sinusoidal` positions, no biases (`bias=false`: of all Linear in the encoder
-    and of the masked head; gates of decays keep theirs), and a masked head without `head_transform`: the tied
-    embeddings alone.
+    Crammed BERT (2212.14034) has `scaled_sinusoidal` positions, no biases, and a masked head without `head_transform`,
+    which leaves only the tied embeddings. `bias=false` removes the biases of every Linear in the encoder and of the
+    masked head; the gates of decays keep their biases.
     """
 
     name: str = "bert"
@@ -57,14 +58,16 @@ class BertConfig(EncoderConfig):
     def resolved(self) -> Self:
         c = super().resolved()
         if c.attention.scans != AS_THEY_STAND:
-            raise ValueError("attention.scans: text has one order, that in which its tokens come")
+            raise ValueError("attention.scans: text has one order, the order of its tokens")
         c.attention = fill(c.attention, {"out_norm": "layernorm" if c.mixer == "lion_lit" else NO_NORM})
         return c
 
 
 class MaskedHead(nn.Module):
-    """From tokens x (.., dim) to logits (.., rows): Linear, GELU, norm (the `transform`), and the token embeddings
-    (rows, dim)."""
+    """The head of masked language modelling, from tokens x (.., dim) to logits (.., rows).
+
+    Linear, GELU and norm (the `transform`) come before the product with the token embeddings (rows, dim).
+    """
 
     def __init__(self, dim: int, rows: int, norm_eps: float, *, transform: bool = True, bias: bool = True) -> None:
         super().__init__()
@@ -79,15 +82,17 @@ class MaskedHead(nn.Module):
 
 
 class BertEncoder(LanguageModel):
-    """Embeddings with a norm, and encoder; a subclass adds its head, and then draws all weights by `config.init`.
+    """Embeddings with a norm, and an encoder.
+
+    A subclass adds a head, and then initialises all weights by `config.init`.
 
     Args:
-        config: Shape of the model.
-        vocabulary: Token ids are below it.
-        length: Tokens of a training sample, at most.
+        config: Settings of the model.
+        vocabulary: Number of token ids, which start at 0.
+        length: Largest number of tokens of a training sample.
 
     Raises:
-        ValueError: `length` is more than there are position embeddings.
+        ValueError: `length` exceeds the number of position embeddings.
     """
 
     def __init__(self, config: BertConfig, *, vocabulary: int, length: int) -> None:
@@ -104,19 +109,19 @@ class BertEncoder(LanguageModel):
         if not c.bias:
             drop_biases(self.encoder, nn.Linear)
         if self.longest is not None and length > self.longest:
-            raise ValueError(f"data.length: {length} tokens, model.max_positions has embeddings of {self.longest}")
+            raise ValueError(f"data.length: {length} tokens, but model.max_positions allows only {self.longest}")
 
     def encode(self, tokens: Tensor, segments: Tensor | None = None, types: Tensor | None = None) -> Tensor:
-        """What a head is given, (B, L, dim), zeros for padding.
+        """Return the input of the head, (B, L, dim), with zeros for padding.
 
         Args:
-            tokens: Ids (B, L).
-            segments: Integer (B, L), documents that do not see one another, each with positions of its own; -1 is
-                padding, which nothing else depends on.
-            types: Of each token (B, L), below `token_types`; None: all 0.
+            tokens: Token ids (B, L).
+            segments: Integer (B, L), separate documents: tokens attend only to their document, and positions restart in
+                each document. -1 is padding, on which nothing else depends.
+            types: Types of the tokens (B, L), below `token_types`; None: all 0.
 
         Raises:
-            ValueError: More tokens than there are position embeddings, or types without embeddings.
+            ValueError: More tokens than position embeddings, or types without embeddings.
         """
         x = self.tokens(tokens)
         layout = Layout.of(x, segments=segments)
@@ -129,7 +134,7 @@ class BertEncoder(LanguageModel):
 
 
 class Bert(BertEncoder):
-    """Masked language model: a head tied to the token embeddings."""
+    """A masked language model, with a head tied to the token embeddings."""
 
     Config = BertConfig
     heads = ("tokens.", "head.")
@@ -148,8 +153,10 @@ class Bert(BertEncoder):
         types: Tensor | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, L, vocabulary) for each of the tokens, or (B, K, vocabulary) for those at `places` (B, K) alone;
-        the other arguments are those of `encode`. The logits of padding mean nothing."""
+        """Return logits (B, L, vocabulary) of all tokens, or (B, K, vocabulary) of the tokens at `places` (B, K).
+
+        The other arguments are those of `encode`. The logits of padding have no meaning.
+        """
         hidden = self.encode(tokens, segments, types)
         if places is not None:
             hidden = hidden.take_along_dim(places[..., None], 1)  # (B, K, dim)
@@ -158,15 +165,18 @@ class Bert(BertEncoder):
 
 @dataclass
 class BertClassifierConfig(BertConfig):
-    """A BERT that reads a sequence as a whole; `classifier_dropout` stands before the last layer."""
+    """Settings of a BERT with one output per sequence; `classifier_dropout` applies before the last layer."""
 
     name: str = "bert_classifier"
     classifier_dropout: float = setting(0.1, min=0, max=1)
 
 
 class BertClassifier(BertEncoder):
-    """From a sequence to `outputs` numbers: its first token, [CLS], through dense and tanh (the pooler, as in the
-    original BERT), dropout, and a linear layer. Another task keeps the pooler, and starts with a new last layer."""
+    """A BERT that maps a sequence to `outputs` numbers.
+
+    The first token, [CLS], passes a linear layer and tanh (the pooler, as in the original BERT), dropout, and a last
+    linear layer. Fine-tuning on another task keeps the pooler, and starts with a new last layer.
+    """
 
     Config = BertClassifierConfig
     heads = ("classifier.",)
@@ -180,6 +190,6 @@ class BertClassifier(BertEncoder):
         INITS[c.init](self, c.init_std)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None, types: Tensor | None = None) -> Tensor:
-        """Logits (B, outputs); arguments as those of `encode`."""
+        """Return logits (B, outputs); the arguments are those of `encode`."""
         first = self.encode(tokens, segments, types)[:, 0]  # (B, dim)
         return self.classifier(self.classifier_dropout(self.pooler(first).tanh()))

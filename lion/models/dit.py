@@ -21,17 +21,19 @@ from lion.models.encoder import Encoder
 from lion.models.init import INITS
 from lion.models.patches import PatchedConfig, grid_of
 
-FREQUENCIES = 128  # of a time, each as cosine and sine
-LONGEST = 10_000  # the period of the slowest, in units of its own
+FREQUENCIES = 128  # frequencies of a time embedding, each with cosine and sine
+LONGEST = 10_000  # ratio of the longest period to the shortest, about
 
 
 @dataclass
 class DiTConfig(PatchedConfig):
-    """A DiT. None in `position_embedding` (fixed sines and cosines of row and column) stands for the convention of the
-    mixer: on where it knows no order.
+    """Settings of a DiT. None in `position_embedding` selects the convention of the mixer.
 
-    With block `adaln_zero` time and class modulate every block; with any other they are two tokens in front of the
-    patches (the paper's in-context conditioning), which costs no parameters.
+    By convention, the position embedding (fixed sines and cosines of row and column) is on if the mixer does not know
+    the order of tokens.
+
+    With block `adaln_zero`, time and class modulate every block. With any other block, time and class are two tokens
+    before the patches (the paper's in-context conditioning), which costs no parameters.
     """
 
     name: str = "dit"
@@ -50,11 +52,11 @@ class DiTConfig(PatchedConfig):
 
     @property
     def modulates(self) -> bool:
-        """Whether time and class reach the blocks by themselves, and not as tokens."""
+        """Return whether time and class modulate the blocks, instead of being tokens."""
         return BLOCKS[self.block].conditional
 
     def label(self) -> str:
-        """The papers compare sizes of patches, too."""
+        """Return the label with the patch size, because the papers also compare patch sizes."""
         height, width = self.resolved().patch_size
         return f"{super().label()} patch {height if height == width else f'{height} x {width}'}"
 
@@ -63,13 +65,15 @@ class DiTConfig(PatchedConfig):
 
 
 class DiT(Model):
-    """Tells the noise in pictures: patches, encoder, and a linear head back to the pixels of each patch.
+    """A diffusion transformer, which predicts the noise added to an image.
+
+    The parts are patches, an encoder, and a linear head back to the pixels of each patch.
 
     Args:
-        config: Shape of the model.
+        config: Settings of the model.
         image_size: (height, width) in pixels, multiples of the patch size.
-        channels: Of the pictures.
-        classes: Their names, in the order of the labels; the label after the last stands for none of them.
+        channels: Number of image channels.
+        classes: Class names in the order of the labels; the label after the last class means no class.
 
     Raises:
         ValueError: The patch size does not divide the image, or the norm cannot be modulated.
@@ -85,7 +89,7 @@ class DiT(Model):
         self.config = c = config.resolved()
         self.image_shape, self.classes = (channels, *image_size), tuple(classes)
         self.grid = height, width = grid_of(image_size, c.patch_size)
-        self.special = 0 if c.modulates else 2  # tokens in front
+        self.special = 0 if c.modulates else 2  # tokens before the patches
         self.length = self.special + height * width
         self.patch = nn.Conv2d(channels, c.dim, c.patch_size, c.patch_size)
         self.times, self.labels = Times(c.dim), nn.Embedding(len(classes) + 1, c.dim)
@@ -110,27 +114,27 @@ class DiT(Model):
 
     @property
     def none(self) -> int:
-        """The label that stands for no class."""
+        """The label that means no class."""
         return len(self.classes)
 
     @property
     def layout(self) -> Layout:
-        """Where the tokens of every picture stand."""
+        """The layout of the tokens of every image."""
         return Layout(coords=self.coords, special=self.is_special, orders=self.orders)
 
     def units(self) -> list[nn.Module]:
         return list(self.encoder.blocks)
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """The noise (B, channels, height, width) in pictures x of the same shape.
+        """Predict the noise (B, channels, height, width) in images x of the same shape.
 
         Args:
-            x: With noise, of about deviation 1 at every time.
-            times: How far the noise has come, 0 on, (B,).
-            labels: Their classes, or `none`, (B,).
+            x: Noisy images, with a standard deviation of about 1 at every time.
+            times: Diffusion times (B,), from 0; later times have more noise.
+            labels: Class labels (B,), or `none`.
 
         Raises:
-            ValueError: Pictures of another size or number of channels.
+            ValueError: Images of the wrong size or number of channels.
         """
         if x.shape[1:] != self.image_shape:
             raise ValueError(f"x: expected (B, {', '.join(map(str, self.image_shape))}), got {tuple(x.shape)}")
@@ -147,14 +151,14 @@ class DiT(Model):
         return self.unpatched(self.head(tokens[:, self.special :]))
 
     def unpatched(self, x: Tensor) -> Tensor:
-        """Patches (B, H W, channels * pixels) as pictures (B, channels, height, width)."""
+        """Return patches (B, H W, channels * pixels) as images (B, channels, height, width)."""
         x = x.unflatten(-1, (self.image_shape[0], *self.config.patch_size)).unflatten(1, self.grid)
         x = x.permute(0, 3, 1, 4, 2, 5)  # (B, channels, H, rows of a patch, W, columns of a patch)
         return x.reshape(len(x), *self.image_shape)
 
 
 class Times(nn.Module):
-    """Times (B,) as vectors (B, dim): cosines and sines of geometric frequencies, and an MLP."""
+    """An embedding of times (B,) as vectors (B, dim): cosines and sines of geometric frequencies, then an MLP."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -166,12 +170,12 @@ class Times(nn.Module):
 
 
 def frequencies(count: int, device: torch.device | None = None) -> Tensor:
-    """From 1 down, geometric."""
+    """Return `count` frequencies that decrease geometrically from 1."""
     return LONGEST ** (-torch.arange(count, device=device) / count)
 
 
 def position_embedding(height: int, width: int, dim: int) -> Tensor:
-    """Sines and cosines of the column in the first half of (H W, dim), of the row in the second, as DiT has them."""
+    """Return sines and cosines (H W, dim), as in DiT: of the column in the first half, of the row in the second."""
     rows, columns = torch.cartesian_prod(torch.arange(height), torch.arange(width)).view(-1, 2).mT.float()
     angles = [place[:, None] * frequencies(dim // 4, place.device) for place in (columns, rows)]
     return torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], -1)

@@ -1,4 +1,4 @@
-"""The stack of blocks that every model shares."""
+"""The encoder: the stack of blocks that all models share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lion.models.init import INITS
 
 @dataclass
 class EncoderConfig(ModelConfig):
-    """Shape of an encoder, as it was asked for: None stands for the convention of mixer and model.
+    """Settings of an encoder, before conventions apply: None selects the convention of the mixer and the model.
 
-    `resolved` says what that is. `preset` decides where paper and released code differ in what the model is. `tpe` are
-    the hidden states of MD-TPE (`lion.layers.tpe`), through which tokens go before the blocks; 0: none. A model's
-    position embedding, whatever kind it is, is by convention on where nothing else tells the order of tokens.
+    `resolved` applies these conventions. `preset` selects the model of the paper or of the released code, where the two
+    differ. `tpe` is the number of hidden states of MD-TPE (`lion.layers.tpe`), which precedes the blocks; 0: no MD-TPE.
+    By convention, the position embedding of a model, of any kind, is on if nothing else encodes the order of tokens.
     """
 
     mixer: str = setting(choices=KINDS)
@@ -49,10 +49,10 @@ class EncoderConfig(ModelConfig):
     tpe: int | None = setting(None, min=0, max=65_536)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
-    conditions: ClassVar[bool] = False  # whether the model has a `context` to tell its blocks
-    # by mixer: what the authors' code of this model does otherwise
+    conditions: ClassVar[bool] = False  # whether the model passes a `context` to its blocks
+    # by mixer: settings that differ in the authors' code of this model
     released: ClassVar[dict[str, dict[str, Any]]] = {}
-    # in the words of `label`: settings that are None where a model keeps to the conventions
+    # by wording in `label`: settings that are None if a model follows the conventions
     conventions: ClassVar[dict[str, str]] = {
         "positions": "position_embedding",
         "feature map": "attention.feature_map",
@@ -75,14 +75,14 @@ class EncoderConfig(ModelConfig):
         self.resolved()
 
     def resolved(self) -> Self:
-        """The same with every None filled in: the model that is built.
+        """Return a copy with every None replaced by its convention: the settings of the model that is built.
 
         Raises:
-            ValueError: Settings that do not go together.
+            ValueError: Settings that cannot be combined.
         """
         c = fill(self, self.released.get(self.mixer, {})) if self.preset == "released" else copy.copy(self)
         if BLOCKS[c.block].conditional and not self.conditions:
-            raise ValueError(f"block: {c.block!r} is told a class and a time, by model 'dit' alone")
+            raise ValueError(f"block: {c.block!r} is conditioned on a class and a time, which only model 'dit' has")
         facts = KINDS[c.mixer].facts(c.mixer)
         c = fill(c, {"tpe": facts.tpe, "attention": {"rotation": facts.rotation}})
         try:
@@ -94,12 +94,12 @@ class EncoderConfig(ModelConfig):
         return c
 
     def knows_order(self) -> bool:
-        """Of a config that is resolved, whether the encoder knows the order of tokens without position embeddings."""
+        """Return whether the encoder of a resolved config knows the order of tokens without position embeddings."""
         knows_order = KINDS[self.mixer].knows_order(self.mixer, self.attention)
         return knows_order or self.tpe > 0 or self.attention.rotation != NO_ROTATION
 
     def with_mixer(self, mixer: str) -> Self:
-        """The same model around another mixer, which has its own conventions; dropout stays."""
+        """Return the config of this model with another mixer and its conventions; dropout rates stay."""
         c = copy.copy(self)
         for f in dataclasses.fields(c):
             if f.default is None:
@@ -109,7 +109,7 @@ class EncoderConfig(ModelConfig):
         return c
 
     def label(self) -> str:
-        """What a paper tells the rows of its tables apart by: the mixer, and what is not its convention."""
+        """Return the label for rows of a paper's tables: the mixer, and settings that differ from its conventions."""
         usual, attention = copy.deepcopy(self), self.attention
         for path in self.conventions.values():
             *sections, name = path.split(".")
@@ -117,7 +117,7 @@ class EncoderConfig(ModelConfig):
         built, usual = (c.resolved() for c in (self, usual))
         knows_order = built.knows_order()
         built, usual = flatten(to_dict(built)), flatten(to_dict(usual))
-        usual["position_embedding"] = not knows_order  # whatever tells the order here
+        usual["position_embedding"] = not knows_order  # whatever else encodes the order here
         parts = [self.mixer]
         if len(attention.scans) > 1:
             parts.append("multiscan" if attention.scan_merge == "masks" else f"multiscan ({attention.scan_merge})")
@@ -131,7 +131,7 @@ class EncoderConfig(ModelConfig):
         return " ".join([*parts, attention.label()]).rstrip()
 
     def shape(self) -> str:
-        """What models must share to be compared by their mixers."""
+        """Return the settings that models must share if their mixers are to be compared."""
         parts = [f"dim {self.dim}", f"depth {self.depth}", f"{self.num_heads} heads"]
         parts += [f"dropout {self.dropout:g}"] * bool(self.dropout)
         parts += [f"score dropout {self.attention.score_dropout:g}"] * bool(self.attention.score_dropout)
@@ -139,9 +139,10 @@ class EncoderConfig(ModelConfig):
 
 
 class Encoder(nn.Module):
-    """MD-TPE if there is one, `depth` blocks and a final norm where they need one, of a config that is `resolved`.
+    """MD-TPE if configured, `depth` blocks, and a final norm if the blocks need it.
 
-    `grid` are the places along each axis, for tokens with coordinates (`Layout.coords`).
+    `config` must be resolved. `grid` is the number of positions along each axis, for tokens with coordinates
+    (`Layout.coords`).
     """
 
     def __init__(self, config: EncoderConfig, grid: tuple[int, ...] | None = None) -> None:
@@ -167,7 +168,7 @@ class Encoder(nn.Module):
         self.norm = NORMS[c.norm](c.dim, eps=c.norm_eps) if BLOCKS[c.block].final_norm else NoNorm()
 
     def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
-        """(B, L, dim) -> (B, L, dim); `context` goes to every block."""
+        """Map (B, L, dim) to (B, L, dim); `context` is passed to every block."""
         layout = self.prepared(x, layout)
         for stage in self.stages:
             x = stage(x, layout, context)
@@ -175,20 +176,20 @@ class Encoder(nn.Module):
 
     @property
     def stages(self) -> list[nn.Module]:
-        """What tokens go through, each with a state of its own where they stream."""
+        """The modules that tokens pass, in order; in a stream each module has a separate state."""
         return [*self.blocks] if self.tpe is None else [self.tpe, *self.blocks]
 
     @property
     def causal(self) -> bool:
-        """Whether it streams: every stage does."""
+        """Return whether the encoder streams, which requires that every stage streams."""
         return all(stage.causal for stage in self.stages)
 
     def initial_state(self, batch: int) -> list[Any]:
-        """The state of every stage before the first token."""
+        """Return the state of every stage before the first token."""
         return [stage.initial_state(batch) for stage in self.stages]
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> tuple[Tensor, list[Any]]:
-        """As `forward` for a prompt, and the states to go on from."""
+        """Return the output of `forward` for a prompt, and the states after it."""
         states, layout = [], self.prepared(x, layout)
         for stage in self.stages:
             x, state = stage.prefill(x, layout, context)
@@ -198,8 +199,10 @@ class Encoder(nn.Module):
     def step(
         self, x: Tensor, states: list[Any], context: Any = None, valid: Tensor | None = None
     ) -> tuple[Tensor, list[Any]]:
-        """As `forward` for the next token(s) x (B, C, dim), and the states after them; `valid` (B, C) is False for
-        padding."""
+        """Return the output of `forward` for the next tokens x (B, C, dim), and the states after them.
+
+        `valid` (B, C) is False for padding.
+        """
         new = []
         for stage, state in zip(self.stages, states):
             x, state = stage.step(x, state, context, valid)
@@ -207,7 +210,7 @@ class Encoder(nn.Module):
         return self.norm(x, Layout.of(x, valid)), new
 
     def prepared(self, x: Tensor, layout: Layout) -> Layout:
-        """The layout with what its blocks make of it alike, once for all of them."""
+        """Return the layout, with the fields added that all blocks share."""
         for stage in self.stages:
             layout = stage.prepare(x, layout)
         return layout

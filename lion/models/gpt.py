@@ -21,7 +21,10 @@ from lion.models.language import LanguageModel, drop_biases
 
 @cache
 def causal(config: type[AttentionConfig]) -> type[AttentionConfig]:
-    """These settings where no token sees a later one. Mixers take their causal decay convention, "target" (Eq. 5)."""
+    """Return a subclass of `config` that allows only direction "forward", so that no token sees a later one.
+
+    Mixers use their causal decay convention: "target" (Eq. 5), or "between" in RWKV-6.
+    """
     direction = setting("forward", choices=("forward",))
     return make_dataclass(f"Causal{config.__name__}", [("direction", str, direction)], bases=(config,))
 
@@ -31,11 +34,14 @@ CausalAttentionConfig = causal(AttentionConfig)
 
 @dataclass
 class GPTConfig(EncoderConfig):
-    """A GPT. None in `position_embedding` stands for the convention of the mixer: on where the mixer itself knows no
-    order (softmax, Lion-lit, linear Transformer), off for decays and rotations.
+    """Settings of a GPT. None in `position_embedding` selects the convention of the mixer.
 
-    `bias=false` leaves it out of projections, MLP and norms, as nanoGPT does; gates of decays keep theirs. The
-    vocabulary's embeddings are as many as the next multiple of `pad_vocabulary` (nanoGPT: 64), for speed alone.
+    By convention, position embeddings are on if the mixer alone does not know the order of tokens (softmax, Lion-lit,
+    linear Transformer), and off for decays and rotations.
+
+    `bias=false` removes the biases of projections, MLPs and norms, as in nanoGPT; the gates of decays keep their
+    biases. The number of token embeddings is rounded up to a multiple of `pad_vocabulary` (64 in nanoGPT), only for
+    speed.
     """
 
     name: str = "gpt"
@@ -52,7 +58,7 @@ class GPTConfig(EncoderConfig):
     def resolved(self) -> Self:
         c = super().resolved()
         if c.attention.scans != AS_THEY_STAND:
-            raise ValueError("attention.scans: text has one order, that in which its tokens come")
+            raise ValueError("attention.scans: text has one order, the order of its tokens")
         if c.attention.direction != "forward":
             raise ValueError(f"attention.direction: {c.attention.direction!r} sees later tokens, use 'forward'")
         check_causal(c.norm, "norm")
@@ -62,21 +68,26 @@ class GPTConfig(EncoderConfig):
 
 @state_type
 class GPTState(NamedTuple):
-    """The next token's `position` (B,), and the state of every block, behind that of MD-TPE if there is one."""
+    """The state of a GPT.
+
+    Attributes:
+        position: Position (B,) of the next token.
+        blocks: States of all blocks, after the state of MD-TPE if there is one.
+    """
 
     position: Tensor
     blocks: list[Any]
 
 
 class GPT(LanguageModel):
-    """Causal language model: embeddings, encoder, and the token embeddings once more as the head.
+    """A causal language model: embeddings, an encoder, and a head tied to the token embeddings.
 
     Args:
-        config: Shape of the model.
-        vocabulary: Token ids are below it.
-        length: Tokens of a training sequence, as many as there are position embeddings.
+        config: Settings of the model.
+        vocabulary: Number of token ids, which start at 0.
+        length: Number of tokens of a training sequence, and of position embeddings.
 
-    With `segments` tokens see their own segment alone, where positions begin anew.
+    With `segments`, tokens see only their segment, and positions restart in each segment.
     """
 
     Config = GPTConfig
@@ -95,25 +106,27 @@ class GPT(LanguageModel):
         INITS[c.init](self, c.init_std)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Logits (B, L, vocabulary) of the token after each of tokens (B, L); `segments` (B, L), -1 is padding.
+        """Return logits (B, L, vocabulary) of the token after each of the tokens (B, L).
+
+        `segments` (B, L) is -1 for padding.
 
         Raises:
-            ValueError: More tokens than there are position embeddings.
+            ValueError: More tokens than position embeddings.
         """
         return self.logits(self.encode(tokens, segments))
 
     def encode(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-        """What the head is given, (B, L, dim); arguments as those of the model."""
+        """Return the input of the head, (B, L, dim); the arguments are those of `forward`."""
         x = self.tokens(tokens)
         layout = Layout.of(x, segments=segments)
         return self.encoder(self.embedded(x, layout.positions_of(x)), layout)
 
     def embedded(self, x: Tensor, positions: Tensor) -> Tensor:
-        """What the encoder is given for token embeddings x (B, L, dim) at positions (B or 1, L)."""
+        """Return the input of the encoder for token embeddings x (B, L, dim) at positions (B or 1, L)."""
         return self.dropout(self.placed(x, positions))
 
     def logits(self, x: Tensor) -> Tensor:
-        """(B, L, dim) -> (B, L, vocabulary)"""
+        """Map (B, L, dim) to logits (B, L, vocabulary)."""
         return F.linear(x, self.tokens.weight)[..., : self.vocabulary]
 
     @property
@@ -124,22 +137,22 @@ class GPT(LanguageModel):
         return GPTState(self.tokens.weight.new_zeros(batch, dtype=int), self.encoder.initial_state(batch))
 
     def prefill(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
-        """Logits (B, L, vocabulary) after each token of prompts (B, L), and the state to go on from."""
+        """Return logits (B, L, vocabulary) after each token of prompts (B, L), and the state after them."""
         x = self.tokens(inputs)
         layout = Layout.of(x, valid)
         y, blocks = self.encoder.prefill(self.embedded(x, layout.positions_of(x)), layout)
         return self.logits(y), GPTState(layout.next_position(x), blocks)
 
     def step(self, inputs: Tensor, state: GPTState, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
-        """Logits (B, C, vocabulary) after each of the next tokens (B, C), and the state after them.
+        """Return logits (B, C, vocabulary) after each of the next tokens (B, C), and the state after them.
 
-        Beyond the position embeddings it fails: `longest` says when.
+        A step beyond the position embeddings fails; `longest` is their number.
         """
         x, state = self.encode_next(inputs, state, valid)
         return self.logits(x), state
 
     def encode_next(self, inputs: Tensor, state: GPTState, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
-        """What the head is given for the next tokens (B, C), (B, C, dim), and the state after them."""
+        """Return the input of the head (B, C, dim) for the next tokens (B, C), and the state after them."""
         x = self.tokens(inputs)
         layout = Layout.after(x, state.position, valid)
         x, blocks = self.encoder.step(self.embedded(x, layout.positions), state.blocks, valid=valid)

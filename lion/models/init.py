@@ -1,4 +1,4 @@
-"""Initialisations by name: the recipe's `model.init`."""
+"""Initialisations by name: `model.init` of a recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lion.layers import Attention, HippoAttention
 
 
 def deit(model: nn.Module, std: float) -> None:
-    """DeiT's: Linear truncated normal, biases 0; all other parameters keep their own."""
+    """Initialise like DeiT: Linear truncated normal, biases 0; all other parameters keep their values."""
     for m in model.modules():
         if isinstance(m, nn.Linear):
             nn.init.trunc_normal_(m.weight, std=std)
@@ -21,16 +21,16 @@ def deit(model: nn.Module, std: float) -> None:
 
 
 def xavier(model: nn.Module, std: float) -> None:
-    """DiT's: Linear, and patches as if they were, uniform by what comes in and goes out (Glorot), biases 0."""
+    """Initialise like DiT: Linear, and Conv2d like Linear, uniform by fan-in and fan-out (Glorot), biases 0."""
     for m in model.modules():
         if isinstance(m, (nn.Linear, nn.Conv2d)):
-            nn.init.xavier_uniform_(m.weight.flatten(1))  # a view: of a patch all pixels come in
+            nn.init.xavier_uniform_(m.weight.flatten(1))  # a view, so that all pixels of a patch count as fan-in
             if m.bias is not None:
                 nn.init.zeros_(m.bias)
 
 
 def bert(model: nn.Module, std: float) -> None:
-    """BERT's: Linear and Embedding normal, biases 0; norms and other parameters of decays keep their own."""
+    """Initialise like BERT: Linear and Embedding normal, biases 0; all other parameters keep their values."""
     for m in model.modules():
         if isinstance(m, (nn.Linear, nn.Embedding)):
             nn.init.normal_(m.weight, std=std)
@@ -39,8 +39,11 @@ def bert(model: nn.Module, std: float) -> None:
 
 
 def gpt2(model: nn.Module, std: float) -> None:
-    """GPT-2's, as in nanoGPT: Linear and Embedding normal, biases 0; what writes into the residual stream smaller by
-    the root of how often that is done. Norms and other parameters of decays keep their own."""
+    """Initialise like GPT-2 in nanoGPT: Linear and Embedding normal, biases 0.
+
+    For layers that write into the residual stream, the standard deviation is divided by the square root of the number
+    of such layers. All other parameters keep their values.
+    """
     residual = [m for name, m in model.named_modules() if name.endswith((".attention.proj", ".mlp.fc2"))]
     for m in model.modules():
         if isinstance(m, (nn.Linear, nn.Embedding)):
@@ -51,9 +54,10 @@ def gpt2(model: nn.Module, std: float) -> None:
 
 @torch.no_grad()
 def lra(model: nn.Module, std: float) -> None:
-    """LION's on the Long Range Arena (C.2): W_q, W_k and what decays select by normal, W_v as `value_start` says.
+    """Initialise like LION on the Long Range Arena (C.2).
 
-    All else as in S5: Linear and Embedding normal by the root of what comes in (LeCun), biases 0.
+    W_q, W_k and the gates of decays are normal with `std`, and `value_start` determines W_v. All other layers are as in
+    S5: Linear and Embedding normal with a standard deviation of 1/sqrt(fan-in) (LeCun), biases 0.
     """
     for m in model.modules():
         if isinstance(m, nn.Linear):
@@ -74,7 +78,7 @@ def lra(model: nn.Module, std: float) -> None:
 
 
 def gates_of(attention: Attention) -> list[nn.Linear]:
-    """The layers that make decays depend on tokens."""
+    """Return the linear layers that make decays depend on tokens."""
     return [m for decay in getattr(attention, "decays", ()) for m in decay.modules() if isinstance(m, nn.Linear)]
 
 

@@ -1,4 +1,4 @@
-"""What models of text share: token embeddings, positions where there are any, and an encoder."""
+"""The base class of language models: token embeddings, optional position embeddings, and an encoder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lion.models.encoder import Encoder
 
 
 class LanguageModel(Model):
-    """A model of tokens (B, L) below `vocabulary`, made as `Kind(config, vocabulary=.., length=..)`.
+    """A model of tokens (B, L) below `vocabulary`; its constructor is `Kind(config, vocabulary=.., length=..)`.
 
-    A subclass makes `tokens`, `positions` (None: no position embeddings) and `encoder`.
+    A subclass sets `tokens`, `positions` (None: no position embeddings) and `encoder`.
     """
 
     tokens: nn.Embedding
@@ -21,33 +21,36 @@ class LanguageModel(Model):
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest row that it can read; None where there is no limit."""
+        """The number of tokens of the longest row that the model accepts; None if there is no limit."""
         return None if self.positions is None else self.positions.num_embeddings
 
     def units(self) -> list[nn.Module]:
         return list(self.encoder.blocks)
 
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
-        """A model with fewer positions takes the first of them; for one with more they do not fit."""
+        """Return `weights` with as many position embeddings as this model has, starting from the first.
+
+        If this model has more position embeddings than `source`, the weights do not fit.
+        """
         if self.positions is None or "positions.weight" not in weights:
             return weights
         return {**weights, "positions.weight": weights["positions.weight"][: self.longest]}
 
     def placed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings x (B, L, dim) of tokens, with those of their positions (B or 1, L), if any.
+        """Return token embeddings x (B, L, dim) plus the embeddings of their positions (B or 1, L), if any.
 
         Raises:
-            ValueError: More tokens than there are position embeddings.
+            ValueError: More tokens than position embeddings.
         """
         if self.positions is None:
             return x
         if x.shape[1] > self.longest:
-            raise ValueError(f"tokens: {x.shape[1]} in a row, this model has embeddings of {self.longest} positions")
-        return x + self.positions(positions.clamp(min=0))  # padding in front has none
+            raise ValueError(f"tokens: {x.shape[1]} in one row, this model has only {self.longest} position embeddings")
+        return x + self.positions(positions.clamp(min=0))  # padding in front has position -1
 
 
 def drop_biases(model: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Take the biases of all modules of these kinds away, but for those of decays."""
+    """Remove the biases of all modules of these kinds, except in decays."""
     kept = {part for decay in model.modules() if isinstance(decay, Decay) for part in decay.modules()}
     for module in model.modules():
         if isinstance(module, kinds) and module not in kept:

@@ -1,4 +1,4 @@
-"""Models of long sequences (Long Range Arena) with any mixer: a class of each, or what is hidden in it."""
+"""Models of long sequences (Long Range Arena) with any mixer, which classify sequences or predict masked inputs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from lion.models.positions import interpolated
 
 @dataclass
 class LRAConfig(EncoderConfig):
-    """An encoder of long sequences. None in `position_embedding` stands for the convention of the mixer: on where the
-    mixer itself knows no order (softmax, Lion-lit), off for decays and rotations.
+    """Settings of an encoder of long sequences. None in `position_embedding` selects the convention of the mixer.
+
+    By convention, position embeddings are on if the mixer alone does not know the order of tokens (softmax, Lion-lit),
+    and off for decays and rotations.
 
     `norm_momentum` is the share of the old value in the running averages of BatchNorm. `memory_lr` is a factor on the
-    learning rate of decays, step sizes and norms, which weight decay spares (S5's group "ssm"). With `window: k` the
-    tokens of each k neighbours see one another and no other, at any depth, until all are pooled: a probe of how much of
-    a task is long-range.
+    learning rate of decays, step sizes and norms, which are exempt from weight decay (S5's group "ssm"). `window: k`
+    cuts a sequence into windows of k neighbouring tokens. At every depth tokens see only their window, until all tokens
+    are pooled. This shows how much of a task is long-range.
     """
 
     name: str = "lra"
@@ -53,14 +55,14 @@ class LRAConfig(EncoderConfig):
         if c.block != "s5" and c.mlp in ACTIVATIONS:
             raise ValueError(f"mlp: {c.mlp!r} belongs to block 's5', {c.block!r} takes {', '.join(MLPS)}")
         if c.attention.scans != AS_THEY_STAND:
-            raise ValueError("attention.scans: a sequence has one order, that in which its tokens come")
+            raise ValueError("attention.scans: a sequence has one order, the order of its tokens")
         return c
 
     def with_mixer(self, mixer: str) -> Self:
         return replace(super().with_mixer(mixer), window=self.window)
 
     def label(self) -> str:
-        """With what the tables of this task tell apart beside the mixer's conventions."""
+        """Return the label, with the settings that the tables of this task compare beyond conventions of the mixer."""
         built = self.resolved()
         own, usual = vars(built.attention), vars(built.with_mixer(self.mixer).resolved().attention)
         usual = usual | {"spectrum": USUAL_SPECTRUM.get(own.get("decay_shape"))}
@@ -77,13 +79,13 @@ SAID = {"spectrum": "start", "decay_shape": "decay", "decay_gate": "gate"}
 
 
 class SequenceEncoder(LanguageModel):
-    """From ids or pixels to tokens (B, L, dim); a subclass adds its head, and then starts all weights.
+    """An encoder from ids or pixels to tokens (B, L, dim). A subclass adds a head, and then calls `start`.
 
     Args:
-        config: Shape of the model.
-        length: Tokens of the longest sample.
-        vocabulary: Ids are below it; None: the inputs are pixels, uint8.
-        mean, std: Of pixels in [0, 1].
+        config: Settings of the model.
+        length: Number of tokens of the longest sample.
+        vocabulary: Number of ids, which start at 0; None: the inputs are uint8 pixels.
+        mean, std: Mean and standard deviation of pixels in [0, 1].
     """
 
     Config = LRAConfig
@@ -99,7 +101,7 @@ class SequenceEncoder(LanguageModel):
         self.encoder = Encoder(c)
 
     def start(self) -> None:
-        """Draw all weights, and tell norms and the optimizer what the config says of them."""
+        """Initialise all weights, and apply the settings of the config to norms and to marks for the optimizer."""
         c = self.config
         INITS[c.init](self, c.init_std)
         if self.positions is not None:
@@ -113,7 +115,10 @@ class SequenceEncoder(LanguageModel):
                 self.marks |= dict.fromkeys(own, Marks(lr=c.memory_lr, weight_decay=0))
 
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
-        """Positions of pixels are interpolated for pictures of another size, those of tokens as in `LanguageModel`."""
+        """Return `weights` with position embeddings adapted to this model.
+
+        Pixel positions are interpolated for images of another size; token positions are as in `LanguageModel`.
+        """
         if self.vocabulary is not None or self.positions is None or "positions.weight" not in weights:
             return super().adapt(weights, source)
         old, new = (math.isqrt(n) for n in (len(weights["positions.weight"]), self.longest))
@@ -122,19 +127,19 @@ class SequenceEncoder(LanguageModel):
         return {**weights, "positions.weight": interpolated(weights["positions.weight"], (old, old), (new, new))}
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """uint8 (..) to mean 0 and deviation 1."""
+        """Return uint8 pixels (..) normalised to mean 0 and standard deviation 1."""
         return (pixels.float() / 255 - self.mean) / self.std
 
     def encode(self, inputs: Tensor, segments: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Tokens (B, L, dim), zeros for padding.
+        """Return tokens (B, L, dim), with zeros for padding.
 
         Args:
-            inputs: Ids, or pixels as they are (uint8), (B, L).
+            inputs: Ids, or uint8 pixels, (B, L).
             segments: Integer (B, L), -1 for padding, on which nothing else depends.
-            hidden: (B, L), in place of which inputs the model sees what `hide` gives.
+            hidden: Boolean (B, L), True for masked inputs, which `hide` replaces.
 
         Raises:
-            ValueError: More tokens than there are position embeddings.
+            ValueError: More tokens than position embeddings.
         """
         pixels = self.vocabulary is None
         x = self.tokens(self.normalised(inputs)[..., None].to(self.tokens.weight.dtype) if pixels else inputs)
@@ -147,7 +152,7 @@ class SequenceEncoder(LanguageModel):
         return layout.clean(self.in_windows(x, layout.valid))
 
     def in_windows(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """The encoder on each window of x (B, L, dim) as a row of its own."""
+        """Run the encoder on each window of x (B, L, dim) as a separate row."""
         batch, length, window = *x.shape[:2], min(self.config.window, x.shape[1])
         padding = -length % window
         if padding and valid is None:
@@ -157,16 +162,17 @@ class SequenceEncoder(LanguageModel):
         return self.encoder(x, Layout.of(x, valid=valid)).view(batch, -1, x.shape[-1])[:, :length]
 
     def hide(self, x: Tensor, hidden: Tensor) -> Tensor:
-        raise ValueError("hidden: only a model that is trained to find them takes hidden inputs")
+        raise ValueError("hidden: only model 'lra_masked' takes masked inputs")
 
 
 class LRA(SequenceEncoder):
-    """A class of each sequence: encoder, mean of the valid tokens, and a linear head; of a pair of documents, encoded
-    by themselves, the head is an MLP of [e1, e2, e1 - e2, e1 e2] (S5).
+    """A classifier of sequences: encoder, mean of the valid tokens, and a linear head.
+
+    The two documents of a pair are encoded separately, and the head is an MLP of [e1, e2, e1 - e2, e1 e2] (S5).
 
     Args:
-        classes: Width of the head.
-        parts: 2 for pairs.
+        classes: Number of classes.
+        parts: Number of documents per sample, 2 for pairs.
         config, sizes: See `SequenceEncoder`.
     """
 
@@ -181,7 +187,7 @@ class LRA(SequenceEncoder):
         self.start()
 
     def forward(self, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Logits (B, classes) of ids or pixels (B, L), of pairs (B, 2, L); see `encode`."""
+        """Return logits (B, classes) of ids or pixels (B, L), or of pairs (B, 2, L); see `encode`."""
         pooled = self.pooled(inputs.flatten(0, -2), None if segments is None else segments.flatten(0, -2))
         if self.parts == 2:
             first, second = pooled.unflatten(0, (-1, 2)).unbind(1)
@@ -189,7 +195,7 @@ class LRA(SequenceEncoder):
         return self.head(pooled)
 
     def pooled(self, inputs: Tensor, segments: Tensor | None) -> Tensor:
-        """The mean (B, dim) of the valid tokens of (B, L)."""
+        """Return the mean (B, dim) over the valid tokens of inputs (B, L)."""
         x = self.encode(inputs, segments)
         if segments is None:
             return x.mean(1)
@@ -202,9 +208,9 @@ class LRAMaskedConfig(LRAConfig):
 
 
 class LRAMasked(SequenceEncoder):
-    """Tells hidden inputs from those around them: of ids the logits, of pixels the (normalised) intensity.
+    """A model that predicts masked inputs: the logits of ids, or the (normalised) intensity of pixels.
 
-    Its encoder is that of `LRA`, which starts from it (`init_from`).
+    The encoder is the same as in `LRA`, which can start from these weights (`init_from`).
     """
 
     Config = LRAMaskedConfig
@@ -220,5 +226,5 @@ class LRAMasked(SequenceEncoder):
         return torch.where(hidden[..., None], self.hidden.to(x.dtype), x)
 
     def forward(self, inputs: Tensor, segments: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
-        """(B, L, vocabulary or 1) of (B, L)."""
+        """Return predictions (B, L, vocabulary or 1) for inputs (B, L)."""
         return self.decoder(self.encode(inputs, segments, hidden))

@@ -1,4 +1,4 @@
-"""Images as patches."""
+"""The division of images into patches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from lion.models.encoder import EncoderConfig
 
 @dataclass
 class PatchedConfig(EncoderConfig):
-    """Shape of an encoder whose tokens are patches of `patch_size` pixels, (height, width) or one number for both."""
+    """Settings of an encoder whose tokens are image patches.
+
+    `patch_size` is (height, width) in pixels, or one number for both.
+    """
 
     patch_size: tuple[int, int] | int = 16
 
@@ -27,10 +30,10 @@ class PatchedConfig(EncoderConfig):
 
 
 def grid_of(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
-    """How many patches an image has, (height, width).
+    """Return the number of patches of an image, (height, width).
 
     Raises:
-        ValueError: They do not divide it.
+        ValueError: The patch size does not divide the image size.
     """
     for side, size, patch in zip(("height", "width"), image_size, patch_size):
         if size % patch:

@@ -1,4 +1,4 @@
-"""Position embeddings of pictures, for pictures of another size."""
+"""Interpolation of position embeddings for images of another size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def interpolated(places: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Embeddings (.., H * W, dim) of the places of a picture, row after row, as those of H' x W' places (bicubic)."""
+    """Interpolate position embeddings (.., H * W, dim) of an image to H' x W' positions (bicubic).
+
+    Positions are in row-major order.
+    """
     *before, _, dim = places.shape
     grid = places.reshape(-1, *old, dim).movedim(-1, 1)  # (N, dim, H, W)
     grid = F.interpolate(grid.float(), new, mode="bicubic", antialias=True)

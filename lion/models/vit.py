@@ -22,11 +22,14 @@ from lion.models.positions import interpolated
 
 @dataclass
 class ViTConfig(PatchedConfig):
-    """A ViT. None in `position_embedding` and `readout` stands for the convention of the mixer.
+    """Settings of a ViT. None in `position_embedding` and `readout` selects the convention of the mixer.
 
-    Position embedding: on where the mixer itself knows no order (softmax, Lion-lit), off for decays (Table 14),
-    rotations and MD-TPE. Readout: cls for softmax (DeiT), the mean of all tokens, cls included, for linear mixers
-    (released code) and where cls, which comes first, sees nothing else. `cls: false` leaves that token out.
+    By convention, position embeddings are on if the mixer alone does not know the order of tokens (softmax, Lion-lit),
+    and off for decays (Table 14), rotations and MD-TPE.
+
+    The readout of softmax is cls by convention (DeiT). The readout of linear mixers is the mean of all tokens, cls
+    included (released code). It is also the mean if all layers go forward, because cls comes first and then sees no
+    other token. `cls: false` removes the cls token.
     """
 
     name: str = "vit"
@@ -41,23 +44,23 @@ class ViTConfig(PatchedConfig):
         if c.readout is None:
             c.readout = "cls" if c.cls and c.mixer == SOFTMAX and not blind else "mean"
         if c.readout == "cls" and not c.cls:
-            raise ValueError("readout 'cls' has no cls to read; use 'mean', or cls: true")
+            raise ValueError("readout 'cls' needs the cls token; use 'mean', or cls: true")
         if c.readout == "cls" and blind:
-            raise ValueError("readout 'cls' sees no patch, all layers go forward from it; use 'mean'")
+            raise ValueError("readout 'cls' sees no patch, because cls is first and all layers go forward; use 'mean'")
         return c
 
 
 class ViT(ImageClassifier):
-    """Image classifier: normalisation, patches, cls token (if any), encoder, readout, linear head.
+    """An image classifier: normalisation, patches, cls token (if any), encoder, readout, linear head.
 
     Args:
-        config: Shape of the model.
+        config: Settings of the model.
         image_size: (height, width) in pixels, multiples of the patch size.
-        num_classes: Width of the head.
+        num_classes: Number of classes.
         channels, classes, mean, std: See `ImageClassifier`.
 
     Raises:
-        ValueError: The patch size does not divide the image, or `mean` or `std` is for other channels.
+        ValueError: The patch size does not divide the image, or `mean` or `std` has the wrong number of channels.
     """
 
     Config = ViTConfig
@@ -94,7 +97,7 @@ class ViT(ImageClassifier):
 
     @property
     def layout(self) -> Layout:
-        """Where the tokens of every image stand."""
+        """The layout of the tokens of every image."""
         return Layout(coords=self.coords, special=self.special, orders=self.orders)
 
     def scan_orders(self) -> dict[str, Tensor]:
@@ -105,7 +108,7 @@ class ViT(ImageClassifier):
         return list(self.encoder.blocks)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, channels, height, width), see `ImageClassifier.normalised`."""
+        """Return logits (B, classes) of images (B, channels, height, width), see `ImageClassifier.normalised`."""
         images = self.normalised(images, self.patch.weight.dtype)
         x = self.patch(images).flatten(2).mT  # (B, H W, dim)
         if self.cls is not None:
@@ -116,10 +119,15 @@ class ViT(ImageClassifier):
         return self.head(x[:, 0] if self.config.readout == "cls" else x.mean(1))
 
     def adapt(self, weights: dict[str, Tensor], source: ViT) -> dict[str, Tensor]:
-        """Weights of `source`, a model for images of another size, for this one: positions are interpolated."""
+        """Return the weights of `source`, a model for images of another size, adapted to this model.
+
+        Position embeddings are interpolated.
+        """
         if self.position is None or source.position is None or self.position.shape == source.position.shape:
             return weights
-        own, theirs = (m.length - m.patches[0] * m.patches[1] for m in (self, source))  # tokens without a place
+        own, theirs = (
+            m.length - m.patches[0] * m.patches[1] for m in (self, source)
+        )  # number of tokens without a position on the grid
         extra, places = weights["position"].split([theirs, source.length - theirs], 1)
         if own != theirs:
             extra = self.position.detach()[:, :own]

@@ -208,9 +208,9 @@ def test_help_names_every_mixer_and_setting():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match='is_causal: no setting of a layer, direction="forward"'):
+    with pytest.raises(ValueError, match='is_causal: unknown setting of a layer, direction="forward"'):
         LionAttention(16, 2, "lion_s", is_causal=True)
-    with pytest.raises(ValueError, match="chunk: no setting of a layer, did you mean 'chunk_size'"):
+    with pytest.raises(ValueError, match="chunk: unknown setting of a layer, did you mean 'chunk_size'"):
         LionAttention(16, 2, "lion_s", chunk=4)
     with pytest.raises(ValueError, match="mixer: expected one of lion_lit"):
         LionAttention(12, 3, "lion_x")
@@ -310,9 +310,9 @@ def test_special_tokens_may_differ_from_row_to_row():
 
 
 def test_bad_rotations():
-    with pytest.raises(ValueError, match="rotation turns pairs, got an odd head dim 3"):
+    with pytest.raises(ValueError, match="rotation needs pairs, got an odd head dimension 3"):
         make_mixer("lion_s", 9, 3, AttentionConfig(rotation="rope"))
-    with pytest.raises(ValueError, match="rotation 'rope' goes by one order of the tokens"):
+    with pytest.raises(ValueError, match="rotation 'rope' needs one order of the tokens"):
         make_mixer("lion_s", 12, 3, AttentionConfig(rotation="rope", scans=("row_snake", "column_snake")))
     with pytest.raises(ValueError, match="rotation belongs to mixers with scores, 'none' has none"):
         make_mixer("none", 12, 3, AttentionConfig(rotation="rope"))

@@ -88,7 +88,7 @@ def test_adaln_zero_streams():
 
 def test_a_norm_that_needs_weights_is_refused():
     with pytest.raises(
-        ValueError, match="'batchnorm' has weights of its own, block 'adaln_zero' takes layernorm or rm"
+        ValueError, match="'batchnorm' always has learned weights, block 'adaln_zero' takes layernorm or rm"
     ):
         adaln(norm="batchnorm")
 

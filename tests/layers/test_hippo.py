@@ -184,7 +184,7 @@ def test_settings_of_any_attention_do(mixer):
 
 def test_what_does_not_go_together():
     for settings, words in (
-        ({"spectrum": "legs", "decay_shape": "scalar"}, "spectrum: 'legs' turns pairs"),
+        ({"spectrum": "legs", "decay_shape": "scalar"}, "spectrum: 'legs' rotates pairs"),
         ({"decay_gate": "sigmoid"}, "decay_gate: mixer 'lion_d_hippo' has none"),
         ({"dt_min": 0.5}, "dt_min: 0.5 is above dt_max 0.1"),
         ({"spectrum": "hippo"}, "spectrum: 'hippo' is not a choice"),
@@ -192,7 +192,7 @@ def test_what_does_not_go_together():
         with pytest.raises(ValueError, match=words):
             HippoAttention(DIM, HEADS, "lion_d_hippo", **settings)
     with pytest.raises(
-        ValueError, match="spectrum: 's4d_lin' turns pairs of key dimensions, a head has 3: use s4d_real"
+        ValueError, match="spectrum: 's4d_lin' rotates pairs of key dimensions, a head has 3 dimensions: use s4d_real"
     ):
         HippoAttention(9, 3, "lion_d_hippo", spectrum="s4d_lin")
 

@@ -223,13 +223,13 @@ def test_gradients_by_sums_are_no_less_exact(turned):
 
 def test_what_does_not_go_together():
     for settings, words in (
-        (OWN, "share: both directions are one scan without decay, use 'forward' or 'backward'"),
+        (OWN, "share: direction 'both' has no decay, so share=false needs direction 'forward' or 'backward'"),
         ({"normalize": "sum"}, "normalize 'sum': mixer 'lightnet' has normalised keys, use 'none'"),
         (
             {"normalize": "sum", "rotation": "lrpe"},
             "normalize 'sum': mixer 'lightnet' has normalised keys, use 'none'",
         ),
-        ({"score_dropout": 0.1}, "score_dropout is not available with mixer 'lightnet', which reads states"),
+        ({"score_dropout": 0.1}, "score_dropout is not available with mixer 'lightnet', which computes no scores"),
         ({"score_dropout": 0.1, "direction": "forward"}, "score_dropout is not available with mixer 'lightnet'"),
         ({"scans": ("row_snake", "column_snake")}, "scans: not available with mixer 'lightnet'"),
         ({"out_gate_rank": -1}, "out_gate_rank: expected at least 0, got -1"),

@@ -305,7 +305,7 @@ def test_alternating_blocks_go_forward_and_backward():
 
 
 def test_alternating_is_of_models_and_of_linear_mixers():
-    with pytest.raises(ValueError, match="direction: 'alternating' is that of a model"):
+    with pytest.raises(ValueError, match="direction: 'alternating' is for a model"):
         LionAttention(DIM, HEADS, direction="alternating")
     attention = AttentionConfig(direction="alternating")
     with pytest.raises(ValueError, match=r"attention\.direction 'alternating' is not available with mixer 'softmax'"):

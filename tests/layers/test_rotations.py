@@ -95,9 +95,9 @@ def test_row_sums_do_not_go_with_it(rotation):
 
 
 def test_more_axes_than_pairs():
-    with pytest.raises(ValueError, match="rotation: a head dim of 4 has 2 pairs to turn, the grid 3 axes"):
+    with pytest.raises(ValueError, match="rotation: head dimension 4 has 2 pairs, the grid has 3 axes"):
         Lrpe(3, 4)(X, CUBE)
-    with pytest.raises(ValueError, match="rotation turns pairs, got an odd head dim 3"):
+    with pytest.raises(ValueError, match="rotation needs pairs, got an odd head dimension 3"):
         make_mixer(SOFTMAX, 12, 4, AttentionConfig(rotation="lrpe"))
 
 

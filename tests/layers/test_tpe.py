@@ -194,7 +194,7 @@ def test_sums_are_float32_beside_narrow_tokens():
         (lambda c: c[:, 1:], r"needs coords \(2, 7\), got \(2, 6\)"),
         (lambda c: c + (c == 2), r"coords \(0, 3\) do not fit a grid of 2 x 3: outside"),
         (lambda c: c.where(c != 1, -1), r"coords \(0, -1\) do not fit a grid of 2 x 3: outside"),
-        (lambda c: c.where(c != 2, 1), r"coords \(0, 1\) do not fit a grid of 2 x 3: two tokens of one place"),
+        (lambda c: c.where(c != 2, 1), r"coords \(0, 1\) do not fit a grid of 2 x 3: two tokens at one position"),
     ],
 )
 def test_coordinates_that_do_not_fit(change, said):
@@ -204,16 +204,16 @@ def test_coordinates_that_do_not_fit(change, said):
 
 
 def test_coordinates_without_a_grid():
-    with pytest.raises(ValueError, match="tpe: these tokens stand on a grid"):
+    with pytest.raises(ValueError, match="tpe: these tokens have coordinates on a grid"):
         tpe()(tokens(1, 7, 3), grid_layout(2, 3))
 
 
 def test_a_grid_has_no_segments_and_no_stream():
     module, x = tpe(grid=(2, 3)), tokens(1, 7, 3)
-    with pytest.raises(ValueError, match="segments: a grid has one sample a row"):
+    with pytest.raises(ValueError, match="segments: a grid has one sample per row"):
         module(x, grid_layout(2, 3).masked(x, segments=torch.zeros(1, 7, dtype=torch.long)))
     for call in (lambda: module.prefill(x), lambda: module.step(x, module.initial_state(1))):
-        with pytest.raises(ValueError, match="tpe: a grid is seen as a whole"):
+        with pytest.raises(ValueError, match="tpe: a grid is processed as a whole"):
             call()
 
 

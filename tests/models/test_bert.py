@@ -148,9 +148,9 @@ def test_published_shapes(size, mixer, count):
 
 
 def test_rows_beyond_the_positions_are_refused():
-    with pytest.raises(ValueError, match=r"data.length: 33 tokens, model.max_positions has embeddings of 32"):
+    with pytest.raises(ValueError, match=r"data.length: 33 tokens, but model.max_positions allows only 32"):
         bert(length=33)
-    with pytest.raises(ValueError, match="tokens: 33 in a row, this model has embeddings of 32 positions"):
+    with pytest.raises(ValueError, match="tokens: 33 in one row, this model has only 32 position embeddings"):
         bert()(torch.zeros(1, 33, dtype=torch.long))
     with pytest.raises(ValueError, match="no embeddings of token types"):
         bert()(torch.zeros(1, 3, dtype=torch.long), types=torch.zeros(1, 3, dtype=torch.long))

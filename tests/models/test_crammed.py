@@ -86,7 +86,7 @@ def test_positions_begin_anew_with_each_document():
     packed = model(tokens, torch.tensor([[-1, 0, 0, 0, 0, 1, 1, 1, -1]]))
     torch.testing.assert_close(packed[:, 1:5], model(tokens[:, 1:5]), rtol=0, atol=1e-10)
     torch.testing.assert_close(packed[:, 5:8], model(tokens[:, 5:8]), rtol=0, atol=1e-10)
-    with pytest.raises(ValueError, match="33 in a row, this model has embeddings of 32 positions"):
+    with pytest.raises(ValueError, match="33 in one row, this model has only 32 position embeddings"):
         model(torch.zeros(1, 33, dtype=torch.long))
 
 

@@ -121,7 +121,9 @@ def test_several_scans_visit_the_patches_alone():
 
 @pytest.mark.parametrize("config", [ViTConfig, GPTConfig])
 def test_other_models_have_nothing_to_modulate_by(config):
-    with pytest.raises(ValueError, match="block: 'adaln_zero' is told a class and a time, by model 'dit' alone"):
+    with pytest.raises(
+        ValueError, match="block: 'adaln_zero' is conditioned on a class and a time, which only model 'dit' has"
+    ):
         config("lion_s", 12, 1, 3, block="adaln_zero")
 
 

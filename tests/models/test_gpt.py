@@ -110,7 +110,7 @@ def test_no_norm_shows_later_tokens_in_training(norm, place):
         return {"norm": name} if place == "norm" else {"attention": CausalAttentionConfig(out_norm=name)}
 
     if getattr(NORMS[norm], "over_tokens", False):
-        with pytest.raises(ValueError, match=f"{place}: '{norm}' .* later ones; use 'layernorm' or 'rmsnorm'"):
+        with pytest.raises(ValueError, match=f"{place}: '{norm}' .* later tokens; use 'layernorm' or 'rmsnorm'"):
             gpt("lion_s", **settings(norm))
         return
     model, tokens = gpt("lion_s", **settings(norm)).train(), ids(2, 12)
@@ -214,7 +214,7 @@ def test_the_head_is_the_embedding():
 
 
 def test_a_sequence_beyond_the_positions():
-    with pytest.raises(ValueError, match="tokens: 25 in a row, this model has embeddings of 24 positions"):
+    with pytest.raises(ValueError, match="tokens: 25 in one row, this model has only 24 position embeddings"):
         gpt()(ids(1, 25))
     assert gpt("lion_s")(ids(1, 25)).shape == (1, 25, TOKENS)
 

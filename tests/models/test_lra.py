@@ -256,7 +256,7 @@ def test_what_does_not_go_together():
         config(block="pre_norm")
     with pytest.raises(ValueError, match=r"attention.scans: a sequence has one order"):
         LRAConfig("lion_s", DIM, 1, HEADS, attention=AttentionConfig(scans=("row_snake",)))
-    with pytest.raises(ValueError, match="tokens: 81 in a row, this model has embeddings of 80 positions"):
+    with pytest.raises(ValueError, match="tokens: 81 in one row, this model has only 80 position embeddings"):
         model("softmax")(torch.zeros(1, 81, dtype=torch.long))
 
 
@@ -268,7 +268,7 @@ def test_hidden_inputs_are_not_seen():
     want = made(tokens, hidden=hidden)
     assert want.shape == (4, LENGTH, VOCABULARY) and torch.equal(made(other, hidden=hidden), want)
     assert not torch.allclose(made(other), made(tokens))
-    with pytest.raises(ValueError, match="hidden: only a model that is trained to find them"):
+    with pytest.raises(ValueError, match="hidden: only model 'lra_masked' takes masked inputs"):
         model().encode(tokens, hidden=hidden)
 
 

@@ -64,7 +64,9 @@ def test_readout_of_cls_sees_the_patches():
 def test_cls_is_not_read_where_it_sees_no_patch(mixer, direction, depth):
     attention = AttentionConfig(direction=direction)
     assert ViTConfig(mixer, 12, depth, 3, attention=attention).resolved().readout == "mean"
-    with pytest.raises(ValueError, match="readout 'cls' sees no patch, all layers go forward from it; use 'mean'"):
+    with pytest.raises(
+        ValueError, match="readout 'cls' sees no patch, because cls is first and all layers go forward; use 'mean'"
+    ):
         ViTConfig(mixer, 12, depth, 3, attention=attention, readout="cls")
     again = AttentionConfig(direction="alternating")
     assert ViTConfig("lion_s", 12, 2, 3, attention=again, readout="cls").readout == "cls"
@@ -108,7 +110,7 @@ def test_places_of_patches_without_a_position_embedding(mixer):
 
 
 def test_what_has_no_cls_does_not_read_it():
-    with pytest.raises(ValueError, match="readout 'cls' has no cls to read; use 'mean'"):
+    with pytest.raises(ValueError, match="readout 'cls' needs the cls token; use 'mean'"):
         ViTConfig(SOFTMAX, 12, 1, 3, cls=False, readout="cls")
 
 
@@ -147,8 +149,8 @@ def test_what_is_known_of_the_data_is_in_no_weights():
     assert plain.state_dict().keys() == model.state_dict().keys()
     model.load_state_dict(plain.state_dict())
     assert model.mean.flatten().tolist() == pytest.approx(KNOWN["mean"])
-    assert vit(known={"mean": [0.5]}).mean.shape == (3, 1, 1)  # one value for all channels
-    with pytest.raises(ValueError, match=r"std: expected one number a channel, 3, got \[0.2, 0.3\]"):
+    assert vit(known={"mean": [0.5]}).mean.shape == (3, 1, 1)  # one for all
+    with pytest.raises(ValueError, match=r"std: expected one number per channel, 3, got \[0.2, 0.3\]"):
         vit(known={"std": [0.2, 0.3]})
 
 

@@ -232,7 +232,7 @@ def test_bad_settings_are_refused():
         build(MaskedLMConfig, {"random": 0.4}, source=lambda key: "recipe", key="task")
     with pytest.raises(ConfigError, match="tokenizer 'toy' has no token 'mask', it has pad"):
         task(TextInfo(30, 20, "toy", "f" * 64, {"pad": 0}))
-    with pytest.raises(ConfigError, match=r"data.length: 20 tokens, model.max_positions has embeddings of 16"):
+    with pytest.raises(ConfigError, match=r"data.length: 20 tokens, but model.max_positions allows only 16"):
         task().build_model(BertConfig(SOFTMAX, 12, 1, 3, max_positions=16))
 
 

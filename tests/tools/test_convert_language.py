@@ -317,7 +317,7 @@ CONFIGS = [  # what a config.json says, the recipe's settings, and what is said 
     ("bert", {}, ["model.depth=3"], "its weights: model.depth is 2, not 3; try model.depth=2"),
     ("bert", {}, ["model.mixer=lion_s"], "the recipe's mixer is 'lion_s': convert it with the softmax recipe"),
     ("bert", {}, ["data.tokenizer=bytes"], "tokenizer 'bytes' has 261 ids: of another vocabulary"),
-    ("bert", {}, ["data.length=40"], "data.length: 40 tokens, model.max_positions has embeddings of 32"),
+    ("bert", {}, ["data.length=40"], "data.length: 40 tokens, but model.max_positions allows only 32"),
     ("bert", {}, ["--ema"], "--ema: a checkpoint of transformers holds no averaged weights"),
     ("gpt", {"scale_attn_by_inverse_layer_idx": True}, [], "scale_attn_by_inverse_layer_idx True"),
     ("gpt", {"reorder_and_upcast_attn": True}, [], "reorder_and_upcast_attn True"),

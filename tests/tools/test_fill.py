@@ -62,5 +62,5 @@ def test_what_cannot_be_answered_keeps_no_other_from_its_answer(run, capsys):
     assert "'nothing': no [MASK] in it" in refuse(capsys, "predict", run, "nothing")
     assert here("predict", run, "far too long a text for this [MASK]", "x[MASK]") == 2
     out = capsys.readouterr()
-    assert "embeddings of 12 positions" in out.err and out.err.count("\n") == 1
+    assert "only 12 position embeddings" in out.err and out.err.count("\n") == 1
     assert out.out.splitlines()[2].startswith("x[MASK]")

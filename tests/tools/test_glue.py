@@ -457,7 +457,7 @@ def test_bad_input_is_refused_in_a_line(run, tmp_path, capsys):
     assert "no train.jsonl" in said
     more = [place, "--tasks", "cola", *QUICK[:2], "model.position_embedding=true"]
     said = refuse_last(capsys, "glue", folder, "--recipe", "bert24", *more)
-    assert "data.length: 256 tokens, model.max_positions has embeddings of 32" in said
+    assert "data.length: 256 tokens, but model.max_positions allows only 32" in said
 
 
 def test_a_run_of_another_task_is_no_start(run, tmp_path, capsys):

@@ -72,7 +72,7 @@ def test_a_mark_of_what_is_no_parameter_is_refused(wrong):
     net[1].marks = {"gate.weight": Marks(lr=2), "gate.bias": Marks(lr=3)}
     assert marks_of(net) == {"1.gate.weight": Marks(lr=2)} and factors(net, "gpt")["1.gate.weight"].lr == 2
     net[1].marks[wrong] = Marks(lr=2)
-    with pytest.raises(ValueError, match=f"Marked marks '{wrong}', which is no parameter of it"):
+    with pytest.raises(ValueError, match=f"Marked marks '{wrong}', which is not one of its parameters"):
         marks_of(net)
 
 
