@@ -81,9 +81,8 @@ class CifarPixels(PixelSet):
 
     def info(self, manifest: dict[str, Any] | None = None) -> SequenceInfo:
         classes = 10 if manifest is None else manifest["classes"]
-        return SequenceInfo(
-            classes, self.config.side**2, mean=round(122.6 / 255, 4), std=round(61 / 255, 4)
-        )  # as in S5
+        # mean and deviation as in S5
+        return SequenceInfo(classes, self.config.side**2, mean=round(122.6 / 255, 4), std=round(61 / 255, 4))
 
     def published(self) -> tuple[SequenceInfo, int]:
         held = round(50_000 * (self.config.val_split or 0))

@@ -295,9 +295,7 @@ class Canvas:
         self.count = np.zeros(self.dash.shape[:2], int)
         self.count[:, :2] = contours.length
         for contour in range(2):
-            for number in range(
-                contours.length - (contour == 0)
-            ):  # the last dash of the first contour is not marked, as published
+            for number in range(contours.length - (contour == 0)):  # the first contour's end is open, as published
                 self.field.block(self.every, dash[:, contour, number], start[:, contour, number])
 
     def draw_distractors(self) -> None:

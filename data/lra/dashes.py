@@ -122,9 +122,8 @@ def dashes(shape: Shape) -> Dashes:
     circle = ring(length + margin)
     degrees, angles = np.deg2rad(np.arange(SEEDS) - 180), np.arctan2(circle[:, 0], circle[:, 1])
     half, border = shape.half, shape.border
-    fine = np.stack(
-        [line(angle, half, shape) for angle in [*degrees, *(angles + np.pi)]]
-    )  # dashes after the first are drawn backwards
+    # dashes after the first of a contour are drawn backwards
+    fine = np.stack([line(angle, half, shape) for angle in [*degrees, *(angles + np.pi)]])
     ink, room = (shrunk(each, 2 * half + 1) for each in (fine, dilated(fine, margin * scale)))
     wide = dilated(np.pad(room, ((0, 0), (margin, margin), (margin, margin))), margin)
     solid = np.where(room == SOLID, room, 0)

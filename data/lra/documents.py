@@ -204,7 +204,7 @@ class Imdb(Documents):
         if "train" not in found or (len(found) < 2 and not self.config.val_split):
             raise ConfigError(
                 f"data set '{self.config.name}': no {'test' if 'train' in found else 'train'}.jsonl in {root}; "
-                "data.path must be a Hub id, or a folder with train.jsonl and test.jsonl or parquet files of these names"
+                "data.path must be a Hub id, or a folder with train.jsonl and test.jsonl or such parquet files"
             )
         return found
 

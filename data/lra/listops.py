@@ -233,9 +233,8 @@ class Generator(Source):
             ConfigError: Hardly any expression has a length within the bounds.
         """
         config = self.config
-        uniform = random.Random(
-            derive(config.seed, split, number, attempt)
-        ).random  # the same in every version of Python
+        # the same numbers in every version of Python
+        uniform = random.Random(derive(config.seed, split, number, attempt)).random
         for _ in range(TRIES):
             ids = expression(uniform, config.max_depth, config.max_args, config.max_length)
             if len(ids) > config.min_length:

@@ -25,11 +25,8 @@ from lion.tasks.sequences import SequenceInfo
 
 log = logging.getLogger("lion")
 
-FOLDERS = {
-    6: "curv_baseline",
-    9: "curv_contour_length_9",
-    14: "curv_contour_length_14",
-}  # by dashes per contour; the last folder is LRA's task
+# folders by dashes per contour; the last one is LRA's task
+FOLDERS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
 EMPTY, EMPTY_SIDE = "curv_baseline/imgs/0/sample_172.png", 32  # an empty file among LRA's images of 32 x 32
 
 

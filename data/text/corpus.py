@@ -208,11 +208,8 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
 
     try:
         if files:
-            how = {
-                "split": "train",
-                "streaming": True,
-                "batch_size": ROWS,
-            }  # the default batch size fails for files without rows
+            # the default batch size fails for files without rows
+            how = {"split": "train", "streaming": True, "batch_size": ROWS}
             stream = datasets.load_dataset("parquet", data_files=list(files), **how)
         else:
             stream = datasets.load_dataset(path, subset, split=split, streaming=True)

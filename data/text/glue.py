@@ -54,12 +54,8 @@ TASKS = {
     "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), 8_551),
     "stsb": GlueTask(("sentence1", "sentence2"), (), 5_749),
 }
-READERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-}  # readers of `datasets` by file suffix
+# readers of `datasets` by file suffix
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 AT_ONCE = 10_000  # texts that are tokenized in one call
 SHAPES = 4  # number of batch lengths: few, because each is compiled
 

@@ -102,9 +102,8 @@ def by_split(root: Path, train: str) -> dict[str, list[str]]:
     The name of the file, or else of a folder above, begins with the name of the split; files without one are train.
     """
     found: dict[str, list[str]] = {}
-    for file in sorted(
-        f for f in root.rglob("*.parquet") if f.is_file() or not f.exists()
-    ):  # neither folders nor pipes
+    # neither folders nor pipes
+    for file in sorted(f for f in root.rglob("*.parquet") if f.is_file() or not f.exists()):
         parts = reversed(file.relative_to(root).parts)
         name = next((n for part in parts for n in (train, *VAL, *TEST) if part.startswith(n)), train)
         found.setdefault(name, []).append(str(file))
