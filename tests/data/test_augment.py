@@ -214,7 +214,7 @@ def test_fill_is_the_one_given(monkeypatch):
     one = RandAugment.from_string("rand-m9-inc1-p1-n1", fill=(70,))
     assert {grey for _, grey in one(image.convert("L")).getcolors()} == {2, 70}
     assert {colour for _, colour in one(image).getcolors()} == {(1, 2, 3), (70, 70, 70)}
-    with pytest.raises(ValueError, match=r"fill .* is neither RGB nor one grey"):
+    with pytest.raises(ValueError, match=r"fill .* is neither RGB nor one grey value"):
         RandAugment(fill=(1, 2))
 
 
@@ -236,18 +236,18 @@ def test_strings():
         ("rand-m9", "only the ops of 'inc1'"),
         ("rand-m9-inc0", "only the ops of 'inc1'"),
         ("rand-m9-inc2", "only the ops of 'inc1'"),
-        ("rand-m11-inc1", "m11 is not 0 to 10"),
+        ("rand-m11-inc1", "m11 is outside 0 to 10"),
         ("rand-m9999999-inc1", "'m9999999' is none of"),
         ("rand-m9.5-inc1", "'m9.5' is none of"),
         ("rand-m-1-inc1", "'m' is none of"),
         ("rand-m9-inc1-", "'' is none of"),
         ("rand-m9-inc1 ", "'inc1 ' is none of"),
         ("rand-m9-mstdx-inc1", "'mstdx' is none of"),
-        ("rand-m9-mstd101-inc1", "mstd101 is not 0 to 100"),
+        ("rand-m9-mstd101-inc1", "mstd101 is outside 0 to 100"),
         ("rand-m9-inc1-w0", "'w0' is none of"),
-        ("rand-m9-m9-inc1", "'m' stands twice"),
-        ("rand-m9-inc1-n0", "n0 is not 1 to 15"),
-        ("rand-m9-inc1-n16", "n16 is not 1 to 15"),
+        ("rand-m9-m9-inc1", "'m' appears twice"),
+        ("rand-m9-inc1-n0", "n0 is outside 1 to 15"),
+        ("rand-m9-inc1-n16", "n16 is outside 1 to 15"),
         ("rand-m9-inc1-n1.5", "'n1.5' is none of"),
         ("rand-m9-inc1-p0", "p0 is not above 0"),
         ("rand-m9-inc1-p1.5", "p1.5 is not above 0"),
@@ -263,7 +263,7 @@ def test_malformed_strings(text, why):
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3, 4, 4), Image.new("RGBA", (4, 4)), None])
 def test_what_is_no_picture(wrong):
-    with pytest.raises(TypeError, match=r"expected a PIL picture, RGB or L, got (Tensor|RGBA|NoneType)$"):
+    with pytest.raises(TypeError, match=r"expected a PIL image, RGB or L, got (Tensor|RGBA|NoneType)$"):
         RandAugment()(wrong)
 
 

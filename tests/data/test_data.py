@@ -85,7 +85,7 @@ def test_sizes_and_channels_come_from_the_data(tmp_path):
     assert folder(tmp_path / "grey", channels=3).val[0]["image"].shape == (3, 16, 24)
     assert folder(tmp_path / "photos", channels=1, mean=[0.2], std=[0.3]).info.mean == (0.2,)
     assert folder(tmp_path / "photos", mean=[0.5]).info.mean == (0.5, 0.5, 0.5)
-    with pytest.raises(ConfigError, match=r"data.mean: expected one number a channel, 1, got"):
+    with pytest.raises(ConfigError, match=r"data.mean: expected one number per channel \(1\), got"):
         folder(tmp_path / "photos", channels=1, mean=[0.5, 0.4, 0.3])
 
 
@@ -119,13 +119,13 @@ def test_no_picture_can_be_read(tmp_path):
     pictures(tmp_path, TWO)
     for path in tmp_path.glob("val/*/*.png"):
         path.write_bytes(path.read_bytes()[:80])
-    with pytest.raises(ConfigError, match=r"no picture of val can be read, e.g. .*png \("):
+    with pytest.raises(ConfigError, match=r"no image of val can be read, e.g. .*png \("):
         folder(tmp_path)
 
 
 def test_val_split_beside_a_val_of_its_own(tmp_path):
     pictures(tmp_path, TWO)
-    with pytest.raises(ConfigError, match=r"data.val_split: data set 'imagefolder' has validation pictures of its own"):
+    with pytest.raises(ConfigError, match=r"data.val_split: data set 'imagefolder' already has validation images"):
         folder(tmp_path, val_split=0.5)
 
 
@@ -145,9 +145,7 @@ def test_one_folder_without_a_split(tmp_path):
     assert splits.train.transform is not splits.val.transform
     with pytest.raises(ConfigError, match=r"no folder .*/train; expected ROOT/train/CLASS.*data.val_split=0.1"):
         folder(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"data.val_split: 0.001 of 20 pictures leaves val empty, one picture is 0.05"
-    ):
+    with pytest.raises(ConfigError, match=r"data.val_split: 0.001 of 20 images leaves val empty, one image is 0.05"):
         folder(tmp_path, val_split=0.001)
 
 
@@ -254,17 +252,17 @@ def test_folders_that_do_not_fit(tmp_path):
     with pytest.raises(ConfigError, match=r"no folder .*/val"):
         folder(tmp_path / "a")
     pictures(tmp_path / "b", {"train": {"cat": 1, "dog": 1}, "val": {"cat": 1}})
-    with pytest.raises(ConfigError, match="train and val have other classes: train alone has class 'dog'"):
+    with pytest.raises(ConfigError, match="train and val have different classes: only train has class 'dog'"):
         folder(tmp_path / "b")
     pictures(tmp_path / "c", {"train": {"cat": 1, "dog": 0}, "val": {"cat": 1, "dog": 1}})
-    with pytest.raises(ConfigError, match="/train: no pictures of class dog; expected ROOT"):
+    with pytest.raises(ConfigError, match="/train: no images of class dog; expected ROOT"):
         folder(tmp_path / "c")
     pictures(tmp_path / "d", {"train": {"cat": 2}, "val": {"cat": 1}})
-    with pytest.raises(ConfigError, match=r"one class only \(cat\), expected at least two"):
+    with pytest.raises(ConfigError, match=r"only one class \(cat\), expected at least two"):
         folder(tmp_path / "d")
     pictures(tmp_path / "e", TWO)
     (tmp_path / "e" / "train" / "dog" / "1.png").write_text("no picture")
-    with pytest.raises(ConfigError, match=r"not a picture: .*train/dog/1.png \(UnidentifiedImageError"):
+    with pytest.raises(ConfigError, match=r"not an image: .*train/dog/1.png \(UnidentifiedImageError"):
         folder(tmp_path / "e")
 
 
@@ -301,7 +299,9 @@ def test_links_between_folders(tmp_path):
         with pytest.raises(ConfigError, match=re.escape(same.format(root=root))):
             folder(root)
         (root / name).unlink()
-    with pytest.raises(ConfigError, match=r"data.path: .*/(cat/more|eel) is a link to a folder; data.name=imagefolder"):
+    with pytest.raises(
+        ConfigError, match=r"data.path: .*/(cat/more|eel) is a link to a folder; only data.name=imagefolder"
+    ):
         make("hf", path=str(root))
 
 
@@ -445,23 +445,23 @@ def test_hf_labels_that_are_no_class(tmp_path, caplog):
     parquet(tmp_path / "test.parquet", 4, labels=[-1] * 4)
     splits = make("hf", path=str(tmp_path))
     assert splits.test is None and len(splits.val) == 4
-    assert "split 'test' is left out, none of its labels is a class" in caplog.text
-    with pytest.raises(ConfigError, match=r"data.label_column: -1 in split 'test' is no class of 'train'"):
+    assert "split 'test' is skipped, none of its labels is a class" in caplog.text
+    with pytest.raises(ConfigError, match=r"data.label_column: -1 in split 'test' is not a class of 'train'"):
         make("hf", path=str(tmp_path), test="test")
     parquet(tmp_path / "train.parquet", 6, labels=[0, 1, None, 0, 1, 1])
-    with pytest.raises(ConfigError, match=r"data.label_column: None in split 'train' is no class"):
+    with pytest.raises(ConfigError, match=r"data.label_column: None in split 'train' is not a class"):
         make("hf", path=str(tmp_path))
     parquet(tmp_path / "words" / "train.parquet", 4, names=None)
     parquet(tmp_path / "words" / "val.parquet", 4, names=None, labels=["yes", "no", "maybe", "no"])
-    with pytest.raises(ConfigError, match=r"data.label_column: 'maybe' in split 'val' is no class of 'train'"):
+    with pytest.raises(ConfigError, match=r"data.label_column: 'maybe' in split 'val' is not a class of 'train'"):
         make("hf", path=str(tmp_path / "words"))
 
 
 def test_hf_columns_named_and_labels_of_text(tmp_path):
     parquet(tmp_path / "train.parquet", 6, ("photo", "answer"), names=None, second=[picture(9)] * 6)
-    with pytest.raises(ConfigError, match=r"data.image_column: name it, more than one of photo, second fits"):
+    with pytest.raises(ConfigError, match=r"data.image_column: must be set, more than one of photo, second fits"):
         make("hf", path=str(tmp_path), val_split=0.5)
-    with pytest.raises(ConfigError, match=r"data.label_column: name it, none of photo, answer, second fits"):
+    with pytest.raises(ConfigError, match=r"data.label_column: must be set, none of photo, answer, second fits"):
         make("hf", path=str(tmp_path), val_split=0.5, image_column="photo")
     with pytest.raises(ConfigError, match=r"data.label_column: no column 'answr', did you mean 'answer'"):
         make("hf", path=str(tmp_path), image_column="photo", label_column="answr")
@@ -480,10 +480,10 @@ def test_hf_folders_of_pictures(tmp_path):
 
 
 def test_hf_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"data.path: missing, a Hub id"):
+    with pytest.raises(ConfigError, match=r"data.path: missing, expected a Hub id"):
         make("hf")
     with pytest.raises(
-        ConfigError, match=r"data.path: 'no/such_set' is no local folder and cannot be had from the Hub"
+        ConfigError, match=r"data.path: 'no/such_set' is not a local folder and cannot be loaded from the Hub"
     ):
         make("hf", path="no/such_set")
     (tmp_path / "bad.parquet").write_text("no parquet")
@@ -536,7 +536,7 @@ def test_every_name_is_that_of_a_data_set(name):
 
 
 def test_another_name_is_refused():
-    with pytest.raises(ConfigError, match="'cifar' is no data set, did you mean 'cifar10'"):
+    with pytest.raises(ConfigError, match="unknown data set 'cifar', did you mean 'cifar10'"):
         data.dataset("cifar")
 
 
@@ -566,7 +566,7 @@ def test_what_is_no_file_cannot_be_predicted_from(tmp_path):
             raise AssertionError
 
     assert Sums(DataConfig("sums")).published() is None
-    with pytest.raises(ConfigError, match=r"x\.txt: a file is no sample of data set 'sums'"):
+    with pytest.raises(ConfigError, match=r"x\.txt: a file cannot be a sample of data set 'sums'"):
         Sums(DataConfig("sums")).load("x.txt", None)
 
 

@@ -134,10 +134,10 @@ def test_what_is_refused_is_named_with_its_file_and_row(root, tmp_path):
         assert "rte/train.jsonl" in said, said
     said = refusal(rewrite(root, tmp_path, "rte", {**row, "label": 2}))
     assert said == (
-        f"{tmp_path}/rte/train.jsonl, row 3: label: 2 is none of rte, valid: 0 (entailment), 1 (not_entailment)"
+        f"{tmp_path}/rte/train.jsonl, row 3: label: 2 is not a label of rte, valid: 0 (entailment), 1 (not_entailment)"
     )
     said = refusal(rewrite(root, tmp_path, "stsb", {**row, "label": 5.5}), "stsb")
-    assert said.endswith("row 3: label: 5.5 is none of stsb, valid: a number from 0 to 5")
+    assert said.endswith("row 3: label: 5.5 is not a label of stsb, valid: a number from 0 to 5")
     said = refusal(rewrite(root, tmp_path, "rte", {**row, "label": 1}, 2, "validation.jsonl").joinpath("."), "mrpc")
     assert "no folder" in said and "has rte, stsb" in said
     assert "cannot be read" in refusal(rewrite(root, tmp_path, "rte", "{ no json"))
@@ -151,8 +151,8 @@ def test_what_is_refused_is_named_with_its_file_and_row(root, tmp_path):
         assert words in refusal(tmp_path)
     (tmp_path / "rte" / "train.jsonl").unlink()
     assert "no train.jsonl (or .json, .parquet, .csv) in" in refusal(tmp_path)
-    assert "no folder /nowhere/rte" in refusal("/nowhere") and "has no task of GLUE" in refusal("/nowhere")
-    assert "cannot be had from the Hub" in refusal("no/such-set")
+    assert "no folder /nowhere/rte" in refusal("/nowhere") and "has no GLUE task" in refusal("/nowhere")
+    assert "cannot be loaded from the Hub" in refusal("no/such-set")
     assert "has no token 'cls'" in refusal(root, tokenizer=str(characters(tmp_path)))
 
 

@@ -141,7 +141,7 @@ def test_what_cannot_be_encoded_is_named():
     tokenizer = make_tokenizer("characters", ["abc"], 0)
     with pytest.raises(ConfigError, match="'characters' cannot encode 'abz': no token for 'z'"):
         tokenizer.encode("abz")
-    with pytest.raises(ConfigError, match="no id 3, they are 0 to 2"):
+    with pytest.raises(ConfigError, match="no id 3, valid ids are 0 to 2"):
         tokenizer.decode([0, 3])
     with pytest.raises(ConfigError, match="no token 'mask'"):
         TextInfo(3, 8, "characters", tokenizer.fingerprint, tokenizer.special).id("mask")
@@ -150,7 +150,9 @@ def test_what_cannot_be_encoded_is_named():
 def test_a_tokenizer_that_is_not_there_has_a_hint_where_its_name_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setenv("LION_DATA", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no 'bert-base-uncased' in .*, and the Hub does not give it \([^;]*\)$"):
+    with pytest.raises(
+        ConfigError, match=r"no 'bert-base-uncased' in .*, and it cannot be loaded from the Hub \([^;]*\)$"
+    ):
         open_tokenizer("bert-base-uncased")
     with pytest.raises(ConfigError, match=r"\); did you mean 'gpt2'\?$"):
         open_tokenizer("gpt3")
@@ -258,7 +260,7 @@ def test_a_description_beside_a_table_is_no_document(tmp_path, kind, caplog):
 def test_a_value_that_is_no_text_is_refused(tmp_path, value):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "one"}}\n{{"text": "two"}}\n{{"text": {value}}}\n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl: column 'text' holds .*, no text; data\.column names another"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl: column 'text' holds .*, not text; set data\.column to another"):
         text_set(tmp_path, path=str(path), tokenizer="bytes", length=8).prepare()
 
 
@@ -357,7 +359,7 @@ def test_a_manifest_that_was_edited_is_refused(tmp_path, capsys, change):
     source = prepared(lines_set(tmp_path, sentences(20)))
     edited(source, change)
     file = recipe(tmp_path, path=str(tmp_path / "text.txt"), document="line", length=16)
-    assert "make it anew with ./run.sh prepare RECIPE" in refuse(capsys, "prepare", file)
+    assert "create it again with ./run.sh prepare RECIPE" in refuse(capsys, "prepare", file)
 
 
 def test_the_same_tokens_have_the_same_fingerprint_wherever_they_lie(tmp_path):
@@ -438,11 +440,11 @@ def test_what_is_no_finished_part_is_named(tmp_path):
     np.savez(part, other=np.zeros(3))
     for odd in (b"", b"no archive", b"PK\3\4" + bytes(99), part.read_bytes()):
         part.write_bytes(odd)
-        with pytest.raises(ConfigError, match=rf"^{part}: no finished part .*; remove it"):
+        with pytest.raises(ConfigError, match=rf"^{part}: not a finished part .*; remove it"):
             source.prepare()
     part.unlink()
     part.mkdir()
-    with pytest.raises(ConfigError, match=rf"^{part}: no finished part .*; remove it"):
+    with pytest.raises(ConfigError, match=rf"^{part}: not a finished part .*; remove it"):
         source.prepare()
     part.rmdir()
     assert prepared(source).check()
@@ -454,7 +456,7 @@ def test_a_file_where_a_folder_is_to_be_is_named(tmp_path, kind):
     file = source.folder.with_name(source.folder.name + kind)
     file.parent.mkdir()
     file.write_text("kept")
-    with pytest.raises(ConfigError, match=rf"^{file}: is there, and is no folder; remove it"):
+    with pytest.raises(ConfigError, match=rf"^{file}: exists and is not a folder; remove it"):
         source.prepare()
     assert file.read_text() == "kept"
 
@@ -492,7 +494,7 @@ def test_a_killed_preparation_goes_on(tmp_path):
     assert all(path.stat().st_mtime_ns == then for path, then in times.items())
     again = command("prepare", file)
     assert again.returncode == 0, again.stderr
-    assert "shards are there, going on" in again.stderr
+    assert "shards are finished, resuming" in again.stderr
     assert "checksums match" in again.stdout
     quiet = data.dataset("text")(resolve(file, [f"data.root={tmp_path / 'quiet'}", "data.workers=1"]).data)
     quiet.prepare()
@@ -736,7 +738,7 @@ def test_what_the_hub_does_not_give_is_one_line(tmp_path, monkeypatch):
         raise ConnectionError("no route\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", away)
-    with pytest.raises(ConfigError, match=r"'allenai/c4' is no local file.*ConnectionError: no route\)"):
+    with pytest.raises(ConfigError, match=r"'allenai/c4' is not a local file.*ConnectionError: no route\)"):
         text_set(tmp_path, "c4", tokenizer="bytes").prepare()
     assert not (tmp_path / "root").exists() or not list((tmp_path / "root").glob("*[0-9a-f]"))
 
@@ -782,21 +784,25 @@ NO_ROWS = no_rows()
         ({"a.txt": " \n\n"}, bad(tokenizer="characters"), "no text to take the characters from"),
         ({"a.txt": ""}, bad(), "no tokens"),
         ({"a.txt": "a\nb"}, bad(tokenizer="./nothing"), "data.tokenizer: no file or folder ./nothing"),
-        ({"a.txt": "a\nb", "v.txt": "a\nb"}, in_texts("v.txt"), r"v.txt cannot be read \(no vocabulary of WordPiece"),
+        ({"a.txt": "a\nb", "v.txt": "a\nb"}, in_texts("v.txt"), r"v.txt cannot be read \(not a WordPiece vocabulary"),
         ({"a.txt": "a\nb", "v.json": "{}"}, in_texts("v.json"), "data.tokenizer: .*v.json cannot be read"),
         (
             {"a.txt": "a\nb"},
             in_texts("."),
             r"data.tokenizer: .*texts/. holds none of tokenizer.json, vocab.txt, vocab.json",
         ),
-        ({"a.txt": "a\nb"}, bad(path="/nowhere.txt"), "'/nowhere.txt' is no local file or folder"),
+        ({"a.txt": "a\nb"}, bad(path="/nowhere.txt"), "'/nowhere.txt' is not a local file or folder"),
         ({"a.txt": "a\nb"}, bad(path=None), "data.path: missing"),
-        ({"a.txt": b"caf\xe9 \nand\n"}, bad(), r"a.txt: no UTF-8 text, byte 3 is 0xe9 \(.*\); iconv converts it"),
-        ({"a.jsonl": "{}\n"}, bad(), "data.column: name it, none of  in .*a.jsonl"),
+        ({"a.txt": b"caf\xe9 \nand\n"}, bad(), r"a.txt: not UTF-8 text, byte 3 is 0xe9 \(.*\); convert it with iconv"),
+        ({"a.jsonl": "{}\n"}, bad(), "data.column: must be set, none of  in .*a.jsonl"),
         ({"a.jsonl": '{"a": "x", "b": "y"}\n'}, bad(), "more than one of a, b"),
-        ({"a.jsonl": "{no\n"}, bad(), "a.jsonl: no JSON lines"),
-        ({"a.jsonl": '["x"]\n'}, bad(), "no JSON objects"),
-        ({"a.jsonl": '{"text": "a"}\n\n{"text": "b\n{"text": "c"}'}, bad(), """a.jsonl: no JSON lines.*{"text": "b'"""),
+        ({"a.jsonl": "{no\n"}, bad(), "a.jsonl: not JSON lines"),
+        ({"a.jsonl": '["x"]\n'}, bad(), "not a JSON object"),
+        (
+            {"a.jsonl": '{"text": "a"}\n\n{"text": "b\n{"text": "c"}'},
+            bad(),
+            """a.jsonl: not JSON lines.*{"text": "b'""",
+        ),
         ({"a.jsonl": '{"text": "a"}\n{"txt": "b"}\n'}, bad(), """a.jsonl: no column 'text' in '{"txt": "b"}'"""),
         ({"a.jsonl": '{"text": null}\n', "b.jsonl": '{"text": null}'}, bad(), "no tokens, the text is empty"),
         ({"a.csv": "x"}, bad(), "holds .csv; expected .txt"),
@@ -848,7 +854,7 @@ def test_what_is_not_there_is_bad_input(tmp_path, capsys):
     assert refuse(capsys, "prepare", file) == f"error: {link}: No such file or directory\n"
     link.unlink()
     line = refuse(capsys, "prepare", file, f"data.root={file}")
-    assert f"{file}/text-bytes-" in line and "cannot be written (File exists), data.root or $LION_DATA" in line
+    assert f"{file}/text-bytes-" in line and "cannot be written (File exists), set data.root or $LION_DATA" in line
     folder = prepared(data.dataset("text")(resolve(file).data)).folder
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"train.bin"', '"none.bin"'))
@@ -891,7 +897,7 @@ def test_a_damaged_id_is_named_where_it_is_read(pack, tmp_path):
 @pytest.mark.parametrize("pack", ["documents", "padded"])
 def test_documents_of_one_token_each_are_refused(tmp_path, pack):
     how = {"tokenizer": "characters", "pack": pack}
-    with pytest.raises(ConfigError, match=r"data.path: every document of train is one token, and sees no other"):
+    with pytest.raises(ConfigError, match=r"data.path: every document of train is one token, without context"):
         prepared(lines_set(tmp_path, ["a"] * 40, **how)).build()
     apart = {"document_mask": False} if pack == "documents" else {"pack": "windows"}
     assert len(prepared(lines_set(tmp_path, ["a"] * 400, **how | apart)).build().train)
