@@ -40,7 +40,7 @@ from lion.tasks.sequences import SequenceInfo
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,
     "[MAX": max,
-    "[MED": lambda values: int(statistics.median(values)),  # for an even count, the mean of the two middle values
+    "[MED": lambda values: int(statistics.median(values)),  # even count: truncated mean of the middle two
     "[SM": lambda values: sum(values) % 10,
 }
 CLOSE = "]"

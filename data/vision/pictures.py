@@ -166,8 +166,8 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> tuple[ImageInfo,
     pixels, because decoders differ.
 
     Raises:
-        ConfigError: There are fewer than two classes, the classes of the splits differ, a probed file is not an image,
-            or none of the probed files of a split can be read.
+        ConfigError: There are fewer than two classes, or the splits have different classes. A probed file is not an
+            image, or no probed file of a split can be read.
     """
     classes, whose = tuple(sources["train"].classes), f"data set '{config.name}'"
     if len(classes) < 2:

@@ -52,7 +52,7 @@ class ResidentImages(DeviceDataset):
 
 
 def crop(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
-    """Crop each image of (B, C, H, W) at a random place of its own, after padding with `pad` black pixels."""
+    """Crop each image of (B, C, H, W) at an independent random place, after padding with `pad` black pixels."""
     if not pad:
         return images
     batch, _, height, width = images.shape

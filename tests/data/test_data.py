@@ -78,7 +78,7 @@ def test_a_folder_of_pictures(tmp_path):
 def test_sizes_and_channels_come_from_the_data(tmp_path):
     pictures(tmp_path / "photos", TWO)
     info = folder(tmp_path / "photos", image_size=None).info
-    assert (info.size, info.channels) == ((224, 224), 3)  # pictures of several sizes
+    assert (info.size, info.channels) == ((224, 224), 3)  # images of several sizes
     pictures(tmp_path / "grey", {"train": {"a": 1, "b": 1}, "val": {"a": 1, "b": 1}}, grey=True)
     info = folder(tmp_path / "grey", image_size=None).info
     assert (info.size, info.channels) == ((20, 30), 1) and len(info.mean) == len(info.std) == 1
@@ -90,7 +90,7 @@ def test_sizes_and_channels_come_from_the_data(tmp_path):
 
 
 def test_pictures_of_sixteen_bits(tmp_path):
-    """Pillow's own conversion to eight cuts at 255."""
+    """Pillow's conversion to 8 bits clips at 255."""
     for split in ("train", "val"):
         for name in ("a", "b"):
             (tmp_path / split / name).mkdir(parents=True)
@@ -178,7 +178,7 @@ def test_a_damaged_picture_has_no_place_in_a_cache(tmp_path, cache):
     pictures(tmp_path, TWO)
     file = tmp_path / "train" / "dog" / "1.png"
     file.write_bytes(file.read_bytes()[:200])
-    assert len(folder(tmp_path, pad=3).train) == 5  # the trainer counts it
+    assert len(folder(tmp_path, pad=3).train) == 5  # the trainer counts unreadable images
     with pytest.raises(ConfigError, match=r"data.cache: .*train/dog/1.png \(.*; without a cache"):
         folder(tmp_path, pad=3, cache=cache)
 
@@ -207,7 +207,7 @@ def test_pictures_that_stay_on_the_device(tmp_path):
                 for x in range(7)
                 if torch.equal(straight, whole[:, y : y + 16, x : x + 24])
             }
-    assert len(seen) > 90 and {m for *_, m in seen} == {True, False}  # of 98
+    assert len(seen) > 90 and {m for *_, m in seen} == {True, False}  # of 98 possible crops
     for bad in ({"pad": 0}, {"rand_augment": "rand-m9-mstd0.5-inc1"}):
         with pytest.raises(ConfigError, match=r"data.cache: on the device whole batches are cropped"):
             folder(tmp_path, **{"pad": 3, "cache": "device", **bad})
@@ -226,7 +226,7 @@ def test_crops(tmp_path):
         assert found
         shifts |= set(found)
     assert len(shifts) > 20
-    plain = folder(tmp_path, pad=4).val[0]["image"]  # of 30 x 20, resized to all of 24 x 16
+    plain = folder(tmp_path, pad=4).val[0]["image"]  # a 30 x 20 image, resized to 24 x 16
     want = v2.functional.resize(picture(0, (30, 20), "L").convert("RGB"), [16, 24], v2.InterpolationMode.BICUBIC)
     assert torch.equal(plain, v2.functional.pil_to_tensor(want))
     middle = folder(tmp_path, image_size=[14, 14]).val[0]["image"]  # shorter side 14 / 0.875 = 16
@@ -267,19 +267,19 @@ def test_folders_that_do_not_fit(tmp_path):
 
 
 def test_folders_are_read_in_torchvisions_order(tmp_path):
-    """The order of the samples decides the splits, and what a resumed run reads next."""
+    """The order of samples determines the splits and the next samples of a resumed run."""
     names = "b/2.png b/10.PNG a/x/z/1.png a/x-y/1.png a/x/1.png a/1.webp a-b/1.jpg a-b/text B/1.png".split()
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    (tmp_path / "b" / "gone.jpg").symlink_to("nowhere")  # for the trainer to name and count
+    (tmp_path / "b" / "gone.jpg").symlink_to("nowhere")  # the trainer reports and counts it
     (tmp_path / "b" / "one.png").symlink_to("2.png")
     want, got = torchvision.datasets.ImageFolder(str(tmp_path)), ClassFolders(tmp_path)
     assert (got.samples, got.classes) == (want.samples, want.classes) and len(got) == 10
 
 
 def test_links_between_folders(tmp_path):
-    """A loop once made many pictures of few, with labels of other classes."""
+    """A loop of links once multiplied the images, with labels of other classes."""
     pictures(tmp_path / "root", TWO)
     pictures(tmp_path / "new", {"": {"eel": 3, "more": 1}})
     root, new = tmp_path / "root", tmp_path / "new"
@@ -306,7 +306,7 @@ def test_links_between_folders(tmp_path):
 
 
 def odd_files(folder):
-    """What lies between pictures and is none: a device and a pipe (to open it is to wait), and hidden names."""
+    """Create files that are not images: a device, a pipe (opening it blocks), and hidden names."""
     (folder / "null.png").symlink_to("/dev/null")
     os.mkfifo(folder / "pipe.png")
     (folder / "._1.png").write_text("of macOS")
@@ -322,7 +322,7 @@ def test_only_files_are_pictures_and_hidden_folders_are_no_classes(tmp_path, nam
     assert splits.info.classes == ("cat", "dog") and [len(s) for s in splits[:2]] == [5, 2]
 
 
-# Sets with files of their own
+# data sets with special file formats
 
 
 def idx(path, array):
@@ -355,7 +355,8 @@ def test_cifar_as_torchvision_reads_it(tmp_path, monkeypatch, name, classes):
         rows = {"data": rng.integers(0, 256, (n, 3072), dtype=np.uint8), label: list(range(n))}
         (base / file).write_bytes(pickle.dumps(rows))
     (base / kind.meta["filename"]).write_bytes(pickle.dumps({kind.meta["key"]: [f"c{i}" for i in range(classes)]}))
-    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *args: True)  # of the real files' bytes
+    # it compares checksums of the real files
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *args: True)
     if name == "cifar10":
         monkeypatch.setattr(kind, "train_list", [["data_batch_1", ""]])
     splits = make(name, root=str(tmp_path))
@@ -394,7 +395,7 @@ def test_imagenet_is_known_by_its_folders_and_has_their_names(tmp_path):
     whole.check_same("a converted checkpoint", known.to_dict())
     unnamed = dataclasses.replace(known, classes=numbered(1000))
     whole.check_same("one converted before there were names", unnamed.to_dict())
-    other = folders("other", [*wnids[:-1], "n15102894"])  # as many, and one is another
+    other = folders("other", [*wnids[:-1], "n15102894"])  # as many folders, one of them different
     assert other.classes[-1] == "n15102894"
     with pytest.raises(ConfigError, match="class 0 was 'tench', and is 'n01440764' now"):
         other.check_same("it", known.to_dict())
@@ -531,7 +532,7 @@ def test_every_name_is_that_of_a_data_set(name):
     source = kind(config)
     assert source.config == source.config.uncached() and source.workers in (0, 4)
     assert source.download >= 0 and isinstance(source.check.__doc__, str)
-    if type(source).prepare is DataSet.prepare:  # nothing to make
+    if type(source).prepare is DataSet.prepare:  # no preparation
         assert source.prepare() is None and source.disk() == 0 and "needs no preparation" in source.check()
 
 

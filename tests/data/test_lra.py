@@ -1,4 +1,4 @@
-"""The sets of the Long Range Arena: generators, files of others, and what of both is kept."""
+"""Tests of the Long Range Arena data sets: generators, published files, and prepared samples."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ SMALL = {"side": 16, "seed_distance": 3, "contour_length": 4, "distractors": 1, 
 
 
 def lra_set(tmp_path, name, **settings):
-    """The data set that a recipe would open; its samples go to `tmp_path`."""
+    """Return the data set that a recipe would open, with its samples in `tmp_path`."""
     kind = data.dataset(name)
     values = {"name": name, "root": str(tmp_path / "made"), "workers": 1, **settings}
     return kind(build(kind.Config, values, source=lambda key: "recipe"))
@@ -67,7 +67,7 @@ def checksums(source):
     return {name: held["sha256"] for name, held in store.read_manifest(source.folder)["arrays"].items()}
 
 
-# what all share
+# all data sets
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_is_no_finished_part_is_named(tmp_path):
 
 @pytest.mark.process
 def test_the_order_of_a_set_decides_nothing(tmp_path):
-    """LRA's own generator writes its samples in the order of a set of tuples of text, another one in each process."""
+    """LRA's generator writes its samples in the order of a set of tuples of text, which differs between processes."""
     file = recipe(tmp_path, name="listops", **SHORT)
     out = command("prepare", file, "data.workers=2", env={"PYTHONHASHSEED": "7"})
     assert out.returncode == 0 and "96 train, 2 val, 2 test, checksums match" in out.stdout, out.stderr
@@ -217,7 +217,7 @@ def test_brackets_are_kept_and_parentheses_are_not(tmp_path):
         ("[MAX 4 2 8 ]", 8),
         ("[MED 4 2 8 ]", 4),
         ("[MED 1 2 8 9 ]", 5),
-        ("[MED 1 2 ]", 1),  # 1.5, cut
+        ("[MED 1 2 ]", 1),  # 1.5, truncated
         ("[SM 9 9 9 ]", 7),
         ("[MAX 1 [SM [MED 0 9 9 ] 4 ] 2 ]", 3),
     ],
@@ -238,7 +238,7 @@ def test_generated_expressions_are_lras(tmp_path):
 
 
 def read(tokens):
-    """Another parser: the tree of an expression, with its depth and its greatest number of arguments."""
+    """Parse an expression independently: return its tree, depth and maximum number of arguments."""
     token = tokens.pop(0)
     if not token.startswith("["):
         return int(token), 1, 0
@@ -397,7 +397,7 @@ def test_a_missing_file_is_named(tmp_path, capsys):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data on this machine")
 def test_our_values_are_those_of_a_published_file(tmp_path):
-    source = prepared(tmp_path, "listops", path=str(SHARED / "lra" / "listops_d20s"))  # labels are compared
+    source = prepared(tmp_path, "listops", path=str(SHARED / "lra" / "listops_d20s"))  # checks every label
     assert "5,970 train, 500 val, 500 test" in source.check()
 
 
@@ -439,7 +439,7 @@ def test_reviews_by_character_leave_rare_ones_out(tmp_path):
 
 
 def test_ids_of_other_characters_are_told_apart(tmp_path):
-    """As many of them: their number tells nothing."""
+    """The two data sets have equally many characters, so their number does not distinguish them."""
     infos = []
     for name, text in (("one", "abab"), ("other", "acac")):
         (tmp_path / name).mkdir()
@@ -596,7 +596,7 @@ def test_cifars_place_is_said(tmp_path, capsys, monkeypatch):
 
 
 def test_what_is_fetched_is_made_once(tmp_path, monkeypatch):
-    """The folder's name is of torchvision's files, which a first `prepare` fetches itself."""
+    """The folder's name depends on torchvision's files, which the first `prepare` downloads."""
     monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
 
     def fetch(self):
@@ -649,7 +649,7 @@ def test_a_picture_depends_on_its_key_alone(monkeypatch):
 
 
 def test_the_discs_stand_at_the_ends_that_the_label_says():
-    contours = look(contrast=0.4, distractors=0, marker_radius=1.0)  # discs are the brightest
+    contours = look(contrast=0.4, distractors=0, marker_radius=1.0)  # the discs are the brightest pixels
     table, keys = dashes(contours.shape), keys_of(40)
     _, start = Targets(contours, table, keys).draw()
     places = np.stack([start // table.width, start % table.width], -1) - table.border  # (B, 2, dashes, 2)
@@ -732,7 +732,7 @@ def test_pictures_that_cannot_be_are_refused(tmp_path, capsys, settings, message
 
 
 def test_the_largest_discs_stay_in_their_pictures():
-    """Each picture drawn alone is that drawn among others."""
+    """An image drawn alone equals the same image drawn with others."""
     keys = keys_of(6)
     contours = build(PathfinderConfig, {"marker_radius": 10.0}, source=lambda key: "test").contours()
     together, _ = draw(contours, keys)
@@ -748,7 +748,7 @@ def test_contours_without_room_are_given_up(tmp_path, monkeypatch, capsys):
 
 
 def lra_folder(root, name, rows, *, binary=False):
-    """What the published generator writes."""
+    """Write files in the format of the published generator; return the metadata file."""
     (root / name / "metadata").mkdir(parents=True)
     (root / name / "imgs" / "0").mkdir(parents=True)
     table = []
@@ -770,7 +770,7 @@ def test_lras_pictures_are_read_from_the_folder_of_the_task(tmp_path, binary, ca
     rows = [(i, i % 2) for i in range(40)]
     lra_folder(root, "curv_contour_length_14", rows, binary=binary)
     lra_folder(root, "curv_baseline", [(100 + i, 1) for i in range(3)] + [(172, 0)])
-    (root / "curv_baseline" / "imgs" / "0" / "sample_172.png").write_bytes(b"")  # as in LRA's release
+    (root / "curv_baseline" / "imgs" / "0" / "sample_172.png").write_bytes(b"")  # as in the LRA release
     for path in (tmp_path, root, root / "curv_contour_length_14"):
         splits = prepared(tmp_path, "pathfinder", path=str(path)).build()
         assert [len(part) for part in splits[:3]] == [32, 4, 4]
@@ -826,7 +826,7 @@ def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_small_network_learns_each_half_of_the_pictures_alike(tmp_path, capsys):
-    """Of a Path-X that was shipped, one half could not be learnt; so it is where labels are drawn by lot."""
+    """Half of a published Path-X could not be learned; random labels in one half reproduce this."""
     easy = {"contour_length": 3, "distractors": 0, "continuity": 2.0, "samples": 10_000, "val_samples": 1000}
     file = recipe(tmp_path, name="pathfinder", test_samples=1, **easy)
     assert here("prepare", file, "--check-labels", 300) == 0

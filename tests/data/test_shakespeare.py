@@ -1,4 +1,4 @@
-"""Tiny Shakespeare, of a stand-in with the same characters."""
+"""Tests of Tiny Shakespeare, with a text of the same characters instead of the file."""
 
 import string
 

@@ -1,4 +1,4 @@
-"""Text: tokenizers, token files made once, and the samples cut out of them."""
+"""Tests of text: tokenizers, token files, and the samples from them."""
 
 import io
 import json
@@ -37,13 +37,13 @@ shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data on this 
 
 
 def sentences(count: int, seed: int = 0, longest: int = 30) -> list[str]:
-    """Lines, no two alike."""
+    """Return different lines of random words."""
     rng = random.Random(seed)
     return [f"{i} " + " ".join(rng.choices(WORDS, k=rng.randint(1, longest))) for i in range(count)]
 
 
 def text_set(tmp_path, name="text", **settings):
-    """The data set that a recipe would open; its token files go to `tmp_path`."""
+    """Return the data set that a recipe would open, with its token files in `tmp_path`."""
     kind = data.dataset(name)
     values = {"name": name, "root": str(tmp_path / "root"), "workers": 1, **settings}
     return kind(build(kind.Config, values, source=lambda key: "recipe"))
@@ -62,14 +62,14 @@ def prepared(source):
 
 
 def documents(source, split):
-    """The ids of each document of a split, as the token file holds them."""
+    """Return the ids of each document of a split, read from the token file."""
     layout = getattr(source.build(), split)
     ids, ends = layout.tokens.ids, layout.tokens.ends.tolist()
     return [ids[begin:end].tolist() for begin, end in zip([0, *ends], ends)]
 
 
 def recipe(folder, **settings):
-    """A recipe file that learns from a text."""
+    """Write a recipe that trains on a text; return its file."""
     path = folder / "text.yaml"
     held = {"name": "text", "root": str(folder / "root"), "tokenizer": "bytes", **settings}
     model = {"mixer": "softmax", "dim": 16, "depth": 1, "num_heads": 2}
@@ -110,7 +110,7 @@ def test_a_trained_wordpiece_has_berts_special_tokens_and_keeps_its_ids(tmp_path
 
 @pytest.mark.parametrize("name", ["wordpiece", "bpe", "characters"])
 def test_the_same_text_trains_the_same_tokenizer(name):
-    """Also with pairs that are equally frequent, and with more characters than asked for tokens: none gets lost."""
+    """This includes equally frequent pairs, and more characters than requested tokens: no character is lost."""
     rare = [chr(0x4E00 + i) for i in range(1600)]
     texts = [*sentences(40), "abab cdcd efef ghgh xyxy zwzw", " ".join(rare)]
     made = [make_tokenizer(name, texts, 1500) for _ in range(3)]
@@ -124,7 +124,7 @@ def test_the_same_text_trains_the_same_tokenizer(name):
 @shared
 @pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2"])
 def test_published_vocabularies_are_what_recipes_say_without_their_files(name, monkeypatch):
-    monkeypatch.setenv("LION_DATA", str(SHARED))  # a bare name is looked for in the data root
+    monkeypatch.setenv("LION_DATA", str(SHARED))  # a bare name is searched in the data root
     tokenizer = open_tokenizer(name)
     info, _ = data.dataset("c4")(build(data.dataset("c4").Config, {"tokenizer": name}, source=str)).published()
     assert (info.vocabulary, info.fingerprint, info.special) == (
@@ -242,7 +242,7 @@ def test_tables_are_read_by_their_column(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_description_beside_a_table_is_no_document(tmp_path, kind, caplog):
-    """As in every clone of a set from the Hub."""
+    """Every clone of a data set from the Hub has such a file."""
     import datasets
 
     folder = tmp_path / "clone"
@@ -375,7 +375,7 @@ def test_the_same_tokens_have_the_same_fingerprint_wherever_they_lie(tmp_path):
 
 @pytest.fixture
 def run_on_words(tmp_path):
-    """A run that was trained on wordpieces of a text, not evaluated; the command that trains it."""
+    """Train a run on wordpieces of a text, without evaluation; return the run and its training command."""
     (tmp_path / "text.txt").write_text("\n".join(sentences(80)))
     settings = {"tokenizer": "wordpiece", "vocabulary": 320, "document": "line", "length": 16}
     file = recipe(tmp_path, path=str(tmp_path / "text.txt"), **settings)
@@ -390,12 +390,13 @@ def test_a_run_keeps_its_tokenizer_where_token_files_are_lost(tmp_path, run_on_w
     shutil.rmtree(tmp_path / "root")
     assert here("generate", run, "--prompt", "lion reads", "--tokens", 2, "--eager") == 0, "no token file is needed"
     other = make_tokenizer("wordpiece", ["another text altogether"] * 9, 320)
-    monkeypatch.setattr("data.text.text.make_tokenizer", lambda *_: other)  # as another version would train it
+    # another version of the library might train such a tokenizer
+    monkeypatch.setattr("data.text.text.make_tokenizer", lambda *_: other)
     assert here("eval", run, "--form", "full", "--eager") == 0
     assert here(*line[:-1], "--form", "full") == 0
     assert (run / "tokenizer.json").read_bytes() == before
 
-    assert here("prepare", line[1]) == 0  # knows of no run, and trains a tokenizer: token files of its own
+    assert here("prepare", line[1]) == 0  # independent of any run: it trains a tokenizer and writes other token files
     fresh = data.dataset("text")(resolve(line[1], []).data)
     assert fresh.build().info.fingerprint == other.fingerprint
     capsys.readouterr()
@@ -406,7 +407,7 @@ def test_a_run_keeps_its_tokenizer_where_token_files_are_lost(tmp_path, run_on_w
 
 
 def test_what_is_kept_is_of_the_text_that_is_trained_on(tmp_path):
-    """Also where a run of another text ended before its first checkpoint."""
+    """This holds even if a run on another text ended before its first checkpoint."""
     run = tmp_path / "run"
     run.mkdir()
     for seed in (0, 1):
@@ -416,7 +417,7 @@ def test_what_is_kept_is_of_the_text_that_is_trained_on(tmp_path):
 
 
 def test_a_command_that_is_refused_leaves_the_run_as_it_is(tmp_path, run_on_words, capsys):
-    """Neither another text nor another place goes into the recipe of a run that was not trained on it."""
+    """The recipe of a run never records a text or a folder that the run was not trained on."""
     run, line = run_on_words
     before = (run / "recipe.yaml").read_bytes()
     (tmp_path / "other.txt").write_text("\n".join(sentences(80, seed=1)))
@@ -465,7 +466,7 @@ def test_a_file_where_a_folder_is_to_be_is_named(tmp_path, kind):
 @pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_a_killed_preparation_goes_on(tmp_path):
-    """kill -9 in the middle: no half file appears, finished shards are kept, the outcome is that of a quiet one."""
+    """After kill -9 there is no partial file, finished shards are kept, and the result equals an undisturbed one."""
     lines = sentences(60_000, longest=60)
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -488,7 +489,7 @@ def test_a_killed_preparation_goes_on(tmp_path):
         source.build()
     times = {path: path.stat().st_mtime_ns for path in kept}
     assert len(kept) < len(source.corpus())
-    while any(map(runs, workers)):  # they end with their parent
+    while any(map(runs, workers)):  # workers end with their parent
         assert time.monotonic() < deadline, "a worker outlives its parent"
         time.sleep(0.05)
     assert all(path.stat().st_mtime_ns == then for path, then in times.items())
@@ -508,7 +509,7 @@ def children(pid):
 
 
 def runs(pid):
-    """Whether a process is there, and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -532,11 +533,11 @@ def test_packing_loses_and_doubles_nothing(tmp_path, length):
         assert (tokens[~real] == source.build().info.id("pad")).all()
         inner = segments[:, 1:][real[:, 1:]], segments[:, :-1][real[:, 1:]]
         assert (segments[:, 0] == 0).all() and set((inner[0] - inner[1]).tolist()) <= {0, 1}
-        # a border is where a document ends, and nowhere else
+        # borders lie exactly at the ends of documents
         borders = torch.cat([row.diff(prepend=torch.tensor([0])) for row in segments])[real.flatten()] > 0
         begins = torch.zeros(len(borders), dtype=bool)
         begins[torch.tensor([0, *map(len, wanted[:-1])]).cumsum(0)] = True
-        begins[::length] = False  # a row's first segment is 0, whatever it goes on with
+        begins[::length] = False  # the first segment of a row is 0, even inside a document
         assert torch.equal(borders, begins)
 
 
@@ -692,7 +693,7 @@ def test_preparing_takes_the_same_memory_whatever_the_size(tmp_path):
     assert grown < ids, f"{grown:,} bytes more for {ids:,} ids, which take two each"
 
 
-# sets by name
+# named data sets
 
 
 def test_python_source_is_there_on_every_machine(tmp_path, monkeypatch):
@@ -743,7 +744,7 @@ def test_what_the_hub_does_not_give_is_one_line(tmp_path, monkeypatch):
     assert not (tmp_path / "root").exists() or not list((tmp_path / "root").glob("*[0-9a-f]"))
 
 
-# what does not fit
+# invalid data
 
 
 def test_a_run_of_another_vocabulary_is_refused(tmp_path):
@@ -752,7 +753,7 @@ def test_a_run_of_another_vocabulary_is_refused(tmp_path):
     then = TextInfo(there.vocabulary, 16, "characters", there.fingerprint).to_dict()
     with pytest.raises(ConfigError, match=r"another vocabulary: its tokenizer was 'characters'.* and is 'bytes'"):
         info.check_same("run x", then)
-    swapped = {**info.to_dict(), "fingerprint": "0" * 64}  # as many ids, of other tokens
+    swapped = {**info.to_dict(), "fingerprint": "0" * 64}  # as many ids, but for other tokens
     assert not info.shares_heads(swapped)
     with pytest.raises(ConfigError, match="fingerprint 000000000000"):
         info.check_same("run x", swapped)
@@ -764,7 +765,7 @@ def bad(**settings):
 
 
 def in_texts(name):
-    """A tokenizer that lies beside the text."""
+    """Return a function that writes a recipe with a tokenizer file beside the text."""
     return lambda folder: bad(path=str(folder / "texts" / "a.txt"), tokenizer=f"{folder}/texts/{name}")(folder)
 
 
@@ -845,7 +846,7 @@ def test_a_damaged_token_file_is_refused(tmp_path, capsys):
 
 
 def test_what_is_not_there_is_bad_input(tmp_path, capsys):
-    """A link to nothing, a file where token files were to go, a manifest of a file that is none."""
+    """Cases: a broken link, a file in place of the folder of token files, a manifest that names a missing file."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("\n".join(sentences(20)))
     link = tmp_path / "texts" / "b.txt"
@@ -862,9 +863,9 @@ def test_what_is_not_there_is_bad_input(tmp_path, capsys):
 
 
 def test_of_one_book_the_end_is_held_out(tmp_path, caplog):
-    """A corpus of one document, as `data.path=book.txt` is, trains with the settings that recipes have."""
+    """A corpus of one document (`data.path=book.txt`) trains with the default settings of recipes."""
     text = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 40
-    for document in ("file", "line"):  # the file; a single line
+    for document in ("file", "line"):  # the whole file; a single line
         lines = [text if document == "file" else text.replace("\n", " ")]
         source = prepared(lines_set(tmp_path / document, lines, document=document, val_split=0.1))
         whole = prepared(
