@@ -120,7 +120,7 @@ class DataSet(ABC):
         return 1.0
 
     def way_out(self) -> str:
-        """Return a hint which setting lets a model that was trained on these data use other data; "" without one."""
+        """Return a hint how to set other data so that a model trained on these data accepts them; "" if impossible."""
         return ""
 
     def load(self, path: str, info: Info) -> dict[str, Any]:

@@ -263,8 +263,8 @@ def cut(part: Slice, border: bytes) -> tuple[bytes, int]:
 def following(file: Any, place: int, before: int, size: int, pattern: re.Pattern[bytes]) -> int:
     """Return the end of the first border at or after `place`; `size` if no border begins `before` another place.
 
-    The result depends on `place` alone, so neighbouring slices meet exactly. At most a block or two are read behind
-    `before`.
+    A border that is found depends on `place` alone, so neighbouring slices meet exactly. At most a block or two are
+    read behind `before`.
     """
     if place in (0, size):
         return place
