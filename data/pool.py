@@ -85,7 +85,7 @@ task: Callable[[Any], None]  # the work of this process of the pool
 
 
 def start_worker(work: Callable[[Any], None]) -> None:
-    """Set up a process of the pool: it ends with its parent, and an interrupt ends it at once, without a partial part."""
+    """Set up a process of the pool: it ends with its parent, or at once on an interrupt, so no partial part remains."""
     global task
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
