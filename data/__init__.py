@@ -1,4 +1,4 @@
-"""The table of data sets: the recipe's `data.name`, and where its `DataSet` stands; imported when it is asked for."""
+"""The table of data sets: each `data.name` of a recipe with the import path of its `DataSet`, imported on demand."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ DATASETS = {
 
 
 def dataset(name: str) -> type[DataSet]:
-    """The data set of this name; nothing that is not in the table is ever imported."""
+    """Return the data set class of this name; only modules in the table are imported."""
     if name not in list(DATASETS):
-        raise ConfigError(f"data.name: {name!r} is no data set, {nearest(name, DATASETS)}")
+        raise ConfigError(f"data.name: unknown data set {name!r}, {nearest(name, DATASETS)}")
     module, _, kind = DATASETS[name].rpartition(".")
     return getattr(importlib.import_module(module), kind)

@@ -1,4 +1,4 @@
-"""What a data set is, and what all share: where bytes live, and the checks with clear words."""
+"""Base classes of data sets, and helpers that all data sets share: paths, locks and walks over folders."""
 
 from __future__ import annotations
 
@@ -23,161 +23,175 @@ log = logging.getLogger("lion")
 
 @dataclass
 class DataConfig:
-    """Settings of every data set. `root` is where its files are (null: its folder under the data root)."""
+    """Settings of every data set. `root` is the folder of its files (null: its folder under the data root)."""
 
     name: str = ""
     root: str | None = setting(None, free=True)
     workers: int | None = setting(None, min=0, max=1000, free=True)
 
     def uncached(self) -> Self:
-        """The same without a cache, for readers that read each sample once."""
+        """Return these settings without a cache, for callers that read each sample once."""
         return self
 
     @property
     def of_training(self) -> tuple[str, ...]:
-        """Settings that change nothing of what is held out: runs that differ in them are judged by the same."""
+        """Names of settings that do not change the held-out data.
+
+        Runs that differ only in these settings are evaluated on the same samples.
+        """
         return ()
 
     def label(self) -> str:
-        """What tells apart the rows of a table whose runs differ in `of_training`."""
+        """Return a label that distinguishes runs that differ in `of_training`, for the rows of a table."""
         return ""
 
     def describe(self) -> str:
-        """Which data they are, wherever they lie, in a line; the Hub's with their id."""
+        """Return a line that describes the data without their location; for data of the Hub it holds their id."""
         path = getattr(self, "path", None)
         hub = path is not None and re.fullmatch(r"[\w.-]+/[\w-]+", path) and not user_path(path).exists()
         return f"{self.name} ({path})" if hub else self.name
 
     def resized(self, sample_size: int) -> Self:
-        """The same data in samples of another size, in `Info.size_unit`.
+        """Return settings of the same data in samples of another size, in `Info.size_unit`.
 
         Raises:
-            ConfigError: They have one size only.
+            ConfigError: The data set has samples of one size only.
         """
         raise ConfigError(f"data set {self.name!r} has samples of one size only")
 
 
 class DataSet(ABC):
-    """A set of data, as a recipe's `data` section asks for it. A new one is a file, and its line in `DATASETS`."""
+    """A data set, specified by the `data` section of a recipe. A new data set is a file and an entry in `DATASETS`."""
 
     Config: ClassVar[type[DataConfig]]  # the recipe's `data` section
-    Info: ClassVar[type[Info]]  # what it tells a model: tasks that want this kind can learn from it
-    workers: ClassVar[int] = 4  # loader processes that suit it; none for data in memory
-    download: ClassVar[int] = 0  # bytes that are fetched where the files are absent; 0: nothing, or not known
-    asks: tuple[str, ...] = ("file",)  # what `load` takes, in the words of a heading
+    Info: ClassVar[type[Info]]  # metadata for a model: tasks with this kind of info can train on it
+    workers: ClassVar[int] = 4  # suitable number of loader processes; 0 for data in memory
+    download: ClassVar[int] = 0  # bytes to download where the files are missing; 0: none, or unknown
+    asks: tuple[str, ...] = ("file",)  # the arguments of `load`, as column headings
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     def prepare(self) -> None:  # noqa: B027
-        """Make, once for all runs, what `build` only opens (token files, generated samples); most need nothing."""
+        """Create, once for all runs, the files that `build` opens (token files, generated samples).
+
+        Most data sets need no preparation.
+        """
 
     def keep(self, folder: Path) -> None:  # noqa: B027
-        """Keep in a run's folder what its inputs depend on and prepared data may lose (a tokenizer)."""
+        """Save in a run's folder what its inputs depend on (a tokenizer), because prepared data may be lost."""
 
     def restore(self, folder: Path, settings: dict[str, Any]) -> None:  # noqa: B027
-        """Use what `keep` has kept in the folder of a run with these settings, where data have to be prepared anew."""
+        """Use the files that `keep` saved in `folder`, for data that must be prepared again.
+
+        `settings` are the data settings of that run.
+        """
 
     def check(self) -> str:
-        """What `prepare` has made, in words; all of it is read.
+        """Read all prepared files and return a line that describes them.
 
         Raises:
-            ConfigError: It is damaged.
+            ConfigError: A file is damaged.
         """
         return f"data set '{self.config.name}' needs no preparation"
 
     @abstractmethod
     def build(self) -> Splits:
-        """Its splits.
+        """Return the splits of the data set.
 
         Raises:
-            ConfigError: What is missing, where it was looked for, and how to get it.
+            ConfigError: Files are missing. The message names them, their expected place, and how to get them.
         """
 
     def published(self) -> tuple[Info, int] | None:
-        """What the set is known to hold, without its files: its info and the number of training samples."""
+        """Return the published info and number of training samples, which need no files; None if unknown."""
         return None
 
     def disk(self) -> float:
-        """Bytes that `prepare` writes, about; 0 where it writes nothing that counts."""
+        """Return the approximate number of bytes that `prepare` writes; 0 if it is negligible."""
         return 0.0
 
     def filled(self) -> float:
-        """The share of a training sample that is no padding, on average.
+        """Return the average share of a training sample that is not padding.
 
         Raises:
-            ConfigError: Its files are not there.
+            ConfigError: The files of the data set are missing.
         """
         return 1.0
 
     def way_out(self) -> str:
-        """What to set so that a model of these data takes others, where they do not serve it; "" if nothing helps."""
+        """Return a hint how to set other data so that a model trained on these data accepts them; "" if impossible."""
         return ""
 
     def load(self, path: str, info: Info) -> dict[str, Any]:
-        """A file, or what else it `asks` for, as a sample for a model that was trained with `info`: as the splits' own,
-        but for the label.
+        """Load a file, or the other inputs that `asks` names, as a sample for a model that was trained with `info`.
+
+        The sample has the format of the splits, without the label.
 
         Raises:
-            ConfigError: It cannot be read, or no file is a sample of such data.
+            ConfigError: The file cannot be read, or a file cannot be a sample of these data.
         """
-        raise ConfigError(f"{path}: a file is no sample of data set '{self.config.name}'")
+        raise ConfigError(f"{path}: a file cannot be a sample of data set '{self.config.name}'")
 
     def collate(self, samples: list[Any]) -> Batch:
-        """A batch of samples of `load`, as its splits make one of theirs, which needs no file of the set."""
+        """Return a batch of samples from `load` in the format of the splits; no files of the data set are needed."""
         return default_collate(samples)
 
 
 def data_root() -> Path:
-    """`$LION_DATA`, else the user's cache folder."""
+    """Return the data root: `$LION_DATA`, else `lion` in the user's cache folder."""
     if os.environ.get("LION_DATA"):
         return user_path(os.environ["LION_DATA"])
     return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lion"
 
 
 def user_path(path: str) -> Path:
-    """A path whose `~` is the home folder; one of an unknown user stays as it is."""
+    """Return a path with `~` expanded to the home folder; `~` of an unknown user stays unchanged."""
     return Path(os.path.expanduser(path))
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, which may mean to wait for another process.
+    """Hold a lock file; wait while another process holds it.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The lock file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a")
     except OSError as error:
-        where = "data.root or $LION_DATA names another folder"
+        where = "set data.root or $LION_DATA to another folder"
         raise ConfigError(f"{path}: cannot be written ({error.strerror}), {where}") from None
-    with file:  # closing it gives the lock back, as the process's end does
+    with file:  # closing the file releases the lock, and so does the end of the process
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("%s: another process prepares these data, waiting for it", path)
+            log.info("%s: another process is preparing these data, waiting for it", path)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def find_root(config: DataConfig, folder: str, how: str) -> Path:
-    """The data set's folder; where it is missing, what is missing, where it was looked for, and `how` to get it."""
+    """Return the folder of a data set.
+
+    Raises:
+        ConfigError: The folder is missing. The message names the folder, its settings, and `how` to get the data.
+    """
     root = user_path(config.root) if config.root else data_root() / folder
     if not root.is_dir():
-        raise ConfigError(f"data set '{config.name}': no folder {root} (data.root=PATH or $LION_DATA set it); {how}")
+        raise ConfigError(f"data set '{config.name}': no folder {root} (set data.root=PATH or $LION_DATA); {how}")
     return root
 
 
 def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """`root` and every folder below it, each with the names of its files; links are followed.
+    """Yield `root` and every folder below it, each with the names of its files; links are followed.
 
-    Hidden names (`._1.jpg`, `.ipynb_checkpoints`) and what is no file (pipes, devices) are passed over. A link to
-    nothing counts as a file: reading it fails, with its name.
+    Hidden names (`._1.jpg`, `.ipynb_checkpoints`) and pipes or devices are skipped. A broken link counts as a file:
+    the error that reading raises names it.
 
     Raises:
-        ConfigError: A folder is reached twice, or lies above itself, or cannot be read.
+        ConfigError: A folder is reached twice, contains itself, or cannot be read.
     """
     top = Path(os.path.realpath(root))
     reached = {str(path): str(path) for path in (top, *top.parents)}

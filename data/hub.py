@@ -1,4 +1,4 @@
-"""The Hub of Hugging Face, where there is a network, and where there is none."""
+"""Set-up of the Hugging Face Hub libraries for machines with and without a network."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from urllib.parse import urlsplit
 
 
 def approach_hub() -> None:
-    """To be called before its libraries are imported: they warn of nothing that is not said better here, and where its
-    name leads nowhere they look in their cache alone. Else they would try again for half a minute."""
+    """Configure the Hub libraries; call this before they are imported.
+
+    Their warnings are silenced, because the errors here say more. If the host name of the Hub cannot be resolved, the
+    libraries use only their cache; otherwise they would retry for half a minute.
+    """
     for variable, name, level in (
         ("HF_HUB_VERBOSITY", "huggingface_hub", "error"),  # warns of every retry
-        ("DATASETS_VERBOSITY", "datasets", "critical"),  # what cannot be read is our error
+        ("DATASETS_VERBOSITY", "datasets", "critical"),  # unreadable files become a ConfigError here
     ):
         os.environ.setdefault(variable, level)
-        logging.getLogger(name).setLevel(level.upper())  # where it has been imported before
+        logging.getLogger(name).setLevel(level.upper())  # in case the library is already imported
     if out_of_reach():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @functools.cache
 def out_of_reach() -> bool:
-    """Whether nobody knows the Hub's name, without a proxy, which knows other names."""
+    """Return whether the host name of the Hub cannot be resolved; False with a proxy, which resolves names itself."""
     if urllib.request.getproxies():
         return False
     try:

@@ -17,32 +17,32 @@ MANIFEST = "manifest.json"
 
 
 class Held(NamedTuple):
-    """Size in bytes and SHA-256 of a file, as its manifest has them."""
+    """Size in bytes and SHA-256 of a file, as recorded in its manifest."""
 
     size: int
     sha256: str
 
 
 def mark_of(decided: Any) -> str:
-    """For a folder's name: what decides its content, as JSON, in twelve digits."""
+    """Hash the JSON of the values that determine a folder's content to twelve digits, for the folder's name."""
     return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def fingerprint_of(files: Mapping[str, Held]) -> str:
-    """Hash the content of files to twelve digits, the same in every folder."""
+    """Hash the content of files to twelve digits, independent of their folder."""
     return mark_of({name: held.sha256 for name, held in files.items()})
 
 
 def again(folder: Path) -> str:
-    """Name the remedy for a damaged folder."""
-    return f"remove {folder} and make it anew with ./run.sh prepare RECIPE"
+    """Return the remedy for a damaged folder, as the end of an error message."""
+    return f"remove {folder} and create it again with ./run.sh prepare RECIPE"
 
 
 def open_manifest(folder: Path, files: Callable[[dict[str, Any]], Mapping[str, Held]], what: str) -> dict[str, Any]:
-    """Read the manifest of a folder and compare the sizes of its `files`; their content is not read.
+    """Read the manifest of a folder and compare the sizes of its `files`; the content of the files is not read.
 
     Raises:
-        ConfigError: Something is missing, truncated (`what` it is, in words), or of another format.
+        ConfigError: A file is missing or truncated (the message calls it `what`), or the format is another one.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -60,7 +60,7 @@ def open_manifest(folder: Path, files: Callable[[dict[str, Any]], Mapping[str, H
         found = path.stat().st_size if path.is_file() else 0
         if found != held.size:
             raise ConfigError(
-                f"{path}: {found:,} bytes, its manifest says {held.size:,}: a truncated {what}; {again(folder)}"
+                f"{path}: {found:,} bytes, expected {held.size:,} by its manifest: a truncated {what}; {again(folder)}"
             )
     return manifest
 
@@ -69,8 +69,8 @@ def compare_sums(folder: Path, files: Mapping[str, Held]) -> None:
     """Read every byte of some files and compare their SHA-256.
 
     Raises:
-        ConfigError: One is damaged.
+        ConfigError: A file is damaged.
     """
     for name, held in files.items():
         if digest(folder / name) != held.sha256:
-            raise ConfigError(f"{folder / name}: damaged, its SHA-256 is not that of the manifest; {again(folder)}")
+            raise ConfigError(f"{folder / name}: damaged, its SHA-256 differs from the manifest; {again(folder)}")

@@ -1,4 +1,4 @@
-"""Long work in parts, in several processes: what is finished stays, and an interrupt leaves no half of one."""
+"""Long work in parts, in several processes: finished parts are kept, and an interrupt leaves no incomplete part."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ from lion.progress import progress
 
 
 class NoPart(ConfigError):
-    """Raised for a file in the place of a finished part that is none; other parts can be used."""
+    """The error for an invalid file in the place of a finished part; the other parts remain usable."""
 
 
 def beside(folder: Path) -> tuple[Path, Path]:
-    """Paths beside `folder`: of its finished parts, and of the folder that is put together of them.
+    """Return two paths beside `folder`: the folder of finished parts, and the folder in which they are assembled.
 
     Raises:
-        ConfigError: Something else stands in the place of one of the three.
+        ConfigError: One of the three paths exists and is not a folder.
     """
     parts, partial = (folder.with_name(f"{folder.name}.{kind}") for kind in ("parts", "partial"))
     for path in (folder, parts, partial):
         if os.path.lexists(path) and not path.is_dir():
-            raise ConfigError(f"{path}: is there, and is no folder; remove it")
+            raise ConfigError(f"{path}: exists and is not a folder; remove it")
     return parts, partial
 
 
 def read_part(path: Path, make: Callable[..., Any] = dict) -> Any:
-    """Read the arrays of a finished part and pass them to `make` by their names.
+    """Read the arrays of a finished part and pass them to `make` as keyword arguments.
 
     Raises:
-        NoPart: It is none.
+        NoPart: The file is not a finished part.
     """
     try:
         with np.load(path) as held:
             return make(**held)
     except (ValueError, LookupError, TypeError, EOFError, IsADirectoryError, zipfile.BadZipFile, zlib.error) as error:
         raise NoPart(
-            f"{path}: no finished part ({type(error).__name__}); remove it, and what is prepared next makes it anew"
+            f"{path}: not a finished part ({type(error).__name__}); remove it, the next preparation creates it again"
         ) from None
 
 
 def each(work: Callable[[Any], None], parts: Sequence[Any], *, workers: int, place: Path, **bar: Any) -> None:
-    """Call `work`, which is sent to each process once, with every part, under a progress bar.
+    """Call `work` with every part, in `workers` processes, with a progress bar; `work` is sent to each process once.
 
     Args:
-        place: Where finished parts are kept, to be named where a process dies.
-        bar: Of tqdm.
+        place: Folder of the finished parts, which the error names if a process dies.
+        bar: Keyword arguments of tqdm.
 
     Raises:
-        ConfigError: A process died, or `work` raised it.
+        ConfigError: A process died, or `work` raised the error.
     """
     workers = min(workers, len(parts))
     if workers < 2:
@@ -75,17 +75,17 @@ def each(work: Callable[[Any], None], parts: Sequence[Any], *, workers: int, pla
                 done.result()
         except BrokenProcessPool:
             raise ConfigError(
-                f"{place}: a process died; is memory short? data.workers=1 takes one only, finished parts are kept"
+                f"{place}: a process died, out of memory? data.workers=1 uses one process, finished parts are kept"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-task: Callable[[Any], None]  # of a process of the pool
+task: Callable[[Any], None]  # the work of this process of the pool
 
 
 def start_worker(work: Callable[[Any], None]) -> None:
-    """Set up a process of the pool: it ends with its parent, and at once when interrupted, so no half part stays."""
+    """Set up a process of the pool: it ends with its parent, or at once on an interrupt, so no partial part remains."""
     global task
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()

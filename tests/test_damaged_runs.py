@@ -242,4 +242,4 @@ def test_damaged_pictures_are_classified_or_refused(kind, trained, tmp_path):
         try:
             predict.main([str(trained[1]), str(path)])
         except ConfigError as error:
-            assert str(error).startswith(f"{path}: not a readable picture")
+            assert str(error).startswith(f"{path}: not a readable image")

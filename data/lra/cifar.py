@@ -1,4 +1,4 @@
-"""CIFAR-10 as LRA's "image" task reads it: in grey, pixel by pixel."""
+"""CIFAR-10 for the "image" task of LRA: grey images as sequences of pixels."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lion.tasks.sequences import SequenceInfo
 
 @dataclass
 class CifarPixelsConfig(PixelConfig):
-    """Settings of CIFAR-10's pixels.
+    """Settings of CIFAR-10 as sequences of pixels.
 
-    path: What torchvision stores (the folder that holds cifar-10-batches-py), a Hub id, or a folder or file of parquet;
-        null: torchvision's, in `cifar10` of the data root.
-    download: Fetch what torchvision stores.
-    val_split: Share of the training pictures that validate; null: the test pictures do.
+    path: The folder of torchvision's files (it holds cifar-10-batches-py), a Hub id, or a folder or file of parquet;
+        null: torchvision's files in `cifar10` of the data root.
+    download: Whether torchvision downloads its files.
+    val_split: Share of the training images used for validation; null: the test images are used.
     """
 
     name: str = "cifar10_pixels"
@@ -36,7 +36,7 @@ class CifarPixelsConfig(PixelConfig):
 
 
 class CifarPixels(PixelSet):
-    """50,000 + 10,000 pictures, of the training pictures a tenth held out."""
+    """CIFAR-10 as sequences of pixels: 50,000 training images, of which a tenth is held out, and 10,000 test images."""
 
     Config = CifarPixelsConfig
 
@@ -46,7 +46,7 @@ class CifarPixels(PixelSet):
 
     def prepare(self) -> None:
         if self.config.download and not self.config.path and not self.place.exists():
-            self.stored()  # first of all: the folder's name is of these files
+            self.stored()  # before the rest, because the folder's name depends on these files
         super().prepare()
 
     def identity(self) -> Any:
@@ -60,7 +60,7 @@ class CifarPixels(PixelSet):
 
     @property
     def place(self) -> Path:
-        """Where torchvision's files are, or others."""
+        """The path of torchvision's files, or of the files of `path`."""
         root = user_path(self.config.path) if self.config.path else data_root() / "cifar10"
         batches = root / CIFAR10.base_folder
         return batches if batches.is_dir() or not self.config.path else root
@@ -75,13 +75,14 @@ class CifarPixels(PixelSet):
         return {"image_size": (self.config.side, self.config.side), "channels": 1}
 
     def stored(self) -> Splits:
-        """What torchvision stores."""
+        """Return the splits of torchvision's files."""
         root = str(self.place.parent)
         return Cifar10(Cifar10Config(root=root, download=self.config.download, **self.size)).build()
 
     def info(self, manifest: dict[str, Any] | None = None) -> SequenceInfo:
         classes = 10 if manifest is None else manifest["classes"]
-        return SequenceInfo(classes, self.config.side**2, mean=round(122.6 / 255, 4), std=round(61 / 255, 4))  # as S5
+        # mean and deviation as in S5
+        return SequenceInfo(classes, self.config.side**2, mean=round(122.6 / 255, 4), std=round(61 / 255, 4))
 
     def published(self) -> tuple[SequenceInfo, int]:
         held = round(50_000 * (self.config.val_split or 0))
@@ -89,7 +90,7 @@ class CifarPixels(PixelSet):
 
 
 class Pictures(Source):
-    """Those of a set of pictures, in grey."""
+    """A source of the images of an image data set, in grey."""
 
     def __init__(self, splits: Splits, config: CifarPixelsConfig) -> None:
         self.config, self.classes = config, len(splits.info.classes)

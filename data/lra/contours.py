@@ -1,7 +1,7 @@
-"""Pictures of dashed contours, as Pathfinder draws them (1805.08315): are the two discs at the ends of one contour?
+"""Drawing of Pathfinder images (arXiv 1805.08315): the label is 1 if two discs mark the ends of one dashed contour.
 
-Many pictures are drawn side by side. Each draws from numbers of its own, a function of its key alone: it is the same
-whichever others are drawn with it.
+Many images are drawn in parallel. The random numbers of an image depend on its key alone, so an image does not depend
+on the other images drawn with it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from data.lra.dashes import SEEDS, SOLID, TOUCH, Copies, Dashes, Shape, dashes, 
 from lion.config import ConfigError
 from lion.tasks.seeds import GOLDEN, mix, uniform
 
-FREE = 0.3 * SOLID  # room up to which a first dash may begin
-DRAWS = 3  # of a dash, before its contour is given up
-ATTEMPTS = 5  # of a distractor, before it is left out
-PLACES = 64  # that are tried for a distractor's first dash
-SLOTS = 512  # pictures that are drawn side by side
-HOPELESS = 100_000  # attempts at two contours without a picture
-AHEAD = 32  # attempts at one picture at once
+FREE = 0.3 * SOLID  # maximum room taken at the place of a first dash
+DRAWS = 3  # draws of a dash before its contour is abandoned
+ATTEMPTS = 5  # attempts at a distractor before it is omitted
+PLACES = 64  # places tried for the first dash of a distractor
+SLOTS = 512  # images drawn in parallel
+HOPELESS = 100_000  # attempts without success before an error
+AHEAD = 32  # parallel attempts at one image
 NEVER = 2**62
 
 
 @dataclass(frozen=True)
 class Contours:
-    """What pictures look like.
+    """The appearance of the images.
 
     Args:
-        shape: Of the dashes, but for their margin.
-        margins: Gaps, of which each picture has one.
+        shape: Shape of the dashes, except their margin.
+        margins: Gaps around dashes; each image uses one of them.
         frame: Width of the border that stays free.
-        seed_distance: Between the first dashes of the two contours.
-        radius: Of the discs.
-        length: Dashes of a contour.
-        distractors, distractor_length: How many other contours there are at most, and their dashes.
-        brightness, distractor_brightness: Of dashes; that of discs is 1.
+        seed_distance: Distance between the first dashes of the two contours.
+        radius: Radius of the discs.
+        length: Number of dashes of a contour.
+        distractors, distractor_length: Maximum number of other contours, and their number of dashes.
+        brightness, distractor_brightness: Brightness of the dashes; the brightness of the discs is 1.
     """
 
     shape: Shape
@@ -53,7 +53,9 @@ class Contours:
 
 
 def draw(contours: Contours, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures uint8 (B, side, side) and labels uint8 (B,), 1 where the discs are on one contour, of keys (B,), int64.
+    """Draw images uint8 (B, side, side) and labels uint8 (B,) from keys (B,), int64.
+
+    A label is 1 if the discs are on one contour.
 
     Raises:
         ConfigError: There is no room for two contours.
@@ -76,35 +78,35 @@ def draw(contours: Contours, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Chance:
-    """Streams of random numbers, each a function of its key and of how many were drawn from it before."""
+    """Streams of random numbers; each is a function of its key and of the count of numbers already drawn."""
 
     def __init__(self, keys: np.ndarray, drawn: int = 0) -> None:
         self.keys, self.drawn = keys.copy(), np.full(len(keys), drawn)
 
     def draw(self, rows: np.ndarray, n: int) -> np.ndarray:
-        """The next `n` of some streams, (rows, n) in [0, 1)."""
+        """Draw the next `n` numbers of some streams: (rows, n) in [0, 1)."""
         found = uniform(torch.from_numpy(self.keys[rows] + self.drawn[rows] * GOLDEN), n)
         self.drawn[rows] += n
         return found.numpy()
 
     def begin(self, rows: np.ndarray, keys: np.ndarray) -> None:
-        """Let streams begin anew, with other keys."""
+        """Restart streams with other keys."""
         self.keys[rows], self.drawn[rows] = keys, 0
 
 
 class Field:
-    """What dashes have taken, in padded pictures side by side.
+    """The cells that dashes occupy, in padded images; each image is a slot.
 
     Attributes:
-        room, wide: (slots * area,), see `Dashes`.
-        base: Where each slot begins, (slots,).
+        room, wide: Occupied cells (slots * area,), 0 to 255, see `Dashes`.
+        base: Index of the first cell of each slot, (slots,).
     """
 
     def __init__(self, contours: Contours, table: Dashes, slots: int) -> None:
         side, margin, around = table.shape.side, table.shape.margin, ((0, 0), *((table.border, table.border),) * 2)
         frame = np.full((1, side, side), SOLID, np.uint8)
         frame[:, contours.frame : -contours.frame, contours.frame : -contours.frame] = 0
-        wide = np.pad(dilated(frame, margin), around, constant_values=SOLID)  # no dash ends outside
+        wide = np.pad(dilated(frame, margin), around, constant_values=SOLID)  # so no dash ends outside
         self.empty = np.pad(frame, around).reshape(-1), wide.reshape(-1)
         self.table, self.area = table, table.width**2
         self.room, self.wide = (np.tile(each, slots) for each in self.empty)
@@ -115,16 +117,16 @@ class Field:
             taken.reshape(-1, self.area)[slots] = empty
 
     def keep(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is taken in some slots, for `restore`."""
+        """Return copies of the occupied cells of some slots, for `restore`."""
         return self.room.reshape(-1, self.area)[slots], self.wide.reshape(-1, self.area)[slots]
 
     def restore(self, slots: np.ndarray, kept: tuple[np.ndarray, np.ndarray], which: np.ndarray) -> None:
-        """Of what was kept the rows `which` into these slots."""
+        """Restore the rows `which` of `kept` into these slots."""
         for taken, held in zip((self.room, self.wide), kept):
             taken.reshape(-1, self.area)[slots] = held[which]
 
     def block(self, slots: np.ndarray, dash: np.ndarray, start: np.ndarray) -> None:
-        """Take the room of a dash in each slot."""
+        """Mark the cells of one dash in each slot as occupied."""
         begin = (self.base[slots] + start)[:, None]
         for taken, copies in ((self.room, self.table.room), (self.wide, self.table.wide)):
             cells = begin + copies.cells[dash]
@@ -133,7 +135,11 @@ class Field:
     def extend(
         self, slots: np.ndarray, streams: np.ndarray, chance: Chance, dash: np.ndarray, pivot: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Draw the dash that follows `dash`, of a pivot, in each slot: (ok, dash, start, pivot), where `ok`."""
+        """Draw the dash that follows `dash` with its `pivot` in each slot.
+
+        Returns:
+            Arrays (ok, dash, start, pivot); the last three are valid where `ok` is True.
+        """
         table, base = self.table, self.base[slots]
         pivot = pivot + table.move[dash]
         starts = pivot[:, None] + table.ends[dash]  # (n, K)
@@ -153,12 +159,12 @@ class Field:
 
 
 def place(table: Dashes, places: np.ndarray) -> np.ndarray:
-    """The cells of (rows, columns), (.., 2)."""
+    """Return the cells of places (rows, columns), shape (.., 2)."""
     return (places[..., 0] + table.border) * table.width + places[..., 1] + table.border
 
 
 def begin(table: Dashes, tail: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A first dash from tails (n, 2): whether it lies inside, and its pivot's cell."""
+    """Begin first dashes at tails (n, 2); return whether each lies inside the image, and the cells of their pivots."""
     ways = table.first[degrees]
     pivot, head = tail + ways[:, :2], tail + ways[:, 2:]
     inside = [((each >= 0) & (each < table.shape.side)).all(1) for each in (tail, head, pivot)]
@@ -166,12 +172,14 @@ def begin(table: Dashes, tail: np.ndarray, degrees: np.ndarray) -> tuple[np.ndar
 
 
 class Targets:
-    """Attempts at the two contours of pictures, side by side in slots: both grow in turn, and where one cannot go on,
-    the attempt has failed. A picture's is its first that succeeds; later ones may have been tried already.
+    """Parallel attempts, in slots, at the two target contours of images.
+
+    The two contours grow in turn; if one cannot continue, the attempt has failed. An image uses its first successful
+    attempt, by number, even if a later attempt finished earlier.
 
     Attributes:
-        dash, start: (slots, 2, dashes) which dash it is, and the cell where it begins.
-        pivot: (slots, 2) the cell from which a contour goes on.
+        dash, start: (slots, 2, dashes), index of each dash in `Dashes`, and the cell where it begins.
+        pivot: (slots, 2), cell from which a contour continues.
     """
 
     def __init__(self, contours: Contours, table: Dashes, keys: np.ndarray) -> None:
@@ -184,13 +192,13 @@ class Targets:
         self.pivot = np.zeros((self.slots, 2), np.int64)
 
     def draw(self) -> tuple[np.ndarray, np.ndarray]:
-        """`dash` and `start` of each picture.
+        """Draw the contours of all images; return `dash` and `start`, each (B, 2, dashes).
 
         Raises:
             ConfigError: There is no room for two contours.
         """
         many, length = len(self.keys), self.contours.length
-        best, tried = np.full(many, NEVER), np.zeros(many, np.int64)  # attempts
+        best, tried = np.full(many, NEVER), np.zeros(many, np.int64)  # best attempt, number of attempts
         dash, start = (np.zeros((many, 2, length), np.int64) for _ in range(2))
         slots, step = np.arange(self.slots), np.full(self.slots, -1)
         picture, attempt, next_one, done = np.zeros(self.slots, np.int64), np.full(self.slots, NEVER), 0, 0
@@ -224,12 +232,16 @@ class Targets:
             raise ConfigError(
                 f"data.contour_length: in {HOPELESS:,} attempts there was no room in {side} x {side} pixels for two "
                 f"contours of {self.contours.length} dashes of {shape.length} pixels that begin "
-                f"{self.contours.seed_distance} apart: take fewer or shorter dashes, or more room (data.paddle_length, "
+                f"{self.contours.seed_distance} apart: use fewer or shorter dashes, or more room (data.paddle_length, "
                 "data.paddle_thickness, data.margins, data.continuity, data.frame, data.seed_distance)"
             )
 
     def begin(self, slots: np.ndarray) -> np.ndarray:
-        """The first dashes: one in the middle, one not far from it; says where they lie inside."""
+        """Draw the first dashes of both contours, one near the center, the other `seed_distance` away from it.
+
+        Returns:
+            Whether both dashes lie inside the image, (slots,).
+        """
         distance, table, drawn = self.contours.seed_distance, self.table, self.chance.draw(slots, 5)
         degrees = (SEEDS * drawn[:, [0, 3]]).astype(int)
         top, bottom, left, right = table.reach[degrees[:, 0]].T
@@ -247,7 +259,7 @@ class Targets:
         return inside
 
     def extend(self, slots: np.ndarray, contour: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """The next dash of a contour in each slot; says where there is one."""
+        """Draw the next dash of one contour in each slot; return in which slots it was possible."""
         last = self.dash[slots, contour, number - 1]
         ok, *found = self.field.extend(slots, slots, self.chance, last, self.pivot[slots, contour])
         mine, number = (slots[ok], contour[ok]), number[ok]
@@ -257,11 +269,12 @@ class Targets:
 
 
 class Canvas:
-    """Pictures (B), of which the two target contours are known.
+    """The drawing of B images whose two target contours are known.
 
     Attributes:
-        dash, start: (B, contours, dashes) which dash it is, and the cell where it begins; the targets come first.
-        count: (B, contours) how many dashes there are.
+        dash, start: (B, contours, dashes), index of each dash in `Dashes`, and the cell where it begins; the targets
+            come first.
+        count: (B, contours), number of dashes.
     """
 
     def __init__(
@@ -282,11 +295,11 @@ class Canvas:
         self.count = np.zeros(self.dash.shape[:2], int)
         self.count[:, :2] = contours.length
         for contour in range(2):
-            for number in range(contours.length - (contour == 0)):  # the first one's end is open, as published
+            for number in range(contours.length - (contour == 0)):  # the first contour's end is open, as published
                 self.field.block(self.every, dash[:, contour, number], start[:, contour, number])
 
     def draw_distractors(self) -> None:
-        """Contours wherever there is room; one that finds none in some attempts is left out."""
+        """Draw distractors where there is room; a distractor without room after `ATTEMPTS` attempts is omitted."""
         length = self.contours.distractor_length
         for contour in range(2, self.dash.shape[1]):
             todo = self.every
@@ -301,7 +314,7 @@ class Canvas:
                 self.field.restore(todo, kept, failed)
 
     def draw_distractor(self, rows: np.ndarray, contour: int) -> np.ndarray:
-        """A contour with all its dashes; returns the rows where it was possible."""
+        """Draw a whole distractor in each row; return the rows where it was possible."""
         rows, pivot = self.begin_distractor(rows, contour)
         for number in range(1, self.contours.distractor_length):
             last, start = self.dash[rows, contour, number - 1], self.start[rows, contour, number - 1]
@@ -314,7 +327,11 @@ class Canvas:
         return rows
 
     def begin_distractor(self, rows: np.ndarray, contour: int) -> tuple[np.ndarray, np.ndarray]:
-        """Its first dash, in the first of some places where there is room: the rows where there is, and its pivot."""
+        """Draw the first dash of a distractor at the first of `PLACES` random places with room.
+
+        Returns:
+            The rows where there was room, and the pivots of their dashes.
+        """
         table, side = self.table, self.table.shape.side
         drawn = self.chance.draw(self.pictures[rows], 1 + 2 * PLACES)
         degrees = (SEEDS * drawn[:, 0]).astype(int)
@@ -332,7 +349,7 @@ class Canvas:
         return rows[ok], pivot[ok]
 
     def render(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pictures uint8 (B, side, side), the brightest cell 255, and labels (B,)."""
+        """Return images uint8 (B, side, side), whose brightest pixel is 255, and labels (B,)."""
         contours, table, every, side = self.contours, self.table, self.every, self.table.shape.side
         image = np.zeros(len(every) * self.field.area, np.float32)
 

@@ -1,7 +1,7 @@
-"""Pathfinder's dashes: what each of them, and the room that it takes, looks like around the pixel where it begins.
+"""Templates of Pathfinder's dashes: the drawing of each dash and the room around it, relative to its first pixel.
 
-A dash begins at a whole pixel, and its direction is one of few: whole degrees for the first of a contour, and towards
-a pixel on a circle for the others. So all are drawn once, and a picture is made of copies.
+A dash begins at a whole pixel and has one of a few directions: whole degrees for the first dash of a contour, and
+towards a pixel on a circle for the others. So all dashes are drawn once, and an image is made of copies.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-SEEDS = 360  # directions of a first dash, in degrees; those after them are of the circle
+SEEDS = 360  # directions of a first dash, in degrees; the directions after them belong to the circle
 SOLID = 255
-TOUCH = 1.8 * SOLID  # sum of two rooms from which on dashes touch
-CLEAR = TOUCH - SOLID  # less room touches nothing
+TOUCH = 1.8 * SOLID  # dashes touch if the sum of their rooms reaches this value
+CLEAR = TOUCH - SOLID  # smaller values of room touch nothing
 DISC_EDGE = 2  # pixels around a disc
-NEAR = 1e-9  # sines of right angles are no whole numbers
+NEAR = 1e-9  # tolerance: computed sines of right angles are not whole numbers
 
 
 class Shape(NamedTuple):
-    """What dashes of a picture look like: height and width of the picture, length, thickness, the gap at each end, how
-    much finer than the picture they are drawn, and how straight they follow one another (1: up to a right angle)."""
+    """The shape of the dashes of an image.
+
+    side: height and width of the image.
+    length, thickness: size of a dash in pixels.
+    margin: gap at each end of a dash.
+    scale: factor by which the drawing is finer than the image.
+    continuity: straightness of contours; 1 allows turns of up to a right angle.
+    """
 
     side: int
     length: int
@@ -34,54 +40,60 @@ class Shape(NamedTuple):
 
     @property
     def half(self) -> int:
-        """Pixels from where a dash begins to the edge of its drawing."""
+        """Pixels from the beginning of a dash to the edge of its drawing."""
         return self.length + math.ceil(self.thickness) + self.margin
 
     @property
     def area(self) -> float:
-        """Pixels that a dash and its gaps take of a picture."""
+        """Area in pixels of a dash with its gaps."""
         return (self.length + 2 * self.margin) * (self.thickness + 2 * self.margin)
 
     @property
     def border(self) -> int:
-        """Pixels around a picture that no dash leaves, drawn or thought of."""
+        """Width in pixels of the padding around an image, which contains every drawn or attempted dash."""
         return 2 * self.length + 3 * self.margin + self.half + 1
 
 
 class Copies(NamedTuple):
-    """Of each dash the cells (as offsets in a padded picture) that it changes, and their values, (dashes, cells)."""
+    """Cells that each dash changes (offsets in a padded image) and their values, both (dashes, cells)."""
 
     cells: np.ndarray
     values: np.ndarray
 
     @classmethod
     def of(cls, drawn: np.ndarray, width: int) -> Copies:
-        """Of drawings (dashes, S, S), uint8, whose middle is where a dash begins, in pictures of this width."""
+        """Build the copies from drawings (dashes, S, S), uint8, for padded images of this width.
+
+        A dash begins at the center of its drawing.
+        """
         found = [np.nonzero(each) for each in drawn]
         most, middle = max(len(y) for y, _ in found), drawn.shape[1] // 2
         cells, values = np.empty((len(drawn), most), np.int64), np.empty((len(drawn), most), np.uint8)
         for i, (y, x) in enumerate(found):
-            y, x = (np.pad(axis, (0, most - len(axis)), mode="edge") for axis in (y, x))  # the last one again
+            y, x = (np.pad(axis, (0, most - len(axis)), mode="edge") for axis in (y, x))  # repeat the last cell
             cells[i], values[i] = (y - middle) * width + (x - middle), drawn[i, y, x]
         return cls(cells, values)
 
 
 class Dashes(NamedTuple):
-    """All dashes of a shape, and how they follow one another. A picture stands in the middle of one that is `border`
-    pixels wider on each side; a place of it is a cell, and a way an offset of cells.
+    """All dashes of a shape, and the transitions between them.
+
+    An image is padded by `border` pixels on each side. A place in the padded image is the index of a cell, and a
+    displacement is an offset of cells. Seeds are the first dashes of contours.
 
     Args:
-        ink: What is seen.
-        room: What no other dash may touch, 0 to 255.
-        wide: The same, and the gap around it.
+        ink: The visible drawing.
+        room: The area that no other dash may touch, 0 to 255.
+        wide: The area of `room` with the gap around it.
         check: The cells of `room` where touching is possible.
-        solid: The cells where `room` is whole.
-        reach: Of the solid cells of seeds: (SEEDS, 4), least and greatest row and column.
-        first: From the beginning of a seed to its pivot, (SEEDS, 2) rows and columns, and to its end, (SEEDS, 2).
-        move: From a dash's pivot to that of the next one, (dashes,) cells.
-        ends: From the next one's pivot to where it may end, (dashes, K) cells.
-        weights: How likely each of those is, (dashes, K).
-        follow: The dash that it would be, (dashes, K).
+        solid: The cells where `room` is 255.
+        reach: Bounds of the solid cells of seeds, (SEEDS, 4): least and greatest row, least and greatest column.
+        first: Displacement from the beginning of a seed to its pivot and to its end, (SEEDS, 4) rows and columns.
+        move: Offset from the pivot of a dash to the pivot of the next dash, (dashes,) cells.
+        ends: Offsets from the next pivot to the far ends of the K candidates for the next dash, where their drawings
+            begin, (dashes, K) cells.
+        weights: Unnormalized probabilities of the candidates, (dashes, K).
+        follow: Indices of the candidate dashes, (dashes, K).
     """
 
     shape: Shape
@@ -105,21 +117,22 @@ class Dashes(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def dashes(shape: Shape) -> Dashes:
-    """Draw them all."""
+    """Draw all dashes of a shape."""
     _, length, _, margin, scale, continuity = shape
     circle = ring(length + margin)
     degrees, angles = np.deg2rad(np.arange(SEEDS) - 180), np.arctan2(circle[:, 0], circle[:, 1])
     half, border = shape.half, shape.border
-    fine = np.stack([line(angle, half, shape) for angle in [*degrees, *(angles + np.pi)]])  # the others run backwards
+    # dashes after the first of a contour are drawn backwards
+    fine = np.stack([line(angle, half, shape) for angle in [*degrees, *(angles + np.pi)]])
     ink, room = (shrunk(each, 2 * half + 1) for each in (fine, dilated(fine, margin * scale)))
     wide = dilated(np.pad(room, ((0, 0), (margin, margin), (margin, margin))), margin)
     solid = np.where(room == SOLID, room, 0)
-    solid[:, half, half] = SOLID  # where it begins, at least
+    solid[:, half, half] = SOLID  # at least the first pixel of the dash
     reach = np.array([(y.min(), y.max(), x.min(), x.max()) for y, x in map(np.nonzero, solid[:SEEDS])]) - half
     heads = towards(degrees, length)
     first = np.concatenate([heads + towards(degrees + np.pi, length + margin), heads], 1)
 
-    cells = np.array([shape.side + 2 * border, 1])  # in a row, and in a column
+    cells = np.array([shape.side + 2 * border, 1])  # offset of one row, and of one column
     directions = np.concatenate([degrees, angles])
     turn = np.abs(directions[:, None] - angles)
     turn = np.minimum(turn, 2 * np.pi - turn) * continuity  # (dashes, circle)
@@ -141,19 +154,19 @@ def dashes(shape: Shape) -> Dashes:
 
 
 def ring(radius: int) -> np.ndarray:
-    """Pixels (K, 2), about one for each pixel of its length, on a circle around a pixel."""
+    """Return pixels (K, 2) on a circle around a pixel, about one per pixel of its circumference."""
     angles = np.arange(0, 2 * np.pi - NEAR, 1 / radius)
     places = radius * np.stack([np.sin(angles), np.cos(angles)], 1)
     return np.unique(np.floor(places + NEAR).astype(np.int64), axis=0)
 
 
 def towards(angles: np.ndarray, distance: float) -> np.ndarray:
-    """Whole (rows, columns), (..., 2), at a distance in these directions, rounded up."""
+    """Return whole (rows, columns), shape (..., 2), at a distance in these directions, rounded up."""
     return np.ceil(distance * np.stack([np.sin(angles), np.cos(angles)], -1) - NEAR).astype(np.int64)
 
 
 def line(angle: float, half: int, shape: Shape) -> np.ndarray:
-    """A dash in this direction, white on black, as fine as it is drawn; it begins in the middle."""
+    """Draw a dash in this direction at the fine scale, white on black; it begins at the center."""
     side, middle = 2 * half * shape.scale + 1, half * shape.scale
     picture = Image.new("L", (side, side))
     row, column = middle + towards(np.asarray(angle), shape.length * shape.scale)
@@ -163,7 +176,7 @@ def line(angle: float, half: int, shape: Shape) -> np.ndarray:
 
 
 def dilated(pictures: np.ndarray, radius: int) -> np.ndarray:
-    """Each pixel of (N, H, W) the brightest in a disc around it."""
+    """Dilate images (N, H, H): each pixel becomes the maximum over a disc around it."""
     side, out = pictures.shape[1], pictures.copy()
     around = np.pad(pictures, ((0, 0), (radius, radius), (radius, radius)))
     for y in range(-radius, radius + 1):
@@ -175,13 +188,13 @@ def dilated(pictures: np.ndarray, radius: int) -> np.ndarray:
 
 
 def shrunk(pictures: np.ndarray, side: int) -> np.ndarray:
-    """Squares (N, S, S) as ones of another side, smoothed."""
+    """Resize square images (N, S, S) to another side, with smoothing."""
     resize = functools.partial(Image.Image.resize, size=(side, side), resample=Image.Resampling.LANCZOS)
     return np.stack([np.asarray(resize(Image.fromarray(each))) for each in pictures])
 
 
 def disc(radius: float, scale: int, width: int) -> Copies:
-    """A white disc around a pixel."""
+    """Draw a white disc around a pixel."""
     half = math.ceil(radius) + DISC_EDGE
     y, x = np.ogrid[: scale * (2 * half + 1), : scale * (2 * half + 1)]
     fine = ((y - half * scale) ** 2 + (x - half * scale) ** 2 <= (radius * scale) ** 2) * np.uint8(255)

@@ -1,4 +1,4 @@
-"""LRA's "text" and "retrieval" tasks: documents, or pairs of them, byte by byte or character by character."""
+"""Documents of LRA's "text" and "retrieval" tasks: single documents or pairs, as bytes or as characters."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from lion.config import ConfigError, setting
 from lion.tasks.sequences import SequenceInfo
 
 FIRST = 1 + max(PAD, UNKNOWN, END)  # id of the first byte or character
-ROWS = 1000  # of a table in a part
-EMPTY = ("", "b''", 'b""')  # of a document, as text, and as LRA's files write bytes
+ROWS = 1000  # rows of a table in a part
+EMPTY = ("", "b''", 'b""')  # empty documents: as text, and in the notation for bytes of LRA's files
 PAIRS = {split: f"new_aan_pairs.{name}.tsv" for split, name in (("train", "train"), ("val", "eval"), ("test", "test"))}
 
 
 @dataclass
 class DocumentConfig(TokenConfig):
-    """Settings of documents, which are cut to `length` tokens.
+    """Settings of documents, which are truncated to `length` tokens.
 
-    tokenizer: `bytes` of their UTF-8, as LRA; or `characters` that stand `min_count` times in the training documents,
-        the others being unknown, as S5.
+    tokenizer: `bytes` of UTF-8, as in LRA, or `characters`, as in S5.
+    min_count: Minimum count of a character in the training documents; rarer characters are unknown.
     """
 
     tokenizer: str = setting("bytes", choices=("bytes", "characters"))
@@ -44,21 +44,21 @@ class DocumentConfig(TokenConfig):
 
 
 class Row(NamedTuple):
-    """The documents of a sample, and its class."""
+    """The documents of a sample and its class."""
 
     texts: tuple[str, ...]
     label: int
 
 
 class Ids:
-    """From text to ids; the end token is the last, also of what was cut."""
+    """An encoder from text to ids; the last id is the end token, also for truncated text."""
 
     def __init__(self, length: int, characters: str | None = None) -> None:
         self.length = length
         self.of = None if characters is None else {c: FIRST + i for i, c in enumerate(characters)}
 
     def encode(self, text: str) -> np.ndarray:
-        """(L,) with L no more than `length`."""
+        """Encode a text as ids (L,), with L at most `length`."""
         if self.of is None:
             ids = np.frombuffer(text.encode()[: self.length - 1], np.uint8).astype(np.uint16) + FIRST
         else:
@@ -76,7 +76,7 @@ class Ids:
 
 
 def count_characters(rows: Iterator[Row], config: DocumentConfig) -> str | None:
-    """Those that have an id, in their order in Unicode; None for bytes."""
+    """Return the characters that have an id, in the order of Unicode; None for bytes."""
     if config.tokenizer == "bytes":
         return None
     found = Counter[str]()
@@ -87,10 +87,10 @@ def count_characters(rows: Iterator[Row], config: DocumentConfig) -> str | None:
 
 
 class Documents(SequenceSet):
-    """Documents with a class."""
+    """A data set of documents, or of pairs of documents, with a class."""
 
     parts_of_a_sample = 1
-    samples: int  # published, to train on
+    samples: int  # published number of training samples
 
     def identity(self) -> Any:
         keys = ("tokenizer", "length", *(("min_count",) if self.config.tokenizer == "characters" else ()))
@@ -98,10 +98,10 @@ class Documents(SequenceSet):
 
     @abstractmethod
     def place(self) -> Any:
-        """Which documents they are, as JSON.
+        """Return the identity of the documents, as JSON.
 
         Raises:
-            ConfigError: They are not there.
+            ConfigError: The documents are missing.
         """
 
     def info(self, manifest: dict[str, Any]) -> SequenceInfo:
@@ -111,30 +111,30 @@ class Documents(SequenceSet):
         return SequenceInfo(2, self.config.length, vocabulary, self.parts_of_a_sample, alphabet=alphabet)
 
     def published(self) -> tuple[SequenceInfo, int] | None:
-        if self.config.tokenizer == "characters":  # how many there are, the documents tell
+        if self.config.tokenizer == "characters":  # the vocabulary depends on the documents
             return None
         return self.info({"characters": None}), min(self.samples, self.config.limit or self.samples)
 
     def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
-        """{tokens}: of a text file; of a pair of documents, also {second}: what follows a tab."""
+        """Load a text file as {tokens}; for a pair of documents, {second} is the text after the first tab."""
         try:
             text = user_path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read ({error})") from None
         texts = text.split("\t", 1) if self.parts_of_a_sample == 2 else [text]
         if len(texts) != self.parts_of_a_sample:
-            raise ConfigError(f"{path}: expected two documents with a tab between")
+            raise ConfigError(f"{path}: expected two documents separated by a tab")
         characters = self.characters() if self.config.tokenizer == "characters" else None
         ids = Ids(info.length, characters)
         return {name: torch.from_numpy(ids.encode(t).astype(np.int64)) for name, t in zip(("tokens", "second"), texts)}
 
     def characters(self) -> str:
-        """Of the samples that were made."""
+        """Return the characters of the prepared samples."""
         return read_manifest(self.folder)["characters"]
 
 
 class DocumentLines(Lines):
-    """Files with a sample a line."""
+    """A source of documents from files with one sample per line."""
 
     def __init__(self, files: dict[str, Path], config: DocumentConfig) -> None:
         super().__init__(files)
@@ -150,7 +150,11 @@ class DocumentLines(Lines):
 
     @abstractmethod
     def row(self, where: Place, line: str) -> Row:
-        """Raises ConfigError: The line is no sample."""
+        """Parse a line.
+
+        Raises:
+            ConfigError: The line is not a valid sample.
+        """
 
 
 # text
@@ -160,9 +164,10 @@ class DocumentLines(Lines):
 class ImdbConfig(DocumentConfig):
     """Settings of IMDB.
 
-    path: A Hub id, or a folder with train.jsonl and test.jsonl (columns `text` and `label`; val.jsonl where there is
-        one), or with parquet files that are named so.
-    val_split: Share of the training documents that validate, where none do; null: the test documents, as S5.
+    path: A Hub id, or a folder with train.jsonl and test.jsonl, and optionally val.jsonl (columns `text` and `label`),
+        or with parquet files of these names.
+    val_split: Share of the training documents used for validation, if there is no validation split; null: the test
+        documents are used, as in S5.
     """
 
     name: str = "imdb"
@@ -172,7 +177,7 @@ class ImdbConfig(DocumentConfig):
 
 
 class Imdb(Documents):
-    """Reviews, bad (0) or good (1)."""
+    """Reviews of IMDB, bad (0) or good (1)."""
 
     Config, samples = ImdbConfig, 25_000
 
@@ -182,15 +187,15 @@ class Imdb(Documents):
 
     def place(self) -> Any:
         if not self.config.path:
-            raise ConfigError("data.path: missing, a Hub id, or a folder with train.jsonl and test.jsonl")
+            raise ConfigError("data.path: missing, expected a Hub id, or a folder with train.jsonl and test.jsonl")
         root = user_path(self.config.path)
         return stamps([file for files in self.files(root).values() for file in files]) if root.exists() else str(root)
 
     def files(self, root: Path) -> dict[str, list[Path]]:
-        """JSON lines by split, or parquet.
+        """Return the files of JSON lines, or else of parquet, by split.
 
         Raises:
-            ConfigError: No train, or nothing to validate on.
+            ConfigError: There are no training documents, or no documents for validation.
         """
         lines = {split: root / f"{split}.jsonl" for split in ("train", *VAL, *TEST)}
         found = {split: [path] for split, path in lines.items() if path.is_file()}
@@ -199,7 +204,7 @@ class Imdb(Documents):
         if "train" not in found or (len(found) < 2 and not self.config.val_split):
             raise ConfigError(
                 f"data set '{self.config.name}': no {'test' if 'train' in found else 'train'}.jsonl in {root}; "
-                "data.path is a Hub id, or a folder with train.jsonl and test.jsonl, or with parquet files named so"
+                "data.path must be a Hub id, or a folder with train.jsonl and test.jsonl or such parquet files"
             )
         return found
 
@@ -212,37 +217,37 @@ class Imdb(Documents):
 
 
 def known(split: str) -> str:
-    """Ours, of the names that a split may have."""
+    """Map the name of a split to `train`, `val` or `test`."""
     return "val" if split in VAL else split
 
 
 def load_table(path: str, files: dict[str, list[Path]] | None) -> dict[str, Any]:
-    """Tables of the `datasets` library by split: of parquet files, or of a Hub id.
+    """Load tables with the `datasets` library, by split, from parquet files or from a Hub id.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: The tables cannot be loaded.
     """
-    import datasets  # takes a second
+    import datasets  # this import takes a second
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it cannot read is said below
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at every retry
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # unreadable files become a ConfigError below
     try:
         if files is None:
             found = datasets.load_dataset(path)
         else:
             found = datasets.load_dataset("parquet", data_files={s: [str(f) for f in fs] for s, fs in files.items()})
-    except Exception as error:  # what a missing network, a missing set and a broken file raise has no common type
+    except Exception as error:  # errors of the network, a missing set or a broken file share no type
         reason = (str(error).splitlines() or [""])[0]
-        what = "is no local folder, and cannot be had from the Hub" if files is None else "cannot be read"
+        what = "is not a local folder and cannot be loaded from the Hub" if files is None else "cannot be read"
         raise ConfigError(f"data.path: {path!r} {what} ({type(error).__name__}: {reason})") from None
     return {known(split): found[split] for split in found if split in ("train", *VAL, *TEST)}
 
 
 def review(row: Any, where: Any) -> Row:
-    """A sample of a row with columns.
+    """Return the sample of a row with columns `text` and `label`.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The row is not a valid sample.
     """
     if not isinstance(row, dict) or not isinstance(row.get("text"), str) or row.get("label") not in (0, 1):
         raise ConfigError(f"{where}: expected a text and a label 0 or 1, got {str(row)[:60]!r}")
@@ -250,17 +255,17 @@ def review(row: Any, where: Any) -> Row:
 
 
 class Reviews(DocumentLines):
-    """JSON lines."""
+    """A source of reviews from JSON lines."""
 
     def row(self, where: Place, line: str) -> Row:
         try:
             return review(json.loads(line), where)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: no JSON ({error})") from None
+            raise ConfigError(f"{where}: not JSON ({error})") from None
 
 
 class ReviewTable(Source):
-    """Tables of the `datasets` library."""
+    """A source of reviews from tables of the `datasets` library."""
 
     def __init__(self, tables: dict[str, Any], config: ImdbConfig) -> None:
         self.tables, self.path = tables, config.path
@@ -285,7 +290,7 @@ class ReviewTable(Source):
 
 @dataclass
 class AanConfig(DocumentConfig):
-    """Settings of AAN. `path`: LRA's folder tsv_data; null: `aan` in the data root."""
+    """Settings of AAN. `path` is LRA's folder tsv_data; null: `aan` in the data root."""
 
     name: str = "aan"
     length: int = setting(4000, min=2, max=2**20)
@@ -293,7 +298,7 @@ class AanConfig(DocumentConfig):
 
 
 class Aan(Documents):
-    """Pairs of papers of the ACL Anthology Network: does one cite the other?"""
+    """Pairs of papers of the ACL Anthology Network; the label is 1 if one paper cites the other."""
 
     Config, samples, parts_of_a_sample = AanConfig, 147_086, 2
 
@@ -309,18 +314,18 @@ class Aan(Documents):
 
 
 class Pairs(DocumentLines):
-    """LRA's files: label, two names and two documents, with tabs between; quotation marks are text."""
+    """A source of LRA's files: label, two names and two documents, separated by tabs; quotation marks are text."""
 
     def row(self, where: Place, line: str) -> Row:
         columns = line.split("\t")
         if len(columns) != 5:
             raise ConfigError(
-                f"{where}: expected label, two names and two documents with tabs between, got {len(columns)} columns"
+                f"{where}: expected label, two names and two documents separated by tabs, got {len(columns)} columns"
             )
         label, _, _, first, second = columns
         empty = [which for which, text in (("first", first), ("second", second)) if text.strip() in EMPTY]
         if empty:
-            raise ConfigError(f"{where}: half a pair, the {empty[0]} document is empty")
+            raise ConfigError(f"{where}: incomplete pair, the {empty[0]} document is empty")
         if label.strip() not in ("0", "1", "0.0", "1.0"):
             raise ConfigError(f"{where}: expected label 0 or 1, got {label[:20]!r}")
         return Row((first, second), int(float(label)))

@@ -1,4 +1,4 @@
-"""Text files with a sample a line, in parts that any process can read."""
+"""Text files with one sample per line, in parts that any process can read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lion.config import ConfigError
 
 
 class Place(NamedTuple):
-    """The line that begins `index` lines after a byte; its number is counted where an error asks for it."""
+    """The line `index` lines after a byte offset; its number in the file is counted only for an error message."""
 
     path: Path
     byte: int
@@ -25,11 +25,11 @@ class Place(NamedTuple):
 
 
 class Lines(Source):
-    """Files by split, of which the lines of each part are read by their place alone.
+    """A source of one text file per split; each part is read by its position alone.
 
     Args:
         files: The file of each split.
-        header: The first line of each, the names of its columns.
+        header: The expected first line of each file, with the names of the columns; None: no header.
     """
 
     def __init__(self, files: dict[str, Path], *, header: str | None = None) -> None:
@@ -50,20 +50,20 @@ class Lines(Source):
 
     @abstractmethod
     def arrays(self, rows: list[tuple[Place, str]]) -> Arrays:
-        """Of (where it stands, line).
+        """Return the arrays of rows (place, line).
 
         Raises:
-            ConfigError: A line holds no sample.
+            ConfigError: A line is not a valid sample.
         """
 
     def origin(self, split: str) -> str:
         return str(self.files[split])
 
     def rows(self, part: Part) -> Iterator[tuple[Place, str]]:
-        """Where each line of a part stands, and the line; empty ones are left out.
+        """Yield (place, line) for each nonempty line of a part.
 
         Raises:
-            ConfigError: It cannot be read.
+            ConfigError: The file cannot be read, or its header is wrong.
         """
         path = self.files[part.split]
         size = os.path.getsize(path)
@@ -73,13 +73,13 @@ class Lines(Source):
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
         for index, line in enumerate(raw.split(b"\n")):
-            if not line.strip(b" \r"):  # of tabs alone it is a row of empty columns
+            if not line.strip(b" \r"):  # a line of tabs is a row of empty columns, so it counts
                 continue
             where, top = Place(path, begin, index), begin == index == 0
             try:
                 text = line.decode("utf-8-sig" if top else "utf-8").rstrip("\r")
             except UnicodeDecodeError as error:
-                raise ConfigError(f"{where}: no UTF-8 text ({error.reason})") from None
+                raise ConfigError(f"{where}: not UTF-8 text ({error.reason})") from None
             if not top or self.header is None:
                 yield where, text
             elif text.strip() != self.header:
@@ -87,7 +87,7 @@ class Lines(Source):
 
 
 def count_lines(path: Path, end: int) -> int:
-    """Lines that end in the first `end` bytes of a file."""
+    """Count the lines that end in the first `end` bytes of a file."""
     found = 0
     with open(path, "rb") as file:
         while end and (block := file.read(min(end, 2**20))):

@@ -1,7 +1,7 @@
-"""ListOps: nested operators on lists of digits, whose value, 0 to 9, is the class (1804.06028; long ones: 2011.04006).
+"""ListOps: nested operators on lists of digits; the class is the value, 0 to 9 (arXiv 1804.06028; long: 2011.04006).
 
-`[MAX 2 9 [MIN 4 7 ] 0 ]` is 9. A token is a digit, an operator with its opening bracket, or `]`; the parentheses of the
-files, which only pair what stands beside them, are none.
+`[MAX 2 9 [MIN 4 7 ] 0 ]` is 9. A token is a digit, an operator with its opening bracket, or `]`. The parentheses in the
+files are not tokens: they only group the tokens into a binary tree.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lion.tasks.sequences import SequenceInfo
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,
     "[MAX": max,
-    "[MED": lambda values: int(statistics.median(values)),  # of an even number the mean of the two in the middle
+    "[MED": lambda values: int(statistics.median(values)),  # even count: truncated mean of the middle two
     "[SM": lambda values: sum(values) % 10,
 }
 CLOSE = "]"
@@ -49,20 +49,20 @@ IDS = {"<pad>": PAD, "<unk>": UNKNOWN, "<eos>": END, **{token: 3 + i for i, toke
 OF_TOKEN = {token: IDS[token] for token in TOKENS}
 OF_ID = {i: token for token, i in IDS.items()}
 DIGIT, CLOSING = IDS["0"], IDS[CLOSE]
-FILES = {"train": "basic_train.tsv", "val": "basic_val.tsv", "test": "basic_test.tsv"}  # of LRA
-LEAF = 0.75  # the share of nodes that are digits
-PART = 500  # samples
-TRIES = 100_000  # expressions that may be drawn for one that is neither too short nor too long
+FILES = {"train": "basic_train.tsv", "val": "basic_val.tsv", "test": "basic_test.tsv"}  # files of LRA
+LEAF = 0.75  # probability that a node below the root is a digit
+PART = 500  # samples of a part
+TRIES = 100_000  # maximum number of drawn expressions until one has a valid length
 
 
 @dataclass
 class ListOpsConfig(GeneratedConfig, TokenConfig):
-    """Settings of ListOps; those of the generator are LRA's.
+    """Settings of ListOps; the defaults of the generator are LRA's.
 
-    max_depth: Of operators in one another, and a last level of digits.
-    max_args: Arguments of an operator, of which there are 2 at least.
-    min_length, max_length: Tokens lie between these, and are neither.
-    path: A folder with LRA's basic_train.tsv, basic_val.tsv, basic_test.tsv, in place of what is generated.
+    max_depth: Maximum depth of the tree; the last level holds only digits.
+    max_args: Maximum number of arguments of an operator; the minimum is 2.
+    min_length, max_length: Exclusive bounds of the number of tokens, without the end token.
+    path: A folder with LRA's basic_train.tsv, basic_val.tsv and basic_test.tsv, which replace generated samples.
     """
 
     name: str = "listops"
@@ -79,7 +79,7 @@ class ListOpsConfig(GeneratedConfig, TokenConfig):
             longest = min(2 + self.max_args * longest, 2**62)
         if self.min_length + 2 > self.max_length:
             raise ValueError(
-                f"max_length: no length lies between min_length={self.min_length} and {self.max_length}, "
+                f"max_length: no length is strictly between min_length={self.min_length} and {self.max_length}, "
                 f"nearest: {self.min_length + 2}"
             )
         if longest <= self.min_length:
@@ -89,18 +89,18 @@ class ListOpsConfig(GeneratedConfig, TokenConfig):
             )
         if self.path is None and self.max_length > self.length:
             raise ValueError(
-                f"length: {self.length} tokens, but max_length={self.max_length} has samples of as many with the end "
-                f"token, nearest: {self.max_length}"
+                f"length: {self.length} tokens, but samples have up to max_length={self.max_length} tokens with the "
+                f"end token, nearest: {self.max_length}"
             )
 
     def resized(self, sample_size: int) -> Self:
-        """Expressions of a length of LRA's share of it."""
+        """Return settings with another `length`, and with `min_length` and `max_length` scaled in proportion."""
         low, high = sample_size * self.min_length // self.length, sample_size * self.max_length // self.length
         return replace(self, length=sample_size, min_length=low, max_length=max(high, low + 2))
 
 
 class ListOps(SequenceSet):
-    """Generated, or read from LRA's files."""
+    """ListOps, generated or read from LRA's files."""
 
     Config = ListOpsConfig
 
@@ -123,7 +123,7 @@ class ListOps(SequenceSet):
         return self.info(), self.config.samples if self.config.limit is None else self.config.limit
 
     def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
-        """{tokens}: of an expression in a text file."""
+        """Load the expression in a text file as {tokens}."""
         try:
             text = user_path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -134,26 +134,26 @@ class ListOps(SequenceSet):
 
 
 def parse(text: str, where: Place | str) -> list[int]:
-    """The ids of an expression.
+    """Parse an expression into ids.
 
     Raises:
-        ConfigError: A word is no token.
+        ConfigError: A word is not a token.
     """
     words = text.replace("(", " ").replace(")", " ").split()
     try:
         return [OF_TOKEN[word] for word in words]
     except KeyError as error:
-        raise ConfigError(f"{where}: {error.args[0]!r} is no token of ListOps ({' '.join(TOKENS)})") from None
+        raise ConfigError(f"{where}: {error.args[0]!r} is not a token of ListOps ({' '.join(TOKENS)})") from None
 
 
 def evaluate(ids: list[int], where: Place | str) -> int:
-    """The value of an expression.
+    """Return the value of an expression.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The ids are not a valid expression.
     """
     stack: list[tuple[int, list[int]]] = []
-    values: list[int] = []  # of the operator that is open, or, outside, of the whole
+    values: list[int] = []  # arguments of the open operator, or values at the top level
     for i, token in enumerate(ids, 1):
         if token == CLOSING:
             if not stack:
@@ -175,7 +175,7 @@ def evaluate(ids: list[int], where: Place | str) -> int:
 
 
 def arrays_of(samples: list[tuple[list[int], int]]) -> Arrays:
-    """Of (ids, value); each sample ends with its end token."""
+    """Return the arrays of samples (ids, value), and append the end token to each sample."""
     rows = [[*ids, END] for ids, _ in samples]
     return {
         "tokens": np.array([i for row in rows for i in row], np.uint8),
@@ -185,7 +185,7 @@ def arrays_of(samples: list[tuple[list[int], int]]) -> Arrays:
 
 
 class Rows(Lines):
-    """LRA's files: an expression and its value in each row, which are compared."""
+    """A source of LRA's files: each row has an expression and its value, which is checked."""
 
     def __init__(self, files: dict[str, Path], length: int) -> None:
         super().__init__(files, header="Source\tTarget")
@@ -204,14 +204,17 @@ class Rows(Lines):
             raise ConfigError(f"{where}: the expression's value is {value}, its label {int(target)}")
         if len(ids) >= self.length:
             raise ConfigError(
-                f"{where}: {len(ids)} tokens and the end token, data.length is {self.length}; cut, it would be "
-                f"another expression, nearest: {len(ids) + 1}"
+                f"{where}: {len(ids)} tokens and the end token, data.length is {self.length}; truncation would "
+                f"change the expression, nearest: {len(ids) + 1}"
             )
         return ids, value
 
 
 class Generator(Source):
-    """Expressions drawn by (seed, split, number): neither processes nor the hashes of a set decide which."""
+    """A source of generated expressions.
+
+    An expression depends only on (seed, split, number), not on the number of processes or on the hash order of a set.
+    """
 
     def __init__(self, config: ListOpsConfig) -> None:
         self.config = config
@@ -224,24 +227,25 @@ class Generator(Source):
         return arrays_of([(ids, evaluate(ids, "generated")) for ids in drawn])
 
     def draw(self, split: str, number: int, attempt: int = 0) -> list[int]:
-        """The ids of an expression.
+        """Draw an expression and return its ids.
 
         Raises:
-            ConfigError: Hardly any expression has the lengths that are asked for.
+            ConfigError: Hardly any expression has a length within the bounds.
         """
         config = self.config
-        uniform = random.Random(derive(config.seed, split, number, attempt)).random  # the same in every Python
+        # the same numbers in every version of Python
+        uniform = random.Random(derive(config.seed, split, number, attempt)).random
         for _ in range(TRIES):
             ids = expression(uniform, config.max_depth, config.max_args, config.max_length)
             if len(ids) > config.min_length:
                 return ids
         raise ConfigError(
-            f"data.min_length: of {TRIES:,} expressions none had more than {config.min_length} and less than "
+            f"data.min_length: of {TRIES:,} expressions none had more than {config.min_length} and fewer than "
             f"{config.max_length} tokens (data.max_depth={config.max_depth}, data.max_args={config.max_args})"
         )
 
     def finish(self, path: Callable[[Part], Path]) -> None:
-        """Draw what was drawn before anew, in order: every expression is there once, in one split alone."""
+        """Replace duplicates in order, so that every expression occurs once and in one split only."""
         parts, seen, again = self.parts(), set[bytes](), list[tuple[Part, int]]()
         for part in parts:
             arrays = read_part(path(part))
@@ -259,10 +263,10 @@ class Generator(Source):
             write_part(path(part), arrays_of(samples))
 
     def unseen(self, split: str, number: int, seen: set[bytes]) -> list[int]:
-        """An expression that was not drawn yet.
+        """Draw an expression that is not in `seen`, and add it.
 
         Raises:
-            ConfigError: There are too few.
+            ConfigError: There are too few different expressions.
         """
         for attempt in range(1, 1000):
             ids = self.draw(split, number, attempt)
@@ -277,15 +281,17 @@ class Generator(Source):
 
 
 def expression(uniform: Callable[[], float], max_depth: int, max_args: int, max_length: int) -> list[int]:
-    """The ids of a tree whose root is an operator (LRA throws single digits away: they are too short); none where it
-    has `max_length` tokens or more."""
+    """Draw the ids of a tree; the list is empty if the tree has `max_length` tokens or more.
+
+    The root is an operator, because LRA discards single digits as too short.
+    """
     ids: list[int] = []
     operators = len(OPERATORS)
     first = IDS["[MIN"]
-    todo = [1]  # depths of the nodes to come, the next one last; 0 closes a bracket
+    todo = [1]  # depths of the remaining nodes, the next one last; 0 closes a bracket
     while todo:
         depth = todo.pop()
-        if len(ids) + len(todo) + 1 >= max_length:  # each of them is a token at least
+        if len(ids) + len(todo) + 1 >= max_length:  # each remaining node is at least one token
             return []
         if not depth:
             ids.append(CLOSING)

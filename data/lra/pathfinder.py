@@ -1,4 +1,4 @@
-"""Pathfinder (1805.08315, 2011.04006): are the two discs of a picture at the ends of one dashed contour?"""
+"""Pathfinder (arXiv 1805.08315, 2011.04006): the label is 1 if two discs mark the ends of one dashed contour."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ from lion.tasks.sequences import SequenceInfo
 
 log = logging.getLogger("lion")
 
-FOLDERS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}  # by dashes; the last is LRA's
-EMPTY, EMPTY_SIDE = "curv_baseline/imgs/0/sample_172.png", 32  # of LRA's files for 32 pixels: no picture
+# folders by dashes per contour; the last one is LRA's task
+FOLDERS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
+EMPTY, EMPTY_SIDE = "curv_baseline/imgs/0/sample_172.png", 32  # an empty file among LRA's images of 32 x 32
 
 
 @dataclass
 class PathfinderConfig(GeneratedConfig, PixelConfig):
-    """Settings of Pathfinder; those of the generator are LRA's for pictures of 32 x 32.
+    """Settings of Pathfinder; the defaults of the generator are LRA's for images of 32 x 32.
 
-    contour_length: Dashes of a contour; 14 is LRA's task, 6 and 9 are its easier ones.
-    paddle_length, paddle_thickness: Of a dash.
-    margins: Gaps around dashes; each picture has one of them.
-    antialias: How much finer than the picture dashes are drawn.
-    continuity: How straight contours are, 1: turns of up to a right angle.
+    contour_length: Dashes of a contour; 14 is LRA's task, 6 and 9 are its easier variants.
+    paddle_length, paddle_thickness: Size of a dash in pixels.
+    margins: Gaps around dashes in pixels; each image uses one of them.
+    antialias: Factor by which dashes are drawn finer than the image.
+    continuity: Straightness of contours; 1 allows turns of up to a right angle.
     frame: Width of the border that stays free.
-    seed_distance: Between the beginnings of the two contours.
-    marker_radius: Of the discs.
-    distractor_length: Of other contours; null: a third of `contour_length`.
-    distractors: How many of them at most; null: as many as `distractor_dashes` are enough for.
-    contrast, distractor_contrast: Brightness of dashes, that of the discs being 1.
-    path: LRA's folder of pictures and metadata, in place of what is generated; a tenth is held out twice.
+    seed_distance: Distance between the beginnings of the two contours.
+    marker_radius: Radius of the discs.
+    distractor_length: Dashes of a distractor contour; null: a third of `contour_length`.
+    distractors: Maximum number of distractors; null: `distractor_dashes` divided by their length, rounded down.
+    contrast, distractor_contrast: Brightness of dashes; the brightness of the discs is 1.
+    path: LRA's folder of images and metadata, which replace generated samples; one tenth becomes `val`, and
+        another tenth `test`.
     """
 
     name: str = "pathfinder"
@@ -69,8 +71,8 @@ class PathfinderConfig(GeneratedConfig, PixelConfig):
             raise ValueError(f"margins: expected gaps of 1 to 32 pixels, got {list(self.margins)}")
         if thickness != round(thickness):
             raise ValueError(
-                f"paddle_thickness: {self.paddle_thickness} is no whole number of pixels drawn {self.antialias} times "
-                f"finer (antialias), nearest: {max(1, round(thickness)) / self.antialias}"
+                f"paddle_thickness: {self.paddle_thickness} is not a whole number of pixels drawn {self.antialias} "
+                f"times finer (antialias), nearest: {max(1, round(thickness)) / self.antialias}"
             )
         if 2 * self.frame >= self.side:
             raise ValueError(
@@ -80,8 +82,8 @@ class PathfinderConfig(GeneratedConfig, PixelConfig):
             raise ValueError(f"side: {self.side} pixels have no room for two contours, nearest: 5")
         if 4 * self.seed_distance >= self.side:
             raise ValueError(
-                f"seed_distance: contours begin twice {self.seed_distance} pixels from every border, which {self.side} "
-                f"pixels (side) have no room for, nearest: {(self.side - 1) // 4}"
+                f"seed_distance: contours begin twice {self.seed_distance} pixels from every border, but {self.side} "
+                f"pixels (side) have no room for this, nearest: {(self.side - 1) // 4}"
             )
         room = min(shape.border for shape in self.shapes()) - DISC_EDGE
         if math.ceil(self.marker_radius) > room:
@@ -94,11 +96,11 @@ class PathfinderConfig(GeneratedConfig, PixelConfig):
         if self.contour_length > room:
             raise ValueError(
                 f"contour_length: two contours of {self.contour_length} dashes and their margins take more than "
-                f"{self.side} x {self.side} pixels, no more than {int(room)} could fit"
+                f"{self.side} x {self.side} pixels, at most {int(room)} fit"
             )
 
     def shapes(self) -> list[Shape]:
-        """Of the dashes of one picture, by margin."""
+        """Return the shape of the dashes for each of the margins."""
         drawn = (self.paddle_length, self.paddle_thickness)
         return [Shape(self.side, *drawn, margin, self.antialias, self.continuity) for margin in self.margins]
 
@@ -120,10 +122,10 @@ class PathfinderConfig(GeneratedConfig, PixelConfig):
 
 
 class Pathfinder(PixelSet):
-    """Generated, or read from LRA's files."""
+    """Pathfinder, generated or read from LRA's files."""
 
     Config = PathfinderConfig
-    held_out = {"val": 0.1, "test": 0.1}  # noqa: RUF012  # of LRA's files, which have no splits
+    held_out = {"val": 0.1, "test": 0.1}  # noqa: RUF012  # for LRA's files, which have no splits
 
     def identity(self) -> Any:
         if self.config.path:
@@ -134,23 +136,23 @@ class Pathfinder(PixelSet):
         return Folder(self.config, self.metadata()) if self.config.path else Generator(self.config)
 
     def metadata(self) -> list[Path]:
-        """LRA's files of metadata of the task with this contour length, in order.
+        """Return LRA's metadata files of the task with this contour length, in order.
 
         Raises:
-            ConfigError: There are none.
+            ConfigError: There are no such files.
         """
         config, root = self.config, user_path(self.config.path)
         name = FOLDERS.get(config.contour_length)
         if name is None:
             raise ConfigError(
-                f"data.contour_length: LRA's pictures have {', '.join(map(str, FOLDERS))} dashes a contour"
+                f"data.contour_length: LRA's images have {', '.join(map(str, FOLDERS))} dashes per contour"
             )
         places = (root, root / name, root / f"pathfinder{config.side}" / name)
         found = next((p for p in places if p.name == name and (p / "metadata").is_dir()), None)
         if found is None:
             raise ConfigError(
-                f"data set '{config.name}': no folder {places[1] / 'metadata'}; data.path is LRA's folder "
-                f"pathfinder{config.side}, the task is its {name} (data.contour_length={config.contour_length})"
+                f"data set '{config.name}': no folder {places[1] / 'metadata'}; data.path must be LRA's folder "
+                f"pathfinder{config.side}, the task needs its {name} (data.contour_length={config.contour_length})"
             )
         files = [p for p in (found / "metadata").glob("*.npy") if p.stem.isdecimal()]
         if not files:
@@ -169,7 +171,7 @@ class Pathfinder(PixelSet):
 
 @dataclass
 class PathXConfig(PathfinderConfig):
-    """LRA's settings for pictures of 128 x 128."""
+    """Settings of Path-X: those of LRA for images of 128 x 128."""
 
     name: str = "pathx"
     side: int = setting(128, min=4, max=1024)
@@ -185,13 +187,13 @@ class PathXConfig(PathfinderConfig):
 
 
 class PathX(Pathfinder):
-    """Pathfinder with 16,384 pixels."""
+    """Path-X: Pathfinder with 16,384 pixels."""
 
     Config = PathXConfig
 
 
 class Generator(Source):
-    """Pictures drawn by (seed, split, number): any part can be made anywhere."""
+    """A source of generated images; an image depends only on (seed, split, number)."""
 
     def __init__(self, config: PathfinderConfig) -> None:
         self.config, self.contours = config, config.contours()
@@ -207,7 +209,7 @@ class Generator(Source):
 
 
 class Folder(Source):
-    """LRA's pictures, all of them as `train`, in the order of their metadata."""
+    """A source of LRA's images, all of them as `train`, in the order of their metadata."""
 
     def __init__(self, config: PathfinderConfig, metadata: list[Path]) -> None:
         self.side, self.size = config.side, config.part
@@ -226,17 +228,17 @@ class Folder(Source):
 
 
 def read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
-    """The pictures that a file of metadata names, and their labels.
+    """Yield (path, label) of the images that a metadata file lists.
 
     Raises:
-        ConfigError: A row is none.
+        ConfigError: The file cannot be read, or a row is invalid.
     """
     try:
         with open(path, "rb") as file:
             text = file.read(6) != b"\x93NUMPY"
         rows = [line.split() for line in path.read_text().splitlines()] if text else np.load(path).tolist()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: no metadata ({error})") from None
+        raise ConfigError(f"{path}: not a metadata file ({error})") from None
     root = path.parent.parent
     for number, row in enumerate(rows, 1):
         if not row:
@@ -251,23 +253,25 @@ def read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def once(samples: list[tuple[Path, int]]) -> list[tuple[Path, int]]:
-    """Each picture once, where metadata list it again: it would count twice, and could be trained on and held out.
+    """Return each image once, although metadata may list it repeatedly.
+
+    A repeated image would count twice, and could be both a training and a held-out sample.
 
     Raises:
-        ConfigError: One has two labels.
+        ConfigError: An image has two labels.
     """
     labels: dict[Path, int] = {}
     for picture, label in samples:
         if labels.setdefault(picture, label) != label:
-            raise ConfigError(f"{picture}: its metadata give it the labels {labels[picture]} and {label}")
+            raise ConfigError(f"{picture}: its metadata list both labels {labels[picture]} and {label}")
     if len(labels) < len(samples):
-        log.info("%d pictures are listed more than once, each counts once", len(samples) - len(labels))
+        log.info("%d repeated entries of images are ignored", len(samples) - len(labels))
     return list(labels.items())
 
 
 def is_empty(picture: Path) -> bool:
-    """Whether it is the one of LRA's that is known to be no picture, with a line."""
+    """Return whether a file is the one of LRA's images that is known to be empty; log a line if so."""
     if not picture.as_posix().endswith(EMPTY):
         return False
-    log.info("%s: left out, the file is known to be empty", picture)
+    log.info("%s: skipped, the file is known to be empty", picture)
     return True

@@ -1,4 +1,4 @@
-"""What the sets of the Long Range Arena (2011.04006) share: samples made once, and batches of them."""
+"""Base classes of the Long Range Arena (arXiv 2011.04006) data sets: samples that are prepared once, and batches."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from lion.tasks.data import Batch, DeviceDataset, Splits
 from lion.tasks.sequences import SequenceInfo
 
 PAD, UNKNOWN, END = range(3)  # the first ids of every vocabulary
-STEP = 64  # of the lengths of batches with `pad: batch`
-MOST = 10_000_000  # samples that are generated for a split, a hundred times LRA's
-SPLIT_SEED = 0  # `seed` in a recipe moves no sample between splits
+STEP = 64  # lengths of batches with `pad: batch` are multiples of this
+MOST = 10_000_000  # maximum number of generated samples of a split, a hundred times LRA's
+SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 
 
 @dataclass
 class SequenceConfig(DataConfig):
-    """Settings of every set of long sequences.
+    """Settings of every data set of long sequences.
 
-    root: Where what was made is kept; null: `lra` in the data root.
-    workers: Processes that make it; null: one a core.
-    path: Files to read in place of what is generated, or fetched.
-    limit: Training samples at most, drawn once.
+    root: Folder of the prepared samples; null: `lra` in the data root.
+    workers: Number of processes that prepare samples; null: one per core.
+    path: Files to read instead of generated or downloaded samples.
+    limit: Maximum number of training samples, drawn once.
     """
 
     path: str | None = setting(None, free=True)
@@ -44,8 +44,12 @@ class SequenceConfig(DataConfig):
 
 @dataclass
 class TokenConfig(SequenceConfig):
-    """`length`: tokens of a sample at most, the end token included; `pad`: to this length, which gives all batches one
-    shape, or to the longest sample of a `batch`, rounded up to a multiple of 64."""
+    """Settings of sequences of tokens.
+
+    length: Maximum number of tokens of a sample, including the end token.
+    pad: Target of padding: `length`, which gives all batches one shape, or the longest sample of a `batch`, rounded up
+        to a multiple of 64.
+    """
 
     length: int = setting(2048, min=2, max=2**20)
     pad: str = setting("length", choices=("batch", "length"), free=True)
@@ -56,39 +60,42 @@ class TokenConfig(SequenceConfig):
 
 @dataclass
 class GeneratedConfig(SequenceConfig):
-    """Settings of what is generated, unless `path` names files.
+    """Settings of generated data sets; they have no effect if `path` names files.
 
-    seed: Of the samples; that of a run is another.
-    samples: Training samples; LRA's share of them are the others, where `val_samples` and `test_samples` are null.
+    seed: Seed of the samples, independent of the seed of a run.
+    samples: Number of training samples.
+    val_samples, test_samples: Number of samples of these splits; null: the same share of `samples` as in LRA.
     """
 
     seed: int = setting(0, min=0)
     samples: int = setting(160_000, min=1, max=MOST)
     val_samples: int | None = setting(None, min=1, max=MOST)
     test_samples: int | None = setting(None, min=1, max=MOST)
-    share: ClassVar[int] = 8  # training samples for one of the others
+    share: ClassVar[int] = 8  # training samples per validation or test sample
 
     def counts(self) -> dict[str, int]:
-        """Samples by split."""
+        """Return the number of samples of each split."""
         other = max(1, self.samples // self.share)
         return {"train": self.samples, "val": self.val_samples or other, "test": self.test_samples or other}
 
     def decided(self, *outside: str) -> dict[str, Any]:
-        """The settings that decide the samples, which those that are named do not."""
+        """Return the settings that determine the samples; the settings named in `outside` do not."""
         outside += ("name", "root", "workers", "path", "limit", "samples", "val_samples", "test_samples")
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in outside}
         return settings | {"counts": self.counts()}
 
 
 class Collate:
-    """A batch of samples; tokens are padded."""
+    """A function that collates samples into a batch and pads tokens."""
 
     def __init__(self, length: int, pad: str = "length") -> None:
         self.length, self.pad = length, pad
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
-        """pixels uint8 (B, L), or tokens and segments int64, -1 for padding, (B, L), of pairs (B, 2, L); label (B,)
-        where samples have one."""
+        """Return a batch: pixels uint8 (B, L), or tokens and segments, both int64 (B, L), (B, 2, L) for pairs.
+
+        Segments are 0 for tokens and -1 for padding. The batch has label (B,) if the samples have labels.
+        """
         batch = {}
         if "label" in samples[0]:
             batch["label"] = torch.tensor([sample["label"] for sample in samples])
@@ -110,8 +117,10 @@ class Sequences(DeviceDataset):
     """The samples `indices` of a split.
 
     Args:
-        arrays: `label` (N,), and `pixels` uint8 (N, L), or `tokens` (T,), the samples one after another, with `lengths`
-            (N,); of pairs also `second` with `second_lengths`.
+        arrays: Arrays of the split: `label` (N,), and either `pixels` uint8 (N, L), or the concatenated `tokens` (T,)
+            with `lengths` (N,). Pairs also have `second` with `second_lengths`.
+        collate: Function that builds a batch from a list of samples.
+        indices: Samples of the split to use.
     """
 
     def __init__(self, arrays: Arrays, collate: Collate, indices: Sequence[int]) -> None:
@@ -123,7 +132,7 @@ class Sequences(DeviceDataset):
         return len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{pixels: uint8 (L,)} or {tokens: int64 (L,)}, of pairs also {second}, with its label."""
+        """Return a sample: {pixels: uint8 (L,), label} or {tokens: int64 (L,), label}; pairs also have {second}."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         i = int(self.indices[index])
@@ -138,50 +147,50 @@ class Sequences(DeviceDataset):
     def batch(
         self, indices: Sequence[int], device: torch.device | str, generator: torch.Generator | None = None
     ) -> Batch:
-        """As `Collate` makes it; nothing is left to chance."""
+        """Return the batch that `Collate` builds; it is deterministic."""
         return {name: values.to(device) for name, values in self.collate([self[i] for i in indices]).items()}
 
 
 class SequenceSet(DataSet):
-    """A set of long sequences, made once; then read from memory-mapped files, whatever its size."""
+    """A data set of long sequences, prepared once and then read from memory-mapped files of any size."""
 
     Info = SequenceInfo
-    workers = 0  # batches are made whole, in microseconds
-    held_out: dict[str, float] = {}  # noqa: RUF012  # shares of the training samples that become other splits
+    workers = 0  # whole batches are built in microseconds
+    held_out: dict[str, float] = {}  # noqa: RUF012  # shares of the training samples that become the other splits
 
     @abstractmethod
     def identity(self) -> Any:
-        """What decides the samples, as JSON.
+        """Return the values that determine the samples, as JSON.
 
         Raises:
-            ConfigError: There are no files that it could be read from.
+            ConfigError: The files of the data set are missing.
         """
 
     @abstractmethod
     def source(self) -> Source:
-        """Where samples come from."""
+        """Open the source of the samples."""
 
     @abstractmethod
     def info(self, manifest: dict[str, Any]) -> SequenceInfo:
-        """Of what was made."""
+        """Return the info of prepared samples."""
 
     @functools.cached_property
     def folder(self) -> Path:
-        """Where the samples are; its name is of all that decides them."""
+        """The folder of the samples; its name is a hash of all that determines them."""
         decided = {"name": self.config.name, "format": FORMAT, "of": self.identity()}
         root = user_path(self.config.root) if self.config.root else data_root() / "lra"
         return root / f"{self.config.name}-{mark_of(decided)}"
 
     def prepare(self) -> None:
-        """Make the samples where they are missing."""
+        """Create the samples if they are missing."""
         workers = self.config.workers or len(os.sched_getaffinity(0))
         prepare(self.folder, self.source, self.identity(), workers=workers)
 
     def check(self) -> str:
-        """Read all of the samples; how many there are, in words.
+        """Read all samples and return a line with their numbers.
 
         Raises:
-            ConfigError: They are damaged.
+            ConfigError: A file is damaged.
         """
         samples = check_sums(self.folder)["samples"]
         return f"{self.folder}: {', '.join(f'{n:,} {split}' for split, n in samples.items())}, checksums match"
@@ -217,19 +226,19 @@ class SequenceSet(DataSet):
 
 
 def checked_files(name: str, root: Path, wanted: Sequence[str]) -> list[Path]:
-    """These files of a folder.
+    """Return the paths of the files of a folder.
 
     Raises:
-        ConfigError: One is not there.
+        ConfigError: A file is missing.
     """
     for file in wanted:
         if not (root / file).is_file():
             raise ConfigError(
-                f"data set '{name}': no file {root / file}; data.path is a folder with {', '.join(wanted)}"
+                f"data set '{name}': no file {root / file}; data.path must be a folder with {', '.join(wanted)}"
             )
     return [root / file for file in wanted]
 
 
 def stamps(files: Sequence[Path]) -> list[list[Any]]:
-    """Which files they are: with other bytes they are others."""
+    """Return path, size and time of change of each file, which identify its content."""
     return [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in (Path(os.path.abspath(f)) for f in files)]

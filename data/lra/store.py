@@ -1,6 +1,7 @@
-"""Samples made once: the arrays of each split in files that are mapped into memory, with a manifest and checksums.
+"""Storage of prepared samples: the arrays of each split in memory-mapped files, with a manifest and checksums.
 
-A folder appears whole or not at all. While it is made, FOLDER.parts holds the finished parts: what was killed goes on.
+A folder appears complete or not at all. During preparation FOLDER.parts holds the finished parts, from which a killed
+preparation resumes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Part(NamedTuple):
-    """The `number`th stretch of a split, of at most `count` samples from sample `first` on."""
+    """Part `number` of a split: at most `count` samples, beginning with sample `first`."""
 
     split: str
     number: int
@@ -38,7 +39,7 @@ class Part(NamedTuple):
 
 
 def in_parts(counts: dict[str, int], size: int) -> list[Part]:
-    """Splits of so many samples, in stretches of `size`."""
+    """Divide splits with these numbers of samples into parts of `size` samples."""
     return [
         Part(split, number, first, min(size, count - first))
         for split, count in counts.items()
@@ -47,42 +48,45 @@ def in_parts(counts: dict[str, int], size: int) -> list[Part]:
 
 
 class Source(ABC):
-    """Where samples come from: parts that any process can make, again and again the same."""
+    """A source of samples in parts; any process can make a part, with the same result each time."""
 
     @abstractmethod
     def parts(self) -> list[Part]:
-        """All of them, split by split, in order."""
+        """Return all parts in order, split by split."""
 
     @abstractmethod
     def make(self, part: Part) -> Arrays:
-        """The part's arrays, which are joined along their first dimension; `label` has a number for each sample.
+        """Make the arrays of a part; the arrays of all parts are joined along their first dimension.
+
+        `label` has one number per sample.
 
         Raises:
-            ConfigError: A sample cannot be had.
+            ConfigError: A sample cannot be read or generated.
         """
 
     def finish(self, path: Callable[[Part], Path]) -> None:  # noqa: B027
-        """Look at all parts together, and make those anew (`write_part`) that do not go with the others."""
+        """Check all parts together, and write parts again (`write_part`) that conflict with others."""
 
     def origin(self, split: str) -> str:
-        """Where a split comes from, in words."""
+        """Return the origin of a split, for messages."""
         return f"split {split}"
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest keeps, as JSON."""
+        """Return additional entries of the manifest, as JSON."""
         return {}
 
 
 def prepare(folder: Path, open_source: Callable[[], Source], identity: Any, *, workers: int) -> None:
-    """Make `folder` where it is missing; several processes that ask for it wait for one.
+    """Create `folder` if it is missing; one process creates it, and others that need it wait.
 
     Args:
-        open_source: Where samples come from; not called where nothing is to do.
-        identity: What decides the content, as JSON; the folder's name is of it.
-        workers: Processes.
+        folder: Folder of the prepared samples.
+        open_source: Function that opens the source of samples; not called if the folder exists.
+        identity: Values that determine the content, as JSON; the folder's name is derived from them.
+        workers: Number of processes.
 
     Raises:
-        ConfigError: A sample cannot be had, or a split has none.
+        ConfigError: A sample cannot be read or generated, or a split has no samples.
     """
     kept, partial = beside(folder)
     with locked(folder.with_name(f"{folder.name}.lock")):
@@ -92,7 +96,7 @@ def prepare(folder: Path, open_source: Callable[[], Source], identity: Any, *, w
             parts = source.parts()
             todo = [part for part in parts if not part_path(kept, part).exists()]
             if todo and len(todo) < len(parts):
-                log.info("%s: %d of %d parts are there, going on", kept, len(parts) - len(todo), len(parts))
+                log.info("%s: %d of %d parts are finished, resuming", kept, len(parts) - len(todo), len(parts))
             bar = {"total": len(parts), "initial": len(parts) - len(todo), "unit": "part", "desc": folder.name}
             each(functools.partial(make_part, kept, source), todo, workers=workers, place=kept, **bar)
             source.finish(functools.partial(part_path, kept))
@@ -119,11 +123,11 @@ def make_part(kept: Path, source: Source, part: Part) -> None:
 
 
 def write_part(path: Path, arrays: Arrays) -> None:
-    write_atomic(path, lambda file: np.savez_compressed(file, **arrays))  # pictures of lines take a tenth
+    write_atomic(path, lambda file: np.savez_compressed(file, **arrays))  # images of lines shrink to a tenth
 
 
 def join(folder: Path, kept: Path, parts: list[Part]) -> dict[str, Any]:
-    """Write the arrays of all parts, one after another; returns what each file holds."""
+    """Write the arrays of all parts, one after another; return the manifest entry of each file."""
     made: dict[str, Any] = {}
     sums: dict[str, Any] = {}
     for part in parts:
@@ -142,12 +146,12 @@ def join(folder: Path, kept: Path, parts: list[Part]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a folder holds, see `data.manifest`."""
+    """Read and check the manifest of a folder, see `data.manifest`."""
     return open_manifest(folder, files_of, "file")
 
 
 def files_of(held: dict[str, Any]) -> dict[str, Held]:
-    """The files of the arrays, by their manifest."""
+    """Return the files of the arrays listed in a manifest."""
     return {
         f"{name}.bin": Held(int(np.prod(a["shape"])) * np.dtype(a["type"]).itemsize, a["sha256"])
         for name, a in held["arrays"].items()
@@ -155,7 +159,7 @@ def files_of(held: dict[str, Any]) -> dict[str, Held]:
 
 
 def open_arrays(folder: Path, manifest: dict[str, Any], split: str) -> Arrays:
-    """Those of a split; nothing is read before it is asked for."""
+    """Memory-map the arrays of a split; data are read only on access."""
     return {
         name.partition(".")[2]: np.memmap(folder / f"{name}.bin", held["type"], "r", shape=tuple(held["shape"]))
         for name, held in manifest["arrays"].items()
@@ -164,7 +168,7 @@ def open_arrays(folder: Path, manifest: dict[str, Any], split: str) -> Arrays:
 
 
 def check_sums(folder: Path) -> dict[str, Any]:
-    """Read every byte and compare it with the manifest, which is returned.
+    """Read every byte, compare the files with the manifest, and return the manifest.
 
     Raises:
         ConfigError: A file is damaged.

@@ -1,4 +1,4 @@
-"""Where text comes from: a corpus cut into shards, each of which can be read by itself."""
+"""Text corpora, split into shards that can be read independently."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from lion.config import ConfigError, nearest
 
 log = logging.getLogger("lion")
 
-SHARD = 2**22  # bytes of text in a shard, about
-BLOCK = 2**16  # bytes read at once in search of a border
-ROWS = 1000  # of a parquet file that are read at once
+SHARD = 2**22  # approximate bytes of text in a shard
+BLOCK = 2**16  # bytes read at a time in the search for a border
+ROWS = 1000  # rows of a parquet file that are read at a time
 JSON = (".jsonl", ".json", ".ndjson")
 TEXT = (".txt", ".text", ".md")
-# Where a text file may be cut, as bytes, of less than a block: no tokenizer of ours joins what stands on both sides
+# places where a text file may be cut, as patterns of bytes shorter than a block: no tokenizer here merges across them
 BORDERS = {"line": rb"\n", "paragraph": rb"\n[ \t\r]{0,4096}\n", "file": rb"[!-~]\n(?=[!-~])"}
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one: where it `begins` or `ends` elsewhere, its other parts stand next to it."""
+    """A document or a part of one.
+
+    If `begins` or `ends` is False, the previous or next piece holds another part of the document.
+    """
 
     text: str
     begins: bool = True
@@ -36,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Bytes of a file, from the first border at or after `begin` to the first at or after `end`."""
+    """Bytes of a file, from the first border at or after `begin` to the first border at or after `end`."""
 
     path: str
     begin: int
@@ -45,29 +48,29 @@ class Slice(NamedTuple):
 
 
 class Corpus(ABC):
-    """Documents in shards; a shard is read in any process, again and again the same."""
+    """Documents in shards; any process can read a shard, with the same result each time."""
 
-    identity: Any  # what it is made of, as JSON: another one is another corpus
+    identity: Any  # what determines the corpus, as JSON: another identity is another corpus
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of shards."""
+        """Return the number of shards."""
 
     @abstractmethod
     def read(self, shard: int) -> Iterator[Piece]:
-        """Its documents in order; none is blank.
+        """Yield the documents of a shard in order, without blank ones.
 
         Raises:
-            ConfigError: It cannot be read.
+            ConfigError: The shard cannot be read.
         """
 
     def texts(self, most: int | None = None) -> Texts:
-        """The text, or `most` characters of it, from shards that lie evenly."""
+        """Return the texts, or about `most` characters of them, from evenly spaced shards."""
         return Texts(self, most)
 
 
 class Texts:
-    """Texts of a corpus, read anew whenever they are iterated over; see `Corpus.texts`."""
+    """Texts of a corpus, which each iteration reads again; see `Corpus.texts`."""
 
     def __init__(self, corpus: Corpus, most: int | None) -> None:
         self.corpus, self.most = corpus, most
@@ -84,8 +87,10 @@ class Texts:
 
 
 class Files(Corpus):
-    """Local files: JSON lines with the text in one column, and plain text whose documents are lines, paragraphs or
-    whole files."""
+    """A corpus of local files: JSON lines with the text in one column, or plain text.
+
+    The documents of plain text are lines, paragraphs or whole files.
+    """
 
     def __init__(self, files: Sequence[Path], *, document: str, column: str | None = None) -> None:
         if column is not None and not any(path.name.endswith(JSON) for path in files):
@@ -119,7 +124,9 @@ class Files(Corpus):
                 text = raw.decode("utf-8-sig" if first else "utf-8").replace("\r\n", "\n")
             except UnicodeDecodeError as error:
                 odd = f"byte {begin + error.start} is {raw[error.start]:#04x}"
-                raise ConfigError(f"{part.path}: no UTF-8 text, {odd} ({error.reason}); iconv converts it") from None
+                raise ConfigError(
+                    f"{part.path}: not UTF-8 text, {odd} ({error.reason}); convert it with iconv"
+                ) from None
             if rows:
                 yield from (Piece(t) for t in self.rows(part.path, text) if t.strip())
             elif self.document == "file":
@@ -139,7 +146,7 @@ class Files(Corpus):
 
     @functools.cached_property
     def text_column(self) -> str:
-        """Of all JSON lines: as it was named, else as the first of them has it."""
+        """The column of the text in all JSON lines: the one set, else the one found in the first line."""
         paths = dict.fromkeys(part.path for shard in self.shards for part in shard if part.path.endswith(JSON))
         for path in paths:
             with open(path, encoding="utf-8-sig", errors="replace") as file:
@@ -149,7 +156,7 @@ class Files(Corpus):
 
 
 class Table(Corpus):
-    """What the `datasets` library reads as a stream: a Hub id, or parquet files."""
+    """A corpus that the `datasets` library streams: a Hub id, or parquet files."""
 
     def __init__(
         self, path: str, subset: str | None, split: str, column: str | None, files: Sequence[Path] = ()
@@ -184,51 +191,52 @@ class Table(Corpus):
             yield from rows
         except ConfigError:
             raise
-        except Exception as error:  # what a lost network and a broken file raise has no common type
+        except Exception as error:  # errors of the network or a broken file share no type
             reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(f"data.path: {self.path!r} cannot be read ({type(error).__name__}: {reason})") from None
 
 
 @functools.lru_cache(maxsize=1)
 def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...]) -> Any:
-    """The rows of a data set, in as many shards as can be had.
+    """Open the rows of a data set as a stream, with as many shards as possible.
 
     Raises:
-        ConfigError: There is no such set, or no such split of it.
+        ConfigError: The data set or the split does not exist, or cannot be read.
     """
     approach_hub()
-    import datasets  # takes a second
+    import datasets  # this import takes a second
 
     try:
         if files:
-            how = {"split": "train", "streaming": True, "batch_size": ROWS}  # its own fails where a file has none
+            # the default batch size fails for files without rows
+            how = {"split": "train", "streaming": True, "batch_size": ROWS}
             stream = datasets.load_dataset("parquet", data_files=list(files), **how)
         else:
             stream = datasets.load_dataset(path, subset, split=split, streaming=True)
         return stream.reshard() if files else stream
-    except Exception as error:  # what a missing network, a missing set and a broken file raise has no common type
+    except Exception as error:  # errors of the network, a missing set or a broken file share no type
         reason = (str(error).splitlines() or [""])[0]
-        what = "cannot be read" if files else "is no local file or folder, and cannot be had from the Hub"
+        what = "cannot be read" if files else "is not a local file or folder and cannot be loaded from the Hub"
         raise ConfigError(f"data.path: {path!r} {what} ({type(error).__name__}: {reason})") from None
 
 
 def open_corpus(path: str, *, document: str, column: str | None, subset: str | None, split: str) -> Corpus:
-    """That of a local file or folder, else of the Hub.
+    """Open the corpus of a local file or folder, or else of the Hub.
 
     Raises:
         ConfigError: There is no text.
     """
     root = Path(os.path.abspath(user_path(path)))
     if not root.exists():
-        if root.suffix in (*TEXT, *JSON, ".parquet"):  # no name of a set
-            raise ConfigError(f"data.path: {path!r} is no local file or folder, {root} is not there")
+        if root.suffix in (*TEXT, *JSON, ".parquet"):  # not a Hub id
+            raise ConfigError(f"data.path: {path!r} is not a local file or folder, {root} does not exist")
         return Table(path, subset, split, column)
     files = [root] if root.is_file() else [Path(folder) / name for folder, names in walk(root) for name in names]
-    if any(p.suffix in (".parquet", *JSON) for p in files):  # as in a clone from the Hub
+    if any(p.suffix in (".parquet", *JSON) for p in files):  # such as a clone from the Hub
         cards = [p for p in files if p.suffix == ".md"]
         files = [p for p in files if p not in cards]
         if cards:
-            log.info("%s: beside rows of a table, %s is not read", path, ", ".join(sorted(p.name for p in cards)))
+            log.info("%s: the folder holds tables, so %s is not read", path, ", ".join(sorted(p.name for p in cards)))
     rows = sorted(p for p in files if p.suffix == ".parquet")
     if rows and rows == sorted(files):
         return Table(path, None, "train", column, rows)
@@ -236,16 +244,16 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
     texts = [p for p in texts if p not in rows]
     if not texts or rows:
         found = ", ".join(sorted({p.suffix or p.name for p in files})[:5]) or "nothing"
-        raise ConfigError(f"data.path: {path} holds {found}; expected .txt and .jsonl files, or .parquet files alone")
+        raise ConfigError(f"data.path: {path} holds {found}; expected .txt and .jsonl files, or only .parquet files")
     return Files(texts, document=document, column=column)
 
 
 def cut(part: Slice, border: bytes) -> tuple[bytes, int]:
-    """The bytes of a slice, and the place of the file where they begin."""
+    """Read a slice; return its bytes and their offset in the file."""
     pattern = re.compile(border)
     with open(part.path, "rb") as file:
         begin = following(file, part.begin, part.end, part.size, pattern)
-        if begin == part.size:  # inside a document that began before it
+        if begin == part.size:  # the slice lies inside a document that begins before it
             return b"", begin
         end = following(file, part.end, part.size, part.size, pattern)
         file.seek(begin)
@@ -253,35 +261,42 @@ def cut(part: Slice, border: bytes) -> tuple[bytes, int]:
 
 
 def following(file: Any, place: int, before: int, size: int, pattern: re.Pattern[bytes]) -> int:
-    """The end of the first border at or after a place of a file, a function of the place alone, so that slices meet;
-    `size` where none begins `before` another place, behind which nothing is read but a block or two."""
+    """Return the end of the first border at or after `place`; `size` if no border begins `before` another place.
+
+    A border that is found depends on `place` alone, so neighbouring slices meet exactly. At most a block or two are
+    read behind `before`.
+    """
     if place in (0, size):
         return place
     file.seek(place)
     last = b""
     while place < before and (block := file.read(BLOCK)):
-        if found := pattern.search(last + block):  # a border may lie across two blocks
+        if found := pattern.search(last + block):  # a border may span two blocks
             return place + found.end() if place + found.start() < before else size
         place, last = place + len(last), block
     return size
 
 
 def parse_row(line: str, path: str) -> dict[str, Any]:
-    """Raises ConfigError: It is no JSON object."""
+    """Parse a line as a JSON object.
+
+    Raises:
+        ConfigError: The line is not a JSON object.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: no JSON lines, an object each: {line[:40]!r} ({error})") from None
+        raise ConfigError(f"{path}: not JSON lines with one object per line: {line[:40]!r} ({error})") from None
     if not isinstance(row, dict):
-        raise ConfigError(f"{path}: no JSON objects with a column of text: {line[:40]!r}")
+        raise ConfigError(f"{path}: not a JSON object with a text column: {line[:40]!r}")
     return row
 
 
 def find_column(row: dict[str, Any], name: str | None, path: str) -> str:
-    """The column that holds text.
+    """Return the column that holds the text: the one set as `name`, else `text`, else the only column of strings.
 
     Raises:
-        ConfigError: It must be named.
+        ConfigError: There is no column `name`, or the column must be set.
     """
     found = [n for n, value in row.items() if isinstance(value, str)]
     if name is not None:
@@ -292,16 +307,18 @@ def find_column(row: dict[str, Any], name: str | None, path: str) -> str:
         return "text"
     if len(found) != 1:
         what = "none of" if not found else "more than one of"
-        raise ConfigError(f"data.column: name it, {what} {', '.join(found or row)} in {path} holds the text")
+        raise ConfigError(f"data.column: must be set, {what} {', '.join(found or row)} in {path} holds the text")
     return found[0]
 
 
 def whole(text: Any, column: str, path: str) -> str:
-    """A row's text; half of a surrogate pair, which has no encoding, becomes a question mark.
+    """Return the text of a row; an unpaired surrogate, which has no encoding, becomes a question mark.
 
     Raises:
-        ConfigError: It is no text.
+        ConfigError: The value is not text.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"{path}: column {column!r} holds {str(text)[:40]!r}, no text; data.column names another")
+        raise ConfigError(
+            f"{path}: column {column!r} holds {str(text)[:40]!r}, not text; set data.column to another column"
+        )
     return text.encode("utf-8", "replace").decode()

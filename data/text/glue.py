@@ -1,4 +1,4 @@
-"""GLUE (1804.07461): sentences, or pairs of them, with a label each; of the Hub, or of local files."""
+"""GLUE (arXiv 1804.07461): labelled sentences or pairs of sentences, from the Hub or from local files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ from lion.tasks.text import LabelledTextInfo
 
 
 class GlueTask(NamedTuple):
-    """The columns of its text, its classes in the order of the labels (none: numbers in `NUMBERS`), the number of its
-    training samples, and its splits to validate on; the first chooses `best`."""
+    """A task of GLUE.
+
+    columns: names of the text columns.
+    classes: class names in the order of the labels; empty: the labels are numbers in the range `NUMBERS`.
+    samples: number of training samples.
+    validation: splits for validation; the first one selects the best checkpoint.
+    """
 
     columns: tuple[str, ...]
     classes: tuple[str, ...]
@@ -49,9 +54,10 @@ TASKS = {
     "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), 8_551),
     "stsb": GlueTask(("sentence1", "sentence2"), (), 5_749),
 }
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # of `datasets`, by the file's end
-AT_ONCE = 10_000  # texts that are tokenised in one call
-SHAPES = 4  # lengths of batches: few, since each is compiled
+# readers of `datasets` by file suffix
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+AT_ONCE = 10_000  # texts that are tokenized in one call
+SHAPES = 4  # number of batch lengths: few, because each is compiled
 
 
 @dataclass(kw_only=True)
@@ -59,14 +65,14 @@ class GlueConfig(DataConfig):
     """Settings of GLUE.
 
     Args:
-        task: One of the eight.
+        task: One of the eight tasks in `TASKS`.
         path: A Hub id, or a folder with TASK/train.jsonl and TASK/validation.jsonl (MNLI: `validation_matched`,
-            `validation_mismatched`), or .parquet or .csv, with the Hub's columns.
-        tokenizer: A name (`bert-base-uncased`), or local files.
-        length: Tokens of a sample at most; of a pair, the longer part is cut first.
-        padding: To the `longest` sample of a batch, rounded up to a quarter of `length`, or to `max_length`: the same
-            logits.
-        shuffle: Each epoch anew; the published code reads the samples as they stand.
+            `validation_mismatched`), or .parquet or .csv files, with the Hub's columns.
+        tokenizer: A name (`bert-base-uncased`) or local files.
+        length: Maximum number of tokens of a sample; the longer part of a pair is cut first.
+        padding: Target of padding: `longest` is the longest sample of a batch, rounded up to a quarter of `length`;
+            `max_length` is `length`. Both give the same logits.
+        shuffle: Whether each epoch has a new order; the published code reads the samples in file order.
     """
 
     name: str = "glue"
@@ -82,14 +88,14 @@ class GlueConfig(DataConfig):
 
 
 class Sample(NamedTuple):
-    """The ids of a sequence, of which the first `first` are of its first part."""
+    """The ids of a sequence; the first `first` ids belong to its first part."""
 
     ids: Sequence[int]
     first: int
 
 
 class Sequences(DeviceDataset):
-    """Samples that are held in memory, in batches {tokens, types, segments (B, L), label (B,)}."""
+    """Samples in memory, with batches {tokens, types, segments (B, L), label (B,)}."""
 
     def __init__(self, samples: list[Sample], labels: list[int] | list[float], padding: Padding) -> None:
         lengths = [len(s.ids) for s in samples]
@@ -116,18 +122,18 @@ class Sequences(DeviceDataset):
 
 
 class Padding(NamedTuple):
-    """Rows are filled with `token`, up to a multiple of `step` and no more than `length` tokens."""
+    """Padding of rows with `token`, to a multiple of `step` tokens, at most `length` tokens."""
 
     token: int
     step: int
     length: int
 
     def to(self, longest: int) -> int:
-        """Tokens of the rows of a batch whose longest has so many."""
+        """Return the padded length of a batch whose longest sample has `longest` tokens."""
         return min(-(-longest // self.step) * self.step, self.length)
 
     def rows(self, samples: Sequence[Sample]) -> Batch:
-        """{tokens, types, segments} of int64 (B, L)."""
+        """Return {tokens, types, segments}, each int64 (B, L)."""
         length = self.to(max(len(s.ids) for s in samples))
         tokens = np.full((len(samples), length), self.token, np.int64)
         types, segments = np.zeros_like(tokens), np.full_like(tokens, -1)
@@ -138,10 +144,10 @@ class Padding(NamedTuple):
 
 
 class Glue(DataSet):
-    """One of its tasks, tokenised as it is opened."""
+    """A single GLUE task, tokenized when the data set is built."""
 
     Config, Info = GlueConfig, LabelledTextInfo
-    workers = 0  # batches are made whole, in microseconds
+    workers = 0  # whole batches are built in microseconds
 
     @property
     def task(self) -> GlueTask:
@@ -179,10 +185,10 @@ class Glue(DataSet):
         return Padding(self.tokenizer.special.get("pad", 0), step, length)
 
     def sequences(self, split: str, info: LabelledTextInfo) -> Sequences:
-        """A split, tokenised.
+        """Read and tokenize a split.
 
         Raises:
-            ConfigError: It is not there, or a row of it cannot be used.
+            ConfigError: The split is missing or empty, or one of its rows is invalid.
         """
         samples, labels, held = [], [], []
         for where, row in self.rows(split):
@@ -214,10 +220,10 @@ class Glue(DataSet):
         if not classes and number and least <= value <= most:
             return float(value)
         valid = ", ".join(f"{i} ({name})" for i, name in enumerate(classes)) or f"a number from {least} to {most}"
-        raise ConfigError(f"{where}: label: {value!r} is none of {self.config.task}, valid: {valid}")
+        raise ConfigError(f"{where}: label: {value!r} is not a label of {self.config.task}, valid: {valid}")
 
     def encoded(self, texts: Sequence[tuple[str, ...]], info: LabelledTextInfo) -> list[Sample]:
-        """[CLS] a [SEP], or [CLS] a [SEP] b [SEP]; of these a and b are cut."""
+        """Encode texts as [CLS] a [SEP] or [CLS] a [SEP] b [SEP]; only a and b are truncated."""
         cls, sep = info.id("cls"), info.id("sep")
         parts = [self.tokenizer.encode_all(part) for part in zip(*texts)]
         found = []
@@ -229,9 +235,9 @@ class Glue(DataSet):
         return found
 
     def rows(self, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Rows, each with where it stands."""
+        """Yield (location, row) of a split; the location is the file or Hub id with the number of the row."""
         approach_hub()
-        import datasets  # takes a second
+        import datasets  # this import takes a second
 
         source = self.source(split)
         try:
@@ -245,18 +251,20 @@ class Glue(DataSet):
                 table = datasets.load_dataset(source, self.config.task, split=split)
             for number, row in enumerate(table, 1):
                 yield f"{source}, row {number}", row
-        except Exception as error:  # what a missing network, a missing set and a broken file raise has no common type
+        except Exception as error:  # errors of the network, a missing set or a broken file share no type
             reason = (str(error).splitlines() or [""])[0]
             what = (
-                "cannot be read" if isinstance(source, Path) else "is no local folder, and cannot be had from the Hub"
+                "cannot be read"
+                if isinstance(source, Path)
+                else "is not a local folder and cannot be loaded from the Hub"
             )
             raise ConfigError(f"data.path: {source} {what} ({type(error).__name__}: {reason})") from None
 
     def source(self, split: str) -> Path | str:
-        """The file of a split, or the Hub id.
+        """Return the file of a split, or the Hub id.
 
         Raises:
-            ConfigError: There is no such folder or file.
+            ConfigError: The folder of the task or the file of the split is missing.
         """
         config, root = self.config, user_path(self.config.path)
         if not root.exists() and not looks_like_path(config.path):
@@ -264,15 +272,15 @@ class Glue(DataSet):
         folder = root / config.task
         if not folder.is_dir():
             there = [name for name in TASKS if (root / name).is_dir()]
-            has = f"{root} has {', '.join(there)}" if there else f"{root} has no task of GLUE"
-            raise ConfigError(f"data set 'glue': no folder {folder} (data.path sets where its tasks are); {has}")
+            has = f"{root} has {', '.join(there)}" if there else f"{root} has no GLUE task"
+            raise ConfigError(f"data set 'glue': no folder {folder} (data.path is the folder of the tasks); {has}")
         found = next((folder / f"{split}{end}" for end in READERS if (folder / f"{split}{end}").is_file()), None)
         if found is None:
             raise ConfigError(f"data set 'glue': no {split}.jsonl (or {', '.join([*READERS][1:])}) in {folder}")
         return found
 
     def has(self, split: str) -> bool:
-        """Whether a split that may be missing is there."""
+        """Return whether an optional split exists."""
         try:
             return bool(self.source(split))
         except ConfigError:
@@ -290,8 +298,11 @@ class Glue(DataSet):
 
 
 def cut(first: int, second: int, room: int) -> tuple[int, int]:
-    """How much of two lengths is kept, so that both fit: the longer is cut first, down to the shorter (as transformers'
-    fast tokenizers cut a pair)."""
+    """Return how many tokens of each part are kept, so that both together fit into `room`.
+
+    The longer part is truncated first, down to the length of the shorter part, like the fast tokenizers of
+    transformers.
+    """
     short, long = sorted((first, second))
     if short + long > room:
         long = max(short, room - short)

@@ -1,4 +1,4 @@
-"""How a split of documents becomes samples of one length, each computed from its number alone."""
+"""Layouts of documents in samples of one length; each sample is computed from its index alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lion.tasks.data import Batch, DeviceDataset
 
 
 class Layout(DeviceDataset):
-    """Samples {tokens (L,)}, with {segments (L,)} where documents are kept apart; nothing is left to chance."""
+    """Deterministic samples {tokens (L,)}, with {segments (L,)} in layouts that separate documents."""
 
     def __init__(self, tokens: Tokens, length: int) -> None:
         self.tokens, self.length = tokens, length
@@ -24,7 +24,7 @@ class Layout(DeviceDataset):
 
     @abstractmethod
     def rows(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays (B, L) of samples (B,)."""
+        """Return the arrays (B, L) of the samples with indices (B,)."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
@@ -34,13 +34,13 @@ class Layout(DeviceDataset):
     def batch(
         self, indices: Sequence[int], device: torch.device | str, generator: torch.Generator | None = None
     ) -> Batch:
-        """tokens (B, L), and segments, -1 for padding, both int64."""
+        """Return tokens (B, L), and segments (B, L) where the layout has them, -1 for padding, both int64."""
         rows = self.rows(np.asarray(indices, np.int64))
         return {name: torch.from_numpy(values.astype(np.int64)).to(device) for name, values in rows.items()}
 
 
 class Windows(Layout):
-    """Stretches of the row of all documents that begin at every `stride`-th token."""
+    """Windows of `length` tokens over the concatenated documents; a window begins at every `stride`-th token."""
 
     def __init__(self, tokens: Tokens, length: int, stride: int = 1) -> None:
         super().__init__(tokens, length)
@@ -54,9 +54,9 @@ class Windows(Layout):
 
 
 class Packed(Layout):
-    """The row of all documents in stretches that neither overlap nor leave a token out: the last is padded.
+    """The concatenated documents, cut into consecutive samples without overlap or loss; the last sample is padded.
 
-    A document that does not fit goes on in the next sample, as a segment of its own.
+    A document that does not fit continues in the next sample, as a separate segment.
     """
 
     def __init__(self, tokens: Tokens, length: int, pad: int) -> None:
@@ -78,7 +78,7 @@ class Packed(Layout):
 
 
 class Padded(Layout):
-    """One document a sample, padded; what is longer is cut. With a `close` the cut one ends with it, as in BERT."""
+    """Documents, one per sample, padded or truncated; a truncated sample ends with the token `close`, as in BERT."""
 
     def __init__(self, tokens: Tokens, length: int, pad: int, close: int | None) -> None:
         super().__init__(tokens, length)
@@ -88,12 +88,12 @@ class Padded(Layout):
         return len(self.tokens.ends)
 
     def filled(self) -> float:
-        """The share of its places that hold tokens; of 2^16 documents that lie evenly, where there are more."""
+        """Return the share of positions that hold tokens, from at most 2^16 evenly spaced documents."""
         starts, ends = self.bounds(np.linspace(0, len(self) - 1, min(len(self), 2**16), dtype=np.int64))
         return float(np.minimum(ends - starts, self.length).mean() / self.length)
 
     def bounds(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the documents (B,) begin and end."""
+        """Return the begins and ends (B,) of the documents (B,) in the token file."""
         ends = self.tokens.ends
         return np.where(samples > 0, ends[np.maximum(samples - 1, 0)], 0), np.asarray(ends[samples])
 

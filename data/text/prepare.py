@@ -1,6 +1,7 @@
-"""From a corpus to a token file, once: in parallel, a part for each shard, so that what was killed goes on.
+"""Preparation of a token file from a corpus: in parallel, with one part per shard, so that a killed process can resume.
 
-While it is made, FOLDER.parts holds the tokenizer and the finished parts; FOLDER.partial is put in place whole.
+During preparation FOLDER.parts holds the tokenizer and the finished parts. FOLDER.partial holds the token file until it
+is complete and renamed to FOLDER.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from lion.tasks.order import permute
 
 log = logging.getLogger("lion")
 
-SEED = 0  # of the documents that are held out; `seed` in a recipe does not move them
+SEED = 0  # chooses the held-out documents; independent of a recipe's `seed`
 
 
 class Part(NamedTuple):
-    """The ids of a shard: pieces of documents, see `Piece`."""
+    """The ids of a shard: P pieces of documents (see `Piece`) with T ids in total."""
 
     ids: np.ndarray  # (T,)
     lengths: np.ndarray  # (P,)
@@ -49,18 +50,19 @@ def prepare(
     tail: bool,
     workers: int,
 ) -> None:
-    """Make the token file `folder` where it is missing; several processes that ask for it wait for one.
+    """Create the token file `folder` if it is missing; one process creates it, and others that need it wait.
 
     Args:
-        folder: Its name is of the corpus, the tokenizer and the split: another one of any is another folder.
-        open_corpus: The corpus; not called where nothing is to do.
-        make: Its tokenizer.
-        held_out: The share that becomes `val`: documents drawn once for all, or the `tail` of the ids; of a corpus of
-            one document (a book) always the tail.
-        workers: Processes.
+        folder: Folder of the token file; its name depends on the corpus, the tokenizer and the split.
+        open_corpus: Function that opens the corpus; not called if the token file exists.
+        make: Function that creates the tokenizer for a corpus.
+        held_out: Share that becomes `val`.
+        tail: Whether the last ids become `val`, instead of documents drawn with a fixed seed. A corpus of one document
+            (a book) always holds out the tail.
+        workers: Number of processes.
 
     Raises:
-        ConfigError: The corpus cannot be read, or not be split.
+        ConfigError: The corpus cannot be read or cannot be split.
     """
     parts, partial = beside(folder)
     with locked(folder.with_name(f"{folder.name}.lock")):
@@ -75,7 +77,7 @@ def prepare(
                 splits, tail = assemble(partial, made, tokenizer, held_out, tail)
             except NoPart:
                 raise
-            except ConfigError:  # of the whole corpus: what mends it makes another folder
+            except ConfigError:  # an error of the whole corpus: its remedy leads to another folder
                 for made in (parts, partial):
                     shutil.rmtree(made, ignore_errors=True)
                 raise
@@ -95,7 +97,7 @@ def prepare(
 
 
 def settle(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> Tokenizer:
-    """The tokenizer, as it was when the first part was made."""
+    """Return the tokenizer of the finished parts; create and save it if there is none yet."""
     name = parts / "name"
     if not name.exists():
         tokenizer = make(corpus)
@@ -106,10 +108,10 @@ def settle(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> 
 
 
 def tokenize(parts: Path, corpus: Corpus, tokenizer: Tokenizer, workers: int) -> None:
-    """Make the parts that are missing."""
+    """Create the missing parts."""
     todo = [i for i in range(len(corpus)) if not (parts / f"{i}.npz").exists()]
     if todo and len(todo) < len(corpus):
-        log.info("%s: %d of %d shards are there, going on", parts, len(corpus) - len(todo), len(corpus))
+        log.info("%s: %d of %d shards are finished, resuming", parts, len(corpus) - len(todo), len(corpus))
     bar = {"total": len(corpus), "initial": len(corpus) - len(todo), "unit": "shard", "desc": "tokenizing"}
     each(functools.partial(make_part, parts, corpus, tokenizer), todo, workers=workers, place=parts, **bar)
 
@@ -131,10 +133,14 @@ def make_part(parts: Path, corpus: Corpus, tokenizer: Tokenizer, shard: int) -> 
 def assemble(
     folder: Path, parts: list[Path], tokenizer: Tokenizer, held_out: float, tail: bool
 ) -> tuple[dict[str, Any], bool]:
-    """Write all parts as `train` and `val`, each document in its frame.
+    """Write all parts as `train` and `val`, with the special tokens around each document.
 
     Returns:
-        What they hold, and whether the tail is held out.
+        The manifest entries of both splits, and whether the tail is held out.
+
+    Raises:
+        ConfigError: There are no tokens, or only one token.
+        NoPart: A part cannot be read.
     """
     frame = tokenizer.frame
     documents = bodies = 0
@@ -149,15 +155,15 @@ def assemble(
     if tail:
         chosen, cut = np.empty(0, np.int64), total - max(1, round(held_out * total))
         if not cut:
-            raise ConfigError("data.path: one token alone cannot be split into training and held-out text")
+            raise ConfigError("data.path: a single token cannot be split into training and held-out text")
     else:
         count, cut = min(max(1, round(held_out * documents)), documents - 1), total
         chosen = np.sort(permute(torch.arange(count), documents, SEED).numpy())
     train, val = (Writer(folder, split, id_type(tokenizer.vocabulary)) for split in SPLITS)
-    seen, written = 0, 0  # documents that have begun, ids
+    seen, written = 0, 0  # number of documents that have begun, number of ids
     for part in (read_part(path, Part) for path in parts):
         ids, lengths = framed(part, *frame)
-        number = seen + part.begins.cumsum() - 1  # (P,) which document a piece is of
+        number = seen + part.begins.cumsum() - 1  # (P,) index of the document of each piece
         out = np.isin(number, chosen)
         for writer, mine in ((val, out), (train, ~out)):
             own, ends = ids[np.repeat(mine, lengths)], lengths[mine].cumsum()[part.ends[mine]]
@@ -173,8 +179,11 @@ def assemble(
 
 
 def framed(part: Part, before: list[int], after: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids (T,) with what stands before each document that begins, and after each that ends, and the pieces'
-    lengths (P,)."""
+    """Add the tokens `before` each document that begins and `after` each document that ends.
+
+    Returns:
+        The ids (T,) and the new lengths (P,) of the pieces.
+    """
     lengths = part.lengths + part.begins * len(before) + part.ends * len(after)
     stops = lengths.cumsum()
     starts = stops - lengths

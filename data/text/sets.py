@@ -1,4 +1,4 @@
-"""Text that has a name: data sets of the Hub, and the source of Python's standard library."""
+"""Named text data sets: data sets of the Hub, and the source code of Python's standard library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lion.config import ConfigError, setting
 
 @dataclass
 class C4Config(TextConfig):
-    """C4's English text, as BERT reads it."""
+    """Settings of the English part of C4, for BERT."""
 
     name: str = "c4"
     path: str | None = setting("allenai/c4", free=True)
@@ -25,7 +25,7 @@ class C4Config(TextConfig):
 
 
 class C4(Text):
-    """364,868,892 documents, about 156 billion tokens."""
+    """C4: 364,868,892 documents, about 156 billion tokens."""
 
     Config = C4Config
 
@@ -37,7 +37,7 @@ class C4(Text):
 
 @dataclass
 class OpenWebTextConfig(TextConfig):
-    """OpenWebText, as nanoGPT reads it."""
+    """Settings of OpenWebText, as in nanoGPT."""
 
     name: str = "openwebtext"
     path: str | None = setting("Skylion007/openwebtext", free=True)
@@ -48,7 +48,7 @@ class OpenWebTextConfig(TextConfig):
 
 
 class OpenWebText(Text):
-    """8,013,769 documents, 9,035,582,198 tokens to train on."""
+    """OpenWebText: 8,013,769 documents, 9,035,582,198 training tokens."""
 
     Config = OpenWebTextConfig
 
@@ -60,7 +60,7 @@ class OpenWebText(Text):
 
 @dataclass
 class PileConfig(TextConfig):
-    """The Pile without duplicates, as crammed BERT reads it: a vocabulary of its own, documents side by side."""
+    """Settings of the deduplicated Pile, as in crammed BERT: a vocabulary trained on it, and packed documents."""
 
     name: str = "pile"
     path: str | None = setting("EleutherAI/the_pile_deduplicated", free=True)
@@ -71,7 +71,7 @@ class PileConfig(TextConfig):
 
 
 class Pile(Text):
-    """134,318,121 documents; 207 billion tokens, as Pythia counts them."""
+    """The Pile: 134,318,121 documents; 207 billion tokens by Pythia's count."""
 
     Config = PileConfig
 
@@ -83,14 +83,17 @@ class Pile(Text):
 
 @dataclass
 class PythonSourceConfig(TextConfig):
-    """The source of Python's standard library; its tests are left out."""
+    """Settings of the source code of Python's standard library."""
 
     name: str = "python_source"
     tokenizer: str = setting("wordpiece", free=True)
 
 
 class PythonSource(Text):
-    """About 12 MB. It is of this Python: another version is another text."""
+    """The source code of the running Python's standard library without its tests, about 12 MB.
+
+    Another Python version gives another text.
+    """
 
     Config = PythonSourceConfig
 
@@ -99,7 +102,9 @@ class PythonSource(Text):
 
     def corpus(self) -> Corpus:
         if self.config.path:
-            raise ConfigError("data.path: 'python_source' is this Python's own, data.name=text reads other text")
+            raise ConfigError(
+                "data.path: 'python_source' reads only the standard library of this Python, use data.name=text"
+            )
         return Files(self.files(), document=self.config.document)
 
     def files(self) -> list[Path]:
@@ -115,7 +120,7 @@ class PythonSource(Text):
 
 @dataclass
 class WikiText103Config(TextConfig):
-    """WikiText-103 as it was written, a document a line; held out is its end."""
+    """Settings of WikiText-103 (raw), with one document per line; the end of the text is held out."""
 
     name: str = "wikitext103"
     path: str | None = setting("Salesforce/wikitext", free=True)
@@ -128,7 +133,7 @@ class WikiText103Config(TextConfig):
 
 
 class WikiText103(Text):
-    """1,165,029 lines that are not blank; about 119 million tokens of GPT-2, the ends of lines included."""
+    """WikiText-103: 1,165,029 nonblank lines, about 119 million GPT-2 tokens including the ends of lines."""
 
     Config = WikiText103Config
 

@@ -1,4 +1,4 @@
-"""Tiny Shakespeare by character, as nanoGPT reads it."""
+"""Tiny Shakespeare by character, as in nanoGPT."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from data.text.text import Text, TextConfig
 from lion.config import ConfigError, setting
 from lion.tasks.text import TextInfo
 
-CHARACTERS, TRAIN = 65, 1_003_855  # of all, and of the first nine tenths
+CHARACTERS, TRAIN = 65, 1_003_855  # distinct characters of the text, and characters of its first nine tenths
 FINGERPRINT = "7bf421ab48463b87ed6086fe1042e369d708138245b0798ff9157a314cd412a5"
 
 
 @dataclass
 class TinyShakespeareConfig(TextConfig):
-    """Its last tenth is held out; a window of 65 characters is a context of 64 and what comes next."""
+    """Settings of Tiny Shakespeare: the last tenth is held out.
+
+    A window of 65 characters is a context of 64 and the character after it.
+    """
 
     name: str = "tiny_shakespeare"
     tokenizer: str = setting("characters", free=True)
@@ -26,7 +29,7 @@ class TinyShakespeareConfig(TextConfig):
 
 
 class TinyShakespeare(Text):
-    """One file, `tinyshakespeare/input.txt` in the data root unless `data.path` is another place."""
+    """Tiny Shakespeare, one file: `data.path`, or by default `tinyshakespeare/input.txt` in the data root."""
 
     Config = TinyShakespeareConfig
 
@@ -39,11 +42,15 @@ class TinyShakespeare(Text):
         super().prepare()
 
     def check_file(self) -> None:
-        """Raises ConfigError: It is not there."""
+        """Check that the file exists.
+
+        Raises:
+            ConfigError: The file is missing.
+        """
         if not user_path(self.config.path).exists():
             raise ConfigError(
-                f"data set 'tiny_shakespeare': no file {self.config.path} (data.path=FILE or $LION_DATA set it); "
-                f"github.com/karpathy/char-rnn has it, data/tinyshakespeare/input.txt"
+                f"data set 'tiny_shakespeare': no file {self.config.path} (set data.path=FILE or $LION_DATA); "
+                f"download it from github.com/karpathy/char-rnn, data/tinyshakespeare/input.txt"
             )
 
     def published(self) -> tuple[TextInfo, int] | None:

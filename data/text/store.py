@@ -1,7 +1,7 @@
-"""A token file: ids of a corpus in one row, mapped into memory, with the ends of its documents and a manifest.
+"""Token files: the concatenated ids of a corpus, memory-mapped, with the ends of its documents and a manifest.
 
-A folder holds, for each of `train` and `val`, NAME.bin (uint16 or uint32 ids) and NAME.ends (int64: behind each
-document's last id), and `tokenizer.json` and `manifest.json`. It appears whole or not at all.
+The folder of a token file holds NAME.bin (uint16 or uint32 ids) and NAME.ends (int64: the offset behind each document's
+last id) for `train` and `val`, `tokenizer.json` and `manifest.json`. The folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ SPLITS = ("train", "val")
 
 
 def id_type(vocabulary: int) -> np.dtype:
-    """The smallest that holds the ids."""
+    """Return the smallest dtype that holds the ids of a vocabulary."""
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
 
 
 class Tokens:
-    """A split, mapped into memory: nothing is read before it is asked for.
+    """A memory-mapped split; data are read only on access.
 
     Attributes:
-        ids: (T,), all documents in order.
-        ends: (N,) int64, rising, the last is T.
+        ids: Ids (T,) of all documents in order.
+        ends: Ends (N,) of the documents, int64, increasing; the last end is T.
     """
 
     def __init__(self, folder: Path, split: str, vocabulary: int) -> None:
@@ -42,22 +42,22 @@ class Tokens:
         self.ends = np.memmap(folder / f"{split}.ends", np.int64, "r")
 
     def take(self, places: np.ndarray | slice) -> np.ndarray:
-        """The ids at places, of the same shape.
+        """Return the ids at `places`, in the same shape.
 
         Raises:
-            ConfigError: One of them is no token.
+            ConfigError: An id is outside of the vocabulary.
         """
         ids = self.ids[places]
         if ids.max(initial=0) >= self.vocabulary:
             raise ConfigError(
                 f"{self.path}: damaged, it holds id {ids.max()} and the vocabulary has {self.vocabulary:,}; "
-                "./run.sh prepare RECIPE reads all of it"
+                "./run.sh prepare RECIPE checks the whole file"
             )
         return ids
 
 
 class Writer:
-    """Writes one split, document after document, in constant memory."""
+    """A writer of one split, document after document, in constant memory."""
 
     def __init__(self, folder: Path, split: str, kind: np.dtype) -> None:
         self.names = (f"{split}.bin", f"{split}.ends")
@@ -66,7 +66,7 @@ class Writer:
         self.kind, self.count, self.documents, self.last = kind, 0, 0, 0
 
     def write(self, ids: np.ndarray, ends: np.ndarray) -> None:
-        """Append ids (T,) with the documents that end at `ends` (N,), counted from the first of these ids."""
+        """Append ids (T,) and the ends (N,) of documents, counted from the first of these ids."""
         self._append(0, ids.astype(self.kind))
         if len(ends):
             self._append(1, self.count + ends.astype(np.int64))
@@ -78,7 +78,7 @@ class Writer:
         self.sums[which].update(values.tobytes())
 
     def close(self) -> dict[str, Any]:
-        """End the last document, and tell what was written."""
+        """End the last document, close the files, and return the manifest entry of the split."""
         if self.last < self.count:
             self.write(np.empty(0), np.zeros(1))
         for file in self.files:
@@ -90,15 +90,15 @@ class Writer:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a token file's folder holds, see `data.manifest`."""
+    """Read and check the manifest of a token file, see `data.manifest`."""
     return open_manifest(folder, files_of, "token file")
 
 
 def files_of(held: dict[str, Any]) -> dict[str, Held]:
-    """The files of a token file, by its manifest.
+    """Return the files listed in the manifest of a token file.
 
     Raises:
-        LookupError, TypeError, ValueError: It is no such manifest.
+        LookupError, TypeError, ValueError: The manifest is invalid.
     """
     TextInfo.from_dict({**held["tokenizer"], "tokenizer": held["tokenizer"]["name"], "length": 1})
     each = id_type(held["tokenizer"]["vocabulary"]).itemsize
@@ -108,7 +108,7 @@ def files_of(held: dict[str, Any]) -> dict[str, Held]:
 
 
 def check_sums(folder: Path) -> None:
-    """Read every byte of a token file and compare it with the manifest.
+    """Read every byte of a token file and compare the files with the manifest.
 
     Raises:
         ConfigError: A file is damaged.
@@ -119,19 +119,19 @@ def check_sums(folder: Path) -> None:
         raise ConfigError(f"{folder / TOKENIZER}: damaged, not the tokenizer of the manifest; {again(folder)}")
     for name in ("vocabulary", "special"):
         if getattr(found, name) != said[name]:
-            raise ConfigError(f"{folder / MANIFEST}: damaged, its {name} is not that of {TOKENIZER}; {again(folder)}")
+            raise ConfigError(f"{folder / MANIFEST}: damaged, its {name} differs from {TOKENIZER}; {again(folder)}")
     compare_sums(folder, files_of(held))
 
 
 def read_tokenizer(folder: Path, name: str) -> Tokenizer:
-    """The one that made the ids.
+    """Read the tokenizer of a token file.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: The tokenizer cannot be read.
     """
     try:
         return Tokenizer(name, tokenizers.Tokenizer.from_file(str(folder / TOKENIZER)))
-    except Exception as error:  # tokenizers' errors have no type of their own
+    except Exception as error:  # the library `tokenizers` has no error types
         raise ConfigError(
-            f"{folder / TOKENIZER}: cannot be read ({error}); remove {folder} and prepare it anew"
+            f"{folder / TOKENIZER}: cannot be read ({error}); remove {folder} and prepare it again"
         ) from None

@@ -1,4 +1,4 @@
-"""Text as token files: local text, a data set of the Hub, and the text that every machine has."""
+"""Text data sets as token files, from local text, the Hub, or a token file prepared before."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from lion.tasks.data import Splits
 from lion.tasks.order import Drawn, Shuffled
 from lion.tasks.text import TextInfo
 
-LEARNT_FROM = 2**28  # characters of text that a tokenizer is trained on, at most
-BYTES_A_TOKEN = {"bytes": 1.0, "characters": 1.0}  # of code; else about 3.5
+LEARNT_FROM = 2**28  # maximum number of characters that a tokenizer is trained on
+BYTES_A_TOKEN = {"bytes": 1.0, "characters": 1.0}  # of source code; other tokenizers have about 3.5
 BERT = {"pad": 0, "mask": 103, "cls": 101, "sep": 102, "unk": 100}
-KNOWN = {  # ids, fingerprint and special tokens of what a recipe may name without its files
+KNOWN = {  # number of ids, fingerprint and special tokens of tokenizers, known without their files
     "bert-base-uncased": (30522, "75b0b67765a160f58e037b3293f971ba596bab207cfec1cb10be8d5492d2e2a1", BERT),
     "gpt2": (50257, "140f02bb05c0d82c3e45f14050c6be40a9b6fe2773b7dfce0fbb815918c30199", {"end": 50256}),
 }
@@ -45,21 +45,21 @@ class TextConfig(DataConfig):
     """Settings of text.
 
     Args:
-        root: Where token files are kept; null: `text` in the data root.
-        workers: Processes that tokenise; null: one a core.
-        path: A file or folder of txt, jsonl or parquet, a Hub id, or a token file's folder that was made before.
-        subset, source: Of a Hub id, its configuration and split.
-        column: That of the text; null: found.
-        document: What a document is in plain text: a `line`, a `paragraph`, a whole `file`.
+        root: Folder of the token files; null: `text` in the data root.
+        workers: Number of processes that tokenize; null: one per core.
+        path: A file or folder of txt, jsonl or parquet files, a Hub id, or the folder of an existing token file.
+        subset, source: Configuration and split of a Hub id.
+        column: Column of the text; null: detected.
+        document: Unit that is a document in plain text: a `line`, a `paragraph` or a whole `file`.
         tokenizer: `bytes`; `characters` of the text; `wordpiece` or `bpe`, trained on the text to `vocabulary` tokens;
-            a name (`bert-base-uncased`, `gpt2`), or local files.
+            a name (`bert-base-uncased`, `gpt2`); or local files.
         length: Tokens of a sample.
-        pack: `documents` side by side; `padded`, one a sample; `windows` that begin anywhere.
-        eval_pack: The same of what is held out, with documents kept apart; null: as in training. With one, runs that
-            were trained in other layouts are judged by the same samples.
-        document_mask: Whether packed documents are kept apart through `segments`; without, the last incomplete
-            sample is left out.
-        split, val_split: What is held out: this share of the `documents`, or of the tokens at the `tail`.
+        pack: Layout of the samples: packed `documents`; `padded`, one document per sample; `windows` at any offset.
+        eval_pack: Layout of the held-out samples, always with separated documents; null: the training layout. With
+            this setting, runs with different training layouts are evaluated on the same samples.
+        document_mask: Whether packed documents are separated by `segments`; if not, the last incomplete sample is
+            dropped.
+        split, val_split: Held-out data: the share `val_split` of the `documents`, or of the tokens at the `tail`.
     """
 
     name: str = "text"
@@ -85,7 +85,7 @@ class TextConfig(DataConfig):
         return "" if self.eval_pack is None else self.packing()
 
     def packing(self) -> str:
-        """Of training samples, in a word."""
+        """Return a word for the layout of the training samples."""
         return ("packed" if self.document_mask else "borderless") if self.pack == "documents" else self.pack
 
     def describe(self) -> str:
@@ -99,7 +99,7 @@ class TextConfig(DataConfig):
 
 
 def estimate(config: TextConfig, tokens: float, documents: int) -> tuple[TextInfo, int]:
-    """Return info and samples of a training split of this size.
+    """Return the info and the number of samples of a training split of this size.
 
     Raises:
         ConfigError: There is no such tokenizer.
@@ -119,11 +119,11 @@ def estimate(config: TextConfig, tokens: float, documents: int) -> tuple[TextInf
 
 
 class Text(DataSet):
-    """Tokenised once; then read from a memory-mapped file, whatever its size."""
+    """Text that is tokenized once and then read from a memory-mapped file of any size."""
 
     Config, Info = TextConfig, TextInfo
-    workers = 0  # batches are made whole, in microseconds
-    kept: Path | None = None  # a run's folder with the tokenizer of its text
+    workers = 0  # whole batches are built in microseconds
+    kept: Path | None = None  # folder of a run that saved its tokenizer
 
     def keep(self, folder: Path) -> None:
         if self.kept is None:
@@ -134,7 +134,7 @@ class Text(DataSet):
         self.kept = folder if same and (folder / TOKENIZER).is_file() else None
 
     def prepare(self) -> None:
-        """Make the token file where it is missing."""
+        """Create the token file if it is missing."""
         config = self.config
         if self.made_before is not None:
             return
@@ -143,14 +143,14 @@ class Text(DataSet):
         try:
             prepare(self.folder, self.corpus, self.make_tokenizer, **how)
         except ConfigError as error:
-            own = f"; the tokenizer is that of {self.kept}" if self.own_tokenizer else ""
+            own = f"; the tokenizer comes from {self.kept}" if self.own_tokenizer else ""
             raise ConfigError(f"{error}{own}") from None
 
     def check(self) -> str:
-        """Read all of the token file; what it holds, in words.
+        """Read the whole token file and return a line that describes it.
 
         Raises:
-            ConfigError: It is damaged.
+            ConfigError: The token file is damaged.
         """
         check_sums(self.folder)
         manifest = read_manifest(self.folder)
@@ -174,16 +174,21 @@ class Text(DataSet):
         return 1.0 if train is None else train.filled()
 
     def layout(self, tokens: Tokens, info: TextInfo, split: str) -> Layout:
-        """The samples of a split; of windows to evaluate on, the next begins with the last token of the one before: a
-        causal model is judged by every token once."""
+        """Return the samples of a split.
+
+        Windows of the held-out split overlap by one token, so that a causal model predicts every token once.
+
+        Raises:
+            ConfigError: The split is shorter than a sample, or each document is a single token.
+        """
         config, pad = self.config, info.special.get("pad", 0)
         pack, apart = config.pack, config.document_mask
         if split == "val" and config.eval_pack is not None:
             pack, apart = config.eval_pack, True
         if (pack == "padded" or (pack == "documents" and apart)) and len(tokens.ids) == len(tokens.ends):
             raise ConfigError(
-                f"data.path: every document of {split} is one token, and sees no other: data.document=file joins them, "
-                "data.pack=windows reads on from one to the next"
+                f"data.path: every document of {split} is one token, without context: data.document=file joins them, "
+                "data.pack=windows ignores borders of documents"
             )
         if pack == "padded":
             return Padded(tokens, config.length, pad, info.special.get("sep") if "end" not in info.special else None)
@@ -196,17 +201,18 @@ class Text(DataSet):
         return Windows(tokens, config.length, config.length)
 
     def info(self, described: dict[str, Any]) -> TextInfo:
-        """Of a manifest's tokenizer."""
+        """Return the info for a manifest's description of the tokenizer."""
         values = {k: described[k] for k in ("vocabulary", "fingerprint", "special")}
         return TextInfo(length=self.config.length, tokenizer=described["name"], **values)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The one that made the token file; where there is no token file, the one that would. No text is needed where
-        its own files are at hand.
+        """The tokenizer that made the token file, or that would make it.
+
+        If the tokenizer's files are available, no text is needed.
 
         Raises:
-            ConfigError: There is none yet.
+            ConfigError: The tokenizer does not exist yet.
         """
         name = self.config.tokenizer
         if name == MADE[0] or local_files(name) is not None or looks_like_path(name):
@@ -221,7 +227,7 @@ class Text(DataSet):
 
     @functools.cached_property
     def own_tokenizer(self) -> Tokenizer | None:
-        """The one that a run has kept, where the settings name no files of another."""
+        """The tokenizer that a run saved, unless the settings name `bytes` or local files."""
         name = self.config.tokenizer
         if self.kept is None or name == MADE[0] or local_files(name) is not None:
             return None
@@ -229,17 +235,17 @@ class Text(DataSet):
 
     def way_out(self) -> str:
         kept = (self.kept or self.folder) / TOKENIZER
-        return f"data.tokenizer={kept} reads text with its own" if kept.is_file() else ""
+        return f"data.tokenizer={kept} uses the tokenizer of the run" if kept.is_file() else ""
 
     @property
     def made_before(self) -> Path | None:
-        """`data.path`, where it is a token file's folder."""
+        """`data.path` if it is the folder of a token file, else None."""
         path = user_path(self.config.path) if self.config.path else None
         return path if path is not None and (path / MANIFEST).is_file() else None
 
     @functools.cached_property
     def folder(self) -> Path:
-        """Where the token file is; its name is of all that decides its content."""
+        """The folder of the token file; its name is a hash of all that determines its content."""
         if (made := self.made_before) is not None:
             return made
         config = self.config
@@ -249,7 +255,7 @@ class Text(DataSet):
             decided["vocabulary"] = config.vocabulary
         if (files := local_files(config.tokenizer)) is not None:
             decided["tokenizer"] = files.stem if files.is_file() else files.name
-            decided["rules"] = open_tokenizer(config.tokenizer).inner.to_str()  # the same name may be of other files
+            decided["rules"] = open_tokenizer(config.tokenizer).inner.to_str()  # other files may have the same name
         root = user_path(config.root) if config.root else data_root() / "text"
         name, own = f"{config.name}-{decided['tokenizer'].replace('/', '_')}", self.own_tokenizer
         usual = root / f"{name}-{mark_of(decided)}"
@@ -258,9 +264,9 @@ class Text(DataSet):
         return root / f"{name}-{mark_of({**decided, 'rules': own.inner.to_str()})}"
 
     def identity(self) -> Any:
-        """Which text it is: the files with their sizes and times, or a Hub id."""
+        """Return the identity of the text: the files with their sizes and times, or a Hub id."""
         if not self.config.path:
-            raise ConfigError("data.path: missing; a file or folder of txt, jsonl or parquet, or a Hub id")
+            raise ConfigError("data.path: missing, expected a file or folder of txt, jsonl or parquet, or a Hub id")
         return self.corpus().identity if user_path(self.config.path).exists() else self.config.path
 
     def corpus(self) -> Corpus:
@@ -278,14 +284,14 @@ class Text(DataSet):
         return make_tokenizer(name, corpus.texts(most), self.config.vocabulary)
 
     def held(self) -> tuple[float, int] | None:
-        """Tokens and documents of `train`, about, without reading the text; None where `prepare` alone can tell."""
+        """Estimate the tokens and documents of `train`; None if only `prepare` can count them."""
         path = self.config.path
         if path is None or self.folder.is_dir() or not user_path(path).exists():
             return None
         return self.held_by_files([Path(name) for name, *_ in self.identity().get("files", [])])
 
     def held_by_files(self, files: Sequence[Path]) -> tuple[float, int] | None:
-        """The same of local files, by their sizes; None without any."""
+        """Estimate the tokens and documents of `train` from the sizes of local files; None without files."""
         config, share = self.config, 1 - self.config.val_split
         size, documents = sum(path.stat().st_size for path in files), len(files)
         if config.document != "file" and config.pack == "padded":

@@ -1,4 +1,4 @@
-"""Text to ids and back: vocabularies by name, from local files, or made of the text itself."""
+"""Tokenizers: by name, from local files, or trained on the text itself."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from data.base import data_root, user_path
 from data.hub import approach_hub
 from lion.config import ConfigError, nearest
 
-MADE = ("bytes", "characters", "wordpiece", "bpe")  # from no file; all but `bytes` of the text that they are to read
-NAMES = {  # what special tokens are called
+MADE = ("bytes", "characters", "wordpiece", "bpe")  # need no files; all except `bytes` are made from the training text
+NAMES = {  # names of the special tokens
     "pad": ("[PAD]", "<pad>"),
     "mask": ("[MASK]", "<mask>"),
     "cls": ("[CLS]", "<s>"),
@@ -23,7 +23,7 @@ NAMES = {  # what special tokens are called
     "unk": ("[UNK]", "<unk>"),
     "end": ("<|endoftext|>",),
 }
-WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4 of one that is trained here
+WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4 of a WordPiece tokenizer trained here
 BYTES = ["[PAD]", "[MASK]", "[CLS]", "[SEP]", "<|endoftext|>"]  # ids 256 to 260
 FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 
@@ -48,54 +48,54 @@ class Tokenizer:
 
     @property
     def frame(self) -> tuple[list[int], list[int]]:
-        """The ids before and after a document: cls and sep, or the end, or nothing."""
+        """The ids before and after a document: ([cls], [sep]), ([], [end]), or ([], [])."""
         if {"cls", "sep"} <= self.special.keys() and "end" not in self.special:
             return [self.special["cls"]], [self.special["sep"]]
         return [], [self.special["end"]] if "end" in self.special else []
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without a frame.
+        """Return the ids of a text, without the ids of `frame`.
 
         Raises:
-            ConfigError: It cannot be encoded.
+            ConfigError: The text cannot be encoded.
         """
         try:
             return self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets
-        except Exception as error:  # tokenizers' errors have no type of their own
+        except Exception as error:  # the library `tokenizers` has no error types
             characters = isinstance(self.inner.model, models.WordLevel)
             odd = next((c for c in text if c not in self.ids), None) if characters else None
             reason = f"no token for {odd!r}" if odd is not None else (str(error).splitlines() or [""])[0]
             raise ConfigError(f"tokenizer {self.name!r} cannot encode {text[:40]!r}: {reason}") from None
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode` for each of them, in parallel.
+        """Encode texts in parallel; each result is that of `encode`.
 
         Raises:
-            ConfigError: One cannot be encoded.
+            ConfigError: A text cannot be encoded.
         """
         try:
             return [each.ids for each in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
-        except Exception:  # one of them says what is wrong
+        except Exception:  # raises a ConfigError for the text that fails
             return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens included.
+        """Decode ids to text, including special tokens.
 
         Raises:
             ConfigError: An id is outside of the vocabulary.
         """
         if odd := [i for i in ids if not 0 <= i < self.vocabulary]:
-            raise ConfigError(f"tokenizer {self.name!r} has no id {odd[0]}, they are 0 to {self.vocabulary - 1}")
+            raise ConfigError(f"tokenizer {self.name!r} has no id {odd[0]}, valid ids are 0 to {self.vocabulary - 1}")
         return self.inner.decode(list(ids), skip_special_tokens=False)
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """That of a name or of local files: `tokenizer.json`, `vocab.txt`, or `vocab.json` with `merges.txt`.
+    """Open a tokenizer by name or from local files: `tokenizer.json`, `vocab.txt`, or `vocab.json` with `merges.txt`.
 
-    A bare name is looked for under `tokenizers` in the data root, and then on the Hub.
+    A bare name is searched under `tokenizers` in the data root, and then on the Hub.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such tokenizer.
     """
     if name == "bytes":
         return Tokenizer(name, byte_level({c: i for i, c in enumerate(byte_symbols())}, BYTES))
@@ -107,13 +107,13 @@ def open_tokenizer(name: str) -> Tokenizer:
     approach_hub()
     try:
         return Tokenizer(name, tokenizers.Tokenizer.from_pretrained(name))
-    except Exception as error:  # what a missing network and a missing name raise has no common type
+    except Exception as error:  # errors of the network or a missing name share no type
         reason = (str(error).splitlines() or [""])[0][:100]
         known = (*MADE, "bert-base-uncased", "gpt2")
         hint = "" if name in known else f"; {nearest(name, known)}"
         place = data_root() / "tokenizers" / name
         raise ConfigError(
-            f"data.tokenizer: no {name!r} in {place}, and the Hub does not give it ({reason}){hint}"
+            f"data.tokenizer: no {name!r} in {place}, and it cannot be loaded from the Hub ({reason}){hint}"
         ) from None
 
 
@@ -122,38 +122,39 @@ def looks_like_path(name: str) -> bool:
 
 
 def local_files(name: str) -> Path | None:
-    """Where the files of a tokenizer are on this machine."""
+    """Return the file or folder of a tokenizer on this machine; None if there is none."""
     places = [user_path(name)] if "/" in name or looks_like_path(name) else []
     places.append(data_root() / "tokenizers" / name)
     return next((p for p in places if p.is_file() or any((p / f).is_file() for f in FILES)), None)
 
 
 def read_files(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a file, or of a folder.
+    """Read the tokenizer of a file or a folder.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: The files cannot be read.
     """
     file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
     try:
         if file.suffix == ".txt":
-            rules = file.with_name("tokenizer_config.json")  # of transformers
+            rules = file.with_name("tokenizer_config.json")  # written by transformers
             cased = rules.is_file() and json.loads(rules.read_text()).get("do_lower_case") is False
             inner = wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"), cased)
             if inner.token_to_id("[UNK]") is None:
-                raise ValueError("no vocabulary of WordPiece, it has no line [UNK]")
+                raise ValueError("not a WordPiece vocabulary, it has no line [UNK]")
             return inner
         if file.name == "vocab.json":
             inner = tokenizers.Tokenizer(models.BPE.from_file(str(file), str(file.with_name("merges.txt"))))
             return in_bytes(inner)
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers' errors have no type of their own
+    except Exception as error:  # the library `tokenizers` has no error types
         raise ConfigError(f"data.tokenizer: {file} cannot be read ({(str(error).splitlines() or [''])[0]})") from None
 
 
 def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """One of `MADE` out of these texts, which can be read again, with `vocabulary` tokens, or as many as its
-    characters if these are more.
+    """Make the tokenizer `name` of `MADE` (not `bytes`) from texts, which may be iterated over more than once.
+
+    `wordpiece` and `bpe` have `vocabulary` tokens, or more if the texts have more characters.
 
     Raises:
         ConfigError: There is no text.
@@ -181,26 +182,26 @@ def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenize
 def train_wordpiece(inner: tokenizers.Tokenizer, texts: Iterable[str], vocabulary: int) -> None:
     """Train on texts, which are read twice; the same texts give the same ids.
 
-    The trainer numbers the characters inside words in the order of a hash table, and by their numbers it decides
-    between pairs that are equally frequent. So the characters are found first and given in order.
+    The trainer numbers the characters inside words in the order of a hash table, and these numbers break ties between
+    equally frequent pairs. So a first pass finds the characters, and a second pass passes them in sorted order.
     """
 
     def train(size: int, first: list[str]) -> None:
         trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False)
         inner.train_from_iterator(texts, trainer)
 
-    train(0, WORDPIECE)  # characters alone, at the beginning of words and (##) inside
+    train(0, WORDPIECE)  # only characters: at the beginning of words, and inside words (##)
     train(vocabulary, WORDPIECE + sorted(inner.get_vocab().keys() - set(WORDPIECE)))
 
 
 def plain(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same; its special tokens are in the vocabulary alone, so that text never becomes one."""
+    """Return a copy whose special tokens are only in the vocabulary, so that text never becomes a special token."""
     held = json.loads(inner.to_str())
     return tokenizers.Tokenizer.from_str(json.dumps({**held, "added_tokens": []}))
 
 
 def wordpiece(model: models.WordPiece, cased: bool = False) -> tokenizers.Tokenizer:
-    """As BERT's, which is uncased unless told otherwise."""
+    """Return a tokenizer with BERT's rules; it lowercases text unless `cased`."""
     inner = tokenizers.Tokenizer(model)
     inner.normalizer = normalizers.BertNormalizer(lowercase=not cased)
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -209,20 +210,20 @@ def wordpiece(model: models.WordPiece, cased: bool = False) -> tokenizers.Tokeni
 
 
 def in_bytes(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """As GPT-2's: no text is unknown."""
+    """Add GPT-2's byte-level rules, under which no text is unknown."""
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     return inner
 
 
 def byte_level(ids: dict[str, int], special: list[str]) -> tokenizers.Tokenizer:
-    """Bytes that nothing joins."""
+    """Return a tokenizer of single bytes, without merges."""
     ids = {**ids, **{name: len(ids) + i for i, name in enumerate(special)}}
     return in_bytes(tokenizers.Tokenizer(models.BPE(ids, [])))
 
 
 def byte_symbols() -> list[str]:
-    """The character by which GPT-2's alphabet stands for each byte."""
+    """Return the character that represents each byte in GPT-2's alphabet."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in shown]
     return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]

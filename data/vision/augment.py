@@ -1,6 +1,7 @@
-"""DeiT's RandAugment, timm's `rand-m9-mstd0.5-inc1`, on torchvision's kernels.
+"""RandAugment of DeiT (timm's `rand-m9-mstd0.5-inc1`) on torchvision's kernels.
 
-Not torchvision's own `RandAugment`, whose magnitudes are bins of other ranges, with other ops, always applied.
+torchvision's `RandAugment` is different: its magnitudes are bins of other ranges, it has other ops, and it always
+applies them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ EXAMPLE = "rand-m9-mstd0.5-inc1"
 SECTION = re.compile(r"(mstd|m|inc|n|p)(\d{1,6}(\.\d{1,6})?)", re.ASCII)
 FIELDS = {"m": "magnitude", "mstd": "std", "n": "num_ops", "p": "p"}
 WHOLE = ("m", "inc", "n")
-IMAGENET_FILL = (124, 116, 104)  # ImageNet's mean colour
+IMAGENET_FILL = (124, 116, 104)  # mean colour of ImageNet
 BICUBIC = InterpolationMode.BICUBIC
 
-# Policies of 2020 (timm 0.3.2, which DeiT pinned) and of today's timm are one on this path, but for `p`, then always
-# 0.5. What changed is Pillow: it now refuses to keep 0 bits, which DeiT's magnitude 10 asked for and got as black.
+# timm 0.3.2 of 2020, which DeiT pinned, and today's timm have the same policy here, except that `p` was always 0.5.
+# Pillow changed: it now refuses to keep 0 bits, which DeiT's magnitude 10 requests; at that time the result was black.
 
 
 def posterize(picture: Image, bits: int) -> Image:
@@ -32,33 +33,36 @@ def posterize(picture: Image, bits: int) -> Image:
 
 
 def solarize_add(picture: Image, amount: int) -> Image:
-    """Pixels darker than 128 become brighter by `amount`, 0 to 127."""
+    """Add `amount`, 0 to 127, to all pixel values below 128."""
     table = [value + amount if value < 128 else value for value in range(256)]
     return picture.point(table * len(picture.getbands()))
 
 
 def affine(picture: Image, fill: Any, shift: tuple = (0.0, 0.0), slope: tuple = (0.0, 0.0)) -> Image:
-    """`shift` in pixels and `slope` as source pixels per row or column, (x, y), from the top left corner."""
+    """Shift and shear an image about its top left corner.
+
+    `shift` is in pixels; `slope` is in source pixels per row or column; both are (x, y).
+    """
     shear = [math.degrees(math.atan(s)) for s in slope]
     return F.affine(picture, 0.0, list(shift), 1.0, shear, interpolation=BICUBIC, fill=fill, center=[0.0, 0.0])
 
 
 def scaled(top: float) -> Callable[[float], float]:
-    """The level that is `top` at magnitude 10."""
+    """Return a function from magnitude to level, linear, with level `top` at magnitude 10."""
     return lambda m: m / 10 * top
 
 
 def no_level(m: float) -> None:
-    """The op has no strength."""
+    """Return None, the level of an op without a strength."""
 
 
 def enhancement(m: float) -> float:
-    """1 leaves the picture as it is."""
+    """Return the factor of an enhancement; 1 leaves the image unchanged."""
     return 1 + m / 10 * 0.9
 
 
-# name: (signed magnitude in [-10, 10] -> level, (picture, level, fill) -> picture); both signs count the same where a
-# level has no direction
+# name: (signed magnitude in [-10, 10] -> level, (image, level, fill) -> image); the sign has no effect on levels
+# without a direction
 OPS: dict[str, tuple[Callable[[float], Any], Callable[[Image, Any, Any], Image]]] = {
     "AutoContrast": (no_level, lambda picture, _, fill: F.autocontrast(picture)),
     "Equalize": (no_level, lambda picture, _, fill: F.equalize(picture)),
@@ -80,10 +84,14 @@ OPS: dict[str, tuple[Callable[[float], Any], Callable[[Image, Any, Any], Image]]
 
 @dataclass(frozen=True)
 class RandAugment:
-    """`num_ops` ops, drawn with replacement, each applied with probability `p` at a magnitude of N(`magnitude`, `std`)
-    clipped to [0, 10]. `fill` (RGB or one grey, 0 to 255) colours what rotation, shear and translation uncover.
+    """RandAugment: `num_ops` ops, drawn with replacement, each applied with probability `p`.
 
-    Draws come from torch's default generator. ValueError if a value is out of its range.
+    The magnitude of an op is drawn from N(`magnitude`, `std`), clipped to [0, 10]. `fill` (RGB or one grey value, 0 to
+    255) is the colour of the area that rotation, shear and translation uncover. Draws come from torch's default
+    generator.
+
+    Raises:
+        ValueError: A value is out of its range.
     """
 
     magnitude: float = 9
@@ -94,45 +102,50 @@ class RandAugment:
 
     def __post_init__(self) -> None:
         for valid, expected in (
-            (0 <= self.magnitude <= 10, f"m{self.magnitude:g} is not 0 to 10"),
-            (0 <= self.std <= 100, f"mstd{self.std:g} is not 0 to 100"),
-            (1 <= self.num_ops <= 15, f"n{self.num_ops:g} is not 1 to 15"),
+            (0 <= self.magnitude <= 10, f"m{self.magnitude:g} is outside 0 to 10"),
+            (0 <= self.std <= 100, f"mstd{self.std:g} is outside 0 to 100"),
+            (1 <= self.num_ops <= 15, f"n{self.num_ops:g} is outside 1 to 15"),
             (0 < self.p <= 1, f"p{self.p:g} is not above 0 and at most 1"),
-            (len(self.fill) in (1, 3), f"fill {self.fill} is neither RGB nor one grey"),
+            (len(self.fill) in (1, 3), f"fill {self.fill} is neither RGB nor one grey value"),
         ):
             if not valid:
                 raise ValueError(expected)
 
     @classmethod
     def from_string(cls, text: str, fill: tuple[int, ...] = IMAGENET_FILL) -> RandAugment:
-        """From timm's words: `rand-m<M>-inc1`, with any of `-mstd<S>`, `-n<N>`, `-p<P>`, after `rand` in any order;
-        S is 0, N 2 and P 0.5 where not given. ValueError, in one line, if it is none of these."""
+        """Parse timm's notation: `rand-m<M>-inc1`, with any of `-mstd<S>`, `-n<N>`, `-p<P>`, in any order after `rand`.
+
+        The defaults are S = 0, N = 2 and P = 0.5.
+
+        Raises:
+            ValueError: The text is malformed; the message is one line.
+        """
 
         def wrong(why: object) -> ValueError:
-            return ValueError(f"{text!r}: {why}; expected such as {EXAMPLE!r}")
+            return ValueError(f"{text!r}: {why}; expected for example {EXAMPLE!r}")
 
         variant, *sections = text.split("-")
         if variant != "rand":
-            raise wrong("only 'rand' is available")
+            raise wrong("only 'rand' is supported")
         values: dict[str, float] = {}
         for section in sections:
             match = SECTION.fullmatch(section)
             if not match or (match[3] and match[1] in WHOLE):
-                raise wrong(f"{section!r} is none of m<whole number>, mstd<number>, inc1, n<whole number>, p<number>")
+                raise wrong(f"{section!r} is none of m<integer>, mstd<number>, inc1, n<integer>, p<number>")
             if match[1] in values:
-                raise wrong(f"{match[1]!r} stands twice")
+                raise wrong(f"{match[1]!r} appears twice")
             values[match[1]] = float(match[2]) if match[1] not in WHOLE else int(match[2])
         if "m" not in values:
             raise wrong("the magnitude, m<0 to 10>, is missing")
         if values.pop("inc", 0) != 1:
-            raise wrong("only the ops of 'inc1', which grow with the magnitude, are available")
+            raise wrong("only the ops of 'inc1', whose strength grows with the magnitude, are supported")
         try:
             return cls(**{"std": 0.0, **{FIELDS[key]: value for key, value in values.items()}}, fill=fill)
         except ValueError as error:
             raise wrong(error) from None
 
     def draw(self) -> list[tuple[str, float]]:
-        """Names and signed magnitudes of the ops to apply, in order."""
+        """Draw the names and signed magnitudes of the ops to apply, in order."""
         names = list(OPS)
         chosen = torch.randint(len(names), (self.num_ops,)).tolist()
         applied = (torch.rand(self.num_ops) < self.p).tolist()
@@ -141,10 +154,14 @@ class RandAugment:
         return [(names[i], m) for i, keep, m in zip(chosen, applied, signed) if keep]
 
     def __call__(self, picture: Image) -> Image:
-        """A PIL picture, RGB or L, to one of the same size and mode. TypeError if it is none."""
+        """Augment a PIL image, RGB or L; return an image of the same size and mode.
+
+        Raises:
+            TypeError: The input is not a PIL image of one of these modes.
+        """
         kind = picture.mode if isinstance(picture, Image) else type(picture).__name__
         if kind not in ("RGB", "L"):
-            raise TypeError(f"expected a PIL picture, RGB or L, got {kind}")
+            raise TypeError(f"expected a PIL image, RGB or L, got {kind}")
         fill = self.fill
         if picture.mode == "L" and len(fill) == 3:
             fill = new("RGB", (1, 1), fill).convert("L").getpixel((0, 0))

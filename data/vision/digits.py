@@ -17,13 +17,13 @@ from lion.config import ConfigError, setting
 from lion.tasks.data import Splits
 from lion.tasks.images import ImageInfo
 
-SPLIT_SEED = 0  # `seed` in a recipe does not move it
+SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 INFO = ImageInfo((8, 8), 1, tuple(str(d) for d in range(10)), mean=(0.287,), std=(0.354,))
 
 
 @dataclass
 class DigitsConfig(DataConfig):
-    """Shares of the pictures that are held out; the split is the same for every run."""
+    """Settings of the digits: the shares of images that are held out; the split is the same for every run."""
 
     name: str = "digits"
     val_split: float = setting(0.15, min=0.001, max=0.4)
@@ -31,7 +31,7 @@ class DigitsConfig(DataConfig):
 
 
 class Digits(DataSet):
-    """Everything is in memory."""
+    """Handwritten digits, all in memory."""
 
     Config, Info = DigitsConfig, ImageInfo
     workers = 0
@@ -42,7 +42,7 @@ class Digits(DataSet):
         except ImportError:
             raise ConfigError("data set 'digits' ships inside scikit-learn: pip install scikit-learn") from None
         pictures, labels = load_digits(return_X_y=True)
-        tensors = torch.from_numpy((15 * pictures).astype(np.uint8)).view(-1, 1, 8, 8)  # pixels are 0 to 16
+        tensors = torch.from_numpy((15 * pictures).astype(np.uint8)).view(-1, 1, 8, 8)  # pixel values are 0 to 16
         source = list(zip(tensors, labels.tolist()))
         shares = (self.config.val_split, self.config.test_split)
         train, val, test = split_indices(len(source), shares, SPLIT_SEED)
@@ -51,6 +51,6 @@ class Digits(DataSet):
         return Splits(*parts, info=INFO, fingerprint=hashlib.sha256(tensors.numpy().tobytes()).hexdigest()[:12])
 
     def load(self, path: str, info: ImageInfo) -> dict[str, Tensor]:
-        """{image}, grey, 8x8, ink bright on dark paper."""
+        """Load an image file as {image}: grey, 8x8. The file must show bright ink on a dark background."""
         picture = v2.functional.pil_to_tensor(open_or_explain(path).convert("L"))
         return {"image": v2.functional.resize(picture, [8, 8], antialias=True)}

@@ -1,4 +1,4 @@
-"""Any set of pictures that the `datasets` library reads: a Hub id, a folder or file of parquet, folders of pictures."""
+"""Image data sets read by the `datasets` library: a Hub id, a folder or file of parquet, or folders of images."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from lion.tasks.data import Splits
 
 log = logging.getLogger("lion")
 
-VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # what splits are called
+VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # names of splits
 
 
 @dataclass
 class HubConfig(PictureConfig):
-    """`path` is a Hub id or a local path, `subset` its configuration. Columns and splits are found, or named."""
+    """Settings of an image data set of the `datasets` library.
+
+    `path` is a Hub id or a local path, `subset` the configuration of a Hub id. Null columns and splits are detected.
+    """
 
     name: str = "hf"
     path: str | None = setting(None, free=True)
@@ -37,7 +40,7 @@ class HubConfig(PictureConfig):
 
 
 class HubPictures(Pictures):
-    """Splits and columns are found, or named."""
+    """Images that the `datasets` library reads; splits and columns are set or detected."""
 
     Config = HubConfig
 
@@ -53,29 +56,29 @@ class HubPictures(Pictures):
         for key, name in (("train", train), ("val", val), ("test", test)):
             labels = set(found[name].unique(columns.label)) if name else set()
             odd = labels - columns.place.keys()
-            if odd and odd == labels and getattr(config, key) is None:  # test sets of the Hub often hide their labels
-                log.warning("data.path: split %r is left out, none of its labels is a class", name)
+            if odd and odd == labels and getattr(config, key) is None:  # test sets on the Hub often hide their labels
+                log.warning("data.path: split %r is skipped, none of its labels is a class", name)
                 name = None
             elif odd:
                 raise ConfigError(
-                    f"data.label_column: {min(odd, key=str)!r} in split {name!r} is no class of {train!r}"
+                    f"data.label_column: {min(odd, key=str)!r} in split {name!r} is not a class of {train!r}"
                 )
             sources.append(Rows(found[name], columns) if name else None)
         return build_pictures(config, *sources)
 
 
 def load_splits(config: HubConfig) -> Any:
-    """The data set's splits by name.
+    """Load the splits of the data set, by name.
 
     Raises:
-        ConfigError: There is none, or it cannot be read.
+        ConfigError: The data set does not exist or cannot be read.
     """
     if not config.path:
-        raise ConfigError("data.path: missing, a Hub id, or a local folder or parquet file")
+        raise ConfigError("data.path: missing, expected a Hub id, a local folder or a parquet file")
     path = user_path(config.path)
     check_links(path)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warns of every retry
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it cannot read is said below
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at every retry
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # unreadable files become a ConfigError below
     try:
         if path.is_file():
             return datasets.load_dataset("parquet", data_files={config.train: str(path)})
@@ -84,20 +87,23 @@ def load_splits(config: HubConfig) -> Any:
         if path.is_dir():
             return datasets.load_dataset("imagefolder", data_dir=str(path))
         return datasets.load_dataset(config.path, config.subset)
-    except Exception as error:  # what a missing network, a missing set and a broken file raise has no common type
+    except Exception as error:  # errors of the network, a missing set or a broken file share no type
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"data.path: {config.path!r} is no local folder and cannot be had from the Hub ({reason})"
+            f"data.path: {config.path!r} is not a local folder and cannot be loaded from the Hub ({reason})"
             if not path.exists()
             else f"data.path: {config.path!r} cannot be read ({type(error).__name__}: {reason})"
         ) from None
 
 
 def by_split(root: Path, train: str) -> dict[str, list[str]]:
-    """Parquet files under `root` by the split that their names, or else their folders', begin with, as on the Hub;
-    those of no known split are train."""
+    """Group the parquet files under `root` by split, as on the Hub.
+
+    The name of the file, or else of a folder above, begins with the name of the split; files without one are train.
+    """
     found: dict[str, list[str]] = {}
-    for file in sorted(f for f in root.rglob("*.parquet") if f.is_file() or not f.exists()):  # no folders, no pipes
+    # neither folders nor pipes
+    for file in sorted(f for f in root.rglob("*.parquet") if f.is_file() or not f.exists()):
         parts = reversed(file.relative_to(root).parts)
         name = next((n for part in parts for n in (train, *VAL, *TEST) if part.startswith(n)), train)
         found.setdefault(name, []).append(str(file))
@@ -105,16 +111,18 @@ def by_split(root: Path, train: str) -> dict[str, list[str]]:
 
 
 def check_links(root: Path) -> None:
-    """Refuse links to folders below `root`: they are not followed, and what they hold would be missing without a word.
+    """Refuse links to folders below `root`.
+
+    `datasets` does not follow links, so their images would be missing without a message.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: A folder below `root` is a link.
     """
     for folder, names, _ in os.walk(root):
         names[:] = [name for name in names if not name.startswith(".")]
         for link in (os.path.join(folder, name) for name in names):
             if os.path.islink(link):
-                raise ConfigError(f"data.path: {link} is a link to a folder; data.name=imagefolder alone follows them")
+                raise ConfigError(f"data.path: {link} is a link to a folder; only data.name=imagefolder follows links")
 
 
 def pick(config: HubConfig, key: str, name: str | None, names: list[str]) -> str | None:
@@ -124,14 +132,14 @@ def pick(config: HubConfig, key: str, name: str | None, names: list[str]) -> str
 
 
 class Columns:
-    """Which columns hold the picture and the label, and the classes in label order."""
+    """The columns of the image and the label, and the classes in label order."""
 
     def __init__(self, config: HubConfig, table: Any) -> None:
         features = table.features
         self.image = self.find(config, "image_column", config.image_column, features, is_picture)
         self.label = self.find(config, "label_column", config.label_column, features, is_label)
         if not isinstance(features[self.label], datasets.ClassLabel | datasets.Value):
-            raise ConfigError(f"data.label_column: {self.label!r} holds no numbers or names")
+            raise ConfigError(f"data.label_column: {self.label!r} holds neither numbers nor names")
         names = getattr(features[self.label], "names", None)
         values = range(len(names)) if names else sorted(set(table.unique(self.label)) - {None})
         self.classes = tuple(names or map(str, values))
@@ -146,7 +154,7 @@ class Columns:
         found = [n for n, feature in features.items() if fits(n, feature)]
         if len(found) != 1:
             what = "none of" if not found else "more than one of"
-            raise ConfigError(f"data.{key}: name it, {what} {', '.join(found or features)} fits")
+            raise ConfigError(f"data.{key}: must be set, {what} {', '.join(found or features)} fits")
         return found[0]
 
 
@@ -159,7 +167,7 @@ def is_label(name: str, feature: Any) -> bool:
 
 
 class Rows:
-    """A split as a source of (picture, label)."""
+    """A split as a source of (image, label)."""
 
     def __init__(self, table: Any, columns: Columns) -> None:
         raw = isinstance(table.features[columns.image], datasets.Image)

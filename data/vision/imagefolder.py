@@ -1,5 +1,7 @@
-"""Any folder of pictures: `data.root/{train,val,test}/<class>/*`, one of `val` and `test` being enough, or
-`data.root/<class>/*` with `data.val_split`."""
+"""Image folders: `data.root/{train,val,test}/<class>/*`, or `data.root/<class>/*` with `data.val_split`.
+
+One of `val` and `test` is enough.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from lion.config import ConfigError
 from lion.tasks.data import Splits
 
 HOW = (
-    "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or, with data.val_split=0.1, the first alone or "
-    "ROOT/CLASS/*.jpg"
+    "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or with data.val_split=0.1 only ROOT/train/CLASS/*.jpg "
+    "or ROOT/CLASS/*.jpg"
 )
 
 
@@ -27,7 +29,7 @@ class FolderConfig(PictureConfig):
 
 
 class ImageFolder(Pictures):
-    """The folders' names are the classes."""
+    """An image folder; the names of its folders are the classes."""
 
     Config = FolderConfig
 
@@ -36,7 +38,7 @@ class ImageFolder(Pictures):
 
 
 def build_folders(config: PictureConfig, root: Path, how: str) -> Splits:
-    """Splits of `root`: train, and val and test where there are such folders; else all of it is train."""
+    """Build the splits of the folders `train`, `val` and `test`; without a folder `train`, all of `root` is train."""
     if not (root / "train").is_dir():
         if config.val_split is None:
             above = f"did you mean data.root={root.parent}? " if (root.parent / "train").is_dir() else ""
@@ -51,17 +53,21 @@ def build_folders(config: PictureConfig, root: Path, how: str) -> Splits:
 
 
 def open_folder(path: Path, config: PictureConfig, how: str) -> ClassFolders:
-    """The pictures of a split; an empty one is explained."""
+    """Open the folder of a split.
+
+    Raises:
+        ConfigError: There are no class folders, or a class has no images; the message ends with `how`.
+    """
     source = ClassFolders(path)
     empty = sorted(set(source.classes) - {source.classes[label] for _, label in source.samples})
     if not source.classes or empty:
-        what = f"no pictures of class {', '.join(empty)}" if empty else "no class folders"
+        what = f"no images of class {', '.join(empty)}" if empty else "no class folders"
         raise ConfigError(f"data set '{config.name}': {path}: {what}; {how}")
     return source
 
 
 class ClassFolders:
-    """A source of the pictures in `root/<class>/` and below, in the order of torchvision's ImageFolder."""
+    """A source of the images in and below `root/<class>/`, in the order of torchvision's ImageFolder."""
 
     def __init__(self, root: Path) -> None:
         folders = sorted(

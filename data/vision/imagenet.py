@@ -1,5 +1,4 @@
-"""ImageNet-1k as class folders, `data.root/{train,val}/<wnid>/*.JPEG`; its classes go by their names, as torchvision
-has them."""
+"""ImageNet-1k as class folders, `data.root/{train,val}/<wnid>/*.JPEG`, with torchvision's names of the classes."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from lion.tasks.images import ImageInfo
 
 HOW = (
     "get ILSVRC2012 from https://image-net.org/download, unpack it to ROOT/train/WNID/*.JPEG and sort the "
-    "validation pictures into ROOT/val/WNID/*.JPEG"
+    "validation images into ROOT/val/WNID/*.JPEG"
 )
 NAMES = tuple(ResNet18_Weights.IMAGENET1K_V1.meta["categories"])  # in the order of the sorted wnids
-WNIDS = "385e0240499426c022b773be1ae4da780f057b89c9694c7f47199f62746b6edd"  # SHA-256 of these, a line each
+WNIDS = "385e0240499426c022b773be1ae4da780f057b89c9694c7f47199f62746b6edd"  # SHA-256 of the sorted wnids, one per line
 
 
 @dataclass
@@ -29,7 +28,7 @@ class ImageNetConfig(PictureConfig):
 
 
 class ImageNet(Pictures):
-    """1,281,167 + 50,000 pictures in 1,000 classes."""
+    """ImageNet-1k: 1,281,167 training and 50,000 validation images in 1,000 classes."""
 
     Config = ImageNetConfig
 
@@ -43,5 +42,5 @@ class ImageNet(Pictures):
 
 
 def named(folders: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of ImageNet-1k's classes for its folders; others, those of a part of it, too, stay as they are."""
+    """Return the class names of ImageNet-1k for its 1,000 folders; any other list, also a subset, stays unchanged."""
     return NAMES if hashlib.sha256("\n".join(folders).encode()).hexdigest() == WNIDS else folders

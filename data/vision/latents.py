@@ -1,4 +1,4 @@
-"""Latents of pictures: what an autoencoder made of them, once and elsewhere, read from a folder."""
+"""Latents of images, precomputed elsewhere by an autoencoder and read from a folder."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from lion.tasks.data import Splits
 from lion.tasks.images import ImageInfo, numbered
 
 MANIFEST = "latents.json"
-HOW = f'it holds train.npy, val.npy (N, C, H, W), *_labels.npy (N,) and {MANIFEST}, {{"scale": .., "classes": [..]}}'
+HOW = f'expected train.npy, val.npy (N, C, H, W), *_labels.npy (N,) and {MANIFEST}, {{"scale": .., "classes": [..]}}'
 
 
 @dataclass
 class LatentsConfig(DataConfig):
-    """`flip` is the share of training samples that are taken from `train_flipped.npy`, the latents of the mirrored
-    pictures, where there is such a file: latents themselves cannot be mirrored."""
+    """Settings of latents.
+
+    flip: Share of training samples taken from `train_flipped.npy`, the latents of the mirrored images, if the file
+        exists. Latents themselves cannot be mirrored.
+    """
 
     name: str = "latents"
     flip: float = setting(0.5, min=0, max=1)
 
 
 class Latents(DataSet):
-    """ImageNet's, 1,281,167 of 4 x 32 x 32 in 1,000 classes, or others; files are memory-mapped."""
+    """Latents of ImageNet (1,281,167 of 4 x 32 x 32 in 1,000 classes) or of other images; files are memory-mapped."""
 
     Config, Info = LatentsConfig, ImageInfo
 
@@ -40,12 +43,12 @@ class Latents(DataSet):
             held = json.loads((root / MANIFEST).read_text())
             scale, classes = float(held["scale"]), tuple(map(str, held["classes"]))
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(f"{root / MANIFEST}: no manifest of latents ({type(error).__name__}); {HOW}") from None
+            raise ConfigError(f"{root / MANIFEST}: not a manifest of latents ({type(error).__name__}); {HOW}") from None
         train, val = (read(root, split, classes) for split in ("train", "val"))
         flipped = read_flipped(root, train[0]) if self.config.flip else None
         shape = train[0].shape[1:]
         if val[0].shape[1:] != shape:
-            raise ConfigError(f"{root}: latents of train are {shape}, of val {val[0].shape[1:]}")
+            raise ConfigError(f"{root}: latents of train have shape {shape}, of val {val[0].shape[1:]}")
         return Splits(
             LatentPictures(*train, scale, flipped, self.config.flip),
             LatentPictures(*val, scale),
@@ -54,12 +57,12 @@ class Latents(DataSet):
         )
 
     def published(self) -> tuple[ImageInfo, int]:
-        """The ImageNet of the paper."""
+        """Return the figures of ImageNet, as in the paper."""
         return info_of((4, 32, 32), numbered(1000)), 1_281_167
 
 
 class LatentPictures(Dataset):
-    """Samples {image, label} of latents (N, C, H, W) times `scale`; a `share` of them is `flipped`."""
+    """Samples {image, label} of latents (N, C, H, W) times `scale`; a random `share` comes from `flipped`."""
 
     def __init__(
         self, latents: np.ndarray, labels: np.ndarray, scale: float, flipped: np.ndarray | None = None, share: float = 0
@@ -81,31 +84,35 @@ def info_of(shape: tuple[int, ...], classes: tuple[str, ...]) -> ImageInfo:
 
 
 def read(root: Path, split: str, classes: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Latents (N, C, H, W) and labels (N,) of a split.
+    """Open the latents (N, C, H, W) and labels (N,) of a split.
 
     Raises:
-        ConfigError: They are not there, or not such.
+        ConfigError: A file is missing, or its type, shape or values are wrong.
     """
     latents, labels = opened(root / f"{split}.npy"), opened(root / f"{split}_labels.npy")
     if latents.ndim != 4 or not np.issubdtype(latents.dtype, np.floating):
         raise ConfigError(f"{root / split}.npy: expected floating point (N, C, H, W), got {found(latents)}")
     if latents.shape[1] in (1, 3):
-        raise ConfigError(f"{root / split}.npy: {latents.shape[1]} channels are those of pictures, see imagefolder")
+        raise ConfigError(
+            f"{root / split}.npy: {latents.shape[1]} channels are those of images, use data.name=imagefolder"
+        )
     if labels.shape != latents.shape[:1] or not np.issubdtype(labels.dtype, np.integer) or not len(labels):
-        raise ConfigError(f"{root / split}_labels.npy: expected {len(latents)} whole numbers, got {found(labels)}")
+        raise ConfigError(f"{root / split}_labels.npy: expected {len(latents)} integers, got {found(labels)}")
     if not 0 <= labels.min() <= labels.max() < len(classes):
-        raise ConfigError(f"{root / split}_labels.npy: {labels.min()} to {labels.max()} for {len(classes)} classes")
+        raise ConfigError(
+            f"{root / split}_labels.npy: labels {labels.min()} to {labels.max()} for {len(classes)} classes"
+        )
     return latents, labels
 
 
 def read_flipped(root: Path, latents: np.ndarray) -> np.ndarray | None:
-    """The latents of the mirrored training pictures, if they are there."""
+    """Open the latents of the mirrored training images; None if there is no such file."""
     path = root / "train_flipped.npy"
     if not path.exists():
         return None
     flipped = opened(path)
     if flipped.shape != latents.shape:
-        raise ConfigError(f"{path}: expected {latents.shape}, as train.npy, got {flipped.shape}")
+        raise ConfigError(f"{path}: expected shape {latents.shape} as in train.npy, got {flipped.shape}")
     return flipped
 
 
@@ -113,7 +120,7 @@ def opened(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
-        why = "no such file" if isinstance(error, FileNotFoundError) else "not an array of NumPy"
+        why = "no such file" if isinstance(error, FileNotFoundError) else "not a NumPy array"
         raise ConfigError(f"{path}: {why}; {HOW}") from None
 
 

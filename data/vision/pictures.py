@@ -1,4 +1,4 @@
-"""What all sets of pictures share: their settings, DeiT's transforms, and splits made of whatever sources there are."""
+"""Settings, DeiT's transforms and the building of splits, shared by all image data sets."""
 
 from __future__ import annotations
 
@@ -24,27 +24,31 @@ from lion.tasks.images import ImageInfo, numbered
 from lion.tasks.order import Shuffled
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-PHOTO_SIZE = (224, 224)  # of pictures that have no common size
-PROBES = 64  # pictures of each split that are opened before anything starts
-SPLIT_SEED = 0  # `seed` in a recipe moves no picture between splits
+PHOTO_SIZE = (224, 224)  # for images without a common size
+PROBES = 64  # images of each split that are opened before a run starts
+SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 
 
 @dataclass
 class PictureConfig(DataConfig):
-    """Settings of every set of pictures. Null means: as the data has it.
+    """Settings of every image data set. Null means: determined by the data.
 
-    image_size: (height, width) that the model sees; null: that of the pictures, 224 where they differ.
-    channels: 1 or 3; null: 1 where all pictures are grey.
-    mean, std: of the pixels, for each channel; null: those of the data set, else ImageNet's.
-    random_scale: share of a picture's area that a training crop keeps, then resized (bicubic).
-    pad: in place of that, pixels around a picture before a training crop of its whole size (CIFAR; DeiT up to 32 px).
-    crop: at test the middle of a picture whose shorter side is `image_size / crop`.
-    rand_augment: as timm writes it, "rand-m9-mstd0.5-inc1".
-    repeats: repeated augmentation, how often a drawn picture stands in an epoch.
-    val_split: share of the training pictures held out as `val`, where the data has none; null: its test pictures.
-    limit: training pictures at most, drawn once.
-    cache: decode the pictures of train and val once, into `memory`, or onto the `device`, where whole batches are then
-        cropped and flipped: with `pad`, without `rand_augment`.
+    image_size: (height, width) of the model's input; null: the size of the images, 224 x 224 if their sizes differ.
+    channels: 1 or 3; null: 1 if all images are grey, else 3.
+    mean, std: mean and standard deviation of the pixels for each channel; null: those of the data set, else ImageNet's.
+    random_scale: range of the share of an image's area that a random training crop keeps; the crop is then resized
+        (bicubic).
+    pad: pixels added around the resized image before a random training crop of `image_size`, in place of
+        `random_scale` (CIFAR; DeiT up to 32 px); 0: off.
+    flip: probability that a training image is mirrored.
+    crop: without `pad`, evaluation takes the center of an image whose shorter side is resized to `image_size / crop`.
+    rand_augment: RandAugment in timm's notation, "rand-m9-mstd0.5-inc1"; null: off.
+    repeats: repeated augmentation: how often each image drawn for an epoch occurs in the epoch.
+    val_split: share of the training images held out as `val`, for data without validation images; null: the test
+        images are used.
+    limit: maximum number of training images, drawn once.
+    cache: decode the images of train and val once, into `memory` or onto the `device`. On the device, whole batches are
+        cropped and flipped, which needs `pad` and excludes `rand_augment`.
     """
 
     image_size: tuple[int, int] | None = None
@@ -66,15 +70,17 @@ class PictureConfig(DataConfig):
         if self.image_size and not all(1 <= side <= 65_536 for side in self.image_size):
             raise ValueError(f"image_size: expected sides of 1 to 65536 pixels, got {self.image_size}")
         if not 0 < low <= high <= 1:
-            raise ValueError(f"random_scale: expected two shares of a picture, the smaller first, got {(low, high)}")
+            raise ValueError(
+                f"random_scale: expected two shares of an image's area, the smaller first, got {(low, high)}"
+            )
         for name in ("mean", "std"):
             if getattr(self, name) is not None and len(getattr(self, name)) not in (1, 3):
-                raise ValueError(f"{name}: expected 1 or 3 numbers, one a channel, got {getattr(self, name)}")
+                raise ValueError(f"{name}: expected 1 or 3 numbers, one per channel, got {getattr(self, name)}")
         if self.std is not None and min(self.std, default=0) <= 0:
             raise ValueError(f"std: expected more than 0, got {self.std}")
         if self.cache == "device" and (self.rand_augment or not self.pad):
             raise ValueError(
-                "cache: on the device whole batches are cropped and flipped: take data.pad=4 data.rand_augment=null"
+                "cache: on the device whole batches are cropped and flipped: set data.pad=4 data.rand_augment=null"
             )
         if self.rand_augment is not None:
             try:
@@ -93,29 +99,33 @@ class PictureConfig(DataConfig):
 
 
 class Pictures(DataSet):
-    """A set of pictures, one file each."""
+    """An image data set."""
 
     Info = ImageInfo
 
     def load(self, path: str, info: ImageInfo) -> dict[str, Tensor]:
-        """{image}, uint8 (channels, height, width)."""
+        """Load an image file as {image}: uint8 (channels, height, width)."""
         return {"image": test_transform(self.config, info)(open_or_explain(path))}
 
 
 def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any = None) -> Splits:
-    """Splits of the sources that there are. Without `val`, it is `val_split` of the training pictures, else `test`."""
+    """Build splits from the available sources.
+
+    Without a `val` source, `val` is the share `val_split` of the training images, else the `test` source.
+
+    Raises:
+        ConfigError: The sources are invalid (see `describe`), or `val` or `train` would be empty or ambiguous.
+    """
     sources = {n: s for n, s in (("train", train), ("val", val), ("test", test)) if s is not None}
     info, fingerprint = describe(config, sources)
     kept, held = list(range(len(train))), None
     if val is not None and config.val_split:
-        raise ConfigError(f"data.val_split: data set '{config.name}' has validation pictures of its own, leave it null")
+        raise ConfigError(f"data.val_split: data set '{config.name}' already has validation images, leave it null")
     if val is None and config.val_split:
         kept, held = split_indices(len(train), (config.val_split,), SPLIT_SEED)
         if not held or not kept:
-            empty, one = "train" if held else "val", f"one picture is {1 / len(train):.2g}"
-            raise ConfigError(
-                f"data.val_split: {config.val_split} of {len(train)} pictures leaves {empty} empty, {one}"
-            )
+            empty, one = "train" if held else "val", f"one image is {1 / len(train):.2g}"
+            raise ConfigError(f"data.val_split: {config.val_split} of {len(train)} images leaves {empty} empty, {one}")
     elif val is None:
         if test is None:
             raise ConfigError(f"data set '{config.name}' has one split: data.val_split=0.1 holds out a tenth of it")
@@ -136,7 +146,7 @@ def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any
     return Splits(
         train=split(train, training_transform(config, info), kept if held or len(kept) < len(train) else None),
         val=split(train, plain, held) if held else split(val, plain),
-        test=None if test is None else Images(test, plain),  # read once
+        test=None if test is None else Images(test, plain),  # not cached: read only once
         info=info,
         order=Shuffled(config.repeats),
         fingerprint=fingerprint,
@@ -144,33 +154,35 @@ def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any
 
 
 def published_info(config: PictureConfig, *, size: tuple[int, int], channels: int, classes: int) -> ImageInfo:
-    """The info of a well-known set, without its files."""
+    """Return the info of a published data set, without its files."""
     channels = config.channels or channels
     return ImageInfo(tuple(config.image_size or size), channels, numbered(classes), *normalisation(config, channels))
 
 
 def describe(config: PictureConfig, sources: dict[str, Any]) -> tuple[ImageInfo, str]:
-    """The info for the model, from the settings and from a look at some pictures, and a fingerprint: of the classes,
-    the number of pictures, and the sizes and labels of those that were looked at. Pixels differ between decoders.
+    """Return the info for the model and a fingerprint, from the settings and from `PROBES` images of each source.
+
+    The fingerprint covers the classes, the number of images, and the sizes and labels of the probed images, but no
+    pixels, because decoders differ.
 
     Raises:
-        ConfigError: Fewer than two classes, splits whose classes differ, a file that is no picture, or no file that
-            can be read.
+        ConfigError: There are fewer than two classes, or the splits have different classes. A probed file is not an
+            image, or no probed file of a split can be read.
     """
     classes, whose = tuple(sources["train"].classes), f"data set '{config.name}'"
     if len(classes) < 2:
-        raise ConfigError(f"{whose}: one class only ({classes[0] if classes else 'none'}), expected at least two")
+        raise ConfigError(f"{whose}: only one class ({classes[0] if classes else 'none'}), expected at least two")
     for name, source in sources.items():
         there, here = (set(map(str, c)) for c in (source.classes, classes))
         odd = [
-            f"{n} alone has class {min(more)!r}" for n, more in ((name, there - here), ("train", here - there)) if more
+            f"only {n} has class {min(more)!r}" for n, more in ((name, there - here), ("train", here - there)) if more
         ]
         if odd:
-            raise ConfigError(f"{whose}: train and {name} have other classes: {', '.join(odd)}")
+            raise ConfigError(f"{whose}: train and {name} have different classes: {', '.join(odd)}")
     sizes, modes, looked = set(), set(), hashlib.sha256(repr(sorted(map(str, classes))).encode())
     for name, source in sources.items():
         if not len(source):
-            raise ConfigError(f"{whose}: no pictures in {name}")
+            raise ConfigError(f"{whose}: no images in {name}")
         found = set()
         looked.update(f"{name} {len(source)}".encode())
         for index in torch.linspace(0, len(source) - 1, min(PROBES, len(source))).long().tolist():
@@ -180,10 +192,10 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> tuple[ImageInfo,
                 looked.update(f"{index} {picture.size} {label}".encode())
             except Unreadable as error:
                 if isinstance(error.__cause__, UnidentifiedImageError):
-                    raise ConfigError(f"{whose}: not a picture: {error}") from None
-                damaged = error  # some are the trainer's to count
+                    raise ConfigError(f"{whose}: not an image: {error}") from None
+                damaged = error  # single damaged files are counted by the trainer
         if not found:
-            raise ConfigError(f"{whose}: no picture of {name} can be read, e.g. {damaged}")
+            raise ConfigError(f"{whose}: no image of {name} can be read, e.g. {damaged}")
         sizes |= {size for size, _ in found}
         modes |= {mode for _, mode in found}
     size = config.image_size or (sizes.pop() if len(sizes) == 1 else PHOTO_SIZE)
@@ -192,20 +204,23 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> tuple[ImageInfo,
 
 
 def normalisation(config: PictureConfig, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of each channel, of pixels in [0, 1]."""
+    """Return mean and standard deviation of each channel, for pixels in [0, 1]."""
     found = []
     for name, usual in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
         values = getattr(config, name) or (usual if channels == 3 else (round(sum(usual) / 3, 3),))
-        if len(values) == 1:  # grey, shown as RGB
+        if len(values) == 1:  # one value for all channels
             values = values * channels
         if len(values) != channels:
-            raise ConfigError(f"data.{name}: expected one number a channel, {channels}, got {list(values)}")
+            raise ConfigError(f"data.{name}: expected one number per channel ({channels}), got {list(values)}")
         found.append(tuple(values))
     return found[0], found[1]
 
 
 def open_picture(file: Any) -> Image.Image:
-    """A picture file (a path, or open), decoded; of 16 bits a pixel the upper 8, where Pillow would cut at 255."""
+    """Decode an image file (a path, or an open file).
+
+    Of pixels with 16 bits, the upper 8 bits are kept; Pillow would clip them at 255.
+    """
     with Image.open(file) as picture:
         picture.load()
         if picture.mode.startswith("I"):
@@ -214,22 +229,25 @@ def open_picture(file: Any) -> Image.Image:
 
 
 def open_or_explain(path: str) -> Image.Image:
-    """A picture file that a person names.
+    """Decode an image file named by the user.
 
     Raises:
-        ConfigError: There is none, or it is no picture.
+        ConfigError: The file does not exist, or is not an image.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
             return open_picture(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except Exception as error:  # a broken file makes its reader raise anything
-        raise ConfigError(f"{path}: not a readable picture ({type(error).__name__})") from None
+    except Exception as error:  # readers raise errors of any type for a broken file
+        raise ConfigError(f"{path}: not a readable image ({type(error).__name__})") from None
 
 
 def training_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
-    """PIL picture -> uint8 (channels, height, width); what can be done to whole batches is the task's."""
+    """Return the training transform, from a PIL image to uint8 (channels, height, width).
+
+    Transforms of whole batches (such as mixup) belong to the task.
+    """
     if config.pad:
         crop = [Resized(info.size), v2.RandomCrop(info.size, padding=config.pad)]
     else:
@@ -240,7 +258,7 @@ def training_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
 
 
 def test_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
-    """The same without chance: the middle of the picture."""
+    """Return the deterministic transform for evaluation: with `pad` the whole image, else its center."""
     if config.pad:
         return v2.Compose([Channels(info.channels), Resized(info.size), TO_TENSOR])
     middle = [Covering(info.size, config.crop), v2.CenterCrop(info.size)]
@@ -248,7 +266,7 @@ def test_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
 
 
 class Channels(v2.Transform):
-    """A PIL picture as grey or RGB."""
+    """Conversion of a PIL image to grey or RGB."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -259,7 +277,7 @@ class Channels(v2.Transform):
 
 
 class Resized(v2.Transform):
-    """A PIL picture of exactly this (height, width)."""
+    """Resizing of a PIL image to exactly this (height, width)."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         super().__init__()
@@ -271,7 +289,10 @@ class Resized(v2.Transform):
 
 
 class Covering(v2.Transform):
-    """A PIL picture scaled to cover (height, width) / `crop`; of a square the shorter side, as DeiT does."""
+    """Scaling of a PIL image so that it covers (height, width) / `crop`.
+
+    For a square size, the shorter side is scaled to this size, as in DeiT.
+    """
 
     def __init__(self, size: tuple[int, int], crop: float) -> None:
         super().__init__()

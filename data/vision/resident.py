@@ -1,4 +1,4 @@
-"""Pictures of one size that stay on the device: batches are gathered, cropped and flipped there."""
+"""Images of one size that stay on the device, where batches are gathered, cropped and flipped."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lion.tasks.data import DeviceDataset
 
 
 class ResidentImages(DeviceDataset):
-    """Samples {image, label}; batches are made as a whole.
+    """Samples {image, label} in memory, from which whole batches are built at once.
 
     Args:
-        source: Of (picture, label).
-        transform: Picture -> uint8 (C, H, W), one size for all.
-        indices: Which part of the source, or all.
-        pad: Pixels around a picture before a crop of its size at a random place, as `v2.RandomCrop`.
-        flip: The share of pictures that are mirrored.
+        source: A source of (image, label).
+        transform: A function from an image to uint8 (C, H, W), with one size for all images.
+        indices: The samples of the source to use; None: all.
+        pad: Pixels added around an image before a random crop of its original size, as in `v2.RandomCrop`.
+        flip: Share of images that are mirrored.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ResidentImages(DeviceDataset):
     def batch(
         self, indices: list[int], device: torch.device | str, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """image (B, C, H, W) and label (B,) on `device`; without a generator nothing is left to chance."""
+        """Return image (B, C, H, W) and label (B,) on `device`; without a generator there is no augmentation."""
         if self.pixels.device != torch.device(device):
             self.pixels, self.labels = self.pixels.to(device), self.labels.to(device)
         chosen = torch.tensor(indices, device=device)
@@ -52,7 +52,7 @@ class ResidentImages(DeviceDataset):
 
 
 def crop(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
-    """A window of its own for each image (B, C, H, W), `pad` black pixels around."""
+    """Crop each image of (B, C, H, W) at an independent random place, after padding with `pad` black pixels."""
     if not pad:
         return images
     batch, _, height, width = images.shape

@@ -1,4 +1,4 @@
-"""Sources of pictures, sequences of (PIL picture, label) with the names of their `classes`, and samples of them."""
+"""Sources of images: sequences of (PIL image, label) with the names of their `classes`, and samples from them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lion.tasks.data import Unreadable
 
 
 class Images(Dataset):
-    """Samples {image, label} of a source of (picture, label) under a transform; `indices` picks a part of it.
+    """Samples {image, label} of a source of (image, label) with a transform; `indices` selects samples of the source.
 
-    What the source fails to give is `Unreadable`; an error of the transform is a bug and stays one.
+    An error of the source becomes `Unreadable`; an error of the transform is a bug and is raised unchanged.
     """
 
     def __init__(self, source: Any, transform: Any, indices: list[int] | None = None) -> None:
@@ -33,7 +33,7 @@ class Images(Dataset):
 
 
 class Decoded:
-    """A source whose pictures were decoded once, into one block of memory that workers share."""
+    """A source whose images are decoded once, into one block of memory that workers share."""
 
     def __init__(self, source: Any, indices: list[int] | None = None) -> None:
         self.classes = source.classes
@@ -54,24 +54,24 @@ class Decoded:
 
 
 def decode(source: Any, indices: list[int] | None = None) -> Iterator[tuple[Any, int]]:
-    """All of a source, or a part, for `data.cache`, with a progress bar.
+    """Yield all samples of a source, or those of `indices`, for `data.cache`, with a progress bar.
 
     Raises:
-        ConfigError: One cannot be read: a cache has no place for the neighbour that would stand in for it.
+        ConfigError: A sample cannot be read. A cache cannot replace it by a neighbour, as the loader does.
     """
     indices = range(len(source)) if indices is None else indices
     for index in progress(indices, desc="decoding", unit="images"):
         try:
             yield read_sample(source, index)
         except Unreadable as error:
-            raise ConfigError(f"data.cache: {error}; without a cache such pictures are passed over") from None
+            raise ConfigError(f"data.cache: {error}; without a cache such images are skipped") from None
 
 
 def read_sample(source: Any, index: int) -> tuple[Any, int]:
-    """`source[index]`.
+    """Return `source[index]`.
 
     Raises:
-        Unreadable: The source cannot give it; the message names its file, where it has one.
+        Unreadable: The sample cannot be read; the message names its file, if it has one.
     """
     try:
         return source[index]
@@ -83,7 +83,7 @@ def read_sample(source: Any, index: int) -> tuple[Any, int]:
 
 
 def split_indices(size: int, shares: tuple[float, ...], seed: int = 0) -> list[list[int]]:
-    """A fixed random partition of `range(size)`: as many parts as `shares`, and the rest first."""
+    """Return a fixed random partition of `range(size)`: the rest first, then one part for each of the `shares`."""
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
     parts, end = [], size
     for share in reversed(shares):

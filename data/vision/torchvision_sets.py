@@ -1,4 +1,4 @@
-"""The sets that torchvision reads: CIFAR-10 and CIFAR-100, MNIST and Fashion-MNIST."""
+"""Data sets read by torchvision: CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lion.tasks.images import ImageInfo
 
 @dataclass
 class TorchvisionConfig(PictureConfig):
-    """`download`: fetch the files that are not there."""
+    """Settings of a data set of torchvision. `download`: download missing files."""
 
     download: bool = setting(False, free=True)
 
 
 class TorchvisionSet(Pictures):
-    """Pictures of one size, to train on and to test on."""
+    """A data set of torchvision: images of one size in a training and a test split."""
 
-    source: ClassVar[type[VisionDataset]]  # of (root, train, download)
+    source: ClassVar[type[VisionDataset]]  # called with (root, train, download)
     size: ClassVar[tuple[int, int]]
     channels: ClassVar[int]
     classes: ClassVar[int]
-    samples: ClassVar[int]  # to train on
+    samples: ClassVar[int]  # training samples
 
     def build(self) -> Splits:
         config, source = self.config, self.source
@@ -39,8 +39,8 @@ class TorchvisionSet(Pictures):
             reason = (str(error).splitlines() or [type(error).__name__])[0].partition(".")[0]
             folder = root / getattr(source, "base_folder", f"{source.__name__}/raw")
             raise ConfigError(
-                f"data set '{config.name}': {reason} in {folder} (data.root=PATH or $LION_DATA set what comes before; "
-                f"data.download=true fetches it)"
+                f"data set '{config.name}': {reason} in {folder} (data.root=PATH or $LION_DATA set the folder above; "
+                f"data.download=true downloads it)"
             ) from None
         return build_pictures(config, train, test=test)
 
@@ -55,7 +55,7 @@ class Cifar10Config(TorchvisionConfig):
 
 
 class Cifar10(TorchvisionSet):
-    """50,000 + 10,000 pictures."""
+    """CIFAR-10: 50,000 training and 10,000 test images."""
 
     Config = Cifar10Config
     source, size, channels, classes, samples = CIFAR10, (32, 32), 3, 10, 50_000
@@ -67,7 +67,7 @@ class Cifar100Config(TorchvisionConfig):
 
 
 class Cifar100(TorchvisionSet):
-    """50,000 + 10,000 pictures."""
+    """CIFAR-100: 50,000 training and 10,000 test images."""
 
     Config = Cifar100Config
     source, size, channels, classes, samples = CIFAR100, (32, 32), 3, 100, 50_000
@@ -79,11 +79,11 @@ class MnistConfig(TorchvisionConfig):
     mean: tuple[float, ...] | None = (0.1307,)
     std: tuple[float, ...] | None = (0.3081,)
     pad: int = setting(2, min=0, max=1024)
-    flip: float = setting(0.0, min=0, max=1)  # a mirrored digit is another, or none
+    flip: float = setting(0.0, min=0, max=1)  # a mirrored digit is another digit or no digit
 
 
 class Mnist(TorchvisionSet):
-    """60,000 + 10,000 handwritten digits."""
+    """MNIST: 60,000 training and 10,000 test images of handwritten digits."""
 
     Config = MnistConfig
     source, size, channels, classes, samples = MNIST, (28, 28), 1, 10, 60_000
@@ -98,7 +98,7 @@ class FashionMnistConfig(TorchvisionConfig):
 
 
 class FashionMnist(TorchvisionSet):
-    """60,000 + 10,000 pictures of clothes."""
+    """Fashion-MNIST: 60,000 training and 10,000 test images of clothes."""
 
     Config = FashionMnistConfig
     source, size, channels, classes, samples = FashionMNIST, (28, 28), 1, 10, 60_000

@@ -1,7 +1,8 @@
-"""DeiT's augmentation against timm's: levels, policy and pixels are equal.
+"""Tests of DeiT's augmentation against timm's: levels, policy and pixels are equal.
 
-But for ShearY: torchvision's slope is sin / cos, a last bit off timm's, so a value on the verge of rounding may differ
-by one. At magnitude 9 sharp that is 1 of this picture's 3,219 values; at 300 drawn magnitudes, on noise, none.
+The exception is ShearY: torchvision computes the slope as sin / cos, which differs from timm's in the last bit, so a
+value close to a rounding border may differ by one. At magnitude 9 this affects 1 of the test image's 3,219 values; at
+300 drawn magnitudes, on noise, none.
 """
 
 import pickle
@@ -20,11 +21,11 @@ from data.vision.augment import OPS, RandAugment
 NAME = "rand-m9-mstd0.5-inc1"
 SIGNED = ("Rotate", "Color", "Contrast", "Brightness", "Sharpness", "Shear", "Translate")
 GEOMETRY = ("Rotate", "Shear", "Translate")
-GREY = 117  # the fill's luma: timm has no fill for grey pictures, so it is told this one
+GREY = 117  # luma of the fill: timm has no fill for grey images, so this value is passed
 
 
 def picture(mode="RGB"):
-    """37x29: two gradients and three shapes, with no symmetry, no blank channel and not the whole range."""
+    """Return a 37x29 image: two gradients and three shapes, without symmetry, blank channels or the full range."""
     x, y = np.meshgrid(np.arange(37), np.arange(29))
     image = Image.fromarray(np.stack([20 + 5 * x, 230 - 6 * y, 40 + 2 * x + 3 * y], -1).astype(np.uint8))
     draw = ImageDraw.Draw(image)
@@ -50,7 +51,7 @@ def timm():
 
 @pytest.fixture
 def theirs(timm):
-    """timm's ops by name, as its own factory makes them of DeiT's arguments."""
+    """Return timm's RandAugment, as timm's factory builds it from DeiT's arguments."""
     pipeline = timm.data.create_transform(
         224, is_training=True, color_jitter=0.4, auto_augment=NAME, interpolation="bicubic", re_prob=0.25
     )
@@ -58,7 +59,7 @@ def theirs(timm):
 
 
 def timm_level(timm, op, magnitude, monkeypatch):
-    """What timm's level function gives where its coin falls on the sign of `magnitude`."""
+    """Return the level of timm's function, with its random sign fixed to the sign of `magnitude`."""
     coin = 1.0 if magnitude < 0 else 0.0
     monkeypatch.setattr(timm.data.auto_augment.random, "random", lambda: coin)
     return op.level_fn(abs(magnitude), op.hparams) if op.level_fn else ()
@@ -66,7 +67,8 @@ def timm_level(timm, op, magnitude, monkeypatch):
 
 def timm_applied(timm, op, image, magnitude, monkeypatch):
     level = timm_level(timm, op, magnitude, monkeypatch)
-    if op.name == "PosterizeIncreasing" and level == (0,):  # Pillow of today refuses; that of DeiT's time gave black
+    # Pillow refuses this today; in DeiT's time the result was black
+    if op.name == "PosterizeIncreasing" and level == (0,):
         return image.point(lambda _: 0)
     kwargs = op.kwargs if image.mode == "RGB" else {**op.kwargs, "fillcolor": GREY}
     return op.aug_fn(image, *level, **kwargs)
@@ -83,7 +85,7 @@ def test_the_ops_are_those_of_timm(theirs):
 @pytest.mark.parametrize("name", OPS)
 def test_levels_are_those_of_timm(timm, theirs, name, monkeypatch):
     op = next(op for op in theirs.ops if op.name == name)
-    for magnitude in np.linspace(-10, 10, 81):  # holds every magnitude where a whole level changes by its own step
+    for magnitude in np.linspace(-10, 10, 81):  # includes every magnitude at which an integer level changes
         expected = timm_level(timm, op, magnitude, monkeypatch)
         level = OPS[name][0](magnitude)
         assert expected == () if level is None else level == pytest.approx(expected[0], rel=1e-12)
@@ -105,7 +107,7 @@ def test_pixels_are_those_of_timm(timm, theirs, name, mode, monkeypatch):
         assert not still or magnitude == 0 or (name, mode) == ("ColorIncreasing", "L")
     if name.startswith(GEOMETRY):
         bare = np.all(pixels(applied(name, image, 9, fill)) == fill, axis=-1 if mode == "RGB" else ())
-        assert 0.05 < bare.mean() < 0.6  # what they uncover is filled
+        assert 0.05 < bare.mean() < 0.6  # the uncovered area is filled
 
 
 def test_posterize_at_the_top_is_black():
@@ -157,7 +159,7 @@ def test_the_policy_draws_like_timm(timm, theirs, monkeypatch):
     n = 6000
     both = our_calls(monkeypatch, n), timm_calls(timm, theirs, n)
     for calls in both:
-        # bounds are 4.5 deviations of the exact law; those between the two are 6 of one's
+        # bounds: 4.5 standard deviations of the exact distribution; between ours and theirs, 6 of one of them
         counts = Counter(name for call in calls for name, _ in call)
         assert set(counts) == set(OPS) and all(abs(c - n / 15) < 4.5 * (n / 15) ** 0.5 for c in counts.values())
         sizes = Counter(map(len, calls))
@@ -167,7 +169,7 @@ def test_the_policy_draws_like_timm(timm, theirs, monkeypatch):
         same_sign = [a[1] * b[1] > 0 for a, b in (call for call in calls if len(call) == 2)]
         assert abs(np.mean(same_sign) - 0.5) < 4.5 * 0.5 / len(same_sign) ** 0.5
         steps = np.diff([[abs(m) for _, m in call] for call in calls if len(call) == 2])
-        assert abs(steps.std() - 0.48 * 2**0.5) < 0.05  # two ops of a picture have magnitudes of their own
+        assert abs(steps.std() - 0.48 * 2**0.5) < 0.05  # the ops of an image have independent magnitudes
     ours, their = (np.array([m for call in calls for _, m in call]) for calls in both)
     for m in (ours, their):
         assert abs((m < 0).mean() - 0.5) < 4.5 * 0.5 / len(m) ** 0.5
@@ -201,7 +203,7 @@ def test_one_seed_one_result(mode):
     assert len({r.tobytes() for r in results}) > 20
     assert {(r.size, r.mode) for r in results} == {((37, 29), mode)}
     np.testing.assert_array_equal(pixels(image), before)
-    assert pickle.loads(pickle.dumps(augmentation)) == augmentation  # it goes to workers
+    assert pickle.loads(pickle.dumps(augmentation)) == augmentation  # it is sent to workers
 
 
 def test_fill_is_the_one_given(monkeypatch):
@@ -214,7 +216,7 @@ def test_fill_is_the_one_given(monkeypatch):
     one = RandAugment.from_string("rand-m9-inc1-p1-n1", fill=(70,))
     assert {grey for _, grey in one(image.convert("L")).getcolors()} == {2, 70}
     assert {colour for _, colour in one(image).getcolors()} == {(1, 2, 3), (70, 70, 70)}
-    with pytest.raises(ValueError, match=r"fill .* is neither RGB nor one grey"):
+    with pytest.raises(ValueError, match=r"fill .* is neither RGB nor one grey value"):
         RandAugment(fill=(1, 2))
 
 
@@ -236,18 +238,18 @@ def test_strings():
         ("rand-m9", "only the ops of 'inc1'"),
         ("rand-m9-inc0", "only the ops of 'inc1'"),
         ("rand-m9-inc2", "only the ops of 'inc1'"),
-        ("rand-m11-inc1", "m11 is not 0 to 10"),
+        ("rand-m11-inc1", "m11 is outside 0 to 10"),
         ("rand-m9999999-inc1", "'m9999999' is none of"),
         ("rand-m9.5-inc1", "'m9.5' is none of"),
         ("rand-m-1-inc1", "'m' is none of"),
         ("rand-m9-inc1-", "'' is none of"),
         ("rand-m9-inc1 ", "'inc1 ' is none of"),
         ("rand-m9-mstdx-inc1", "'mstdx' is none of"),
-        ("rand-m9-mstd101-inc1", "mstd101 is not 0 to 100"),
+        ("rand-m9-mstd101-inc1", "mstd101 is outside 0 to 100"),
         ("rand-m9-inc1-w0", "'w0' is none of"),
-        ("rand-m9-m9-inc1", "'m' stands twice"),
-        ("rand-m9-inc1-n0", "n0 is not 1 to 15"),
-        ("rand-m9-inc1-n16", "n16 is not 1 to 15"),
+        ("rand-m9-m9-inc1", "'m' appears twice"),
+        ("rand-m9-inc1-n0", "n0 is outside 1 to 15"),
+        ("rand-m9-inc1-n16", "n16 is outside 1 to 15"),
         ("rand-m9-inc1-n1.5", "'n1.5' is none of"),
         ("rand-m9-inc1-p0", "p0 is not above 0"),
         ("rand-m9-inc1-p1.5", "p1.5 is not above 0"),
@@ -263,12 +265,12 @@ def test_malformed_strings(text, why):
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3, 4, 4), Image.new("RGBA", (4, 4)), None])
 def test_what_is_no_picture(wrong):
-    with pytest.raises(TypeError, match=r"expected a PIL picture, RGB or L, got (Tensor|RGBA|NoneType)$"):
+    with pytest.raises(TypeError, match=r"expected a PIL image, RGB or L, got (Tensor|RGBA|NoneType)$"):
         RandAugment()(wrong)
 
 
 def test_torchvisions_own_is_another_regulariser():
-    # its ops differ, and its 9 of 31 bins is about 3 of timm's 10
+    # other ops, and bin 9 of 31 is about 3 of timm's 10
     space = v2.RandAugment._AUGMENTATION_SPACE
     assert "Identity" in space and not {"Invert", "SolarizeAdd"} & set(space)
     degrees = space["Rotate"][0](31, 29, 37)[9].item()

@@ -78,19 +78,19 @@ def test_a_folder_of_pictures(tmp_path):
 def test_sizes_and_channels_come_from_the_data(tmp_path):
     pictures(tmp_path / "photos", TWO)
     info = folder(tmp_path / "photos", image_size=None).info
-    assert (info.size, info.channels) == ((224, 224), 3)  # pictures of several sizes
+    assert (info.size, info.channels) == ((224, 224), 3)  # images of several sizes
     pictures(tmp_path / "grey", {"train": {"a": 1, "b": 1}, "val": {"a": 1, "b": 1}}, grey=True)
     info = folder(tmp_path / "grey", image_size=None).info
     assert (info.size, info.channels) == ((20, 30), 1) and len(info.mean) == len(info.std) == 1
     assert folder(tmp_path / "grey", channels=3).val[0]["image"].shape == (3, 16, 24)
     assert folder(tmp_path / "photos", channels=1, mean=[0.2], std=[0.3]).info.mean == (0.2,)
     assert folder(tmp_path / "photos", mean=[0.5]).info.mean == (0.5, 0.5, 0.5)
-    with pytest.raises(ConfigError, match=r"data.mean: expected one number a channel, 1, got"):
+    with pytest.raises(ConfigError, match=r"data.mean: expected one number per channel \(1\), got"):
         folder(tmp_path / "photos", channels=1, mean=[0.5, 0.4, 0.3])
 
 
 def test_pictures_of_sixteen_bits(tmp_path):
-    """Pillow's own conversion to eight cuts at 255."""
+    """Pillow's conversion to 8 bits clips at 255."""
     for split in ("train", "val"):
         for name in ("a", "b"):
             (tmp_path / split / name).mkdir(parents=True)
@@ -119,13 +119,13 @@ def test_no_picture_can_be_read(tmp_path):
     pictures(tmp_path, TWO)
     for path in tmp_path.glob("val/*/*.png"):
         path.write_bytes(path.read_bytes()[:80])
-    with pytest.raises(ConfigError, match=r"no picture of val can be read, e.g. .*png \("):
+    with pytest.raises(ConfigError, match=r"no image of val can be read, e.g. .*png \("):
         folder(tmp_path)
 
 
 def test_val_split_beside_a_val_of_its_own(tmp_path):
     pictures(tmp_path, TWO)
-    with pytest.raises(ConfigError, match=r"data.val_split: data set 'imagefolder' has validation pictures of its own"):
+    with pytest.raises(ConfigError, match=r"data.val_split: data set 'imagefolder' already has validation images"):
         folder(tmp_path, val_split=0.5)
 
 
@@ -145,9 +145,7 @@ def test_one_folder_without_a_split(tmp_path):
     assert splits.train.transform is not splits.val.transform
     with pytest.raises(ConfigError, match=r"no folder .*/train; expected ROOT/train/CLASS.*data.val_split=0.1"):
         folder(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"data.val_split: 0.001 of 20 pictures leaves val empty, one picture is 0.05"
-    ):
+    with pytest.raises(ConfigError, match=r"data.val_split: 0.001 of 20 images leaves val empty, one image is 0.05"):
         folder(tmp_path, val_split=0.001)
 
 
@@ -180,7 +178,7 @@ def test_a_damaged_picture_has_no_place_in_a_cache(tmp_path, cache):
     pictures(tmp_path, TWO)
     file = tmp_path / "train" / "dog" / "1.png"
     file.write_bytes(file.read_bytes()[:200])
-    assert len(folder(tmp_path, pad=3).train) == 5  # the trainer counts it
+    assert len(folder(tmp_path, pad=3).train) == 5  # the trainer counts unreadable images
     with pytest.raises(ConfigError, match=r"data.cache: .*train/dog/1.png \(.*; without a cache"):
         folder(tmp_path, pad=3, cache=cache)
 
@@ -209,7 +207,7 @@ def test_pictures_that_stay_on_the_device(tmp_path):
                 for x in range(7)
                 if torch.equal(straight, whole[:, y : y + 16, x : x + 24])
             }
-    assert len(seen) > 90 and {m for *_, m in seen} == {True, False}  # of 98
+    assert len(seen) > 90 and {m for *_, m in seen} == {True, False}  # of 98 possible crops
     for bad in ({"pad": 0}, {"rand_augment": "rand-m9-mstd0.5-inc1"}):
         with pytest.raises(ConfigError, match=r"data.cache: on the device whole batches are cropped"):
             folder(tmp_path, **{"pad": 3, "cache": "device", **bad})
@@ -228,7 +226,7 @@ def test_crops(tmp_path):
         assert found
         shifts |= set(found)
     assert len(shifts) > 20
-    plain = folder(tmp_path, pad=4).val[0]["image"]  # of 30 x 20, resized to all of 24 x 16
+    plain = folder(tmp_path, pad=4).val[0]["image"]  # a 30 x 20 image, resized to 24 x 16
     want = v2.functional.resize(picture(0, (30, 20), "L").convert("RGB"), [16, 24], v2.InterpolationMode.BICUBIC)
     assert torch.equal(plain, v2.functional.pil_to_tensor(want))
     middle = folder(tmp_path, image_size=[14, 14]).val[0]["image"]  # shorter side 14 / 0.875 = 16
@@ -254,34 +252,34 @@ def test_folders_that_do_not_fit(tmp_path):
     with pytest.raises(ConfigError, match=r"no folder .*/val"):
         folder(tmp_path / "a")
     pictures(tmp_path / "b", {"train": {"cat": 1, "dog": 1}, "val": {"cat": 1}})
-    with pytest.raises(ConfigError, match="train and val have other classes: train alone has class 'dog'"):
+    with pytest.raises(ConfigError, match="train and val have different classes: only train has class 'dog'"):
         folder(tmp_path / "b")
     pictures(tmp_path / "c", {"train": {"cat": 1, "dog": 0}, "val": {"cat": 1, "dog": 1}})
-    with pytest.raises(ConfigError, match="/train: no pictures of class dog; expected ROOT"):
+    with pytest.raises(ConfigError, match="/train: no images of class dog; expected ROOT"):
         folder(tmp_path / "c")
     pictures(tmp_path / "d", {"train": {"cat": 2}, "val": {"cat": 1}})
-    with pytest.raises(ConfigError, match=r"one class only \(cat\), expected at least two"):
+    with pytest.raises(ConfigError, match=r"only one class \(cat\), expected at least two"):
         folder(tmp_path / "d")
     pictures(tmp_path / "e", TWO)
     (tmp_path / "e" / "train" / "dog" / "1.png").write_text("no picture")
-    with pytest.raises(ConfigError, match=r"not a picture: .*train/dog/1.png \(UnidentifiedImageError"):
+    with pytest.raises(ConfigError, match=r"not an image: .*train/dog/1.png \(UnidentifiedImageError"):
         folder(tmp_path / "e")
 
 
 def test_folders_are_read_in_torchvisions_order(tmp_path):
-    """The order of the samples decides the splits, and what a resumed run reads next."""
+    """The order of samples determines the splits and the next samples of a resumed run."""
     names = "b/2.png b/10.PNG a/x/z/1.png a/x-y/1.png a/x/1.png a/1.webp a-b/1.jpg a-b/text B/1.png".split()
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    (tmp_path / "b" / "gone.jpg").symlink_to("nowhere")  # for the trainer to name and count
+    (tmp_path / "b" / "gone.jpg").symlink_to("nowhere")  # the trainer reports and counts it
     (tmp_path / "b" / "one.png").symlink_to("2.png")
     want, got = torchvision.datasets.ImageFolder(str(tmp_path)), ClassFolders(tmp_path)
     assert (got.samples, got.classes) == (want.samples, want.classes) and len(got) == 10
 
 
 def test_links_between_folders(tmp_path):
-    """A loop once made many pictures of few, with labels of other classes."""
+    """A loop of links once multiplied the images, with labels of other classes."""
     pictures(tmp_path / "root", TWO)
     pictures(tmp_path / "new", {"": {"eel": 3, "more": 1}})
     root, new = tmp_path / "root", tmp_path / "new"
@@ -301,12 +299,14 @@ def test_links_between_folders(tmp_path):
         with pytest.raises(ConfigError, match=re.escape(same.format(root=root))):
             folder(root)
         (root / name).unlink()
-    with pytest.raises(ConfigError, match=r"data.path: .*/(cat/more|eel) is a link to a folder; data.name=imagefolder"):
+    with pytest.raises(
+        ConfigError, match=r"data.path: .*/(cat/more|eel) is a link to a folder; only data.name=imagefolder"
+    ):
         make("hf", path=str(root))
 
 
 def odd_files(folder):
-    """What lies between pictures and is none: a device and a pipe (to open it is to wait), and hidden names."""
+    """Create files that are not images: a device, a pipe (opening it blocks), and hidden names."""
     (folder / "null.png").symlink_to("/dev/null")
     os.mkfifo(folder / "pipe.png")
     (folder / "._1.png").write_text("of macOS")
@@ -322,7 +322,7 @@ def test_only_files_are_pictures_and_hidden_folders_are_no_classes(tmp_path, nam
     assert splits.info.classes == ("cat", "dog") and [len(s) for s in splits[:2]] == [5, 2]
 
 
-# Sets with files of their own
+# data sets with special file formats
 
 
 def idx(path, array):
@@ -355,7 +355,8 @@ def test_cifar_as_torchvision_reads_it(tmp_path, monkeypatch, name, classes):
         rows = {"data": rng.integers(0, 256, (n, 3072), dtype=np.uint8), label: list(range(n))}
         (base / file).write_bytes(pickle.dumps(rows))
     (base / kind.meta["filename"]).write_bytes(pickle.dumps({kind.meta["key"]: [f"c{i}" for i in range(classes)]}))
-    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *args: True)  # of the real files' bytes
+    # it compares checksums of the real files
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *args: True)
     if name == "cifar10":
         monkeypatch.setattr(kind, "train_list", [["data_batch_1", ""]])
     splits = make(name, root=str(tmp_path))
@@ -394,7 +395,7 @@ def test_imagenet_is_known_by_its_folders_and_has_their_names(tmp_path):
     whole.check_same("a converted checkpoint", known.to_dict())
     unnamed = dataclasses.replace(known, classes=numbered(1000))
     whole.check_same("one converted before there were names", unnamed.to_dict())
-    other = folders("other", [*wnids[:-1], "n15102894"])  # as many, and one is another
+    other = folders("other", [*wnids[:-1], "n15102894"])  # as many folders, one of them different
     assert other.classes[-1] == "n15102894"
     with pytest.raises(ConfigError, match="class 0 was 'tench', and is 'n01440764' now"):
         other.check_same("it", known.to_dict())
@@ -445,23 +446,23 @@ def test_hf_labels_that_are_no_class(tmp_path, caplog):
     parquet(tmp_path / "test.parquet", 4, labels=[-1] * 4)
     splits = make("hf", path=str(tmp_path))
     assert splits.test is None and len(splits.val) == 4
-    assert "split 'test' is left out, none of its labels is a class" in caplog.text
-    with pytest.raises(ConfigError, match=r"data.label_column: -1 in split 'test' is no class of 'train'"):
+    assert "split 'test' is skipped, none of its labels is a class" in caplog.text
+    with pytest.raises(ConfigError, match=r"data.label_column: -1 in split 'test' is not a class of 'train'"):
         make("hf", path=str(tmp_path), test="test")
     parquet(tmp_path / "train.parquet", 6, labels=[0, 1, None, 0, 1, 1])
-    with pytest.raises(ConfigError, match=r"data.label_column: None in split 'train' is no class"):
+    with pytest.raises(ConfigError, match=r"data.label_column: None in split 'train' is not a class"):
         make("hf", path=str(tmp_path))
     parquet(tmp_path / "words" / "train.parquet", 4, names=None)
     parquet(tmp_path / "words" / "val.parquet", 4, names=None, labels=["yes", "no", "maybe", "no"])
-    with pytest.raises(ConfigError, match=r"data.label_column: 'maybe' in split 'val' is no class of 'train'"):
+    with pytest.raises(ConfigError, match=r"data.label_column: 'maybe' in split 'val' is not a class of 'train'"):
         make("hf", path=str(tmp_path / "words"))
 
 
 def test_hf_columns_named_and_labels_of_text(tmp_path):
     parquet(tmp_path / "train.parquet", 6, ("photo", "answer"), names=None, second=[picture(9)] * 6)
-    with pytest.raises(ConfigError, match=r"data.image_column: name it, more than one of photo, second fits"):
+    with pytest.raises(ConfigError, match=r"data.image_column: must be set, more than one of photo, second fits"):
         make("hf", path=str(tmp_path), val_split=0.5)
-    with pytest.raises(ConfigError, match=r"data.label_column: name it, none of photo, answer, second fits"):
+    with pytest.raises(ConfigError, match=r"data.label_column: must be set, none of photo, answer, second fits"):
         make("hf", path=str(tmp_path), val_split=0.5, image_column="photo")
     with pytest.raises(ConfigError, match=r"data.label_column: no column 'answr', did you mean 'answer'"):
         make("hf", path=str(tmp_path), image_column="photo", label_column="answr")
@@ -480,10 +481,10 @@ def test_hf_folders_of_pictures(tmp_path):
 
 
 def test_hf_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"data.path: missing, a Hub id"):
+    with pytest.raises(ConfigError, match=r"data.path: missing, expected a Hub id"):
         make("hf")
     with pytest.raises(
-        ConfigError, match=r"data.path: 'no/such_set' is no local folder and cannot be had from the Hub"
+        ConfigError, match=r"data.path: 'no/such_set' is not a local folder and cannot be loaded from the Hub"
     ):
         make("hf", path="no/such_set")
     (tmp_path / "bad.parquet").write_text("no parquet")
@@ -531,12 +532,12 @@ def test_every_name_is_that_of_a_data_set(name):
     source = kind(config)
     assert source.config == source.config.uncached() and source.workers in (0, 4)
     assert source.download >= 0 and isinstance(source.check.__doc__, str)
-    if type(source).prepare is DataSet.prepare:  # nothing to make
+    if type(source).prepare is DataSet.prepare:  # no preparation
         assert source.prepare() is None and source.disk() == 0 and "needs no preparation" in source.check()
 
 
 def test_another_name_is_refused():
-    with pytest.raises(ConfigError, match="'cifar' is no data set, did you mean 'cifar10'"):
+    with pytest.raises(ConfigError, match="unknown data set 'cifar', did you mean 'cifar10'"):
         data.dataset("cifar")
 
 
@@ -566,7 +567,7 @@ def test_what_is_no_file_cannot_be_predicted_from(tmp_path):
             raise AssertionError
 
     assert Sums(DataConfig("sums")).published() is None
-    with pytest.raises(ConfigError, match=r"x\.txt: a file is no sample of data set 'sums'"):
+    with pytest.raises(ConfigError, match=r"x\.txt: a file cannot be a sample of data set 'sums'"):
         Sums(DataConfig("sums")).load("x.txt", None)
 
 

@@ -1,4 +1,4 @@
-"""GLUE: local files as samples, how pairs are cut and batches padded, and what is refused."""
+"""Tests of GLUE: samples from local files, truncation of pairs, padding of batches, and invalid input."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from tools.compose import resolve
 
 
 def glue(root, task="rte", **settings):
-    """The data set that a recipe would open; bytes have ids, [CLS] and [SEP] of their own."""
+    """Return the data set that a recipe would open; the tokenizer `bytes` also has [CLS] and [SEP]."""
     kind = data.dataset("glue")
     values = {"name": "glue", "task": task, "path": str(root), "tokenizer": "bytes", "length": 32, **settings}
     return kind(build(kind.Config, values, source=lambda key: "recipe"))
@@ -29,7 +29,7 @@ def root(tmp_path_factory):
 
 
 def rewrite(root, tmp_path, task, row, number=3, name="train.jsonl"):
-    """A copy of a task in which one row is another, counted from 1."""
+    """Copy a task and replace one row, counted from 1."""
     copy = tmp_path / task
     copy.mkdir(exist_ok=True)
     for file in (root / task).iterdir():
@@ -110,7 +110,7 @@ def test_other_files(root, tmp_path, kind):
     (tmp_path / "rte").mkdir()
     for split in ("train", "validation"):
         rows = [json.loads(line) for line in (root / "rte" / f"{split}.jsonl").read_text().splitlines()]
-        rows[0]["sentence1"] = "None"  # a word, and no missing value
+        rows[0]["sentence1"] = "None"  # a word, not a missing value
         getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(tmp_path / "rte" / f"{split}.{kind}")
     splits = glue(tmp_path).build()
     assert len(splits.train) == len(glue(root).build().train)
@@ -127,17 +127,17 @@ def refusal(path, task="rte", **settings):
 def test_what_is_refused_is_named_with_its_file_and_row(root, tmp_path):
     row = {"sentence1": "x", "sentence2": "y"}
     for label in (2, -1, 0.5, "entailment", None, True, float("nan")):
-        if label == "entailment":  # another type than in the other rows: the reader's own words
+        if label == "entailment":  # another type than in the other rows: the message comes from the reader
             assert "train.jsonl" in refusal(rewrite(root, tmp_path, "rte", {**row, "label": label}))
             continue
         said = refusal(rewrite(root, tmp_path, "rte", {**row, "label": label}))
         assert "rte/train.jsonl" in said, said
     said = refusal(rewrite(root, tmp_path, "rte", {**row, "label": 2}))
     assert said == (
-        f"{tmp_path}/rte/train.jsonl, row 3: label: 2 is none of rte, valid: 0 (entailment), 1 (not_entailment)"
+        f"{tmp_path}/rte/train.jsonl, row 3: label: 2 is not a label of rte, valid: 0 (entailment), 1 (not_entailment)"
     )
     said = refusal(rewrite(root, tmp_path, "stsb", {**row, "label": 5.5}), "stsb")
-    assert said.endswith("row 3: label: 5.5 is none of stsb, valid: a number from 0 to 5")
+    assert said.endswith("row 3: label: 5.5 is not a label of stsb, valid: a number from 0 to 5")
     said = refusal(rewrite(root, tmp_path, "rte", {**row, "label": 1}, 2, "validation.jsonl").joinpath("."), "mrpc")
     assert "no folder" in said and "has rte, stsb" in said
     assert "cannot be read" in refusal(rewrite(root, tmp_path, "rte", "{ no json"))
@@ -151,13 +151,13 @@ def test_what_is_refused_is_named_with_its_file_and_row(root, tmp_path):
         assert words in refusal(tmp_path)
     (tmp_path / "rte" / "train.jsonl").unlink()
     assert "no train.jsonl (or .json, .parquet, .csv) in" in refusal(tmp_path)
-    assert "no folder /nowhere/rte" in refusal("/nowhere") and "has no task of GLUE" in refusal("/nowhere")
-    assert "cannot be had from the Hub" in refusal("no/such-set")
+    assert "no folder /nowhere/rte" in refusal("/nowhere") and "has no GLUE task" in refusal("/nowhere")
+    assert "cannot be loaded from the Hub" in refusal("no/such-set")
     assert "has no token 'cls'" in refusal(root, tokenizer=str(characters(tmp_path)))
 
 
 def characters(folder):
-    """The file of a tokenizer without special tokens."""
+    """Write a tokenizer without special tokens and return its file."""
     from data.text.tokenizers import make_tokenizer
 
     path = folder / "tokenizer.json"

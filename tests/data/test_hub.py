@@ -1,4 +1,4 @@
-"""The Hub, where there is no network."""
+"""Tests of the set-up of the Hub without a network."""
 
 import os
 import socket

@@ -51,7 +51,7 @@ def test_samples_are_scaled_and_some_are_mirrored(tmp_path):
 
 
 def test_what_is_not_such_a_folder(tmp_path):
-    with pytest.raises(ConfigError, match=r"no folder .*it holds train\.npy, val\.npy"):
+    with pytest.raises(ConfigError, match=r"no folder .*expected train\.npy, val\.npy"):
         build(tmp_path / "none")
     root = folder(tmp_path / "l")
 
@@ -63,14 +63,14 @@ def test_what_is_not_such_a_folder(tmp_path):
             build(root)
         path.write_bytes(before)
 
-    refused("no manifest of latents", "latents.json", b"{}")
-    refused("not an array of NumPy", "train.npy", b"text")
+    refused("not a manifest of latents", "latents.json", b"{}")
+    refused("not a NumPy array", "train.npy", b"text")
     refused(r"expected floating point \(N, C, H, W\), got float64 \(3,\)", "val.npy", np.zeros(3))
-    refused("3 channels are those of pictures", "train.npy", np.zeros((40, 3, 8, 8)))
-    refused(r"expected 8 whole numbers, got int64 \(2,\)", "val_labels.npy", np.zeros(2, dtype=int))
+    refused("3 channels are those of images", "train.npy", np.zeros((40, 3, 8, 8)))
+    refused(r"expected 8 integers, got int64 \(2,\)", "val_labels.npy", np.zeros(2, dtype=int))
     refused("0 to 3 for 3 classes", "val_labels.npy", np.arange(8) % 4)
-    refused(r"train are \(4, 8, 8\), of val \(4, 4, 4\)", "val.npy", np.zeros((8, 4, 4, 4)))
-    refused("as train.npy, got", "train_flipped.npy", np.zeros((2, 4, 8, 8)))
+    refused(r"train have shape \(4, 8, 8\), of val \(4, 4, 4\)", "val.npy", np.zeros((8, 4, 4, 4)))
+    refused("as in train.npy, got", "train_flipped.npy", np.zeros((2, 4, 8, 8)))
     (root / "train.npy").unlink()
     with pytest.raises(ConfigError, match=r"train\.npy: no such file"):
         build(root)

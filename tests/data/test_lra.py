@@ -1,4 +1,4 @@
-"""The sets of the Long Range Arena: generators, files of others, and what of both is kept."""
+"""Tests of the Long Range Arena data sets: generators, published files, and prepared samples."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ SMALL = {"side": 16, "seed_distance": 3, "contour_length": 4, "distractors": 1, 
 
 
 def lra_set(tmp_path, name, **settings):
-    """The data set that a recipe would open; its samples go to `tmp_path`."""
+    """Return the data set that a recipe would open, with its samples in `tmp_path`."""
     kind = data.dataset(name)
     values = {"name": name, "root": str(tmp_path / "made"), "workers": 1, **settings}
     return kind(build(kind.Config, values, source=lambda key: "recipe"))
@@ -67,7 +67,7 @@ def checksums(source):
     return {name: held["sha256"] for name, held in store.read_manifest(source.folder)["arrays"].items()}
 
 
-# what all share
+# all data sets
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_killed_generation_goes_on_where_it_was(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(store, "write_part", lambda path, arrays: (made.append(path), write(path, arrays)))
     with caplog.at_level(logging.INFO, "lion"):
         source.prepare()
-    assert "4 of 12 parts are there, going on" in caplog.text
+    assert "4 of 12 parts are finished, resuming" in caplog.text
     assert len(made) == len(set(made)) == 12 and checksums(source) == checksums(whole)
     assert not list((tmp_path / "cut" / "made").glob("*.parts"))
 
@@ -133,14 +133,14 @@ def test_what_is_no_finished_part_is_named(tmp_path):
     part = source.folder.with_name(f"{source.folder.name}.parts") / "train.0.npz"
     part.parent.mkdir(parents=True)
     part.write_bytes(b"no archive")
-    with pytest.raises(ConfigError, match=rf"^{part}: no finished part .*; remove it"):
+    with pytest.raises(ConfigError, match=rf"^{part}: not a finished part .*; remove it"):
         source.prepare()
     assert part.read_bytes() == b"no archive"
 
 
 @pytest.mark.process
 def test_the_order_of_a_set_decides_nothing(tmp_path):
-    """LRA's own generator writes its samples in the order of a set of tuples of text, another one in each process."""
+    """LRA's generator writes its samples in the order of a set of tuples of text, which differs between processes."""
     file = recipe(tmp_path, name="listops", **SHORT)
     out = command("prepare", file, "data.workers=2", env={"PYTHONHASHSEED": "7"})
     assert out.returncode == 0 and "96 train, 2 val, 2 test, checksums match" in out.stdout, out.stderr
@@ -154,7 +154,7 @@ def test_damage_is_found(tmp_path, capsys):
     path = folder / "train.tokens.bin"
     held = path.read_bytes()
     path.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
-    assert f"{path}: damaged, its SHA-256 is not that of the manifest" in refuse(capsys, "prepare", file)
+    assert f"{path}: damaged, its SHA-256 differs from the manifest" in refuse(capsys, "prepare", file)
     path.write_bytes(held[:-1])
     assert "a truncated file; remove" in refuse(capsys, "prepare", file)
     (folder / "manifest.json").write_text("{}")
@@ -185,7 +185,7 @@ def test_a_run_trains_shows_its_pictures_and_answers(tmp_path, capsys):
     capsys.readouterr()
     assert here("predict", run, tmp_path / "one.png", tmp_path / "odd.png", "--eager") == 2
     out = capsys.readouterr()
-    assert "class 0" in out.out and "odd.png: a picture of 20 x 16 pixels, expected 16 x 16" in out.err
+    assert "class 0" in out.out and "odd.png: an image of 20 x 16 pixels, expected 16 x 16" in out.err
 
 
 # ListOps
@@ -217,7 +217,7 @@ def test_brackets_are_kept_and_parentheses_are_not(tmp_path):
         ("[MAX 4 2 8 ]", 8),
         ("[MED 4 2 8 ]", 4),
         ("[MED 1 2 8 9 ]", 5),
-        ("[MED 1 2 ]", 1),  # 1.5, cut
+        ("[MED 1 2 ]", 1),  # 1.5, truncated
         ("[SM 9 9 9 ]", 7),
         ("[MAX 1 [SM [MED 0 9 9 ] 4 ] 2 ]", 3),
     ],
@@ -238,7 +238,7 @@ def test_generated_expressions_are_lras(tmp_path):
 
 
 def read(tokens):
-    """Another parser: the tree of an expression, with its depth and its greatest number of arguments."""
+    """Parse an expression independently: return its tree, depth and maximum number of arguments."""
     token = tokens.pop(0)
     if not token.startswith("["):
         return int(token), 1, 0
@@ -303,10 +303,10 @@ def test_no_expression_is_there_twice(tmp_path):
     [
         (
             {"min_length": 100, "max_length": 101},
-            "max_length: no length lies between min_length=100 and 101, nearest: 102",
+            "max_length: no length is strictly between min_length=100 and 101, nearest: 102",
         ),
         ({"max_depth": 2}, "max_depth=2 and max_args=10 no expression has more than 12 tokens, nearest: 11"),
-        ({"length": 1000}, "length: 1000 tokens, but max_length=2000"),
+        ({"length": 1000}, "length: 1000 tokens, but samples have up to max_length=2000 tokens"),
         ({"max_args": 1}, "data.max_args: expected at least 2"),
         ({"samples": 10**12}, "data.samples: expected at most 10000000, got 1000000000000"),
         ({"max_depth": 1}, "data.max_depth: expected at least 2"),
@@ -320,7 +320,7 @@ def test_expressions_that_hardly_ever_are_give_up(tmp_path, monkeypatch):
     monkeypatch.setattr(data.lra.listops, "TRIES", 50)
     rare = {"max_depth": 3, "max_args": 10, "min_length": 120, "max_length": 125, "length": 128, "samples": 1}
     with pytest.raises(
-        ConfigError, match=r"data.min_length: of 50 expressions none had more than 120 and less than 125"
+        ConfigError, match=r"data.min_length: of 50 expressions none had more than 120 and fewer than 125"
     ):
         prepared(tmp_path, "listops", **rare)
 
@@ -333,9 +333,9 @@ BAD_LINES = [
     ("[MAX ]\t1", "the operator that token 2 closes has no arguments"),
     ("1 2\t1", "expected one expression, found 2"),
     ("\t1", "expected one expression, found 0"),
-    ("[FIRST 1 2 ]\t1", "'[FIRST' is no token of ListOps"),
-    ("<unk> 1 2 ]\t1", "'<unk>' is no token of ListOps"),
-    ("[MAX 1 <eos> ]\t1", "'<eos>' is no token of ListOps"),
+    ("[FIRST 1 2 ]\t1", "'[FIRST' is not a token of ListOps"),
+    ("<unk> 1 2 ]\t1", "'<unk>' is not a token of ListOps"),
+    ("[MAX 1 <eos> ]\t1", "'<eos>' is not a token of ListOps"),
     ("[MAX 1 2 ]\t1", "the expression's value is 2, its label 1"),
     ("[MAX 1 2 3 4 5 6 7 8 ]\t8", "10 tokens and the end token, data.length is 10"),
 ]
@@ -392,12 +392,12 @@ def test_the_number_of_a_line_is_that_of_the_file_in_every_part(tmp_path, monkey
 def test_a_missing_file_is_named(tmp_path, capsys):
     (tmp_path / "basic_train.tsv").write_text("Source\tTarget\n")
     line = refuse(capsys, "prepare", recipe(tmp_path, name="listops", path=str(tmp_path)))
-    assert f"no file {tmp_path / 'basic_val.tsv'}; data.path is a folder with basic_train.tsv" in line
+    assert f"no file {tmp_path / 'basic_val.tsv'}; data.path must be a folder with basic_train.tsv" in line
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data on this machine")
 def test_our_values_are_those_of_a_published_file(tmp_path):
-    source = prepared(tmp_path, "listops", path=str(SHARED / "lra" / "listops_d20s"))  # labels are compared
+    source = prepared(tmp_path, "listops", path=str(SHARED / "lra" / "listops_d20s"))  # checks every label
     assert "5,970 train, 500 val, 500 test" in source.check()
 
 
@@ -439,7 +439,7 @@ def test_reviews_by_character_leave_rare_ones_out(tmp_path):
 
 
 def test_ids_of_other_characters_are_told_apart(tmp_path):
-    """As many of them: their number tells nothing."""
+    """The two data sets have equally many characters, so their number does not distinguish them."""
     infos = []
     for name, text in (("one", "abab"), ("other", "acac")):
         (tmp_path / name).mkdir()
@@ -490,20 +490,20 @@ PAIR = "{}\tA-1\tB-2\t{}\t{}"
 @pytest.mark.parametrize(
     "name, row, message",
     [
-        ("imdb", "{no", "no JSON ("),
-        pytest.param("imdb", "[" * 100_000, "no JSON (", id="brackets"),
+        ("imdb", "{no", "not JSON ("),
+        pytest.param("imdb", "[" * 100_000, "not JSON (", id="brackets"),
         ("imdb", '{"text": "a", "label": -1}', "expected a text and a label 0 or 1, got"),
         ("imdb", '{"text": 3, "label": 1}', "expected a text and a label 0 or 1, got"),
         ("imdb", '["text", 1]', "expected a text and a label 0 or 1, got"),
         (
             "aan",
             "1\tA-1\tB-2\tonly one",
-            "expected label, two names and two documents with tabs between, got 4 columns",
+            "expected label, two names and two documents separated by tabs, got 4 columns",
         ),
-        ("aan", PAIR.format(1, "a", " "), "half a pair, the second document is empty"),
-        ("aan", PAIR.format(1, "", "b"), "half a pair, the first document is empty"),
-        ("aan", PAIR.format(1, "b'a'", "b''"), "half a pair, the second document is empty"),
-        ("aan", "\t\t\t\t", "half a pair, the first document is empty"),
+        ("aan", PAIR.format(1, "a", " "), "incomplete pair, the second document is empty"),
+        ("aan", PAIR.format(1, "", "b"), "incomplete pair, the first document is empty"),
+        ("aan", PAIR.format(1, "b'a'", "b''"), "incomplete pair, the second document is empty"),
+        ("aan", "\t\t\t\t", "incomplete pair, the first document is empty"),
         ("aan", PAIR.format(2, "a", "b"), "expected label 0 or 1, got '2'"),
     ],
 )
@@ -538,7 +538,7 @@ def test_pairs_are_two_rows_of_one_length(tmp_path):
     (tmp_path / "pair.txt").write_text("one\ttwo")
     assert source.collate([source.load(str(tmp_path / "pair.txt"), splits.info)])["tokens"].shape == (1, 2, 64)
     (tmp_path / "pair.txt").write_text("one")
-    with pytest.raises(ConfigError, match="expected two documents with a tab between"):
+    with pytest.raises(ConfigError, match="expected two documents separated by a tab"):
         source.load(str(tmp_path / "pair.txt"), splits.info)
 
 
@@ -553,7 +553,7 @@ def test_where_documents_come_from_is_said(tmp_path, capsys):
         capsys, "prepare", recipe(tmp_path, name="imdb", path=path)
     )
     nowhere = recipe(tmp_path, name="imdb", path="nobody/nothing")
-    assert "is no local folder, and cannot be had from the Hub" in refuse(capsys, "prepare", nowhere)
+    assert "is not a local folder and cannot be loaded from the Hub" in refuse(capsys, "prepare", nowhere)
 
 
 # pictures
@@ -585,18 +585,18 @@ def test_pictures_are_grey_and_read_row_by_row(tmp_path):
 
 def test_a_picture_of_another_size_is_named(tmp_path):
     pictures = [picture(i, (32, 32) if i != 3 else (32, 30)) for i in range(6)]
-    with pytest.raises(ConfigError, match="train row 4: a picture of 32 x 30 pixels, expected 32 x 32"):
+    with pytest.raises(ConfigError, match="train row 4: an image of 32 x 30 pixels, expected 32 x 32"):
         prepared(tmp_path, "cifar10_pixels", path=parquet(tmp_path, pictures, [0, 1] * 3))
 
 
 def test_cifars_place_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("LION_DATA", str(tmp_path / "nowhere"))
     line = refuse(capsys, "prepare", recipe(tmp_path, name="cifar10_pixels"))
-    assert "cifar-10-batches-py" in line and "data.download=true fetches it" in line
+    assert "cifar-10-batches-py" in line and "data.download=true downloads it" in line
 
 
 def test_what_is_fetched_is_made_once(tmp_path, monkeypatch):
-    """The folder's name is of torchvision's files, which a first `prepare` fetches itself."""
+    """The folder's name depends on torchvision's files, which the first `prepare` downloads."""
     monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
 
     def fetch(self):
@@ -619,7 +619,7 @@ def test_what_is_fetched_is_made_once(tmp_path, monkeypatch):
 
 def test_sizes_that_pictures_cannot_have_are_refused(tmp_path):
     drawn = lra_set(tmp_path, "pathfinder").config
-    with pytest.raises(ConfigError, match="square pictures: 1000 pixels, nearest: 1024"):
+    with pytest.raises(ConfigError, match="square images: 1000 pixels, nearest: 1024"):
         drawn.resized(1000)
     with pytest.raises(ConfigError, match=r"of 8 x 8 pixels: seed_distance: .* nearest: 1"):
         drawn.resized(64)
@@ -649,7 +649,7 @@ def test_a_picture_depends_on_its_key_alone(monkeypatch):
 
 
 def test_the_discs_stand_at_the_ends_that_the_label_says():
-    contours = look(contrast=0.4, distractors=0, marker_radius=1.0)  # discs are the brightest
+    contours = look(contrast=0.4, distractors=0, marker_radius=1.0)  # the discs are the brightest pixels
     table, keys = dashes(contours.shape), keys_of(40)
     _, start = Targets(contours, table, keys).draw()
     places = np.stack([start // table.width, start % table.width], -1) - table.border  # (B, 2, dashes, 2)
@@ -709,12 +709,12 @@ def test_pictures_look_as_published():
     [
         (
             {"seed_distance": 8},
-            "seed_distance: contours begin twice 8 pixels from every border, which 32 pixels (side)",
+            "seed_distance: contours begin twice 8 pixels from every border, but 32 pixels (side)",
         ),
         ({"side": 4, "seed_distance": 1}, "side: 4 pixels have no room for two contours, nearest: 5"),
         ({"margins": [0]}, "margins: expected gaps of 1 to 32 pixels, got [0]"),
         ({"margins": []}, "margins: expected gaps of 1 to 32 pixels, got []"),
-        ({"paddle_thickness": 0.3}, "paddle_thickness: 0.3 is no whole number of pixels drawn 2 times finer"),
+        ({"paddle_thickness": 0.3}, "paddle_thickness: 0.3 is not a whole number of pixels drawn 2 times finer"),
         ({"frame": 16}, "frame: 16 leaves nothing of 32 pixels, nearest: 15"),
         ({"marker_radius": 10.5}, "marker_radius: 10.5 is more than dashes of 2 pixels leave room for, nearest: 10"),
         ({"contour_length": 1}, "data.contour_length: expected at least 2"),
@@ -732,7 +732,7 @@ def test_pictures_that_cannot_be_are_refused(tmp_path, capsys, settings, message
 
 
 def test_the_largest_discs_stay_in_their_pictures():
-    """Each picture drawn alone is that drawn among others."""
+    """An image drawn alone equals the same image drawn with others."""
     keys = keys_of(6)
     contours = build(PathfinderConfig, {"marker_radius": 10.0}, source=lambda key: "test").contours()
     together, _ = draw(contours, keys)
@@ -748,7 +748,7 @@ def test_contours_without_room_are_given_up(tmp_path, monkeypatch, capsys):
 
 
 def lra_folder(root, name, rows, *, binary=False):
-    """What the published generator writes."""
+    """Write files in the format of the published generator; return the metadata file."""
     (root / name / "metadata").mkdir(parents=True)
     (root / name / "imgs" / "0").mkdir(parents=True)
     table = []
@@ -770,7 +770,7 @@ def test_lras_pictures_are_read_from_the_folder_of_the_task(tmp_path, binary, ca
     rows = [(i, i % 2) for i in range(40)]
     lra_folder(root, "curv_contour_length_14", rows, binary=binary)
     lra_folder(root, "curv_baseline", [(100 + i, 1) for i in range(3)] + [(172, 0)])
-    (root / "curv_baseline" / "imgs" / "0" / "sample_172.png").write_bytes(b"")  # as in LRA's release
+    (root / "curv_baseline" / "imgs" / "0" / "sample_172.png").write_bytes(b"")  # as in the LRA release
     for path in (tmp_path, root, root / "curv_contour_length_14"):
         splits = prepared(tmp_path, "pathfinder", path=str(path)).build()
         assert [len(part) for part in splits[:3]] == [32, 4, 4]
@@ -781,7 +781,7 @@ def test_lras_pictures_are_read_from_the_folder_of_the_task(tmp_path, binary, ca
     with caplog.at_level(logging.INFO, "lion"):
         easy = prepared(tmp_path, "pathfinder", path=str(root), contour_length=6)
     assert store.read_manifest(easy.folder)["samples"] == {"train": 3}
-    assert "sample_172.png: left out, the file is known to be empty" in caplog.text
+    assert "sample_172.png: skipped, the file is known to be empty" in caplog.text
     assert not is_empty(root / "curv_baseline" / "imgs" / "0" / "sample_17.png")
 
 
@@ -794,7 +794,7 @@ def test_a_picture_that_is_listed_twice_counts_once(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lion"):
         source = prepared(tmp_path, "pathfinder", path=str(root))
     assert store.read_manifest(source.folder)["samples"] == {"train": 20}
-    assert "40 pictures are listed more than once" in caplog.text
+    assert "40 repeated entries of images are ignored" in caplog.text
 
 
 def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):
@@ -803,9 +803,9 @@ def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):
     file = recipe(tmp_path, name="pathfinder", path=str(root))
     third = path.parent.parent / "imgs" / "0" / "sample_2.png"
     picture(0, (64, 64), "L").save(third)
-    assert f"{third}: a picture of 64 x 64 pixels, expected 32 x 32" in refuse(capsys, "prepare", file)
+    assert f"{third}: an image of 64 x 64 pixels, expected 32 x 32" in refuse(capsys, "prepare", file)
     third.write_bytes(b"")
-    assert f"{third}: not a readable picture" in refuse(capsys, "prepare", file)
+    assert f"{third}: not a readable image" in refuse(capsys, "prepare", file)
     third.unlink()
     assert f"{third}: no such file" in refuse(capsys, "prepare", file)
     path.write_text("imgs/0 sample_0.png 0 0\nimgs/0 sample_1.png\n")
@@ -816,17 +816,17 @@ def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):
         path.write_text(f"{outside} 0 0\n")
         assert "lies outside of" in refuse(capsys, "prepare", file)
     path.write_text("imgs/0 sample_0.png 0 0\nimgs/./0 sample_0.png 0 1\n")
-    assert "sample_0.png: its metadata give it the labels 0 and 1" in refuse(capsys, "prepare", file)
+    assert "sample_0.png: its metadata list both labels 0 and 1" in refuse(capsys, "prepare", file)
     line = refuse(capsys, "prepare", file, "data.contour_length=9")
     assert "no folder" in line and "curv_contour_length_9" in line
-    assert "LRA's pictures have 6, 9, 14 dashes" in refuse(capsys, "prepare", file, "data.contour_length=10")
+    assert "LRA's images have 6, 9, 14 dashes" in refuse(capsys, "prepare", file, "data.contour_length=10")
     shutil.rmtree(root)
     assert "no folder" in refuse(capsys, "prepare", file)
 
 
 @pytest.mark.slow
 def test_a_small_network_learns_each_half_of_the_pictures_alike(tmp_path, capsys):
-    """Of a Path-X that was shipped, one half could not be learnt; so it is where labels are drawn by lot."""
+    """Half of a published Path-X could not be learned; random labels in one half reproduce this."""
     easy = {"contour_length": 3, "distractors": 0, "continuity": 2.0, "samples": 10_000, "val_samples": 1000}
     file = recipe(tmp_path, name="pathfinder", test_samples=1, **easy)
     assert here("prepare", file, "--check-labels", 300) == 0

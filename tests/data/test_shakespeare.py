@@ -1,4 +1,4 @@
-"""Tiny Shakespeare, of a stand-in with the same characters."""
+"""Tests of Tiny Shakespeare, with a text of the same characters instead of the file."""
 
 import string
 
@@ -31,5 +31,5 @@ def test_another_split_is_not_published():
 
 def test_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("LION_DATA", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no file .*tinyshakespeare/input.txt .*karpathy/char-rnn has it"):
+    with pytest.raises(ConfigError, match=r"no file .*tinyshakespeare/input.txt .*karpathy/char-rnn"):
         TinyShakespeare(TinyShakespeareConfig()).prepare()

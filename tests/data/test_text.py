@@ -1,4 +1,4 @@
-"""Text: tokenizers, token files made once, and the samples cut out of them."""
+"""Tests of text: tokenizers, token files, and the samples from them."""
 
 import io
 import json
@@ -37,13 +37,13 @@ shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data on this 
 
 
 def sentences(count: int, seed: int = 0, longest: int = 30) -> list[str]:
-    """Lines, no two alike."""
+    """Return different lines of random words."""
     rng = random.Random(seed)
     return [f"{i} " + " ".join(rng.choices(WORDS, k=rng.randint(1, longest))) for i in range(count)]
 
 
 def text_set(tmp_path, name="text", **settings):
-    """The data set that a recipe would open; its token files go to `tmp_path`."""
+    """Return the data set that a recipe would open, with its token files in `tmp_path`."""
     kind = data.dataset(name)
     values = {"name": name, "root": str(tmp_path / "root"), "workers": 1, **settings}
     return kind(build(kind.Config, values, source=lambda key: "recipe"))
@@ -62,14 +62,14 @@ def prepared(source):
 
 
 def documents(source, split):
-    """The ids of each document of a split, as the token file holds them."""
+    """Return the ids of each document of a split, read from the token file."""
     layout = getattr(source.build(), split)
     ids, ends = layout.tokens.ids, layout.tokens.ends.tolist()
     return [ids[begin:end].tolist() for begin, end in zip([0, *ends], ends)]
 
 
 def recipe(folder, **settings):
-    """A recipe file that learns from a text."""
+    """Write a recipe that trains on a text; return its file."""
     path = folder / "text.yaml"
     held = {"name": "text", "root": str(folder / "root"), "tokenizer": "bytes", **settings}
     model = {"mixer": "softmax", "dim": 16, "depth": 1, "num_heads": 2}
@@ -110,7 +110,7 @@ def test_a_trained_wordpiece_has_berts_special_tokens_and_keeps_its_ids(tmp_path
 
 @pytest.mark.parametrize("name", ["wordpiece", "bpe", "characters"])
 def test_the_same_text_trains_the_same_tokenizer(name):
-    """Also with pairs that are equally frequent, and with more characters than asked for tokens: none gets lost."""
+    """This includes equally frequent pairs, and more characters than requested tokens: no character is lost."""
     rare = [chr(0x4E00 + i) for i in range(1600)]
     texts = [*sentences(40), "abab cdcd efef ghgh xyxy zwzw", " ".join(rare)]
     made = [make_tokenizer(name, texts, 1500) for _ in range(3)]
@@ -124,7 +124,7 @@ def test_the_same_text_trains_the_same_tokenizer(name):
 @shared
 @pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2"])
 def test_published_vocabularies_are_what_recipes_say_without_their_files(name, monkeypatch):
-    monkeypatch.setenv("LION_DATA", str(SHARED))  # a bare name is looked for in the data root
+    monkeypatch.setenv("LION_DATA", str(SHARED))  # a bare name is searched in the data root
     tokenizer = open_tokenizer(name)
     info, _ = data.dataset("c4")(build(data.dataset("c4").Config, {"tokenizer": name}, source=str)).published()
     assert (info.vocabulary, info.fingerprint, info.special) == (
@@ -141,7 +141,7 @@ def test_what_cannot_be_encoded_is_named():
     tokenizer = make_tokenizer("characters", ["abc"], 0)
     with pytest.raises(ConfigError, match="'characters' cannot encode 'abz': no token for 'z'"):
         tokenizer.encode("abz")
-    with pytest.raises(ConfigError, match="no id 3, they are 0 to 2"):
+    with pytest.raises(ConfigError, match="no id 3, valid ids are 0 to 2"):
         tokenizer.decode([0, 3])
     with pytest.raises(ConfigError, match="no token 'mask'"):
         TextInfo(3, 8, "characters", tokenizer.fingerprint, tokenizer.special).id("mask")
@@ -150,7 +150,9 @@ def test_what_cannot_be_encoded_is_named():
 def test_a_tokenizer_that_is_not_there_has_a_hint_where_its_name_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setenv("LION_DATA", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no 'bert-base-uncased' in .*, and the Hub does not give it \([^;]*\)$"):
+    with pytest.raises(
+        ConfigError, match=r"no 'bert-base-uncased' in .*, and it cannot be loaded from the Hub \([^;]*\)$"
+    ):
         open_tokenizer("bert-base-uncased")
     with pytest.raises(ConfigError, match=r"\); did you mean 'gpt2'\?$"):
         open_tokenizer("gpt3")
@@ -240,7 +242,7 @@ def test_tables_are_read_by_their_column(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_description_beside_a_table_is_no_document(tmp_path, kind, caplog):
-    """As in every clone of a set from the Hub."""
+    """Every clone of a data set from the Hub has such a file."""
     import datasets
 
     folder = tmp_path / "clone"
@@ -258,7 +260,7 @@ def test_a_description_beside_a_table_is_no_document(tmp_path, kind, caplog):
 def test_a_value_that_is_no_text_is_refused(tmp_path, value):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "one"}}\n{{"text": "two"}}\n{{"text": {value}}}\n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl: column 'text' holds .*, no text; data\.column names another"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl: column 'text' holds .*, not text; set data\.column to another"):
         text_set(tmp_path, path=str(path), tokenizer="bytes", length=8).prepare()
 
 
@@ -357,7 +359,7 @@ def test_a_manifest_that_was_edited_is_refused(tmp_path, capsys, change):
     source = prepared(lines_set(tmp_path, sentences(20)))
     edited(source, change)
     file = recipe(tmp_path, path=str(tmp_path / "text.txt"), document="line", length=16)
-    assert "make it anew with ./run.sh prepare RECIPE" in refuse(capsys, "prepare", file)
+    assert "create it again with ./run.sh prepare RECIPE" in refuse(capsys, "prepare", file)
 
 
 def test_the_same_tokens_have_the_same_fingerprint_wherever_they_lie(tmp_path):
@@ -373,7 +375,7 @@ def test_the_same_tokens_have_the_same_fingerprint_wherever_they_lie(tmp_path):
 
 @pytest.fixture
 def run_on_words(tmp_path):
-    """A run that was trained on wordpieces of a text, not evaluated; the command that trains it."""
+    """Train a run on wordpieces of a text, without evaluation; return the run and its training command."""
     (tmp_path / "text.txt").write_text("\n".join(sentences(80)))
     settings = {"tokenizer": "wordpiece", "vocabulary": 320, "document": "line", "length": 16}
     file = recipe(tmp_path, path=str(tmp_path / "text.txt"), **settings)
@@ -388,12 +390,13 @@ def test_a_run_keeps_its_tokenizer_where_token_files_are_lost(tmp_path, run_on_w
     shutil.rmtree(tmp_path / "root")
     assert here("generate", run, "--prompt", "lion reads", "--tokens", 2, "--eager") == 0, "no token file is needed"
     other = make_tokenizer("wordpiece", ["another text altogether"] * 9, 320)
-    monkeypatch.setattr("data.text.text.make_tokenizer", lambda *_: other)  # as another version would train it
+    # another version of the library might train such a tokenizer
+    monkeypatch.setattr("data.text.text.make_tokenizer", lambda *_: other)
     assert here("eval", run, "--form", "full", "--eager") == 0
     assert here(*line[:-1], "--form", "full") == 0
     assert (run / "tokenizer.json").read_bytes() == before
 
-    assert here("prepare", line[1]) == 0  # knows of no run, and trains a tokenizer: token files of its own
+    assert here("prepare", line[1]) == 0  # independent of any run: it trains a tokenizer and writes other token files
     fresh = data.dataset("text")(resolve(line[1], []).data)
     assert fresh.build().info.fingerprint == other.fingerprint
     capsys.readouterr()
@@ -404,7 +407,7 @@ def test_a_run_keeps_its_tokenizer_where_token_files_are_lost(tmp_path, run_on_w
 
 
 def test_what_is_kept_is_of_the_text_that_is_trained_on(tmp_path):
-    """Also where a run of another text ended before its first checkpoint."""
+    """This holds even if a run on another text ended before its first checkpoint."""
     run = tmp_path / "run"
     run.mkdir()
     for seed in (0, 1):
@@ -414,7 +417,7 @@ def test_what_is_kept_is_of_the_text_that_is_trained_on(tmp_path):
 
 
 def test_a_command_that_is_refused_leaves_the_run_as_it_is(tmp_path, run_on_words, capsys):
-    """Neither another text nor another place goes into the recipe of a run that was not trained on it."""
+    """The recipe of a run never records a text or a folder that the run was not trained on."""
     run, line = run_on_words
     before = (run / "recipe.yaml").read_bytes()
     (tmp_path / "other.txt").write_text("\n".join(sentences(80, seed=1)))
@@ -438,11 +441,11 @@ def test_what_is_no_finished_part_is_named(tmp_path):
     np.savez(part, other=np.zeros(3))
     for odd in (b"", b"no archive", b"PK\3\4" + bytes(99), part.read_bytes()):
         part.write_bytes(odd)
-        with pytest.raises(ConfigError, match=rf"^{part}: no finished part .*; remove it"):
+        with pytest.raises(ConfigError, match=rf"^{part}: not a finished part .*; remove it"):
             source.prepare()
     part.unlink()
     part.mkdir()
-    with pytest.raises(ConfigError, match=rf"^{part}: no finished part .*; remove it"):
+    with pytest.raises(ConfigError, match=rf"^{part}: not a finished part .*; remove it"):
         source.prepare()
     part.rmdir()
     assert prepared(source).check()
@@ -454,7 +457,7 @@ def test_a_file_where_a_folder_is_to_be_is_named(tmp_path, kind):
     file = source.folder.with_name(source.folder.name + kind)
     file.parent.mkdir()
     file.write_text("kept")
-    with pytest.raises(ConfigError, match=rf"^{file}: is there, and is no folder; remove it"):
+    with pytest.raises(ConfigError, match=rf"^{file}: exists and is not a folder; remove it"):
         source.prepare()
     assert file.read_text() == "kept"
 
@@ -463,7 +466,7 @@ def test_a_file_where_a_folder_is_to_be_is_named(tmp_path, kind):
 @pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_a_killed_preparation_goes_on(tmp_path):
-    """kill -9 in the middle: no half file appears, finished shards are kept, the outcome is that of a quiet one."""
+    """After kill -9 there is no partial file, finished shards are kept, and the result equals an undisturbed one."""
     lines = sentences(60_000, longest=60)
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -486,13 +489,13 @@ def test_a_killed_preparation_goes_on(tmp_path):
         source.build()
     times = {path: path.stat().st_mtime_ns for path in kept}
     assert len(kept) < len(source.corpus())
-    while any(map(runs, workers)):  # they end with their parent
+    while any(map(runs, workers)):  # workers end with their parent
         assert time.monotonic() < deadline, "a worker outlives its parent"
         time.sleep(0.05)
     assert all(path.stat().st_mtime_ns == then for path, then in times.items())
     again = command("prepare", file)
     assert again.returncode == 0, again.stderr
-    assert "shards are there, going on" in again.stderr
+    assert "shards are finished, resuming" in again.stderr
     assert "checksums match" in again.stdout
     quiet = data.dataset("text")(resolve(file, [f"data.root={tmp_path / 'quiet'}", "data.workers=1"]).data)
     quiet.prepare()
@@ -506,7 +509,7 @@ def children(pid):
 
 
 def runs(pid):
-    """Whether a process is there, and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -530,11 +533,11 @@ def test_packing_loses_and_doubles_nothing(tmp_path, length):
         assert (tokens[~real] == source.build().info.id("pad")).all()
         inner = segments[:, 1:][real[:, 1:]], segments[:, :-1][real[:, 1:]]
         assert (segments[:, 0] == 0).all() and set((inner[0] - inner[1]).tolist()) <= {0, 1}
-        # a border is where a document ends, and nowhere else
+        # borders lie exactly at the ends of documents
         borders = torch.cat([row.diff(prepend=torch.tensor([0])) for row in segments])[real.flatten()] > 0
         begins = torch.zeros(len(borders), dtype=bool)
         begins[torch.tensor([0, *map(len, wanted[:-1])]).cumsum(0)] = True
-        begins[::length] = False  # a row's first segment is 0, whatever it goes on with
+        begins[::length] = False  # the first segment of a row is 0, even inside a document
         assert torch.equal(borders, begins)
 
 
@@ -690,7 +693,7 @@ def test_preparing_takes_the_same_memory_whatever_the_size(tmp_path):
     assert grown < ids, f"{grown:,} bytes more for {ids:,} ids, which take two each"
 
 
-# sets by name
+# named data sets
 
 
 def test_python_source_is_there_on_every_machine(tmp_path, monkeypatch):
@@ -736,12 +739,12 @@ def test_what_the_hub_does_not_give_is_one_line(tmp_path, monkeypatch):
         raise ConnectionError("no route\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", away)
-    with pytest.raises(ConfigError, match=r"'allenai/c4' is no local file.*ConnectionError: no route\)"):
+    with pytest.raises(ConfigError, match=r"'allenai/c4' is not a local file.*ConnectionError: no route\)"):
         text_set(tmp_path, "c4", tokenizer="bytes").prepare()
     assert not (tmp_path / "root").exists() or not list((tmp_path / "root").glob("*[0-9a-f]"))
 
 
-# what does not fit
+# invalid data
 
 
 def test_a_run_of_another_vocabulary_is_refused(tmp_path):
@@ -750,7 +753,7 @@ def test_a_run_of_another_vocabulary_is_refused(tmp_path):
     then = TextInfo(there.vocabulary, 16, "characters", there.fingerprint).to_dict()
     with pytest.raises(ConfigError, match=r"another vocabulary: its tokenizer was 'characters'.* and is 'bytes'"):
         info.check_same("run x", then)
-    swapped = {**info.to_dict(), "fingerprint": "0" * 64}  # as many ids, of other tokens
+    swapped = {**info.to_dict(), "fingerprint": "0" * 64}  # as many ids, but for other tokens
     assert not info.shares_heads(swapped)
     with pytest.raises(ConfigError, match="fingerprint 000000000000"):
         info.check_same("run x", swapped)
@@ -762,7 +765,7 @@ def bad(**settings):
 
 
 def in_texts(name):
-    """A tokenizer that lies beside the text."""
+    """Return a function that writes a recipe with a tokenizer file beside the text."""
     return lambda folder: bad(path=str(folder / "texts" / "a.txt"), tokenizer=f"{folder}/texts/{name}")(folder)
 
 
@@ -782,21 +785,25 @@ NO_ROWS = no_rows()
         ({"a.txt": " \n\n"}, bad(tokenizer="characters"), "no text to take the characters from"),
         ({"a.txt": ""}, bad(), "no tokens"),
         ({"a.txt": "a\nb"}, bad(tokenizer="./nothing"), "data.tokenizer: no file or folder ./nothing"),
-        ({"a.txt": "a\nb", "v.txt": "a\nb"}, in_texts("v.txt"), r"v.txt cannot be read \(no vocabulary of WordPiece"),
+        ({"a.txt": "a\nb", "v.txt": "a\nb"}, in_texts("v.txt"), r"v.txt cannot be read \(not a WordPiece vocabulary"),
         ({"a.txt": "a\nb", "v.json": "{}"}, in_texts("v.json"), "data.tokenizer: .*v.json cannot be read"),
         (
             {"a.txt": "a\nb"},
             in_texts("."),
             r"data.tokenizer: .*texts/. holds none of tokenizer.json, vocab.txt, vocab.json",
         ),
-        ({"a.txt": "a\nb"}, bad(path="/nowhere.txt"), "'/nowhere.txt' is no local file or folder"),
+        ({"a.txt": "a\nb"}, bad(path="/nowhere.txt"), "'/nowhere.txt' is not a local file or folder"),
         ({"a.txt": "a\nb"}, bad(path=None), "data.path: missing"),
-        ({"a.txt": b"caf\xe9 \nand\n"}, bad(), r"a.txt: no UTF-8 text, byte 3 is 0xe9 \(.*\); iconv converts it"),
-        ({"a.jsonl": "{}\n"}, bad(), "data.column: name it, none of  in .*a.jsonl"),
+        ({"a.txt": b"caf\xe9 \nand\n"}, bad(), r"a.txt: not UTF-8 text, byte 3 is 0xe9 \(.*\); convert it with iconv"),
+        ({"a.jsonl": "{}\n"}, bad(), "data.column: must be set, none of  in .*a.jsonl"),
         ({"a.jsonl": '{"a": "x", "b": "y"}\n'}, bad(), "more than one of a, b"),
-        ({"a.jsonl": "{no\n"}, bad(), "a.jsonl: no JSON lines"),
-        ({"a.jsonl": '["x"]\n'}, bad(), "no JSON objects"),
-        ({"a.jsonl": '{"text": "a"}\n\n{"text": "b\n{"text": "c"}'}, bad(), """a.jsonl: no JSON lines.*{"text": "b'"""),
+        ({"a.jsonl": "{no\n"}, bad(), "a.jsonl: not JSON lines"),
+        ({"a.jsonl": '["x"]\n'}, bad(), "not a JSON object"),
+        (
+            {"a.jsonl": '{"text": "a"}\n\n{"text": "b\n{"text": "c"}'},
+            bad(),
+            """a.jsonl: not JSON lines.*{"text": "b'""",
+        ),
         ({"a.jsonl": '{"text": "a"}\n{"txt": "b"}\n'}, bad(), """a.jsonl: no column 'text' in '{"txt": "b"}'"""),
         ({"a.jsonl": '{"text": null}\n', "b.jsonl": '{"text": null}'}, bad(), "no tokens, the text is empty"),
         ({"a.csv": "x"}, bad(), "holds .csv; expected .txt"),
@@ -839,7 +846,7 @@ def test_a_damaged_token_file_is_refused(tmp_path, capsys):
 
 
 def test_what_is_not_there_is_bad_input(tmp_path, capsys):
-    """A link to nothing, a file where token files were to go, a manifest of a file that is none."""
+    """Cases: a broken link, a file in place of the folder of token files, a manifest that names a missing file."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("\n".join(sentences(20)))
     link = tmp_path / "texts" / "b.txt"
@@ -848,7 +855,7 @@ def test_what_is_not_there_is_bad_input(tmp_path, capsys):
     assert refuse(capsys, "prepare", file) == f"error: {link}: No such file or directory\n"
     link.unlink()
     line = refuse(capsys, "prepare", file, f"data.root={file}")
-    assert f"{file}/text-bytes-" in line and "cannot be written (File exists), data.root or $LION_DATA" in line
+    assert f"{file}/text-bytes-" in line and "cannot be written (File exists), set data.root or $LION_DATA" in line
     folder = prepared(data.dataset("text")(resolve(file).data)).folder
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"train.bin"', '"none.bin"'))
@@ -856,9 +863,9 @@ def test_what_is_not_there_is_bad_input(tmp_path, capsys):
 
 
 def test_of_one_book_the_end_is_held_out(tmp_path, caplog):
-    """A corpus of one document, as `data.path=book.txt` is, trains with the settings that recipes have."""
+    """A corpus of one document (`data.path=book.txt`) trains with the default settings of recipes."""
     text = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 40
-    for document in ("file", "line"):  # the file; a single line
+    for document in ("file", "line"):  # the whole file; a single line
         lines = [text if document == "file" else text.replace("\n", " ")]
         source = prepared(lines_set(tmp_path / document, lines, document=document, val_split=0.1))
         whole = prepared(
@@ -891,7 +898,7 @@ def test_a_damaged_id_is_named_where_it_is_read(pack, tmp_path):
 @pytest.mark.parametrize("pack", ["documents", "padded"])
 def test_documents_of_one_token_each_are_refused(tmp_path, pack):
     how = {"tokenizer": "characters", "pack": pack}
-    with pytest.raises(ConfigError, match=r"data.path: every document of train is one token, and sees no other"):
+    with pytest.raises(ConfigError, match=r"data.path: every document of train is one token, without context"):
         prepared(lines_set(tmp_path, ["a"] * 40, **how)).build()
     apart = {"document_mask": False} if pack == "documents" else {"pack": "windows"}
     assert len(prepared(lines_set(tmp_path, ["a"] * 400, **how | apart)).build().train)

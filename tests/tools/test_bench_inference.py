@@ -188,7 +188,7 @@ def test_a_metric_needs_the_data_before_anything_is_measured(run, photos, capsys
     folder.rename(folder.with_name("airy"))
     line = refuse(capsys, "bench", "inference", photos, "--sizes", "8", "--evaluate", "5")
     folder.with_name("airy").rename(folder)
-    assert "val alone has class 'airy', train alone has class 'light'" in line
+    assert "only val has class 'airy', only train has class 'light'" in line
 
 
 def test_refusals(run, tmp_path, capsys):

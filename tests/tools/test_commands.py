@@ -106,7 +106,7 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     guesses = [int(line.split()[1]) for line in done.stdout.strip().splitlines()[2:]]
     assert sum(g == y for g, y in zip(guesses, labels)) >= 4
     (tmp_path / "no.png").write_text("text")
-    assert "not a readable picture" in refuse(capsys, "predict", folder, tmp_path / "no.png")
+    assert "not a readable image" in refuse(capsys, "predict", folder, tmp_path / "no.png")
     table = done.stdout.splitlines()
     assert here("predict", folder, files[0], tmp_path / "no.png", files[1], tmp_path / "gone.png", "--form", "rnn") == 2
     some = capsys.readouterr()  # the bad ones keep no other from being classified

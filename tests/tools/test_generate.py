@@ -230,7 +230,9 @@ def test_what_was_generated_before_a_signal_is_kept(runs, capsys, tmp_path, monk
 def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
     run, other = runs["lion_s"], tmp_path / "other.txt"
     said = refuse(capsys, "generate", run, "data.tokenizer=bytes", "--prompt", "a")
-    kept = re.search(r"another vocabulary: .* now; (data.tokenizer=.*/tokenizer.json) reads text with its own", said)
+    kept = re.search(
+        r"another vocabulary: .* now; (data.tokenizer=.*/tokenizer.json) uses the tokenizer of the run", said
+    )
     assert said == refuse(capsys, "eval", run, "data.tokenizer=bytes")
     other.write_text(TEXT.replace("cat", "CAT"))
     assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0  # with characters of its own
