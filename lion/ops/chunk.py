@@ -6,7 +6,7 @@
     4. outside   Y_c += decay(edge -> i) q_i R_c
 
 The forward edge of a chunk is its last token, and the backward edge is its first token. The form is exact for any L.
-The tokens may be a part of a sequence: a state then enters from each side (`lion.ops.piecewise`).
+The tokens may be a part of a sequence: states then enter from either side (`lion.ops.piecewise`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def between_chunks(
 ) -> tuple[Tensor, Tensor | None, State | None]:
     """Compute the contribution of the states that enter chunks from one side, and the state that leaves the last chunk.
 
-    A separate function frees its intermediate results on return.
+    This is a separate function so that its intermediate results are freed on return.
     """
     edges = chunk_edges(direction, entering)
     write = k * decay(edges.edge.map(as_token), direction.key)  # 2. states
@@ -179,6 +179,7 @@ def carry(states: Tensor, edges: ChunkEdges, entering: Tensor | None = None) -> 
 
     Up to 2 `GROUP` chunks are combined by one (N, N) matrix. More chunks are combined inside groups, and this same
     function carries the totals of the groups.
+
     A part of a sequence has at most 2 `GROUP` chunks. There, `entering` (B, H, D, E) is included, and the second result
     is the state that leaves. Both have the dtype of `entering`, because that state passes through many pieces.
     """

@@ -3,7 +3,7 @@
 Legend: B batch (b: B or 1), H heads, L tokens, D key dim, E value dim, C chunk, N chunks; `a_k = log lambda_k <= 0`.
 
 The mask `M_ij` is the product of the decays between tokens i and j. The *decay convention* determines which tokens
-count, and the paper prints several. For four tokens with decays a, b, c, d (query i is a row, key j is a column):
+count, and the paper prints several conventions. For four tokens with decays a, b, c, d (query i is a row, key j is a column):
 
     source (Eq. 14, released code)  target (Eq. 5, Theorem 3.1)     symmetric (Table 1, M*)
     | 1    b    bc   bcd |          | 1    a    ab   abc |          | 1    b    bc   bcd |
@@ -53,7 +53,7 @@ class CumulativeDecay(NamedTuple):
     """Cumulative log decays of all tokens in one direction, and the segments of the tokens.
 
     Attributes:
-        terms: Tensors (b, H, .., L, D or 1) that add up to the sum; the first is the larger by far (see `prefix_sums`).
+        terms: Tensors (b, H, .., L, D or 1) that add up to the sum; the first is by far the largest (see `prefix_sums`).
         segment_index: Segment numbers (B, 1, .., L, 1), or None if there is only one segment.
     """
 
@@ -119,9 +119,9 @@ def same_segment(query: CumulativeDecay, key: CumulativeDecay) -> Tensor | None:
 def least_log_decay(dtype: torch.dtype, factors: int = 1) -> float:
     """Return the logarithm of the smallest decay that is not 0, where `factors` decays are multiplied with each other.
 
-    The limit is three quarters of the way to the smallest normal number (e^-65 in float32). Products of such a decay
-    with scores, values and gradients are therefore normal numbers, too. The limit is far below the values that a sum of
-    the dtype can distinguish from 0.
+    The product of `factors` such decays is three quarters of the way to the smallest normal number (e^-65 in float32).
+    Scores, values and gradients multiplied by it are therefore normal numbers, too. This is far below the values that a
+    sum of the dtype can distinguish from 0.
     """
     return 0.75 * math.log(torch.finfo(dtype).tiny) / factors
 
@@ -220,7 +220,7 @@ def counts_own(decay_convention: str, direction: str) -> bool:
 def make_directions(
     log_decay: Tensor, segment_index: Tensor | None, *, decay_convention: str, direction: str
 ) -> tuple[Direction, ...]:
-    """Return the directions that are switched on, forward first.
+    """Return the active directions, forward first.
 
     Args:
         log_decay: Decays (b, H, L, D or 1), float32 or float64.

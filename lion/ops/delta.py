@@ -1,12 +1,12 @@
-"""Delta rule (DeltaNet, arXiv 2406.06484): before it writes, a state corrects the value that it holds under a key.
+"""Delta rule (DeltaNet, arXiv 2406.06484): each token corrects the value that the state stores under its key.
 
     S_i = (I - beta_i k_i k_i^T) S_{i-1} + beta_i k_i v_i^T        y_i = q_i S_i
 
-With keys of norm 1 and beta in [0, 1], a step never grows the state. In both directions together,
+With keys of norm 1 and beta in [0, 1], a step never enlarges the state. In both directions together,
 `beta_i (q_i . k_i) v_i` is subtracted once, so that a token's own value is counted once.
 
 Over C tokens the corrections are a triangular system (the UT transform), `R = V - tril(K K^T, -1) B R - K S`. `R_i` is
-what token i writes per beta, and `N_i = beta_i R_i` are the new values. With `A = I + tril(B K K^T, -1)`,
+what token i writes, divided by its beta, and `N_i = beta_i R_i` are the new values. With `A = I + tril(B K K^T, -1)`,
 
     W = A^-1 B K        U = A^-1 B V        N = U - W S
     Y = Q S + tril(Q K^T) N                 S <- S + K^T N
@@ -126,7 +126,7 @@ def transform(
 
 
 def read_and_update(S: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a chunk (B, H, C, E) after a state S (B, H, D, E), and the state after the chunk."""
+    """Return the outputs (B, H, C, E) of a chunk that a state S (B, H, D, E) enters, and the state after the chunk."""
     new = chunk.U - chunk.W @ S
     y = chunk.q @ S + chunk.scores @ new
     return y, (S if chunk.keep is None else S * chunk.keep) + chunk.k.mT @ new

@@ -152,7 +152,7 @@ def scan(
         if not sums:
             return s
         between = sum(t[b, h, i] - t[b, h, j] for t in sums)
-        return s + torch.clamp_max(between, 0)  # computed for masked pairs, too
+        return s + torch.clamp_max(between, 0)  # also for masked pairs, where `between` may be positive
 
     mask = block_mask(q, side, index, include_diagonal)
     given = dict(score_mod=score, block_mask=mask, scale=1.0, kernel_options={"BACKEND": "TRITON"})

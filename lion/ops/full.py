@@ -52,7 +52,7 @@ def undecayed_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) ->
 
 
 def aligned(*xs: Tensor) -> tuple:
-    """Pad tokens (B, H, L, D) with zeros to a length at which matrix products are fast, and append the padding."""
+    """Pad tokens (B, H, L, D) with zeros to a fast length for matrix products; return tokens and padding."""
     length = xs[0].shape[2]
     padding = 0 if is_static(length) and length <= ALIGNED_ABOVE else round_up(length, ALIGNMENT) - length
     return (*(F.pad(x, (0, 0, 0, padding)) if padding else x for x in xs), padding)

@@ -23,7 +23,7 @@ BLOCK = 8  # tokens per block, processed one after the other
 def logcumsumexp(x: Tensor, segment_index: Tensor | None = None) -> Tensor:
     """Compute `log sum_{j <= i} exp(x_j)` over the tokens of x (B, H, L, D), separately for each segment.
 
-    Tokens of minus infinity add nothing. Before the first other token, the result is minus infinity.
+    Tokens of minus infinity add nothing. Before the first token above minus infinity, the result is minus infinity.
 
     Args:
         segment_index: Integers (B, L), the same for all tokens of a segment; the tokens of a segment are contiguous.
@@ -65,7 +65,7 @@ def decayed(earlier: Tensor, later: Tensor) -> Tensor:
 
 
 def running(x: Tensor, index: Tensor | None) -> Tensor:
-    """Compute the running sum of x (B, H, L, D), as `logcumsumexp` does, for finite x."""
+    """Compute `logcumsumexp` of finite x (B, H, L, D), with segments `index`."""
     length, none = x.shape[2], lowest(x)
     x, index = in_blocks(x, none), in_blocks_of_index(index)  # (B, H, N, S, D), (B, 1, N, S, 1)
     y = None

@@ -16,7 +16,7 @@ class SegmentIndex(NamedTuple):
 
     Attributes:
         index: Segment numbers (B, L) from left to right, never decreasing. Padding belongs to the segment before it.
-            None if rows are not packed.
+            None if rows have no segments.
         valid: Boolean (B, L), True for tokens and False for padding. None if all tokens are valid.
     """
 

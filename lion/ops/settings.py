@@ -17,8 +17,8 @@ NORMALIZE = ("sum", "max", "pre", "none")
 SCAN_MERGES = ("masks", "outputs")
 REQUIRED = "required"  # default of `feature_map`, which must be passed if rows are divided by their sums
 INSTEAD = {  # hints for names of SDPA and of other libraries
-    "is_causal": 'direction="forward" attends to past tokens only',
-    "causal": 'direction="forward" attends to past tokens only',
+    "is_causal": 'direction="forward" ignores later tokens',
+    "causal": 'direction="forward" ignores later tokens',
     "attn_mask": "valid (B, L) marks padding, segments (B, L) packed rows; other masks do not factor into a recurrence",
     "mask": "use valid (B, L), True for tokens and False for padding",
     "key_padding_mask": "use valid (B, L), its opposite: True for tokens and False for padding",

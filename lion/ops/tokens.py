@@ -112,7 +112,7 @@ class TokenBlock(NamedTuple):
 
 
 def flip(x: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Bring x into scan order, or back into its original order."""
+    """Flip x into scan order, or back into its original order, if `reverse`."""
     return x.flip(dim) if reverse and x.shape[dim] > 1 else x
 
 

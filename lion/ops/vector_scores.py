@@ -13,8 +13,8 @@ and subtracted as logarithms, so steep decays lose no precision. A token's lambd
 product of three such numbers could be denormal.
 
 The backward pass recomputes all products instead of storing them, and needs no gradient of E. For a pair with weight w,
-the derivative by every log lambda between the two tokens is w itself. Over all pairs, it is therefore a running sum
-over tokens: the weights of the pairs that begin at a token, minus the weights of those that end at it.
+the derivative by every log lambda between the two tokens is w itself. Over all pairs, the derivative is a running
+sum over tokens: the weights of the pairs that begin at a token, minus the weights of those that end at it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Scores(torch.autograd.Function):
         q, k, log_decay = ctx.saved_tensors
         lam, size = lambdas(log_decay), q.shape[-2] >> halvings_of(q.shape[-2])
         (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, ctx.decay_convention)
-        dq_early = dq_late = dk_early = dk_late = torch.zeros_like(q)  # (.., L, D), of the folded q and k
+        dq_early = dq_late = dk_early = dk_late = torch.zeros_like(q)  # (.., L, D), gradients of the folded q and k
         none, late = torch.zeros((), dtype=q.dtype, device=q.device), second_half(q.device)
 
         grad = grad[..., None, :, :]  # (.., M, 2n, 2n)

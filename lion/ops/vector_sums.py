@@ -2,8 +2,8 @@
 
     z_i = sum_{j < i} E_ij k_j = lambda_{i-1} z_{i-1} + k_{i-1},        row sum_i = q_i z_i + the same of later tokens
 
-With rotation, the scores come from rotated queries and keys, but they are divided by sums of unrotated ones. A state of
-D numbers per token yields these sums at a fraction of the cost of a second set of scores. E is defined in
+With rotation, the numerator uses scores of rotated queries and keys, and the row sums those of unrotated ones. A state
+of D numbers per token yields these sums at a fraction of the cost of a second set of scores. E is defined in
 `lion.ops.vector_scores`.
 """
 
