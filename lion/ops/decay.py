@@ -3,7 +3,7 @@
 Legend: B batch (b: B or 1), H heads, L tokens, D key dim, E value dim, C chunk, N chunks; `a_k = log lambda_k <= 0`.
 
 The mask `M_ij` is the product of the decays between tokens i and j. The *decay convention* determines which tokens
-count, and the paper prints several conventions. For four tokens with decays a, b, c, d (query i is a row, key j is a column):
+count, and the paper prints several conventions. For four tokens with decays a, b, c, d (row: query i, column: key j):
 
     source (Eq. 14, released code)  target (Eq. 5, Theorem 3.1)     symmetric (Table 1, M*)
     | 1    b    bc   bcd |          | 1    a    ab   abc |          | 1    b    bc   bcd |
@@ -53,7 +53,7 @@ class CumulativeDecay(NamedTuple):
     """Cumulative log decays of all tokens in one direction, and the segments of the tokens.
 
     Attributes:
-        terms: Tensors (b, H, .., L, D or 1) that add up to the sum; the first is by far the largest (see `prefix_sums`).
+        terms: Tensors (b, H, .., L, D or 1) that add up to the sum, the first by far the largest (see `prefix_sums`).
         segment_index: Segment numbers (B, 1, .., L, 1), or None if there is only one segment.
     """
 
