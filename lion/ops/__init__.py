@@ -1,4 +1,4 @@
-"""Masked, scaled linear attention in its exact forms, behind one entry."""
+"""Linear attention with a decay mask: one entry point to several exact forms."""
 
 from lion.ops.api import linear_attention, linear_attention_parts
 from lion.ops.arguments import no_autocast

@@ -1,4 +1,4 @@
-"""The entry to all forms: masks, the choice of form, and normalisation."""
+"""Entry point of all forms: masks, the choice of a form, and normalisation."""
 
 from __future__ import annotations
 
@@ -36,39 +36,41 @@ def linear_attention(
     settings: Settings = DEFAULTS,
     **fields: Any,
 ) -> Tensor:
-    """Linear attention `Y = scale(Q K^T * M) V` with the decay mask M (LION, Eq. 13 and 14).
+    """Compute linear attention `Y = scale(Q K^T * M) V` with the decay mask M (LION, Eq. 13 and 14).
 
-    How it is computed is in `settings`, or in its fields by name:
-    `linear_attention(q, k, v, log_decay, form="chunk", direction="forward")`. Every form computes the same function;
-    "full" and "chunk" are static graphs for `torch.compile`.
+    `settings`, or its fields passed by name, determine how Y is computed, for example
+    `linear_attention(q, k, v, log_decay, form="chunk", direction="forward")`. Every form computes the same function.
+    The forms "full" and "chunk" are static graphs for `torch.compile`.
 
     Args:
-        q, k: Queries and keys (B, H, L, D), through the feature map unless `feature_map` is given. Gates on the key are
-            folded into k.
-        v: Values (B, H, L, E). Float16 is computed in float32, as its sums would overflow; bfloat16 is not.
-        log_decay: log lambda <= 0: None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with a lambda for each
-            key dimension (H, D) or (B, H, L, D). What is above 0 counts as 0: a lambda is at most 1.
-        beta: (B, H, L) in [0, 1]: the delta rule (see `lion.ops.delta`) in place of decays, for keys of norm 1.
-            Takes `normalize="none"`.
-        bonus: (H,) or (H, D): weight of a token's own key, `sum_d bonus_d q_id k_id` on the diagonal, in place of 1.
-        angles: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2): rotation of q and k (`lion.ops.rotary`), in radians. Row
-            sums are those of the unrotated scores; rotate q and k before the call where they should not be.
-        prefix: (B, H, L, D): the sums s of a `log_decay` of that shape, `M_ij = exp(s_i - s_j)` within a segment, where
-            the caller has them and they take a gradient: that of the decays then goes to them alone, at less cost
-            (`lion.ops.prefix`). Takes one direction and `normalize="none"`, no bonus, not the convention "between".
-        valid: Boolean (B, L). Tokens that are not valid behave as if deleted, whatever they hold;
-            their output is 0.
-        segments: Integer (B, L). Tokens interact only within their segment; -1 is padding. The tokens of a segment
-            stand together (padding between them is allowed). Or `segment_index(valid, segments)`, made once a batch for
-            many calls; `valid` is then part of it.
-        settings, fields: See `Settings`; a field given by name is laid over the object.
+        q, k: Queries and keys (B, H, L, D). The feature map must be applied before the call, unless `feature_map` names
+            one. Gates on the keys must be multiplied into k before the call.
+        v: Values (B, H, L, E). Float16 is computed in float32, because its sums would overflow; bfloat16 is not.
+        log_decay: Logarithms log lambda <= 0. None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with one lambda for
+            each key dimension, (H, D) or (B, H, L, D). Values above 0 count as 0, because a lambda is at most 1.
+        beta: Writing strengths (B, H, L) in [0, 1] of the delta rule (see `lion.ops.delta`), which replaces decays. The
+            keys should have norm 1. Requires `normalize="none"`.
+        bonus: Weights (H,) or (H, D) of each token's own key: `sum_d bonus_d q_id k_id` on the diagonal. Without a
+            bonus, the weight is 1.
+        angles: Rotation of q and k (`lion.ops.rotary`) in radians: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2). Row
+            sums are those of the unrotated scores. For row sums of the rotated scores, rotate q and k before the call.
+        prefix: Prefix sums s (B, H, L, D) of a `log_decay` of the same shape, `M_ij = exp(s_i - s_j)` within a segment.
+            Pass `prefix` if the sums exist already and need a gradient: the gradient of the decays then goes to
+            `prefix` alone, at less cost (`lion.ops.prefix`). Requires a single direction and `normalize="none"`; not
+            with a bonus or the convention "between".
+        valid: Boolean mask (B, L), False for padding. Invalid tokens behave as if deleted, whatever values they hold.
+            Their output is 0.
+        segments: Integer segment ids (B, L). Tokens interact only within their segment; -1 marks padding. The tokens of
+            a segment must be contiguous, except for padding between them. Alternatively, the result of
+            `segment_index(valid, segments)`, prepared once per batch for many calls; it already contains `valid`.
+        settings, fields: See `Settings`. A field passed by name overrides the object.
 
     Returns:
-        (B, H, L, E) in the dtype of `v`.
+        Outputs (B, H, L, E) in the dtype of `v`.
 
     Raises:
-        ValueError: An argument of the wrong shape, dtype or name, or two that do not go together.
-        RuntimeError: Under `torch.jit.trace`.
+        ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
+        RuntimeError: A call under `torch.jit.trace`.
     """
     settings = with_fields(settings, fields, unused=("scan_merge",))
     gates = Gates(log_decay, beta, bonus, angles, prefix)
@@ -94,10 +96,11 @@ def linear_attention_parts(
     settings: Settings = DEFAULTS,
     **fields: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Numerator (B, H, L, E) and float32 row sum (B, H, L), undivided: several scans can be added up first.
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L), float32 or wider, without dividing them.
 
-    Arguments as in `linear_attention` but `prefix`, without use for `scale` and `eps`; with `normalize="none"` there is
-    no row sum (None). Beside float16 tokens the numerator is float32.
+    Several scans can therefore be added up before the division. The arguments are those of `linear_attention` except
+    `prefix`, `scale` and `eps`. With `normalize="none"` the row sum is None. For float16 tokens the numerator is
+    float32.
     """
     settings = with_fields(settings, fields, unused=("scale", "eps", "scan_merge"))
     gates = Gates(log_decay, beta, bonus, angles)
@@ -107,24 +110,24 @@ def linear_attention_parts(
 
 
 def normalized(numerator: Tensor, rowsum: Tensor | None, settings: Settings, dim: int) -> Tensor:
-    """The one division: numerator (B, H, L, E) by what `normalize` makes of the row sum (B, H, L).
+    """Divide the numerator (B, H, L, E) by the row sum (B, H, L) as `normalize` specifies, or scale it.
 
-    Without gradients the result takes the numerator's memory.
+    The forms share this division. Without gradients the result reuses the memory of the numerator.
     """
     scale = settings.scale_of(dim)
     if rowsum is None:
         factor = scale
     elif settings.normalize == "max":
         factor = (scale / (scale * rowsum).abs().clamp_min(1))[..., None]
-    else:  # an empty row is 0, and so is its gradient, also where 1 / eps overflows
+    else:  # an empty row and its gradient are 0, even where 1 / eps overflows
         factor = rowsum.clamp_min(settings.eps).reciprocal().masked_fill(rowsum == 0, 0)[..., None]
     if not torch.is_grad_enabled():
-        return numerator.mul_(factor)  # in place: inference in the rnn form holds its outputs once
+        return numerator.mul_(factor)  # in place: inference in the rnn form keeps a single copy of its outputs
     return (numerator * factor).to(numerator.dtype)
 
 
 def separate_rowsum(normalize: str, angles: Tensor | None) -> bool:
-    """Whether the row sum is that of other scores than the numerator's: without decay, or without rotation."""
+    """Return whether the row sum uses other scores than the numerator: without decay, or without rotation."""
     return normalize == "pre" or (normalize != "none" and angles is not None)
 
 
@@ -146,9 +149,9 @@ def _attention_parts(
     feature_map = settings.feature_map
     with no_autocast(q):
         index, valid = prepared(q, valid, segments)
-        if form != "rnn":  # which widens a piece at a time
+        if form != "rnn":  # the rnn form widens one piece at a time
             q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
-        if feature_map is not None and (angles is not None or prefix is not None):  # they come after it
+        if feature_map is not None and (angles is not None or prefix is not None):  # both apply to mapped q and k
             q, k, feature_map = *TokenBlock(q, k, v, v, valid, feature_map=feature_map).featurized()[:2], None
         rotated = rotate_pair(q, k, angles, valid)
         if prefix is not None and prefix.requires_grad:
@@ -163,7 +166,7 @@ def _attention_parts(
         separate = separate_rowsum(settings.normalize, angles)
         rowsum = how.rowsum and not separate
         numerator, total = _score_parts(tokens, bonus, no_decay, how._replace(rowsum=rowsum), settings.dropout_p)
-        if separate:  # once more, with values of width 0
+        if separate:  # compute other scores for the row sum, with values of width 0
             tokens = tokens._replace(q=q, k=k, v=v[..., :0])
             if settings.normalize == "pre":
                 tokens, bonus, no_decay = tokens._replace(gate=expand_decay(None, q)), None, True
@@ -174,14 +177,14 @@ def _attention_parts(
 def _score_parts(
     tokens: TokenBlock, bonus: Tensor | None, no_decay: bool, how: ScoreSettings, dropout_p: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Numerator and row sum of one set of scores."""
+    """Compute the numerator and the row sum of one set of scores."""
     if bonus is not None:
         bonus = bonus.to(tokens.gate.dtype).reshape(bonus.shape[0], 1, -1)  # (H, 1, D or 1)
     how = how._replace(include_diagonal=bonus is None and (no_decay or how.decay_convention != "between"))
     undecayed = no_decay and how.include_diagonal and how.form == "full"
     product = undecayed and not dropout_p
     if product and not (how.direction == "both" and tokens.segment_index is None):
-        how = how._replace(form="chunk")  # a product with borders: still never an L x L matrix
+        how = how._replace(form="chunk")  # one direction or segments: chunks, never an L x L matrix
     if how.form in ("chunk", "rnn"):
         return in_pieces(tokens, bonus, how)
     tokens = tokens.masked()

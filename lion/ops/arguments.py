@@ -1,4 +1,4 @@
-"""What callers hand to the operator: checked, and brought to one shape."""
+"""Arguments of the operator: checks, and expansion of decays to a common shape."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ def mismatch(name: str, expected: str, x: Any) -> ValueError:
 
 
 def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Here and below messages are made where a check fails: a graph of all lengths cannot print them."""
-    if torch.jit.is_tracing():  # padding, chunks and steps would stay those of the example
+    """Check the shapes and dtypes of q, k (B, H, L, D) and v (B, H, L, E).
+
+    All checks build their messages only after a failure, because a graph with dynamic lengths cannot format them.
+    """
+    if torch.jit.is_tracing():  # padding, chunks and steps would be fixed to those of the example
         raise RuntimeError("torch.jit.trace: the trace would be wrong at other lengths, use torch.export")
     if not torch.is_tensor(q) or q.dim() != 4 or not q.is_floating_point():
         raise mismatch("q", "floating point (B, H, L, D)", q)
@@ -30,7 +33,7 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class Gates(NamedTuple):
-    """What makes the mask of q and k, as `lion.ops.linear_attention` takes it."""
+    """Arguments that determine the mask of q and k, in the shapes of `lion.ops.linear_attention`."""
 
     log_decay: Tensor | None
     beta: Tensor | None = None
@@ -40,7 +43,7 @@ class Gates(NamedTuple):
 
 
 def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
-    """Shapes, and what does not go together."""
+    """Check the shapes of the gates, and that they can be combined with each other and with the settings."""
     batch, heads, length, dim = q.shape
     log_decay, beta, bonus, angles, prefix = gates
     if log_decay is not None:
@@ -51,7 +54,7 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
         check_floats("bonus", bonus, (heads,), (heads, dim))
     if angles is not None:
         if dim % 2:
-            raise ValueError(f"angles: rotation turns pairs of key dimensions, got an odd D = {dim}")
+            raise ValueError(f"angles: rotation acts on pairs of key dimensions, got an odd D = {dim}")
         pairs = (length, dim // 2)
         check_floats("angles", angles, pairs, (heads, *pairs), (batch, 1, *pairs), (batch, heads, *pairs))
     if beta is not None:
@@ -71,12 +74,12 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
             ("decay_convention", settings.decay_convention, settings.decay_convention != "between"),
         ):
             if not taken:
-                raise ValueError(f"prefix: does not go with {name}={value!r}")
+                raise ValueError(f"prefix: cannot be combined with {name}={value!r}")
         if bonus is not None:
-            raise ValueError("prefix: does not go with a bonus")
+            raise ValueError("prefix: cannot be combined with a bonus")
     vectors = log_decay is not None and log_decay.dim() in (2, 4)
     if settings.form == "blockwise" and (beta is not None or vectors):
-        raise ValueError("form: 'blockwise' takes no decay or one a token and head, use 'chunk'")
+        raise ValueError("form: 'blockwise' takes neither beta nor decays per key dimension, use 'chunk'")
 
 
 def is_whole(x: Any) -> bool:
@@ -92,40 +95,50 @@ def check_floats(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
 
 
 def expand_decay(log_decay: Tensor | None, q: Tensor, clamp: bool = True) -> Tensor:
-    """Every kind of decay as (B or 1, H or 1, L, D or 1), float32 or wider.
+    """Expand a decay of any kind to (B or 1, H or 1, L, D or 1), float32 or wider.
 
-    What is above 0 becomes 0, for forms would disagree on a lambda above 1; at 0 itself torch 2.14 gives no gradient.
-    Without `clamp` decays are not copied: the rnn form clamps a piece at a time.
+    Values above 0 become 0, because the forms would disagree on a lambda above 1. At exactly 0, torch 2.14 gives no
+    gradient. Without `clamp` the decays are not copied: the rnn form clamps one piece at a time.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     if log_decay is None:
         return q.new_zeros((), dtype=wide).expand(1, 1, q.shape[2], 1)
     log_decay = log_decay.to(wide).clamp_max(0) if clamp else log_decay.to(wide)
-    if log_decay.dim() <= 2:  # (H,) or (H, D), the same for every token
+    if log_decay.dim() <= 2:  # (H,) or (H, D), shared by all tokens
         per_head = log_decay[:, None] if log_decay.dim() == 1 else log_decay
         log_decay = per_head[None, :, None].expand(-1, -1, q.shape[2], -1)
     return log_decay[..., None] if log_decay.dim() == 3 else log_decay
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Of what is summed over tokens before it is divided: that of x, but float16 ends at 65,504."""
+    """Return the accumulation dtype of sums over tokens before the division: float32 for float16, else that of x.
+
+    The largest float16 value is 65,504, which such sums exceed.
+    """
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
 def is_static(size: int) -> bool:
-    """False for a symbol, which stands for all sizes in a graph of `torch.compile` or `torch.export`."""
+    """Return whether `size` is a fixed number.
+
+    A symbol is not: it represents all sizes in a graph of `torch.compile` or `torch.export`.
+    """
     if not torch.compiler.is_compiling():
         return True
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # brings sympy: only to those who compile
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy: only when compiling
 
     return has_static_value(size)
 
 
 def round_up(length: int, multiple: int) -> int:
-    """Up to a multiple; a symbol to the next one above it, for a graph that asks whether it is one would be split."""
+    """Round `length` up to a multiple of `multiple`.
+
+    A symbolic length is always rounded to the next multiple above it: a test whether the length is a multiple already
+    would split the graph.
+    """
     return -(-length // multiple) * multiple if is_static(length) else (length // multiple + 1) * multiple
 
 
 def no_autocast(x: Tensor) -> torch.autocast:
-    """A region that computes in the dtypes given; decays and row sums stay in float32 on every device."""
+    """Disable autocast on the device of x, so that decays and row sums stay in float32 on every device."""
     return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)

@@ -1,14 +1,15 @@
-"""Blockwise form, the paper's own Lion-chunk (Eq. 81, 216-220): quadratic in L, memory of O(L C).
+"""Blockwise form, the Lion-chunk of the paper (Eq. 81, 216-220): quadratic in L, memory of O(L C).
 
-The masked product is taken one block of keys at a time, every query against C keys, and numerator and row sum are
-added up. It saves memory, not arithmetic; `chunk` computes the same in time linear in L. It is here for the paper's
-Figures 1 and 4, and as a check.
+The masked product is computed one block of keys at a time. Every query meets C keys, and the numerators and row sums of
+all blocks are added up. This saves memory, not arithmetic: `chunk` computes the same function in time linear in L. The
+blockwise form is kept for Figures 1 and 4 of the paper, and as a check.
 
-Block (i, j) of the mask of a fixed decay is `lambda^(C |i-j|) L (1/L)^T` with `L_c = lambda^c`, transposed above
-the diagonal of blocks. The printed versions are not: Eq. 82 is transposed and has `lambda^|i-j|` for
-`lambda^(C |i-j|)`, appendix B.9 lacks the C, and the blog's `Gamma * lambda^|i-j|` does too (errors of 0.17 to 0.52
-at lambda 0.9, C 3). Eq. 218-220 mix `A_[i]` and `A_[ij]`, their second Tril should be Triu, and block i is
-`iC+1 : (i+1)C`, not `iC+1 : i(C+1)`. Here a block is cut out of the exact mask, as differences of cumulative decays.
+Under a fixed decay, block (i, j) of the mask is `lambda^(C |i-j|) L (1/L)^T` with `L_c = lambda^c`, transposed above
+the diagonal of blocks. The printed versions are different. Eq. 82 is transposed, and has `lambda^|i-j|` in place of
+`lambda^(C |i-j|)`. Appendix B.9 lacks the C, and so does `Gamma * lambda^|i-j|` in the blog. The errors of these masks
+are 0.17 to 0.52 at lambda 0.9 and C = 3. Eq. 218-220 mix `A_[i]` and `A_[ij]`, their second Tril should be Triu, and
+block i is `iC+1 : (i+1)C`, not `iC+1 : i(C+1)`. Here each block is cut out of the exact mask, from differences of
+cumulative decays.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lion.ops.tokens import ScoreSettings, TokenBlock
 
 
 def blockwise_parts(tokens: TokenBlock, how: ScoreSettings) -> tuple[Tensor, Tensor | None]:
-    """Numerator (B, H, L, E) and row sum (B, H, L); a decay (b, H, L, 1)."""
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) under a decay (b, H, L, 1)."""
     q, k, v, log_decay, _, index, _ = tokens
     directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
 
@@ -34,7 +35,7 @@ def blockwise_parts(tokens: TokenBlock, how: ScoreSettings) -> tuple[Tensor, Ten
 
     numerator, total = 0, 0
     for start in range(0, q.shape[2], how.chunk_size):
-        # recomputed in the backward pass: stored, the blocks would be the L x L matrix
+        # recomputed in the backward pass: if stored, the blocks would add up to the L x L matrix
         y, row = checkpoint(block, start, use_reentrant=False) if torch.is_grad_enabled() else block(start)
         numerator, total = numerator + y, total + row
     return numerator, total if how.rowsum else None

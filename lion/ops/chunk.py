@@ -1,12 +1,12 @@
 """Chunk form: dense inside a chunk, one (D, E) state per direction between chunks, one static graph.
 
     1. inside    Y_c  = (Q_c K_c^T * M_c) V_c                        quadratic in C only
-    2. states    U_c  = sum_j decay(j -> edge of c) k_j v_j^T         what chunk c hands on
+    2. states    U_c  = sum_j decay(j -> edge of c) k_j v_j^T         the state that chunk c passes on
     3. carry     R_c  = sum_{c' before c} decay(c' -> c) U_c'         all chunks at once, see `carry`
     4. outside   Y_c += decay(edge -> i) q_i R_c
 
-The forward edge of a chunk is its last token, the backward edge its first. Exact for any L. Tokens may be a part of a
-sequence: what enters it from either side is a state (`lion.ops.piecewise`).
+The forward edge of a chunk is its last token, and the backward edge is its first token. The form is exact for any L.
+The tokens may be a part of a sequence: states then enter from either side (`lion.ops.piecewise`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lion.ops.decay import CumulativeDecay, Direction, decay, make_directions, p
 from lion.ops.full import decayed_scores
 from lion.ops.tokens import ScoreSettings, State, TokenBlock
 
-GROUP = 32  # chunks mixed by one dense matrix; more are carried group by group, so cost stays linear in L
+GROUP = 32  # chunks per group; above two groups, chunks are carried group by group, so that cost stays linear in L
 
 
 class EnteringState(NamedTuple):
-    """What enters a part of a sequence from one side: a state S (B, H, D, E), z (B, H, D), and its segment (B,)."""
+    """State that enters a part of a sequence from one side: S (B, H, D, E), z (B, H, D) and its segment (B,)."""
 
     S: Tensor
     z: Tensor
@@ -37,10 +37,10 @@ class EnteringState(NamedTuple):
 def chunk_parts(
     tokens: TokenBlock, how: ScoreSettings, entering: tuple[EnteringState, ...] = ()
 ) -> tuple[Tensor, Tensor | None, list[State]]:
-    """Numerator (B, H, L, E) and row sum (B, H, L), with memory linear in L; a decay (b, H, L, 1).
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) in memory linear in L, under a decay (b, H, L, 1).
 
-    Where these tokens are a part of a sequence, `entering` are the states at the `start` of each direction, and those
-    at the `end` are returned.
+    If the tokens are a part of a sequence, `entering` holds the states at the `start` of each direction. The third
+    result then holds the states at the `end` of each direction.
     """
     q, k, v, log_decay, _, index, _ = tokens
     directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
@@ -51,7 +51,7 @@ def chunk_parts(
     def chunked(x: Tensor) -> Tensor:  # (B, H, L, D) -> (B, H, N, C, D); zero keys at the end add nothing
         return (F.pad(x, (0, 0, 0, padding)) if padding else x).unflatten(2, (count, size))
 
-    def chunked_decay(t: Tensor) -> Tensor:  # nothing decays in the padding
+    def chunked_decay(t: Tensor) -> Tensor:  # padding does not decay
         return (pad_with_last(t, padding) if padding else t).unflatten(2, (count, size))
 
     q, k, v = chunked(q), chunked(k), chunked(v)
@@ -64,7 +64,7 @@ def chunk_parts(
         numerator = numerator + more
         total = total + row if how.rowsum else None
         leaving.append(state)
-        del more  # not held beside the next direction's
+        del more  # free this memory before the next direction
 
     numerator = numerator.to(v.dtype).flatten(2, 3)[:, :, :length]
     return numerator, total.flatten(2, 3)[..., :length] if how.rowsum else None, leaving
@@ -73,7 +73,7 @@ def chunk_parts(
 def within_chunks(
     q: Tensor, k: Tensor, v: Tensor, directions: tuple[Direction, ...], how: ScoreSettings
 ) -> tuple[Tensor, Tensor | None]:
-    """What tokens of a chunk give to each other: (B, H, N, C, E), and the row sum (B, H, N, C)."""
+    """Compute the contribution of tokens in the same chunk: numerator (B, H, N, C, E) and row sum (B, H, N, C)."""
     weights = decayed_scores(q, k, directions, how.include_diagonal)  # (B, H, N, C, C)
     return weights.to(v.dtype) @ v, weights.sum(-1) if how.rowsum else None
 
@@ -86,23 +86,28 @@ def between_chunks(
     how: ScoreSettings,
     entering: EnteringState | None,
 ) -> tuple[Tensor, Tensor | None, State | None]:
-    """What enters the chunks from one side, and what leaves the last one. Its own function: what it needs on the way is
-    freed on return."""
+    """Compute the contribution of the states that enter chunks from one side, and the state that leaves the last chunk.
+
+    This is a separate function so that its intermediate results are freed on return.
+    """
     edges = chunk_edges(direction, entering)
-    write = k * decay(edges.edge.map(as_token), direction.key)  # 2. what each chunk hands on
+    write = k * decay(edges.edge.map(as_token), direction.key)  # 2. states
     z = z_leaving = None
     if how.rowsum or entering:
         z, z_leaving = carry(write.sum(3)[..., None], edges, entering and entering.z[..., None])  # (B, H, N, D, 1)
     write = write.to(v.dtype).mT @ v
     S, S_leaving = carry(write, edges, entering and entering.S)  # (B, H, N, D, E)
     del write
-    reach = decay(direction.query, edges.previous.map(as_token))  # 4. how far its tokens see what enters
+    reach = decay(direction.query, edges.previous.map(as_token))  # 4. decay from the previous edge to each token
     row = reach.squeeze(-1) * (q * z.mT).sum(-1) if how.rowsum else None
     return reach * (q @ S.to(v.dtype)), row, entering and State(S_leaving, z_leaving.squeeze(-1))
 
 
 def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
-    """(tokens per chunk, chunks): at most `chunk_size` tokens, evened out so that little is padding."""
+    """Return (tokens per chunk, number of chunks).
+
+    A chunk has at most `chunk_size` tokens. All chunks have the same size, chosen so that little is padding.
+    """
     if not is_static(length):
         return chunk_size, round_up(length, chunk_size) // chunk_size
     count = -(-length // chunk_size)
@@ -116,7 +121,10 @@ def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
 
 
 def group_grid(count: int) -> tuple[int, int]:
-    """(groups, chunks a group): at most `GROUP`, evened out like the chunks."""
+    """Return (number of groups, chunks per group).
+
+    A group has at most `GROUP` chunks. All groups have the same size, chosen so that little is padding.
+    """
     if not is_static(count):
         return round_up(count, GROUP) // GROUP, GROUP
     groups = -(-count // GROUP)
@@ -124,8 +132,15 @@ def group_grid(count: int) -> tuple[int, int]:
 
 
 class ChunkEdges(NamedTuple):
-    """Where states are handed on in one direction: each chunk's edge and the `previous` one (b, H, N, D or 1), and, of
-    a part of a sequence, its `start`, which is the edge before the first chunk, and its `end` (b, H, 1, D or 1)."""
+    """Edges of chunks in one direction, at which states are passed on.
+
+    Attributes:
+        edge: Cumulative decay at the edge of each chunk (b, H, N, D or 1).
+        previous: Cumulative decay at the edge before each edge, along the scan (b, H, N, D or 1).
+        reverse: Whether the scan goes from right to left.
+        start: For a part of a sequence, the edge before the first chunk (b, H, 1, D or 1).
+        end: For a part of a sequence, the edge after the last token (b, H, 1, D or 1).
+    """
 
     edge: CumulativeDecay
     previous: CumulativeDecay
@@ -135,7 +150,7 @@ class ChunkEdges(NamedTuple):
 
 
 def chunk_edges(direction: Direction, entering: EnteringState | None) -> ChunkEdges:
-    """Of chunks (b, H, N, C, D or 1): the last token that the scan comes to."""
+    """Return the edges of chunks (b, H, N, C, D or 1): the last token of each chunk along the scan."""
     reverse = direction.reverse
     edge = direction.key.map(lambda t: t[..., 0, :] if reverse else t[..., -1, :])
     if entering is None:
@@ -145,12 +160,14 @@ def chunk_edges(direction: Direction, entering: EnteringState | None) -> ChunkEd
 
 
 def previous_edge(edge: CumulativeDecay, reverse: bool, start: CumulativeDecay | None = None) -> CumulativeDecay:
-    """The edge before each of the edges (b, H, N, D or 1) along the scan; before the first is `start`, or that edge
-    again, which is never read."""
+    """Return the edge before each of the edges (b, H, N, D or 1) along the scan.
+
+    The edge before the first one is `start`. Without `start`, the first edge is repeated, and that value is never used.
+    """
     count, first = edge.terms[0].shape[-2], edge if start is None else start
     outermost = torch.arange(count, device=edge.terms[0].device)[:, None] == (count - 1 if reverse else 0)
 
-    def shifted(t: Tensor, first: Tensor) -> Tensor:  # not concatenated, for which a GPU launches kernels
+    def shifted(t: Tensor, first: Tensor) -> Tensor:  # no concatenation, which costs kernel launches on a GPU
         return torch.where(outermost, first, t.roll(-1 if reverse else 1, -2))
 
     index = None if edge.segment_index is None else shifted(edge.segment_index, first.segment_index)
@@ -158,11 +175,13 @@ def previous_edge(edge: CumulativeDecay, reverse: bool, start: CumulativeDecay |
 
 
 def carry(states: Tensor, edges: ChunkEdges, entering: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """States (B, H, N, D, E) that enter each chunk, decayed to the edge of the chunk before it.
+    """Return the states (B, H, N, D, E) that enter each chunk, decayed to the edge of the chunk before it.
 
-    Up to 2 `GROUP` chunks are mixed by one (N, N) matrix; more are mixed inside groups, and the groups'
-    totals are carried by this same function. In a part of a sequence (so many chunks at most) `entering` (B, H, D, E)
-    comes in, and what leaves is returned, too, both in the dtype of `entering`: that state goes on through many pieces.
+    Up to 2 `GROUP` chunks are combined by one (N, N) matrix. More chunks are combined inside groups, and this same
+    function carries the totals of the groups.
+
+    A part of a sequence has at most 2 `GROUP` chunks. There, `entering` (B, H, D, E) is included, and the second result
+    is the state that leaves. Both have the dtype of `entering`, because that state passes through many pieces.
     """
     if entering is not None:
         states = states.to(entering.dtype)
@@ -178,7 +197,7 @@ def carry(states: Tensor, edges: ChunkEdges, entering: Tensor | None = None) -> 
 
     groups, members = group_grid(count)
     padding = groups * members - count
-    if padding:  # only in upper levels: `chunk_grid` rounds the first
+    if padding:  # only at upper levels: `chunk_grid` rounds the first level
         states = F.pad(states, (0, 0, 0, 0, 0, padding))
         edge, previous = (c.map(lambda t: pad_with_last(t, padding)) for c in (edge, previous))
     states = states.unflatten(2, (groups, members))  # (B, H, n, G, D, E)
@@ -195,8 +214,11 @@ def carry(states: Tensor, edges: ChunkEdges, entering: Tensor | None = None) -> 
 
 
 def mix(weights: Tensor, states: Tensor) -> Tensor:
-    """`sum_j weights[.., i, j, d] states[.., j, d, :]`, for a number or a vector of weights, in the states' dtype:
-    products of bfloat16 are summed up in float32."""
+    """Return `sum_j weights[.., i, j, d] states[.., j, d, :]` in the dtype of `states`.
+
+    The last axis of the weights has size D, or size 1 for a scalar decay. Products of bfloat16 are accumulated in
+    float32.
+    """
     weights = weights.to(states.dtype)
     if weights.shape[-1] == 1:
         return (weights.squeeze(-1) @ states.flatten(-2)).unflatten(-1, states.shape[-2:])
@@ -204,11 +226,11 @@ def mix(weights: Tensor, states: Tensor) -> Tensor:
 
 
 def as_token(t: Tensor) -> Tensor:
-    """An edge (.., D) beside the tokens of its chunk (.., 1, D)."""
+    """Return an edge (.., D) as a token (.., 1, D), to broadcast over the tokens of its chunk."""
     return t[..., None, :]
 
 
 def strictly_before(count: int, reverse: bool, device: torch.device) -> Tensor:
-    """Pairs (i, j, 1) where j comes before i in the scan."""
+    """Return a mask (N, N, 1) of pairs (i, j) where j comes before i in the scan."""
     i, j = torch.arange(count, device=device)[:, None, None], torch.arange(count, device=device)[:, None]
     return j > i if reverse else j < i

@@ -1,9 +1,9 @@
-"""Decay masks in log space: the one place where index conventions live.
+"""Decay masks in log space: the only module that defines index conventions.
 
 Legend: B batch (b: B or 1), H heads, L tokens, D key dim, E value dim, C chunk, N chunks; `a_k = log lambda_k <= 0`.
 
-The mask `M_ij` is the product of the decays between tokens i and j. Which tokens count is the
-*decay convention*, and the paper prints several. For four tokens with decays a, b, c, d (row i reads column j):
+The mask `M_ij` is the product of the decays between tokens i and j. The *decay convention* determines which tokens
+count, and the paper prints several conventions. For four tokens with decays a, b, c, d (row: query i, column: key j):
 
     source (Eq. 14, released code)  target (Eq. 5, Theorem 3.1)     symmetric (Table 1, M*)
     | 1    b    bc   bcd |          | 1    a    ab   abc |          | 1    b    bc   bcd |
@@ -11,22 +11,27 @@ The mask `M_ij` is the product of the decays between tokens i and j. Which token
     | ab   b    1    d   |          | bc   c    1    c   |          | bc   c    1    d   |
     | abc  bc   c    1   |          | bcd  cd   d    1   |          | bcd  cd   d    1   |
 
-`source` multiplies the decays of the tokens being left, `target` those of the tokens that receive,
-`symmetric` is target below the diagonal and source above it. With the inclusive prefix sum
-`P_i = a_0 + .. + a_i` and the exclusive one `X_i = P_i - a_i`, all of them are differences:
+From the key j to the query i, `source` multiplies the decays of all tokens that are left, j included and i excluded.
+`target` multiplies the decays of all tokens that are reached, i included and j excluded. `symmetric` is `target` below
+the diagonal and `source` above it.
+
+With the inclusive prefix sum `P_i = a_0 + .. + a_i` and the exclusive one `X_i = P_i - a_i`, all log masks are
+differences:
 
     below (i >= j)   source: X_i - X_j    target, symmetric: P_i - P_j
     above (i <= j)   target: X_j - X_i    source, symmetric: P_j - P_i
 
-so one direction is a *cumulative decay* `t` with `M_ij = exp(t_i - t_j)`, above the diagonal the negated prefix sum. No
-exponent is positive, and none is ever exponentiated before it is masked. A decay below `least_log_decay` is exactly 0:
-products of smaller ones are denormal numbers, which some processors multiply a hundred times slower.
+One direction is therefore a *cumulative decay* `t` with `M_ij = exp(t_i - t_j)`. Above the diagonal, t is the negated
+prefix sum. No exponent is positive, and every exponent is masked before `exp`. A decay whose logarithm is below
+`least_log_decay` is exactly 0: products of smaller decays are denormal numbers, which some processors multiply a
+hundred times slower.
 
-A fourth convention, `between` (RWKV), counts only tokens strictly between the two: a token reads before the state
-decays and takes it in (X_i - P_j below, X_j - P_i above), and its own key comes in by a weight of its own, `bonus`.
+A fourth convention, `between` (RWKV), counts only the tokens strictly between i and j: X_i - P_j below, X_j - P_i
+above. A token reads the state before the state decays and takes in the token's key. The token's own key has a separate
+weight, `bonus`.
 
-A lambda may be a vector, one number for each key dimension: the last axis of every cumulative decay is of size D, or of
-size 1 in the scalar case.
+A lambda may be a vector, one number for each key dimension. The last axis of every cumulative decay has size D, or size
+1 in the scalar case.
 """
 
 from __future__ import annotations
@@ -41,14 +46,15 @@ from torch import Tensor
 
 DECAY_CONVENTIONS = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
-LOG_ZERO = -1e3  # exp of it is 0 in float64; anything below would only swallow its neighbours in a sum
+LOG_ZERO = -1e3  # its exp is 0 in float64; lower values would only reduce the precision of sums
 
 
 class CumulativeDecay(NamedTuple):
-    """Sum of log decays at every token (b, H, .., L, D or 1) in one direction, and the token's segment.
+    """Cumulative log decays of all tokens in one direction, and the segments of the tokens.
 
-    `terms` add up to the sum, the first being the larger by far (see `prefix_sums`). `segment_index` (B, 1, .., L, 1)
-    numbers the segments; None where there is only one.
+    Attributes:
+        terms: Tensors (b, H, .., L, D or 1) that add up to the sum, the first by far the largest (see `prefix_sums`).
+        segment_index: Segment numbers (B, 1, .., L, 1), or None if there is only one segment.
     """
 
     terms: tuple[Tensor, ...]
@@ -59,7 +65,7 @@ class CumulativeDecay(NamedTuple):
         return CumulativeDecay(tuple(fn(t) for t in self.terms), None if index is None else fn(index))
 
     def in_segment(self, segment: Tensor | None) -> CumulativeDecay:
-        """The sum (b, H, 1, D or 1) where something of a segment (B,) enters."""
+        """Return the sum (b, H, 1, D or 1) at a point where a state of segment `segment` (B,) enters."""
         return CumulativeDecay(self.terms, None if segment is None else segment[:, None, None, None])
 
     def rows(self) -> CumulativeDecay:
@@ -70,8 +76,15 @@ class CumulativeDecay(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """Cumulative decays of one scan direction, of a token as `query` and as `key`, before the first token that is
-    scanned (`start`) and after the last one (`end`), both (b, H, 1, D or 1). `reverse`: from right to left."""
+    """Cumulative decays of one scan direction.
+
+    Attributes:
+        query: Cumulative decay of each token as a query.
+        key: Cumulative decay of each token as a key.
+        start: Cumulative decay before the first token of the scan (b, H, 1, D or 1).
+        end: Cumulative decay after the last token of the scan (b, H, 1, D or 1).
+        reverse: Whether the scan goes from right to left.
+    """
 
     query: CumulativeDecay
     key: CumulativeDecay
@@ -80,12 +93,15 @@ class Direction(NamedTuple):
     reverse: bool
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Direction:
-        """With the tokens' sums changed."""
+        """Apply `fn` to the cumulative decays of the tokens; `start` and `end` stay unchanged."""
         return self._replace(query=self.query.map(fn), key=self.key.map(fn))
 
 
 def log_decay_between(query: CumulativeDecay, key: CumulativeDecay) -> Tensor:
-    """`log M` of broadcastable queries and keys, at most 0; without gradients in the memory of one result."""
+    """Return `log M` of broadcastable queries and keys, at most 0.
+
+    Without gradients all terms are added to one result in place.
+    """
     difference = query.terms[0] - key.terms[0]
     if not torch.is_grad_enabled():
         for q, k in zip(query.terms[1:], key.terms[1:]):
@@ -93,7 +109,7 @@ def log_decay_between(query: CumulativeDecay, key: CumulativeDecay) -> Tensor:
         return difference.clamp_(max=0)
     for q, k in zip(query.terms[1:], key.terms[1:]):
         difference = difference + (q - k)
-    return difference - difference.detach().clamp(min=0)  # rounding up is cut, its gradient is not
+    return difference - difference.detach().clamp(min=0)  # values rounded above 0 are cut off, their gradients are not
 
 
 def same_segment(query: CumulativeDecay, key: CumulativeDecay) -> Tensor | None:
@@ -101,19 +117,20 @@ def same_segment(query: CumulativeDecay, key: CumulativeDecay) -> Tensor | None:
 
 
 def least_log_decay(dtype: torch.dtype, factors: int = 1) -> float:
-    """Logarithm of the smallest decay that is not 0, where `factors` of them are multiplied with each other.
+    """Return the logarithm of the smallest decay that is not 0, where `factors` decays are multiplied with each other.
 
-    Three quarters of the way to the smallest normal number (e^-65 in float32), so that scores, values and gradients
-    multiplied by it are normal, too; far below what a sum of the dtype can tell from 0.
+    The product of `factors` such decays is three quarters of the way to the smallest normal number (e^-65 in float32).
+    Scores, values and gradients multiplied by it are therefore normal numbers, too. This is far below the values that a
+    sum of the dtype can distinguish from 0.
     """
     return 0.75 * math.log(torch.finfo(dtype).tiny) / factors
 
 
 def exp_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Tensor:
-    """`exp(log_decay)`, 0 below `least_log_decay` and where a mask is False: masked before `exp`, so that gradients
-    stay finite.
+    """Return `exp(log_decay)`, or 0 below `least_log_decay` and where a mask is False.
 
-    Without gradients the result takes the memory of `log_decay`.
+    The masks are applied before `exp`, so that gradients stay finite. Without gradients the result reuses the memory of
+    `log_decay`.
     """
     masks, least = tuple(~mask for mask in masks if mask is not None), least_log_decay(log_decay.dtype, factors)
     if not torch.is_grad_enabled():
@@ -121,23 +138,23 @@ def exp_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Ten
         for excluded in masks:
             log_decay.masked_fill_(excluded, -torch.inf)
         return log_decay.exp_()
-    log_decay = log_decay + torch.where(log_decay.detach() <= least, -torch.inf, 0.0)  # no mask to keep for backward
+    log_decay = log_decay + torch.where(log_decay.detach() <= least, -torch.inf, 0.0)  # no mask stored for backward
     for excluded in masks:
         log_decay = log_decay.masked_fill(excluded, -torch.inf)
     return log_decay.exp()
 
 
 def decay(query: CumulativeDecay, key: CumulativeDecay, allowed: Tensor | None = None) -> Tensor:
-    """Decay from the key to the query; 0 across segments and where not `allowed`."""
+    """Return the decay from the key to the query; 0 across segments and where `allowed` is False."""
     return exp_where(log_decay_between(query, key), same_segment(query, key), allowed)
 
 
 def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Inclusive and exclusive prefix sums over tokens (.., L, D or 1), as terms whose differences lose nothing.
+    """Compute inclusive and exclusive prefix sums over tokens (.., L, D or 1), as terms whose differences are precise.
 
-    A float32 sum over a long or steep sequence is off by far more than its small differences. So it is taken
-    in float64 and kept as float32 (high, low) pairs; float64 decays keep the rounding errors of their sum
-    as the second term. Gradients flow through the first term.
+    Over a long or steep sequence, the error of a float32 sum is far larger than the small differences between its
+    values. The sum is therefore computed in float64 and kept as float32 (high, low) pairs. For float64 decays, the
+    second term holds the rounding errors of their sum. Gradients flow through the first term.
     """
     exact, shared = log_decay.dtype == torch.float64, log_decay.stride(-2) == 0
     log_decay = log_decay.clamp_min(LOG_ZERO)
@@ -155,16 +172,22 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
 
 
 def multiples(log_decay: Tensor) -> Tensor:
-    """Float64 sums (.., L + 1, D or 1) of decays that all tokens share (Lion-D), counted from the middle token: the
-    gradient sums each token's times its place, rounding errors included, and places are half as large from there."""
+    """Return the float64 sums (.., L + 1, D or 1) of a decay that all tokens share (Lion-D).
+
+    The sums are multiples of the decay, counted from the middle token. The gradient adds up each token's gradient times
+    its position, rounding errors included, and positions counted from the middle are half as large.
+    """
     length = log_decay.shape[-2]
     places = torch.arange(length + 1, device=log_decay.device, dtype=torch.float64)[:, None] - length // 2
     return log_decay[..., :1, :].double() * places
 
 
 def materialized(t: Tensor) -> Tensor:
-    """The same, as a tensor that Inductor keeps in memory: else it computes a sum again for each of the L pairs that
-    read it, a tenth of a forward pass, and index expressions nest."""
+    """Return t as a tensor that Inductor stores in memory.
+
+    Otherwise Inductor recomputes a sum for each of the L pairs that read it, which takes a tenth of a forward pass, and
+    index expressions nest.
+    """
     if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return t
     return _Materialized.apply(t)
@@ -174,7 +197,7 @@ class _Materialized(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t: Tensor) -> Tensor:
         t = t.contiguous()
-        return t.as_strided(t.shape, t.stride())  # which Inductor does not look through
+        return t.as_strided(t.shape, t.stride())  # Inductor does not see through this view
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
@@ -182,7 +205,7 @@ class _Materialized(torch.autograd.Function):
 
 
 def query_and_key(decay_convention: str, direction: str, inclusive: _Terms, exclusive: _Terms) -> tuple[_Terms, _Terms]:
-    """Which prefix sums along the scan tokens have as queries, and which as keys."""
+    """Return the prefix sums along the scan that tokens have as queries, and those that they have as keys."""
     if decay_convention == "between":
         return exclusive, inclusive
     terms = inclusive if counts_own(decay_convention, direction) else exclusive
@@ -190,16 +213,18 @@ def query_and_key(decay_convention: str, direction: str, inclusive: _Terms, excl
 
 
 def counts_own(decay_convention: str, direction: str) -> bool:
-    """Whether along a scan the decay of the token that is reached lies between it and those before, and not theirs."""
+    """Return whether M_ij along a scan includes the decay of the query's token i, and not that of the key's token j."""
     return decay_convention == "target" or (decay_convention == "symmetric" and direction == "forward")
 
 
 def make_directions(
     log_decay: Tensor, segment_index: Tensor | None, *, decay_convention: str, direction: str
 ) -> tuple[Direction, ...]:
-    """The directions that are on, forward first.
+    """Return the active directions, forward first.
 
-    `log_decay` (b, H, L, D or 1), float32 or float64; `segment_index` (B, L) non-decreasing, or None.
+    Args:
+        log_decay: Decays (b, H, L, D or 1), float32 or float64.
+        segment_index: Segment numbers (B, L), non-decreasing, or None.
     """
     inclusive, exclusive = prefix_sums(log_decay)
     index = None if segment_index is None else segment_index[:, None, :, None]
@@ -208,7 +233,7 @@ def make_directions(
         if direction not in (name, "both"):
             continue
         reverse = name == "backward"
-        if reverse:  # a sum that is inclusive from the right is exclusive from the left
+        if reverse:  # up to a constant, an inclusive sum from the right is minus the exclusive sum from the left
             inclusive, exclusive = (tuple(-t for t in terms) for terms in (exclusive, inclusive))
         query, key = query_and_key(decay_convention, name, inclusive, exclusive)
         first, last = CumulativeDecay(exclusive, index), CumulativeDecay(inclusive, index)
@@ -220,9 +245,9 @@ def make_directions(
 
 
 def pad_with_last(t: Tensor, padding: int) -> Tensor:
-    """Cumulative decays (.., L, D), the last one repeated for `padding` more tokens, which do not decay."""
+    """Repeat the last of the cumulative decays (.., L, D) for `padding` more tokens, which do not decay."""
     length = t.shape[-2]
-    known = torch.arange(length + padding, device=t.device)[:, None] < length  # a graph asks whether 1 is `expand`ed
+    known = torch.arange(length + padding, device=t.device)[:, None] < length  # `expand` would add a guard on size 1
     return torch.where(known, F.pad(t, (0, 0, 0, padding)), t[..., -1:, :])
 
 
@@ -232,9 +257,12 @@ def decay_mask(
     keys: slice = slice(None),
     positions: Tensor | None = None,
 ) -> Tensor:
-    """The mask M of Eq. 14 and 30, (b, H, .., L, L, D or 1): diagonal 1 or 0; all columns, or those of some `keys`.
+    """Return the mask M of Eq. 14 and 30, (b, H, .., L, L, D or 1).
 
-    `positions` (L,) are those of the tokens in the scan, where it does not go from left to right.
+    Args:
+        include_diagonal: Whether the diagonal is 1; otherwise it is 0.
+        keys: Columns to compute, by default all.
+        positions: Positions (L,) of the tokens in the scan, if the scan does not go from left to right.
     """
     terms = directions[0].key.terms[0]
     if positions is None:

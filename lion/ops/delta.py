@@ -1,19 +1,19 @@
-"""The delta rule (DeltaNet, arXiv 2406.06484): a state corrects what it holds under a key before it writes.
+"""Delta rule (DeltaNet, arXiv 2406.06484): each token corrects the value that the state stores under its key.
 
     S_i = (I - beta_i k_i k_i^T) S_{i-1} + beta_i k_i v_i^T        y_i = q_i S_i
 
-With keys of norm 1 and beta in [0, 1] a step never grows the state. In both directions `beta_i (q_i . k_i) v_i` is
-taken off once, so that a token's own value is written once.
+With keys of norm 1 and beta in [0, 1], a step never enlarges the state. In both directions together,
+`beta_i (q_i . k_i) v_i` is subtracted once, so that a token's own value is counted once.
 
-Over C tokens the corrections are a triangular system (the UT transform), `R = V - tril(B K K^T, -1) R - K S` with
-`R_i` what token i writes per beta; so with `A = I + tril(B K K^T, -1)`
+Over C tokens the corrections are a triangular system (the UT transform), `R = V - tril(K K^T, -1) B R - K S`. `R_i` is
+what token i writes, divided by its beta, and `N_i = beta_i R_i` are the new values. With `A = I + tril(B K K^T, -1)`,
 
-    W = A^-1 B K        U = A^-1 B V        N = U - W S        (N_i = beta_i R_i, the new values)
+    W = A^-1 B K        U = A^-1 B V        N = U - W S
     Y = Q S + tril(Q K^T) N                 S <- S + K^T N
 
-and over a whole sequence, S = 0, the full form is `tril(Q K^T) T_F V + triu(Q K^T) T_B V - diag(beta q k) V` with
-`T = A^-1 B`. The paper's versions are not this recurrence: appendix B.7 takes off `q_i . k_i` without its beta, and
-Table 1's `(Q K^T) T V` multiplies before it masks, with a `triu(., -1)` that should be `+1`.
+Over a whole sequence S = 0, and the full form is `tril(Q K^T) T_F V + triu(Q K^T) T_B V - diag(beta q k) V` with
+`T = A^-1 B`, one T for each direction. The paper's versions are not this recurrence. Appendix B.7 subtracts `q_i . k_i`
+without its beta. `(Q K^T) T V` in Table 1 multiplies before it masks, and its `triu(., -1)` should be `triu(., +1)`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lion.ops.tokens import ScoreSettings, State, TokenBlock, flip, initial_stat
 
 
 def delta_parts(tokens: TokenBlock, how: ScoreSettings, compiler: Compiler = eager) -> tuple[Tensor, None]:
-    """Numerator (B, H, L, E), without a row sum; `tokens.gate` is beta (B, H, L, 1)."""
+    """Compute the numerator (B, H, L, E), without a row sum; `tokens.gate` is beta (B, H, L, 1)."""
     names = scan_directions(how.direction)
     if how.form == "delta_rnn":
         steps = dict.fromkeys(names)
@@ -45,7 +45,10 @@ def delta_parts(tokens: TokenBlock, how: ScoreSettings, compiler: Compiler = eag
 
 
 def delta_scan(tokens: TokenBlock, size: int, reverse: bool) -> tuple[Tensor, State]:
-    """One direction: the transform of all chunks at once, then a loop over chunks that moves the state."""
+    """Scan the tokens in one direction, and return the outputs and the last state.
+
+    The transform of all chunks is computed at once. A loop over chunks then updates the state.
+    """
     length = tokens.q.shape[2]
     tokens = tokens.slice(0, length, reverse).masked()
     state = initial_state(tokens.k, tokens.v)
@@ -68,15 +71,23 @@ def delta_scan(tokens: TokenBlock, size: int, reverse: bool) -> tuple[Tensor, St
 
 
 def delta_advance(_: None, state: State, segment: Tensor | None, tokens: TokenBlock):
-    """Read and update a state by C tokens, as `lion.ops.rnn.advance`."""
+    """Read and update a state by C tokens, with the arguments and results of `lion.ops.rnn.advance`."""
     q, k, v, beta, _, index, _ = tokens.masked().to(state.S.dtype)
     y, S = read_and_update(state.S, transform(q, k, v, beta, index, segment))
     return y, None, state._replace(S=S), None if index is None else index[:, -1]
 
 
 class Chunk(NamedTuple):
-    """A chunk as a map of states: `q`, `W` (.., C, D) and `keep` (.., 1, 1) see the state that enters, `U` (.., C, E)
-    are its own new values, `scores` (.., C, C) read them, and `k` (.., C, D) writes them."""
+    """A chunk as a map of states.
+
+    Attributes:
+        q: Queries (.., C, D) that read the entering state.
+        W: Corrections (.., C, D): the new values are `U - W S` for the entering state S.
+        U: New values (.., C, E) without an entering state.
+        scores: Causal scores (.., C, C) that read the new values.
+        k: Keys (.., C, D) that write the new values into the state.
+        keep: Factor (.., 1, 1) on the entering state: 0 if the chunk ends in another segment. None without segments.
+    """
 
     q: Tensor
     W: Tensor
@@ -89,11 +100,16 @@ class Chunk(NamedTuple):
 def transform(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, segment_index: Tensor | None, entering: Tensor | None
 ) -> Chunk:
-    """The UT transform of chunks (B, H, .., C, D): segments of tokens (B, .., C), of states that enter (B, ..)."""
+    """Compute the UT transform of chunks (B, H, .., C, D).
+
+    Args:
+        segment_index: Segment numbers of the tokens (B, .., C), or None.
+        entering: Segment numbers of the states that enter (B, ..), or None.
+    """
     gram, scores = k @ k.mT, (q @ k.mT).tril()
     keep = None
     seen, kept = k, k
-    if segment_index is not None:  # a segment reads nothing but itself, and only the last one is handed on
+    if segment_index is not None:  # tokens read their own segment only, and only the last segment is passed on
         index = segment_index[:, None]  # (B, 1, .., C)
         same = index[..., :, None] == index[..., None, :]
         gram, scores = gram.masked_fill(~same, 0), scores.masked_fill(~same, 0)
@@ -110,7 +126,7 @@ def transform(
 
 
 def read_and_update(S: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """What a chunk reads (B, H, C, E) from a state (B, H, D, E) and itself, and the state after it."""
+    """Return the outputs (B, H, C, E) of a chunk that a state S (B, H, D, E) enters, and the state after the chunk."""
     new = chunk.U - chunk.W @ S
     y = chunk.q @ S + chunk.scores @ new
     return y, (S if chunk.keep is None else S * chunk.keep) + chunk.k.mT @ new

@@ -1,4 +1,4 @@
-"""Feature maps phi on queries and keys (.., D), computed in float32."""
+"""Feature maps phi of queries and keys (.., D), computed in float32 or wider."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 class FeatureMap(NamedTuple):
     apply: Callable[[Tensor], Tensor]
-    positive: bool  # never negative, so that a row sum of scores is a fair divisor
+    positive: bool  # phi is never negative, so that rows can be divided by sums of their scores
 
 
 FEATURE_MAPS = {
-    "silu_shifted": FeatureMap(lambda x: F.normalize(F.silu(x) + 0.5, dim=-1), True),  # the paper's (3.2)
+    "silu_shifted": FeatureMap(lambda x: F.normalize(F.silu(x) + 0.5, dim=-1), True),  # the paper's map (3.2)
     "silu": FeatureMap(F.silu, False),
-    "silu_unit": FeatureMap(lambda x: F.normalize(F.silu(x), dim=-1), False),  # of norm 1, for the delta rule
-    "elu1": FeatureMap(lambda x: F.elu(x) + 1, True),  # the released code's for Lion-lit
+    "silu_unit": FeatureMap(lambda x: F.normalize(F.silu(x), dim=-1), False),  # norm 1, for the delta rule
+    "elu1": FeatureMap(lambda x: F.elu(x) + 1, True),  # the released code's map for Lion-lit
     "relu": FeatureMap(F.relu, True),
     "sigmoid": FeatureMap(torch.sigmoid, True),
     "identity": FeatureMap(lambda x: x, False),
@@ -27,7 +27,7 @@ FEATURE_MAPS = {
 
 
 def apply_feature_map(name: str | None, x: Tensor) -> Tensor:
-    """phi(x) in the dtype of `x`; x itself without a name."""
+    """Return phi(x) in the dtype of `x`, or x unchanged if `name` is None."""
     if name is None:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -1,13 +1,14 @@
-"""Keys normalised over the sequence, each key dimension alone, in one scan: a running maximum, sum and state.
+"""Softmax of the keys over the sequence, each key dimension separately, in one scan: a running maximum, sum and state.
 
     m' = max(m, k_i)      s' = e^(m - m') s + e^(k_i - m')      S' = e^(m - m') S + e^(k_i - m') v_i^T
     softmax_L(K)^T V = S / s        after the last token
 
-Every token reads that one state, so the tokens are read out afterwards, in any order. Nothing decays and nothing is
+Every token reads the last state, so outputs are computed after the scan, in any order. Nothing decays and nothing is
 stored on the way: memory beyond the outputs is one state and `chunk_size` tokens.
 
-A rotation turns pairs of normalised key dimensions, of which each has a sum of its own; so a state is kept of the
-keys times the cosine and another one of the keys times the sine, which are put together at the end.
+A rotation acts on pairs of normalised key dimensions, and each dimension of a pair has its own sum. The scan therefore
+keeps two states: one of the keys times the cosine, and one of the keys times the sine. `normalised` combines them at
+the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from lion.ops.tokens import ScoreSettings, TokenBlock
 
 
 class RunningSoftmax(NamedTuple):
-    """Of the keys so far, the largest `m` and the sum `s` (B, H, 1, D), and the state `S` (B, H, D or 2 D, E)."""
+    """Running softmax of the keys so far.
+
+    Attributes:
+        m: Largest key (B, H, 1, D).
+        s: Sum of the weights `exp(k - m)` (B, H, 1, D).
+        S: State (B, H, D, E); with rotation (B, H, 2 D, E).
+    """
 
     m: Tensor
     s: Tensor
@@ -35,8 +42,10 @@ class RunningSoftmax(NamedTuple):
 
 
 def one_scan_loop(tokens: TokenBlock, bonus: None, how: ScoreSettings, compiler: Callable) -> tuple[Tensor, None]:
-    """What the tokens read, (B, H, L, E), by one scan of each sequence; `tokens.gate` holds the angles (b, h, L, D/2),
-    or (b, h, L, 0) where nothing turns."""
+    """Compute the outputs (B, H, L, E) by one scan of each sequence.
+
+    `tokens.gate` holds the angles (b, h, L, D/2), or (b, h, L, 0) without rotation.
+    """
     out = torch.empty_like(tokens.v, dtype=sum_dtype(tokens.v), memory_format=torch.contiguous_format)
     for rows, start, count in sequences(tokens):
         state, end = None, start + count
@@ -45,7 +54,7 @@ def one_scan_loop(tokens: TokenBlock, bonus: None, how: ScoreSettings, compiler:
             piece = cut(tokens, rows, place, size)
             state = initial_state(piece) if state is None else state
             state = (compiler(advance) if size == how.chunk_size else advance)(state, piece)
-            del piece  # not held beside the next one
+            del piece  # free this memory before the next piece
         S = normalised(state)
         for place, size in pieces:
             piece = cut(tokens, rows, place, size)
@@ -56,7 +65,10 @@ def one_scan_loop(tokens: TokenBlock, bonus: None, how: ScoreSettings, compiler:
 
 
 def sequences(tokens: TokenBlock) -> Iterator[tuple[slice, int, int]]:
-    """Rows, first token and how many: all rows together where they are not cut, else each segment by itself."""
+    """Yield the rows, the first token and the number of tokens of each sequence.
+
+    Rows without segments form one entry together. With segments, each segment is a separate entry.
+    """
     length = tokens.q.shape[2]
     if tokens.segment_index is None:
         yield slice(None), 0, length
@@ -68,7 +80,7 @@ def sequences(tokens: TokenBlock) -> Iterator[tuple[slice, int, int]]:
 
 
 def cut(tokens: TokenBlock, rows: slice, start: int, size: int) -> TokenBlock:
-    """Some tokens of some rows; what all rows share stays shared."""
+    """Return `size` tokens of some rows, from token `start`; a gate that all rows share stays shared."""
     parts = tokens._replace(segment_index=None).slice(start, size)
     if rows != slice(None):
         gate = parts.gate if len(parts.gate) == 1 else parts.gate[rows]
@@ -78,7 +90,7 @@ def cut(tokens: TokenBlock, rows: slice, start: int, size: int) -> TokenBlock:
 
 
 def initial_state(tokens: TokenBlock) -> RunningSoftmax:
-    """That of no token."""
+    """Return the running softmax of no tokens."""
     k, v = tokens.k, tokens.v
     wide = torch.promote_types(k.dtype, torch.float32)
     s = k.new_zeros(*k.shape[:2], 1, k.shape[-1], dtype=wide)
@@ -88,7 +100,7 @@ def initial_state(tokens: TokenBlock) -> RunningSoftmax:
 
 
 def advance(state: RunningSoftmax, tokens: TokenBlock) -> RunningSoftmax:
-    """The state after C tokens more."""
+    """Return the state after C more tokens."""
     wide = state.s.dtype
     k, v, angles = masked_keys(tokens, wide), masked(tokens.v, tokens.valid).to(wide), tokens.gate
     m = torch.maximum(state.m, k.detach().amax(-2, keepdim=True))
@@ -104,7 +116,7 @@ def advance(state: RunningSoftmax, tokens: TokenBlock) -> RunningSoftmax:
 
 
 def normalised(state: RunningSoftmax) -> Tensor:
-    """`softmax_L(K)^T V` (B, H, D, E), of keys that are turned where they are."""
+    """Return `softmax_L(K)^T V` (B, H, D, E) after the last token; keys are rotated if there are angles."""
     s = divisor(state.s).mT  # (B, H, D, 1)
     if state.S.shape[-2] == s.shape[-2]:
         return state.S / s
@@ -113,31 +125,40 @@ def normalised(state: RunningSoftmax) -> Tensor:
 
 
 def read(S: Tensor, tokens: TokenBlock) -> Tensor:
-    """What C tokens read, (B, H, C, E)."""
+    """Return the outputs (B, H, C, E) of C tokens, which read the normalised state S (B, H, D, E)."""
     q, angles = queries(tokens).to(S.dtype), tokens.gate
     return (rotate(q, masked(angles, tokens.valid)) if angles.shape[-1] else q) @ S
 
 
 def queries(tokens: TokenBlock) -> Tensor:
-    """q through the feature map, 0 for what is not valid."""
+    """Return q after the feature map, with 0 for invalid tokens."""
     return masked(apply_feature_map(tokens.feature_map, masked(tokens.q, tokens.valid)), tokens.valid)
 
 
 def masked_keys(tokens: TokenBlock, wide: torch.dtype) -> Tensor:
-    """k as logits, those that are not valid minus infinity."""
+    """Return k as logits, with minus infinity for invalid tokens."""
     return masked(tokens.k.to(wide), tokens.valid, -torch.inf)
 
 
 def masked(x: Tensor, valid: Tensor | None, value: float = 0.0) -> Tensor:
-    """x (b, h, L, D) with one value for all tokens that are not valid: selected, as padding may hold NaN."""
+    """Return x (b, h, L, D) with `value` in all invalid tokens.
+
+    Values are selected, not multiplied, because padding may hold NaN.
+    """
     return x if valid is None else x.masked_fill(~valid[:, None, :, None], value)
 
 
 def finite(m: Tensor) -> Tensor:
-    """A maximum over tokens; where there are none, 0, which their keys, minus infinity, stay below."""
+    """Return a maximum over tokens with 0 in place of minus infinity, the maximum of no tokens.
+
+    Invalid keys, which are minus infinity, then stay minus infinity after the maximum is subtracted.
+    """
     return m.masked_fill(m == -torch.inf, 0)
 
 
 def divisor(s: Tensor) -> Tensor:
-    """Of a sum of weights, at least 1 for the largest key; that of no token is 0, and divides nothing."""
+    """Return a sum of weights with 1 in place of 0, the sum of no tokens.
+
+    All other sums are at least 1, the weight of the largest key.
+    """
     return s.masked_fill(s == 0, 1)

@@ -1,11 +1,13 @@
-"""The logarithm of a running sum of exponentials, and its gradient, in work that is linear in the length.
+"""Logarithm of a running sum of exponentials, and its gradient, in work that is linear in the length.
 
-Blocks are summed up, their sums are carried by this same function, and inside of all blocks the recurrence
+Tokens are cut into blocks. Each block is summed up, and this same function carries the sums from block to block. Inside
+all blocks at once, the recurrence
 
     y_i = log(exp(y_{i-1}) + exp(x_i))
 
-goes token by token. No positive exponent is exponentiated, forward or backward: the gradient of x_j is
-`sum_{i >= j} g_i exp(x_j - y_i)`, the recurrence `G_i = g_i + exp(y_i - y_{i+1}) G_{i+1}` from right to left.
+runs token by token. No positive exponent is exponentiated, forward or backward. The gradient of x_j is
+`sum_{i >= j} g_i exp(x_j - y_i) = exp(x_j - y_j) G_j`, with the recurrence `G_i = g_i + exp(y_i - y_{i+1}) G_{i+1}`
+from right to left.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK = 8  # tokens that are done one after the other
+BLOCK = 8  # tokens per block, processed one after the other
 
 
 def logcumsumexp(x: Tensor, segment_index: Tensor | None = None) -> Tensor:
-    """`log sum_{j <= i} exp(x_j)` over the tokens of x (B, H, L, D), each segment by itself.
+    """Compute `log sum_{j <= i} exp(x_j)` over the tokens of x (B, H, L, D), separately for each segment.
 
-    Tokens of minus infinity add nothing; the result before the first other token is minus infinity.
+    Tokens of minus infinity add nothing. Before the first token above minus infinity, the result is minus infinity.
 
     Args:
-        segment_index: Integer (B, L), the same number in all tokens of a segment, which stand together.
+        segment_index: Integers (B, L), the same for all tokens of a segment; the tokens of a segment are contiguous.
     """
     return _LogCumSumExp.apply(x, segment_index)
 
@@ -32,7 +34,7 @@ def logcumsumexp(x: Tensor, segment_index: Tensor | None = None) -> Tensor:
 class _LogCumSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, segment_index: Tensor | None) -> Tensor:
-        none = lowest(x)  # in the place of minus infinity: differences stay numbers
+        none = lowest(x)  # replaces minus infinity, so that differences are not NaN
         y = running(x.clamp_min(none), segment_index)
         ctx.save_for_backward(x, y, segment_index)
         return y.masked_fill(y == none, -torch.inf)
@@ -49,18 +51,21 @@ def lowest(x: Tensor) -> float:
 
 
 def log_add(a: Tensor, b: Tensor) -> Tensor:
-    """`log(exp(a) + exp(b))` of finite numbers, in operations that Inductor has as vectors: not so `logaddexp`."""
+    """Return `log(exp(a) + exp(b))` of finite numbers, by operations that Inductor vectorises.
+
+    Inductor does not vectorise `logaddexp`.
+    """
     larger = torch.maximum(a, b)
-    return larger + (1 + (torch.minimum(a, b) - larger).exp()).log()  # `log1p` takes many times as long
+    return larger + (1 + (torch.minimum(a, b) - larger).exp()).log()  # `log1p` is many times slower
 
 
 def decayed(earlier: Tensor, later: Tensor) -> Tensor:
-    """`exp(earlier - later)`, at most 1 whatever was rounded."""
+    """Return `exp(earlier - later)`, at most 1 in spite of rounding."""
     return (earlier - later).clamp_max(0).exp()
 
 
 def running(x: Tensor, index: Tensor | None) -> Tensor:
-    """The running sum of x (B, H, L, D)."""
+    """Compute `logcumsumexp` of finite x (B, H, L, D), with segments `index`."""
     length, none = x.shape[2], lowest(x)
     x, index = in_blocks(x, none), in_blocks_of_index(index)  # (B, H, N, S, D), (B, 1, N, S, 1)
     y = None
@@ -69,7 +74,7 @@ def running(x: Tensor, index: Tensor | None) -> Tensor:
         largest = last.amax(-2)
         total = largest + (last - largest[..., None, :]).exp().sum(-2).log()  # (B, H, N, D)
         y = running(total, None if index is None else index[:, 0, :, -1, 0])
-        y = F.pad(y[:, :, :-1], (0, 0, 1, 0), value=none)  # that enters each block
+        y = F.pad(y[:, :, :-1], (0, 0, 1, 0), value=none)  # the sum that enters each block
     before = None if index is None else F.pad(index[:, :, :-1, -1], (0, 0, 1, 0), value=-1)
     out = []
     for i in range(x.shape[3]):
@@ -82,10 +87,10 @@ def running(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def from_right(g: Tensor, y: Tensor, index: Tensor | None) -> Tensor:
-    """`G_i = g_i + exp(y_i - y_{i+1}) G_{i+1}` of (B, H, L, D)."""
+    """Compute `G_i = g_i + exp(y_i - y_{i+1}) G_{i+1}` from right to left, for g and y (B, H, L, D)."""
     length = y.shape[2]
     g, y, index = in_blocks(g, 0.0), in_blocks(y, 0.0), in_blocks_of_index(index)
-    G = after = later = None  # of the next token: G, its index and its y
+    G = after = later = None  # G, segment and y of the next token
     if y.shape[2] > 1:
         first = g * decayed(y[..., :1, :], y)
         first = first if index is None else first.masked_fill(index != index[..., :1, :], 0)
@@ -104,7 +109,7 @@ def from_right(g: Tensor, y: Tensor, index: Tensor | None) -> Tensor:
 
 
 def in_blocks(x: Tensor, value: float) -> Tensor:
-    """Tokens (B, H, L, D) as (B, H, N, S, D), with `value` behind them."""
+    """Cut tokens (B, H, L, D) into blocks (B, H, N, S, D), padded with `value` at the end."""
     size = min(BLOCK, x.shape[2])
     padding = -x.shape[2] % size
     return (F.pad(x, (0, 0, 0, padding), value=value) if padding else x).unflatten(2, (-1, size))

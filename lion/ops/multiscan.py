@@ -1,6 +1,6 @@
-"""Several scans of the same tokens, each in an order and with decays of its own: Lion-D♮ and Lion-S♮ (C.14).
+"""Several scans of the same tokens, each with its order and its decays: Lion-D♮ and Lion-S♮ (C.14).
 
-With the mask `M_s` of scan s, brought back to the order in which the tokens stand, there are two ways to merge:
+Let `M_s` be the mask of scan s, brought back to the original order of the tokens. There are two ways to merge scans:
 
     masks    Y = (S * M) V / rowsum(S * M), M = mean_s M_s      the released code, which made the paper's tables
     outputs  Y = mean_s (S * M_s) V / rowsum(S * M_s)           the paper's text
@@ -46,20 +46,20 @@ def multi_scan_attention(
     settings: Settings = DEFAULTS,
     **fields: Any,
 ) -> Tensor:
-    """Masked, scaled linear attention over several scans of the same tokens.
+    """Compute masked, scaled linear attention over several scans of the same tokens.
 
-    In the full form, merged masks cost one product of scores, however many scans there are; the other forms run
-    once for each scan.
+    In the full form, merged masks cost one product of scores, however many scans there are. The other forms run once
+    for each scan.
 
     Args:
         q, k, v: Tokens (B, H, L, D or E), as in `linear_attention`.
-        log_decays: One of each scan, as in `linear_attention`, in the order in which the tokens stand.
+        log_decays: Decays of each scan, as in `linear_attention`, in the original order of the tokens.
         orders: Integer (S, L): the tokens in the order in which each scan visits them, permutations of 0 .. L - 1.
         valid: Boolean (B, L), as in `linear_attention`.
-        settings, fields: See `Settings`; `scan_merge` is "masks" or "outputs", above.
+        settings, fields: See `Settings`; `scan_merge` is "masks" or "outputs" (see the top of this module).
 
     Returns:
-        (B, H, L, E) in the dtype of `v`.
+        Outputs (B, H, L, E) in the dtype of `v`.
 
     Raises:
         ValueError: An argument of the wrong shape, dtype or name.
@@ -71,7 +71,7 @@ def multi_scan_attention(
     if not is_whole(orders) or orders.dim() != 2 or orders.shape[1] != length or not len(orders):
         raise mismatch("orders", f"integer (scans, {length})", orders)
     if len(log_decays) != len(orders):
-        raise ValueError(f"log_decays: expected one of each of {len(orders)} scans, got {len(log_decays)}")
+        raise ValueError(f"log_decays: expected one for each of {len(orders)} scans, got {len(log_decays)}")
     for log_decay in log_decays:
         check_gates(q, Gates(log_decay), settings)
 
@@ -93,7 +93,7 @@ def multi_scan_attention(
 def scan_parts(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, order: Tensor, valid: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor | None]:
-    """Numerator (B, H, L, E) and row sum (B, H, L) of one scan, in the order in which the tokens stand."""
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) of one scan, in the original order of the tokens."""
     q, k, v = (x.index_select(2, order) for x in (q, k, v))
     valid = None if valid is None else valid.index_select(1, order)
     parts = linear_attention_parts(q, k, v, in_scan_order(log_decay, order), valid=valid, settings=settings)
@@ -110,7 +110,10 @@ def mean_mask_parts(
     valid: Tensor | None,
     settings: Settings,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same under the mean of all scans' masks: no token moves, only its cumulative decays do."""
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) under the mean of the masks of all scans.
+
+    The tokens stay in their original order. Only their cumulative decays are reordered.
+    """
     masks, length = [], q.shape[2]
     how = dict(decay_convention=settings.decay_convention, direction=settings.direction)
     with no_autocast(q):
@@ -132,12 +135,12 @@ def mean_mask_parts(
 
 
 def in_scan_order(log_decay: Tensor, order: Tensor) -> Tensor:
-    """Decays in the order of a scan; those of a whole head are the same in any."""
+    """Return decays in the order of a scan; decays of a whole head do not depend on the order."""
     return log_decay if log_decay.dim() < 3 else log_decay.index_select(2, order)
 
 
 def positions_in(order: Tensor) -> Tensor:
-    """The inverse permutation: the position of each token in the scan."""
+    """Return the inverse permutation of `order`: the position of each token in the scan."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device, dtype=order.dtype))
 
 

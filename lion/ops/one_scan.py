@@ -1,11 +1,13 @@
-"""LightNet attention (arXiv 2405.21022, Eq. 6 and 7): keys normalised over the sequence, so that one scan sees all.
+"""LightNet attention (arXiv 2405.21022, Eq. 6 and 7): keys normalised over the sequence, in one scan.
 
     Y = phi(Q) (softmax_L(K)^T V)
 
-The softmax goes over the valid tokens of a sequence, for each key dimension alone. No token has a place in it: without
-rotation, tokens in another order give the same outputs in that order. "full" and "chunk" are the product from right to
-left, "rnn" is one scan and a read-out (`lion.ops.key_softmax`), and so is "chunk" where no gradients are kept of a long
-sequence. In one direction this is a vector decay (`lion.layers.lightnet`).
+The softmax runs over the valid tokens of a sequence, separately for each key dimension, so one scan sees all tokens. No
+token has a position in it: without rotation, tokens in another order give the same outputs in that order.
+
+"full" and "chunk" compute the product from right to left. "rnn" is one scan, after which the outputs are computed
+(`lion.ops.key_softmax`). So is "chunk" for a long sequence without gradients. In one direction, LightNet is a vector
+decay (`lion.layers.lightnet`).
 """
 
 from __future__ import annotations
@@ -36,27 +38,27 @@ def one_scan_attention(
     chunk_size: int = 64,
     feature_map: str | None = None,
 ) -> Tensor:
-    """Linear attention whose keys are normalised over the tokens of their sequence, `Y = phi(Q) (softmax_L(K)^T V)`.
+    """Compute linear attention with keys normalised over the tokens of their sequence, `Y = phi(Q) (softmax_L(K)^T V)`.
 
     Args:
-        q: Queries (B, H, L, D), through the feature map unless `feature_map` is given.
-        k: Logits of the keys, (B, H, L, D); the softmax is computed in float32 or wider.
+        q: Queries (B, H, L, D). The feature map must be applied before the call, unless `feature_map` names one.
+        k: Logits of the keys (B, H, L, D); the softmax is computed in float32 or wider.
         v: Values (B, H, L, E).
-        angles: As in `linear_attention`; they turn q and the normalised k.
-        valid, segments: As there.
+        angles: Rotation of q and the normalised k, as in `linear_attention`.
+        valid, segments: Masks, as in `linear_attention`.
         form: "full", "chunk", "rnn" or "auto"; all compute the same function.
-        chunk_size: Of "chunk" and "rnn", tokens at once, at least 1.
+        chunk_size: Tokens that "chunk" and "rnn" process at once, at least 1.
 
     Returns:
-        (B, H, L, E) in the dtype of `v`.
+        Outputs (B, H, L, E) in the dtype of `v`.
 
     Raises:
         ValueError: An argument of the wrong shape, dtype or name.
-        RuntimeError: Under `torch.jit.trace`.
+        RuntimeError: A call under `torch.jit.trace`.
     """
     settings = Settings(form=form, chunk_size=chunk_size, feature_map=feature_map, normalize="none")
     if form == "blockwise":
-        raise ValueError("form: 'blockwise' is one of decays, use 'chunk'")
+        raise ValueError("form: 'blockwise' exists only for attention with decays, use 'chunk'")
     check_tokens(q, k, v)
     check_gates(q, Gates(None, angles=angles), settings)
     form, length = resolve_form(form, q.shape[2], decays=False), q.shape[2]
@@ -69,7 +71,7 @@ def one_scan_attention(
         if form == "rnn":
             scans = index is None or not (
                 at_once and torch.compiler.is_compiling()
-            )  # a graph has no borders to stop at
+            )  # a graph does not know where segments end
         else:
             scans = form == "chunk" and index is None and not at_once and length > WHOLE * chunk_size
         if scans:
@@ -79,7 +81,10 @@ def one_scan_attention(
 
 
 def product(tokens: TokenBlock, chunk_size: int) -> Tensor:
-    """The product from right to left, (B, H, L, E); between segments in chunks, never an L x L matrix."""
+    """Compute the product from right to left, (B, H, L, E).
+
+    With segments the product is computed in chunks, never as an L x L matrix.
+    """
     angles, valid, index = tokens.gate, tokens.valid, tokens.segment_index
     q, v = (x.to(sum_dtype(x)) for x in (queries(tokens), masked(tokens.v, valid)))
     k = masked_keys(tokens, torch.promote_types(tokens.k.dtype, torch.float32))
@@ -89,7 +94,7 @@ def product(tokens: TokenBlock, chunk_size: int) -> Tensor:
         weights = exp_where(k - finite(k.detach().amax(-2, keepdim=True)))  # (B, H, L, D)
         s = divisor(weights.sum(-2, keepdim=True))
         if not angles.shape[-1]:
-            return q @ ((weights.to(v.dtype).mT @ v) / s.mT).to(v.dtype)  # divided where it is smallest, (B, H, D, E)
+            return q @ ((weights.to(v.dtype).mT @ v) / s.mT).to(v.dtype)  # the smallest tensor is divided, (B, H, D, E)
         weights = weights / s
     if angles.shape[-1]:
         angles = masked(angles, valid)
@@ -102,7 +107,7 @@ def product(tokens: TokenBlock, chunk_size: int) -> Tensor:
 
 
 def segment_softmax(k: Tensor, segment_index: Tensor) -> Tensor:
-    """The softmax of k (B, H, L, D) over the tokens of each segment, of which a row has L at most."""
+    """Compute the softmax of k (B, H, L, D) over the tokens of each segment; a row has at most L segments."""
     batch, heads, length, dim = k.shape
     index = segment_index[:, None, :, None].expand_as(k)
     none = k.new_zeros(batch, heads, length + 1, dim)

@@ -1,9 +1,9 @@
-"""The chunk form of any decay, and all loops over pieces of a sequence.
+"""Chunk form of any decay, and all loops over pieces of a sequence.
 
-Without gradients a long sequence is done piece by piece, so that memory beyond the output is that of one piece: the
-state that enters a piece from the left is carried along, the one from the right comes from a scan that was done
-before. Under `torch.compile` the loop is one operator of the graph, whatever the length; what it does to a piece is a
-graph of its own, of one shape, which all layers share.
+Without gradients a long sequence is processed piece by piece, so that memory beyond the output is that of one piece.
+The state that enters a piece from the left is carried along. The state that enters from the right comes from an earlier
+scan. Under `torch.compile` the loop is one operator of the graph, whatever the length. The function that processes a
+piece is a separate graph of one shape, which all layers share.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lion.ops.rnn import Compiler, eager, next_state, rnn_parts
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state, scan_directions
 from lion.ops.vector import chunk_vector_parts
 
-WHOLE = 16  # chunks that are done at once; more are cut into pieces
-PIECES = {"cpu": 6}  # chunks of a piece: in memory, 3 MiB beside the output of DeiT-T's layer at 6,085 tokens
-PIECE = 64  # on a GPU, which would idle between smaller ones (not measured)
-BACKEND = "inductor"  # compiles what is done to a piece
+WHOLE = 16  # most chunks that are processed at once; more are cut into pieces
+PIECES = {"cpu": 6}  # chunks per piece: takes 3 MiB beyond the output of DeiT-T's layer at 6,085 tokens
+PIECE = 64  # chunks per piece on a GPU, which would idle between smaller pieces (not measured)
+BACKEND = "inductor"  # compiles the function that processes a piece
 
 Parts = tuple[Tensor, Tensor | None]
 
 
 def in_pieces(tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings) -> Parts:
-    """Numerator (B, H, L, E) and row sum (B, H, L) of a form of `LOOPS`.
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) of a form in `LOOPS`.
 
-    Without the diagonal, a token's own key comes in with the weight `bonus` (H, 1, D or 1), or 1.
+    Without `how.include_diagonal`, the weight of a token's own key is `bonus` (H, 1, D or 1), or 1.
     """
     at_once = torch.is_grad_enabled() or torch.compiler.is_exporting()
     if how.form == "chunk" and (at_once or tokens.q.shape[2] <= WHOLE * how.chunk_size):
@@ -49,7 +49,10 @@ def in_pieces(tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings) -> P
 def chunk_piece(
     tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings, entering: tuple[EnteringState, ...] = ()
 ) -> tuple[Tensor, Tensor | None, list[State]]:
-    """Numerator and row sum of tokens in chunks; with states that enter in each direction, also those that leave."""
+    """Compute the numerator and the row sum of tokens in chunks.
+
+    With states that enter in each direction, the third result holds the states that leave.
+    """
     tokens = tokens.masked()
     parts = chunk_vector_parts if tokens.gate.shape[-1] > 1 else chunk_parts
     numerator, total, leaving = parts(tokens, how, entering)
@@ -60,7 +63,7 @@ def chunk_piece(
 
 
 def state_backward(tokens: TokenBlock, entering: EnteringState, how: ScoreSettings) -> State:
-    """The state that leaves these tokens on the left."""
+    """Return the state that leaves these tokens on the left."""
     _, k, v, log_decay, _, index, _ = tokens.masked().to(entering.S.dtype)
     (backward,) = make_directions(log_decay, index, decay_convention=how.decay_convention, direction="backward")
     backward = backward._replace(start=backward.start.in_segment(entering.segment))
@@ -71,8 +74,8 @@ def chunk_loop(tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings, com
     length, names = tokens.q.shape[2], scan_directions(how.direction)
     count = -(-length // how.chunk_size)
     pieces = -(-count // PIECES.get(tokens.q.device.type, PIECE))
-    size = how.chunk_size * -(-count // pieces)  # evened out, so that little is padding
-    if length % size and tokens.valid is None:  # of the last piece; all have one shape
+    size = how.chunk_size * -(-count // pieces)  # pieces of equal size, so that little is padding
+    if length % size and tokens.valid is None:  # masks the padding of the last piece: all pieces have one shape
         tokens = tokens._replace(valid=torch.ones(*tokens.q.shape[:3:2], dtype=torch.bool, device=tokens.q.device))
 
     def piece(n: int) -> TokenBlock:
@@ -85,7 +88,7 @@ def chunk_loop(tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings, com
 
     empty = initial_state(tokens.k, tokens.v)
     left = EnteringState(*empty, segment(tokens, 0))
-    right = {pieces - 1: EnteringState(*empty, segment(tokens, -1))}  # by piece, what enters from the right
+    right = {pieces - 1: EnteringState(*empty, segment(tokens, -1))}  # by piece, the state from the right
     for n in range(pieces - 1, 0, -1) if "backward" in names else ():
         part = piece(n)
         right[n - 1] = EnteringState(*compiler(state_backward)(part, right[n], how), segment(part, 0))
@@ -102,7 +105,7 @@ def chunk_loop(tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings, com
         numerator[:, :, here] = y[:, :, : length - n * size]
         if how.rowsum:
             total[:, :, here] = row[..., : length - n * size]
-        del part, y, row, leaving, sides  # not held beside the next piece's
+        del part, y, row, leaving, sides  # free this memory before the next piece
     return numerator, total
 
 
@@ -140,10 +143,10 @@ def loop(
     rowsum: bool,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """A loop as one operator of a graph, without gradients; the row sum is empty where there is none."""
+    """Run a loop as one operator of a graph, without gradients; without row sums, the second result is empty."""
     tokens = TokenBlock(q, k, v, gate, valid, segment_index, feature_map)
     how = ScoreSettings(form, decay_convention, direction, include_diagonal, rowsum, chunk_size)
-    with no_autocast(q):  # the graph around it has left the region that called it
+    with no_autocast(q):  # a graph runs this operator outside of its caller's `no_autocast`
         numerator, total = LOOPS[form](tokens, bonus, how, compiled)
     return numerator, k.new_empty(0) if total is None else total
 

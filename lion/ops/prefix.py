@@ -1,11 +1,12 @@
-"""The gradient of decays by prefix sums that the caller has.
+"""Gradient of decays through their prefix sums, which the caller has computed.
 
-Where the mask of one direction is `M_ij = exp(s_i - s_j)`, a token's `s` is a factor `exp(s_i)` on all that its query
-reads and `exp(-s_i)` on all that its key gives. So with the loss l, of each key dimension,
+If the mask of one direction is `M_ij = exp(s_i - s_j)`, the prefix sum s of a token has two effects. It is a factor
+`exp(s_i)` on all that the token's query reads, and a factor `exp(-s_i)` on all that the token's key contributes. For
+the loss l and each key dimension,
 
     dl/ds_i = q_i dl/dq_i - k_i dl/dk_i
 
-two products in the place of a derivative through every decay between two tokens.
+These two products replace a derivative through every decay between two tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 
 def gradients_to(prefix: Tensor, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q and k (B, H, L, D) as they are; what reads them gives `prefix` (B, H, L, D) its gradient."""
+    """Return q and k (B, H, L, D) unchanged; their gradients determine that of `prefix` (B, H, L, D)."""
     return _GradientsTo.apply(prefix, q, k, valid)
 
 

@@ -1,7 +1,7 @@
-"""The definition, token by token: slow, explicit, never optimised; every form is judged against it.
+"""Reference definition of the operator, token by token: slow, explicit, never optimised.
 
-Each sequence is taken alone: padding is deleted, segments are cut apart, and one direction is the plain
-recurrence with an explicit state (Eq. 5, Theorem 3.1).
+Every form is tested against this definition. Each sequence is computed separately: padding is deleted, segments are cut
+apart, and one direction is the plain recurrence with an explicit state (Eq. 5, Theorem 3.1).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def reference_attention(
     segments: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`lion.ops.linear_attention` by its definition, in the dtype given: float64 in, float64 out.
+    """Compute `lion.ops.linear_attention` by its definition, in the dtype of the inputs: float64 in, float64 out.
 
-    Shapes as there.
+    The shapes are those of `linear_attention`. q and k must be mapped already.
     """
     batch, heads, length, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
@@ -76,7 +76,10 @@ def reference_one_scan_attention(
     valid: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """`lion.ops.one_scan_attention` by its definition, in the dtype given: float64 in, float64 out."""
+    """Compute `lion.ops.one_scan_attention` by its definition, in the dtype of the inputs: float64 in, float64 out.
+
+    The shapes are those of `one_scan_attention`. q must be mapped already.
+    """
     rows = []
     for b in range(q.shape[0]):
         out = [v.new_zeros(q.shape[1], v.shape[-1]) for _ in range(q.shape[2])]
@@ -98,7 +101,7 @@ def reference_one_scan_attention(
 
 
 def _sequences(b: int, length: int, valid: Tensor | None, segments: Tensor | None) -> list[list[int]]:
-    """The token lists that batch row `b` consists of once padding is deleted."""
+    """Return the lists of tokens that batch row `b` consists of once padding is deleted."""
     tokens = [t for t in range(length) if valid is None or valid[b, t]]
     if segments is None:
         return [tokens] if tokens else []
@@ -107,22 +110,22 @@ def _sequences(b: int, length: int, valid: Tensor | None, segments: Tensor | Non
 
 
 def _turn(x: Tensor, angles: Tensor) -> Tensor:
-    """Pairs (p, p + D/2) as complex numbers, times exp(i angle)."""
+    """Multiply pairs (p, p + D/2), as complex numbers, by `exp(i angle)`."""
     real, imaginary = x.chunk(2, -1)
     turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag], -1)
 
 
 def _scan_all(q, k, v, log_decay, bonus, direction, decay_convention):
-    """Numerator (H, n, E) of one sequence; q, k, log_decay (H, n, D), v (H, n, E), bonus (H, D)."""
+    """Compute the numerator (H, n, E) of one sequence; q, k, log_decay (H, n, D), v (H, n, E), bonus (H, D)."""
     n = q.shape[1]
     lam = log_decay.exp()
-    numerator, counted = 0, 0  # and how often each token's own key has come in
+    numerator, counted = 0, 0  # `counted`: how often each token's own key is included
     for name, order in (("forward", range(n)), ("backward", range(n - 1, -1, -1))):
         if direction not in (name, "both"):
             continue
         target = decay_convention in ("target", "between") or (decay_convention == "symmetric" and name == "forward")
-        before = -1 if name == "forward" else 1  # lambda of the token that receives, or of the one being left
+        before = -1 if name == "forward" else 1  # offset of the previous token, whose lambda `source` takes
         decays = [lam[:, i] if target else lam[:, (i + before) % n] for i in range(n)]
         numerator = numerator + _scan(q, k, v, decays, order, read_first=decay_convention == "between")
         counted += decay_convention != "between"
@@ -131,7 +134,10 @@ def _scan_all(q, k, v, log_decay, bonus, direction, decay_convention):
 
 
 def _scan(q, k, v, decays, order, read_first):
-    """`S = lambda S + k v^T` and `y = q S`, after or before it, along `order` (the first decay meets S = 0)."""
+    """Compute `S = lambda S + k v^T` and `y = q S` along `order`; the first decay meets S = 0.
+
+    y is read before S is updated if `read_first`, else after.
+    """
     S = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
     y = {}
     for i in order:
@@ -142,7 +148,7 @@ def _scan(q, k, v, decays, order, read_first):
 
 
 def _delta(q, k, v, beta, direction):
-    """`S = (I - beta k k^T) S + beta k v^T` and `y = q S`; `beta q k v` counted once."""
+    """Compute `S = (I - beta k k^T) S + beta k v^T` and `y = q S`, with `beta q k v` counted once."""
     n = q.shape[1]
     total = 0
     for name, order in (("forward", range(n)), ("backward", range(n - 1, -1, -1))):

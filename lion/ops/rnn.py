@@ -1,12 +1,13 @@
-"""RNN form (Theorem 3.1): both directions advance together in one loop, a (D, E) state each.
+"""RNN form (Theorem 3.1): both directions advance together in one loop, with one (D, E) state each.
 
     S_i = lambda S_{i-1} + k_i v_i^T      z_i = lambda z_{i-1} + k_i
     y_i = (q_i S_i^F + q_i S_i^B) / (q_i z_i^F + q_i z_i^B)
 
-`lambda` is a number a head and token, or a vector with one for each key dimension.
-With both directions on, each counts half of `q_i k_i`, so the diagonal is counted once. Step t takes the
-next `chunk_size` tokens from the left and from the right; one token a step is the recurrence as printed.
-Beyond the outputs, memory is the states and one row sum a token.
+`lambda` is a number per head and token, or a vector with one number for each key dimension. With both directions, each
+of them counts half of `q_i k_i`, so that the diagonal is counted once.
+
+Each step takes the next `chunk_size` tokens from the left and from the right. With one token per step, the loop is the
+recurrence as printed. Beyond the outputs, memory is the states and one row sum per token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lion.ops.full import decayed_scores
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, flip, initial_state, scan_directions
 from lion.ops.vector_scores import vector_scores
 
-Compiler = Callable[[Callable], Callable]  # what is done to the function that is called for every piece
+Compiler = Callable[[Callable], Callable]  # wraps the function that is called for every piece
 
 
 def eager(fn: Callable) -> Callable:
@@ -31,8 +32,14 @@ def eager(fn: Callable) -> Callable:
 
 
 class Recurrence(NamedTuple):
-    """How a state is read and updated: the decay convention of a direction (`query_and_key`), and the weight of a
-    token's own key, a number or one for each key dimension (H, 1, D)."""
+    """Settings of how a state is read and updated.
+
+    Attributes:
+        decay_convention: Decay convention, as in `query_and_key`.
+        direction: Direction of the scan, "forward" or "backward".
+        diagonal_weight: Weight of a token's own key: a number, or a tensor (H, 1, D or 1).
+        rowsum: Whether row sums are computed.
+    """
 
     decay_convention: str
     direction: str
@@ -43,7 +50,7 @@ class Recurrence(NamedTuple):
 def rnn_parts(
     tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings, compiler: Compiler
 ) -> tuple[Tensor, Tensor | None]:
-    """Numerator (B, H, L, E) and row sum (B, H, L) of the sequential form."""
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) in the sequential form."""
     names = scan_directions(how.direction)
     weight = (1 if bonus is None else bonus) / len(names)
     recurrences = {name: Recurrence(how.decay_convention, name, weight, how.rowsum) for name in names}
@@ -53,9 +60,9 @@ def rnn_parts(
 def scan(
     recurrences: dict, step: Callable, tokens: TokenBlock, *, rowsum: bool, size: int, compiler: Compiler
 ) -> tuple[Tensor, Tensor | None]:
-    """Scan the tokens in every direction that has a recurrence, `size` tokens a step; outputs are added up.
+    """Scan the tokens in every direction that has a recurrence, `size` tokens per step, and add up the outputs.
 
-    A step of that many tokens is `compiler(step)`, so that what compiles it sees one shape.
+    A step of exactly `size` tokens runs `compiler(step)`, so that the compiled function sees one shape.
     """
     q, k, v, index = tokens.q, tokens.k, tokens.v, tokens.segment_index
     length = q.shape[2]
@@ -77,17 +84,20 @@ def scan(
             numerator[:, :, start : start + count] += flip(y, 2, reverse).to(numerator.dtype)
             if rowsum:
                 total[:, :, start : start + count] += flip(row, 2, reverse)
-            del piece, y, row  # not held beside the next step's
+            del piece, y, row  # free this memory before the next step
     return numerator, total
 
 
 def advance(
     recurrence: Recurrence, state: State, segment: Tensor | None, tokens: TokenBlock
 ) -> tuple[Tensor, Tensor | None, State, Tensor | None]:
-    """Read and update a state, which is that of a segment (B,), by C tokens.
+    """Read and update the state of a segment (B,) by C tokens.
 
-    Returns their numerators and row sums, and the new state and its segment. Where a token's own decay applies after it
-    is read (the `source` convention) the state is kept already decayed.
+    If a token's own decay applies after the state is read (the `source` convention), the state is stored already
+    decayed.
+
+    Returns:
+        Numerators and row sums of the tokens, the new state, and the segment of the new state.
     """
     q, k, v, log_decay, _, index, _ = tokens.masked().to(state.z.dtype)
     log_decay = log_decay.clamp_max(0)  # see `expand_decay`
@@ -95,7 +105,7 @@ def advance(
         return _advance_one(recurrence, state, segment, q, k, v, log_decay, index)
 
     convention = recurrence.decay_convention
-    if convention == "symmetric":  # in scan order it is one of the two
+    if convention == "symmetric":  # along one scan, symmetric is target or source
         convention = "target" if recurrence.direction == "forward" else "source"
     (forward,) = make_directions(log_decay, index, decay_convention=convention, direction="forward")  # (b, h, C, D)
     forward = forward._replace(start=forward.start.in_segment(segment))
@@ -112,14 +122,14 @@ def advance(
 
 
 def next_state(direction: Direction, k: Tensor, v: Tensor, state: State) -> State:
-    """The state after these tokens."""
+    """Return the state after these tokens."""
     write = decay(direction.end, direction.key) * k  # (B, H, C, D)
     kept = decay(direction.end, direction.start).mT  # (b, h, D or 1, 1)
     return State(kept * state.S + write.mT @ v, kept.squeeze(-1) * state.z + write.sum(2))
 
 
 def _advance_one(recurrence, state, segment, q, k, v, log_decay, index):
-    """`advance` for one token: the recurrence itself."""
+    """Compute `advance` for one token: the recurrence itself."""
     same = None if index is None else (index == segment[:, None])[:, None, :, None]  # (B, 1, 1, 1)
     decayed = _times(exp_where(log_decay.mT.clone(), same), state)
     kept = state if same is None else State(*(x.masked_fill(~m, 0) for x, m in zip(state, (same, same[..., 0]))))
@@ -137,5 +147,5 @@ def _advance_one(recurrence, state, segment, q, k, v, log_decay, index):
 
 
 def _times(decay: Tensor, state: State) -> State:
-    """The state times a decay (b, h, D or 1, 1)."""
+    """Return the state times a decay (b, h, D or 1, 1)."""
     return State(decay * state.S, decay.squeeze(-1) * state.z)

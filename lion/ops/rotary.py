@@ -1,8 +1,8 @@
 """Rotation of q and k by position: a complex decay is a real decay times a rotation.
 
-With `lambda = |lambda| exp(i theta)` the factor between two tokens is `|lambda|^n exp(i theta n)`, and its angle is
-a difference of positions. So pairs of key dimensions are rotated by an angle for each token (RoPE, LRPE, the complex
-states of S4D and HiPPO), and the mask M stays real:
+With `lambda = |lambda| exp(i theta)`, the factor between two tokens at distance n is `|lambda|^n exp(i theta n)`. Its
+angle is a difference of positions times theta. It is therefore enough to rotate pairs of key dimensions by an angle for
+each token (RoPE, LRPE, the complex states of S4D and HiPPO), and the mask M stays real:
 
     Re( q_i conj(k_j) exp(i (a_i - a_j)) ) = rotate(q_i, a_i) . rotate(k_j, a_j)
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate the pair (x_p, x_{p + D/2}) of every token of x (B, H, L, D) by `angles` (.., L, D/2), in radians.
 
-    The angles broadcast to (B, H, L, D/2) and may be parameters. The result has the dtype of `x`; large angles come
-    in float64, where a whole turn more changes nothing.
+    The angles broadcast to (B, H, L, D/2) and may be parameters. The result has the dtype of `x`. Pass large angles in
+    float64, where one more full turn changes nothing.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     real, imaginary = x.to(wide).chunk(2, -1)
@@ -27,7 +27,10 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def rotate_pair(q: Tensor, k: Tensor, angles: Tensor | None, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """q and k (B, H, L, D), rotated where there are angles; what invalid tokens hold does not reach shared angles."""
+    """Return q and k (B, H, L, D), rotated if there are angles.
+
+    With `valid`, invalid tokens are zeroed first, so that their values do not reach the gradients of shared angles.
+    """
     if angles is None:
         return q, k
     if valid is not None:
@@ -38,16 +41,17 @@ def rotate_pair(q: Tensor, k: Tensor, angles: Tensor | None, valid: Tensor | Non
 
 
 def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:
-    """Angles (.., L, D/2) in float64, the sum over all axes of position times frequency.
+    """Compute the angles (.., L, D/2) in float64: the sum over all axes of position times frequency.
 
-    A float32 angle is off by 4e-3 at position 100,000 and by 1 at 10 million; here by 1e-9.
+    A float32 angle is off by 4e-3 at position 100,000 and by 1 at 10 million. Here the error is 1e-9.
 
     Args:
-        coords: Positions (axes, L) or (B, axes, L); tokens without one, -1 in all axes (cls), are not rotated.
-        frequencies: (axes, D/2), or (H, axes, D/2) with some for each head, radians a position; fixed or learned.
+        coords: Positions (axes, L) or (B, axes, L). Tokens without a position, -1 in all axes (cls), are not rotated.
+        frequencies: Radians per position, fixed or learned: (axes, D/2), or (H, axes, D/2) with separate ones for each
+            head.
 
     Returns:
-        (L, D/2), (H, L, D/2) or, with coords of a batch, (B, 1 or H, L, D/2).
+        Angles (L, D/2), (H, L, D/2) or, with coords of a batch, (B, 1 or H, L, D/2).
     """
     positions = coords.masked_fill((coords < 0).all(-2, keepdim=True), 0).double().mT  # (.., L, axes)
     positions = positions[:, None] if positions.dim() == 3 else positions
@@ -57,5 +61,5 @@ def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:
 def rope_frequencies(
     dim: int, base: float = 10_000.0, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """`base^(-2p / D)` for the D/2 pairs of one axis: (1, D/2)."""
+    """Return the frequencies `base^(-2p / D)` of the D/2 pairs of one axis, (1, D/2)."""
     return base ** -(torch.arange(0, dim, 2, device=device, dtype=dtype) / dim)[None]

@@ -1,4 +1,4 @@
-"""Packed sequences: which tokens belong together, worked out once a batch."""
+"""Packed sequences: the segment of each token, computed once per batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from lion.ops.arguments import is_whole, mismatch
 
 
 class SegmentIndex(NamedTuple):
-    """Masks of a batch as every form takes them.
+    """Masks of a batch in the format of all forms.
 
-    `index` (B, L) numbers the segments from left to right, never decreasing, padding belonging to the segment before
-    it; None where rows are not cut. `valid` (B, L) marks the tokens that are there; None for all.
+    Attributes:
+        index: Segment numbers (B, L) from left to right, never decreasing. Padding belongs to the segment before it.
+            None if rows have no segments.
+        valid: Boolean (B, L), True for tokens and False for padding. None if all tokens are valid.
     """
 
     index: Tensor | None
@@ -23,15 +25,15 @@ class SegmentIndex(NamedTuple):
 
 
 def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex:
-    """Prepare masks for all layers of a model: what sorts and checks them is done here alone.
+    """Prepare masks for all layers of a model; only this function sorts and checks them.
 
     Args:
         valid: Boolean (B, L) or None, as in `linear_attention`.
         segments: Integer (B, L) or None, as in `linear_attention`.
 
     Raises:
-        ValueError: A mask of the wrong shape or dtype, or a segment whose tokens do not stand together. In a graph and
-            on a GPU the latter is an assertion, for which nothing waits.
+        ValueError: A mask of the wrong shape or dtype, or a segment whose tokens are not contiguous. In a graph and on
+            a GPU, the check of contiguous segments is an asynchronous assertion instead, which nothing waits for.
     """
     for name, mask in (("valid", valid), ("segments", segments)):
         if mask is not None and not (torch.is_tensor(mask) and mask.dim() == 2):
@@ -45,33 +47,37 @@ def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex
     valid = segments >= 0 if valid is None else valid & (segments >= 0)
     ids = segments.masked_fill(~valid, -1)
     position = torch.arange(ids.shape[1], device=ids.device)
-    filled = ids.gather(1, torch.where(valid, position, 0).cummax(1).values)  # padding takes the id before it
+    filled = ids.gather(1, torch.where(valid, position, 0).cummax(1).values)  # padding takes the previous id
     starts = valid & (filled != F.pad(filled[:, :-1], (1, 0), value=-1))
     ordered = ids.sort(1).values
     distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(1) + (ordered[:, 0] >= 0)
-    together, message = (starts.sum(1) == distinct).all(), "segments: the tokens of a segment must stand together"
+    together, message = (starts.sum(1) == distinct).all(), "segments: the tokens of a segment must be contiguous"
     if torch.compiler.is_compiling() or ids.device.type != "cpu":
-        torch._assert_async(together, message)  # a graph and a GPU are not waited for
+        torch._assert_async(together, message)  # does not wait for the GPU, or split the graph
     elif not together:
-        raise ValueError(f"{message}, got an id that comes back")
+        raise ValueError(f"{message}, got an id that occurs again after another segment")
     return SegmentIndex(starts.cumsum(1), valid)
 
 
 def prepared(q: Tensor, valid: Tensor | None, segments: Tensor | SegmentIndex | None) -> SegmentIndex:
-    """The masks of tokens q (B, H, L, D); those that are prepared stay as they are."""
+    """Return the masks of tokens q (B, H, L, D); prepared masks are returned unchanged."""
     if isinstance(segments, SegmentIndex):
         if valid is not None:
-            raise ValueError("valid: prepared segments hold it, give it to `segment_index`")
+            raise ValueError("valid: prepared segments already contain it, pass it to `segment_index`")
         for mask in segments:
             if mask is not None and mask.shape != (q.shape[0], q.shape[2]):
-                raise mismatch("segments", f"prepared ones of {(q.shape[0], q.shape[2])}", mask)
+                raise mismatch("segments", f"a SegmentIndex of shape {(q.shape[0], q.shape[2])}", mask)
         return segments
     check_masks(q, valid, segments)
     return segment_index(valid, segments)
 
 
 def check_masks(q: Tensor, valid: Tensor | None, segments: Tensor | None) -> None:
-    """Raises ValueError where masks are not those of tokens q (B, H, L, D)."""
+    """Check that masks match tokens q (B, H, L, D).
+
+    Raises:
+        ValueError: A mask of another shape or dtype.
+    """
     _check((q.shape[0], q.shape[2]), valid, segments)
 
 

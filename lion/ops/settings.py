@@ -1,4 +1,4 @@
-"""What can be asked of the operator, beside its tensors: one object, checked once."""
+"""Settings of the operator, other than its tensors: one object, checked once."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from lion.ops.features import FEATURE_MAPS
 FORMS = ("full", "chunk", "rnn")
 NORMALIZE = ("sum", "max", "pre", "none")
 SCAN_MERGES = ("masks", "outputs")
-REQUIRED = "required"  # the default of `feature_map`: to be named where rows are divided by their sums
-INSTEAD = {  # of SDPA's names and others' words
-    "is_causal": 'direction="forward" reads the past alone',
-    "causal": 'direction="forward" reads the past alone',
+REQUIRED = "required"  # default of `feature_map`, which must be passed if rows are divided by their sums
+INSTEAD = {  # hints for names of SDPA and of other libraries
+    "is_causal": 'direction="forward" ignores later tokens',
+    "causal": 'direction="forward" ignores later tokens',
     "attn_mask": "valid (B, L) marks padding, segments (B, L) packed rows; other masks do not factor into a recurrence",
-    "mask": "valid (B, L) is True for tokens and False for padding",
-    "key_padding_mask": "valid (B, L) is True for tokens and False for padding, the opposite",
-    "enable_gqa": "repeat k and v for each group of queries",
+    "mask": "use valid (B, L), True for tokens and False for padding",
+    "key_padding_mask": "use valid (B, L), its opposite: True for tokens and False for padding",
+    "enable_gqa": "repeat k and v to the number of query heads",
     "recurrent": "did you mean 'rnn'?",
     "parallel": "did you mean 'full'?",
     "bidirectional": "did you mean 'both'?",
 }
-FULL_UP_TO = 256  # tokens; above it the chunk form trains (`./run.sh bench ops`) and runs (`bench inference`) faster
+FULL_UP_TO = 256  # tokens; above, chunk is faster to train (`./run.sh bench ops`) and to run (`bench inference`)
 
 
 def hint(word: str, names: Iterable[str], otherwise: str | None = None) -> str:
-    """Answer a word that is not among the names: by what it is called here, else the nearest name."""
+    """Return a hint for a word that is not among the names: its equivalent here, else the nearest name."""
     return INSTEAD.get(word) or nearest(word, names, otherwise)
 
 
@@ -42,7 +42,11 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def number(name: str, value: float, kind: type[Real], low: float, high: float = math.inf) -> None:
-    """Raises ValueError: It is no number of this kind, or not in this range; NaN is in none."""
+    """Check that a value is a number of type `kind` from `low` to `high`.
+
+    Raises:
+        ValueError: A value of another type, out of range, or NaN.
+    """
     if isinstance(value, bool) or not isinstance(value, kind):
         raise ValueError(f"{name}: expected a {'whole ' if kind is Integral else ''}number, got {value!r}")
     if not low <= value <= high:
@@ -56,29 +60,32 @@ def check_chunk_size(chunk_size: int) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How linear attention is computed, `Y = scale(Q K^T * M) V` with a decay mask M.
+    """Settings of linear attention, `Y = scale(Q K^T * M) V` with a decay mask M.
 
     Attributes:
-        form: "full", "chunk", "rnn", "auto" (by length) or "blockwise" (`lion.ops.blockwise`). All compute the same
-            function; they differ in cost. "full" is dense in L (without decay it is the product `Q (K^T V)`), "chunk"
-            is linear in L and parallel, "rnn" is linear and sequential, with memory that does not grow with L.
-        direction: "both", "forward" (token i reads j <= i) or "backward" (j >= i); each counts the diagonal once.
-        normalize: "sum" divides each row by its sum c (at least `eps`), for positive feature maps; "max" by
-            `max(|c|, 1)` (xLSTM), both directions added up first; "pre" by the sum without decay, taken before the mask
-            (appendix B.1-B.3); "none" does not divide. "max" and "none" take `scale`.
-        decay_convention: Which tokens' decays lie between two tokens, "source", "target", "symmetric" or "between":
-            `lion.ops.decay` prints the masks.
-        feature_map: The map phi to apply to q and k, an entry of `lion.ops.features.FEATURE_MAPS`, or None where they
-            have been mapped already. Must be given under "sum" and "pre": a row of signed scores can sum to nearly
-            zero, and the division then explodes. Without gradients, chunks and steps hold no copy of phi(q), phi(k).
-        scale: Factor on the scores, default 1/sqrt(D). It cancels under "sum" and "pre".
-        chunk_size: Tokens a chunk at most, at least 1; of "rnn", tokens a step.
-        eps: Smallest row sum.
-        dropout_p: Probability of dropping a score, 0 to 1; in the full form only.
-        scan_merge: How several scans become one (`lion.ops.multiscan`), "masks" or "outputs".
+        form: Form of the computation: "full", "chunk", "rnn", "auto" (by length) or "blockwise" (`lion.ops.blockwise`).
+            All compute the same function, at different cost. "full" is dense in L (without decay it is the product
+            `Q (K^T V)`). "chunk" is linear in L and parallel. "rnn" is linear and sequential, with memory that does not
+            grow with L.
+        direction: "both", "forward" (token i attends to j <= i) or "backward" (j >= i); each counts the diagonal once.
+        normalize: Divisor of each row. "sum" divides by the row sum c (at least `eps`), for positive feature maps.
+            "max" divides by `max(|c|, 1)` (xLSTM), where c includes `scale` and both directions are added up first.
+            "pre" divides by the sum without decay, taken before the mask (appendix B.1-B.3). "none" does not divide.
+            "max" and "none" take `scale`.
+        decay_convention: Tokens whose decays count between two tokens: "source", "target", "symmetric" or "between".
+            `lion.ops.decay` shows the masks.
+        feature_map: Map phi that is applied to q and k, an entry of `lion.ops.features.FEATURE_MAPS`, or None if q and
+            k have been mapped already. Required under "sum" and "pre": a row of signed scores can sum to nearly zero,
+            and the division then explodes. Without gradients, `angles` and `prefix`, loops over chunks and steps hold
+            no copy of phi(q) and phi(k).
+        scale: Factor on the scores, by default 1/sqrt(D). It cancels under "sum" and "pre".
+        chunk_size: Largest number of tokens per chunk, at least 1; in the rnn form, tokens per step.
+        eps: Smallest divisor of a row under "sum" and "pre".
+        dropout_p: Probability of dropping a score, 0 to 1; only in the full form.
+        scan_merge: Method of merging several scans (`lion.ops.multiscan`), "masks" or "outputs".
 
     Raises:
-        ValueError: A value out of its range or choices, or two that do not go together.
+        ValueError: A value out of its range or choices, or two values that cannot be combined.
     """
 
     form: str = "full"
@@ -109,7 +116,7 @@ class Settings:
             raise ValueError(f"dropout_p: score dropout exists in the full form only, got form={self.form!r}")
 
     def scale_of(self, dim: int) -> float:
-        """The factor on scores of keys with `dim` dimensions."""
+        """Return the factor on scores of keys with `dim` dimensions."""
         return dim**-0.5 if self.scale is None else self.scale
 
 
@@ -118,32 +125,36 @@ NAMES = tuple(field.name for field in fields(Settings))
 
 
 def with_fields(settings: Settings, given: dict[str, Any], unused: tuple[str, ...] = ()) -> Settings:
-    """The settings with the fields given by name laid over them.
+    """Return the settings, overridden by the fields that are passed by name.
 
     Raises:
-        ValueError: No settings, a name that is no field, one of those that are `unused` here, or no feature map under
-            row sums.
+        ValueError: An object other than `Settings`, a name that is not a field, a field that is `unused` here, or no
+            feature map under row sums.
     """
     if not isinstance(settings, Settings):
         raise ValueError(f"settings: expected lion.ops.Settings, or its fields by name, got {settings!r}")
     for name in given:
         if name not in NAMES or name in unused:
-            raise ValueError(f"{name}: no setting here, {hint(name, [n for n in NAMES if n not in unused])}")
+            raise ValueError(f"{name}: not a setting here, {hint(name, [n for n in NAMES if n not in unused])}")
     if given:
         settings = replace(settings, **given)
     if settings.feature_map != REQUIRED:
         return settings
     if settings.normalize in ("sum", "pre"):
         raise ValueError(
-            f"feature_map: normalize={settings.normalize!r} divides by row sums, which need positive scores; name one "
-            f"of {', '.join(name for name, phi in FEATURE_MAPS.items() if phi.positive)}, or give None where q and k "
+            f"feature_map: normalize={settings.normalize!r} divides by row sums, which need positive scores; pass one "
+            f"of {', '.join(name for name, phi in FEATURE_MAPS.items() if phi.positive)}, or None if q and k "
             "have been mapped already"
         )
     return replace(settings, feature_map=None)
 
 
 def resolve_form(form: str, length: int, decays: bool = True, dropout_p: float = 0.0) -> str:
-    """The form that "auto" stands for: full while it is the faster one to train and to run, chunk above."""
+    """Return the form that is used, which differs from `form` for "auto".
+
+    "auto" is full up to `FULL_UP_TO` tokens, where full is faster to train and to run, and chunk above. Without decays
+    or with dropout, "auto" is always full.
+    """
     if form != "auto":
         return form
     return "full" if length <= FULL_UP_TO or not decays or dropout_p else "chunk"

@@ -1,4 +1,4 @@
-"""One causal token after another: constant time and memory a token, from a state that is all there is to remember."""
+"""Incremental decoding of causal sequences: constant time and memory per token, with a state that holds the past."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lion.ops.segments import SegmentIndex, check_masks, prepared
 from lion.ops.settings import DEFAULTS, Settings, with_fields
 from lion.ops.tokens import State, TokenBlock
 
-UNUSED = ("form", "direction", "dropout_p", "scan_merge")  # a prompt goes forward in chunks, without dropout
+UNUSED = ("form", "direction", "dropout_p", "scan_merge")  # a prompt is processed forward, in chunks, without dropout
 
 
 def step(
@@ -36,21 +36,22 @@ def step(
     settings: Settings = DEFAULTS,
     **fields: Any,
 ) -> tuple[Tensor, State]:
-    """One causal step: the output of `direction="forward"` for the next token(s), and the state after it.
+    """Compute one causal step: the output of `direction="forward"` for the next C tokens, and the state after them.
 
     Args:
-        state: `initial_state(k, v)`, or what `prefill` or the last step returned. Under the `source` convention it is
+        state: State from `initial_state(k, v)`, `prefill` or the last step. Under the `source` convention, the state is
             stored already decayed by the last token.
-        q, k: (B, H, C, D); v: (B, H, C, E), C = 1 for streaming. The others as in `linear_attention` (but `prefix`),
-            with C for L.
-        valid: Boolean (B, C), False for padding, which leaves the state as it is.
-        settings, fields: See `Settings`; nothing depends on `form`, `direction`, `chunk_size` and `dropout_p` here.
+        q, k, v: Tokens, q and k (B, H, C, D), v (B, H, C, E); C = 1 for streaming.
+        log_decay, beta, bonus, angles: Gates, as in `linear_attention`, with C for L.
+        valid: Boolean (B, C), False for padding, which leaves the state unchanged.
+        settings, fields: See `Settings`. `form`, `direction`, `chunk_size`, `dropout_p` and `scan_merge` have no effect
+            here, and are refused by name.
 
     Returns:
-        (B, H, C, E) in the dtype of `v`, and the new state.
+        Outputs (B, H, C, E) in the dtype of `v`, and the new state.
 
     Raises:
-        ValueError: An argument of the wrong shape, dtype or name, or two that do not go together.
+        ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
     """
     settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
     check_tokens(q, k, v)
@@ -99,10 +100,10 @@ def prefill(
     settings: Settings = DEFAULTS,
     **fields: Any,
 ) -> tuple[Tensor, State]:
-    """The forward direction of a whole prompt in the chunk form, and the state to go on from with `step`.
+    """Compute the forward direction of a whole prompt in the chunk form, and the state from which `step` continues.
 
-    Arguments and output as in `linear_attention`; nothing depends on `form`, `direction` and `dropout_p` here. With
-    `segments` the state is that of the last one.
+    Arguments and outputs are those of `linear_attention`. `form`, `direction`, `dropout_p` and `scan_merge` have no
+    effect here, and are refused by name. With `segments`, the state is that of the last segment.
     """
     settings = with_fields(settings, fields, unused=UNUSED)
     settings = replace(settings, form="chunk", direction="forward", dropout_p=0.0)
@@ -129,7 +130,7 @@ def prefill(
 
 
 def _decayed_keys(k: Tensor, log_decay: Tensor, segment_index: Tensor | None, settings: Settings) -> Tensor:
-    """Keys (B, H, L, D) as they are left after the last token."""
+    """Return the keys (B, H, L, D), decayed up to the end of the sequence."""
     inclusive, exclusive = prefix_sums(log_decay)
     index = None if segment_index is None else segment_index[:, None, :, None]
     _, key = query_and_key(settings.decay_convention, "forward", inclusive, exclusive)

@@ -1,4 +1,4 @@
-"""What every form works on: a block of tokens, how its scores are made, and the state that a recurrence remembers."""
+"""Data structures of all forms: a block of tokens, the settings of its scores, and the state of a recurrence."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from lion.ops.features import apply_feature_map
 
 
 class State(NamedTuple):
-    """What a recurrence remembers: `S` (B, H, D, E) and `z` (B, H, D), float32 or wider."""
+    """Hidden state of a recurrence: `S` (B, H, D, E) and `z` (B, H, D), float32 or wider."""
 
     S: Tensor
     z: Tensor
 
 
 def initial_state(k: Tensor, v: Tensor) -> State:
-    """The empty state for keys (B, H, L, D) and values (B, H, L, E)."""
+    """Return the empty state for keys (B, H, L, D) and values (B, H, L, E)."""
     wide = torch.promote_types(k.dtype, torch.float32)
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
     return State(k.new_zeros(shape, dtype=wide), k.new_zeros(shape[:-1], dtype=wide))
 
 
 class ScoreSettings(NamedTuple):
-    """How one set of scores is made and summed up.
+    """Settings of one set of scores and of its sums.
 
-    `form` is "full", "chunk", "rnn", "blockwise", "delta_rnn" (the rnn form of the delta rule) or "one_scan". Without
-    `include_diagonal` a token's own key does not come in as other keys do, see `lion.ops.full.add_diagonal`. `rowsum`:
-    whether there is a row sum.
+    Attributes:
+        form: "full", "chunk", "rnn", "blockwise", "delta_rnn" (the rnn form of the delta rule) or "one_scan".
+        decay_convention: Decay convention (`lion.ops.decay`).
+        direction: "both", "forward" or "backward".
+        include_diagonal: Whether a token's own key is included like other keys. If not, `lion.ops.full.add_diagonal`
+            adds it.
+        rowsum: Whether row sums are computed.
+        chunk_size: Tokens per chunk or step.
     """
 
     form: str
@@ -42,10 +47,15 @@ class ScoreSettings(NamedTuple):
 
 
 class TokenBlock(NamedTuple):
-    """Consecutive tokens in scan order: q, k (B, H, C, D), v (B, H, C, E), gate (b, h, C, D or 1), masks (B, C).
+    """Consecutive tokens in scan order.
 
-    `gate` is the log decay, the delta rule's beta, or the angles of one scan; `segment_index` numbers the segments from
-    left to right; `feature_map` names the one that q and k have yet to go through.
+    Attributes:
+        q, k: Queries and keys (B, H, C, D).
+        v: Values (B, H, C, E).
+        gate: Log decay, beta of the delta rule, or angles of one scan (b, h, C, D or 1).
+        valid: Mask (B, C), False for padding, or None.
+        segment_index: Segment numbers (B, C) from left to right, or None.
+        feature_map: Name of the feature map that is not yet applied to q and k, or None.
     """
 
     q: Tensor
@@ -57,17 +67,20 @@ class TokenBlock(NamedTuple):
     feature_map: str | None = None
 
     def slice(self, start: int, size: int, reverse: bool = False) -> TokenBlock:
-        """`size` tokens from `start`, in reverse the last one first."""
+        """Return `size` tokens from `start`; with `reverse`, the last one comes first."""
         dims = (2, 2, 2, 2, 1, 1)
         parts = (x if x is None else flip(x.narrow(d, start, size), d, reverse) for x, d in zip(self, dims))
         return TokenBlock(*parts, feature_map=self.feature_map)
 
     def contiguous(self) -> TokenBlock:
-        """With strides that do not tell how long the whole sequence is: a compiled step looks at them."""
+        """Return the tokens with contiguous memory.
+
+        Their strides then do not depend on the length of the whole sequence: a compiled step checks strides.
+        """
         return TokenBlock(*(x if x is None else x.contiguous() for x in self[:6]), feature_map=self.feature_map)
 
     def featurized(self) -> TokenBlock:
-        """With the feature map applied; what invalid tokens hold does not go through it."""
+        """Return the tokens after the feature map; the values of invalid tokens are zeroed before it."""
         if self.feature_map is None:
             return self
         invalid = None if self.valid is None else ~self.valid[:, None, :, None]
@@ -77,7 +90,10 @@ class TokenBlock(NamedTuple):
         return self._replace(q=q, k=k, feature_map=None)
 
     def masked(self) -> TokenBlock:
-        """With the feature map applied and invalid tokens zeroed: a key of 0 that does not decay is as good as none."""
+        """Return the tokens after the feature map, with invalid tokens zeroed.
+
+        A key of 0 that does not decay has the effect of no key.
+        """
         tokens = self.featurized()
         if self.valid is None:
             return tokens
@@ -85,7 +101,7 @@ class TokenBlock(NamedTuple):
         return TokenBlock(*(x.masked_fill(invalid, 0) for x in tokens[:4]), segment_index=self.segment_index)
 
     def padded(self, padding: int) -> TokenBlock:
-        """With invalid tokens behind them."""
+        """Return the tokens with `padding` invalid tokens appended."""
         index = self.segment_index
         index = None if index is None else torch.cat([index, index[:, -1:].expand(-1, padding)], 1)
         wide = (F.pad(x, (0, 0, 0, padding)) for x in self[:4])
@@ -96,7 +112,7 @@ class TokenBlock(NamedTuple):
 
 
 def flip(x: Tensor, dim: int, reverse: bool) -> Tensor:
-    """x in scan order, or back in its own."""
+    """Flip x into scan order, or back into its original order, if `reverse`."""
     return x.flip(dim) if reverse and x.shape[dim] > 1 else x
 
 

@@ -1,4 +1,4 @@
-"""Vector decay in full and in chunks: as `full.py` and `chunk.py`, every key dimension decaying on its own."""
+"""Vector decay in the full and chunk forms: like `full.py` and `chunk.py`, but each key dimension decays separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lion.ops.vector_sums import vector_row_sums
 
 
 def full_vector_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
-    """Numerator (B, H, L, E) and row sum (B, H, L), dense in L; a decay (b, H, L, D)."""
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L), dense in L, under a decay (b, H, L, D)."""
     length = tokens.q.shape[2]
     padding = padding_of(length)
     q, k, v, log_decay = pad(padding, *tokens[:4])
@@ -31,7 +31,10 @@ def full_vector_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) 
 def chunk_vector_parts(
     tokens: TokenBlock, how: ScoreSettings, entering: tuple[EnteringState, ...] = ()
 ) -> tuple[Tensor, Tensor | None, list[State]]:
-    """The same, linear in L: what `lion.ops.chunk` does, every key dimension decaying on its own."""
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L), linear in L, under a decay (b, H, L, D).
+
+    Arguments and results are those of `lion.ops.chunk.chunk_parts`.
+    """
     q, k, v, log_decay, _, index, _ = tokens
     length = q.shape[2]
     size, count = chunk.chunk_grid(length, how.chunk_size)
@@ -55,7 +58,7 @@ def chunk_vector_parts(
         before, after = exclusive_sum(log_decay), exclusive_sum(log_decay.flip(-2)).flip(-2)
         from_start, to_end = (exp_where(x, factors=FACTORS) for x in (before, after))  # decays to the chunk's ends
         inclusive, exclusive = prefix_sums(log_decay.sum(-2))  # (b, H, N, D), of whole chunks
-        scans = []  # queries, keys, cumulative decays of the edge and of the one before it
+        scans = []  # queries, keys, cumulative decays of each edge and of the previous one, reverse
         if how.direction != "backward":
             scans.append((q_late * from_start, k_early * to_end, inclusive, exclusive, False))
         if how.direction != "forward":
@@ -86,5 +89,5 @@ def chunk_vector_parts(
 
 
 def exclusive_sum(x: Tensor) -> Tensor:
-    """The exclusive prefix sum over tokens (.., L, D)."""
+    """Return the exclusive prefix sum over tokens (.., L, D)."""
     return F.pad(x, (0, 0, 1, 0))[..., :-1, :].cumsum(-2)

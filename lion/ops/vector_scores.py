@@ -2,18 +2,19 @@
 
     s_ij = sum_d q_id k_jd M_ijd
 
-The decay does not factor out of `q k^T`, and factoring it into q and k overflows over more than a few tokens. Here
-every decay convention is brought to one: a token's own lambda is folded into its q or k (`FOLDS`), and what is left is
-the product `E_ij` of the lambdas strictly between i and j, the same for both directions. Then blocks are halved: for
-a query in one half and a key in the other, E is what lies between each and the middle, two factors <= 1, and all
-pairs across the middle are one matrix product. What is left are short blocks on the diagonal, done one distance
-after the other. No lambda is divided by, and lambdas are multiplied, not summed up and subtracted as logarithms, so
-steep decays lose nothing. A token's lambda and the two factors are 0 where a product of three such numbers could be
-denormal.
+The decay does not factor out of `q k^T`, and factoring it into q and k overflows over more than a few tokens. All decay
+conventions are therefore reduced to one: a token's own lambda is folded into its q or k (`FOLDS`). What remains is the
+product `E_ij` of the lambdas strictly between i and j, the same for both directions.
 
-The backward pass computes all products again instead of storing them, and needs no gradient of E: for a pair with
-weight w the derivative by every log lambda between is w itself, so that of all pairs is a sum over the tokens at
-which pairs begin less one over those at which they end.
+Blocks are then halved. For a query in one half and a key in the other, E is the product of two factors <= 1: the decays
+from each of the two tokens to the middle. All pairs across the middle are one matrix product. Short blocks remain on
+the diagonal, and are computed one distance after the other. No lambda is divided by. Lambdas are multiplied, not added
+and subtracted as logarithms, so steep decays lose no precision. A token's lambda and the two factors are 0 where a
+product of three such numbers could be denormal.
+
+The backward pass recomputes all products instead of storing them, and needs no gradient of E. For a pair with weight w,
+the derivative by every log lambda between the two tokens is w itself. Over all pairs, the derivative is a running
+sum over tokens: the weights of the pairs that begin at a token, minus the weights of those that end at it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from lion.ops.decay import LOG_ZERO, exp_where, least_log_decay, materialized
 from lion.ops.tokens import ScoreSettings
 
 FACTORS = 3  # decays multiplied with each other: a token's own, and from each token of a pair to the middle
-SHORT_BLOCK = 8  # tokens of a block at most that is done by distance; measured at 4, 8, 16
-FOLDS = {  # whether lambda is folded into q, into k, of the earlier and of the later token of a pair
+SHORT_BLOCK = 8  # most tokens of a block that is computed by distance; measured at 4, 8, 16
+FOLDS = {  # whether lambda is folded into (q, q) and (k, k) of the (earlier, later) token of a pair
     "source": ((False, False), (True, True)),
     "target": ((True, True), (False, False)),
     "symmetric": ((False, True), (False, True)),
@@ -41,7 +42,7 @@ FOLDS = {  # whether lambda is folded into q, into k, of the earlier and of the 
 
 
 def vector_scores(q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor | None, how: ScoreSettings) -> Tensor:
-    """Scores (B, H, .., L, L) of q, k (B, H, .., L, D) under log_decay (b, H, .., L, D), in its dtype.
+    """Compute the scores (B, H, .., L, L) of q, k (B, H, .., L, D) under log_decay (b, H, .., L, D), in its dtype.
 
     `segment_index` (B, .., L) numbers the segments.
     """
@@ -58,12 +59,15 @@ def vector_scores(q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor
 
 
 def pad(padding: int, *xs: Tensor) -> list[Tensor]:
-    """Each (.., L, D) with `padding` zeros more: keys that add nothing."""
+    """Append `padding` zeros to each (.., L, D): keys of 0 add nothing."""
     return [F.pad(x, (0, 0, 0, padding)) if padding else x for x in xs]
 
 
 class _Scores(torch.autograd.Function):
-    """Both triangles of the scores, and their diagonal or 0. The length is a short block, doubled some times."""
+    """Scores of both triangles, with their diagonal or 0.
+
+    The length must be that of a short block, doubled any number of times.
+    """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, log_decay: Tensor, decay_convention: str, include_diagonal: bool) -> Tensor:
@@ -74,14 +78,14 @@ class _Scores(torch.autograd.Function):
 
         qe, ql, ke, kl, l = (blocks(x, size) for x in (q_early, q_late, k_early, k_late, lam))  # (.., M, S, D)
         diagonal = (q * k).sum(-1) if include_diagonal else torch.zeros_like(q[..., 0])
-        below, above = [], []  # by distance, at the later token
+        below, above = [], []  # for each distance, at the later token
         for distance, E in distances(l):
             below.append((ql * shift_later(ke, distance) * E).sum(-1))
             above.append((shift_later(qe, distance) * kl * E).sum(-1))
         by_distance = torch.stack([diagonal.unflatten(-1, (-1, size)), *below, *above], -1)  # (.., M, S, 2S - 1)
         i, j = torch.arange(size, device=q.device)[:, None], torch.arange(size, device=q.device)
         scores = by_distance[..., torch.maximum(i, j), torch.where(i >= j, i - j, size - 1 + j - i)]  # (.., M, S, S)
-        scores = materialized(scores)  # for GPUs Inductor merges loops, and would not end over this index in the others
+        scores = materialized(scores)  # for GPUs Inductor merges loops, and with this index in them it would not finish
 
         for n, E in halvings(lam, size):
             q2, k2 = halves(q_early, q_late, n) * E, halves(k_early, k_late, n) * E  # (.., M, 2, n, D)
@@ -97,7 +101,7 @@ class _Scores(torch.autograd.Function):
         q, k, log_decay = ctx.saved_tensors
         lam, size = lambdas(log_decay), q.shape[-2] >> halvings_of(q.shape[-2])
         (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, ctx.decay_convention)
-        dq_early = dq_late = dk_early = dk_late = torch.zeros_like(q)  # (.., L, D), of the folded ones
+        dq_early = dq_late = dk_early = dk_late = torch.zeros_like(q)  # (.., L, D), gradients of the folded q and k
         none, late = torch.zeros((), dtype=q.dtype, device=q.device), second_half(q.device)
 
         grad = grad[..., None, :, :]  # (.., M, 2n, 2n)
@@ -131,23 +135,25 @@ class _Scores(torch.autograd.Function):
 
 
 def lambdas(log_decay: Tensor) -> Tensor:
-    """Each token's own decay (.., L, D); the logarithms stay as they are."""
+    """Return each token's own decay (.., L, D); `log_decay` stays unchanged."""
     return exp_where(log_decay.clone() if not torch.is_grad_enabled() else log_decay, factors=FACTORS)
 
 
 def flush_denormals(decay: Tensor) -> Tensor:
-    """Products of decays, 0 where they have become too small."""
+    """Return products of decays, with 0 in place of those that are too small."""
     return decay.masked_fill(decay < math.exp(least_log_decay(decay.dtype, FACTORS)), 0)
 
 
 def halvings_of(length: int) -> int:
-    """How often `length` is halved until a block is short."""
+    """Return how often `length` is halved until a block is short."""
     return (-(-length // SHORT_BLOCK) - 1).bit_length()
 
 
 def padding_of(length: int) -> int:
-    """How many tokens more make a length that halves into short blocks; of a symbol up to a power of two, so that
-    there is one graph for each of these."""
+    """Return the number of tokens that extend `length` so that it halves into short blocks.
+
+    A symbolic length is extended to a power of two, so that there is one graph for each power of two.
+    """
     if is_static(length):
         return -length % 2 ** halvings_of(length)
     size = SHORT_BLOCK
@@ -159,7 +165,7 @@ def padding_of(length: int) -> int:
 def fold_both(
     q: Tensor, k: Tensor, lam: Tensor, decay_convention: str
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """q, and k, of a pair's earlier and of its later token."""
+    """Return q and k, each for the earlier and for the later token of a pair, with lambda folded in by `FOLDS`."""
     folds = zip((q, k), FOLDS[decay_convention])
     return tuple(tuple(x * lam if folded else x for folded in pair) for x, pair in folds)
 
@@ -169,12 +175,12 @@ def blocks(x: Tensor, size: int) -> Tensor:
 
 
 def joined(halves: Tensor) -> Tensor:
-    """(.., M, 2, n, D) -> (.., L, D)"""
+    """Join halves (.., M, 2, n, D) to (.., L, D)."""
     return halves.flatten(-4, -2)
 
 
 def shift_later(x: Tensor, distance: int) -> Tensor:
-    """x_{i - distance} in place of x_i, 0 where there is none."""
+    """Return x_{i - distance} in place of x_i, 0 where there is none."""
     return F.pad(x[..., :-distance, :], (0, 0, distance, 0))
 
 
@@ -183,7 +189,7 @@ def shift_earlier(x: Tensor, distance: int) -> Tensor:
 
 
 def distances(lam: Tensor) -> Iterator[tuple[int, Tensor | float]]:
-    """Every distance inside blocks (.., S, D), and E between a token and the one so far before it."""
+    """Yield every distance inside blocks (.., S, D), and E between each token and the token that far before it."""
     E = 1.0
     for distance in range(1, lam.shape[-2]):
         if distance > 1:
@@ -192,10 +198,13 @@ def distances(lam: Tensor) -> Iterator[tuple[int, Tensor | float]]:
 
 
 def halvings(lam: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """From blocks of `size` up: the size n, and E between each token and the middle of 2n (.., M, 2, n, D)."""
+    """Yield the size n of half a block, from `size` upwards, and E between each token and the middle of its block.
+
+    E is (.., M, 2, n, D), for M blocks of 2n tokens.
+    """
     late, one = second_half(lam.device), torch.ones((), dtype=lam.dtype, device=lam.device)
     l = blocks(lam, size)
-    from_start, to_end = [torch.ones_like(l[..., 0, :])], [torch.ones_like(l[..., 0, :])]  # to the ends of a block
+    from_start, to_end = [torch.ones_like(l[..., 0, :])], [torch.ones_like(l[..., 0, :])]  # decays to block ends
     for i in range(size - 1):
         from_start.append(flush_denormals(from_start[-1] * l[..., i, :]))
         to_end.append(flush_denormals(to_end[-1] * l[..., size - 1 - i, :]))
@@ -212,11 +221,14 @@ def halvings(lam: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def halves(early: Tensor, late: Tensor, size: int) -> Tensor:
-    """x (.., L, D) of earlier and of later tokens as (.., M, 2, n, D): each half in the role that it has."""
+    """Return halves (.., M, 2, n, D) of x (.., L, D).
+
+    The first half of a block comes from `early`, x as the earlier token of a pair, and the second half from `late`.
+    """
     early, late = (x.unflatten(-2, (-1, 2, size)) for x in (early, late))
     return torch.where(second_half(late.device), late, early)
 
 
 def second_half(device: torch.device) -> Tensor:
-    """(2, 1, 1)"""
+    """Return a mask (2, 1, 1) that is True for the second half."""
     return torch.arange(2, device=device).bool()[:, None, None]

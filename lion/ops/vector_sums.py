@@ -2,8 +2,9 @@
 
     z_i = sum_{j < i} E_ij k_j = lambda_{i-1} z_{i-1} + k_{i-1},        row sum_i = q_i z_i + the same of later tokens
 
-What reads the scores of rotated queries and keys divides by the sums of those that are not rotated; a state of D
-numbers a token gives these at a fraction of what more scores cost. E is what `lion.ops.vector_scores` calls so.
+With rotation, the numerator uses scores of rotated queries and keys, and the row sums those of unrotated ones. A state
+of D numbers per token yields these sums at a fraction of the cost of a second set of scores. E is defined in
+`lion.ops.vector_scores`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from lion.ops.decay import LOG_ZERO, least_log_decay
 from lion.ops.tokens import ScoreSettings
 from lion.ops.vector_scores import blocks, flush_denormals, fold_both, lambdas, pad, shift_later
 
-BLOCK = 8  # tokens that are done one after the other; their last ones are the tokens of a shorter scan
+BLOCK = 8  # tokens per block, processed in turn; the last tokens of all blocks form a shorter scan
 
 
 def vector_row_sums(
     q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor | None, how: ScoreSettings
 ) -> Tensor:
-    """Row sums (B, H, .., L) of the scores that `vector_scores` makes of the same arguments."""
+    """Compute the row sums (B, H, .., L) of the scores that `vector_scores` computes from the same arguments."""
     q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp_min(LOG_ZERO)
     (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), how.decay_convention)
     total = (q * k).sum(-1) if how.include_diagonal else torch.zeros_like(q[..., 0])
@@ -37,7 +38,7 @@ def vector_row_sums(
 
 
 def states_before(k: Tensor, log_decay: Tensor, segment_index: Tensor | None) -> Tensor:
-    """What is left of the keys (B, H, .., L, D) before each token of its segment (B, .., L)."""
+    """Return the decayed sum of the keys (B, H, .., L, D) before each token, within its segment (B, .., L)."""
     if segment_index is None:
         return shift_later(_Scan.apply(k, log_decay), 1)
     first = segment_index.diff(dim=-1, prepend=segment_index[..., :1]) != 0
@@ -46,7 +47,7 @@ def states_before(k: Tensor, log_decay: Tensor, segment_index: Tensor | None) ->
 
 
 class _Scan(torch.autograd.Function):
-    """`h_i = lambda_i h_{i-1} + x_i`; its gradient is the same scan from the other end."""
+    """Recurrence `h_i = lambda_i h_{i-1} + x_i`; its gradient is the same scan from the other end."""
 
     @staticmethod
     def forward(ctx, x: Tensor, log_decay: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class _Scan(torch.autograd.Function):
 
 
 def scan(x: Tensor, lam: Tensor) -> Tensor:
-    """`h_i = lam_i h_{i-1} + x_i` of x (.., L, D), lam (.., L, D) in 0 .. 1."""
+    """Compute `h_i = lam_i h_{i-1} + x_i` for x (.., L, D), lam (.., L, D) in 0 .. 1."""
     length = x.shape[-2]
     size = min(BLOCK, length)
     x, lam = (blocks(y, size) for y in pad(-length % size, x, lam))  # (.., M, S, D)
@@ -80,5 +81,8 @@ def scan(x: Tensor, lam: Tensor) -> Tensor:
 
 
 def normal(x: Tensor) -> Tensor:
-    """x, 0 where it has become too small: a product with it could be denormal."""
+    """Return x, with 0 in place of values that are too small.
+
+    A product with such a value could be denormal.
+    """
     return x.masked_fill(x.abs() < math.exp(least_log_decay(x.dtype)), 0)

@@ -43,7 +43,7 @@ def test_padding_is_cleaned_by_selection():
 def test_bad_masks_are_refused_once():
     with pytest.raises(ValueError, match=r"valid: expected bool \(2, 6\)"):
         Layout.of(X, torch.ones(2, 5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="segments: the tokens of a segment must stand together"):
+    with pytest.raises(ValueError, match="segments: the tokens of a segment must be contiguous"):
         Layout.of(X, segments=torch.tensor([[0, 1, 0, 1, 1, 1]] * 2))
 
 

@@ -163,7 +163,7 @@ def test_half_precision_keeps_its_dtype():
         ),
         (dict(orders=torch.zeros(2, 9)), "orders: expected integer"),
         (dict(orders=None), "orders: expected integer .*got NoneType"),
-        (dict(orders=torch.zeros(3, 9, dtype=torch.long)), "log_decays: expected one of each of 3 scans, got 2"),
+        (dict(orders=torch.zeros(3, 9, dtype=torch.long)), "log_decays: expected one for each of 3 scans, got 2"),
         (dict(log_decays=[torch.zeros(3), torch.zeros(4)]), "log_decay: expected"),
         (dict(valid=torch.ones(9)), "valid: expected bool"),
         (dict(form="fast"), "form: expected one of"),

@@ -83,7 +83,7 @@ def test_what_it_does_not_take():
     with pytest.raises(ValueError, match="prefix: expected floating point"):
         linear_attention(q, q, q, -q, **given | dict(prefix=-q[..., 0]), feature_map=None)
     for name, value in dict(direction="both", normalize="sum", decay_convention="between").items():
-        with pytest.raises(ValueError, match=f"prefix: does not go with {name}='{value}'"):
+        with pytest.raises(ValueError, match=f"prefix: cannot be combined with {name}='{value}'"):
             linear_attention(q, q, q, -q, **given | {name: value}, feature_map=None)
-    with pytest.raises(ValueError, match="prefix: does not go with a bonus"):
+    with pytest.raises(ValueError, match="prefix: cannot be combined with a bonus"):
         linear_attention(q, q, q, -q, **given, bonus=q[0, :, 0], feature_map=None)
