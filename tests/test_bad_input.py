@@ -52,7 +52,7 @@ pytest.importorskip("sklearn")
         ({"data": {"name": "common"}}, "data.name: 'common' is no data set"),
         ({"data": {"name": "os"}}, "data.name: 'os' is no data set"),
         ({"data": None}, "missing section 'data'"),
-        ({"task": {"name": "mlm"}}, "task.name: 'mlm' is no task"),
+        ({"task": {"name": "mlm"}}, "task.name: unknown task 'mlm'"),
         ({"model": {"num_heads": 3}}, "tiny.yaml: model.num_heads 3 does not divide dim 16, nearest: 2"),
         ({"model": {"patch_size": 3}}, "model.patch_size: 3 does not divide image height 8, nearest: 2"),
         ({"model": {"attention": {"feature_map": "identity"}}}, "model.attention.normalize 'sum' divides by a row sum"),
@@ -101,7 +101,7 @@ def test_files_that_are_no_recipe(text, message, tmp_path, capsys):
         ("trainer.steps=1:30", "override: trainer.steps: expected a whole number, got '1:30'"),
         ("trainer.save_every=1:30", "override: trainer.save_every: expected steps (2000), epochs ('5ep')"),
         ("model=3", "missing section 'model'"),
-        ("a" + ".a" * 5000 + "=1", "a.a...': expected section.key=value, 20 names deep at most"),
+        ("a" + ".a" * 5000 + "=1", "a.a...': expected section.key=value, at most 20 names deep"),
     ],
 )
 def test_malformed_overrides(override, message, tmp_path, capsys):

@@ -96,7 +96,7 @@ def test_yaml_errors_have_a_line():
         parse_yaml("a: 1\na: 2", source="r.yaml")
     with pytest.raises(ConfigError, match=r"r\.yaml: line 2 not YAML"):
         parse_yaml("a: 1\n b: [", source="r.yaml")
-    with pytest.raises(ConfigError, match="keys are names, got 1"):
+    with pytest.raises(ConfigError, match="keys must be names, got 1"):
         parse_yaml("1: 2", source="r.yaml")
     with pytest.raises(ConfigError, match="not YAML"):
         parse_yaml("a: !!python/object/apply:os.system ['true']", source="r.yaml")
