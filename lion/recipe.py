@@ -34,7 +34,7 @@ EXCLUSIVE = (("trainer.epochs", "trainer.steps", "trainer.time"),)  # a layer th
 
 NO_NUMBER = "no number yet"  # `about.expected` if no paper has a result
 OVERRIDE = "override"  # the source of keys from the command line
-OF_OTHER_DATA = {"data.name", "data.path", "data.subset"}  # overriding one of these keys removes the claim of a recipe
+OF_OTHER_DATA = {"data.name", "data.path", "data.subset"}  # overriding one of these removes the claim
 
 
 @dataclass
@@ -58,7 +58,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.name is not None and not re.fullmatch(r"\w[\w.+-]{0,99}", self.name):
-            raise ValueError(f"name: expected at most 100 letters, digits, '_', '-', '.' and '+', got {self.name!r}")
+            raise ValueError(f"name: expected letters, digits, '_', '-', '.' and '+', at most 100, got {self.name!r}")
         if os.path.expanduser(self.root).startswith("~"):
             raise ValueError(f"root: no such user, got {self.root!r}")
 
