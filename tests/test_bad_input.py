@@ -1,4 +1,4 @@
-"""What a person gets wrong: one clear line, exit code 2, nothing half-written."""
+"""Invalid user input: one clear line, exit code 2, and no partial output."""
 
 import pytest
 import yaml
@@ -150,7 +150,7 @@ def test_a_missing_data_set_says_what_where_and_how(tmp_path, capsys, monkeypatc
 
 
 def pictures(root, layout):
-    """Files as given: a picture for every `.png`, text for others, folders for names that end with a slash."""
+    """Write the files of `layout`: images for `.png`, text otherwise, folders for names that end with a slash."""
     for name in layout:
         path = root / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
