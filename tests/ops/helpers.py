@@ -37,7 +37,7 @@ BLOCKWISE = {"blockwise4": dict(form="blockwise", chunk_size=4), "blockwise64": 
 
 
 def pairwise(*factors: tuple) -> list[tuple[Any, ...]]:
-    """Choose few combinations that cover every pair of values of two factors, assuming that no three factors interact."""
+    """Choose few combinations that cover all pairs of values of two factors, if no three factors interact."""
     every = {row: set(itertools.combinations(enumerate(row), 2)) for row in itertools.product(*factors)}
     missing, rows = set().union(*every.values()), []
     while missing:
@@ -171,7 +171,7 @@ def unit_keys(inputs: Inputs) -> Inputs:
 
 
 def error(got: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Compute the largest error over the largest value (or `floor`, for vanishing gradients); NaN if any value is NaN."""
+    """Compute the largest error over the largest value (or `floor`, for vanishing gradients); NaN if any is NaN."""
     assert got.shape == expected.shape
     expected = expected.double()
     worst, largest = (got.double() - expected).abs().max().item(), expected.abs().max().item()

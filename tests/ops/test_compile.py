@@ -147,7 +147,7 @@ def test_one_graph_of_all_lengths_of_the_delta_rule():
 
 
 def test_graphs_of_lengths_by_default():
-    """Check the default: a graph for the first length, one for all others, and one where "auto" selects another form."""
+    """Check the default: a graph for the first length, one for all others, and one if "auto" selects another form."""
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(linear_attention, fullgraph=True, backend=counter)
     counts = []

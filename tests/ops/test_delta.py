@@ -71,7 +71,7 @@ def test_gradcheck(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_beta_of_zero_and_one(form):
-    """Check beta = 0, which writes nothing, and beta = 1, which replaces the value of a key, so its query returns it."""
+    """Check beta = 0, which writes nothing, and beta = 1, which replaces the value of a key, so a query returns it."""
     inputs, how = delta(11, dim=8), FORMS[form] | dict(normalize="none", scale=1.0)
     nothing = inputs._replace(beta=torch.zeros_like(inputs.beta))
     one = inputs._replace(q=inputs.k, beta=torch.ones_like(inputs.beta))

@@ -86,7 +86,7 @@ def test_gradcheck(form):
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_pre_is_the_row_sum_of_the_plain_product(form):
-    """Check that `pre` divides the decayed numerator by row sums of the plain product; without decay it equals `sum`."""
+    """Check that `pre` divides the decayed numerator by the plain row sum, and equals `sum` without decay."""
     for direction in DIRECTIONS:
         how = SMALL_FORMS[form] | dict(direction=direction)
         inputs = make("S", 11)
