@@ -244,9 +244,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise ConfigError(
-                f"line {event.start_mark.line + 1}: write out what the alias '*{event.anchor}' stands for"
-            )
+            raise ConfigError(f"line {event.start_mark.line + 1}: replace the alias '*{event.anchor}' by its value")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:

@@ -49,7 +49,7 @@ def test_spectra_are_the_published_ones():
 
 
 def complex_oracle(layer: HippoAttention, x: torch.Tensor) -> torch.Tensor:
-    """Compute the layer pair by pair: complex states times exp((-rate + i frequency) dt) per step, unrotated row sums."""
+    """Compute the layer pair by pair: complex states times exp((-rate + i frequency) dt) a step, unrotated row sums."""
     w = {name: p.detach() for name, p in layer.named_parameters()}
     D, L = DIM // HEADS, x.shape[1]
     q, k, v = (x @ w["qkv.weight"].T + w["qkv.bias"]).unflatten(-1, (3, HEADS, D)).permute(2, 0, 3, 1, 4)
