@@ -14,7 +14,7 @@ setup(
     description="Linear attention for bidirectional sequence modelling: full attention, chunks and an RNN",
     license="MIT",
     python_requires=">=3.11",
-    packages=find_packages(include=["lion", "lion.*"]),  # `data` and `tools` are names for a clone, not site-packages
+    packages=find_packages(include=["lion", "lion.*"]),  # `data` and `tools` work in a clone only
     install_requires=["torch>=2.11", "torchvision", "datasets", "tokenizers", "numpy", "pyyaml", "tensorboard", "tqdm"],
     extras_require={**EXTRAS, "all": sorted({name for names in EXTRAS.values() for name in names})},
 )

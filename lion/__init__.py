@@ -1,4 +1,4 @@
-"""LION: linear attention for bidirectional sequence modelling, as full attention, chunks and an RNN."""
+"""LION: linear attention for bidirectional sequence modelling, in the full, chunk and RNN forms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for: a command line is checked before PyTorch is loaded."""
+    """Import a public name on first access, so that a command line is checked before PyTorch is loaded."""
     if name not in HOMES:
         raise AttributeError(f"module 'lion' has no attribute {name!r}")
     return getattr(importlib.import_module(HOMES[name]), name)

@@ -1,7 +1,7 @@
-"""Strict configuration: nested mappings to typed dataclasses, with errors that a person can act on.
+"""Strict configuration: conversion of nested mappings to typed dataclasses, with errors that name key and file.
 
-A section is a dataclass; its annotations are the schema. `setting(...)` adds a range, choices, or marks a
-field that does not change the course of a run (`free`).
+A section is a dataclass, and its annotations are the schema. `setting(...)` adds a range or choices, or marks a field
+that does not affect the course of training (`free`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 import yaml
 
-LARGEST_INT = 2**63 - 1  # what seeds and counters hold
+LARGEST_INT = 2**63 - 1  # limit of seeds and counters
 _NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
 _YAML_1_1 = re.compile(r"[-+]?0[0-9_]+|.*:.*|\d{4}-.*")
-DEEPEST = 20  # names in a dotted key
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # stands in no file and no path
+DEEPEST = 20  # maximum number of names in a dotted key
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # characters that are invalid in files and paths
 
 
 class ConfigError(Exception):
-    """Something the user gave is wrong; the message is one line that says what, where and the nearest valid choice."""
+    """Error for invalid user input; the message is one line with the error, its place and the nearest valid choice."""
 
     def __str__(self) -> str:
-        """One line, whatever the names in it hold."""
+        """Return the message as one line, with unprintable characters escaped."""
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
 
 
@@ -43,16 +43,16 @@ def setting(
     choices: typing.Iterable[str] | None = None,
     free: bool = False,
 ) -> Any:
-    """A dataclass field with a range (`min`, `max` inclusive, `above` exclusive), `choices`, or `free`.
+    """Define a dataclass field with a range (`min`, `max` inclusive, `above` exclusive), `choices`, or `free`.
 
-    A `free` field may differ when a run is resumed.
+    A `free` field may change when a run is resumed.
     """
     metadata = {"min": min, "max": max, "above": above, "choices": choices and tuple(choices), "free": free}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def nearest(name: str, names: typing.Iterable[str], otherwise: str | None = None) -> str:
-    """A hint naming the closest valid name, else `otherwise`, or all of them."""
+    """Return a hint with the closest valid name; if none is close, `otherwise` or a list of all valid names."""
     names = sorted(map(str, names))
     close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     if close:
@@ -63,20 +63,20 @@ def nearest(name: str, names: typing.Iterable[str], otherwise: str | None = None
     return f"valid: {', '.join(names)}" if names else "nothing is valid here"
 
 
-Source = Callable[[str], str]  # names the file (or override) that a dotted key comes from
+Source = Callable[[str], str]  # returns the file (or "override") that a dotted key comes from
 
 
 class Section:
-    """A dataclass of which some fields depend on others in their type."""
+    """A dataclass in which the types of some fields depend on the values of others."""
 
     @classmethod
     def types(cls, values: dict[str, Any]) -> dict[str, type]:
-        """The annotations that these values, still unchecked, put in the place of those of the class."""
+        """Return the annotations that replace those of the class for these values, which are not checked yet."""
         return {}
 
 
 def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
-    """An instance of the dataclass `schema` from a mapping that stands at `key` of the recipe.
+    """Build an instance of the dataclass `schema` from the mapping at `key` of the recipe.
 
     Raises:
         ConfigError: An unknown key, a missing key, a wrong type or a value out of range.
@@ -104,7 +104,7 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
             raise ConfigError(f"{source(path)}: missing key '{path}'")
     try:
         return schema(**arguments)
-    except ValueError as error:  # what `__post_init__` finds wrong between fields
+    except ValueError as error:  # from `__post_init__`, which checks fields against each other
         raise ConfigError(f"{source(key)}: {join(key, error)}") from None
 
 
@@ -113,7 +113,7 @@ def join(key: str, name: Any) -> str:
 
 
 def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
-    """`value` as the annotated type; text that is a number is taken as the number it is (YAML reads 1e-4 as text)."""
+    """Convert `value` to the annotated type; text such as "1e-4", which YAML does not read as a number, becomes one."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -134,7 +134,7 @@ def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
             raise ConfigError(f"{source(key)}: {key}: expected a list such as [{value}, {value}], got {value!r}")
         kinds = args if origin is tuple and Ellipsis not in args else [args[0]] * len(value)
         if len(kinds) != len(value):
-            raise ConfigError(f"{source(key)}: {key}: expected {len(kinds)} values with commas between, got {value!r}")
+            raise ConfigError(f"{source(key)}: {key}: expected {len(kinds)} values separated by commas, got {value!r}")
         return origin(convert(t, v, source=source, key=f"{key}[{i}]") for i, (t, v) in enumerate(zip(kinds, value)))
     if origin is dict or hint is dict:
         if not isinstance(value, dict):
@@ -161,7 +161,11 @@ def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
 
 
 def check_range(field: dataclasses.Field, value: Any, *, source: Source, key: str) -> None:
-    """Refuse a value outside the field's choices or range."""
+    """Check that a value is within the choices and the range of its field.
+
+    Raises:
+        ConfigError: The value is not a choice or out of range.
+    """
     rule = field.metadata
     if value is None or not rule:
         return
@@ -177,10 +181,10 @@ def check_range(field: dataclasses.Field, value: Any, *, source: Source, key: st
 
 
 def check_settings(config: Any) -> None:
-    """What `build` refuses, of a dataclass that was made without it.
+    """Check choices and ranges of a dataclass that was constructed without `build`.
 
     Raises:
-        ValueError: A field outside its choices or range.
+        ValueError: A field is not one of its choices or out of range.
     """
     for f in dataclasses.fields(config):
         try:
@@ -190,7 +194,7 @@ def check_settings(config: Any) -> None:
 
 
 def to_dict(config: Any) -> Any:
-    """The plain mapping that `build` would read back."""
+    """Convert a dataclass to the plain mapping from which `build` makes it again."""
     if dataclasses.is_dataclass(config):
         return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, (list, tuple)):
@@ -199,7 +203,7 @@ def to_dict(config: Any) -> Any:
 
 
 def fill(config: Any, values: dict[str, Any]) -> Any:
-    """A copy of a dataclass in which `values` stand where it has None, section by section."""
+    """Return a copy of a dataclass in which fields that are None are filled from `values`, section by section."""
     filled = copy.copy(config)
     for name, value in values.items():
         held = getattr(config, name)
@@ -211,7 +215,7 @@ def fill(config: Any, values: dict[str, Any]) -> Any:
 
 
 def flatten(values: dict, key: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    """Flatten a nested mapping to dotted keys: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     flat = {}
     for name, value in values.items():
         path = join(key, name)
@@ -223,21 +227,25 @@ def flatten(values: dict, key: str = "") -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, and aliases, with which a short text is endless; numbers are what people
-    read in them."""
+    """A YAML loader that rejects duplicate keys and aliases.
+
+    Aliases are rejected because they can expand a short text without limit. Numbers have the value that people expect:
+    010 is 10, not octal 8.
+    """
 
     def resolve(self, kind: type, value: Any, implicit: Any) -> str:
-        """A node's tag. What YAML 1.1 alone takes for a number or a date (010 for 8, 1:30 for 90) stays text, of which
-        `convert` makes what is asked for: 10, or an error."""
+        """Return the tag of a node.
+
+        Numbers and dates of YAML 1.1 alone (010 for 8, 1:30 for 90) remain text. `convert` turns this text into the
+        annotated type (10) or raises an error.
+        """
         tag = super().resolve(kind, value, implicit)
         return self.DEFAULT_SCALAR_TAG if tag in _NUMBERS and _YAML_1_1.fullmatch(value) else tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise ConfigError(
-                f"line {event.start_mark.line + 1}: write out what the alias '*{event.anchor}' stands for"
-            )
+            raise ConfigError(f"line {event.start_mark.line + 1}: replace the alias '*{event.anchor}' by its value")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
@@ -245,7 +253,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name = self.construct_object(key_node, deep=True)
             if not isinstance(name, str):
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: keys are names, got {name!r}")
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: keys must be names, got {name!r}")
             if name in seen:
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: key {name!r} is given twice")
             seen.add(name)
@@ -253,7 +261,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
-    """Plain YAML data; a syntax error names its line."""
+    """Parse YAML into plain data.
+
+    Raises:
+        ConfigError: A syntax error, with its line.
+    """
     try:
         return yaml.load(text, Loader=_Loader)
     except ConfigError as error:
@@ -270,29 +282,29 @@ def parse_yaml(text: str, *, source: str) -> Any:
 
 
 def parse_overrides(items: typing.Iterable[str]) -> dict[str, Any]:
-    """`["a.b=1"]` as `{"a": {"b": 1}}`; values are YAML."""
+    """Parse overrides into a nested mapping: `["a.b=1"]` becomes `{"a": {"b": 1}}`; values are YAML."""
     tree: dict[str, Any] = {}
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key or not all(key.split(".")):
             raise ConfigError(f"override {item!r}: expected section.key=value")
         if key.count(".") >= DEEPEST:
-            raise ConfigError(f"override '{item[:60]}..': expected section.key=value, {DEEPEST} names deep at most")
+            raise ConfigError(f"override '{item[:60]}..': expected section.key=value, at most {DEEPEST} names deep")
         value = parse_yaml(text, source=f"override {item!r}")
         node = tree
         *parents, name = key.split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"override {item!r}: {parent!r} is given a value and keys")
+                raise ConfigError(f"override {item!r}: {parent!r} has both a value and keys")
         if isinstance(node.get(name), dict) and not isinstance(value, dict):
-            raise ConfigError(f"override {item!r}: {name!r} is given a value and keys")
+            raise ConfigError(f"override {item!r}: {name!r} has both a value and keys")
         node[name] = value
     return tree
 
 
 def merge(base: dict, over: dict) -> dict:
-    """`over` laid on `base`, section by section."""
+    """Merge two nested mappings; entries of `over` override entries of `base`, section by section."""
     merged = dict(base)
     for name, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(name), dict)

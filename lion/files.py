@@ -1,4 +1,4 @@
-"""Files that are never half-written, and what tells that they are what was written."""
+"""Atomic file writes, and digests to verify files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 
 def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Write to a temporary file beside `path`, flush it to the disk, and put it in place in one step."""
+    """Write a temporary file beside `path`, flush it to disk, and rename it to `path` atomically."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -21,7 +21,7 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.errno and not error.filename:  # a full disk names none
+        if error.errno and not error.filename:  # the error of a full disk has no file name
             error.filename = str(path)
         raise
     finally:
@@ -38,7 +38,7 @@ def save_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder's list of names to the disk."""
+    """Flush a file, or the directory entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -47,6 +47,6 @@ def sync(path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
+    """Compute the SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

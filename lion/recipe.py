@@ -1,4 +1,4 @@
-"""Recipes: YAML files with `extends` and dotted overrides, checked into one typed tree."""
+"""Recipes: YAML files with `extends` and dotted overrides, checked and merged into one typed tree."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ from lion.trainer.config import TrainerConfig
 from lion.trainer.optim import OptimConfig
 from lion.trainer.schedule import ScheduleConfig
 
-EXCLUSIVE = (("trainer.epochs", "trainer.steps", "trainer.time"),)  # a layer that gives one takes the other away
+EXCLUSIVE = (("trainer.epochs", "trainer.steps", "trainer.time"),)  # a layer that sets one removes the others
 
-NO_NUMBER = "no number yet"  # `about.expected` of what no paper has
-OVERRIDE = "override"  # the source of what stands on the command line
-OF_OTHER_DATA = {"data.name", "data.path", "data.subset"}  # on the command line, they leave a recipe no claim
+NO_NUMBER = "no number yet"  # `about.expected` if no paper has a result
+OVERRIDE = "override"  # the source of keys from the command line
+OF_OTHER_DATA = {"data.name", "data.path", "data.subset"}  # overriding one of these removes the claim
 
 
 @dataclass
 class AboutConfig:
-    """Claim of a recipe: its row in the paper, the metric expected there, the hardware of that number. A file that
-    extends another inherits all but this."""
+    """The claim of a recipe: its row in the paper, the metric expected there, and the hardware of that result.
+
+    A recipe that extends another does not inherit this section.
+    """
 
     row: str = ""
     expected: str = ""
@@ -49,14 +51,14 @@ class AboutConfig:
 
 @dataclass
 class RunConfig:
-    """Where results go: `root/name`; the name is the recipe's unless given."""
+    """The run folder `root/name`; `name` defaults to the file name of the recipe."""
 
     name: str | None = setting(None, free=True)
     root: str = setting("runs", free=True)
 
     def __post_init__(self) -> None:
         if self.name is not None and not re.fullmatch(r"\w[\w.+-]{0,99}", self.name):
-            raise ValueError(f"name: expected letters, digits, '_', '-', '.' and '+', 100 at most, got {self.name!r}")
+            raise ValueError(f"name: expected letters, digits, '_', '-', '.' and '+', at most 100, got {self.name!r}")
         if os.path.expanduser(self.root).startswith("~"):
             raise ValueError(f"root: no such user, got {self.root!r}")
 
@@ -84,16 +86,16 @@ class Recipe:
 def load_recipe(
     path: str | Path, overrides: Iterable[str] = (), *, data_config: Callable[[str], type] | None = None
 ) -> Recipe:
-    """Read a recipe, its bases and overrides, strictly.
+    """Load a recipe with its bases and overrides; unknown keys and wrong types are errors.
 
     Args:
         path: The YAML file.
-        overrides: `section.key=value` items, laid on last.
-        data_config: Gives the dataclass of the `data` section for `data.name`; without it the section stays a
-            plain mapping (a trained model can be loaded without its data).
+        overrides: Items `section.key=value`, which override all files.
+        data_config: A function that returns the dataclass of the `data` section for `data.name`. Without it the section
+            stays a plain mapping, and a trained model can be loaded without its data.
 
     Raises:
-        ConfigError: One line naming key, file and nearest valid choice.
+        ConfigError: Invalid input; the message names key, file and nearest valid choice.
     """
     path = Path(path)
     layers = [*read_layers(path), (OVERRIDE, parse_overrides(overrides))]
@@ -104,11 +106,11 @@ def load_recipe(
             values = {name: section for name, section in values.items() if name != "about"}
         values = merge(drop_excluded(values, layer, source), layer)
         for key in flatten(layer):
-            sources.pop(key, None)  # to the end: the latest layer is asked first
+            sources.pop(key, None)  # moved to the end: the latest layer is searched first
             sources[key] = source
 
     def source(key: str) -> str:
-        """The latest layer that gave `key` or something below it; the recipe itself for what nobody gave."""
+        """Return the latest layer that sets `key` or a key below it; the recipe itself if no layer does."""
         key = key.partition("[")[0]
         return next((s for k, s in reversed(sources.items()) if k == key or k.startswith(f"{key}.")), str(path))
 
@@ -120,13 +122,13 @@ def load_recipe(
             raise ConfigError(f"{source(name)}: missing section '{name}'")
     task_name = values["task"].get("name")
     if task_name not in list(TASKS):
-        raise ConfigError(f"{source('task.name')}: task.name: {task_name!r} is no task, {nearest(task_name, TASKS)}")
+        raise ConfigError(f"{source('task.name')}: task.name: unknown task {task_name!r}, {nearest(task_name, TASKS)}")
     task = TASKS[task_name]
     model_name = values["model"].setdefault("name", task.default_model)
     fits = [name for name, kind in MODELS.items() if issubclass(kind, task.Model)]
     if model_name not in fits:
         raise ConfigError(
-            f"{source('model.name')}: model.name: {model_name!r} is no model for task {task_name!r}, "
+            f"{source('model.name')}: model.name: {model_name!r} is not a model for task {task_name!r}, "
             f"{nearest(model_name, fits)}"
         )
     values.setdefault("about", own_claim(values["data"]))
@@ -142,19 +144,19 @@ def load_recipe(
 
 
 def own_claim(data: dict[str, Any]) -> dict[str, str]:
-    """The `about` section of a recipe on data of one's own: no row of a paper."""
+    """Return the `about` section of a recipe on custom data, which no paper reports."""
     name = str(data.get("path") or data.get("name"))
     return {"row": f"- ({name.rstrip('/').rpartition('/')[2]})", "expected": NO_NUMBER, "hardware": "?"}
 
 
 def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
-    """The recipe's own mapping preceded by those it extends, each with the name of its file."""
+    """Read the mapping of a recipe, preceded by those that it extends; each with its file name."""
     try:
         place, text = os.path.realpath(path), path.read_text(encoding="utf-8")
     except FileNotFoundError:
         others = [str(p) for p in path.parent.glob("*.yaml") if p.exists()] if os.path.isdir(path.parent) else []
         if path.is_symlink():
-            raise ConfigError(f"{path}: a link to {os.readlink(path)}, which is not there") from None
+            raise ConfigError(f"{path}: a link to {os.readlink(path)}, which does not exist") from None
         hint = f", {nearest(str(path), others)}" if others else ""
         raise ConfigError(f"{path}: no such file{hint}") from None
     except (OSError, ValueError) as error:
@@ -173,7 +175,7 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
 
 
 def drop_excluded(values: dict, layer: dict, source: str) -> dict:
-    """`values` without the keys of which the layer gives a rival."""
+    """Return `values` without the keys that exclude a key of `layer` (see `EXCLUSIVE`)."""
     given = {k for k, v in flatten(layer).items() if v is not None}
     for rivals in EXCLUSIVE:
         own = given.intersection(rivals)
@@ -187,12 +189,12 @@ def drop_excluded(values: dict, layer: dict, source: str) -> dict:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe, as it was asked for, as YAML that `load_recipe` reads back."""
+    """Return the recipe, as the user wrote it, as YAML that `load_recipe` can read."""
     return yaml.safe_dump(to_dict(recipe), sort_keys=False, width=120)
 
 
 def free_keys(config: Any, key: str = "") -> set[str]:
-    """Dotted names of the fields that may differ when a run is resumed."""
+    """Return the dotted names of the fields that may change when a run is resumed."""
     found = set()
     for f in dataclasses.fields(config):
         value, path = getattr(config, f.name), join(key, f.name)
@@ -204,7 +206,7 @@ def free_keys(config: Any, key: str = "") -> set[str]:
 
 
 def differences(old: dict, new: Recipe) -> list[str]:
-    """Lines `key: old -> new` for what differs between a run's stored recipe and a new one."""
+    """Return lines `key: old -> new` for the differences between a stored recipe of a run and a new recipe."""
     free = free_keys(new) | {f"about.{f.name}" for f in dataclasses.fields(AboutConfig)}
     a, b = flatten(old), flatten(to_dict(new))
     keys = [k for k in {**a, **b} if k not in free and a.get(k) != b.get(k)]

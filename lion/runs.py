@@ -1,4 +1,4 @@
-"""Finished and unfinished runs on disk: finding them, and loading what they trained."""
+"""Runs on disk: finding a run, loading its model, and locking its folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECIPE, ENVIRONMENT, SUMMARY, LOCK = "recipe.yaml", "environment.json", "summary
 
 
 class LoadedRun(NamedTuple):
-    """A run's recipe, task and model, and its checkpoint without the weights."""
+    """The recipe, task and model of a run, and its checkpoint without the weights."""
 
     folder: Path
     recipe: Recipe
@@ -35,10 +35,10 @@ class LoadedRun(NamedTuple):
 
 
 def find_run(run: str | Path) -> Path:
-    """The folder of a run: a path, or a name under `runs/`.
+    """Return the folder of a run; `run` is a path or a name under `runs/`.
 
     Raises:
-        ConfigError: No run there, with the nearest name.
+        ConfigError: There is no such run; the message has the nearest name.
     """
     for folder in (Path(run), Path("runs") / run):
         if (folder / RECIPE).is_file():
@@ -52,12 +52,12 @@ def find_run(run: str | Path) -> Path:
 
 
 def stored_recipe(folder: Path) -> dict[str, Any]:
-    """The recipe of a run, as it was asked for, as plain data."""
+    """Return the stored recipe of a run, as the user wrote it, as plain data."""
     return read_layers(folder / RECIPE)[-1][1]
 
 
 def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> LoadedRun:
-    """Rebuild a run's model with the weights of `best` or `last`, in evaluation mode on the CPU."""
+    """Load a run: build its model with the weights of checkpoint `best` or `last`, in evaluation mode on the CPU."""
     folder = find_run(run)
     recipe, task, state = read_run(folder, checkpoint)
     weights = state.get("ema") if ema else state["model"]
@@ -71,22 +71,22 @@ def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
 
 
 def read_run(folder: Path, checkpoint: str) -> tuple[Recipe, Task, dict[str, Any]]:
-    """A run's recipe, the task for its data, and a checkpoint."""
+    """Load the recipe of a run, the task for its data, and a checkpoint."""
     recipe = load_recipe(folder / RECIPE)
     state = read_checkpoint(folder, checkpoint)
     kind = TASKS[recipe.task.name]
     try:
         info = kind.Info.from_dict(state["info"])
     except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint does not say what data it is for") from error
+        raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint has no valid description of its data") from error
     return recipe, kind(recipe.task, info), state
 
 
 def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
-    """The newest whole checkpoint of a kind.
+    """Load the newest usable checkpoint of a kind.
 
     Raises:
-        ConfigError: There is none, none is whole, it is sharded, or it is no checkpoint of a run.
+        ConfigError: There is no usable checkpoint, or the checkpoint is sharded.
     """
 
     def read(found: Checkpoint) -> dict[str, Any]:
@@ -95,44 +95,44 @@ def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
         state = load_state(found.state)
         for name, held in (("step", int), ("info", dict), ("model", dict)):
             if not isinstance(state.get(name), held):
-                raise Unusable(f"{found.state}: not a checkpoint of a run, it holds no {name!r}")
+                raise Unusable(f"{found.state}: not a checkpoint of a run, it has no valid {name!r}")
         return state
 
     state = newest(folder, kind, read=read)
     if state is None:
         others = [other for other in ("best", "last") if steps_of(folder, other)]
-        why = f"it has {others[0]!r}" if others else "the run has not come that far"
+        why = f"it has {others[0]!r}" if others else "the run has not saved one yet"
         raise ConfigError(f"{folder}: no {kind!r} checkpoint, {why}")
     return state
 
 
 def check_weights(model: nn.Module, weights: Any, whose: str, recipe: str = f"its {RECIPE}") -> None:
-    """Refuse weights that are not those of this model, which a recipe describes.
+    """Check that the names and shapes of weights match a model.
+
+    `whose` and `recipe` name the sources of weights and model in the message.
 
     Raises:
-        Unusable: A tensor is missing, of another shape, or one too many.
+        Unusable: A tensor is missing, has another shape, or does not belong to the model.
     """
     own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
     for name in [*own, *(weights.keys() - own.keys())]:
         shapes = [tuple(w[name].shape) if torch.is_tensor(w.get(name)) else "none" for w in (own, weights)]
         if shapes[0] != shapes[1]:
-            raise Unusable(
-                f"{whose} holds another model than {recipe}: {name} is {shapes[1]} there, {shapes[0]} by the recipe"
-            )
+            raise Unusable(f"{whose} does not match {recipe}: {name} is {shapes[1]} there, {shapes[0]} by the recipe")
 
 
 def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False, compile: bool = True) -> Model:
-    """The trained module of a run, in evaluation mode on the CPU.
+    """Load the trained model of a run, in evaluation mode on the CPU.
 
     Args:
         run: Run folder, or the name of one under `runs/`.
         checkpoint: "best" (on the validation split) or "last".
-        ema: The averaged weights instead of the raw ones.
-        compile: Compile its blocks at the first call (`torch.compile`); eager where there is no compiler. Without it
-            for a few pictures only, and for `torch.export`.
+        ema: Load the averaged weights instead of the raw weights.
+        compile: Compile the blocks at the first call (`torch.compile`); without a compiler the model stays eager. Use
+            `compile=False` for a few images only, and for `torch.export`.
 
-    An image classifier takes pictures as they are, uint8 (B, channels, height, width), and gives logits (B, classes),
-    named by `model.classes`. `lion.set_form(model, "rnn")` changes the form it runs in.
+    An image classifier takes raw images, uint8 (B, channels, height, width), and returns logits (B, classes). Class
+    names are in `model.classes`. `lion.set_form(model, "rnn")` changes the form in which the model runs.
     """
     model = open_run(run, checkpoint=checkpoint, ema=ema).model
     if compile:
@@ -141,16 +141,18 @@ def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False, compil
 
 
 def init_from(model: Model, run: str | Path, info: Info) -> None:
-    """Start a model from a run's best weights; what does not fit, and the head of other data, starts anew.
+    """Initialise a model from the best weights of a run.
+
+    Tensors that do not fit, and the head if the data differ, keep their new initialisation.
 
     Raises:
-        ConfigError: No run there, one whose data these rule out, or a model of which less than half fits.
+        ConfigError: There is no such run, its data do not allow transfer, or fewer than half of the tensors fit.
     """
     folder = find_run(run)
     recipe, task, state = read_run(folder, "best")
     info.check_transfer(f"init_from: {run}", state["info"])
     source, weights = build_on_meta(task, recipe.model), state["model"]
-    if type(source) is type(model):  # another class has nothing to adapt from: its tensors fit, or do not
+    if type(source) is type(model):  # tensors of another model class are not adapted: they fit or they do not
         weights = model.adapt(weights, source)
     own, same_heads = model.state_dict(), info.shares_heads(state["info"])
     fits = {
@@ -172,26 +174,26 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
 
 
 def lock_run(folder: Path) -> IO[str]:
-    """Claim a run folder for this process, until it ends or closes what is returned.
+    """Lock a run folder for this process, until the process ends or closes the returned file.
 
     Raises:
-        ConfigError: Another process trains there, or nothing can be written there.
+        ConfigError: Another process trains in the folder, or the folder cannot be written.
     """
     return _claim(folder, owner=str(os.getpid()))
 
 
 def check_unlocked(folder: Path) -> None:
-    """Refuse a run folder in which another process trains; nothing is written.
+    """Check that no other process trains in a run folder, without writing there.
 
     Raises:
-        ConfigError: One does.
+        ConfigError: Another process trains in the folder.
     """
     if (folder / LOCK).exists() and os.access(folder / LOCK, os.W_OK):
         _claim(folder).close()
 
 
 def _claim(folder: Path, owner: str = "") -> IO[str]:
-    """The locked file of a run's lock; `owner` is written into it."""
+    """Lock the lock file of a run and return it; `owner` is written into the file."""
     try:
         file = open(folder / LOCK, "a+")
         try:
@@ -216,6 +218,6 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def build_on_meta(task: Task, config: Any) -> Model:
-    """The model without memory or initialisation, to count and check."""
+    """Build the model on the meta device, without memory or initialisation, to count and check parameters."""
     with torch.device("meta"):
         return task.build_model(config)

@@ -1,9 +1,9 @@
-"""What every test shares: no network, and how many cases of a test are run.
+"""Configuration of all tests: no network access, and selection of cases.
 
-Of the grids of operators, layers and models (forms x directions x decays x ..) a run takes `GRID` cases of each test,
-spread evenly; `--every` takes all. `--quick`, the part that answers while one works, takes one case of every test that
-is neither slow, nor compiled, nor of real processes: the last, for parameters are listed from the plain to the special.
-The numbers below bound it on any processor.
+The tests of operators, layers and models have large grids of cases (forms x directions x decays x ..). By default each
+of these tests runs `GRID` cases, spread evenly; `--every` runs all cases. `--quick` gives fast feedback: it runs one
+case of every test that is not slow, does not compile and starts no processes. That case is the last one, because
+parameters are listed from plain to special. The limits below bound a quick run on any processor.
 """
 
 import os
@@ -12,11 +12,11 @@ from collections import defaultdict
 
 import pytest
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # what would wait for the Hub is refused at once, here and in started processes
+os.environ["HF_HUB_OFFLINE"] = "1"  # access to the Hub fails at once, here and in started processes
 OUTSIDE = ("slow", "compiled", "process")  # markers of pyproject.toml
 MOST_CASES, MOST_GRAPHS = 1500, 20
 GRID, GRIDS = 12, ("tests/ops/", "tests/layers/", "tests/models/")
-graphs = 0  # compiled by all processes of a quick run
+graphs = 0  # number of graphs compiled by all processes of a quick run
 
 
 def pytest_addoption(parser):
@@ -38,16 +38,16 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
     if quick and len(items) > MOST_CASES:
-        raise pytest.UsageError(f"--quick: {len(items):,} cases, at most {MOST_CASES:,}; mark what takes seconds slow")
+        raise pytest.UsageError(f"--quick: {len(items):,} cases, at most {MOST_CASES:,}; mark slow tests as slow")
 
 
 def spread(cases: list, most: int) -> list:
-    """Return `most` of the cases at even distances, the last among them."""
+    """Return `most` cases at even distances, including the last case."""
     return cases if len(cases) <= most else [cases[(i + 1) * len(cases) // most - 1] for i in range(most)]
 
 
 def compiled() -> int:
-    """Count the graphs that this process has compiled; nothing is imported for it."""
+    """Count the graphs that this process has compiled, without importing torch."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else len(dynamo.get_compilation_metrics())
 

@@ -1,4 +1,4 @@
-"""What several tests use: tiny recipes, and commands run as a person runs them."""
+"""Helpers of several tests: tiny recipes, small data sets, and command-line calls."""
 
 import json
 import os
@@ -37,7 +37,7 @@ TINY = {
 
 
 def tiny_recipe(folder: Path, name: str = "tiny", **changes) -> Path:
-    """A recipe file that trains in a second; its runs go to `folder/runs`."""
+    """Write a recipe file that trains in a second, with runs in `folder/runs`."""
     path = Path(folder) / f"{name}.yaml"
     path.write_text(yaml.safe_dump(merge(merge(TINY, {"run": {"root": str(Path(folder) / "runs")}}), changes)))
     return path
@@ -49,7 +49,7 @@ def picture(seed: int, size=(30, 20), mode="RGB") -> Image.Image:
 
 
 def pictures(root, layout, grey=False):
-    """Files of noise, `layout` being {split: {class: count}}, of several sizes."""
+    """Write noise images of several sizes; `layout` is {split: {class: count}}."""
     for split, classes in layout.items():
         for name, count in classes.items():
             (root / split / name).mkdir(parents=True)
@@ -59,7 +59,7 @@ def pictures(root, layout, grey=False):
 
 
 def glue_folder(root: Path, tasks, rows: int = 24, seed: int = 0) -> Path:
-    """Tasks of GLUE as JSON lines with the Hub's columns; the label follows from the first letter."""
+    """Write GLUE tasks as JSON lines with the columns of the Hub; the first letter of a text determines its label."""
     from data.text.glue import TASKS
 
     rng = np.random.default_rng(seed)
@@ -78,12 +78,12 @@ def glue_folder(root: Path, tasks, rows: int = 24, seed: int = 0) -> Path:
 
 
 def state_of(run: Path, kind: str = "last") -> dict:
-    """What a run's newest checkpoint of a kind holds."""
+    """Load the newest checkpoint of a kind of a run."""
     return load_state(newest(Path(run), kind).state)
 
 
 def refuse(capsys: pytest.CaptureFixture, *argv, code: int = 2) -> str:
-    """Run a command that must fail with this code and a single line on stderr; returns the line."""
+    """Run a command that must fail with exit code `code` and a single line on stderr; return the line."""
     with pytest.raises(SystemExit) as error:
         run_command(commands.main, [str(a) for a in argv])
     out = capsys.readouterr()
@@ -93,12 +93,12 @@ def refuse(capsys: pytest.CaptureFixture, *argv, code: int = 2) -> str:
 
 
 def here(*args) -> int:
-    """`python -m tools ...` in this process: spares the seconds of a start where only the outcome is needed."""
+    """Run `python -m tools ...` in this process, which saves the start-up time of a new process."""
     return commands.main([str(a) for a in args])
 
 
 def command(*args: str, env: dict | None = None, timeout: float = 300) -> subprocess.CompletedProcess:
-    """`python -m tools ...` in a process of its own."""
+    """Run `python -m tools ...` in a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "tools", *map(str, args)],
         cwd=ROOT,

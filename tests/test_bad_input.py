@@ -1,4 +1,4 @@
-"""What a person gets wrong: one clear line, exit code 2, nothing half-written."""
+"""Invalid user input: one clear line, exit code 2, and no partial output."""
 
 import pytest
 import yaml
@@ -52,7 +52,7 @@ pytest.importorskip("sklearn")
         ({"data": {"name": "common"}}, "data.name: unknown data set 'common'"),
         ({"data": {"name": "os"}}, "data.name: unknown data set 'os'"),
         ({"data": None}, "missing section 'data'"),
-        ({"task": {"name": "mlm"}}, "task.name: 'mlm' is no task"),
+        ({"task": {"name": "mlm"}}, "task.name: unknown task 'mlm'"),
         ({"model": {"num_heads": 3}}, "tiny.yaml: model.num_heads 3 does not divide dim 16, nearest: 2"),
         ({"model": {"patch_size": 3}}, "model.patch_size: 3 does not divide image height 8, nearest: 2"),
         ({"model": {"attention": {"feature_map": "identity"}}}, "model.attention.normalize 'sum' divides by a row sum"),
@@ -101,7 +101,7 @@ def test_files_that_are_no_recipe(text, message, tmp_path, capsys):
         ("trainer.steps=1:30", "override: trainer.steps: expected a whole number, got '1:30'"),
         ("trainer.save_every=1:30", "override: trainer.save_every: expected steps (2000), epochs ('5ep')"),
         ("model=3", "missing section 'model'"),
-        ("a" + ".a" * 5000 + "=1", "a.a...': expected section.key=value, 20 names deep at most"),
+        ("a" + ".a" * 5000 + "=1", "a.a...': expected section.key=value, at most 20 names deep"),
     ],
 )
 def test_malformed_overrides(override, message, tmp_path, capsys):
@@ -150,7 +150,7 @@ def test_a_missing_data_set_says_what_where_and_how(tmp_path, capsys, monkeypatc
 
 
 def pictures(root, layout):
-    """Files as given: a picture for every `.png`, text for others, folders for names that end with a slash."""
+    """Write the files of `layout`: images for `.png`, text otherwise, folders for names that end with a slash."""
     for name in layout:
         path = root / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)

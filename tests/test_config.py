@@ -75,20 +75,20 @@ def test_overrides_are_yaml_and_nest():
     [("010", 10), ("-010", -10), ("0_8", 8), ("00", 0), ("1_000", 1000), ("0x10", 16), ("0b11", 3), ("1e3", 1000)],
 )
 def test_whole_numbers_are_what_people_read(text, value):
-    """YAML 1.1 takes 010 for 8."""
+    """Check numbers that YAML 1.1 reads differently from people (010 as 8)."""
     assert make(parse_yaml(f"size: {text}", source="r.yaml")).size == value
     assert make({"size": 1, "inner": parse_overrides(["rate=01"])}).inner.rate == 1
 
 
 def test_what_is_no_number_is_not_made_one():
-    """YAML 1.1 takes 1:30 for 90, and 2026-11-22 for a day."""
+    """Check texts that YAML 1.1 reads as numbers or dates (1:30 as 90, 2026-11-22 as a date)."""
     for text in ("1:30", "-1:30", "1:30.5", "2026-11-22", "0o10"):
         with pytest.raises(ConfigError, match=f"size: expected a whole number, got '{text}'"):
             make(parse_overrides([f"size={text}"]))
     for text in ("1:30", "2026-11-22", "010", "0o10"):
         out = make(parse_overrides(["size=1", f"name={text}"]))
         assert out.name == text
-        assert make(parse_yaml(yaml.safe_dump(to_dict(out)), source="r.yaml")) == out  # as a run keeps it
+        assert make(parse_yaml(yaml.safe_dump(to_dict(out)), source="r.yaml")) == out  # the way a run stores it
 
 
 def test_yaml_errors_have_a_line():
@@ -96,7 +96,7 @@ def test_yaml_errors_have_a_line():
         parse_yaml("a: 1\na: 2", source="r.yaml")
     with pytest.raises(ConfigError, match=r"r\.yaml: line 2 not YAML"):
         parse_yaml("a: 1\n b: [", source="r.yaml")
-    with pytest.raises(ConfigError, match="keys are names, got 1"):
+    with pytest.raises(ConfigError, match="keys must be names, got 1"):
         parse_yaml("1: 2", source="r.yaml")
     with pytest.raises(ConfigError, match="not YAML"):
         parse_yaml("a: !!python/object/apply:os.system ['true']", source="r.yaml")

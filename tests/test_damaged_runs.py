@@ -1,4 +1,4 @@
-"""Runs whose files are damaged or forged: every command refuses them in one line, runs nothing, changes nothing."""
+"""Runs with damaged or forged files: every command rejects them in one line, without running or changing anything."""
 
 import io
 import pickle
@@ -21,7 +21,7 @@ pytest.importorskip("sklearn")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A recipe, and the folder of its run of two steps, not evaluated."""
+    """Train a recipe for two steps without evaluation; return the recipe and the run folder."""
     root = tmp_path_factory.mktemp("trained")
     path = tiny_recipe(root, trainer={"steps": 2, "eval_every": 2, "save_every": 2})
     train.main([str(path), "--no-eval"])
@@ -30,7 +30,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def refuse_run(trained, tmp_path, capsys):
-    """Commands that need a run must refuse the copy in `tmp_path/tiny`, name it, and leave it as it is."""
+    """Return a check that commands reject the run in `tmp_path/tiny`, name the run, and leave it unchanged."""
     recipe, run = trained
     shutil.copytree(run, tmp_path / "tiny")
 
@@ -111,7 +111,7 @@ def test_damaged_checkpoints(kind, refuse_run, tmp_path):
 
 
 class Touch:
-    """A pickle that makes a file when it is read."""
+    """A pickle that creates a file when it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -202,7 +202,7 @@ def test_a_folder_for_the_lock(refuse_run, tmp_path):
 )
 def test_files_that_cannot_be_written(name, replace, trained, tmp_path, capsys):
     recipe, run = trained
-    if name == "environment.json":  # of a run that has not begun: a complete one keeps its own
+    if name == "environment.json":  # in a run that has not started: a complete run keeps its file
         (tmp_path / "tiny" / name).mkdir(parents=True)
     else:
         shutil.copytree(run, tmp_path / "tiny")

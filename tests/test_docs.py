@@ -1,4 +1,4 @@
-"""What the Markdown says runs, and what it names is there."""
+"""Markdown files: their code runs, and links, commands and tables are correct."""
 
 import re
 
@@ -41,7 +41,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
 
 
 def test_no_report_names_a_folder_of_a_machine():
-    """Data are named by set, size and hash, wherever they lay."""
+    """Check that reports have no absolute paths, because data are identified by name, size and hash."""
     for path in [*DOCS, *(p for p in (ROOT / "reports").iterdir() if p.suffix in (".md", ".json"))]:
         found = re.findall(r"(?<![\w.])/(?:root|home|work|tmp|Users|mnt)/[\w./-]*", path.read_text())
         assert not found, name(path)

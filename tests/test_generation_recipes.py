@@ -1,4 +1,4 @@
-"""Recipes of image generation are the published shapes, trained as published."""
+"""Recipes of image generation: model shapes and training settings are those of the papers."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tools.compose import describe_data, make_task, resolve
 SIZES, PATCHES = ("s", "b", "l", "xl"), (2, 4, 8)
 DIT = {"s": (12, 384, 6), "b": (12, 768, 12), "l": (24, 1024, 16), "xl": (28, 1152, 16)}  # depth, dim, heads
 LIGHTNET = {"s": (18, 384, 6), "b": (18, 768, 6), "l": (36, 1024, 16), "xl": (42, 1152, 16)}  # recipes.md 7.3
-TABLE_8 = {  # of LightNet, at 400,000 steps, by size and patch
+TABLE_8 = {  # FID of LightNet after 400,000 steps, by size and patch
     "s": ("75.61", "94.90", "143.31"),
     "b": ("36.45", "59.81", "113.02"),
     "l": ("17.42", "37.54", "89.51"),
@@ -67,8 +67,11 @@ def test_dit(size, patch):
 @pytest.mark.parametrize("patch", PATCHES)
 @pytest.mark.parametrize("size", SIZES)
 def test_lightnet(size, patch):
-    """Of 33, 131, 470 and 680 M the second and third are met as they are printed; the first if it is cut and not
-    rounded, the last if it is rounded to tens."""
+    """Check shapes and settings; the paper prints 33, 131, 470 and 680 M parameters.
+
+    The second and third numbers are met exactly as printed. The first is met if truncated instead of rounded, the last
+    if rounded to tens.
+    """
     recipe, model, _ = built(f"lightnet_gen_{size}_patch{patch}")
     depth, dim, heads = LIGHTNET[size]
     m = recipe.model.resolved()
@@ -96,7 +99,7 @@ def test_the_long_run_of_table_2():
 
 
 def test_ablations():
-    """Table 6, of LightNet-B/2."""
+    """Check the ablations of LightNet-B/2 in Table 6."""
     whole = millions(built("lightnet_gen_b_patch2")[1])
     recipe, model, _ = built("lightnet_gen_b_patch2_no_tpe")
     assert recipe.model.resolved().attention.rotation == "lrpe" and model.position is None
@@ -107,7 +110,7 @@ def test_ablations():
     assert millions(model) == whole and model.position is None
     assert recipe.about.expected == "42.37 FID-50K"
     both = built("lightnet_gen_b_patch2", "model.tpe=0", "model.attention.rotation=none")[1]
-    assert both.position is not None  # else nothing would tell where a patch is
+    assert both.position is not None  # otherwise the model would have no position information
 
 
 def test_modulated_blocks_would_be_half_as_large_again():

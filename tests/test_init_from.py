@@ -1,4 +1,4 @@
-"""Starting a model from another run: whose weights may be tried, and who adapts them."""
+"""Initialisation of a model from another run: compatible data, and adaptation of weights."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from tests.trainer import toys
 
 @dataclass(frozen=True)
 class Coded(toys.Info):
-    """Points whose numbers mean something under one code only."""
+    """Points whose values are only comparable under the same code."""
 
     code: str = "a1"
 
@@ -25,7 +25,7 @@ class Coded(toys.Info):
 
 
 class Net(toys.Net, Model):
-    """One that starts from others of its class with weights twice as large."""
+    """A model that doubles the weights of another model of its class in `adapt`."""
 
     def adapt(self, weights, source):
         assert type(source) is type(self)
@@ -38,7 +38,7 @@ class Other(Net):
 
 @pytest.fixture
 def stored(monkeypatch, tmp_path):
-    """Stores a run of a kind of model and a code; returns its weights."""
+    """Return a function that stores a run with a model class and a code, and returns the weights."""
 
     def store(kind, code):
         class Task(toys.Sides):

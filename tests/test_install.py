@@ -1,4 +1,4 @@
-"""What `pip install .` installs: the library alone, whole, and at work away from the clone."""
+"""Installation with `pip install .`: the complete library alone, working outside the clone."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The house rules, executable."""
+"""Rules of the code base: import order, file sizes, and packages."""
 
 import ast
 from pathlib import Path
@@ -16,7 +16,7 @@ FLOORS = [
     "trainer",
     "recipe",
     "runs",
-]  # each may import what stands before
+]  # each module may import the modules before it
 COMPILING = {
     "lion/trainer/runtime.py",
     "lion/ops/flex.py",
@@ -25,7 +25,7 @@ COMPILING = {
     "tools/bench/inference.py",
     "tools/gpu/graphs.py",
 }
-EXTRAS = {  # what is asked for where it is used
+EXTRAS = {  # optional packages, imported where they are used
     "tools/convert/files.py": {"safetensors"},
     "data/vision/digits.py": {"sklearn"},
     "tools/gpu/kernels.py": {"triton"},  # comes with torch for GPUs
@@ -49,12 +49,12 @@ def imported(path: Path) -> list[str]:
 
 
 def place(path: Path) -> str:
-    """Where a file is, from the top of the checkout."""
+    """Return the path of a file relative to the repository root."""
     return path.relative_to(ROOT).as_posix()
 
 
 def room(path: Path) -> str:
-    """The folder at the top that a file is in."""
+    """Return the top-level folder of a file."""
     return place(path).split("/")[0]
 
 
@@ -70,7 +70,7 @@ def test_imports_run_one_way(path):
         assert name.split(".")[0] not in ("data", "tools", "tests"), f"lion must not import {name}"
         there = floor(name)
         if here is not None and there is not None:
-            assert there <= here, f"{name} stands above {path.name}"
+            assert there <= here, f"{name} comes after {path.name} in FLOORS"
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if room(p) == "data"], ids=place)
@@ -91,7 +91,7 @@ def test_files_stay_small_and_quiet(path):
     text = path.read_text()
     assert text.count("\n") <= 400
     tree = ast.parse(text)
-    assert not text.strip() or ast.get_docstring(tree), "a module says what it is for"
+    assert not text.strip() or ast.get_docstring(tree), "a module needs a docstring"
     calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
     if room(path) != "tools":
         assert not any(isinstance(f, ast.Name) and f.id == "print" for f in calls), "print belongs to tools"

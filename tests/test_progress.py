@@ -1,4 +1,4 @@
-"""Bars: the rate leaves out what is no steady work, and a log file gets one state in a while."""
+"""Progress bars: the rate excludes unsteady work, and a log file gets few lines."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ def test_compilation_and_pauses_are_no_part_of_the_rate(monkeypatch, capsys):
     now = [1000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
     bar = progress(total=10, desc="run")
-    bar._time = time.time  # tqdm has bound its own
+    bar._time = time.time  # tqdm has already bound its clock
 
     def step(seconds):
         now[0] += seconds
@@ -29,7 +29,7 @@ def test_compilation_and_pauses_are_no_part_of_the_rate(monkeypatch, capsys):
     assert (shown["n"] - shown["initial"]) / shown["elapsed"] == 0.5
     bar.close()
     assert tqdm.format_meter(**shown).count("<00:14") == 1  # seven steps of two seconds are left
-    assert capsys.readouterr().err == "", "what is done within seconds leaves no line in a file"
+    assert capsys.readouterr().err == "", "work of a few seconds leaves no line in a file"
 
 
 def test_a_run_of_a_time_shows_its_steps_and_the_time_left(tmp_path, capsys, monkeypatch):

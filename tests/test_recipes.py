@@ -1,4 +1,4 @@
-"""Every shipped recipe is strict, builds what it names, and trains."""
+"""All shipped recipes: they load strictly, build the named model, and train."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ RECIPES = list(recipe_files().values())
 DEIT, CIFAR100, LRA = ([p for p in RECIPES if p.stem.startswith(f"{name}_")] for name in ("deit", "cifar100", "lra"))
 GENERATION = [p for p in RECIPES if p.stem.startswith(("dit_", "lightnet_gen_"))]  # tests/test_generation_recipes.py
 
-# our count of the published shapes: recipes.md 1.1, in parameters; `position` of 197 tokens where it is on
+# parameter counts of the published shapes (recipes.md 1.1); position embeddings of 197 tokens where enabled
 PARAMETERS = {
     "deit_tiny_softmax": 5_717_416,
     "deit_tiny_lion_lit": 5_717_416,
@@ -74,7 +74,7 @@ MIXERS = {
     "linear_transformer": (LionAttention, None),
     "gla": (LionAttention, LowRankDecay),
     "gated_rfa": (LionAttention, RandomFeatureGate),
-    "lightnet": (LightNetAttention, KeySoftmax),  # in both directions without its decay
+    "lightnet": (LightNetAttention, KeySoftmax),  # no decay in both directions
 }
 
 
@@ -109,7 +109,7 @@ def test_a_recipe_states_its_claim_and_builds_what_it_names(path):
 
 
 def test_deit_is_trained_as_published():
-    """recipes.md 1.2, read from the resolved recipe."""
+    """Check the resolved recipe against recipes.md 1.2."""
     recipe = resolve("deit_base_lion_s")
     data, task, optim, schedule, trainer = (
         getattr(recipe, part) for part in ("data", "task", "optim", "schedule", "trainer")
@@ -126,7 +126,7 @@ def test_deit_is_trained_as_published():
 
 @pytest.mark.parametrize("mixer", ["softmax", "linear", "lion_s"])
 def test_gpt2_is_trained_as_by_nanogpt(mixer):
-    """recipes.md 5, read from the resolved recipe; LinAtt is the linear Transformer, Lion-S has no positions."""
+    """Check the resolved recipe against recipes.md 5; LinAtt is the linear Transformer, Lion-S has no positions."""
     recipe = resolve(f"gpt2_small_{mixer}")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
@@ -156,7 +156,7 @@ def test_shakespeare_is_trained_as_by_nanogpt_on_a_cpu():
 
 
 def assert_warms_up_as_nanogpt(recipe, plan, peak, least):
-    """(step + 1) / (warmup + 1) of the peak, then a cosine."""
+    """Check that the rate warms up as (step + 1) / (warmup + 1) of the peak, then follows a cosine."""
 
     def rate(step):
         return learning_rate(step, config=recipe.schedule, peak=peak, warmup=plan.warmup, total=plan.total)
@@ -166,7 +166,7 @@ def assert_warms_up_as_nanogpt(recipe, plan, peak, least):
     assert rate(plan.warmup) == peak and rate(plan.total) == pytest.approx(least)
 
 
-MLM = {  # Tables 10, 9, 11 and 3: MLM accuracy; our count of the parameters, without positions for D and S
+MLM = {  # Tables 10, 9, 11 and 3: MLM accuracy and our parameter counts; D and S have no position embeddings
     "base_softmax": ("Table 10, BERT, base", 67.70, 109_518_912),
     "base_lion_lit": ("Table 10, Lion-lit, base", 65.47, 109_518_912 + 12 * 2 * 768),
     "base_lion_d": ("Table 10, Lion-D, base", 66.62, 109_518_912 - 512 * 768 + 12 * 12),
@@ -183,7 +183,7 @@ MLM = {  # Tables 10, 9, 11 and 3: MLM accuracy; our count of the parameters, wi
 
 @pytest.mark.parametrize("name", MLM)
 def test_mlm_is_trained_as_published(name):
-    """recipes.md 3.1 and 3.4, read from the resolved recipe."""
+    """Check the resolved recipe against recipes.md 3.1 and 3.4."""
     row, expected, parameters = MLM[name]
     recipe, text = resolve(f"mlm_{name}"), (ROOT / f"recipes/mlm/mlm_{name}.yaml").read_text()
     large, hf = name.startswith("large"), name.endswith("hf")
@@ -217,7 +217,7 @@ def test_mlm_of_the_released_code():
 
 
 def test_cramming_is_trained_as_by_its_authors():
-    """recipes.md 7.4, read from the resolved recipe."""
+    """Check the resolved recipe against recipes.md 7.4."""
     recipe = resolve("cramming_bert")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
@@ -247,7 +247,7 @@ def test_cramming_is_trained_as_by_its_authors():
 
 @pytest.mark.parametrize(("name", "tpe"), [("lightnet", 64), ("lightnet_no_tpe", 0)])
 def test_cramming_with_lightnet_differs_by_the_mixer_and_what_knows_order(name, tpe):
-    """The rest of crammed BERT stays: recipes.md 7.4, "otherwise as cramming"."""
+    """Check that all other settings are those of crammed BERT (recipes.md 7.4, "otherwise as cramming")."""
     recipe, bert = (resolve(f"cramming_{row}") for row in (name, "bert"))
     differing = {key for key, value in flatten(to_dict(bert)).items() if flatten(to_dict(recipe))[key] != value}
     own = {"model.mixer", "model.tpe", "model.position_embedding", "model.attention.rotation"}
@@ -264,7 +264,7 @@ def test_cramming_with_lightnet_differs_by_the_mixer_and_what_knows_order(name, 
     assert count_parameters(model) == 119_589_889 + gates + norms - places + 2 * 768 * tpe
 
 
-S5 = {  # 6.1: depth, dim, dropout, rates of SSM and all, batch, epochs, weight decay, warm-up, gate, momentum, seed
+S5 = {  # 6.1: depth, dim, dropout, SSM and base rate, batch, epochs, weight decay, warm-up, gate, momentum, seed
     "listops": (8, 128, 0.0, 1e-3, 3e-3, 50, 40, 0.04, 1, "half_glu2", 0.95, 6554595),
     "text": (6, 256, 0.1, 1e-3, 4e-3, 50, 35, 0.07, 0, "half_glu2", 0.95, 8825365),
     "retrieval": (6, 128, 0.0, 1e-3, 2e-3, 32, 20, 0.05, 1, "half_glu1", 0.95, 5464368),
@@ -341,7 +341,7 @@ def test_tables_5_and_6_are_switches():
     assert set(shipped) < labels
 
 
-LIGHTNET = {  # its Table 1: millions of parameters as they are printed, top-1; without TPE; top-1 without LRPE
+LIGHTNET = {  # Table 1 of the paper: millions of parameters as printed, top-1; both without TPE; top-1 without LRPE
     "tiny": ((192, 6), ("6.0", 74.46), ("6.0", 73.97), 74.02),
     "small": ((384, 16), ("22.6", 80.12), ("22.54", 79.65), 79.54),
     "base": ((768, 16), ("87.7", 81.90), ("87.54", 81.45), 81.72),
@@ -349,7 +349,7 @@ LIGHTNET = {  # its Table 1: millions of parameters as they are printed, top-1; 
 
 
 def millions(recipe, printed: str) -> str:
-    """Parameters with as many digits as are printed."""
+    """Count the parameters in millions, with as many decimals as `printed`."""
     info = describe_data(recipe, look=False)[0]
     count = count_parameters(build_on_meta(make_task(recipe, info), recipe.model))
     return f"{count / 1e6:.{len(printed.partition('.')[2])}f}"
@@ -357,7 +357,7 @@ def millions(recipe, printed: str) -> str:
 
 @pytest.mark.parametrize("size", LIGHTNET)
 def test_lightnet_is_trained_as_published_and_as_large(size):
-    """recipes.md 7.1 to 7.3, read from the resolved recipe."""
+    """Check the resolved recipe against recipes.md 7.1 to 7.3."""
     (dim, heads), full, no_tpe, no_lrpe = LIGHTNET[size]
     rows = {"": full, "_no_tpe": no_tpe, "_no_lrpe": (full[0], no_lrpe)}
     for left_out, (parameters, accuracy) in rows.items():
@@ -410,7 +410,7 @@ def test_ablations_of_lightnet_are_told_apart():
 
 
 def test_lightnet_on_the_pile_is_as_large_as_table_4_says():
-    """379 M, 385 M with a decay of its own; 10 billion tokens in batches of Table 10. Ours are within 1 %."""
+    """Check sizes and tokens: 379 M, 385 M with a separate decay, and 10 billion tokens in batches of Table 10."""
     perplexity = {"full": "4.59", "no_tpe": "4.69", "no_lrpe": "4.69", "no_share": "4.76"}
     sizes = {}
     for name, expected in perplexity.items():
@@ -429,14 +429,14 @@ def test_lightnet_on_the_pile_is_as_large_as_table_4_says():
     [((768, 15, 12), 0.15), ((1024, 26, 16), 0.385), ((2048, 18, 32), 1.0), ((2560, 36, 40), 2.9)],
 )
 def test_lightnet_has_the_shapes_of_its_table_10(shape, billions):
-    """Its vocabulary is not said; with GPT-2's, tied, all four are within 3 %."""
+    """Check that all four sizes are within 3 %, with the tied vocabulary of GPT-2 (the paper does not specify one)."""
     dim, depth, heads = shape
     sizes = [f"model.dim={dim}", f"model.depth={depth}", f"model.num_heads={heads}"]
     recipe = resolve("lightnet_lm_full", sizes)
     assert float(millions(recipe, "0.0")) / 1e3 == pytest.approx(billions, rel=0.03)
 
 
-EXPECTED = {  # Tables 2 and 12; DeiT's own for softmax
+EXPECTED = {  # Tables 2 and 12; softmax: results of DeiT
     "tiny": {"softmax": 72.2, "lion_lit": 68.9, "lion_d": 72.4, "lion_d♮": 74.2, "lion_s": 72.4, "lion_s♮": 73.5},
     "small": {"softmax": 79.8, "lion_lit": 72.4, "lion_d": 73.5, "lion_d♮": 79.9, "lion_s": 74.0, "lion_s♮": 79.6},
     "base": {"softmax": 81.8, "lion_lit": 74.7, "lion_d": 77.8, "lion_d♮": 80.2, "lion_s": 76.3, "lion_s♮": 79.9},
@@ -472,7 +472,7 @@ def test_mixers_differ_by_one_line():
         trees = [yaml.safe_load(p.read_text()) for p in paths]
         for tree in trees:
             tree.pop("about"), tree["model"].pop("mixer")
-            if size == "lra_pathx":  # whose decays start at smaller steps
+            if size == "lra_pathx":  # decays of Path-X start at smaller steps
                 assert tree["model"].pop("attention", {"dt_min": 1e-4}) in ({"dt_min": 1e-4}, {"dt_min": "1e-4"})
         assert all(tree == trees[0] for tree in trees)
 
@@ -492,19 +492,19 @@ def test_a_resolved_recipe_reads_back(path, tmp_path):
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     assert resolve(tmp_path / "recipe.yaml") == recipe
     assert isinstance(load_recipe(tmp_path / "recipe.yaml").data, dict)
-    plain = KINDS[recipe.model.mixer].Config is AttentionConfig  # one with settings of its own asks for these
+    plain = KINDS[recipe.model.mixer].Config is AttentionConfig  # other mixers require their special settings
     few = path in LRA or path in GENERATION
     mixed = ()
-    if recipe.model.mixer == "lightnet":  # whose settings of its own no other mixer takes
+    if recipe.model.mixer == "lightnet":  # no other mixer accepts the settings of LightNet
         mixed = ("lightnet",)
     elif plain and (not few or path.stem in ("lra_listops_softmax", "dit_tiny_softmax")):
         mixed = (SOFTMAX, *mixers.MIXERS)
-    for mixer in mixed:  # what was asked is stored: an override means the same afterwards
+    for mixer in mixed:  # the recipe is stored as written, so an override has the same effect afterwards
         assert built(tmp_path / "recipe.yaml", mixer) == built(path, mixer), mixer
 
 
 def built(path, mixer):
-    """The model of a recipe with another mixer, or why there is none."""
+    """Return the model settings of a recipe with another mixer, or the message of the error."""
     try:
         return resolve(path, [f"model.mixer={mixer}"]).model.resolved()
     except ConfigError as error:
@@ -529,7 +529,7 @@ def test_two_steps_of_a_shrunken_copy(path, tmp_path):
         "trainer.micro_batch=2",
         "trainer.compile=false",
         "schedule.warmup=1",
-        "schedule.min_lr=0",  # of such a batch the learning rate is below DeiT's
+        "schedule.min_lr=0",  # the peak learning rate of this batch is below DeiT's min_lr
     ]
     recipe = resolve(path, [*shrink, *shorten])
     task = make_task(recipe, describe_data(recipe, look=False)[0])
@@ -562,4 +562,4 @@ def test_two_steps_of_a_shrunken_language_model(path, tmp_path):
     trainer = Trainer(make_plan(recipe, samples=8, world=1), task, model, splits, tmp_path, start_runtime("cpu"))
     assert trainer.fit() and trainer.state.step == 2
     assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
-    assert trainer.state.best["value"] == pytest.approx(65, rel=0.1)  # perplexity of a guess
+    assert trainer.state.best["value"] == pytest.approx(65, rel=0.1)  # perplexity of a uniform guess

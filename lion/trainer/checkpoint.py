@@ -1,8 +1,9 @@
-"""Checkpoints, which are never half-written, and are checked before they are trusted.
+"""Checkpoint files: atomic writes, verification before use, and pruning.
 
-A checkpoint is a folder `RUN/checkpoints/KIND-STEP/` with its manifest (sizes and SHA-256 of its files). It is
-filled under a hidden name and renamed when it is on the disk: a checkpoint that has its name is complete.
-`last-*` holds everything that a run needs to go on, `best-*` the weights that did best on the validation split.
+A checkpoint is a folder `RUN/checkpoints/KIND-STEP/` with a manifest (sizes and SHA-256 of its files). The folder is
+filled under a hidden name and renamed once its files are flushed to disk, so a checkpoint with its final name is
+complete. `last-*` holds everything needed to resume a run. `best-*` holds the weights with the best metric on the
+validation split.
 """
 
 from __future__ import annotations
@@ -26,19 +27,26 @@ from lion.trainer.faults import out_of_memory
 log = logging.getLogger("lion")
 
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
-STATE = "state.pt"  # plain checkpoints: everything; sharded ones: all but the tensors of model and optimizer
-SHARDS = ".metadata"  # what PyTorch says of the shards beside it
-CONSOLIDATED = "consolidated.pt"  # everything, of a checkpoint that was sharded
+STATE = "state.pt"  # plain checkpoint: everything; sharded checkpoint: all but the tensors of model and optimizer
+SHARDS = ".metadata"  # PyTorch's description of the shards in the same folder
+CONSOLIDATED = "consolidated.pt"  # everything, after a sharded checkpoint was joined
 _NAME = re.compile(r"(last|best)-(\d+)")
 _Read = TypeVar("_Read")
 
 
 class Unusable(ConfigError):
-    """A checkpoint is damaged, or nothing can be made of what it holds: the one before it may do."""
+    """Error for a checkpoint that is damaged or has unusable contents; an earlier checkpoint may still be usable."""
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint on disk; `state` is the file that `load_state` reads, `sharded` says whether it is all."""
+    """A complete checkpoint on disk.
+
+    Attributes:
+        path: The folder of the checkpoint.
+        step: Number of training steps before the checkpoint was saved.
+        state: The file that `load_state` reads.
+        sharded: Whether the tensors are in shards beside `state`; otherwise `state` holds everything.
+    """
 
     path: Path
     step: int
@@ -47,12 +55,12 @@ class Checkpoint(NamedTuple):
 
 
 def scratch_path(run: Path, kind: str, step: int) -> Path:
-    """Where a checkpoint is filled before it has its name."""
+    """Return the hidden folder in which a checkpoint is filled before it gets its final name."""
     return run / FOLDER / f".{kind}-{step}.tmp"
 
 
 def scratch_folder(run: Path, kind: str, step: int) -> Path:
-    """An empty hidden folder to fill and then to `seal`."""
+    """Create an empty hidden folder, to be filled and then passed to `seal`."""
     path = scratch_path(run, kind, step)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -60,7 +68,7 @@ def scratch_folder(run: Path, kind: str, step: int) -> Path:
 
 
 def seal(scratch: Path, *, sharded: bool = False) -> Path:
-    """Give a filled scratch folder its manifest, flush it, and put it in place in one step."""
+    """Write the manifest of a filled scratch folder, flush all files, and rename the folder atomically."""
     write_manifest(scratch, [p for p in sorted(scratch.iterdir()) if p.is_file()], sharded=sharded)
     target = scratch.with_name(scratch.name.removeprefix(".").removesuffix(".tmp"))
     os.rename(scratch, target)
@@ -69,7 +77,7 @@ def seal(scratch: Path, *, sharded: bool = False) -> Path:
 
 
 def write_manifest(folder: Path, files: list[Path], *, sharded: bool) -> None:
-    """What `folder` must hold from now on."""
+    """Flush `files` to disk and record their sizes and SHA-256 in the manifest of `folder`."""
     entries = {}
     for path in files:
         sync(path)
@@ -78,35 +86,37 @@ def write_manifest(folder: Path, files: list[Path], *, sharded: bool) -> None:
 
 
 def verified(step: int, folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, checked against its manifest.
+    """Return the checkpoint in a folder, after checking its files against the manifest.
 
     Raises:
-        Unusable: What is wrong with it.
+        Unusable: The manifest is unreadable, or a file is missing or changed.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         state = CONSOLIDATED if CONSOLIDATED in manifest["files"] else STATE
         needed = SHARDS if manifest["sharded"] else state
         if needed not in manifest["files"]:
-            raise Unusable(f"{MANIFEST} names no {needed}")
+            raise Unusable(f"{MANIFEST} does not list {needed}")
         for name, entry in manifest["files"].items():
             path = folder / name
             if not path.is_file():
                 raise Unusable(f"{name} is missing")
             if path.stat().st_size != entry["bytes"]:
-                raise Unusable(f"{name} has {path.stat().st_size:,} bytes of {entry['bytes']:,}")
+                raise Unusable(f"{name} has {path.stat().st_size:,} of {entry['bytes']:,} bytes")
             if digest(path) != entry["sha256"]:
-                raise Unusable(f"{name} is not what was written (SHA-256 differs)")
+                raise Unusable(f"{name} has changed since it was written (SHA-256 differs)")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unusable(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
     return Checkpoint(folder, step, folder / state, manifest["sharded"])
 
 
 def steps_of(run: Path, kind: str) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint of a kind, newest first, unchecked: it may be a file, or gone by now.
+    """List (step, folder) of every checkpoint of a kind ("*": all kinds), newest first.
+
+    The entries are not verified: an entry may be a file, or may have been deleted in the meantime.
 
     Raises:
-        ConfigError: Something else stands where a run has its checkpoints.
+        ConfigError: The path of the checkpoints folder is not a readable folder.
     """
     try:
         names = os.listdir(run / FOLDER)
@@ -126,13 +136,14 @@ def newest(
     repair: bool = False,
     quiet: bool = False,
 ) -> _Read | None:
-    """What `read` makes of the newest checkpoint of a kind that is whole; None where there never was one.
+    """Return `read(checkpoint)` for the newest usable checkpoint of a kind, or None if the run has none of that kind.
 
-    One that is damaged, or that `read` finds `Unusable`, is reported, unless `quiet`, and the one before it is taken;
-    with `repair` it is set aside so that its step can be saved again. The run may train on meanwhile.
+    A checkpoint that is damaged, or for which `read` raises `Unusable`, is reported (unless `quiet`), and the previous
+    checkpoint is tried. With `repair`, damaged checkpoints are set aside so that their steps can be saved again.
+    The run may continue to train, and save or prune checkpoints, during this call.
 
     Raises:
-        ConfigError: There are checkpoints, and none of them can be used.
+        ConfigError: There are checkpoints, but none of them can be used.
     """
     while True:
         damaged = {}
@@ -140,7 +151,7 @@ def newest(
             try:
                 out = read(verified(step, path))
             except Unusable as error:
-                if not os.path.lexists(path):  # a run that trains has put a newer one in its place: look again
+                if not os.path.lexists(path):  # pruned by a run that saved a newer one: look again
                     break
                 damaged[path] = str(error).removeprefix(f"{path}/")
                 continue
@@ -155,7 +166,7 @@ def newest(
                 return None
             reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
             raise ConfigError(
-                f"{run}: no {kind!r} checkpoint can be used ({reasons}); --fresh starts anew and keeps this folder"
+                f"{run}: no {kind!r} checkpoint can be used ({reasons}); --fresh starts a new run and keeps this folder"
             )
 
 
@@ -166,51 +177,57 @@ def set_aside(path: Path) -> None:
 
 
 def prune(newest: Path, keep: int) -> None:
-    """Delete all of a checkpoint's kind but itself and the `keep - 1` before it, and what interrupted saves left."""
+    """Delete old checkpoints of the same kind, and leftovers of interrupted saves.
+
+    `newest` and the `keep - 1` checkpoints before it are kept.
+    """
     kind, run = newest.name.partition("-")[0], newest.parent.parent
     others = [path for _, path in steps_of(run, kind) if path != newest and path.is_dir()]
     for path in others[keep - 1 :]:
-        os.rename(path, path.with_name(f".{path.name}.tmp"))  # so that a kill leaves no half of a checkpoint
+        os.rename(path, path.with_name(f".{path.name}.tmp"))  # a kill must not leave a partial checkpoint
     for path in newest.parent.glob(f".{kind}-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def load_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """A checkpoint file's tensors and plain data, on the CPU; it cannot run code.
+    """Load the tensors and plain data of a checkpoint file onto the CPU, without executing code from the file.
 
-    With `mapped` the tensors stay in the file until they are read.
+    With `mapped`, the file is memory-mapped: tensors stay on disk until they are accessed.
 
     Raises:
-        Unusable: No such file, or not a checkpoint.
+        Unusable: The file does not exist or is not a checkpoint.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of what is an error here
+        with warnings.catch_warnings(action="ignore"):  # such a warning is followed by an error here
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise Unusable(f"{path}: no such checkpoint") from None
     except Exception as error:
         if out_of_memory(error):
             raise
-        raise Unusable(f"{path}: not a readable checkpoint, which torch.save writes ({type(error).__name__})") from None
+        raise Unusable(f"{path}: not a readable checkpoint of torch.save ({type(error).__name__})") from None
     if not isinstance(state, dict):
         raise Unusable(f"{path}: not a readable checkpoint (it holds a {type(state).__name__})")
     return state
 
 
 def check_space(run: Path, state: int, best: int, keep: int) -> None:
-    """Refuse a run whose checkpoints will not fit: `keep` of `state` bytes, one of `best`, and one being written.
+    """Check that the checkpoints of a run fit on the disk.
+
+    A run needs `keep` checkpoints of `state` bytes, one of `best` bytes, and another of `state` bytes while it is
+    being written.
 
     Raises:
-        ConfigError: The disk lacks the room.
+        ConfigError: The disk has too little free space.
     """
     have = sum(p.stat().st_size for _, folder in steps_of(run, "*") for p in folder.glob("*"))
     place = next(p for p in (run.absolute(), *run.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(place).free + have
     need = state * (keep + 1) + best
     if need > free:
-        less = f", trainer.keep_last=1 (needs {mib(2 * state + best)})" if keep > 1 else ""
+        less = f", set trainer.keep_last=1 (needs {mib(2 * state + best)})" if keep > 1 else ""
         raise ConfigError(
-            f"run.root: checkpoints in {run} need {mib(need)} and {mib(free)} are free: make room{less} "
+            f"run.root: checkpoints in {run} need {mib(need)}, but {mib(free)} are free: make room{less} "
             f"or choose another run.root"
         )
 

@@ -1,4 +1,4 @@
-"""Saving and resuming a run: every process takes part, and all agree on what was saved and what is resumed."""
+"""Saving and resuming of a run, in which all processes take part and agree on the checkpoint."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from lion.trainer.state import check_kept
 
 log = logging.getLogger("lion")
 
-TENSORS = ("model", "ema", "optimizer")  # of a plain checkpoint; everything else is what `save_last` was given
+TENSORS = ("model", "ema", "optimizer")  # in a plain checkpoint, beside the `plain` of `save_last`
 
 
 class Checkpointer:
-    """The checkpoints of one run. `saved` is the step of the newest that it can go on from."""
+    """The checkpoints of one run; `saved` is the step of the newest checkpoint that the run can resume from."""
 
     def __init__(self, run: Path, learner: Learner, runtime: Runtime, *, keep: int) -> None:
         self.run, self.learner, self.runtime, self.keep = run, learner, runtime, keep
@@ -44,12 +44,13 @@ class Checkpointer:
 
     @property
     def kept(self) -> str:
+        """A message about the newest checkpoint that is still available."""
         if self.saved is None:
             return "there is no checkpoint"
         return f"the checkpoint of step {self.saved} is kept"
 
     def save_last(self, step: int, plain: dict[str, Any]) -> bool:
-        """Save all that the run needs to go on, unless this step has been; False where the disk refuses."""
+        """Save everything needed to resume, unless this step is already saved; return False if the disk refuses."""
         if step == self.saved:
             return True
         tensors = self.learner.state()
@@ -62,7 +63,7 @@ class Checkpointer:
         return True
 
     def save_best(self, step: int, plain: dict[str, Any]) -> bool:
-        """Save the weights alone; False where the disk refuses."""
+        """Save the weights and `plain`, without the optimizer; return False if the disk refuses."""
         return self._save("best", step, {**plain, **self.learner.weights()}, shards=None)
 
     def _save(self, kind: str, step: int, state: dict[str, Any], shards: dict[str, Any] | None) -> bool:
@@ -73,7 +74,7 @@ class Checkpointer:
                 scratch_folder(self.run, kind, step)
         except OSError as error:
             problem = _refusal(error)
-        problem = self.runtime.agree(problem)  # every process leaves here, or none
+        problem = self.runtime.agree(problem)  # either all processes continue, or none
         try:
             if problem is None and shards is not None:
                 save_shards(scratch, shards)
@@ -92,10 +93,10 @@ class Checkpointer:
         return False
 
     def resume(self, restore: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
-        """Go on from the newest checkpoint that is whole and fits this run; None where there is none.
+        """Resume from the newest usable checkpoint and return its plain data; None if there is no checkpoint.
 
-        `restore` is given its plain part, which is returned; an exception there, but for ConfigError, means that it
-        does not fit, and that the one before it is tried.
+        `restore` receives the plain data. Its LookupError, TypeError, ValueError, AttributeError or RuntimeError means
+        that the checkpoint does not fit this run: the previous checkpoint is tried. A ConfigError ends the search.
         """
         found = state = None
         if self.runtime.main:
@@ -109,7 +110,7 @@ class Checkpointer:
         return state
 
     def _together(self, found: Checkpoint) -> bool:
-        """Whether all processes restore its tensors at once, so that none can try."""
+        """Return whether restoring tensors is a collective operation, which the first process cannot try alone."""
         return self.runtime.world > 1 and (found.sharded or self.learner.sharded)
 
     def _restore(
@@ -126,22 +127,22 @@ class Checkpointer:
                 self.learner.restore(load_shards(found.path, into=self.learner.state()) if found.sharded else tensors)
             restore(plain)
         except KeyError as error:
-            raise Unusable(f"{found.state}: a run cannot go on from it, it holds no {error}") from error
+            raise Unusable(f"{found.state}: a run cannot resume from it, {error} is missing") from error
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             if out_of_memory(error):
                 raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-            raise Unusable(f"{found.state}: a run cannot go on from it ({reason})") from error
+            raise Unusable(f"{found.state}: a run cannot resume from it ({reason})") from error
         return plain
 
     def best(self) -> dict[str, Any] | None:
-        """The value and step of the best checkpoint: the record of what is best is the checkpoint itself."""
+        """Return metric value and step of the best checkpoint, as stored in the checkpoint; None if there is none."""
         best = None
         if self.runtime.main:
             try:
                 best = newest(self.run, "best", read=_record, repair=True)
             except ConfigError as error:
-                log.warning("%s; the best is looked for anew from here on", error)
+                log.warning("%s; the search for the best checkpoint starts over", error)
                 for _, path in steps_of(self.run, "best"):
                     set_aside(path)
         return self.runtime.agree(best)
@@ -153,12 +154,12 @@ def _record(found: Checkpoint) -> dict[str, Any]:
         if math.isnan(best["value"]) or best["step"] < 0:
             raise ValueError
     except (LookupError, TypeError, ValueError):
-        raise Unusable(f"{found.state}: it does not say how good it is") from None
+        raise Unusable(f"{found.state}: it has no valid metric value and step") from None
     return best
 
 
 def _refusal(error: Exception) -> str:
-    """The words of a full disk, or of what else the system refuses; every other error is raised again."""
+    """Return the message of a full disk or another error of the operating system; raise every other error again."""
     if not isinstance(error, OSError) and not full_disk(error):
         raise error
     return str(error).splitlines()[0]

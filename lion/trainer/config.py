@@ -1,4 +1,4 @@
-"""The recipe's `trainer` section."""
+"""The `trainer` section of a recipe."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from lion.trainer.schedule import to_seconds, to_steps
 
 @dataclass
 class TrainerConfig:
-    """How long, how large, how often. Durations are steps (2000), epochs ("5ep") or percent ("2%").
+    """Settings of training: length, batch size, precision, evaluation and checkpoints.
 
-    A run is as long as its `epochs`, `steps`, or `time` ("24h", "30min"): of training, without compilation, evaluation
-    and saving. `batch_size` is the global batch of a step and part of the recipe. `micro_batch` is what one process
-    takes in one pass (null: its whole share); accumulation follows from both. With a `batch_ramp` batches grow linearly
-    for that long ("60%"), from `batch_start` samples and by as many each time. `save_every` may also be a time; of the
-    checkpoints that a run can go on from, the newest `keep_last` are kept. `parallel` is what
-    several processes do with the model: each holds all of it (`ddp`) or a part (`fsdp`). `precision=bf16` is autocast,
-    which leaves gates, masks and row sums in float32; `matmul` is how products of float32 are computed, all of them
-    (`high`: TF32 on a GPU that has it; `medium`: bf16 products on a CPU that has them). `deterministic` makes a
-    GPU give the same bits each time, where PyTorch can.
+    Durations are steps (2000), epochs ("5ep") or percent of the run ("2%").
+
+    The length of a run is `epochs`, `steps` or `time` ("24h", "30min"). `time` counts training only, without
+    compilation, evaluation and saving. `batch_size` is the global batch size of a step, for any number of processes.
+    `micro_batch` is the number of samples in one forward pass of one process (null: the whole share of the process).
+    The number of accumulation passes follows from both. With `batch_ramp` ("60%"), the batch size grows linearly
+    during that time, from `batch_start` samples in increments of `batch_start`.
+
+    `eval_every` and `save_every` are durations; `save_every` may also be a time. The newest `keep_last` checkpoints
+    from which a run can resume are kept. `parallel` selects how processes share the model: each process holds the
+    whole model (`ddp`) or a shard of it (`fsdp`).
+
+    `precision=bf16` is autocast, which leaves gates, masks and row sums in float32. `matmul` is the precision of all
+    float32 matrix products (`high`: TF32 on a GPU that supports it; `medium`: bf16 products on a CPU that supports
+    them). `deterministic` selects kernels that give the same bits every time, as far as PyTorch has them for a GPU.
     """
 
     batch_size: int = setting(min=1)
@@ -68,27 +74,29 @@ class TrainerConfig:
         self.check_ramp()
 
     def describe(self) -> str:
-        """Length and batches, in words."""
+        """Return length and batch size as text."""
         length = f"{self.epochs:g} epochs" if self.epochs is not None else f"{self.steps:,} steps" if self.steps else ""
         return f"{length or f'{self.time} of training'} in batches of {self.batches()}"
 
     def batches(self) -> str:
-        """How large they are, in words."""
+        """Return the batch size, or its ramp, as text."""
         if self.batch_ramp is None:
             return str(self.batch_size)
         return f"{self.batch_start} to {self.batch_size}, reached after {self.batch_ramp}"
 
     def check_ramp(self) -> None:
-        """Raises ValueError: What is said of growing batches does not go together."""
+        """Check the settings of the batch-size ramp.
+
+        Raises:
+            ValueError: `batch_ramp`, `batch_start`, `batch_size` and `epochs` do not fit together.
+        """
         if (self.batch_ramp is None) != (self.batch_start is None):
             missing = "batch_start" if self.batch_start is None else "batch_ramp"
             raise ValueError(f"{missing}: batch_ramp and batch_start go together, one is missing")
         if self.batch_start is None:
             return
         if self.epochs is not None:
-            raise ValueError(
-                "batch_ramp: epochs have no fixed number of steps under it, give trainer.steps or trainer.time"
-            )
+            raise ValueError("batch_ramp: not possible with trainer.epochs, give trainer.steps or trainer.time")
         if self.batch_size % self.batch_start:
             fits = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
             near = min(fits, key=lambda n: abs(n - self.batch_start))

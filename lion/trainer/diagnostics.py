@@ -1,4 +1,4 @@
-"""What is to be seen of a run while it trains: speed, faults, divergence, and the decays of its layers."""
+"""Monitoring of a run during training: speed, faults, divergence, and the decays of the layers."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ log = logging.getLogger("lion")
 
 
 class Monitor:
-    """Writes the lines of training metrics, each of the steps since the one before it."""
+    """Reporter of training metrics; each line covers the steps since the previous line."""
 
     def __init__(self, state: RunState, batches: Batches, out: RunLog | NoLog) -> None:
         self.state, self.batches, self.out = state, batches, out
-        self.skipped = 0  # steps, as last reported
+        self.skipped = 0  # number of skipped steps at the last report
         self.restart()
 
     def restart(self) -> None:
-        """Measure from now on: what took time between was no training."""
+        """Restart the measurement, because the time since the last report was partly spent outside training."""
         self.started, self.waited, self.samples = time.perf_counter(), 0.0, 0
 
     def report(self, loss: Tensor, lr: float, norm: Tensor) -> None:
-        """Write a line of the last step's values and the speed since the last line."""
+        """Write a line with the values of the last step and the speed since the previous line."""
         state, unit = self.state, self.state.task.unit
         seconds = time.perf_counter() - self.started
-        step = {} if state.plan.seconds is None else {"step": f"{state.step:,}"}  # the bar counts seconds
+        step = {} if state.plan.seconds is None else {"step": f"{state.step:,}"}  # the progress bar counts seconds here
         speed = {f"{unit}/s": rate(self.samples, seconds)}
         self.out.progress(state.at, **step, loss=f"{loss.item():.3f}", lr=f"{lr:.1e}", **speed)
         values = {
@@ -62,14 +62,20 @@ class Monitor:
         self.restart()
 
     def faults(self) -> dict[str, int]:
-        """What went wrong so far and stopped nothing, over all processes; skipped steps are the same in each."""
+        """Count the faults that the run has survived so far, summed over processes.
+
+        The number of skipped steps is identical in all processes and is not summed.
+        """
         own = torch.tensor([len(self.batches.unreadable), self.batches.died])
         unreadable, died = self.state.runtime.sum(*own).int().tolist()
         return {"skipped_steps": self.state.guard.read()[0], "unreadable_samples": unreadable, "dead_workers": died}
 
 
 def nonfinite_steps(state: RunState) -> str | None:
-    """What to say of too many skipped steps in a row; None between the steps at which the device is asked."""
+    """Return a message if too many consecutive steps were skipped, else None.
+
+    The counter on the device is read only every `trainer.faults.nonfinite` steps and at the end of the run.
+    """
     limit = state.plan.trainer.faults.nonfinite
     if state.step % limit and not state.finished:
         return None
@@ -81,13 +87,16 @@ def nonfinite_steps(state: RunState) -> str | None:
 
 
 def all_finite(results: list[dict[str, float]], weights: list[Tensor]) -> bool:
-    """Whether every metric and every weight is."""
+    """Return whether all metrics and all weights are finite."""
     metrics = (value for part in results for value in part.values())
     return all(map(math.isfinite, metrics)) and all(torch.stack([w.isfinite().all() for w in weights]).tolist())
 
 
 def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Histogram]:
-    """All decays lambda that the layers use on this batch, by block (the paper's Fig. 12); counted on the device."""
+    """Return histograms of all decays lambda that the layers use on `batch`, by block (Fig. 12 of the paper).
+
+    The values are counted on the device.
+    """
     found: dict[str, Histogram] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -100,7 +109,7 @@ def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Hi
     hooks = []
     for i, unit in enumerate(model.units()):
         decays = [module for module in unit.modules() if isinstance(module, Decay)]
-        for j, decay in enumerate(decays):  # one for each direction or scan that has its own
+        for j, decay in enumerate(decays):  # a block has one decay, or one per direction or scan
             hooks.append(decay.register_forward_hook(keep(f"blocks.{i}.{j}" if j else f"blocks.{i}")))
     if not hooks:
         return {}
@@ -118,7 +127,7 @@ def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Hi
 
 @torch.no_grad()
 def progress_of(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor | str]:
-    """What the task shows of a model at an evaluation."""
+    """Return the images and texts that the task shows of a model at an evaluation."""
     training = model.training
     model.eval()
     try:

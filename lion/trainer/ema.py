@@ -1,4 +1,4 @@
-"""What follows the weights: the averaged model, and buffers that a skipped step must not change."""
+"""Exponential moving average of a model, and protection of its buffers from skipped steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
-    """Names of what a checkpoint of the model holds beside its parameters."""
+    """Return the names of the buffers that are saved in a checkpoint of the model."""
     held = model.state_dict().keys()
     return [name for name, _ in model.named_buffers() if name in held]
 
 
 class Buffers:
-    """A model's persistent buffers (running statistics), which a skipped step must leave as they were before it."""
+    """The persistent buffers of a model (running statistics), which a skipped step must leave unchanged."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.names = model, persistent_buffers(model)
@@ -29,7 +29,7 @@ class Buffers:
         self.before = [buffer.clone() for buffer in self.current()]
 
     def put_back(self, skipped: Tensor) -> None:
-        """What was kept, where `skipped`, a tensor, is not 0; nothing waits for the device."""
+        """Restore the kept buffers if the tensor `skipped` is not 0, without waiting for the device."""
         for buffer, before in zip(self.current(), self.before):
             buffer.copy_(torch.where(skipped.bool(), before, buffer))
 
@@ -37,8 +37,8 @@ class Buffers:
 class Average:
     """An exponential moving average of a model, `average = decay * average + (1 - decay) * model` at every step.
 
-    It covers what a checkpoint of the model holds: weights and floating buffers; other buffers (counts) are copied. A
-    skipped step counts as one in which the model stood still.
+    The average covers the weights and persistent floating-point buffers of the model. Other persistent buffers
+    (counts) are copied. A skipped step counts as a step in which the model did not change.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

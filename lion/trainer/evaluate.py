@@ -1,4 +1,4 @@
-"""Evaluation of a model on a split, in memory that does not grow with it."""
+"""Evaluation of a model on a split, batch by batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from lion.trainer.runtime import Runtime
 
 
 class Totals:
-    """What the batches of an evaluation add up to; kept of each sample is only what a metric needs of all of them."""
+    """Sums over the batches of an evaluation.
+
+    Per-sample rows are kept only for metrics that need all samples at once.
+    """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self.metrics = [metric for metric in metrics if not isinstance(metric, OwnPass)]
@@ -22,7 +25,7 @@ class Totals:
         self.rows: dict[str, list[Tensor]] = {name: [] for metric in self.metrics for name in metric.rows}
 
     def add(self, outcome: Outcome, mask: Tensor) -> None:
-        """A batch's outcome; `mask` (B,) says which samples are real."""
+        """Add the outcome of a batch; `mask` (B,) is True for real samples and False for padding."""
         for name, pair in outcome.sums.items():
             pair = [x.double() for x in pair]
             self.sums[name] = [a + b for a, b in zip(self.sums[name], pair)] if name in self.sums else pair
@@ -30,7 +33,10 @@ class Totals:
             kept.append(outcome.rows[name][mask])
 
     def values(self, runtime: Runtime) -> dict[str, float]:
-        """Every metric, over all processes: sums first, then one division; rows in the order of the split."""
+        """Compute every metric over all processes.
+
+        Sums are added over processes before they are divided. Rows are concatenated in the order of the split.
+        """
         flat = runtime.sum(*[x for pair in self.sums.values() for x in pair]).tolist() if self.sums else []
         means = {name: flat[2 * i] / max(flat[2 * i + 1], 1) for i, name in enumerate(self.sums)}
         rows = {name: torch.cat(runtime.gather(torch.cat(kept).cpu())) for name, kept in self.rows.items()}
@@ -38,7 +44,7 @@ class Totals:
 
 
 class FirstBatchKept:
-    """Batches, to be gone through any number of times, and the first of them."""
+    """An iterable of batches that keeps the first batch; it can be iterated any number of times."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self.batches = batches
@@ -52,7 +58,7 @@ class FirstBatchKept:
 
 
 class Stopped(Exception):
-    """An evaluation was asked to end early."""
+    """Signal that an evaluation was asked to end early."""
 
 
 @torch.no_grad()
@@ -66,10 +72,10 @@ def evaluate(
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """The task's metrics over all samples and processes; None when `stop` says so.
+    """Compute the metrics of a task over all samples and processes; return None if `stop` ended the evaluation.
 
-    `batches` are gone through once, and once more for every `OwnPass`. What is drawn follows from `seed` alone, the
-    same for every model and form, and is not missed in training.
+    `batches` are iterated once, and once more for every `OwnPass` metric. Random numbers depend on `seed` and the
+    rank alone, so they are the same for every model and form. The random state of training is not affected.
     """
 
     def on_device() -> Iterator[Batch]:
@@ -108,7 +114,10 @@ def own_value(
     precision: str,
     seed: int = 0,
 ) -> float:
-    """A metric's own pass of a model in evaluation mode over a process's batches; `seed` as in `evaluate`."""
+    """Compute a metric that needs a separate pass over the batches of this process.
+
+    The model must be in evaluation mode; `seed` is used as in `evaluate`.
+    """
     batches = (to_device(batch, runtime.device) for batch in batches)
     with torch.no_grad(), runtime.autocast(precision), runtime.seeded(seed):
         return float(metric.measure(task, model, batches, runtime.gather))

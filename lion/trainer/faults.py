@@ -1,4 +1,4 @@
-"""What goes wrong in long runs: how much of it a run survives, and the words for it."""
+"""Faults of long runs: limits on the faults that a run survives, and error messages with advice."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RunError(Exception):
-    """A run cannot go on; the message is one line that says why, what is kept, and what to try. Exit code 1."""
+    """Error that ends a run with exit code 1.
+
+    The message is one line with the reason, the checkpoint that is kept, and advice.
+    """
 
 
 @dataclass
 class FaultsConfig:
-    """How many faults a run survives: `nonfinite` steps in a row without a finite loss and gradient (each is skipped;
-    the device is asked every `nonfinite` steps), samples that cannot be read and loader workers that die (counted by
-    each process for itself)."""
+    """Limits on the faults that a run survives.
+
+    `nonfinite` is the number of consecutive steps without a finite loss and gradient at which the run ends. Each of
+    these steps is skipped; the device is queried every `nonfinite` steps. `unreadable` limits the samples that cannot
+    be read, and `workers` the loader workers that die. Both are counted per process.
+    """
 
     nonfinite: int = setting(10, min=1, free=True)
     unreadable: int = setting(100, min=0, free=True)
@@ -29,7 +35,7 @@ class FaultsConfig:
 
 
 def full_disk(error: BaseException) -> bool:
-    """Whether an error says that there is no room; libraries wrap it, so its causes are asked, too."""
+    """Return whether an error, or one of the errors that caused it, reports a full disk."""
     seen = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in NO_ROOM:
@@ -39,8 +45,10 @@ def full_disk(error: BaseException) -> bool:
 
 
 def cut_library(error: BaseException) -> str | None:
-    """The file in a compiler's cache that a loader cannot read, where an error tells of one: a compile was killed as it
-    wrote."""
+    """Return the truncated library in a compiler cache that an error reports, or None.
+
+    Such a file remains when a compilation was killed while writing.
+    """
     found = re.search(r"(/[^\n:]*\.so): (?:file too short|invalid ELF header)", str(error))
     caches = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
     ours = found and any(cache in found[1] for cache in ("/torchinductor_", "/.triton/", *filter(None, caches)))
@@ -48,13 +56,16 @@ def cut_library(error: BaseException) -> str | None:
 
 
 def refusal(error: OSError) -> str:
-    """What the system refuses, and where."""
-    place = error.filename2 or error.filename  # the second of two is where a file was to go
+    """Return the message of an error of the operating system, with the path if there is one."""
+    place = error.filename2 or error.filename  # of two paths, the second is the destination
     return f"{place}: {error.strerror}" if place else str(error.strerror)
 
 
 def explain(error: Exception, *, step: int, micro: int, kept: str) -> Exception | None:
-    """The same in the user's terms, with the setting to change, where there are such; `kept` says what is not lost."""
+    """Translate an error into a message that names the setting to change, or return None for an unknown error.
+
+    `kept` is a message about the checkpoint that is still available.
+    """
     if out_of_memory(error):
         return memory_advice(step, micro)
     if "does not have a deterministic implementation" in str(error):
@@ -65,7 +76,7 @@ def explain(error: Exception, *, step: int, micro: int, kept: str) -> Exception 
 
 
 def divergence_advice(best: Path | None) -> str:
-    """What to try in a new run; `best` is a run whose best weights can be started from."""
+    """Return advice after divergence; `best` is the folder of a run whose best weights can initialise a new run."""
     start = f"run.name=NAME, init_from={best} keeps the best weights" if best else "run.name=NAME"
     return (
         f"In a new run ({start}) try trainer.clip_grad=1, a lower optim.lr, a longer schedule.warmup, "
@@ -74,15 +85,15 @@ def divergence_advice(best: Path | None) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    named = type(error).__name__ == "OutOfMemoryError"  # of torch, which the words for an error do not need
+    named = type(error).__name__ == "OutOfMemoryError"  # by name: torch need not be imported
     return named or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def memory_advice(step: int, micro: int) -> ConfigError:
-    """Out of memory, in the user's terms."""
+    """Return the error for running out of memory, with advice on `trainer.micro_batch`."""
     smaller = max((m for m in range(1, micro) if micro % m == 0), default=None)
     advice = (
-        f"try trainer.micro_batch={smaller}; the global batch stays what it is"
+        f"try trainer.micro_batch={smaller}; the global batch size does not change"
         if smaller
         else "trainer.micro_batch cannot be smaller: try a smaller model or input"
     )

@@ -1,4 +1,4 @@
-"""Histograms as TensorBoard draws them, counted where the values are."""
+"""TensorBoard histograms, counted on the device of the values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def bin_edges() -> list[float]:
-    """TensorBoard's own: 0, and powers of 1.1 on both sides of it."""
+    """Return the bin edges of TensorBoard: 0, and `1e-12 * 1.1**n` with both signs."""
     positive = [1e-12]
     while positive[-1] * 1.1 < 1e20:
         positive.append(positive[-1] * 1.1)
@@ -32,18 +32,19 @@ class Histogram(NamedTuple):
 
 
 def histogram(values: Tensor) -> Histogram | None:
-    """What `SummaryWriter.add_histogram` makes of values of any shape, sums in float64; only counts leave the device.
+    """Compute the histogram that `SummaryWriter.add_histogram` would make of values of any shape.
 
-    None where nothing can be counted: all is NaN.
+    Sums are in float64. Only the counts and statistics are copied from the device. The result is None if no value
+    can be counted, for example because all values are NaN.
     """
     values = values.detach().double().flatten()
     edges = torch.tensor(EDGES, dtype=torch.float64, device=values.device)
     counts = torch.bincount(torch.bucketize(values, edges, out_int32=True, right=True), minlength=len(EDGES) + 1)
     stats = torch.stack([values.min(), values.max(), values.sum(), values.square().sum()])
     low, high, total, squares, *counts = torch.cat([stats, counts.double()]).tolist()
-    counts = counts[:-1]  # the last is beyond all edges; counts[i] is below EDGES[i]
+    counts = counts[:-1]  # the last count is beyond all edges; counts[i] lies below EDGES[i]
     filled = [i for i, count in enumerate(counts) if count and i]
     if not filled:
         return None
-    shown = slice(max(filled[0] - 1, 0), filled[-1] + 1)  # an empty bucket first, so that the lowest limit is there
+    shown = slice(max(filled[0] - 1, 0), filled[-1] + 1)  # an empty bucket first, which supplies the lower limit
     return Histogram(low, high, len(values), total, squares, EDGES[shown], counts[shown])

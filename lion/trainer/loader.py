@@ -1,8 +1,9 @@
-"""What the trainer reads: the samples of a step, as a pure function of (seed, epoch, position), in whole batches.
+"""Data loading: the samples of a step are a pure function of (seed, epoch, position), in whole batches.
 
-The global batch of a step does not depend on the number of processes, loader workers or micro-batches, and a sample's
-augmentation depends on (seed, epoch, position, sample) alone (of a data set that makes its own batches, on that of its
-micro-batch): a run can stop and go on anywhere.
+The global batch of a step does not depend on the number of processes, loader workers or micro-batches. The augmentation
+of a sample depends on (seed, epoch, position, sample) alone. For a data set that makes whole batches itself
+(`DeviceDataset`), augmentation depends on (seed, epoch, position) of the first sample of the micro-batch. A run can
+therefore stop at any step and resume exactly.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ from lion.trainer.faults import FaultsConfig, RunError
 
 log = logging.getLogger("lion")
 
-SEARCH = 100  # neighbours tried in place of a sample that cannot be read
+SEARCH = 100  # following samples that are tried instead of an unreadable sample
 
 
-ENDLESS = 2**62  # samples of a run whose length is not known
+ENDLESS = 2**62  # number of samples of a run of unknown length
 
 
 class StepSampler(Sequence):
-    """Micro-batches of one process from the `start`-th sample of a run to the `end`-th, as lists of (epoch, place,
-    sample); whatever steps they make up, an epoch has whole global batches of `batch`."""
+    """A sequence of the micro-batches of one process, as lists of (epoch, place, sample).
+
+    The micro-batches cover samples `start` to `end` of the run (None: no end). An epoch always consists of whole
+    global batches of `batch` samples, even if the batch size of the steps grows.
+    """
 
     def __init__(
         self,
@@ -55,11 +59,11 @@ class StepSampler(Sequence):
         self.per_epoch = size // batch * batch
 
     def samples(self, count: int) -> list[int]:
-        """The first `count` samples of all processes, or as many as the epoch has left."""
+        """Return the first `count` samples over all processes, or fewer if the epoch ends before."""
         return [sample for _, _, sample in self.take(self.start, count)]
 
     def take(self, first: int, count: int) -> list[tuple[int, int, int]]:
-        """From the `first`-th sample of the run on, within its epoch."""
+        """Return up to `count` entries (epoch, place, sample) from sample `first` of the run on, within one epoch."""
         epoch, place = divmod(first, self.per_epoch)
         places = range(place, min(place + count, self.per_epoch))
         samples = self.order.samples(places, size=self.size, seed=self.seed, epoch=epoch)
@@ -75,7 +79,12 @@ class StepSampler(Sequence):
 
 
 class Samples(list):
-    """The samples of a batch, the batch's other columns (`beside`), and (index, reason) of what could not be read."""
+    """The samples of a batch.
+
+    Attributes:
+        beside: Additional columns of the batch, by name.
+        unreadable: (index, reason) of every sample that could not be read.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +92,7 @@ class Samples(list):
         self.unreadable: list[tuple[int, str]] = []
 
     def read(self, dataset: Dataset, index: int) -> bool:
-        """Take `dataset[index]`, or the next that can be read (or None); says whether it was the first."""
+        """Append `dataset[index]`, else the next readable sample or None; return whether `index` was readable."""
         for candidate in range(index, index + SEARCH):
             candidate %= len(dataset)
             try:
@@ -96,7 +105,7 @@ class Samples(list):
 
 
 def collate(samples: Samples, make: Callable[[list[Any]], Batch]) -> tuple[Batch | None, list[tuple[int, str]]]:
-    """A batch as `make` makes it, or None where too little could be read, and what could not be."""
+    """Make a batch with `make`; return the batch, or None if a sample is missing, and the unreadable samples."""
     if any(s is None for s in samples):
         return None, samples.unreadable
     beside = {name: torch.tensor(values) for name, values in samples.beside.items()}
@@ -105,7 +114,7 @@ def collate(samples: Samples, make: Callable[[list[Any]], Batch]) -> tuple[Batch
 
 @contextlib.contextmanager
 def preserved_generator() -> Iterator[torch.Generator]:
-    """torch's default generator, to be seeded inside; afterwards it has the state that it had before."""
+    """Yield torch's default generator, which may be reseeded inside, and restore its state afterwards."""
     generator = torch.default_generator
     state = generator.get_state()
     try:
@@ -115,7 +124,7 @@ def preserved_generator() -> Iterator[torch.Generator]:
 
 
 class SeededDataset(Dataset):
-    """A data set whose random augmentation depends on (seed, epoch, place in the epoch) alone."""
+    """A data set whose random augmentation depends on (seed, epoch, place in the epoch, sample) alone."""
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -129,17 +138,18 @@ class SeededDataset(Dataset):
         return samples
 
     def batch(self, keys: list[tuple[int, int, int]], device: torch.device) -> Batch:
-        """Of a data set that makes its own batches; its chance depends on (seed, epoch, first place)."""
+        """Make a whole batch with a `DeviceDataset`, whose augmentation depends on (seed, epoch, first place)."""
         generator = torch.Generator(device).manual_seed(derive(self.seed, *keys[0][:2]))
         return self.dataset.batch([index for *_, index in keys], device, generator)
 
 
 class PaddedDataset(Dataset):
-    """An evaluation split padded to whole batches, with what its task cannot know beside them.
+    """An evaluation split, padded to whole batches, with the additional columns `mask` and `key`.
 
-    `mask` (B,) is False for padding and for what cannot be read. `key` (B,), int64, depends on (seed, split, sample)
-    alone: noise made of it (`lion.tasks.seeds.uniform`) is the same for every model, form, batch size and number of
-    processes. So is what a data set draws from torch's generator as it reads a sample.
+    `mask` (B,) is False for padding and for samples that cannot be read. `key` (B,), int64, depends on (seed, split,
+    sample) alone. Noise generated from `key` (`lion.tasks.seeds.uniform`) is the same for every model, form, batch
+    size and number of processes. The same holds for random numbers that a data set draws from torch's default
+    generator while it reads a sample.
     """
 
     def __init__(self, dataset: Dataset, seed: int, split: str) -> None:
@@ -155,37 +165,37 @@ class PaddedDataset(Dataset):
         return samples
 
     def batch(self, indices: list[int], device: torch.device) -> Batch:
-        """Of a data set that makes its own batches."""
+        """Make a whole batch with a `DeviceDataset`."""
         places, real, keys = self.places(indices)
         beside = {"mask": torch.tensor(real, device=device), "key": torch.tensor(keys, device=device)}
         return {**self.dataset.batch(places, device), **beside}
 
     def places(self, indices: list[int]) -> tuple[list[int], list[bool], list[int]]:
-        """The samples to read, which of them are no padding, and their keys."""
+        """Return the samples to read, whether each of them is real (not padding), and their keys."""
         real = [index < len(self.dataset) for index in indices]
         places = [index if ok else 0 for index, ok in zip(indices, real)]
         return places, real, [derive(self.seed, self.split, place) for place in places]
 
 
 def leave_signals(_: int) -> None:
-    """Workers leave signals to the main process, which still needs them to end its step."""
+    """Set up a worker to ignore SIGINT and SIGTERM, because the main process still needs the worker to end its step."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 
 
 def steps_per_epoch(size: int, batch: int) -> int:
-    """Whole batches in an epoch; the rest is dropped so that every step has one shape."""
+    """Return the number of whole batches in an epoch; the remainder is dropped so that all batches have one shape."""
     if size < batch:
         raise ConfigError(f"trainer.batch_size: {batch} is more than the {size} training samples, nearest: {size}")
     return size // batch
 
 
 class Batches:
-    """Batches of a loader, whose faults are named, counted and limited; `unreadable` samples are counted once.
+    """The batches of a data loader, whose faults are reported, counted and limited.
 
-    A worker that dies is replaced, with all others, at the batch that was due. A `DeviceDataset` is
-    no loader's work: it is asked for whole batches.
+    Every unreadable sample is counted once. If a worker dies, all workers are restarted at the batch that was due.
+    A `DeviceDataset` makes whole batches itself, without a data loader.
     """
 
     def __init__(
@@ -212,7 +222,7 @@ class Batches:
             pin_memory=self.pin,
             collate_fn=functools.partial(collate, make=self.collate),
             worker_init_fn=leave_signals,
-            generator=torch.Generator(),  # its own: starting an iterator draws from it, not from the global state
+            generator=torch.Generator(),  # separate: starting an iterator must not draw from the global generator
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -223,7 +233,7 @@ class Batches:
         while True:
             batches = iter(self.loader(done))
             if self.workers and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGCHLD, ignore)  # torch's raises wherever the main thread is; we ask here
+                signal.signal(signal.SIGCHLD, ignore)  # torch's handler would raise anywhere in the main thread
             try:
                 for batch, unreadable in batches:
                     done += 1
@@ -232,8 +242,8 @@ class Batches:
                         raise RunError(f"unreadable: {SEARCH} samples in a row, e.g. {unreadable[0][1]}")
                     yield batch
                 return
-            except (RuntimeError, OSError, EOFError) as error:  # what a reader meets whose writer is gone
-                time.sleep(0.5)  # its pipes close before its exit code is known
+            except (RuntimeError, OSError, EOFError) as error:  # raised by reading from a dead worker
+                time.sleep(0.5)  # the pipes close before the exit code is known
                 codes = [w.exitcode for w in getattr(batches, "_workers", ()) if w.exitcode]
                 if not codes:
                     raise
@@ -241,10 +251,10 @@ class Batches:
                 what = f"a loader worker died ({type(error).__name__}, exit code {codes[0]})"
                 if self.died > self.faults.workers:
                     raise RunError(
-                        f"{what}, the {self.died}. of at most {self.faults.workers} (trainer.faults.workers); "
-                        f"is memory short? data.workers=N takes fewer"
+                        f"{what}, death {self.died} of at most {self.faults.workers} (trainer.faults.workers); "
+                        f"if memory is short, use fewer workers with data.workers=N"
                     ) from None
-                log.warning("%s, %d of at most %d; its batch is read again", what, self.died, self.faults.workers)
+                log.warning("%s, %d of at most %d; its batch is loaded again", what, self.died, self.faults.workers)
 
     def report(self, unreadable: list[tuple[int, str]]) -> None:
         limit = self.faults.unreadable
@@ -255,11 +265,11 @@ class Batches:
             count = f"{len(self.unreadable)} of at most {limit}"
             if len(self.unreadable) > limit:
                 raise RunError(f"unreadable: {reason}; {count} such samples (trainer.faults.unreadable)")
-            log.warning("unreadable, passed over: %s (%s)", reason, count)
+            log.warning("unreadable, skipped: %s (%s)", reason, count)
 
 
 def ignore(number: int, frame: Any) -> None:
-    """A signal handler."""
+    """Do nothing, as a signal handler."""
 
 
 def train_batches(
@@ -272,7 +282,7 @@ def train_batches(
     faults: FaultsConfig | None = None,
     device: torch.device | str = "cpu",
 ) -> Batches:
-    """All micro-batches of this process that the sampler names, across epochs."""
+    """Return the micro-batches of this process that the sampler selects, across epochs."""
     how = {"collate": collate, "workers": workers, "pin": pin, "faults": faults or FaultsConfig(), "device": device}
     return Batches(SeededDataset(dataset, sampler.seed), sampler, **how)
 
@@ -291,7 +301,7 @@ def eval_batches(
     faults: FaultsConfig | None = None,
     device: torch.device | str = "cpu",
 ) -> Batches:
-    """This process's share of a split in batches of one shape; `seed` and the split's name decide its noise."""
+    """Return this process's share of a split, in batches of one shape; `seed` and `split` determine the noise."""
     rounds = -(-len(dataset) // (batch * world))
     first = rank * batch * rounds
     share = [range(start, start + batch) for start in range(first, first + batch * rounds, batch)]

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: a progress bar, `metrics.jsonl`, TensorBoard. Rank 0 only."""
+"""Logging of a run, on rank 0 only: progress bar, `metrics.jsonl`, TensorBoard."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from lion.trainer.faults import full_disk
 from lion.trainer.histogram import Histogram
 
 log = logging.getLogger("lion")
-PLACE = ("epoch", "samples", "seconds")  # of a line, beside its step
+PLACE = ("epoch", "samples", "seconds")  # keys of a line that give its place in the run, beside the step
 
 
 class RunLog:
-    """Metrics of one run, from step `start` on: whatever an earlier process wrote past that step is cut off. The
-    progress bar counts the `unit`s of `total`, from `done` on.
+    """The log of one run, from step `start` on.
 
-    An evaluation of `start` itself that will be made again (`evaluated` says it is not done) is cut off, too. A
-    full disk is reported once and stops no run: lines of metrics wait in memory, TensorBoard ends with this process.
+    Lines that an earlier process wrote after step `start` are removed. Evaluation lines of step `start` itself are
+    removed too if that evaluation will be repeated (`evaluated` is False). The progress bar counts `total` in `unit`s,
+    from `done` on.
+
+    A full disk is reported once and does not stop the run: metrics lines wait in memory, and TensorBoard output is
+    lost until the next process.
     """
 
     def __init__(
@@ -48,11 +51,11 @@ class RunLog:
         path = folder / "metrics.jsonl"
         kept = cut_metrics(path, lambda line: line["step"] < start + (evaluated or line["kind"] == "train"))
         self.file = open(path, "ab", buffering=0)
-        self.pending = b""  # what a full disk has refused so far
+        self.pending = b""  # lines that a full disk has not accepted yet
         self.full = False
-        self.board = SummaryWriter(str(folder), purge_step=start + evaluated)  # there, a run has its own name
+        self.board = SummaryWriter(str(folder), purge_step=start + evaluated)  # TensorBoard names it after its folder
         shown = dict(desc=folder.name, unit=unit, leave=True, delay=0)
-        if unit == "s":  # the rate would be a second a second
+        if unit == "s":  # a rate in seconds per second would say nothing
             shown["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt} s [{remaining} left{postfix}]"
         self.name, self.started = folder.name, False
         self.bar = progress(total=round(total), initial=round(done), **shown)
@@ -60,35 +63,36 @@ class RunLog:
         self.redirect.__enter__()
         self.hook, threading.excepthook = threading.excepthook, self.thread_failed
         if not evaluated:
-            for line in (x for x in kept if x["step"] == start):  # purged from TensorBoard with the rest of its step
+            for line in (x for x in kept if x["step"] == start):  # TensorBoard has purged the whole step
                 values = {k: v for k, v in line.items() if k not in ("step", "kind", *PLACE) and v is not None}
                 self.scalars(start, line["kind"], values)
 
     def progress(self, at: float, **shown: str) -> None:
-        """The run has come to this place of `total`."""
+        """Move the progress bar to the place `at` of `total` and show the values `shown`."""
         if shown:
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update(min(round(at), self.bar.total) - self.bar.n)
-        if not self.started:  # the first step compiles
+        if not self.started:  # the first step includes compilation
             self.started = True
             self.bar.restart_clock()
 
     @contextlib.contextmanager
     def pause(self, what: str) -> Iterator[None]:
-        """Show `what` is done between steps, and leave its time out of the rate of steps."""
+        """Show the name of work between steps, and exclude its time from the rate of steps."""
         self.bar.set_description(f"{self.name}, {what}", refresh=sys.stderr.isatty())
         with self.bar.paused():
             yield
         self.bar.set_description(self.name, refresh=False)
 
     def write(self, step: int, kind: str, values: dict[str, float], **more: Any) -> None:
-        """One line of `metrics.jsonl` and one TensorBoard point a value."""
+        """Write one line to `metrics.jsonl` and one TensorBoard point per value."""
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # JSON has no NaN
         self.pending += (json.dumps({"step": step, "kind": kind, **more, **finite}) + "\n").encode()
         self.drain()
         self.scalars(step, kind, values)
 
     def drain(self) -> None:
+        """Write the pending lines, as far as the disk has space."""
         with self.space():
             while self.pending:
                 self.pending = self.pending[self.file.write(self.pending) :]
@@ -99,20 +103,23 @@ class RunLog:
                 self.board.add_scalar(f"{kind}/{name}", value, step)
 
     def histograms(self, step: int, kind: str, values: dict[str, Histogram]) -> None:
-        """Histograms for TensorBoard, which shows kinds in alphabetical order: "λ" stands behind every metric."""
+        """Write histograms to TensorBoard.
+
+        TensorBoard sorts kinds alphabetically, so the kind "λ" comes after every metric.
+        """
         with self.space():
             for name, value in values.items():
                 self.board.add_histogram_raw(f"{kind}/{name}", *value, step)
 
     def show(self, step: int, values: dict[str, Tensor | str]) -> None:
-        """Pictures (channels, height, width) and text."""
+        """Write images (channels, height, width) and texts to TensorBoard."""
         with self.space():
             for name, value in values.items():
                 add = self.board.add_text if isinstance(value, str) else self.board.add_image
                 add(name, value, step)
 
     def flush(self) -> None:
-        """Everything so far to the disk, so that no checkpoint is ahead of its metrics."""
+        """Flush everything to disk, so that no checkpoint is newer than its metrics."""
         self.drain()
         with self.space():
             os.fsync(self.file.fileno())
@@ -120,6 +127,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def space(self) -> Iterator[None]:
+        """Report a full disk once instead of raising its error."""
         try:
             yield
         except OSError as error:
@@ -130,7 +138,10 @@ class RunLog:
             self.full = True
 
     def thread_failed(self, args: threading.ExceptHookArgs) -> None:
-        """TensorBoard writes in a thread; what fails there is raised again by the next call, and reported there."""
+        """Handle an uncaught error of a thread, except a full disk.
+
+        TensorBoard writes in a thread. Its next call raises the same error again, and `space` reports a full disk.
+        """
         if not full_disk(args.exc_value):
             self.hook(args)
 
@@ -145,7 +156,7 @@ class RunLog:
 
 
 class NoLog:
-    """What every process but the first has in place of a `RunLog`: it writes nothing."""
+    """A replacement of `RunLog` in every process but the first, which writes nothing."""
 
     def nothing(self, *values: Any, **more: Any) -> None:
         pass
@@ -157,7 +168,7 @@ class NoLog:
 
 
 def cut_metrics(path: Path, keep: Callable[[dict], bool]) -> list[dict]:
-    """Drop the lines that `keep` refuses, and torn ones; returns what is left."""
+    """Remove lines that `keep` rejects and lines that are not valid JSON; return the remaining lines."""
     kept = []
     if not path.exists():
         return kept

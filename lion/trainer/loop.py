@@ -1,4 +1,4 @@
-"""The trainer: one loop for every task."""
+"""The training loop, which is the same for every task."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ log = logging.getLogger("lion")
 
 
 class Trainer:
-    """Trains `model` on `task` into a run folder, resuming from its newest whole checkpoint.
+    """A trainer of `model` on `task`, which resumes from the newest usable checkpoint of the run folder.
 
     Args:
-        plan: Settings, and the lengths that follow from them.
-        task, model, splits: What is learned; `splits.val` chooses `best`.
+        plan: Settings, and the lengths that follow from the settings.
+        task, model, splits: Task, model and data; `splits.val` selects the best checkpoint.
         folder: Run folder; checkpoints go to `folder/checkpoints`.
-        runtime: Device and processes.
-        workers: Loader processes.
+        runtime: Device, rank and number of processes.
+        workers: Number of data-loader processes.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Trainer:
         self.state = RunState(folder, plan, task, self.data, runtime)
         learner = Learner(self.model, self.ema, self.optimizer)
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
-        self.stopping = False  # a signal sets it
+        self.stopping = False  # set by a signal
 
     def fit(self, started: Callable[[RunState], None] | None = None) -> bool:
-        """Train to the end; False when a signal asked to stop earlier (the state is saved).
+        """Train to the end; return False if a signal stopped the run earlier (the state is saved).
 
-        `started` is called when the run folder has been found to fit, before the first step.
+        `started` is called before the first step, once the checkpoints of the run folder are found to fit.
 
         Raises:
-            RunError: Training cannot go on, or its end cannot be saved.
-            ConfigError: A setting does not fit the machine or what the run folder holds.
+            RunError: Training cannot continue, or the last step cannot be saved.
+            ConfigError: A setting does not fit the machine or the contents of the run folder.
         """
         begin, state = time.perf_counter(), self.state
         with contextlib.ExitStack() as stack:
@@ -95,11 +95,11 @@ class Trainer:
             batches = stack.enter_context(contextlib.closing(iter(loader)))
             try:
                 complete = self.train(batches, Monitor(state, loader, out), out)
-            except TorchDynamoException:  # a signal to the whole process group ends the compiler, too
+            except TorchDynamoException:  # a signal to the whole process group also stops the compiler
                 if not self.stopping or self.runtime.world > 1:
                     raise
                 complete = False
-                if state.evaluation_due:  # cut short by it; a step that was, has changed nothing and is taken again
+                if state.evaluation_due:  # interrupted in it; an interrupted step changed nothing and is repeated
                     self.save(out)
         if state.step and self.checkpoints.saved != state.step:
             raise RunError(f"step {state.step} could not be saved: {self.checkpoints.kept}")
@@ -110,13 +110,13 @@ class Trainer:
         return complete
 
     def prepare(self) -> None:
-        """Compile, and go to where an earlier process has left the run."""
+        """Compile the models and restore the newest usable checkpoint."""
         if self.config.compile:
             self.state.compiled = all(compile_blocks(model) for model in self.models)
         if self.state.compiled:
             log.info("compiling: the first steps and the first evaluation take longer")
         best, kept = self.checkpoints.best(), self.checkpoints.resume(self.state.restore)
-        if best is not None:  # a run that lost its last steps may have seen a better one: it is still on the disk
+        if best is not None:  # may be newer than the checkpoint that the run resumes from
             self.state.best = best
         if kept is not None:
             self.state.announce(kept)
@@ -129,9 +129,9 @@ class Trainer:
         return RunLog(self.folder, start=state.step, evaluated=not state.evaluation_due, **bar)
 
     def train(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> bool:
-        """The loop; False when it was asked to stop."""
+        """Run the training loop; return False if a signal stopped the loop."""
         state, timer, owed = self.state, SaveTimer(self.plan.save_seconds), False
-        complete = self.evaluate_if_due(out)  # a signal may have cut the last one short
+        complete = self.evaluate_if_due(out)  # a signal may have interrupted the last evaluation
         clock = TrainingClock(compiles=state.compiled)
         while complete and not state.finished:
             lr = self.set_learning_rate()
@@ -152,7 +152,7 @@ class Trainer:
             owed = owed or late or state.due(self.plan.save_every)
             if last or (owed and not state.guard.read()[1]):
                 with out.pause("saving"):
-                    self.save(out)  # not while steps are skipped: the last checkpoint is a good one
+                    self.save(out)  # a periodic save waits while steps are being skipped
                 timer.restart()
                 clock.restart()
                 owed = False
@@ -161,16 +161,16 @@ class Trainer:
         return complete
 
     def set_learning_rate(self) -> float:
-        """Of this step, in every group by its factor."""
+        """Set the learning rate of this step in every parameter group, times the factor of the group."""
         lr = self.state.learning_rate()
         for group, factor in zip(self.optimizer.param_groups, self.lr_factors):
             group["lr"] = lr * factor
         return lr
 
     def train_step(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> tuple[Tensor, Tensor]:
-        """One optimizer step over the global batch; returns its mean loss and gradient norm.
+        """Take one optimizer step on the global batch; return its mean loss and gradient norm.
 
-        Where loss or gradient is not finite, weights, persistent buffers and optimizer stay as they are.
+        If loss or gradient is not finite, weights, persistent buffers and optimizer state do not change.
         """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -179,7 +179,7 @@ class Trainer:
         if self.runtime.world > 1:
             torch.distributed.all_reduce(sums)
         loss = sums[0] / sums[1]
-        # the gradients are of the loss summed over samples, averaged over processes
+        # so far, gradients of the loss summed over samples and averaged over processes
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         torch._foreach_mul_(local(gradients), (self.runtime.world / sums[1]).float())
         norm = full(nn.utils.get_total_norm(gradients))
@@ -193,7 +193,7 @@ class Trainer:
         return loss, norm
 
     def accumulate(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> Tensor:
-        """Backward passes of this process's micro-batches; returns the sums of loss and weight."""
+        """Accumulate the gradients of this process's micro-batches; return the sums of loss and weight."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         passes = self.plan.passes(self.state.at)
         for micro in range(passes):
@@ -210,7 +210,7 @@ class Trainer:
         return sums
 
     def evaluate_if_due(self, out: RunLog | NoLog) -> bool:
-        """Measure what is held out where this step's turn has not been taken; False when a signal cut it short."""
+        """Evaluate if an evaluation is due at this step; return False if a signal interrupted the evaluation."""
         state = self.state
         if not state.evaluation_due:
             return True
@@ -218,7 +218,7 @@ class Trainer:
             return self.measure(out)
 
     def measure(self, out: RunLog | NoLog) -> bool:
-        """Evaluate on what is held out, keep the best; False when a signal cut it short."""
+        """Evaluate on the held-out splits and save the best weights; return False if a signal interrupted."""
         state = self.state
         splits, results = self.data.held_out(), {}
         val = splits["val"] = FirstBatchKept(splits["val"])
@@ -249,7 +249,7 @@ class Trainer:
         return True
 
     def keep_if_best(self, value: float) -> None:
-        """Save the weights where none did better on `val`; of equals, the longer trained are kept."""
+        """Save the weights if no earlier weights were better on `val`; equal later weights replace earlier weights."""
         state = self.state
         if not self.task.metric.as_good(value, state.best["value"]) or state.step == state.best["step"]:
             return
@@ -258,19 +258,19 @@ class Trainer:
             state.best = best
 
     def save(self, out: RunLog | NoLog) -> None:
-        """Write a checkpoint to go on from; a full disk is reported and leaves the previous one."""
+        """Save a checkpoint to resume from; a full disk is reported and leaves the previous checkpoint in place."""
         out.flush()
         self.checkpoints.save_last(self.state.step, self.state.to_dict())
 
     def diverged(self, what: str) -> NoReturn:
-        if not self.runtime.main:  # all see it, one says it
+        if not self.runtime.main:  # every process sees the divergence, the first reports it
             sys.exit(1)
         advice = divergence_advice(self.folder if self.state.best["step"] else None)
         raise RunError(f"{what}; {self.checkpoints.kept}. {advice}")
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Say which setting to change where memory runs out, and what is kept where a disk refuses."""
+        """Replace known errors (out of memory, full disk ..) by errors with advice and the kept checkpoint."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Memory: what is free, what a process has held at most, and what one call takes, as the system or PyTorch sees it."""
+"""Memory measurements: free memory, peak memory of a process, and peak memory of one call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that can still be taken; infinite where that is not known."""
+    """Return the number of free bytes, or infinity if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError, StopIteration):
@@ -24,15 +24,17 @@ def free_bytes(device: torch.device) -> float:
 
 
 def peak_so_far(device: torch.device) -> int:
-    """Most bytes ever held: on CUDA by tensors, else by the process."""
+    """Return the peak memory in bytes since the start: of tensors on CUDA, otherwise of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def process_peak(once: Callable[[], object], device: torch.device) -> int | None:
-    """Most bytes that one call held beyond what was there, its outputs among them, as the system counts them (on CUDA
-    those of tensors); None where that is not known."""
+    """Measure the peak memory in bytes of one call, including its outputs, beyond the memory held before.
+
+    The memory is counted by the operating system, or as tensors on CUDA. The result is None if it cannot be measured.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -41,17 +43,17 @@ def process_peak(once: Callable[[], object], device: torch.device) -> int | None
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(device) - before
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator keeps would hide what a call takes
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts over
+        ctypes.CDLL(None).malloc_trim(0)  # memory cached by the allocator would hide the memory of the call
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before = _read_bytes("/proc/self/status", "VmRSS")
-    except (OSError, AttributeError, StopIteration):  # another system, or a sandbox that forbids it
+    except (OSError, AttributeError, StopIteration):  # not Linux, or forbidden by a sandbox
         return None
     once()
     return max(0, _read_bytes("/proc/self/status", "VmHWM") - before)
 
 
 def tensor_peak(once: Callable[[], object], device: torch.device) -> int | None:
-    """As `process_peak`, of tensors alone: exact, the bytes that PyTorch's allocator gave out."""
+    """Measure the peak memory in bytes of the tensors of one call, exactly, as allocated by PyTorch."""
     if device.type == "cuda":
         return process_peak(once, device)
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -66,14 +68,14 @@ def tensor_peak(once: Callable[[], object], device: torch.device) -> int | None:
 
 
 def _read_bytes(path: str, name: str) -> int:
-    """The bytes of a line `name: N kB`."""
+    """Return the number of bytes in the line `name: N kB` of a file."""
     lines = Path(path).read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """For what a C++ library prints as it works: PyTorch's profiler says when it starts and stops."""
+    """Discard stderr, because the C++ code of PyTorch's profiler prints when it starts and stops."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""AdamW and its parameter groups."""
+"""The AdamW optimizer and its parameter groups."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from lion.layers.marks import Marks, marks_of
 
 @dataclass
 class OptimConfig:
-    """AdamW. `lr` holds for `lr_batch` samples a step and scales linearly with the batch; null takes it as it is.
+    """Settings of AdamW.
 
-    `no_decay` says which parameters weight decay spares: `deit` those of one dimension, biases, and what the model
-    marks (position embedding, cls); `gpt` those of fewer than two dimensions, and what the model marks; `none` none.
+    `lr` is the learning rate for a batch of `lr_batch` samples and scales linearly with the batch size. With
+    `lr_batch: null`, `lr` is used unchanged.
+
+    `no_decay` selects the parameters without weight decay. `deit`: biases, parameters of at most one dimension, and
+    parameters marked by the model (position embedding, cls). `gpt`: parameters of fewer than two dimensions, and
+    parameters marked by the model. `none`: no parameters.
     """
 
     lr: float = setting(above=0)
@@ -32,19 +36,19 @@ class OptimConfig:
             raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
 
     def peak(self, batch_size: int) -> float:
-        """The learning rate of a global batch of `batch_size` samples."""
+        """Return the peak learning rate for a global batch of `batch_size` samples."""
         return self.lr if self.lr_batch is None else self.lr * batch_size / self.lr_batch
 
 
 class Factors(NamedTuple):
-    """What a parameter's weight decay and learning rate are multiplied by."""
+    """Factors of the weight decay and the learning rate of a parameter."""
 
     weight_decay: float
     lr: float
 
 
 def factors(model: nn.Module, no_decay: str) -> dict[str, Factors]:
-    """Of every trained parameter, by name: the rule, and what the modules mark (`lion.layers.marks`)."""
+    """Return the factors of every trained parameter by name, from `no_decay` and the marks of `lion.layers.marks`."""
     marked = marks_of(model)
     marks = {id(p): marked[name] for name, p in model.named_parameters(remove_duplicate=False) if name in marked}
     found = {}
@@ -63,7 +67,11 @@ def factors(model: nn.Module, no_decay: str) -> dict[str, Factors]:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> tuple[torch.optim.AdamW, list[float]]:
-    """AdamW, and for each of its groups the factor of the learning rate, which the trainer sets at every step."""
+    """Make the AdamW optimizer.
+
+    Returns:
+        The optimizer, and the learning-rate factor of each parameter group; the trainer sets the rate at every step.
+    """
     parameters, groups = dict(model.named_parameters()), {}
     for name, factor in factors(model, config.no_decay).items():
         groups.setdefault(factor, []).append(parameters[name])

@@ -1,4 +1,4 @@
-"""One model over several processes: replicated (DDP) or sharded (FSDP2), and its state under plain names."""
+"""Parallel training: replication (DDP) or sharding (FSDP2) of a model, and its state under plain names."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ STREAMING = ("prefill", "step")  # methods of models and blocks that use their p
 
 
 def shard(model: nn.Module, runtime: Runtime) -> None:
-    """Spread parameters over the processes in place, block by block; call it before the optimizer is made.
+    """Shard the parameters over the processes, block by block and in place, before the optimizer is made.
 
-    Beside `forward`, what streams may be called: a task shows what a model generates.
+    Besides `forward`, `prefill` and `step` are registered with FSDP2, because a task may generate samples.
     """
     mesh = init_device_mesh(runtime.device.type, (runtime.world,))
     for unit in model.units():
@@ -49,17 +49,18 @@ def shard(model: nn.Module, runtime: Runtime) -> None:
 
 
 def replicate(model: nn.Module, runtime: Runtime) -> nn.Module:
-    """The module whose forward pass makes gradients agree between processes."""
+    """Return the module for the forward pass of training, which synchronises gradients between processes."""
     if runtime.world == 1 or isinstance(model, FSDPModule):
         return model
-    # DDP lays gradients out anew after a process's first step, which changes the order in which more than two
-    # processes add them: a resumed run would differ in the last bit. It never does so while it looks for unused ones.
+    # DDP rebuilds its gradient buckets after the first step of a process. With more than two processes this changes
+    # the order of additions, and a resumed run would differ in the last bit. With find_unused_parameters=True, DDP
+    # never rebuilds its buckets.
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return DistributedDataParallel(model, find_unused_parameters=runtime.world > 2)
 
 
 def synchronise(forward: nn.Module, now: bool) -> AbstractContextManager:
-    """Whether the backward pass inside talks to the other processes: only the last micro-batch needs to."""
+    """Switch gradient synchronisation on or off for a backward pass; only the last micro-batch needs `now=True`."""
     if isinstance(forward, FSDPModule):
         forward.set_requires_gradient_sync(now)
     elif isinstance(forward, DistributedDataParallel) and not now:
@@ -68,17 +69,17 @@ def synchronise(forward: nn.Module, now: bool) -> AbstractContextManager:
 
 
 def local(tensors: list[Tensor]) -> list[Tensor]:
-    """The parts that this process holds, sharing memory."""
+    """Return the shards that this process holds, without copies."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A sharded result, put together in every process."""
+    """Gather a sharded tensor in every process; return any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Learner:
-    """Model, average and optimizer as one thing that is saved and restored, the same for every kind of parallelism."""
+    """Model, averaged model and optimizer, saved and restored together in the same way for DDP and FSDP2."""
 
     def __init__(self, model: nn.Module, ema: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.ema, self.optimizer = model, ema, optimizer
@@ -88,7 +89,7 @@ class Learner:
         return isinstance(self.model, FSDPModule)
 
     def state(self) -> dict[str, Any]:
-        """Tensors by plain names; sharded ones where the model is."""
+        """Return all tensors by plain names; the tensors are sharded if the model is sharded."""
         return {
             "model": get_model_state_dict(self.model),
             "ema": {} if self.ema is None else get_model_state_dict(self.ema),
@@ -96,13 +97,13 @@ class Learner:
         }
 
     def weights(self) -> dict[str, Any]:
-        """Weights and averaged weights, put together in the first process; every process takes part."""
+        """Gather weights and averaged weights in the first process; all processes must call this method."""
         options = StateDictOptions(full_state_dict=self.sharded, cpu_offload=self.sharded)
         models = {"model": self.model, "ema": self.ema}
         return {k: None if m is None else get_model_state_dict(m, options=options) for k, m in models.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned, sharded or whole."""
+        """Restore tensors that `state` returned, sharded or whole."""
         options = StateDictOptions(full_state_dict=self.sharded and not is_sharded(state["model"]))
         set_model_state_dict(self.model, state["model"], options=options)
         if self.ema is not None:
@@ -115,13 +116,13 @@ def is_sharded(tensors: dict[str, Tensor]) -> bool:
 
 
 def save_shards(folder: Path, tensors: dict[str, Any]) -> None:
-    """Every process writes its part into `folder`; all raise where one fails, as in `_plainly`."""
+    """Write the shards of every process into `folder`; if one process fails, all raise as in `_plainly`."""
     with _plainly():
         dcp.save(tensors, checkpoint_id=folder)
 
 
 def load_shards(folder: Path, into: dict[str, Any]) -> dict[str, Any]:
-    """Read what any number of processes have written, into tensors of whatever sharding; raises as `_plainly` does."""
+    """Load shards of any number of processes into tensors of any sharding; errors are raised as in `_plainly`."""
     with _plainly():
         dcp.load(into, checkpoint_id=folder)
     return into
@@ -129,23 +130,23 @@ def load_shards(folder: Path, into: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
-    """Raise what the first process that failed has met.
+    """Convert a CheckpointException into an ordinary error.
 
     Raises:
-        OSError: A disk refuses.
-        RuntimeError: Everything else.
+        OSError: The operating system reported an error, such as a full disk, in at least one process.
+        RuntimeError: Any other error.
     """
     try:
         yield
-    except CheckpointException as error:  # no subclass of Exception
+    except CheckpointException as error:  # not a subclass of Exception
         causes = [cause for cause, _ in error.failures.values()]
         raise next((c for c in causes if isinstance(c, OSError)), RuntimeError(str(causes))) from error
 
 
 def join_shards(folder: Path) -> dict[str, Any]:
-    """All tensors of a sharded checkpoint, whole, in this process alone.
+    """Load all tensors of a sharded checkpoint, unsharded, in this process alone.
 
-    The format's metadata is a pickle, which can run code: only for checkpoints of one's own.
+    The metadata of the format is a pickle, which can execute code: load only checkpoints from a trusted source.
     """
     out = folder / ".joined.tmp"
     try:

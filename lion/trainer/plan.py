@@ -1,4 +1,4 @@
-"""A run in steps: what its recipe's durations and batches come to on so many samples and processes."""
+"""Training plan: durations and batches of a recipe, converted to steps for a data set and a number of processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from lion.trainer.schedule import ScheduleConfig, to_seconds, to_share, to_steps
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as the trainer sees it: the recipe's settings, lengths, and how a step's batch is made: `accumulation`
-    passes of `micro` samples in every process.
+    """The settings and lengths of a run, as the trainer uses them.
+
+    The full batch of a step consists of `accumulation` passes of `micro` samples in every process.
 
     Attributes:
-        total: Steps of the run; None: it is as long as its `seconds`, of training.
-        samples: That it is trained on, repeated ones counted each time; None: not known.
-        warmup, ramp: How long the learning rate and the batches grow, in the unit of `length`; None: they do not.
+        total: Number of steps of the run; None if the run lasts `seconds` of training.
+        seconds: Training time of a time-limited run; None for a run of `total` steps.
+        samples: Number of training samples, with repetitions; None if unknown.
+        warmup: Length of the learning-rate warm-up, in the unit of `length`.
+        ramp: Length of the batch-size ramp, in the unit of `length`; None: the batch size is constant.
     """
 
     trainer: TrainerConfig
@@ -35,34 +38,34 @@ class Plan:
     warmup: float
     ramp: float | None
     eval_every: int
-    save_every: int | None  # null: by the clock, `save_seconds`
+    save_every: int | None  # None: save every `save_seconds` seconds
     save_seconds: float | None
     micro: int
     accumulation: int
 
     @property
     def length(self) -> float:
-        """Of the run, in steps, or in seconds where it is as long as these."""
+        """The length of the run, in steps, or in seconds for a time-limited run."""
         return self.total if self.seconds is None else self.seconds
 
     def batch(self, at: float) -> int:
-        """Samples of the step that begins at this place of `length`."""
+        """Return the batch size of the step that begins at place `at` of `length`."""
         return batch_at(at, self.trainer, self.ramp)
 
     def passes(self, at: float) -> int:
-        """Micro-batches of every process in that step."""
+        """Return the number of micro-batches per process in the step that begins at place `at` of `length`."""
         return self.batch(at) * self.accumulation // self.trainer.batch_size
 
 
 def batch_at(at: float, config: TrainerConfig, ramp: float | None) -> int:
-    """Samples of the step that begins at a place of the run, of which the batches grow until `ramp`."""
+    """Return the batch size of the step that begins at place `at` of a run whose batch size grows until `ramp`."""
     if ramp is None or at >= ramp:
         return config.batch_size
     return min(config.batch_size, config.batch_start * (1 + int(at * (config.batch_size // config.batch_start) / ramp)))
 
 
 class TrainingRecipe(Protocol):
-    """What a recipe says of training."""
+    """The sections of a recipe that determine training."""
 
     trainer: TrainerConfig
     optim: OptimConfig
@@ -71,18 +74,18 @@ class TrainingRecipe(Protocol):
 
 
 def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
-    """Lengths, and the accumulation that makes the recipe's global batch of micro-batches.
+    """Compute the lengths of a run, and the gradient accumulation that makes up the global batch of the recipe.
 
     Raises:
-        ConfigError: The batch cannot be made of such micro-batches on so many processes, the learning rate of such a
-            batch would rise where it should fall, or a duration cannot be told in a run of this length.
+        ConfigError: The batch cannot be divided into such micro-batches on `world` processes, `min_lr` or `warmup_lr`
+            is above the peak learning rate, or a duration cannot be converted for a run of this length.
     """
     c = recipe.trainer
     per_epoch = steps_per_epoch(samples, c.batch_size)
     least, key = (c.batch_size, "batch_size") if c.batch_start is None else (c.batch_start, "batch_start")
     if least % world:
         near = max(world, round(least / world) * world)
-        raise ConfigError(f"trainer.{key}: {least} does not divide among {world} processes, nearest: {near}")
+        raise ConfigError(f"trainer.{key}: {least} cannot be divided evenly among {world} processes, nearest: {near}")
     share = least // world
     micro = min(c.micro_batch or share, share)
     if share % micro:
@@ -112,7 +115,7 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
     def every(key: str, duration: str | int) -> int:
         if seconds and "%" in str(duration):
             raise ConfigError(
-                f"{key}: {duration!r} of a run whose length is a time: give steps (1000) or epochs ('1ep')"
+                f"{key}: {duration!r} is undefined in a time-limited run: give steps (1000) or epochs ('1ep')"
             )
         return max(1, to_steps(duration, steps_per_epoch=per_epoch, total=total))
 
@@ -140,6 +143,6 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
 
 
 def samples_of(steps: int, config: TrainerConfig, ramp: float | None) -> int:
-    """Of all steps of a run."""
+    """Return the number of samples in all steps of a run."""
     growing = min(steps, math.ceil(ramp or 0))
     return sum(batch_at(step, config, ramp) for step in range(growing)) + (steps - growing) * config.batch_size

@@ -1,4 +1,4 @@
-"""The data of a run, in batches for this process."""
+"""The data of a run, as batches for this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lion.trainer.runtime import Runtime
 
 
 class RunData:
-    """`train` and what is held out in batches, as the plan wants them; `workers` are loader processes."""
+    """The training split and the held-out splits in batches; `workers` is the number of loader processes."""
 
     def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, *, workers: int = 0) -> None:
         self.splits, self.plan = splits, plan
@@ -25,7 +25,7 @@ class RunData:
         }
 
     def sampler(self, start: int) -> StepSampler:
-        """The micro-batches of this process from the `start`-th sample of the run on."""
+        """Return the sampler of this process's micro-batches, from sample `start` of the run on."""
         plan = self.plan
         return StepSampler(
             len(self.splits.train),
@@ -39,11 +39,11 @@ class RunData:
         )
 
     def train(self, start: int) -> Batches:
-        """From the `start`-th sample on, across epochs."""
+        """Return the training batches from sample `start` of the run on, across epochs."""
         return train_batches(self.splits.train, self.sampler(start), **self.loading)
 
     def held_out(self) -> dict[str, Batches]:
-        """What an evaluation measures: `val` first, which chooses `best`, and the `more` splits as `val_NAME`."""
+        """Return the held-out splits: first `val`, which selects the best checkpoint, then `more` as `val_NAME`."""
         more = {f"val_{name}": dataset for name, dataset in self.splits.more.items()}
         how = {"batch": self.plan.micro, "seed": self.plan.seed, **self.place, **self.loading}
         return {name: eval_batches(each, split=name, **how) for name, each in {"val": self.splits.val, **more}.items()}

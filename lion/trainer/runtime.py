@@ -1,4 +1,4 @@
-"""The machine: device, processes, seeds, precision, compilation."""
+"""Runtime of a process: device, process group, seeds, precision, compilation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger("lion")
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process runs: its device, its rank, and the number of processes."""
+    """The device and rank of this process, and the number of processes (`world`)."""
 
     device: torch.device
     rank: int = 0
@@ -48,14 +48,17 @@ class Runtime:
         return self.rank == 0
 
     def sum(self, *values: Tensor) -> Tensor:
-        """The values as one float64 tensor, added up over all processes."""
+        """Sum every value over all processes; return one float64 tensor with an element per value."""
         total = torch.stack([v.detach().to(self.device, torch.float64) for v in values])
         if self.world > 1:
             dist.all_reduce(total)
         return total
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag whether it is up in any process; talks over the CPU, so that no step waits for the GPU."""
+        """Return for each flag whether it is set in any process.
+
+        The processes communicate on the CPU, so that no step waits for the GPU.
+        """
         if self.world == 1:
             return list(flags)
         total = torch.tensor(flags, dtype=torch.float32)
@@ -63,7 +66,7 @@ class Runtime:
         return (total > 0).tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value, in order of rank."""
+        """Return the values of all processes, in order of rank."""
         if self.world == 1:
             return [value]
         values = [None] * self.world
@@ -71,7 +74,7 @@ class Runtime:
         return values
 
     def agree(self, value: Any) -> Any:
-        """The first process's value, in every process."""
+        """Return the value of the first process, in every process."""
         if self.world == 1:
             return value
         box = [value]
@@ -80,7 +83,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """What torch draws inside follows from the seed and the process; outside it goes on as if nothing was drawn."""
+        """Seed torch's random numbers by `seed` and rank inside, and restore the previous state afterwards."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(derive(seed, self.rank))
             yield
@@ -93,9 +96,9 @@ MATMUL = ("highest", "high", "medium")
 
 
 def start_runtime(device: str = "auto", *, deterministic: bool = False, matmul: str = "highest") -> Runtime:
-    """This process's runtime; joins the process group when started by `torchrun`.
+    """Set up this process and return its runtime; join the process group if started by `torchrun`.
 
-    `matmul`: how float32 products are computed (`torch.set_float32_matmul_precision`).
+    `matmul` is the precision of float32 products (`torch.set_float32_matmul_precision`).
     """
     torch.set_float32_matmul_precision(matmul)
     if deterministic:
@@ -106,7 +109,7 @@ def start_runtime(device: str = "auto", *, deterministic: bool = False, matmul: 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world = from_launcher("RANK", 0), from_launcher("WORLD_SIZE", 1)
     if rank > 0:
-        log.setLevel(logging.WARNING)  # news come from the first process
+        log.setLevel(logging.WARNING)  # progress is reported by the first process
     check_device(device, world)
     kind = torch.device(device)
     if kind.type == "cuda":
@@ -117,15 +120,15 @@ def start_runtime(device: str = "auto", *, deterministic: bool = False, matmul: 
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo")
         except ValueError as error:
-            raise ConfigError(f"RANK={rank} WORLD_SIZE={world}, as a launcher would set them: {error}") from None
+            raise ConfigError(f"RANK={rank} WORLD_SIZE={world} (set as by a launcher): {error}") from None
     return Runtime(kind, rank, world)
 
 
 def from_launcher(name: str, default: int) -> int:
-    """A number that `torchrun` leaves in the environment.
+    """Return an environment variable that `torchrun` sets, as an integer.
 
     Raises:
-        ConfigError: Something else stands there.
+        ConfigError: The variable is not a whole number.
     """
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
@@ -134,10 +137,10 @@ def from_launcher(name: str, default: int) -> int:
 
 
 def check_device(device: str, world: int = 1) -> None:
-    """Refuse a device that is not there, or not once for each process.
+    """Check that the device is available, and that each process can use a separate GPU.
 
     Raises:
-        ConfigError: Names those that are there.
+        ConfigError: The device is not available; the message names the available devices.
     """
     available = "cuda, cpu" if torch.cuda.is_available() else "cpu"
     try:
@@ -149,11 +152,13 @@ def check_device(device: str, world: int = 1) -> None:
         raise ConfigError(f"trainer.device: {device!r} is not available here, use one of {available}") from None
     if kind.type == "cuda" and world > 1 and (kind.index is not None or world > torch.cuda.device_count()):
         there = torch.cuda.device_count()
-        raise ConfigError(f"trainer.device: {device!r} is not there once for each of {world} processes, {there} are")
+        raise ConfigError(
+            f"trainer.device: {device!r} cannot give {world} processes one GPU each, {there} are available"
+        )
 
 
 def end_with_launcher() -> None:
-    """Have the kernel send SIGTERM (save and stop) when the launcher dies, as far as there is such a kernel."""
+    """Ask the kernel to send SIGTERM (save and stop) to this process when the launcher dies; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
@@ -165,7 +170,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Every random state of this process, as plain data and tensors."""
+    """Return all random states of this process, as plain data and tensors."""
     version, numbers, gauss = random.getstate()
     name, keys, place, has_gauss, cached = np.random.get_state()
     return {
@@ -187,10 +192,11 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool | None = False) -> bool:
-    """Compile every block of the model in place, with static shapes; eager, with a line, without a compiler.
+    """Compile every block of the model in place, with static shapes; return False if there is no compiler.
 
-    In place (`Module.compile`) the names in checkpoints stay as they are. Equal blocks share their graphs. With
-    `dynamic=None` a size that changes between calls becomes a symbol, for callers whose batches are not all alike.
+    Without a compiler the model stays eager, and a warning is logged. Compilation in place (`Module.compile`) keeps the
+    names in checkpoints. Equal blocks share their graphs. With `dynamic=None`, a size that changes between calls
+    becomes symbolic, for callers with batches of different sizes.
     """
     if not can_compile(backend):
         return False
@@ -204,8 +210,10 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool
 
 
 def check_fused(model: nn.Module, device: torch.device) -> None:
-    """Check the fused form of attention on a few tokens, once a process, for the heads that can take it; where it
-    fails, with a line, it is not taken."""
+    """Check the fused form of attention on a few tokens, once per process, for every head dimension that supports it.
+
+    If the check fails, a warning is logged and the fused form is not used.
+    """
     layers = [part for part in model.modules() if isinstance(part, LionAttention)]
     heads = {part.head_dim for part in layers if part.config.normalize == "sum" and 16 <= part.head_dim <= 256}
     if flex.switched_on():
@@ -214,8 +222,11 @@ def check_fused(model: nn.Module, device: torch.device) -> None:
 
 
 def avoid_wrong_gradients(model: nn.Module, device: str, version: str) -> None:
-    """Turn off the fusion (mix_order_reduction) by which Inductor before 2.15 may compute wrong gradients of adaLN on a
-    GPU, silently, where a micro-batch is one sample of some 16,000 tokens or more (pytorch#193061)."""
+    """Disable the fusion `mix_order_reduction`, which may silently compute wrong gradients of adaLN on a GPU.
+
+    The bug is in Inductor before 2.15, for micro-batches of one sample of about 16,000 tokens or more
+    (pytorch#193061).
+    """
     modulated = any(getattr(unit, "conditional", False) for unit in model.units())
     if modulated and device == "cuda" and tuple(map(int, version.split(".")[:2])) < (2, 15):
         from torch._inductor import config
@@ -224,9 +235,10 @@ def avoid_wrong_gradients(model: nn.Module, device: str, version: str) -> None:
 
 
 def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
-    """Compile `step` of every block of a model that streams, in place; eager, with a line, without a compiler.
+    """Compile `step` of every block of a streaming model in place; return False if there is no compiler.
 
-    One graph serves all blocks and tokens; a cache that grows needs room for that, see `lion.layers.softmax.reserve`.
+    Without a compiler the model stays eager, and a warning is logged. One graph serves all blocks and tokens. A growing
+    cache must reserve memory for that, see `lion.layers.softmax.reserve`.
     """
     if not can_compile(backend):
         return False
@@ -236,18 +248,18 @@ def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
 
 
 def can_compile(backend: Any) -> bool:
-    """Whether this machine can, with a line where it cannot; torch.compile is set up."""
+    """Return whether this machine can compile, after configuring torch.compile; log a warning if not."""
     missing = missing_compiler() if backend == "inductor" else None
     if missing:
         log.warning("running eager, without torch.compile: %s", missing)
         return False
-    warnings.filterwarnings("ignore", message=".*_prims_common.check.*", category=FutureWarning)  # torch 2.14's own
-    torch._dynamo.config.recompile_limit = 32  # train, evaluation and each form are graphs of their own
+    warnings.filterwarnings("ignore", message=".*_prims_common.check.*", category=FutureWarning)  # from torch 2.14
+    torch._dynamo.config.recompile_limit = 32  # training, evaluation and each form need separate graphs
     return True
 
 
 def missing_compiler() -> str | None:
-    """What Inductor would miss on this machine, if anything."""
+    """Return which requirement of Inductor is missing on this machine, or None."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[0]
     if shutil.which(name) is None:
         return f"no C++ compiler found ({name}); install g++"
@@ -257,7 +269,7 @@ def missing_compiler() -> str | None:
 
 
 def conditions(runtime: Runtime) -> dict[str, Any]:
-    """What the last bit of a result depends on beside the recipe's course."""
+    """Return the conditions, besides the recipe, that the last bit of a result depends on."""
     cuda = runtime.device.type == "cuda"
     return {
         "torch": str(torch.__version__),
@@ -271,19 +283,21 @@ def conditions(runtime: Runtime) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def catch_signals(work: Any, then: str = "saving after this step") -> Iterator[None]:
-    """SIGINT and SIGTERM set `work.stopping`, at which it ends in good order (`then`, in words); a second one ends it
-    at once."""
+    """Set `work.stopping` on SIGINT or SIGTERM, so that `work` ends in good order; a second signal ends it at once.
+
+    `then` says in the log message what happens next.
+    """
 
     asked = 0.0
 
     def ask(number: int, frame: Any) -> None:
         nonlocal asked
         if work.stopping:
-            if time.monotonic() - asked < 1:  # a launcher passes on what a terminal has sent already
+            if time.monotonic() - asked < 1:  # the same signal, sent by the terminal and forwarded by the launcher
                 return
             raise KeyboardInterrupt
         work.stopping, asked = True, time.monotonic()
-        log.warning("%s: %s; once more to stop at once", signal.Signals(number).name, then)
+        log.warning("%s: %s; repeat to stop at once", signal.Signals(number).name, then)
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -294,7 +308,7 @@ def catch_signals(work: Any, then: str = "saving after this step") -> Iterator[N
 
 
 def cpu_name() -> str:
-    """Model and vector instructions: kernels are chosen by both."""
+    """Return the CPU model and its vector instructions, which both affect the choice of kernels."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -303,7 +317,7 @@ def cpu_name() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, device and commit, for the run folder."""
+    """Return versions, device and git commit, to be stored in the run folder."""
 
     def git(*args: str) -> str | None:
         try:
@@ -316,7 +330,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": importlib.metadata.version("torchvision"),  # not imported: only pictures need it
+        "torchvision": importlib.metadata.version("torchvision"),  # not imported: only images need torchvision
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if cuda else cpu_name(),
         "devices": torch.cuda.device_count() if cuda else 0,

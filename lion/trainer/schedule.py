@@ -1,4 +1,4 @@
-"""Durations and learning rates as pure functions of the step."""
+"""Durations and learning-rate schedules, as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DURATION = re.compile(r"\s*(\d{1,18}(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(ep|%|st
 
 
 def to_steps(duration: str | int | float, *, steps_per_epoch: int, total: int | None = None) -> int:
-    """Steps of a duration: `2000` or `"2000st"`, `"5ep"` (epochs), `"6%"` (of `total`).
+    """Return the number of steps of a duration: `2000` or `"2000st"`, `"5ep"` (epochs), `"6%"` (of `total`).
 
     Raises:
-        ValueError: Not a duration.
+        ValueError: `duration` is not a duration, or is percent without `total`.
     """
     match = _DURATION.fullmatch(str(duration))
     if match is None or (match[2] == "%" and total is None):
@@ -28,30 +28,35 @@ def to_steps(duration: str | int | float, *, steps_per_epoch: int, total: int | 
 
 
 def to_seconds(duration: str | int) -> float | None:
-    """Seconds of `"30min"` and `"24h"`; None for every other duration."""
+    """Return the seconds of a time (`"30min"`, `"24h"`), or None for any other duration."""
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(min|h)\s*", str(duration))
     return {"min": 60, "h": 3600}[match[2]] * float(match[1]) if match else None
 
 
 def to_share(duration: str | int, seconds: float) -> float:
-    """Seconds of a duration within a run of so many: `"6%"`, `"30min"`, 0.
+    """Return the seconds of a duration (`"6%"`, `"30min"`, 0) in a run of `seconds`.
 
     Raises:
-        ValueError: Of another kind: steps and epochs of such a run are not known.
+        ValueError: `duration` is in steps or epochs, which are unknown in a time-limited run.
     """
     if (found := to_seconds(duration)) is not None:
         return found
     match = _DURATION.fullmatch(str(duration))
     if match is None or (match[2] != "%" and float(match[1])):
-        raise ValueError(
-            f"of a run whose length is a time expected percent ('6%') or a time ('30min'), got {duration!r}"
-        )
+        raise ValueError(f"expected percent ('6%') or a time ('30min') in a time-limited run, got {duration!r}")
     return float(match[1]) / 100 * seconds
 
 
 class Moment(NamedTuple):
-    """A step after the warm-up: where it is and the warm-up's length, in steps or seconds, how much of the way to the
-    end lies behind it (0 to 1), and the largest and least learning rate."""
+    """A step after the warm-up, as the input of a schedule.
+
+    Attributes:
+        step: The place in the run, in steps or seconds.
+        warmup: The length of the warm-up, in the same unit.
+        progress: The fraction of the curve that is completed, from 0 to 1.
+        peak: The highest learning rate.
+        least: The lowest learning rate.
+    """
 
     step: float
     warmup: float
@@ -77,12 +82,12 @@ def constant(at: Moment) -> float:
 
 
 def budget_triangle(at: Moment) -> float:
-    """From 25 % of the peak up to it, over 75 % of the way, and down to the least (2212.14034)."""
+    """Rise from 25 % of the peak to the peak over 75 % of the curve, then fall to the lowest rate (2212.14034)."""
     up, down = 0.25 + at.progress, (1 - at.progress) / 0.25
     return at.peak * up if up <= down else at.least + (at.peak - at.least) * down
 
 
-# the learning rate after the warm-up, by name; a new schedule is one function and its line
+# learning rates after the warm-up, by name; a new schedule needs one function and one entry
 SCHEDULES: dict[str, Callable[[Moment], float]] = {
     "cosine": cosine,
     "linear": linear,
@@ -94,9 +99,10 @@ SCHEDULES: dict[str, Callable[[Moment], float]] = {
 
 @dataclass
 class ScheduleConfig:
-    """Learning rate over time; `min_lr` and `warmup_lr` (where warm-up starts) are absolute.
+    """Settings of the learning-rate schedule; `min_lr` and `warmup_lr` (the start of the warm-up) are absolute.
 
-    `overlay: true` lets the warm-up cover the start of the curve (DeiT); else the curve begins after it.
+    With `overlay: true` the warm-up replaces the start of the curve (DeiT); otherwise the curve begins after the
+    warm-up.
     """
 
     kind: str = setting("cosine", choices=SCHEDULES)
@@ -114,7 +120,7 @@ class ScheduleConfig:
 
 
 def learning_rate(step: float, *, config: ScheduleConfig, peak: float, warmup: float, total: float) -> float:
-    """Learning rate of `step` (0 is the first), given the peak and the lengths in steps; or all three in seconds."""
+    """Return the learning rate at `step` (0 is the first); `step`, `warmup` and `total` may also be in seconds."""
     if step < warmup:
         return config.warmup_lr + (peak - config.warmup_lr) * step / warmup
     start = 0 if config.overlay else warmup

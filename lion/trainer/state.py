@@ -1,4 +1,4 @@
-"""Where a run stands: what its checkpoints hold beside the tensors, and what going on from them promises."""
+"""State of a run: plain data of its checkpoints, restoring, and the reproducibility of a resumed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lion.trainer.schedule import learning_rate
 log = logging.getLogger("lion")
 
 
-KEPT = {  # by `RunState.to_dict`, and needed by `RunState.restore`
+KEPT = {  # entries of `RunState.to_dict` that `RunState.restore` needs, with their types
     "step": int,
     "samples": int,
     "seconds": float,
@@ -35,10 +35,11 @@ KEPT = {  # by `RunState.to_dict`, and needed by `RunState.restore`
 
 
 def check_kept(kept: dict[str, Any]) -> None:
-    """Refuse what `RunState.restore` cannot go on from.
+    """Check that a checkpoint has all entries that `RunState.restore` needs.
 
     Raises:
-        KeyError, TypeError: What is missing, or of another kind.
+        KeyError: An entry is missing.
+        TypeError: An entry has the wrong type.
     """
     for name, kind in KEPT.items():
         if not isinstance(kept[name], kind):
@@ -46,11 +47,17 @@ def check_kept(kept: dict[str, Any]) -> None:
 
 
 class RunState:
-    """The place of a run in its plan.
+    """The progress of a run.
 
-    `step` is how many steps were taken, `samples` on how many samples, `taken` on how many in the last of them,
-    `seconds` how long that took where the run is as long as a time, `evaluated` after which step `val` was last
-    measured, `best` value and step of the best checkpoint, `compiled` whether the blocks are.
+    Attributes:
+        step: Number of steps taken.
+        samples: Number of samples in these steps.
+        taken: Number of samples in the last step.
+        seconds: Training time so far, in a time-limited run.
+        evaluated: Step of the last evaluation on `val`.
+        best: Metric value and step of the best checkpoint.
+        peak: Peak learning rate.
+        compiled: Whether the blocks of the model are compiled.
     """
 
     def __init__(self, run: Path, plan: Plan, task: Task, data: RunData, runtime: Runtime) -> None:
@@ -68,7 +75,7 @@ class RunState:
 
     @property
     def at(self) -> float:
-        """The place in the plan's `length`."""
+        """The progress in the unit of `Plan.length`: steps or seconds."""
         return self.step if self.plan.seconds is None else self.seconds
 
     @property
@@ -76,7 +83,7 @@ class RunState:
         return self.samples / (self.plan.steps_per_epoch * self.plan.trainer.batch_size)
 
     def advance(self, seconds: float) -> None:
-        """A step was taken, in so many seconds; of several processes the first one's count."""
+        """Record that a step was taken in `seconds`, as measured by the first process."""
         self.taken = self.plan.batch(self.at)
         if self.plan.seconds is not None:
             self.seconds += self.runtime.agree(seconds)
@@ -84,17 +91,17 @@ class RunState:
         self.samples += self.taken
 
     def place(self) -> dict[str, float]:
-        """What a line of metrics says of where it was written, beside the step."""
+        """Return the place of a metrics line in the run, besides its step."""
         more = {"samples": self.samples} if self.plan.ramp is not None else {}
         return {"epoch": self.epoch, **more, **({} if self.plan.seconds is None else {"seconds": self.seconds})}
 
     def due(self, every: int | None) -> bool:
-        """Whether it is the turn of what is done every so many steps, and at the end."""
+        """Return whether an action is due that is repeated every `every` steps and at the end of the run."""
         return self.finished or (every is not None and self.step % every == 0)
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether `val` is to be measured at this step and has not been."""
+        """Return whether an evaluation is due at this step and has not been done."""
         return self.step > self.evaluated and self.due(self.plan.eval_every)
 
     def learning_rate(self) -> float:
@@ -102,13 +109,13 @@ class RunState:
         return learning_rate(self.at, config=plan.schedule, peak=self.peak, warmup=plan.warmup, total=plan.length)
 
     def upcoming(self) -> dict[str, Any] | None:
-        """The learning rate and the first samples of the next step."""
+        """Return the learning rate and the first samples of the next step, or None at the end of the run."""
         if self.finished:
             return None
         return {"lr": self.learning_rate(), "samples": self.data.sampler(self.samples).samples(8)}
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; every process takes part."""
+        """Return the plain data of a checkpoint; all processes must call this method."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -122,14 +129,14 @@ class RunState:
         }
 
     def about(self) -> dict[str, Any]:
-        """Describe the data, in every checkpoint."""
+        """Return the description of the data, which every checkpoint contains."""
         return {"info": self.task.info.to_dict(), "data": self.data.splits.fingerprint}
 
     def restore(self, kept: dict[str, Any]) -> None:
-        """Go to the place in the run, and in the random numbers, that `to_dict` gave.
+        """Restore the progress and the random states that `to_dict` returned.
 
         Raises:
-            ConfigError: The data are others.
+            ConfigError: The training data have changed.
         """
         self.task.info.check_same(f"{self.run}: its checkpoint", kept["info"])
         then, now = kept.get("data"), self.data.splits.fingerprint
@@ -142,14 +149,14 @@ class RunState:
             restore_random_state(kept["random"][self.runtime.rank])
         else:
             seed_everything(derive(self.plan.seed, self.step, self.runtime.rank))
-        if (upcoming := self.upcoming()) != kept["next"] and self.runtime.main:  # the launcher ends the others
+        if (upcoming := self.upcoming()) != kept["next"] and self.runtime.main:  # the launcher stops the others
             then, now = (in_words(place) for place in (kept["next"], upcoming))
             raise self.changed(self.step, f"the next were {then}, and are {now} now")
 
     def changed(self, step: int, how: str) -> ConfigError:
-        """The refusal of other training data than those of the steps so far."""
+        """Return the error for training data that have changed since `step`."""
         return ConfigError(
-            f"{self.run}: the training samples have changed since step {step}: {how}; restore them, or start anew with "
+            f"{self.run}: the training samples have changed since step {step}: {how}; restore them, or start over with "
             "--fresh"
         )
 
@@ -157,24 +164,26 @@ class RunState:
         return len(kept["random"]) == self.runtime.world
 
     def announce(self, kept: dict[str, Any]) -> None:
-        """Say where the run goes on, and what that promises."""
-        drawn = "" if self.same_world(kept) else ", random states drawn anew for another number of processes"
+        """Log where the run resumes, and whether the result will be reproducible."""
+        drawn = "" if self.same_world(kept) else ", random states reseeded for another number of processes"
         log.info("resuming at %s: exact state%s", self.told(), drawn)
         if (upcoming := self.upcoming()) is not None:
             log.info("next: %s", in_words(upcoming))
         if self.plan.seconds is None:
             log.info("%s", promise(kept["made"], self.conditions()))
         else:
-            log.info("from here on: same data order, not the same bits (how far a time goes is no two times the same)")
+            log.info(
+                "from here on: same data order, not the same bits (time-limited runs are not bitwise reproducible)"
+            )
 
     def told(self) -> str:
-        """The place in words."""
+        """Return the progress as text."""
         if self.plan.seconds is None:
             return f"step {self.step} of {self.plan.total}"
         return f"step {self.step}, {in_time(self.seconds)} of {self.plan.trainer.time}"
 
     def conditions(self) -> dict[str, Any]:
-        """What must be equal for equal bits."""
+        """Return the conditions that must be equal for bitwise equal results."""
         return {
             **conditions(self.runtime),
             "micro_batch": self.plan.micro,
@@ -191,18 +200,18 @@ def in_words(upcoming: dict[str, Any] | None) -> str:
 
 
 class TrainingClock:
-    """Seconds that count for a run whose length is a time. A step that compiles, the first of a process, takes none."""
+    """The clock of a time-limited run; the first step of a process counts 0 seconds if it compiles."""
 
     def __init__(self, compiles: bool) -> None:
         self.compiles = compiles
         self.restart()
 
     def restart(self) -> None:
-        """What took time since the last lap was no training."""
+        """Restart the current lap, because the time since its start was not training."""
         self.started = time.perf_counter()
 
     def lap(self) -> float:
-        """Since the last one, or the last `restart`."""
+        """Return the seconds since the last lap or `restart`, and start a new lap."""
         before, self.started = self.started, time.perf_counter()
         if self.compiles:
             self.compiles = False
@@ -211,7 +220,7 @@ class TrainingClock:
 
 
 class SaveTimer:
-    """Says when a checkpoint is due, where they are saved by the clock; without `seconds`, never."""
+    """A timer for checkpoints that are saved every `seconds`; None: a checkpoint is never due."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
@@ -226,12 +235,12 @@ class SaveTimer:
 
 
 def in_time(seconds: float) -> str:
-    """As recipes write a time: "1.5h", "2.3min"."""
+    """Format seconds as a time in recipes: "1.5h", "2.3min"."""
     return f"{seconds / 3600:.4g}h" if seconds >= 3600 else f"{seconds / 60:.3g}min"
 
 
 def promise(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """What a resumed run has in common with the one that was never stopped, from here on."""
+    """Return a message on how far a resumed run reproduces a run without a stop, by the conditions of both."""
     changed = [f"{k} {then.get(k)} -> {v}" for k, v in now.items() if then.get(k) != v]
     if changed:
         return f"from here on: same data order, not the same bits ({', '.join(changed)})"

@@ -1,12 +1,12 @@
-"""Every mixer as its paper prints it: one token after another in float64, from the weights alone (no code of lion).
+"""Oracles: every mixer as printed in its paper, token by token in float64, from the weights alone (no code of lion).
 
-A cell takes the weights, a token x (B, dim) and its memory, and returns what it reads. H heads, D = dim / H; per head
-`S` is (D, E) with y = q S, and `z` (D) with the row sum q z. Both directions are two runs added up, less what a token
-wrote itself and both of them read (`own`).
+A cell takes the weights, a token x (B, dim) and a state, and returns the read-out and the new state. With H heads and
+D = dim / H, the state of a head is `S` (D, E), with y = q S, and `z` (D), with the row sum q z. `both` is the sum of a
+forward and a backward run, minus the contribution of a token to itself (`own`), which both runs include.
 
-The LION entries differ from the others in both directions: a decay is that of the token being left (Eq. 14), so it
-comes `late`, after the read-out. A rotation runs with the places of the tokens, so it turns the other way (`turn`)
-for a traveller who meets them backward.
+The LION entries use another decay convention with `both`: a decay belongs to the token being left (Eq. 14), so it is
+applied `late`, after the read-out. Rotations follow token positions, so a backward run rotates in the opposite
+direction (`turn` = -1).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Way(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Numerator (B, H, E) and row sum (B, H), and the weight (B, H) of the token's own value v (B, H, E) in both."""
+    """A read-out: numerator (B, H, E), row sum (B, H), and the weight `own` (B, H) of the token's value v (B, H, E)."""
 
     numerator: Tensor
     rowsum: Tensor
@@ -63,7 +63,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def shifted(x: Tensor) -> Tensor:
-    """LION, section 3.2"""
+    """Apply the feature map of LION, section 3.2."""
     return unit(silu(x) + 0.5)
 
 
@@ -73,7 +73,7 @@ def linear(w: Weights, name: str, x: Tensor, bias: bool = True) -> Tensor:
 
 
 def split(x: Tensor, heads: int) -> Tensor:
-    """(.., H D) -> (.., H, D)"""
+    """Split the heads: (.., H D) -> (.., H, D)."""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
@@ -101,7 +101,7 @@ def memory(state, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decayed(q: Tensor, k: Tensor, v: Tensor, f: Tensor | float, state):
-    """S = diag(f) S + k v^T, z = f z + k, and then y = q S; f (B, H, D), (.., 1) or a number"""
+    """Update S = diag(f) S + k v^T, z = f z + k, then read y = q S; f is (B, H, D), (.., 1) or a number."""
     S, z = memory(state, q, v)
     f = torch.as_tensor(f, dtype=q.dtype).expand_as(q)
     S, z = f[..., None] * S + outer(k, v), f * z + k
@@ -109,7 +109,7 @@ def decayed(q: Tensor, k: Tensor, v: Tensor, f: Tensor | float, state):
 
 
 def lion(f: Callable[[Weights, Tensor, int], Tensor]):
-    """`f`: lambda of each head (B or 1, H, 1), or of each key dimension (B, H, D)"""
+    """Make the cell of LION; `f` returns lambda per head (B or 1, H, 1) or per key dimension (B, H, D)."""
 
     def cell(w: Weights, x: Tensor, state, way: Way):
         q, k, v = project(w, x, way.heads)
@@ -123,8 +123,11 @@ def lion(f: Callable[[Weights, Tensor, int], Tensor]):
 
 
 def turning(f: Callable[[Weights, Tensor, int], Tensor]):
-    """The same with complex states, of key dimensions p and p + D/2; `f`: what is left of each (B or 1, H, D/2), which
-    turns by frequency dt a step. The row sum is that of states that do not turn."""
+    """Make the cell of LION with complex states, one for key dimensions p and p + D/2.
+
+    `f` returns the decay of each complex state (B or 1, H, D/2), which rotates by frequency * dt per step. Row sums
+    use states without rotation.
+    """
 
     def cell(w: Weights, x: Tensor, state, way: Way):
         q, k, v = project(w, x, way.heads)
@@ -145,12 +148,12 @@ def turning(f: Callable[[Weights, Tensor, int], Tensor]):
 
 
 def hippo(w: Weights, x: Tensor, heads: int) -> Tensor:
-    """exp(B dt), for each pair of key dimensions (4.5)"""
+    """Compute the decay exp(B dt) of each pair of key dimensions (4.5)."""
     return split(torch.exp(-torch.exp(w["decays.0.log_rate"]) * torch.exp(w["decays.0.log_dt"])), heads)[None]
 
 
 def selective_hippo(w: Weights, x: Tensor, heads: int) -> Tensor:
-    """exp((B - sigmoid(W x + b)) dt)"""
+    """Compute the decay exp((B - sigmoid(W x + b)) dt)."""
     fixed, selected = torch.exp(w["decays.0.log_rate"]), sigmoid(linear(w, "decays.0.gate", x))
     return split(torch.exp(-(fixed + selected) * torch.exp(w["decays.0.log_dt"])), heads)
 
@@ -161,7 +164,7 @@ def linear_transformer(w: Weights, x: Tensor, state, way: Way):
 
 
 def retnet(w: Weights, x: Tensor, state, way: Way):
-    """S = gamma e^(i theta) S + conj(k) v^T, y = Re(q S) / sqrt(D), dimensions p and p + D/2 making one number"""
+    """Compute S = gamma e^(i theta) S + conj(k) v^T, y = Re(q S) / sqrt(D); dimensions p and p + D/2 are one number."""
     q, k, v = project(w, x, way.heads)
     D = q.shape[-1]
     q, k = (torch.complex(t[..., : D // 2], t[..., D // 2 :]) for t in (q, k))
@@ -183,7 +186,7 @@ def gated_rfa(w: Weights, x: Tensor, state, way: Way):
 
 
 def mamba(w: Weights, x: Tensor, state, way: Way):
-    """A number A for each state dimension (Mamba) or one for all, with SiLU on what are q and k (Mamba-2)"""
+    """Run Mamba, with a number A for each state dimension, or Mamba-2, with one A per head and SiLU on q and k."""
     q, k, v = project(w, x, way.heads)
     if w["decays.0.a"].numel() == way.heads:
         q, k = silu(q), silu(k)
@@ -193,7 +196,7 @@ def mamba(w: Weights, x: Tensor, state, way: Way):
 
 
 def rwkv6(w: Weights, x: Tensor, state, way: Way):
-    """The read-out is before the update."""
+    """Run RWKV-6, with the read-out before the update."""
     q, k, v = project(w, x, way.heads)
     d = w["decays.0.w"] + linear(w, "decays.0.up", torch.tanh(linear(w, "decays.0.down", x, False)), False)
     f = torch.exp(-torch.exp(split(d, way.heads)))
@@ -225,7 +228,7 @@ def mlstm(w: Weights, x: Tensor, state, way: Way):
 
 
 def deltanet(w: Weights, x: Tensor, state, way: Way):
-    """S = S (I - beta k k^T) + beta v k^T, with S as (E, D) in the paper and (D, E) here"""
+    """Compute S = S (I - beta k k^T) + beta v k^T, with S as (E, D) in the paper and (D, E) here."""
     q, k, v = project(w, x, way.heads)
     q, k = unit(silu(q)), unit(silu(k))
     beta = sigmoid(linear(w, "decays.0.gate", x, False))[..., None]
@@ -236,7 +239,7 @@ def deltanet(w: Weights, x: Tensor, state, way: Way):
 
 
 def lightnet(w: Weights, x: Tensor, state, way: Way):
-    """Eq. 5: s_t = s_{t-1} + exp(k_t), key exp(k_t) / s_t, KV_t = diag(1 - key) KV_{t-1} + key v_t^T"""
+    """Compute Eq. 5: s_t = s_{t-1} + exp(k_t), key exp(k_t) / s_t, KV_t = diag(1 - key) KV_{t-1} + key v_t^T."""
     q, k, v = project(w, x, way.heads)
     logits = k
     if "decays.0.gate.0.weight" in w:
@@ -250,7 +253,7 @@ def lightnet(w: Weights, x: Tensor, state, way: Way):
 
 
 def lightnet_both(w: Weights, x: Tensor, heads: int) -> Tensor:
-    """Eq. 6 and 7 before the norm: silu(Q) (softmax over the sequence of K)^T V, (B, L, H, E)"""
+    """Compute Eq. 6 and 7 before the norm: silu(Q) (softmax of K over the sequence)^T V, (B, L, H, E)."""
     q, k, v = (torch.stack(parts, 1) for parts in zip(*(project(w, x[:, t], heads) for t in range(x.shape[1]))))
     weights = torch.exp(k) / torch.exp(k).sum(1, keepdim=True)
     return apply(silu(q), sum(outer(weights[:, t], v[:, t]) for t in range(x.shape[1]))[:, None])
@@ -290,7 +293,7 @@ ORACLES = {
 
 
 def scan(name: str, w: Weights, x: Tensor, way: Way) -> Read:
-    """Everything that a run over x (B, L, dim) reads, (B, L, ..)."""
+    """Run a cell over x (B, L, dim); return all read-outs (B, L, ..)."""
     state, reads = None, []
     for t in range(x.shape[1]):
         read, state = ORACLES[name][0](w, x[:, t], state, way)
@@ -299,7 +302,7 @@ def scan(name: str, w: Weights, x: Tensor, way: Way) -> Read:
 
 
 def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forward", eps: float = 0.0) -> Tensor:
-    """The layer's output (B, L, dim) for x (B, L, dim); `eps` is that of the norm behind the heads."""
+    """Compute the output (B, L, dim) of a layer for x (B, L, dim); `eps` belongs to the norm after the heads."""
     if name == "lightnet" and direction == "both":
         return behind_heads(w, x, lightnet_both(w, x, heads).flatten(2), eps)
     late = direction == "both" and name.startswith("lion_")
@@ -319,7 +322,7 @@ def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forwa
 
 
 def behind_heads(w: Weights, x: Tensor, y: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the whole width and a gate, where there are any, and the projection."""
+    """Apply RMSNorm over the whole width and the gate, if there are any, and the projection."""
     if "out_norm.weight" in w:
         y = y / torch.sqrt((y * y).mean(-1, keepdim=True) + eps) * w["out_norm.weight"]
     if "out_gate.0.weight" in w:

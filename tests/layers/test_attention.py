@@ -44,9 +44,7 @@ def test_padding_and_segments_equal_the_sequences_alone(mixer, direction):
     valid = torch.tensor([[False] * 2 + [True] * 5 + [False] * 2])
     alone = layer(x[:, 2:7])
     torch.testing.assert_close(layer(x, Layout.of(x, valid))[:, 2:7], alone)
-    torch.testing.assert_close(
-        layer(x, Layout.of(x, valid))[:, :2], bias.expand(1, 2, -1)
-    )  # zero before the projection
+    torch.testing.assert_close(layer(x, Layout.of(x, valid))[:, :2], bias.expand(1, 2, -1))  # 0 before the projection
     segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, -1]])
     poisoned = x.clone()
     poisoned[:, 7:] = torch.nan
@@ -61,7 +59,7 @@ PACKED = torch.tensor([[-1, 4, 4, 4, 4, 2, 2, 2], [0, 0, 1, 1, 1, -1, 1, 1]])
 
 
 def check_padding(module, valid, segments, *gives) -> None:
-    """NaN and infinities in padding against every sequence by itself: outputs, and gradients of all there is."""
+    """Check outputs and all gradients with NaN and infinities in padding against every sequence separately."""
     x = torch.randn(2, 8, 12, dtype=torch.double)
     kept = torch.ones(2, 8, dtype=torch.bool) if valid is None else valid
     ids = torch.zeros(2, 8, dtype=torch.long) if segments is None else segments
@@ -190,7 +188,7 @@ def test_softmax_has_one_form():
 
 
 def test_a_layout_may_be_a_mask_or_nothing():
-    """As callers of other attention layers write it; what is neither is refused in words."""
+    """Check that a layout may be a mask or None, as in other attention layers; other types raise an error."""
     layer, x = LionAttention(16, 2, "lion_s"), torch.randn(2, 6, 16)
     valid = torch.arange(6) < torch.tensor([[6], [4]])
     assert torch.equal(layer(x, None), layer(x))
@@ -247,7 +245,7 @@ def test_softmax_takes_a_feature_map_only_if_asked():
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s", "linear_transformer", "gla", "retnet"])
 def test_a_rotation_goes_by_positions_alone(mixer):
-    """Scores see differences of positions: padding before the tokens moves nothing."""
+    """Check that scores depend on differences of positions, so padding before the tokens changes nothing."""
     torch.manual_seed(0)
     layer = make_mixer(mixer, 12, 3, AttentionConfig(rotation="rope")).double().eval()
     plain = make_mixer(mixer, 12, 3, AttentionConfig(rotation="none")).double().eval()
@@ -260,7 +258,7 @@ def test_a_rotation_goes_by_positions_alone(mixer):
 
 
 class Turning(Decay):
-    """Remembers how much it has turned so far: a decay with angles and a state, neither of which goes by positions."""
+    """A decay with angles and a state, which is the total rotation so far and does not depend on positions."""
 
     def gating(self, x, k, layout, state=()):
         share = x.new_full((*x.shape[:2],), 0.1) if layout.valid is None else 0.1 * layout.valid.to(x.dtype)
@@ -299,7 +297,7 @@ def test_a_decay_that_remembers_streams():
 
 
 def test_special_tokens_may_differ_from_row_to_row():
-    """As many rows as heads: a mask of rows is none of heads."""
+    """Check as many rows as heads, where a mask of rows must not be applied to heads."""
     for name in ("lion_s", "lion_s_vector"):
         layer, x = LionAttention(12, 3, name), torch.randn(3, 5, 12)
         special = torch.eye(3, 5, dtype=torch.bool)

@@ -34,14 +34,14 @@ def test_variants_of_the_block(kind):
 
 
 def moved(block):
-    """With modulations that are no longer 0."""
+    """Return the block with modulations that are not 0."""
     for part in (block.before_mixer, block.after_mixer):
         torch.nn.init.normal_(part.weight, std=0.3)
     return block
 
 
 class Told(torch.nn.Module):
-    """A block that needs a context, and one for all rows."""
+    """A block with a context that is shared by all rows."""
 
     def __init__(self, block):
         super().__init__()
@@ -65,7 +65,7 @@ def test_adaln_zero_starts_as_the_identity():
 
 @torch.no_grad()
 def test_adaln_zero_as_it_is_written():
-    """DiT's one linear layer is two here: what the mixer is given, and what comes after it."""
+    """Check AdaLN-Zero, whose one linear layer in DiT is split here: modulation before and after the mixer."""
     block, x, context = moved(adaln(mlp="mlp_tanh")), torch.randn(2, 5, 12), torch.randn(2, 12)
     shift, scale = block.before_mixer(context)
     gate, shift2, scale2, gate2 = block.after_mixer(context)
@@ -125,7 +125,7 @@ def test_a_post_norm_block_streams():
 @pytest.mark.parametrize("mixer", ["softmax", "lion_s"])
 @pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
 def test_what_padding_holds_reaches_no_parameter(kind, mixer, valid, segments):
-    """Neither through the residual, which goes around the attention."""
+    """Check that padding reaches no gradient of a parameter, not even through the residual connection."""
     torch.manual_seed(0)
     for mlp, norm in (("mlp", "layernorm"), ("glu", "rmsnorm")):
         block = kind(12, 3, mixer=mixer, attention=AttentionConfig(), mlp=mlp, norm=norm).double()

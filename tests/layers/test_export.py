@@ -1,4 +1,4 @@
-"""`torch.export` and ONNX: layers, models and steps with a batch, and a length, that change; no traces."""
+"""Export with `torch.export` and ONNX: layers, models and steps with dynamic batch size and length."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def inference():
 
 
 class Step(nn.Module):
-    """A step of a layer as a function of tensors."""
+    """A step of a layer, as a module with tensor arguments."""
 
     def __init__(self, layer: lion.LionAttention) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def vit(mixer: str, **attention) -> ViT:
 @pytest.mark.parametrize("mixer", (*MIXERS, "deltanet"))
 @pytest.mark.slow
 def test_layer_of_all_batches(mixer, form):
-    length = 12 if form == "rnn" else 100  # unrolled
+    length = 12 if form == "rnn" else 100  # the rnn form is unrolled
     layer = lion.LionAttention(16, 2, mixer=mixer, form=form)
     exported = export(layer, (torch.randn(3, length, 16),), dynamic_shapes=(BATCH,)).module()
     for batch in BATCHES:
@@ -90,7 +90,7 @@ def test_vit(mixer, attention):
 
 
 def run_onnx(module: nn.Module, example: torch.Tensor, dynamic: dict, inputs: list[torch.Tensor]) -> None:
-    """An ONNX graph of a module of one tensor, against the module."""
+    """Check the ONNX graph of a module with one tensor argument against the module."""
     for name in ("onnx", "onnxscript"):
         pytest.importorskip(name)
     runtime = pytest.importorskip("onnxruntime")
@@ -120,15 +120,15 @@ def test_onnx_of_a_model():
     run_onnx(vit("lion_s", form="chunk"), torch.randn(3, 1, 18, 18), {0: Dim.DYNAMIC}, inputs)
 
 
-@pytest.mark.filterwarnings("ignore")  # that traces are deprecated
+@pytest.mark.filterwarnings("ignore")  # traces are deprecated
 @pytest.mark.parametrize("form", ("full", "chunk", "rnn"))
 def test_no_trace(form):
-    """A trace would keep the length of its example, silently."""
+    """Check that tracing is rejected, because a trace would silently keep the length of its example."""
     with pytest.raises(RuntimeError, match=r"^torch\.jit\.trace: .*use torch\.export"):
         torch.jit.trace(lion.LionAttention(16, 2, form=form), torch.randn(2, 12, 16))
 
 
-@pytest.mark.filterwarnings("ignore")  # that traces are deprecated
+@pytest.mark.filterwarnings("ignore")  # traces are deprecated
 def test_no_trace_of_steps_and_scans():
     layer = lion.LionAttention(16, 2, direction="forward")
     for module, example in (

@@ -1,4 +1,4 @@
-"""Decays that start from HiPPO: spectra, rotations, bounds, starts, and what the switches mean."""
+"""Decays initialised from HiPPO: spectra, rotations, bounds, initial values, and settings."""
 
 import math
 
@@ -22,7 +22,7 @@ def make(mixer: str, spread: float = 0.3, **settings) -> HippoAttention:
     layer = HippoAttention(DIM, HEADS, mixer, HippoConfig(**settings)).double()
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            if "log_" not in name:  # rates and steps stay where long sequences need them
+            if "log_" not in name:  # rates and steps keep values for long sequences
                 parameter.add_(spread * torch.randn_like(parameter))
     return layer.eval()
 
@@ -32,7 +32,7 @@ def tokens(length: int, batch: int = 2) -> torch.Tensor:
 
 
 def test_spectra_are_the_published_ones():
-    """LegS is written out: A_nk = -sqrt((2n+1)(2k+1)) below the diagonal, -(n+1) on it, and P_n = sqrt(n + 1/2)."""
+    """Check the spectra; LegS: A_nk = -sqrt((2n+1)(2k+1)) below the diagonal, -(n+1) on it, P_n = sqrt(n + 1/2)."""
     size = 12
     A = torch.zeros(size, size, dtype=torch.float64)
     for n in range(size):
@@ -49,7 +49,7 @@ def test_spectra_are_the_published_ones():
 
 
 def complex_oracle(layer: HippoAttention, x: torch.Tensor) -> torch.Tensor:
-    """Every pair of tokens, with complex states: exp((-rate + i frequency) dt) a step, row sums without rotation."""
+    """Compute the layer pair by pair: complex states times exp((-rate + i frequency) dt) a step, unrotated row sums."""
     w = {name: p.detach() for name, p in layer.named_parameters()}
     D, L = DIM // HEADS, x.shape[1]
     q, k, v = (x @ w["qkv.weight"].T + w["qkv.bias"]).unflatten(-1, (3, HEADS, D)).permute(2, 0, 3, 1, 4)
@@ -65,7 +65,7 @@ def complex_oracle(layer: HippoAttention, x: torch.Tensor) -> torch.Tensor:
     for i in range(L):
         numerator, total = 0, 0
         for j in range(L):
-            between = decay[:, :, j:i] if j < i else decay[:, :, i + 1 : j + 1]  # of the tokens being left (Eq. 14)
+            between = decay[:, :, j:i] if j < i else decay[:, :, i + 1 : j + 1]  # tokens being left (Eq. 14)
             factor = between.prod(2)  # (B, H, D/2)
             angle = turn[:, 0] * dt[:, 0] * (i - j)
             turned = factor * torch.polar(torch.ones_like(angle), angle)
@@ -115,11 +115,11 @@ def test_steps_start_log_uniform_and_let_some_remember():
     assert dt.min() >= math.log(1e-4) and dt.max() <= math.log(0.1) and dt.min() < math.log(1e-3)
     assert abs(dt.mean() - math.log(1e-4 * 0.1) / 2) < 0.6
     log_decay = layer.decays[0](torch.zeros(1, 1, 64), torch.zeros(1, 2, 1, 32)).log_decay
-    assert log_decay.shape == (2, 32) and (log_decay.exp() ** 1000).max() > 0.1  # a thousand tokens back
+    assert log_decay.shape == (2, 32) and (log_decay.exp() ** 1000).max() > 0.1  # memory of a thousand tokens
 
 
 def test_a_random_start_has_no_steps():
-    """Table 5's rows without HiPPO: lambda = sigmoid(a), a ~ N(0, 1)."""
+    """Check the rows of Table 5 without HiPPO: lambda = sigmoid(a), a ~ N(0, 1)."""
     torch.manual_seed(0)
     layer = HippoAttention(256, 2, "lion_d_hippo", spectrum="random")
     decay = layer.decays[0](torch.zeros(1, 1, 256), torch.zeros(1, 2, 1, 128)).log_decay.exp()
@@ -139,7 +139,7 @@ def test_what_is_selected_only_shortens_the_memory():
     rates, steps = layer.decays[0].steps(x)
     log_decay = layer.decays[0](x, x.new_zeros(2, HEADS, 30, DIM // HEADS)).log_decay
     assert (log_decay < -rates[:, None]).all() and (log_decay >= -(rates + steps)[:, None]).all()
-    assert log_decay.std(2).min() > 0  # and depends on the token
+    assert log_decay.std(2).min() > 0  # the decay depends on the token
     soft = make("lion_s_hippo", spread=1.0, spectrum="s4d_real", decay_gate="softplus").decays[0]
     soft = soft(x, x.new_zeros(2, HEADS, 30, 8)).log_decay
     assert not torch.allclose(soft, log_decay) and (soft < -rates[:, None]).all()
@@ -147,7 +147,7 @@ def test_what_is_selected_only_shortens_the_memory():
 
 @pytest.mark.parametrize("spectrum", ["s4d_real", "s4d_lin", "legs"])
 def test_zero_order_hold(spectrum):
-    """Eq. 238 with complex eigenvalues; the two dimensions of a pair have one."""
+    """Check Eq. 238 with complex eigenvalues, one for both dimensions of a pair."""
     decay = make("lion_d_hippo", spectrum=spectrum).decays[0]
     rate, dt = decay.log_rate.detach().exp(), decay.log_dt.detach().exp()
     eigenvalue = torch.complex(-rate, torch.zeros_like(rate) if decay.frequency is None else decay.frequency.detach())
@@ -179,7 +179,7 @@ def test_padding_wherever_it_is(mixer, spectrum):
 def test_settings_of_any_attention_do(mixer):
     layer = make_mixer(mixer, DIM, HEADS, AttentionConfig(direction="forward"))
     assert (layer.config.spectrum, layer.config.decay_shape, layer.causal) == ("legs", "vector", True)
-    assert make(mixer, decay_shape="scalar").config.spectrum == "s4d_real"  # which turns nothing
+    assert make(mixer, decay_shape="scalar").config.spectrum == "s4d_real"  # a spectrum without rotation
 
 
 def test_what_does_not_go_together():
@@ -200,7 +200,7 @@ def test_what_does_not_go_together():
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["vector", "scalar"])
 def test_sixteen_thousand_tokens(shape):
-    """What is 16,000 tokens away arrives, and the form is exact there: chunks in float32 beside steps in float64."""
+    """Check that a token acts over 16,000 tokens, with chunks in float32 against steps in float64."""
     torch.manual_seed(0)
     layer = HippoAttention(DIM, HEADS, "lion_s_hippo", dt_min=1e-4, decay_shape=shape, form="chunk")
     with torch.no_grad():

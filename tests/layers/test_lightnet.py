@@ -1,4 +1,4 @@
-"""LightNet: one scan in both directions, a vector decay in one, and what joins the two."""
+"""LightNet: one scan with `both`, a vector decay in one direction, and their relation."""
 
 import pytest
 import torch
@@ -35,21 +35,21 @@ def test_settings_of_the_paper():
     c = layer.config
     assert (c.feature_map, c.out_norm, c.out_gate_rank, c.share) == ("silu", "rmsnorm", 64, True)
     assert len(layer.decays) == 0
-    # Table 12's 22.54 M without TPE are these, a GLU without biases, norms, patches and the head (recipes.md 7.1)
+    # the 22.54 M of Table 12 without TPE: these, a GLU without biases, norms, patches and head (recipes.md 7.1)
     assert sum(p.numel() for p in layer.parameters()) == 4 * 384**2 + 4 * 384 + 2 * 64 * 384 + 384
     bare = LightNetAttention(384, 16, "lightnet", out_norm="none", out_gate_rank=0)
     assert sum(p.numel() for p in bare.parameters()) == 4 * 384**2 + 4 * 384
 
 
 def last_state(x: torch.Tensor, layer: LightNetAttention) -> torch.Tensor:
-    """`softmax(K)^T V` (B, H, D, E)"""
+    """Compute `softmax(K)^T V` (B, H, D, E)."""
     _, k, v = layer.heads(x)
     return k.softmax(2).mT @ v
 
 
 @torch.inference_mode()
 def test_the_last_token_of_one_direction_sees_what_both_see():
-    """Its state and its output; of the backward direction the first token's."""
+    """Check that state and output of the last token (backward: of the first token) equal those of `both`."""
     x, both, forward, backward = tokens(37), make(), make("forward"), make("backward")
     want = both(x)
     for form, size in FORMS:
@@ -80,7 +80,7 @@ def test_without_positions_the_order_makes_no_difference_to_both():
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_decay_of_its_own(direction):
-    """Values and gradients in every form."""
+    """Check values and gradients of every form with a separate decay."""
     layer, x = make(direction, **OWN), tokens(30)
     w = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
     want = oracle("lightnet", w, x, HEADS, direction)
@@ -122,7 +122,7 @@ def test_a_decay_of_its_own_streams():
 @pytest.mark.parametrize("settings", [{}, OWN])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_masks_of_one_direction(direction, settings):
-    """Padding and segments, poisoned, against each sequence alone: the sums start anew and go on."""
+    """Check poisoned padding and segments against separate sequences: sums restart at segments, not at padding."""
     layer, x = make(direction, **settings), tokens(12)
     segments = torch.tensor([[-1, 3, 3, -1, 3, 3, 7, 7, 7, -1, 7, -1], [0, 1, 1, 1, -1, -1, 2, 2, 2, 2, 2, 2]])
     x[segments < 0] = torch.nan
@@ -147,7 +147,7 @@ def test_masks_of_one_direction(direction, settings):
 @pytest.mark.parametrize("settings", [{}, OWN])
 @pytest.mark.parametrize("direction", ["forward", "backward", "both"])
 def test_extreme_keys_and_first_tokens(direction, settings):
-    """Logits of +-10,000 rise and fall by steps; a first token forgets everything, without a trace of it."""
+    """Check stepwise logits of +-10,000; the first token forgets everything before it, with finite gradients."""
     if direction == "both" and settings:
         return
     layer, x = make(direction, **settings).float(), torch.randn(2, 40, DIM)
@@ -176,7 +176,7 @@ def test_extreme_keys_and_first_tokens(direction, settings):
 
 @torch.inference_mode()
 def test_long_streams_lose_nothing():
-    """Decays near 1, by 1 in 4,000: a difference of two sums would be off by as much as a thousandth of that."""
+    """Check decays within 1/4,000 of 1; a difference of two sums would change 1 - decay by up to a thousandth."""
     layer, x = make("forward", out_norm="none"), tokens(4000, batch=1)
     want, _ = layer.prefill(x)
     layer = layer.float()
@@ -187,7 +187,7 @@ def test_long_streams_lose_nothing():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("convention", [None, "source", "target", "symmetric", "between"])
 def test_gradients_under_every_convention(direction, convention, monkeypatch):
-    """Those by sums are of a mask that counts a token's own decay; of any other they go through the decays."""
+    """Check gradients by sums, which need a mask with a token's own decay; other conventions use the decays."""
     layer, x = make(direction, decay_convention=convention), tokens(20)
     grads, gating = [], KeySoftmax.gating
     for by_sums in (True, False):
@@ -201,7 +201,7 @@ def test_gradients_under_every_convention(direction, convention, monkeypatch):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_gradients_by_sums_are_no_less_exact(turned):
-    """In float32 over 2,000 tokens, of logits that rise by steps, against those through every decay."""
+    """Check float32 gradients by sums over 2,000 tokens with rising logits, against gradients through every decay."""
     rng = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 2000, 8, generator=rng).double()
     k += 5 * (torch.rand(2000, 1, generator=rng) < 0.01).cumsum(0)

@@ -1,4 +1,4 @@
-"""Every entry of `MIXERS` against its published recurrence (`oracles.py`): forms, directions, streaming, precision."""
+"""Mixers of `MIXERS` against their published recurrences (`oracles.py`): forms, directions, streaming, precision."""
 
 import functools
 import io
@@ -26,7 +26,7 @@ every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
 def make(mixer: str, direction: str = "forward", spread: float = 0.3) -> LionAttention:
-    """A float64 layer (constants, too) away from its initialisation."""
+    """Make a float64 layer (including constants) with perturbed parameters."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
@@ -40,7 +40,7 @@ def make(mixer: str, direction: str = "forward", spread: float = 0.3) -> LionAtt
 
 
 def tokens(length: int, batch: int = 2, seed: int = 1) -> torch.Tensor:
-    """Values are float32 numbers, so that float64 holds the same ones."""
+    """Make tokens whose values are float32 numbers, which float64 represents exactly."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randn(batch, length, DIM, generator=rng).double()
 
@@ -55,7 +55,7 @@ def expected(mixer: str, direction: str, length: int) -> torch.Tensor:
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest error over largest value."""
+    """Compute the largest error over the largest value."""
     assert got.shape == want.shape
     return ((got.double() - want).abs().max() / want.abs().max()).item()
 
@@ -91,7 +91,7 @@ def test_forms_are_the_published_recurrence(mixer, direction, length):
 
 def oracle_of(layer: LionAttention, x: torch.Tensor, direction: str) -> torch.Tensor:
     name = next(name for name, entry in MIXERS.items() if entry is layer.mixer)
-    eps = torch.finfo(layer.proj.weight.dtype).eps  # of RMSNorm
+    eps = torch.finfo(layer.proj.weight.dtype).eps  # epsilon of RMSNorm
     return oracle(name, weights(layer), x, HEADS, direction, eps)
 
 
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_the_published_recurrence(mixer, direction):
 
 @every_mixer
 def test_backward_is_the_recurrence_on_the_flipped_sequence(mixer, monkeypatch):
-    """Said again without `oracle`'s own flips; rotations keep the places of the tokens, so they turn the other way."""
+    """Check `backward` without the flips of `oracle`; rotations follow token positions, so they change direction."""
     layer, x = make(mixer, "backward"), tokens(40)
     forward, turn = make(mixer, "forward"), rotations_module.rope_frequencies
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_backward_is_the_recurrence_on_the_flipped_sequence(mixer, monkeypatch):
 
 
 def test_only_lion_s_meets_other_decays_in_both_directions_than_in_one():
-    """Its decay convention is "source" there: a decay is that of the token being left; constant decays cannot tell."""
+    """Check convention "source" (a decay belongs to the token being left), which matters only for varying decays."""
     for mixer, entry in MIXERS.items():
         w, x = weights(make(mixer)), tokens(20)
         late, early = (scan(mixer, w, x, Way(HEADS, late)).numerator for late in (True, False))
@@ -144,7 +144,7 @@ def test_only_lion_s_meets_other_decays_in_both_directions_than_in_one():
 
 
 def test_form_and_chunk_size_reach_the_operators(monkeypatch):
-    """Results could not tell: all forms agree."""
+    """Check that form and chunk size reach the operators, because results of all forms agree."""
     seen = []
     for name in ("linear_attention", "prefill"):
         operator = getattr(linear_module, name)
@@ -196,14 +196,14 @@ def test_streaming_is_the_forward_direction(mixer):
 
 @torch.inference_mode()
 def test_a_stream_loses_nothing_with_its_position():
-    """RetNet turns by place: ten million tokens on it must be as exact as at the start."""
+    """Check that RetNet, which rotates by position, is as exact at token ten million as at the start."""
     x, want, double = tokens(30), None, make("retnet")
     for position in (0, 100_000, 10_000_000):
         for layer, tolerance in ((double, 1e-8), (make("retnet").float(), 2e-5)):
             start = layer.initial_state(2)._replace(position=torch.tensor([position, position + 5]))
             y, state = stream(layer, x.to(layer.proj.weight.dtype), [1] * 10 + [20], start)
             want = y if want is None else want
-            assert error(y, want) < tolerance, position  # only differences of places count
+            assert error(y, want) < tolerance, position  # only differences of positions matter
             assert state.position.tolist() == [position + 30, position + 35]
 
 
@@ -214,11 +214,11 @@ def test_prefill_skips_padding_wherever_it_is(mixer):
     layer, x = make(mixer), tokens(width + after, batch=5)
     layer.chunk_size = 8
     valid = torch.zeros(5, width, dtype=torch.bool)
-    valid[0], valid[1, 11:], valid[2, :13], valid[3, 7] = True, True, True, True  # none, left, right, both, all
+    valid[0], valid[1, 11:], valid[2, :13], valid[3, 7] = True, True, True, True  # pads none, left, right, both, all
     x[:, :width][~valid] = torch.nan
     start, state = layer.prefill(x[:, :width], Layout.of(x[:, :width], valid))
     assert state.position.tolist() == list(prompts)
-    assert torch.equal(start[~valid], layer.proj.bias.expand(int((~valid).sum()), -1))  # zero before the projection
+    assert torch.equal(start[~valid], layer.proj.bias.expand(int((~valid).sum()), -1))  # 0 before the projection
     rest, _ = stream(layer, x[:, width:], [1, 3, 2], state)
     for row, kept in enumerate(valid):
         alone = torch.cat([x[row, :width][kept], x[row, width:]])[None]
@@ -259,7 +259,7 @@ def test_a_saved_state_goes_on_bit_for_bit(mixer):
         before = [part.clone() for part in parts_of(state)]
         (y, end), (again, end_again) = (stream(layer, x[:, 21:], pieces, s) for s in (state, restored))
         assert torch.equal(y, again) and all(map(torch.equal, parts_of(end), parts_of(end_again)))
-        assert all(map(torch.equal, parts_of(state), before))  # a state is a value: what was saved can be used twice
+        assert all(map(torch.equal, parts_of(state), before))  # a state is a value: a saved state can be used twice
 
 
 @every_mixer
@@ -273,7 +273,7 @@ def test_a_state_does_not_grow(mixer):
         assert len(state.decay) == (1 if mixer == "lightnet" else 0)
         for part, first in zip(parts_of(state), parts_of(empty), strict=True):
             assert (part.shape, part.dtype) == (first.shape, first.dtype)
-            assert part.untyped_storage().nbytes() == part.nbytes  # no view that keeps the prompt alive
+            assert part.untyped_storage().nbytes() == part.nbytes  # not a view, which would keep the prompt in memory
     assert empty.S.shape == (2, HEADS, DIM // HEADS, DIM // HEADS) and not any(part.any() for part in empty[:3])
 
 
@@ -346,7 +346,7 @@ def test_extreme_inputs_stay_finite(mixer, direction):
             assert finite(y) and not bad, (scale, form, size, bad)
 
 
-@pytest.mark.parametrize("logit", [-200.0, 200.0])  # keeps all, forgets all
+@pytest.mark.parametrize("logit", [-200.0, 200.0])  # keep everything, forget everything
 def test_rwkv6_has_a_double_exponential_that_stays_finite(logit):
     for form, size in SMALL_FORMS:
         layer, x = make("rwkv6", "both").float(), tokens(40).float()
@@ -402,13 +402,13 @@ def test_states_are_float32_in_bf16(mixer):
 @pytest.mark.parametrize("mixer", MIXERS)
 @torch.inference_mode()
 def test_long_sequences_stay_near_float32_in_bf16(mixer):
-    """Places above 256 are no bf16 numbers."""
-    layer, x = make(mixer).bfloat16().float(), tokens(500, batch=1).bfloat16().float()  # the same weights in both
+    """Check long sequences, because bf16 cannot represent positions above 256."""
+    layer, x = make(mixer).bfloat16().float(), tokens(500, batch=1).bfloat16().float()  # equal weights in both dtypes
     set_form(layer, "chunk", 64)
     want = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         found = {"forward": layer(x), "prefill": layer.prefill(x)[0]}
     found["all bf16"] = layer.bfloat16()(x.bfloat16())
-    for name, got in found.items():  # of most tokens: xLSTM's numerator cancels at single ones
+    for name, got in found.items():  # for most tokens: the numerator of xLSTM cancels at single tokens
         wrong = (got - want).norm(dim=-1) / want.norm(dim=-1)
         assert wrong.quantile(0.9) < 0.05, name

@@ -1,4 +1,4 @@
-"""Batch normalisation of valid tokens: beside PyTorch's own, under padding, and over processes."""
+"""Batch normalisation of valid tokens: against PyTorch, with padding, and over processes."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_evaluation_changes_nothing_and_reads_the_running_values():
     before = own.mean.clone(), own.var.clone()
     y = own(x, PLAIN)
     assert torch.equal(own.mean, before[0]) and torch.equal(own.var, before[1])
-    torch.testing.assert_close(y[:1], own(x[:1]))  # and no sample depends on another
+    torch.testing.assert_close(y[:1], own(x[:1]))  # samples are independent
 
 
 def test_statistics_are_float32_in_bf16():
@@ -82,7 +82,7 @@ def test_statistics_are_float32_in_bf16():
 @pytest.mark.slow
 @pytest.mark.process
 def test_two_processes_normalise_by_the_whole_batch(tmp_path):
-    """Losses of the same global batches are the same in one process and in two; not so with statistics of a half."""
+    """Check that one process and two have equal losses, which statistics of half a batch would change."""
     pytest.importorskip("sklearn")
     losses = {}
     for processes in (1, 2):

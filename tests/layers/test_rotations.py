@@ -1,4 +1,4 @@
-"""Rotations by name: RoPE as it was, and MD-LRPE of LightNet on grids of any number of axes."""
+"""Rotations: RoPE, and MD-LRPE of LightNet on grids with any number of axes."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from lion.layers.rotations import ROTATIONS, LearnedLrpe, Lrpe, Rope
 from lion.ops import rope_frequencies, rotary_angles
 
 LRPE = [name for name, kind in ROTATIONS.items() if issubclass(kind, Lrpe)]
-CUBE = Layout(coords=torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).mT)  # a volume's patches
+CUBE = Layout(coords=torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).mT)  # patches of a volume
 X = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0), dtype=torch.double)
 
 
 def angles_by_hand(coords: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Eq. 10-14, pair by pair: (L, D/2)."""
+    """Compute Eq. 10-14 pair by pair: (L, D/2)."""
     axes, length = coords.shape
     each = head_dim // 2 // axes
     out = torch.zeros(length, head_dim // 2, dtype=torch.double)
@@ -27,7 +27,7 @@ def angles_by_hand(coords: torch.Tensor, head_dim: int) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("head_dim", [12, 16])  # 16: 8 pairs, in three axes 2 are left over
+@pytest.mark.parametrize("head_dim", [12, 16])  # 16: 8 pairs, of which 2 are left over with three axes
 @pytest.mark.parametrize("layout", [CUBE, grid_layout(3, 5), grid_layout(1, 6, special=0)])
 def test_pairs_are_shared_out_among_the_axes(layout, head_dim):
     x = torch.randn(2, layout.coords.shape[1], 2 * head_dim)
@@ -41,7 +41,7 @@ def test_pairs_are_shared_out_among_the_axes(layout, head_dim):
 
 @pytest.mark.parametrize("layout", [CUBE, grid_layout(3, 5)])
 def test_as_printed_the_pairs_are_numbered_over_all_axes(layout):
-    """Eq. 12: theta_j = 10000^(-2j / d) with s d / k < j <= (s + 1) d / k for axis s, here for pairs from j = 0 on."""
+    """Check Eq. 12: theta_j = 10000^(-2j / d), s d / k < j <= (s + 1) d / k for axis s; pairs start at j = 0 here."""
     axes, each = len(layout.coords), 6 // len(layout.coords)
     got = ROTATIONS["lrpe_printed"](2, 12)(torch.randn(2, layout.coords.shape[1], 24), layout)
     for j in range(axes * each):
@@ -58,14 +58,14 @@ def test_in_text_it_is_rope_and_rope_is_as_it_was():
         for name in ("rope", "lrpe", "lrpe_printed"):
             assert torch.equal(ROTATIONS[name](3, 4)(X, layout), want)
     grid = grid_layout(2, 3)
-    assert torch.equal(Rope(3, 4)(X, grid), Rope(3, 4)(X, Layout()))  # which goes by the sequence in pictures, too
+    assert torch.equal(Rope(3, 4)(X, grid), Rope(3, 4)(X, Layout()))  # which uses sequence positions for images, too
     assert not torch.equal(Lrpe(3, 4)(X, grid), Rope(3, 4)(X, grid))
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "retnet", "mamba2", "deltanet"])
 @pytest.mark.parametrize("rotation", LRPE)
 def test_scores_depend_on_differences_of_places_alone(mixer, rotation):
-    """In three dimensions: shifted along each axis, all is the same (not where the two of a pair decay apart: GLA)."""
+    """Check shifts along each of three axes; excluded are mixers with different decays in a pair (GLA)."""
     torch.manual_seed(0)
     layer = make_mixer(mixer, 24, 2, AttentionConfig(rotation=rotation)).double().eval()
     if rotation == "lrpe_learned":
@@ -74,8 +74,8 @@ def test_scores_depend_on_differences_of_places_alone(mixer, rotation):
     y = layer(x, CUBE)
     moved = layer(x, CUBE._replace(coords=CUBE.coords + torch.tensor([[3], [5], [7]])))
     torch.testing.assert_close(y, moved, rtol=0, atol=1e-10)
-    least = 1e-6 if rotation == "lrpe_printed" else 1e-4  # its last axis turns slowly
-    for axis in range(3):  # and each axis counts
+    least = 1e-6 if rotation == "lrpe_printed" else 1e-4  # the last axis rotates slowly
+    for axis in range(3):  # each axis must matter
         other = CUBE.coords.clone()
         other[axis] *= 2
         assert (layer(x, CUBE._replace(coords=other)) - y).abs().max() > least
@@ -90,7 +90,7 @@ def test_row_sums_do_not_go_with_it(rotation):
             resolve_mixer(mixer, AttentionConfig(rotation=rotation, normalize=normalize))
     assert resolve_mixer("lion_s", AttentionConfig(rotation=rotation, normalize="none")).rotation == rotation
     assert resolve_mixer("lion_s", AttentionConfig(rotation="rope")).normalize == "sum"
-    for mixer in MIXERS:  # the conventions of none of them collide
+    for mixer in MIXERS:  # no mixer may have conflicting conventions
         resolve_mixer(mixer, AttentionConfig())
 
 

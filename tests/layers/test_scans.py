@@ -1,4 +1,4 @@
-"""Scan orders, and layers that go over several of them."""
+"""Scan orders, and layers with several scans."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from lion.ops import SCAN_MERGES
 from tests.ops.helpers import oracle_mask
 
 SNAKES = ("row_snake", "column_snake")
-S = [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10, 11, 15, 14, 13, 12]  # the 4 x 4 orders of the released code's curves
+S = [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10, 11, 15, 14, 13, 12]  # the 4 x 4 orders of the curves in the released code
 SR = [0, 4, 8, 12, 13, 9, 5, 1, 2, 6, 10, 14, 15, 11, 7, 3]
 
 
@@ -30,7 +30,7 @@ def test_every_order_visits_all_tokens_once(name, size, extra):
     assert order.sort().values.tolist() == list(range(extra + size[0] * size[1]))
     assert order[:extra].tolist() == list(range(extra))
     assert grid.special.tolist() == [True] * extra + [False] * (size[0] * size[1])
-    if name != "row_major":  # a snake steps from a patch to its neighbour
+    if name != "row_major":  # a snake moves between neighbouring patches
         places = grid.coords[:, order[extra:]]
         assert all(step == 1 for step in (places[:, 1:] - places[:, :-1]).abs().sum(0).tolist())
 
@@ -38,14 +38,14 @@ def test_every_order_visits_all_tokens_once(name, size, extra):
 def layer_of(mixer: str, **settings) -> LionAttention:
     torch.manual_seed(0)
     layer = LionAttention(12, 3, mixer, scans=SNAKES, **settings).double()
-    for decay in layer.decays:  # far from each other
+    for decay in layer.decays:  # very different decays
         for parameter in decay.parameters():
             torch.nn.init.normal_(parameter)
     return layer
 
 
 def oracle(layer: LionAttention, x: torch.Tensor, grid, merge: str) -> torch.Tensor:
-    """One layer from its definition, scan by scan, with masks made pair by pair."""
+    """Compute a layer from its definition, scan by scan, with masks computed pair by pair."""
     q, k, v = layer.qkv(x).view(*x.shape[:2], 3, 3, 4).permute(2, 0, 3, 1, 4)
     silu = torch.nn.functional.silu
     q, k = ((silu(t) + 0.5) / (silu(t) + 0.5).norm(dim=-1, keepdim=True) for t in (q, k))

@@ -1,4 +1,4 @@
-"""MD-TPE against Eq. 8 of LightNet as a double loop: values, gradients, padding, segments, grids, streams."""
+"""MD-TPE against Eq. 8 of LightNet, computed by a double loop: values, gradients, padding, segments, grids, streams."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from tests.layers.test_attention import PACKED, PADDED, check_padding
 def tpe(dim=3, states=4, grid=None) -> TPE:
     torch.manual_seed(0)
     module = TPE(dim, states, grid).double()
-    with torch.no_grad():  # signs and decays of all sizes
+    with torch.no_grad():  # signs and decays of all magnitudes
         module.weight.normal_()
         module.decay.normal_(std=2)
     return module
@@ -25,7 +25,7 @@ def tokens(*shape):
 
 
 def oracle(module: TPE, x: torch.Tensor) -> torch.Tensor:
-    """Eq. 8 of x (B, n_1, .., n_k, dim), place by place."""
+    """Compute Eq. 8 for x (B, n_1, .., n_k, dim), position by position."""
     decay, places = torch.sigmoid(module.decay), list(itertools.product(*map(range, x.shape[1:-1])))
     weight = module.weight * (1 - decay)
     rows = []
@@ -41,7 +41,7 @@ def oracle(module: TPE, x: torch.Tensor) -> torch.Tensor:
 
 
 def check(module, x, got, want) -> None:
-    """Values and gradients of two functions of x."""
+    """Check values and gradients of `got(x)` against `want(x)`."""
     grads = []
     for run in (got, want):
         leaf = x.clone().requires_grad_()
@@ -70,7 +70,7 @@ def flat(module, x, grid):
 
 
 def test_tokens_of_a_grid_in_any_order_with_cls_and_holes():
-    """A token without a place goes through as it is; a place without a token, or with padding, adds nothing."""
+    """Check that tokens without coordinates are unchanged, and that empty or padded positions contribute nothing."""
     module, layout, x = tpe(grid=(3, 4)), grid_layout(3, 4, special=2), tokens(2, 14, 3)
     whole = module(x, layout)
     assert torch.equal(whole[:, :2], x[:, :2])
@@ -95,7 +95,7 @@ def test_padding_and_segments_are_as_if_alone(valid, segments):
 
 
 def ragged(length):
-    """Segments over several chunks, of one token, with padding at both ends, inside and between; and an empty row."""
+    """Make segments of one token to several chunks, with padding at both ends, inside and between, and an empty row."""
     segments = torch.full((3, length), 5)
     segments[0, : CHUNK + 7], segments[0, CHUNK + 7] = 2, 3
     segments[1, :9], segments[1, 80:90], segments[1, -4:] = -1, -1, -1
@@ -116,7 +116,7 @@ def test_segments_over_chunks_and_what_goes_on_from_the_last():
             kept = segments[row] == i
             if i >= 0:
                 torch.testing.assert_close(y[row, kept], oracle(module, x[row, kept][None])[0])
-        alone = oracle(module, torch.cat([x[row, kept], new[row]])[None])  # `kept` is the last
+        alone = oracle(module, torch.cat([x[row, kept], new[row]])[None])  # `kept` of the last segment
         torch.testing.assert_close(later[row], alone[0, -5:])
     torch.testing.assert_close(state[2], torch.zeros_like(state[2]))
 
@@ -141,7 +141,7 @@ def test_it_streams_token_by_token_and_in_ragged_pieces():
 
 
 def test_what_comes_in_comes_through_at_the_start():
-    """Of all weights of a place its own is 1, and that of its neighbour a tenth."""
+    """Check the initialisation: a position has weight 1 for itself and 0.1 for its neighbour."""
     module = TPE(64, 64, (14, 14))
     lam = torch.sigmoid(module.decay)
     assert 0.0999 < lam.min() < 0.1001 and 0.99 < lam.max() < 0.9991
@@ -151,14 +151,14 @@ def test_what_comes_in_comes_through_at_the_start():
 
 
 def test_a_step_of_one_size_changes_no_more_where_much_is_remembered():
-    """The gradient of a weight is that of a running average, not larger by all that its state remembers."""
+    """Check that the gradient of a weight is that of a running average, whatever the memory of the state."""
     module, x = TPE(8, 64).double(), torch.ones(1, 4000, 8).double()
     module(x)[:, -1].sum().backward()
     torch.testing.assert_close(module.weight.grad, torch.ones(1, 8, 64).double(), atol=0.03, rtol=0)
 
 
 def test_parameters_of_the_paper():
-    """Table 1: 0.10 M at 384, 0.20 M at 768 in two dimensions; nothing of it is decayed."""
+    """Check Table 1: 0.10 M parameters at dim 384, 0.20 M at 768, in two dimensions; without weight decay."""
     for dim, millions in ((384, 0.10), (768, 0.20)):
         module = TPE(dim, 64, (14, 14))
         assert round(sum(p.numel() for p in module.parameters()) / 1e6, 2) == millions
@@ -174,7 +174,7 @@ def test_long_and_extreme_sums_stay_finite():
     y.sum().backward()
     assert y.isfinite().all() and all(p.grad.isfinite().all() for p in module.parameters())
     lam = torch.sigmoid(module.decay.double())
-    want = (module.weight[0] * (1 - lam[0] ** 5000)).sum(-1)  # of one all its weight, of a sum without end none
+    want = (module.weight[0] * (1 - lam[0] ** 5000)).sum(-1)  # lambda near 0: full weight; lambda near 1: weight near 0
     torch.testing.assert_close(y[0, -1].double(), want, rtol=1e-4, atol=0)
 
 
@@ -218,7 +218,7 @@ def test_a_grid_has_no_segments_and_no_stream():
 
 
 def test_packed_sequences_without_data():
-    """On meta tensors, as `show` counts memory."""
+    """Check packed sequences on meta tensors, with which `show` counts memory."""
     segments = torch.zeros(2, 2 * CHUNK, dtype=torch.long, device="meta")
     x = torch.empty(2, 2 * CHUNK, 3, device="meta")
     assert TPE(3, 4).to("meta")(x, Layout.of(x, segments=segments)).shape == x.shape

@@ -1,4 +1,4 @@
-"""Forms against the definition, and masked batches against their sequences alone."""
+"""Checks of forms against the definition, and of masked batches against separate sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lion.ops import linear_attention, reference_attention
 from .helpers import Case, Inputs, assert_close, backward
 
 LENGTH = 23
-HOLES = {0, 3, 4, 9, 15, 16, 17, 18, 19, 22}  # at both ends too, and one as long as a chunk
+HOLES = {0, 3, 4, 9, 15, 16, 17, 18, 19, 22}  # also at both ends, and one hole as long as a chunk
 VALID = torch.tensor(
     [
         [t < 13 for t in range(LENGTH)],  # padding right
@@ -22,11 +22,11 @@ VALID = torch.tensor(
 )
 SEGMENTS = torch.tensor(
     [
-        [4] * 7 + [2] + [9] * 15,  # ids in any order, a segment of one token
+        [4] * 7 + [2] + [9] * 15,  # ids in any order, and a segment of one token
         [-1] * 3 + [0] * 6 + [-1] * 2 + [1] * 8 + [-1] * 4,  # padding at both ends and between segments
         [7, 7, -1, 7, -1, -1, -1, -1, -1, 7, 7] + [3, -1, 3, 3, -1, 3] + [5] * 6,  # holes inside segments
         [-1] * LENGTH,
-        list(range(LENGTH)),  # every token alone
+        list(range(LENGTH)),  # every token is a segment
     ]
 )
 BATCH = len(VALID)
@@ -36,7 +36,7 @@ _known: dict[tuple, tuple[Tensor, dict[str, Tensor]]] = {}
 
 
 def definition(inputs: Inputs | Case, **arguments) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output and gradients of the definition, which is slow: worked out once for equal inputs."""
+    """Compute output and gradients of the definition, cached for equal inputs because the definition is slow."""
     given = (None if x is None else (x.shape, x.dtype, x.numpy().tobytes()) for x in inputs)
     key = (type(inputs), *given, *sorted(arguments.items()))
     if key not in _known:
@@ -56,7 +56,7 @@ def check_outputs(inputs: Inputs | Case, forms, **arguments) -> None:
 
 
 def check_gradients(inputs: Inputs | Case, forms, **arguments) -> None:
-    """And outputs."""
+    """Check outputs and gradients of `forms` against the definition."""
     expected, expected_grads = definition(inputs, **arguments)
     for form, how in forms.items():
         for dtype, tolerance, of_gradients in ((torch.float64, 1e-12, 1e-10), (torch.float32, 2e-5, 5e-5)):
@@ -64,12 +64,12 @@ def check_gradients(inputs: Inputs | Case, forms, **arguments) -> None:
             got = leaves.on(linear_attention, **how, **arguments, feature_map=None)
             assert got.dtype == dtype
             assert_close(got, expected, tolerance, what)
-            for name, grad in backward(got, leaves).items():  # those of a single token are 0: compare with the weights
+            for name, grad in backward(got, leaves).items():  # gradients of a single token are 0: hence the floor
                 assert_close(grad, expected_grads[name], of_gradients, f"d{name} {what}", floor=0.1)
 
 
 def gradcheck(leaves: Inputs | Case, **arguments) -> None:
-    """Against differences of the outputs."""
+    """Check the gradients against finite differences of the outputs."""
 
     def attention(*given: Tensor) -> Tensor:
         some = iter(given)
@@ -81,11 +81,11 @@ def gradcheck(leaves: Inputs | Case, **arguments) -> None:
 
 
 def poisoned(inputs: Inputs | Case, valid: Tensor) -> Inputs | Case:
-    """NaN and infinities at all padding."""
+    """Return the inputs with NaN and infinities at all padding."""
     bad = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=inputs.q.dtype)
     out = []
     for x in inputs:
-        if x is not None and x.dim() >= 3 and len(x) == BATCH:  # tokens of this batch, not what rows share
+        if x is not None and x.dim() >= 3 and len(x) == BATCH:  # tokens of this batch, not tensors that rows share
             mask = (~valid[:, None]).reshape(BATCH, 1, LENGTH, *[1] * (x.dim() - 3)).expand_as(x)
             x = torch.where(mask, bad[torch.arange(x.numel()) % len(bad)].reshape(x.shape), x)
         out.append(x)
@@ -93,7 +93,7 @@ def poisoned(inputs: Inputs | Case, valid: Tensor) -> Inputs | Case:
 
 
 def alone(inputs: Inputs | Case, sequences: list[list[Tensor]], **arguments) -> Tensor:
-    """Every sequence (a list of token places for each batch row) run by itself, the rest 0."""
+    """Run every sequence (token indices, listed for each batch row) separately; all other outputs are 0."""
     rows = []
     for row, places in enumerate(sequences):
         y = torch.zeros_like(inputs.v[:1])
@@ -112,7 +112,7 @@ def by_segments(segments: Tensor, valid: Tensor) -> list[list[Tensor]]:
 
 
 def check_masked(inputs: Inputs | Case, sequences, present: Tensor, how: dict, **masks) -> None:
-    """Poisoned and masked against clean and alone: values, gradients, exact zeros."""
+    """Check a masked batch with poisoned padding against separate clean sequences: values, gradients, exact zeros."""
     leaves = inputs.leaves()
     expected = alone(leaves, sequences, **how)
     expected_grads = backward(expected, leaves) if expected.requires_grad else leaves.grads()
@@ -131,7 +131,7 @@ def check_masked(inputs: Inputs | Case, sequences, present: Tensor, how: dict, *
 
 
 def check_masks(inputs: Inputs | Case, how: dict) -> None:
-    """Padding, and padding with segments."""
+    """Check padding, and padding with segments."""
     check_masked(inputs, by_valid(VALID), VALID, how, valid=VALID)
     present = VALID & (SEGMENTS >= 0)
     check_masked(inputs, by_segments(SEGMENTS, VALID), present, how, segments=SEGMENTS, valid=VALID)

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread():
-    """Tensors are small here: threads that wait for one another cost minutes on a busy machine."""
+    """Run tests on one thread, because tensors are small and waiting threads cost minutes on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Inputs, error measures, and an oracle written from the mathematics alone (no code of lion)."""
+"""Helpers: inputs, error measures, and an oracle written from the mathematics alone (no code of lion)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DIRECTIONS = ("both", "forward", "backward")
 NORMALIZE = ("sum", "none")
 ALL_NORMALIZE = ("sum", "max", "pre", "none")
 DECAYS = ("lit", "D", "S", "extreme", "vector", "extreme vector")
-FORMS = {  # every exact form; small steps put many borders into short sequences
+FORMS = {  # every exact form; small chunks put many borders into short sequences
     "full": dict(form="full"),
     "chunk64": dict(form="chunk", chunk_size=64),
     "chunk5": dict(form="chunk", chunk_size=5),
     "rnn1": dict(form="rnn", chunk_size=1),
     "rnn64": dict(form="rnn", chunk_size=64),
 }
-SMALL_FORMS = {  # the same with borders inside about twenty tokens
+SMALL_FORMS = {  # forms with chunk borders inside about twenty tokens
     "full": dict(form="full"),
     "chunk4": dict(form="chunk", chunk_size=4),
     "rnn1": dict(form="rnn", chunk_size=1),
@@ -32,12 +32,12 @@ SMALL_FORMS = {  # the same with borders inside about twenty tokens
 }
 
 
-SCALARS = ("lit", "D", "S", "extreme")  # what "blockwise" takes
+SCALARS = ("lit", "D", "S", "extreme")  # decays that "blockwise" supports
 BLOCKWISE = {"blockwise4": dict(form="blockwise", chunk_size=4), "blockwise64": dict(form="blockwise", chunk_size=64)}
 
 
 def pairwise(*factors: tuple) -> list[tuple[Any, ...]]:
-    """Few combinations in which any two values of any two factors meet: where three of them do not interact."""
+    """Choose few combinations that cover all pairs of values of two factors, if no three factors interact."""
     every = {row: set(itertools.combinations(enumerate(row), 2)) for row in itertools.product(*factors)}
     missing, rows = set().union(*every.values()), []
     while missing:
@@ -63,23 +63,23 @@ class Inputs(NamedTuple):
         return type(self)(*(None if x is None else x.to(dtype) for x in self))
 
     def leaves(self) -> Inputs:
-        """Fresh tensors that collect gradients."""
+        """Return new tensors that require gradients."""
         return type(self)(*(None if x is None else x.detach().clone().requires_grad_() for x in self))
 
     def grads(self) -> dict[str, Tensor]:
-        """Of all leaves; zeros where the graph does not reach (the decay of a lone token)."""
+        """Return the gradients of all leaves; zeros for leaves outside the graph (the decay of a single token)."""
         leaves = {name: x for name, x in self._asdict().items() if x is not None}
         return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
 
     def tokens(self, row: int, index: Tensor) -> Inputs:
-        """The sequence made of some tokens of one batch row, with batch 1."""
+        """Return the sequence of the tokens `index` of one batch row, with batch size 1."""
         q, k, v, a = self
         q, k, v = (x[row : row + 1, :, index] for x in (q, k, v))
         return Inputs(q, k, v, a[row : row + 1, :, index] if a is not None and a.dim() >= 3 else a)
 
 
 class Case(NamedTuple):
-    """Inputs with what an operator takes besides: the same methods."""
+    """Inputs with further arguments of an operator, and the methods of `Inputs`."""
 
     q: Tensor
     k: Tensor
@@ -115,7 +115,7 @@ def make(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Inputs:
-    """Positive features and decays. Values are float32 numbers, so that every wider dtype holds the same ones."""
+    """Make positive features and decays; values are float32 numbers, so that wider dtypes represent them exactly."""
     rng = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -133,7 +133,7 @@ def make(
         log_decay = F.logsigmoid(2 * normal(batch, heads, length, dim) + 2)
     elif decay == "fixed vector":
         log_decay = F.logsigmoid(normal(heads, dim) + 1)
-    else:  # gates that forget everything among gates that forget nothing
+    else:  # gates of 0 between gates of 1
         lanes = (dim,) if decay == "extreme vector" else ()
         forget = torch.rand(batch, heads, length, *lanes, generator=rng) < 0.2
         log_decay = torch.where(forget, math.log(1e-30), math.log(0.99))
@@ -141,7 +141,7 @@ def make(
 
 
 def case(inputs: Inputs, what: str = "", seed: int = 3) -> Case:
-    """`inputs` with more beside them, by name and shape: "bonus H", "angles BHL", "beta"."""
+    """Add further arguments to `inputs`, by name and shape: "bonus H", "angles BHL", "beta"."""
     (batch, heads, length, dim), rng = inputs.q.shape, torch.Generator().manual_seed(seed)
     shapes = {
         "beta": (batch, heads, length),
@@ -160,18 +160,18 @@ def case(inputs: Inputs, what: str = "", seed: int = 3) -> Case:
 
 
 def signed(inputs: Inputs) -> Inputs:
-    """Features of both signs, so that row sums may vanish."""
+    """Return inputs with features of both signs, so that row sums may vanish."""
     return inputs._replace(q=inputs.q - 0.7, k=inputs.k - 0.7)
 
 
 def unit_keys(inputs: Inputs) -> Inputs:
-    """Signed queries, and keys of norm 1, as the delta rule takes them."""
+    """Return signed queries and keys of norm 1, as the delta rule requires."""
     inputs = signed(inputs)
     return inputs._replace(k=F.normalize(inputs.k.double(), dim=-1).to(inputs.k.dtype))
 
 
 def error(got: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Largest error over largest value (or `floor`, for gradients that vanish); NaN where anything is NaN."""
+    """Compute the largest error over the largest value (or `floor`, for vanishing gradients); NaN if any is NaN."""
     assert got.shape == expected.shape
     expected = expected.double()
     worst, largest = (got.double() - expected).abs().max().item(), expected.abs().max().item()
@@ -184,7 +184,7 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float, what: str = ""
 
 
 def backward(y: Tensor, inputs: Inputs, seed: int = 1) -> dict[str, Tensor]:
-    """Gradients of a random projection of `y`, the same one for every dtype."""
+    """Compute the gradients of a random projection of `y`, which is the same for every dtype."""
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed))
     (y * weights.to(y.dtype)).sum().backward()
     return inputs.grads()
@@ -194,7 +194,7 @@ def backward(y: Tensor, inputs: Inputs, seed: int = 1) -> dict[str, Tensor]:
 
 
 def oracle_entry(lam: list[float], i: int, j: int, decay_convention: str) -> float:
-    """M_ij of one sequence with decays `lam`: a product over the tokens that lie between i and j."""
+    """Compute M_ij of one sequence with decays `lam`: a product over the tokens between i and j."""
     if i == j:
         return 1.0
     if decay_convention == "between":
@@ -216,7 +216,7 @@ def oracle_mask(lam: list[float], decay_convention: str, direction: str) -> Tens
 
 
 def oracle_masks(inputs: Inputs, decay_convention: str, direction: str) -> Tensor:
-    """(B, H, L, L), of vectors (B, H, D, L, L)"""
+    """Compute the masks (B, H, L, L), or (B, H, D, L, L) for vector decays."""
     batch, heads, length, dim = inputs.q.shape
     log_decay = torch.zeros(heads) if inputs.log_decay is None else inputs.log_decay
     if log_decay.dim() == 1:
@@ -230,7 +230,7 @@ def oracle_masks(inputs: Inputs, decay_convention: str, direction: str) -> Tenso
 
 
 def oracle_parts(inputs: Inputs | Case, masks: Tensor) -> tuple[Tensor, Tensor]:
-    """Numerator and row sum: the first of rotated scores, the second of those before."""
+    """Compute the numerator, from rotated scores, and the row sum, from unrotated scores."""
     q, k, v = (x.double() for x in inputs[:3])
     case = Case(*inputs)
     bonus = 1 if case.bonus is None else case.bonus.double().reshape(q.shape[1], 1, -1)
@@ -247,14 +247,14 @@ def oracle_parts(inputs: Inputs | Case, masks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def oracle_rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Pairs (p, p + D/2) as complex numbers, times exp(i angle)."""
+    """Multiply pairs (p, p + D/2), as complex numbers, by exp(i angle)."""
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angles.double())
     return torch.cat([turned.real, turned.imag], -1)
 
 
 def oracle_delta(case: Case, direction: str) -> Tensor:
-    """`S_i = (I - beta k k^T) S_{i-1} + beta k v^T` and `y = q S`, less `beta (q . k) v` once in both directions."""
+    """Compute `S_i = (I - beta k k^T) S_{i-1} + beta k v^T`, `y = q S`; `both`: minus `beta (q . k) v` once."""
     q, k, v = (x.double() for x in case[:3])
     if case.angles is not None:
         q, k = oracle_rotate(q, case.angles), oracle_rotate(k, case.angles)
@@ -286,7 +286,7 @@ def oracle_attention(
     if case.beta is not None:
         return oracle_delta(case, direction) * scale
     numerator, rowsum = oracle_parts(case, oracle_masks(case, decay_convention, direction))
-    if normalize == "pre":  # row sums as they are before the mask
+    if normalize == "pre":  # row sums of the scores before the mask
         free = case._replace(log_decay=None, bonus=None)
         rowsum = oracle_parts(free, oracle_masks(free, decay_convention, direction))[1]
     rowsum = rowsum.unsqueeze(-1)
@@ -301,7 +301,7 @@ def oracle_attention(
 
 
 class Allocations(TorchDispatchMode):
-    """Shapes of all tensors that operators allocate while the mode is on, backward passes included."""
+    """A recorder of the shapes of all tensors that operators allocate, including backward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(out):  # a view of an argument is no allocation
+        for x in tree_leaves(out):  # a view of an argument is not an allocation
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known:
                 self.shapes.append(tuple(x.shape))
         return out
@@ -320,7 +320,7 @@ class Allocations(TorchDispatchMode):
 
 
 class Denormals(TorchDispatchMode):
-    """How many denormal numbers operators write while the mode is on, backward passes included, by operator."""
+    """A counter of the denormal numbers that operators write, by operator, including backward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class Denormals(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        known = any(word in func.__name__ for word in ("empty", "slice"))  # memory that holds anything, or is a view
+        known = any(word in func.__name__ for word in ("empty", "slice"))  # uninitialised memory, or a view
         for x in () if known else tree_leaves(out):
             if isinstance(x, Tensor) and x.is_floating_point():
                 count = ((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum().item()

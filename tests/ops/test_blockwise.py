@@ -1,4 +1,4 @@
-"""The paper's own Lion-chunk: every query against a block of keys at a time; and its formula for a fixed decay."""
+"""The Lion-chunk form of the paper: queries against one block of keys at a time, and the formula for a fixed decay."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_forms(decay, direction, decay_convention):
 
 @pytest.mark.parametrize("normalize", ALL_NORMALIZE)
 def test_long(normalize):
-    """Three blocks of 64, the last one short."""
+    """Check three blocks of 64, the last of which is short."""
     inputs = make("S", 150, batch=1, heads=1)
     inputs = signed(inputs) if normalize == "max" else inputs
     check_outputs(inputs, {"blockwise": dict(form="blockwise")}, normalize=normalize)
@@ -70,7 +70,7 @@ def test_dtypes():
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", SCALARS)
 def test_memory(decay, direction):
-    """L x C at most, also in the backward pass, where the blocks are computed again."""
+    """Check that memory is at most L x C, also in the backward pass, which recomputes the blocks."""
     batch, heads, length, size = 2, 2, 512, 16
     leaves = make(decay, length, batch=batch, heads=heads, dtype=torch.float32).leaves()
     with Allocations() as allocations:
@@ -80,11 +80,11 @@ def test_memory(decay, direction):
     assert allocations.largest() <= batch * heads * length * size
     block = (batch, heads, length, size)
     for part in (allocations.shapes[:forward], allocations.shapes[forward:]):
-        assert part.count(block) >= length // size  # the recorder does see the blocks, in both passes
+        assert part.count(block) >= length // size  # the recorder must see the blocks, in both passes
 
 
 def test_what_is_kept_for_the_backward_pass():
-    """Nothing of the size of a block: kept, all of them would be the L x L matrix."""
+    """Check that no block is saved for the backward pass, because all blocks together are the L x L matrix."""
     leaves, sizes = make("S", 512, batch=1, heads=1).leaves(), []
 
     def note(x):
@@ -96,11 +96,11 @@ def test_what_is_kept_for_the_backward_pass():
     assert sum(sizes) < 512 * 512 / 4
 
 
-# The mask of a fixed decay in blocks, lambda 0.9 and blocks of 3: exact, and as printed
+# The mask of a fixed decay in blocks, for lambda = 0.9 and blocks of 3: exact, and as printed in the paper
 
 
 def blocks(power: int, below: torch.Tensor, above: torch.Tensor, count: int) -> torch.Tensor:
-    """`lambda^(power |i-j|)` times a (C, C) matrix off the diagonal of blocks; there `Gamma = lambda^|a-b|`."""
+    """Build a mask of blocks: `lambda^(power |i-j|)` times a (C, C) matrix; on the diagonal `Gamma = lambda^|a-b|`."""
     rows = [
         [GAMMA if i == j else 0.9 ** (power * abs(i - j)) * (below if i > j else above) for j in range(count)]
         for i in range(count)
@@ -114,7 +114,7 @@ GAMMA = 0.9 ** (PLACE[:, None] - PLACE).abs()
 
 
 def worst(mask: torch.Tensor) -> float:
-    """Largest error against the mask that the operator applies."""
+    """Compute the largest error against the mask that the operator applies."""
     length = len(mask)
     ones = torch.ones(1, 1, length, 1, dtype=torch.float64)
     values = torch.eye(length, dtype=torch.float64)[None, None]
@@ -140,5 +140,5 @@ def test_the_exact_block(count):
     ],
 )
 def test_printed_blocks(printed, power, below, expected):
-    """Two blocks; the errors of more are larger."""
+    """Check two blocks; errors are larger for more blocks."""
     assert worst(blocks(power, below, below.T, 2)) == pytest.approx(expected, abs=1e-4), printed

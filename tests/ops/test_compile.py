@@ -1,4 +1,4 @@
-"""Full and chunk are single static graphs for torch.compile, compiled once per shape, or once for all lengths."""
+"""Compilation: full and chunk are single graphs for torch.compile, compiled once per shape or once for all lengths."""
 
 import shutil
 
@@ -27,7 +27,7 @@ def fresh_dynamo():
 
 
 def check(inputs, backend: str, tolerance: float = 1e-6, **arguments) -> None:
-    """Compiled against eager on two sets of values, the second without compiling again."""
+    """Check compiled against eager results on two sets of values; the second set must not compile again."""
 
     kind = type(inputs[0])
 
@@ -59,7 +59,7 @@ def test_one_graph(form, decay, direction):
 
 @pytest.mark.parametrize("form, decay", [("full", "vector"), ("chunk", "S")])
 def test_one_graph_with_masks(form, decay):
-    """Masks are data: the check that segments stand together must not break the graph."""
+    """Check that masks are data: the check that segments are contiguous must not break the graph."""
     segments = torch.tensor([[0] * 20 + [1] * (LENGTH - 20), [-1] * 5 + [7] * (LENGTH - 5)])
     valid = torch.arange(LENGTH).expand(2, -1) % 5 != 3
     check(some(decay), "aot_eager", **FORMS[form], segments=segments, valid=valid)
@@ -97,11 +97,11 @@ def test_one_graph_with_two_levels_of_chunks():
     check(some("S", length), "aot_eager", form="chunk", chunk_size=1)
 
 
-LENGTHS = (100, 65, 127, 128, 197, 300)  # multiples of a chunk, and one less, among them
+LENGTHS = (100, 65, 127, 128, 197, 300)  # including a multiple of a chunk, and one less
 
 
 def check_lengths(function, cases, backend: str, graphs: int = 1, **arguments) -> None:
-    """One compiled graph, or so many, for cases of all lengths; values and gradients against eager."""
+    """Check values and gradients against eager for cases of all lengths, with `graphs` compiled graphs in total."""
 
     def attention(*x):
         return kind(*x).on(function, feature_map=None, **arguments)
@@ -116,7 +116,7 @@ def check_lengths(function, cases, backend: str, graphs: int = 1, **arguments) -
         expected_grads = backward(expected, same)
         for name, grad in backward(got, leaves).items():
             assert_close(grad, expected_grads[name], 1e-12, f"d{name} {what}")
-    assert len(set(counts)) == graphs, counts  # AOT may count the first one twice
+    assert len(set(counts)) == graphs, counts  # AOT may count the first graph twice
 
 
 @pytest.mark.parametrize("form, decay", [("full", "lit"), ("full", "S"), ("chunk", "D"), ("chunk", "vector")])
@@ -130,7 +130,7 @@ def test_one_graph_of_rotated_vectors():
 
 
 def test_graphs_of_vectors_in_full():
-    """They are halved: a graph for each doubling of the length."""
+    """Check that vector decays, whose blocks are halved, need one graph for each doubling of the length."""
     cases = [make("vector", length, batch=1, heads=1) for length in (100, 65, 128, 197)]
     check_lengths(linear_attention, cases, "eager", graphs=2, form="full")
 
@@ -147,7 +147,7 @@ def test_one_graph_of_all_lengths_of_the_delta_rule():
 
 
 def test_graphs_of_lengths_by_default():
-    """Without being told: one of the first length, one of all others, and one where "auto" takes another form."""
+    """Check the default: a graph for the first length, one for all others, and one if "auto" selects another form."""
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(linear_attention, fullgraph=True, backend=counter)
     counts = []
@@ -177,7 +177,7 @@ def test_one_graph_of_all_lengths_with_masks(form):
 
 @pytest.mark.parametrize("mixer", ("lion_s", "retnet"))
 def test_layer_is_one_graph_of_all_lengths(mixer):
-    """Gates of tokens, rotary positions and padding: what a layer puts around the operator."""
+    """Check a layer with token-dependent gates, rotary positions and padding."""
     layer, counter = LionAttention(16, 2, mixer=mixer, form="chunk"), CompileCounterWithBackend("eager")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for length in LENGTHS:

@@ -1,4 +1,4 @@
-"""The delta rule against its recurrence, and what the paper prints in its place."""
+"""The delta rule against its recurrence, and the formulas that the paper prints instead."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_gradients(length, direction):
 @pytest.mark.parametrize("form", ("full", "chunk5", "rnn1", "rnn5"))
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_masks(direction, form):
-    """Padding, and segments that start in the middle of a chunk and end in another."""
+    """Check padding, and segments that start in the middle of one chunk and end in another."""
     inputs, how = unit_keys(make("lit", LENGTH, batch=BATCH, heads=2)), dict(direction=direction, normalize="none")
     check_masks(case(inputs, "beta"), FORMS[form] | how)
     check_masks(case(inputs, "beta, angles BHL"), FORMS[form] | how)
@@ -71,7 +71,7 @@ def test_gradcheck(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_beta_of_zero_and_one(form):
-    """0 writes nothing; 1 replaces what stands under a key, so that its own query reads the value back."""
+    """Check beta = 0, which writes nothing, and beta = 1, which replaces the value of a key, so a query returns it."""
     inputs, how = delta(11, dim=8), FORMS[form] | dict(normalize="none", scale=1.0)
     nothing = inputs._replace(beta=torch.zeros_like(inputs.beta))
     one = inputs._replace(q=inputs.k, beta=torch.ones_like(inputs.beta))
@@ -85,7 +85,7 @@ def test_beta_of_zero_and_one(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_dtypes(form):
-    """bf16 tokens beside a wide state; autocast and inference change nothing."""
+    """Check bf16 tokens with a wide state; autocast and inference mode must not change the result."""
     how = FORMS[form] | dict(normalize="none")
     for dtype in (torch.bfloat16, torch.float32):
         inputs = delta(40, dtype=dtype)
@@ -120,12 +120,12 @@ def test_gate_is_nothing_to_the_delta_rule():
         assert torch.equal(inputs.on(linear_attention, normalize="none", decay_convention=decay_convention), expected)
 
 
-# What the paper prints (appendix B.7, Table 1), against the recurrence
+# The printed formulas (appendix B.7, Table 1) against the recurrence
 
 
 @pytest.fixture(scope="module")
 def sequence():
-    """One sequence of 16 tokens with what all versions share: scores, `B K K^T`, `beta q k` and its outputs."""
+    """Return a sequence of 16 tokens with terms that all versions share: scores, `B K K^T`, `beta q k` and outputs."""
     q, k, v, _, beta, *_ = case(unit_keys(make("lit", 16, batch=1, heads=1, dim=8, value_dim=8)), "beta")
     beta = beta[..., None]
     exact = oracle_attention(Case(q, k, v, beta=beta[..., 0]), normalize="none", scale=1.0)
@@ -133,7 +133,7 @@ def sequence():
 
 
 def transform(part, beta):
-    """`T = (I + part)^-1 B`."""
+    """Compute `T = (I + part)^-1 B`."""
     return torch.linalg.inv(torch.eye(16, dtype=part.dtype) + part) * beta.mT
 
 
@@ -146,12 +146,12 @@ def test_the_exact_full_form(sequence):
     forward, backward = transform(gram.tril(-1), beta), transform(gram.triu(1), beta)
     read = scores.tril() @ forward + scores.triu() @ backward
     assert off(read @ v - beta * own * v, exact) < 1e-14
-    # appendix B.7 takes off the own token without its beta: its weight becomes 2 beta - 1
+    # appendix B.7 subtracts a token's contribution to itself without beta: its weight becomes 2 beta - 1
     assert off(read @ v - own * v, exact) == pytest.approx(0.442, abs=1e-3)
 
 
 def test_table_1_multiplies_before_it_masks(sequence):
-    """`(Q K^T) T`, masked after, reads keys through the corrections of tokens that are not to be seen."""
+    """Check that `(Q K^T) T`, masked afterwards, uses corrections of tokens that must not be visible."""
     scores, gram, beta, own, v, exact = sequence
     forward, backward = transform(gram.tril(-1), beta), transform(gram.triu(1), beta)
     masked = (scores @ forward).tril() + (scores @ backward).triu()
@@ -159,7 +159,7 @@ def test_table_1_multiplies_before_it_masks(sequence):
 
 
 def test_table_1_has_an_offset_that_solves_no_recurrence(sequence):
-    """`I + triu(B K K^T, -1)`, where +1 is meant, takes in the own token and the one before."""
+    """Check that `I + triu(B K K^T, -1)`, instead of +1, includes the token itself and the token before."""
     scores, gram, beta, own, v, exact = sequence
     read = scores.tril() @ transform(gram.tril(-1), beta) + scores.triu() @ transform(gram.triu(-1), beta)
     assert off(read @ v - beta * own * v, exact) == pytest.approx(0.401, abs=1e-3)

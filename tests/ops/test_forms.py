@@ -1,4 +1,4 @@
-"""Full, chunk and rnn compute the function that the definition computes, values and gradients."""
+"""Forms: full, chunk and rnn match the definition in values and gradients."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ SHAPES = {  # length: batch, heads, D, E
     197: (1, 2, 8, 5),
     1000: (1, 2, 4, 6),
 }
-LONG = [  # a few cases at L = 1000, where sums over the sequence are long
+LONG = [  # a few cases at L = 1000, with long sums over the sequence
     ("lit", "both", "source"),
     ("D", "both", "source"),
     ("S", "both", "symmetric"),
@@ -51,7 +51,7 @@ def sized(decay: str, length: int) -> Inputs:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_every_mask(decay, direction, decay_convention):
-    """What makes a mask in every combination; lengths and divisors meet them in pairs below."""
+    """Check all combinations of mask settings; lengths and divisors are combined pairwise in the tests below."""
     for length, normalize in ((1, "sum"), (7, "none")):
         how = dict(direction=direction, decay_convention=decay_convention, normalize=normalize)
         check_gradients(sized(decay, length), FORMS, **how)
@@ -62,7 +62,7 @@ def test_every_mask(decay, direction, decay_convention):
     pairwise((2, 63, 64, 65, 197), DECAYS, DIRECTIONS, DECAY_CONVENTIONS, NORMALIZE),
 )
 def test_lengths(length, decay, direction, decay_convention, normalize):
-    """Around a chunk and beyond; borders inside of shorter sequences are those of `chunk5`."""
+    """Check lengths around one chunk and above; `chunk5` puts borders inside shorter sequences."""
     how = dict(direction=direction, decay_convention=decay_convention, normalize=normalize)
     check = check_gradients if length < 197 else check_outputs
     check(sized(decay, length), FORMS, **how)
@@ -72,7 +72,7 @@ def test_lengths(length, decay, direction, decay_convention, normalize):
 @pytest.mark.slow
 def test_long(decay, direction, decay_convention):
     how = dict(direction=direction, decay_convention=decay_convention)
-    forms = {form: how for form, how in FORMS.items() if form != "rnn1"}  # its gradients: of shorter sequences
+    forms = {form: how for form, how in FORMS.items() if form != "rnn1"}  # checked on shorter sequences
     check_gradients(sized(decay, 1000), forms, **how)
     assert_close(
         linear_attention(*sized(decay, 1000), **FORMS["rnn1"], **how, feature_map=None),
@@ -83,7 +83,7 @@ def test_long(decay, direction, decay_convention):
 
 @pytest.mark.parametrize("decay, decay_convention", list(zip(("vector", "extreme vector") * 2, DECAY_CONVENTIONS)))
 def test_every_length_of_vectors(decay, decay_convention):
-    """Blocks are halved down to short ones: each length is cut and padded in another way."""
+    """Check every length, because repeated halving of blocks cuts and pads each length differently."""
     for length in range(1, 36):
         inputs = make(decay, length, batch=1, heads=1, dim=2, value_dim=1)
         check_gradients(inputs, {"full": dict(form="full")}, decay_convention=decay_convention)
@@ -91,7 +91,7 @@ def test_every_length_of_vectors(decay, decay_convention):
 
 @pytest.mark.parametrize("form", ("full", "chunk1"))
 def test_one_vector_that_reads_itself_apart(form):
-    """A single token whose own key comes in by another way: by a bonus, or before the decay."""
+    """Check a single token whose own key is added separately: by a bonus, or before the decay."""
     how = {"full": dict(form="full"), "chunk1": dict(form="chunk", chunk_size=1)}[form]
     for length in (1,) if form == "full" else (1, 3):
         check_gradients(make("vector", length), {form: how}, decay_convention="between")
@@ -100,7 +100,7 @@ def test_one_vector_that_reads_itself_apart(form):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_signed_features(decay):
-    """Without normalisation nothing asks for positive features."""
+    """Check signed features, which are allowed without normalisation."""
     inputs = make(decay, 29)
     inputs = inputs._replace(q=inputs.q - 0.7, k=inputs.k - 0.7)
     for direction in DIRECTIONS:
@@ -111,7 +111,7 @@ def test_signed_features(decay):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_bonus(decay, direction, decay_convention):
-    """A weight of the own key under every decay convention, in the numerator and in the row sum."""
+    """Check the weight of a token's own key for every decay convention, in numerator and row sum."""
     arguments = dict(direction=direction, decay_convention=decay_convention)
     between = decay_convention == "between"
     for what, normalize, check in (
@@ -145,14 +145,14 @@ def test_bonus_of_one_is_no_bonus(form):
     "form, direction, decay, normalize", pairwise(tuple(SMALL_FORMS), DIRECTIONS, ("lit", "D", "S"), NORMALIZE)
 )
 def test_gradcheck(form, direction, decay, normalize):
-    """All gradients are compared with those of the definition; here a few with differences."""
+    """Check a few gradients against finite differences; other tests compare all with the definition."""
     leaves = make(decay, 4, batch=1, heads=2, dim=2, value_dim=1).leaves()
     gradcheck(leaves, **SMALL_FORMS[form], direction=direction, normalize=normalize)
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_layout_does_not_matter(form):
-    """Models hand over (B, L, H, D) transposed, and values of stride 0 must not be written into."""
+    """Check inputs that are transposed from (B, L, H, D), and values of stride 0, which must not be written to."""
     inputs = make("S", 11)
     how = SMALL_FORMS[form]
     turned = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
@@ -169,7 +169,7 @@ def test_layout_does_not_matter(form):
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_inference_is_the_same(form, mode):
-    """Without gradients memory may be reused, but not that of the arguments."""
+    """Check that inference, which may reuse memory, does not reuse the memory of the arguments."""
     for decay in DECAYS:
         for dtype in (torch.float64, torch.bfloat16):
             for normalize in NORMALIZE:
@@ -196,7 +196,7 @@ def test_dtype_of_the_decay_is_free(form):
 
 @pytest.mark.parametrize("decay", ["none", "S", "vector"])
 def test_states_in_bfloat16_cost_little_accuracy(decay):
-    """Sixty-four chunks: the error of chunks, which hand on bfloat16, against that of one product over all tokens."""
+    """Check the error of 64 chunks that pass on bfloat16 states against the error of one product over all tokens."""
     torch.manual_seed(0)
     length, dim = 1024, 16
     shape = {"none": None, "S": (1, 2, length), "vector": (1, 2, length, dim)}[decay]
@@ -234,7 +234,7 @@ def test_any_chunk_size(direction, decay):
 
 @pytest.mark.parametrize("length", (64, 65, 66, 127, 128, 130))
 def test_chunk_counts_around_the_limit_of_one_level(length):
-    """One mixing matrix serves up to 2 * GROUP chunks; here one token is one chunk."""
+    """Check chunk counts around 2 * GROUP, the limit of one mixing matrix; one chunk is one token."""
     inputs = make("S", length, batch=1, heads=1)
     check_outputs(inputs, {"chunk 1": dict(form="chunk", chunk_size=1)})
 
@@ -251,7 +251,7 @@ def test_two_levels_of_chunks(decay, direction):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.slow
 def test_more_levels_of_chunks(direction, decay, monkeypatch):
-    """With groups of two, 67 tokens need four levels, each with its own padding."""
+    """Check groups of two chunks, with which 67 tokens need four levels, each with separate padding."""
     monkeypatch.setattr(lion.ops.chunk, "GROUP", 2)
     levels, carry = [], lion.ops.chunk.carry
 
@@ -273,7 +273,7 @@ def test_chunk_grid():
             tokens, count = lion.ops.chunk.chunk_grid(length, size)
             assert tokens <= size and tokens * count >= length
             needed = -(-length // tokens)
-            assert 0 <= count - needed < -(-needed // lion.ops.chunk.GROUP)  # padding: less than one chunk a group
+            assert 0 <= count - needed < -(-needed // lion.ops.chunk.GROUP)  # padding of less than one chunk per group
     assert lion.ops.chunk.chunk_grid(4097, 64) == (64, 66)  # an image of 64 x 64 patches and its cls token
 
 

@@ -1,4 +1,4 @@
-"""What the operator is equal to, and what it is not: other ways to write it, and mistakes with their size."""
+"""Identities of the operator: equivalent formulas, and the size of the error of wrong formulas."""
 
 import warnings
 
@@ -10,17 +10,17 @@ from lion.ops import linear_attention
 
 from .helpers import DECAY_CONVENTIONS, DIRECTIONS, SMALL_FORMS, Inputs, assert_close, error, make, oracle_masks
 
-# Two directions added up
+# Sum of two directions
 
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_two_scans_added_up_count_the_diagonal_twice(form):
-    """The uncorrected sum, divided by the sum of both row sums, is off by this much against one direction `both`."""
+    """Check the error of the uncorrected sum of two directions, divided by the sum of both row sums, against `both`."""
     ones = torch.ones(2, 3, 19, 1, dtype=torch.float64)
     inputs, how = make("S", 19), SMALL_FORMS[form]
 
     def summed(q, k, v, a, decay_convention):
-        values = torch.cat([v, ones], -1)  # the row sum as one more value
+        values = torch.cat([v, ones], -1)  # the row sum as an additional value
         y = sum(
             linear_attention(q, k, values, a, direction=d, decay_convention=decay_convention, normalize="none", **how)
             for d in ("forward", "backward")
@@ -35,7 +35,7 @@ def test_two_scans_added_up_count_the_diagonal_twice(form):
         assert_close((numerator - own * inputs.v) / (rowsum - own), exact, 1e-12)
 
 
-# Fused softmax: with positive scores, `softmax(log s + log M) V` is the masked form with its rows divided by their sums
+# Fused softmax: with positive scores, `softmax(log s + log M) V` is the masked form with normalised rows
 
 
 PADDED = torch.arange(16) < torch.tensor([[16], [11]])  # (B, L)
@@ -43,11 +43,11 @@ PADDED = torch.arange(16) < torch.tensor([[16], [11]])  # (B, L)
 
 @pytest.fixture(params=("lit", "D", "S"))
 def fused(request):
-    """A batch whose second row is padded, with `log M` under all padding."""
+    """Return a batch whose second row is padded, with `log M` for all tokens including padding."""
 
     def of(direction: str):
         inputs = make(request.param, 16)
-        log_mask = oracle_masks(inputs, "source", direction).log()  # -inf where the direction does not look
+        log_mask = oracle_masks(inputs, "source", direction).log()  # -inf at tokens outside the direction
         return inputs, log_mask.masked_fill(~PADDED[:, None, None], -torch.inf)
 
     return of
@@ -64,14 +64,14 @@ def test_softmax_of_logarithms(direction, fused):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_flex_attention(direction, fused):
-    """The same through a fused kernel's entry (run eagerly): the score is changed entry by entry."""
+    """Check flex_attention, run eagerly, with a modification of each score."""
     (q, k, v, _), log_mask = inputs, log_mask = fused(direction)
 
     def score_mod(score, b, h, i, j):
         return score.log() + log_mask[b, h, i, j]
 
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # that it is not compiled
+        warnings.simplefilter("ignore")  # the warning that flex_attention is not compiled
         fused_output = flex_attention(q, k, v, score_mod=score_mod, scale=1.0)
     got = linear_attention(*inputs, direction=direction, valid=PADDED, feature_map=None)
     shown = PADDED[:, None, :, None]
@@ -79,14 +79,14 @@ def test_flex_attention(direction, fused):
 
 
 def test_softmax_needs_positive_scores():
-    """A score of -1 has no logarithm: NaN, and not silently another number."""
+    """Check that a score of -1, which has no logarithm, gives NaN and not another number."""
     assert torch.softmax(torch.tensor([[1.0, -1.0]]).log(), -1).isnan().all()
 
 
 @pytest.mark.parametrize("decay_convention", ["source", "target", "between", "symmetric"])
 @pytest.mark.parametrize("decay", ["D", "S", "vector"])
 def test_both_directions_cannot_tell_an_order_from_its_reverse(decay_convention, decay):
-    """A model of them without position embedding sees an image as it sees the one turned by half a circle."""
+    """Check invariance to reversal: without position embedding, an image rotated by 180 degrees looks the same."""
     inputs = make(decay, 17)
     a = inputs.log_decay
     turned = Inputs(*(x.flip(2) for x in inputs[:3]), a if a.dim() < 3 else a.flip(2))
@@ -98,6 +98,6 @@ def test_both_directions_cannot_tell_an_order_from_its_reverse(decay_convention,
             inputs.on(linear_attention, **how, feature_map=None),
         )
 
-    same = decay_convention != "symmetric" or decay == "D"  # whose halves are of two conventions
+    same = decay_convention != "symmetric" or decay == "D"  # its two halves follow different conventions
     assert (difference("both") < 1e-13) == same
     assert difference("forward") > 1e-2

@@ -1,4 +1,4 @@
-"""The running sum of exponentials in log space: values and gradients against sums of each prefix."""
+"""Cumulative sums of exponentials in log space: values and gradients against separate sums of each prefix."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from .helpers import assert_close
 
 
 def prefixes(x: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
-    """Every token's own segment up to it, by itself."""
+    """Compute the logsumexp of each prefix of each segment separately."""
     rows = []
     for b in range(len(x)):
         ids = [0] * x.shape[2] if index is None else index[b].tolist()
@@ -39,7 +39,7 @@ def test_is_the_sum_of_each_prefix(length, cut):
 
 @pytest.mark.parametrize("length", [5, 40])
 def test_extremes_stay_finite(length):
-    """Steps of 20,000 up and down, and tokens that are not there, at both ends and between."""
+    """Check steps of 20,000 up and down, with absent tokens at both ends and between."""
     x = torch.where(logits(length) < 0, -1e4, 1e4).float()
     x[0, :, :3], x[1, :, 1], x[1, :, -2:] = -torch.inf, -torch.inf, -torch.inf
     x.requires_grad_()

@@ -1,4 +1,4 @@
-"""How large the largest tensor is: recorded, not estimated."""
+"""Memory of the forms: the size of the largest tensor, recorded and not estimated."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def recorded(decay: str, length: int, **arguments) -> Allocations:
 
 
 def test_the_recorder_sees_a_square():
-    """Full attention with decay does build L x L weights, in its backward pass too."""
+    """Check that the recorder sees the L x L weights of full attention with decay, also in the backward pass."""
     shapes = recorded("S", 512, form="full").shapes
     assert sum(shape == (B, H, 512, 512) for shape in shapes) > 2
 
@@ -26,7 +26,7 @@ def test_the_recorder_sees_a_square():
 @pytest.mark.parametrize("direction", ("both", "forward", "backward"))
 @pytest.mark.parametrize("masks", ("none", "valid", "segments"))
 def test_lit_never_builds_a_square(masks, direction):
-    """Not as the product, nor where a direction or borders between segments need a mask."""
+    """Check that lit builds no L x L tensor, with or without a direction or segments that need a mask."""
     length, chunk = 512, 64
     arguments = {
         "none": {},
@@ -38,20 +38,20 @@ def test_lit_never_builds_a_square(masks, direction):
         allocations = recorded(
             "lit", length, form="full", direction=direction, decay_convention=decay_convention, **arguments
         )
-        assert allocations.largest() <= B * H * length * (max(D, E) if product else chunk)  # length² is 8 times more
+        assert allocations.largest() <= B * H * length * (max(D, E) if product else chunk)  # length² is 8 times larger
 
 
 @pytest.mark.parametrize("direction", ("both", "forward"))
 @pytest.mark.parametrize("decay", DECAYS)
 def test_chunk_memory_is_linear(decay, direction):
-    """No tensor larger than the weights inside the chunks, C for every token; two levels of chunks included."""
+    """Check that no tensor is larger than the weights inside chunks, C per token, also with two levels of chunks."""
     for chunk in (8, 64):
         for length in (512, 2048, 4096):
             allocations = recorded(decay, length, form="chunk", chunk_size=chunk, direction=direction)
-            room = length + 32 * chunk  # tokens with the padding to whole groups of chunks
-            states = D * E / chunk  # a state per chunk
+            room = length + 32 * chunk  # tokens, including padding to whole groups of chunks
+            states = D * E / chunk  # one state per chunk
             groups = 64 / chunk  # at most 64 weights between each chunk and the others
-            # of vectors: blocks of 16 element by element, and every key dimension carried on its own
+            # vector decays: elementwise blocks of 16, and a separate carry for every key dimension
             lanes = max(min(chunk, 16), groups) * D if "vector" in decay else 0
             allowed = max(chunk, D, E, states, groups, lanes)
             assert allocations.largest() <= B * H * room * allowed, f"{chunk} {length}"
@@ -61,11 +61,11 @@ def test_chunk_memory_is_linear(decay, direction):
     "decay, chunk, normalize, dtype", pairwise(DECAYS, (1, 16), ("sum", "none"), (torch.float32, torch.bfloat16))
 )
 def test_rnn_memory_does_not_grow(decay, chunk, normalize, dtype):
-    """Only outputs and row sums (and what the one division makes of them) are as long as the sequence."""
+    """Check that only outputs and row sums, before and after the division, are as long as the sequence."""
 
     def allocated(length: int, dtype: torch.dtype):
         inputs = make(decay, length, batch=B, heads=H, dim=D, value_dim=E, dtype=dtype)
-        if inputs.log_decay is not None:  # gates come in float32; cast ones would be copied
+        if inputs.log_decay is not None:  # gates are passed in float32, because a cast would copy them
             inputs = inputs._replace(log_decay=inputs.log_decay.float())
         valid = torch.arange(length).expand(B, -1) < length - 20
         with torch.inference_mode(), Allocations() as allocations:

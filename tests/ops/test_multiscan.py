@@ -1,4 +1,4 @@
-"""Several scans of the same tokens against masks written pair by pair along each order."""
+"""Several scans of the same tokens, against masks computed pair by pair along each order."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def scanned(inputs: Inputs, log_decay: torch.Tensor, order: torch.Tensor) -> Inp
 
 
 def oracle(inputs, log_decays, orders, *, scan_merge, normalize="sum", **how) -> torch.Tensor:
-    """Each scan's tokens are gathered, masked and put back one by one."""
+    """Compute each scan separately: gather its tokens, mask, and scatter the result."""
     outputs, masks = [], []
     for log_decay, order in zip(log_decays, orders):
         moved = scanned(inputs, log_decay, order)
@@ -84,7 +84,7 @@ def test_gradients(form, scan_merge, decay):
 
     def gradients(function, **arguments):
         leaves = [x.detach().clone().requires_grad_() for x in (*inputs[:3], *decays_of(decay, 9, 2))]
-        if function is oracle:  # whose masks are plain numbers
+        if function is oracle:  # masks of the oracle are plain numbers
             y = oracle(Inputs(*leaves[:3], None), [x.detach() for x in leaves[3:]], orders, **how)
         else:
             y = function(*leaves[:3], leaves[3:], orders, feature_map=None, **how, **arguments)

@@ -1,4 +1,4 @@
-"""`max` and `pre`: other divisors than the row sum of the masked scores."""
+"""Normalisation with `max` and `pre`: divisors other than the row sum of the masked scores."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from .helpers import (
 
 
 def features(decay: str, length: int, normalize: str, **shape) -> Inputs:
-    """Signed ones for `max`, positive ones for `pre`."""
+    """Return signed features for `max` and positive features for `pre`."""
     inputs = make(decay, length, **shape)
     return signed(inputs) if normalize == "max" else inputs
 
@@ -53,7 +53,7 @@ def test_lengths(length, normalize):
 
 
 def test_max_has_both_sides():
-    """The inputs above have row sums within -1 .. 1 and beyond it on either side: no branch goes untested."""
+    """Check that the inputs have row sums in -1 .. 1 and on both sides of it, so that all branches are tested."""
     inputs = signed(make("S", 11, batch=1, heads=2))
     scaled = oracle_parts(inputs, oracle_masks(inputs, "source", "both"))[1] / 2
     assert (scaled > 1).any() and (scaled < -1).any() and (scaled.abs() < 1).any()
@@ -86,7 +86,7 @@ def test_gradcheck(form):
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_pre_is_the_row_sum_of_the_plain_product(form):
-    """Under the decayed numerator; without decay it is `sum`."""
+    """Check that `pre` divides the decayed numerator by the plain row sum, and equals `sum` without decay."""
     for direction in DIRECTIONS:
         how = SMALL_FORMS[form] | dict(direction=direction)
         inputs = make("S", 11)
@@ -104,7 +104,7 @@ def test_pre_is_the_row_sum_of_the_plain_product(form):
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_max_bounds_the_divisor_after_both_directions_are_added(form):
-    """Two bounded halves added up would be another function, off by this much."""
+    """Check the error of bounding the divisor of each direction before the sum, which is a different function."""
     inputs, how = signed(make("S", 11)), SMALL_FORMS[form] | dict(normalize="max")
     apart = sum(linear_attention(*inputs, **how, direction=d, feature_map=None) for d in ("forward", "backward"))
     assert (apart - linear_attention(*inputs, **how, feature_map=None)).abs().max() > 0.1
@@ -112,7 +112,7 @@ def test_max_bounds_the_divisor_after_both_directions_are_added(form):
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_scale(form):
-    """`max` compares scaled row sums with 1; `pre` does not see the scale."""
+    """Check that `max` compares scaled row sums with 1, and that `pre` does not depend on the scale."""
     inputs = signed(make("S", 11))
     for scale in (0.05, 1.0, 20.0):
         expected = oracle_attention(inputs, normalize="max", scale=scale)

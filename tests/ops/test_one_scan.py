@@ -1,4 +1,4 @@
-"""LightNet's attention: keys normalised over the sequence, in every form, against its definition and a softmax."""
+"""LightNet attention: keys normalised over the sequence, in every form, against the definition and a softmax."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ every_form = pytest.mark.parametrize("form", SMALL_FORMS)
 
 
 def one_scan(q, k, v, log_decay=None, **how) -> Tensor:
-    """The operator in the place of `linear_attention`."""
+    """Call the operator with the arguments of `linear_attention`."""
     return one_scan_attention(q, k, v, **how)
 
 
@@ -32,7 +32,7 @@ def definition(q, k, v, log_decay=None, **how) -> Tensor:
 
 
 def inputs(length: int = LENGTH, what: str = "", spread: float = 3.0, **shape) -> Case:
-    """Signed queries, and logits of keys."""
+    """Make signed queries and key logits."""
     given = case(make("lit", length, **shape), what)
     return given._replace(q=given.q - 0.7, k=spread * (given.k - 0.7))
 
@@ -48,7 +48,7 @@ def test_the_definition_is_a_softmax_over_tokens(what):
 @pytest.mark.parametrize("what", ANGLES)
 @pytest.mark.parametrize("length", [1, 2, 64, 65, 197])
 def test_every_form_is_the_definition(length, what):
-    """Values and gradients."""
+    """Check values and gradients of every form against the definition."""
     given = inputs(length, what, batch=2, heads=2)
     leaves = given.leaves()
     want = leaves.on(definition)
@@ -67,7 +67,7 @@ def test_every_form_is_the_definition(length, what):
 
 @pytest.mark.parametrize("size", [1, 3, 7, 99])
 def test_any_chunk_size(size):
-    """Without gradients the chunks of a long sequence are a scan, too: here 120 tokens in pieces of 6 chunks."""
+    """Check chunk sizes, also without gradients, when long sequences are scanned: 120 tokens in pieces of 6 chunks."""
     given = inputs(120, "angles L")
     want = given.on(definition)
     for form in ("chunk", "rnn"):
@@ -80,7 +80,7 @@ def test_any_chunk_size(size):
 @pytest.mark.parametrize("grad", [True, False])
 @every_form
 def test_padding_and_segments_are_sequences_by_themselves(form, masks, what, grad):
-    """Poisoned and masked against clean and alone: values, gradients, exact zeros."""
+    """Check a masked batch with poisoned padding against separate clean sequences: values, gradients, exact zeros."""
     present = VALID if masks == "valid" else VALID & (SEGMENTS >= 0)
     given, how = inputs(LENGTH, what, batch=BATCH), SMALL_FORMS[form]
     pieces = by_valid(VALID) if masks == "valid" else by_segments(SEGMENTS, VALID)
@@ -126,7 +126,7 @@ def one_row(given: Case, row: int, places: list[Tensor]) -> Tensor:
 
 @every_form
 def test_tokens_in_another_order_are_the_same_tokens(form):
-    """No token has a place: the issue's own test, in every form."""
+    """Check that the order of tokens does not matter, in every form."""
     given, order = inputs(LENGTH), torch.randperm(LENGTH, generator=torch.Generator().manual_seed(3))
     moved = given._replace(**{name: getattr(given, name)[:, :, order] for name in "qkv"})
     how = SMALL_FORMS[form]
@@ -140,7 +140,7 @@ def test_tokens_in_another_order_are_the_same_tokens(form):
 @pytest.mark.parametrize("masks", ["none", "valid", "segments"])
 @every_form
 def test_extreme_keys(form, masks, dtype):
-    """Keys of +-10,000: a maximum takes all, finite in values and gradients, of a sequence without tokens as well."""
+    """Check keys of +-10,000: the maximum has all weight; values and gradients are finite, also without tokens."""
     given = inputs(LENGTH, batch=BATCH).to(dtype)
     signs = torch.where(torch.rand(given.k.shape, generator=torch.Generator().manual_seed(5)) < 0.5, -1.0, 1.0)
     for k in (1e4 * signs, 1e4 * given.k, torch.full_like(given.k, -1e4), torch.full_like(given.k, 1e4)):
@@ -156,7 +156,7 @@ def test_extreme_keys(form, masks, dtype):
 
 @pytest.mark.slow
 def test_the_softmax_is_float32_beside_bf16():
-    """4,096 equal keys: sums in bf16 stop at 256."""
+    """Check 4,096 equal keys; sums in bf16 would stop at 256."""
     q, k, v = torch.ones(1, 1, 4096, 4), torch.zeros(1, 1, 4096, 4), torch.ones(1, 1, 4096, 4)
     segments = torch.zeros(1, 4096, dtype=torch.long)
     for form, how in FORMS.items():
@@ -180,7 +180,7 @@ def test_a_feature_map_is_of_the_queries(form):
 @pytest.mark.parametrize("what", ["", "angles L"])
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_memory_of_a_scan_does_not_grow(chunk, what):
-    """Only the outputs are as long as the sequence."""
+    """Check that only the outputs are as long as the sequence."""
 
     def allocated(form: str, length: int):
         given = inputs(length, what, dtype=torch.float32)
@@ -192,7 +192,7 @@ def test_memory_of_a_scan_does_not_grow(chunk, what):
     for form, lengths in (("rnn", (61, 149)), ("chunk", (100 * chunk + 1, 200 * chunk + 1))):
         (short, at_short), (long, at_long) = (allocated(form, length) for length in lengths)
         assert at_short == at_long
-        assert {shape[-1] for shape in (*short, *long)} <= {6, 0}  # the outputs, and angles where there are none
+        assert {shape[-1] for shape in (*short, *long)} <= {6, 0}  # the outputs, and the empty tensor of absent angles
         assert len(short) == len(long) <= 3
 
 
@@ -227,8 +227,8 @@ def test_bad_arguments():
     [
         (dict(form="full"), True, {}),
         (dict(form="full"), True, dict(segments=segment_index(VALID, SEGMENTS))),
-        (dict(form="chunk", chunk_size=1), False, dict(valid=VALID)),  # a loop
-        (dict(form="rnn", chunk_size=8), True, dict(segments=segment_index(VALID, SEGMENTS))),  # no loop: the product
+        (dict(form="chunk", chunk_size=1), False, dict(valid=VALID)),  # runs as a loop
+        (dict(form="rnn", chunk_size=8), True, dict(segments=segment_index(VALID, SEGMENTS))),  # runs as a product
         (dict(form="rnn", chunk_size=12), False, dict(segments=segment_index(VALID, SEGMENTS))),
     ],
 )

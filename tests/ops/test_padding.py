@@ -1,4 +1,4 @@
-"""`valid` and `segments`: every sequence gets what it gets alone, whatever its padding holds."""
+"""Padding and segments: every sequence has the result of a separate run, whatever the padding contains."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_segments(decay, direction, form):
 @pytest.mark.parametrize("form", SMALL_FORMS)
 @pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 def test_gates(decay_convention, form):
-    """A border or a hole must not lend its decay to the next token under any convention."""
+    """Check that the decay of a border or hole does not affect the next token, under any convention."""
     inputs = make("extreme", LENGTH, batch=BATCH, heads=2)
     for direction in DIRECTIONS:
         how = SMALL_FORMS[form] | dict(direction=direction, decay_convention=decay_convention)
@@ -54,7 +54,7 @@ def test_gates(decay_convention, form):
 @pytest.mark.parametrize("form", SMALL_FORMS)
 @pytest.mark.parametrize("decay", ("lit", "S", "vector"))
 def test_bonus(decay, form):
-    """Which all rows share: what stands in the padding of one must not reach its gradient."""
+    """Check that padding of one row does not reach the gradient of the bonus, which all rows share."""
     inputs = case(make(decay, LENGTH, batch=BATCH, heads=2), "bonus HD")
     for direction, decay_convention in (("both", "between"), ("backward", "between"), ("both", "source")):
         check_masks(inputs, SMALL_FORMS[form] | dict(direction=direction, decay_convention=decay_convention))
@@ -63,7 +63,7 @@ def test_bonus(decay, form):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_against_the_definition(decay, direction):
-    """Long rows with many chunks, padding and segments together."""
+    """Check long rows with many chunks, padding and segments against the definition."""
     inputs = make(decay, 150, batch=2, heads=1)
     segments = torch.tensor([[1] * 40 + [-1] * 25 + [2] * 3 + [3] * 82, [0] * 150])
     valid = torch.rand(2, 150, generator=torch.Generator().manual_seed(5)) < 0.8
@@ -88,7 +88,7 @@ def test_masks_that_hide_nothing_change_nothing(form):
 @pytest.mark.parametrize("form", SMALL_FORMS)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
 def test_padding_is_zero_in_every_dtype(dtype, form):
-    """Also in float16, where 1 / eps is infinite."""
+    """Check that outputs at padding are 0, also in float16, where 1 / eps is infinite."""
     for decay in DECAYS:
         leaves = poisoned(make(decay, LENGTH, batch=BATCH, heads=2, dtype=dtype), VALID).leaves()
         got = linear_attention(*leaves, **SMALL_FORMS[form], valid=VALID, feature_map=None)
@@ -116,7 +116,7 @@ def test_segments_that_come_back(form):
     good, bad = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0])
     with pytest.raises(ValueError, match="segments"):
         linear_attention(*inputs, **SMALL_FORMS[form], segments=torch.stack([good, bad]), feature_map=None)
-    # what lies between is deleted: then the two pieces stand together
+    # with the tokens between deleted, the two pieces are adjacent
     for masks in (
         dict(segments=torch.tensor([[0, -1, 0]] * 2)),
         dict(segments=torch.stack([bad, bad]), valid=torch.tensor([[True, False, True]] * 2)),

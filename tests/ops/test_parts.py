@@ -1,4 +1,4 @@
-"""Numerator and row sum before the division, which several scans share."""
+"""Numerator and row sum before the division, as used by several scans."""
 
 import pytest
 import torch
@@ -39,9 +39,9 @@ def test_both_is_forward_plus_backward_less_the_diagonal(decay, decay_convention
 @pytest.mark.parametrize("form", SMALL_FORMS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_two_scans_share_one_division(decay, form):
-    """Adding two scans before dividing is one attention under the average of their masks."""
+    """Check that two scans added before the division equal one attention with the average of both masks."""
     inputs, other = make(decay, 12, heads=2), make(decay, 12, heads=2, seed=9)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(2))  # the second scan's path
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(2))  # the order of the second scan
     back = order.argsort()
     q, k, v = inputs[:3]
 
@@ -61,7 +61,7 @@ def test_two_scans_share_one_division(decay, form):
 @pytest.mark.parametrize("form", SMALL_FORMS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_dtypes_and_shapes(decay, form):
-    """The row sum stays wide: it is the one number that all values are divided by."""
+    """Check that the row sum keeps a wide dtype, because it divides all values."""
     for dtype, wide in (
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.float32),

@@ -1,4 +1,4 @@
-"""Long sequences without gradients: loops over pieces against the definition, eager and as one operator of a graph."""
+"""Long sequences without gradients: loops over pieces against the definition, eager and as one graph operator."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from .checks import definition
 from .helpers import DECAY_CONVENTIONS, DIRECTIONS, Allocations, assert_close, case, make, pairwise, unit_keys
 
 FORMS = {"chunk": dict(form="chunk", chunk_size=2), "rnn": dict(form="rnn", chunk_size=8)}
-LENGTHS = (33, 64, 75)  # 17 chunks are a few pieces; the last one is whole, or padded
+LENGTHS = (33, 64, 75)  # 17 chunks make a few pieces; the last piece is whole or padded
 SEGMENTS = torch.tensor([[0] * 20 + [-1] * 13 + [4] * 42, [-1] * 3 + [2] * 29 + [1] * 30 + [7] * 13])
 VALID = torch.arange(75) % 5 != torch.tensor([[1], [3]])
 
 
 @pytest.fixture(params=("eager", pytest.param("compiled", marks=pytest.mark.compiled)))
 def attention(request, monkeypatch):
-    """The operator without gradients."""
+    """Return the operator without gradients, eager or compiled."""
     monkeypatch.setattr(piecewise, "BACKEND", "eager")
     piecewise.compiled.cache_clear()
     torch._dynamo.reset()
@@ -29,13 +29,13 @@ def attention(request, monkeypatch):
             compiled = torch.compile(linear_attention, backend="eager", fullgraph=True, dynamic=False)
             return compiled(*inputs, **{"feature_map": None} | arguments)
 
-    with torch._dynamo.config.patch(recompile_limit=100):  # one function in all its kinds
+    with torch._dynamo.config.patch(recompile_limit=100):  # many variants of one function
         yield run
     piecewise.compiled.cache_clear()
 
 
 def both_ways(names: str, rows: list[tuple]):
-    """All rows eagerly, and half of them, in which most pairs meet, compiled: there all are constants of one code."""
+    """Parametrise with all rows eager and half of them compiled; that half contains most pairs of values."""
     compiled = [pytest.param("compiled", *row, marks=pytest.mark.compiled) for row in rows[: len(rows) // 2]]
     rows = [pytest.param("eager", *row) for row in rows] + compiled
     return pytest.mark.parametrize(f"attention, {names}", rows, indirect=["attention"])
@@ -99,7 +99,7 @@ def test_delta_rule(attention):
 
 @pytest.mark.parametrize("form", ("full", "chunk", "rnn"))
 def test_feature_maps(attention, form):
-    """Applied by the operator, piece by piece, or before it: of a number alone, and of a vector."""
+    """Check elementwise and vector feature maps, applied by the operator piece by piece, or before the call."""
     q, k, v, log_decay = make("S", 75)
     how = dict(form=form, chunk_size=2, valid=VALID)
     for name in ("elu1", "silu_unit"):
@@ -122,13 +122,13 @@ def test_autocast_outside(attention, form):
 @pytest.mark.compiled
 @pytest.mark.parametrize("form", FORMS)
 def test_one_graph_for_all_lengths(form, monkeypatch):
-    """The loop is one operator, and what it does to a piece is compiled once."""
+    """Check that the loop is one operator, and that the code for one piece is compiled once."""
     monkeypatch.setattr(piecewise, "BACKEND", "eager")
     piecewise.compiled.cache_clear()
     torch._dynamo.reset()
     compiled = torch.compile(linear_attention, backend="eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
-        for length in range(96, 180, 12):  # whole pieces of 12
+        for length in range(96, 180, 12):  # lengths of whole pieces of 12
             inputs = make("S", length, dtype=torch.float32)
             with torch._dynamo.config.patch(error_on_recompile=length > 96):
                 got = compiled(*inputs, feature_map=None, **FORMS[form])
@@ -140,7 +140,7 @@ def test_one_graph_for_all_lengths(form, monkeypatch):
 @pytest.mark.parametrize("decay", ("S", "vector"))
 @pytest.mark.slow
 def test_memory_is_that_of_a_piece(decay, form):
-    """Beside output, row sums and the sums of gates nothing grows with the sequence, and no copy of q and k is made."""
+    """Check that only output, row sums and cumulative gates grow with the sequence, without copies of q and k."""
     largest = {}
     for length in (256, 1024):
         q, k, v, log_decay = make(decay, length, heads=1, batch=1, dim=16, value_dim=16, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""`prefill` and `step` in every combination: outputs, states, padding, segments, and states on disk."""
+"""Prefill and step in every combination: outputs, states, padding, segments, and states on disk."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ LENGTH = 14
 SPLIT = 9
 EVERY_DECAY = (*DECAYS, "fixed vector")
 EXTRAS = ("", "bonus H", "bonus HD, angles HL", "angles BHL")
-REST = [1, 3, 1]  # pieces of one token and of more, after the prompt
+REST = [1, 3, 1]  # lengths of the pieces after the prompt
 
 
 def some(decay: str, normalize: str, what: str, **shape) -> Case:
@@ -33,8 +33,8 @@ def some(decay: str, normalize: str, what: str, **shape) -> Case:
 
 
 def check(inputs: Case, **arguments) -> None:
-    """Steps, pieces, a prompt, a prompt and steps: the outputs of the forward direction, and one state."""
-    read = "S" if arguments.get("normalize") == "none" else "Sz"  # of the state; see test_the_sum_nobody_reads
+    """Check steps, pieces, a prompt, and a prompt with steps: all give the forward outputs and one state."""
+    read = "S" if arguments.get("normalize") == "none" else "Sz"  # parts of the state; see test_the_sum_nobody_reads
     expected = oracle_attention(inputs, direction="forward", **arguments)
     _, whole = stream(inputs, [1] * LENGTH, **arguments)
     for pieces in PIECES.values():
@@ -68,7 +68,7 @@ def test_every_combination(decay_convention, decay, normalize):
 
 @pytest.mark.parametrize("what", ("", "angles L"))
 def test_the_sum_nobody_reads(what):
-    """`z` under `normalize="none"`: the same after a prompt and after steps, for whoever goes on with row sums."""
+    """Check `z` under `normalize="none"`: it is equal after a prompt and after steps, so row sums can be used later."""
     inputs = some("S", "none", what)
     _, stepped = stream(inputs, [1] * LENGTH, normalize="none")
     _, prompted = inputs.on(prefill, normalize="none")
@@ -98,7 +98,7 @@ def test_defaults_are_those_of_the_whole(decay):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_dtypes(dtype):
-    """Outputs are narrow, states wide; autocast and inference change nothing."""
+    """Check that outputs are narrow and states wide; autocast and inference mode must not change the result."""
     delta = dict(normalize="none")
     for inputs, arguments in (
         (some("S", "pre", "bonus HD", dtype=dtype), dict(decay_convention="between", normalize="pre")),
@@ -139,7 +139,7 @@ def test_gradients_flow_through_the_prompt():
 PADDED = torch.tensor(
     [[t < 6 for t in range(SPLIT)], [t >= 4 for t in range(SPLIT)], [t not in (2, 5) for t in range(SPLIT)]]
 )
-CASES = {  # what goes into a state in another way each
+CASES = {  # arguments that enter the state in different ways
     "S": ("S", "bonus H", dict(decay_convention="source")),
     "between": ("S", "bonus HD, angles L", dict(decay_convention="between")),
     "vector": ("extreme vector", "angles HL", dict(decay_convention="symmetric")),
@@ -156,7 +156,7 @@ def of(name: str) -> tuple[Case, dict]:
 
 
 def junk_at(inputs: Case, absent: torch.Tensor) -> Case:
-    """NaN in the tokens of a prompt that are not there."""
+    """Return inputs with NaN at the absent tokens of a prompt."""
     hole = torch.zeros(3, LENGTH, dtype=torch.bool)
     hole[:, :SPLIT] = absent
     q, k, v = (x.masked_fill(hole[:, None, :, None], float("nan")) for x in inputs[:3])
@@ -165,7 +165,7 @@ def junk_at(inputs: Case, absent: torch.Tensor) -> Case:
 
 @pytest.mark.parametrize("name", CASES)
 def test_padded_prompts(name):
-    """Left, right or between: rows go on as if their padding had never been there."""
+    """Check padding at the left, right or inside: rows continue as if there were no padding."""
     inputs, arguments = of(name)
     prompt = cut(junk_at(inputs, ~PADDED), 0, SPLIT)
     for size in (4, 64):
@@ -181,7 +181,7 @@ def test_padded_prompts(name):
 
 @pytest.mark.parametrize("name", ("S", "between", "vector", "max"))
 def test_padding_of_a_prompt_leaves_gradients_alone(name):
-    """Those of angles and bonus too, which all rows share."""
+    """Check that padding changes no gradients, including those of angles and bonus, which all rows share."""
     inputs, arguments = of(name)
     leaves = cut(inputs, 0, SPLIT).leaves()
     expected = backward(

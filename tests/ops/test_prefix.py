@@ -1,4 +1,4 @@
-"""Gradients of decays by their sums, against those through every decay."""
+"""Gradients of decays computed from cumulative sums, against gradients through every decay."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ def inputs() -> dict[str, torch.Tensor]:
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, H, L, n, generator=rng, dtype=torch.float64) for n in (D, D, E))
     falls = torch.rand(B, H, L, D, generator=rng, dtype=torch.float64)
-    falls[:, :, 5::6, 0] = 1e4  # a dimension that forgets everything now and then
+    falls[:, :, 5::6, 0] = 1e4  # one dimension forgets everything at some tokens
     return {name: x.requires_grad_() for name, x in dict(q=q, k=k, v=v, falls=falls).items()}
 
 
 def sums_and_decays(falls: torch.Tensor, convention: str, direction: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """s, and the decays whose mask is `exp(s_i - s_j)`: sums along the scan, with the token itself or without it."""
+    """Return sums s along the scan, including or excluding the token itself, and decays with mask `exp(s_i - s_j)`."""
     reverse = direction == "backward"
     inclusive = convention == "target" or (convention == "symmetric" and not reverse)
     s = -(falls.flip(2) if reverse else falls).cumsum(2)
@@ -52,14 +52,14 @@ def test_gradients_by_sums(form, convention, direction, turned, cut):
     want = gradients(x, convention, direction, False, **given)
     got = gradients(x, convention, direction, True, **given)
     assert want[-1].abs().max() > 1 and torch.equal(got[0], want[0])
-    if cut:  # of what is not there, sums go on as they were
+    if cut:  # sums do not change at absent tokens
         got[-1] = got[-1].masked_fill((SEGMENTS < 0)[:, None, :, None], 0)
     for a, b in zip(got[1:], want[1:]):
         assert_close(a, b, 1e-12)
 
 
 def test_a_feature_map_and_a_prompt():
-    """What the product is taken of is what the mask works on: after the feature map, and in the state, as well."""
+    """Check gradients with a feature map, and with the state of a prompt."""
     x = inputs()
     want, got = (gradients(x, "target", "forward", on, feature_map="silu") for on in (False, True))
     for a, b in zip(got, want):

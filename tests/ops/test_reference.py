@@ -1,4 +1,4 @@
-"""The slow definition and every form against the mathematics, written out entry by entry."""
+"""The slow definition and every form, against the mathematics computed entry by entry."""
 
 import math
 
@@ -23,7 +23,7 @@ from .helpers import (
     unit_keys,
 )
 
-# The examples in the docstring of lion.ops.decay: row i reads column j, letters are multiplied.
+# The examples in the docstring of lion.ops.decay: row i attends to column j, letters are factors.
 EXAMPLES = {
     "source": ("1 b bc bcd", "a 1 c cd", "ab b 1 d", "abc bc c 1"),
     "target": ("1 a ab abc", "b 1 b bc", "bc c 1 c", "bcd cd d 1"),
@@ -42,7 +42,7 @@ def example(decay_convention, direction):
 
 
 def mask_of(attention, lam, **arguments):
-    """The mask an implementation applies: the output for scores of one and one-hot values."""
+    """Return the mask that an implementation applies: its output for scores of one and one-hot values."""
     ones = torch.ones(1, 1, len(lam), 1, dtype=torch.float64)
     values = torch.eye(len(lam), dtype=torch.float64)[None, None]
     log_decay = torch.tensor(lam, dtype=torch.float64).log()[None, None]

@@ -1,4 +1,4 @@
-"""Rotation of q and k: a complex decay is a real decay times a rotation."""
+"""Rotation of q and k, which together with a real decay is a complex decay."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def rng(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.slow
 def test_every_shape(direction, what, normalize):
-    """Row sums are those of the unrotated scores: those of rotated ones may vanish or be negative."""
+    """Check that row sums use unrotated scores, because sums of rotated scores may vanish or be negative."""
     for decay, decay_convention in (("lit", "source"), ("S", "source"), ("S", "between"), ("vector", "target")):
         inputs = make(decay, 11, heads=2)
         inputs = case(signed(inputs) if normalize == "max" else inputs, what)
@@ -70,7 +70,7 @@ def test_masks(form, normalize):
 @pytest.mark.parametrize("what", SHAPES)
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_masks_over_nan(form, what):
-    """Angles that all rows share must not catch what the padding of one row holds."""
+    """Check that NaN in the padding of one row does not reach angles that all rows share."""
     inputs = case(make("S", LENGTH, batch=BATCH, heads=2), what)
     check_masks(inputs, SMALL_FORMS[form])
 
@@ -95,7 +95,7 @@ def test_only_differences_of_angles_count(form):
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_dtypes(form):
-    """Angles are wide beside narrow tokens, in any floating dtype."""
+    """Check wide angles with narrow tokens, in every floating-point dtype."""
     for dtype in (torch.bfloat16, torch.float32):
         inputs = case(make("S", 11, dtype=dtype), "angles L")._replace(angles=200 * torch.rand(11, 2, generator=rng()))
         for angles in (inputs.angles, inputs.angles.double()):
@@ -111,10 +111,10 @@ def test_dtypes(form):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_complex_diagonal_recurrence(direction):
-    """`S_i = lambda_i S_{i-1} + conj(k_i) v_i`, `y_i = Re(q_i S_i)` with a complex lambda for each pair of dimensions.
+    """Check `S_i = lambda_i S_{i-1} + conj(k_i) v_i`, `y_i = Re(q_i S_i)`, with a complex lambda for each pair.
 
-    Backward the angle of lambda counts the other way, and so do its tokens (the symmetric convention); the own key
-    comes in once in both directions.
+    In the backward direction the angle of lambda has the opposite sign, and the tokens of a decay are those of the
+    symmetric convention. With both directions, a token's own key is counted once.
     """
     batch, heads, length, pairs, width = 2, 3, 9, 2, 5
     q, k = (torch.randn(batch, heads, length, 2 * pairs, dtype=torch.float64, generator=rng(s)) for s in (1, 2))
@@ -140,7 +140,7 @@ def test_a_complex_diagonal_recurrence(direction):
     if direction == "both":
         expected -= (query[..., None] * write).sum(-2).real
 
-    decays = torch.cat([log_decay, log_decay], -1)  # both dimensions of a pair
+    decays = torch.cat([log_decay, log_decay], -1)  # one decay for both dimensions of a pair
     arguments = dict(
         angles=theta.cumsum(2), direction=direction, decay_convention="symmetric", normalize="none", scale=1.0
     )
@@ -151,7 +151,7 @@ def test_a_complex_diagonal_recurrence(direction):
 
 
 def test_a_fixed_complex_decay_is_rope():
-    """`lambda = r exp(i w)` for every token: a decay (H, D) and angles that grow with the place."""
+    """Check `lambda = r exp(i w)` for every token: a decay (H, D) and angles proportional to the position."""
     length, pairs = 12, 3
     q, k, v = (torch.randn(1, 2, length, 2 * pairs, dtype=torch.float64, generator=rng(s)) for s in range(3))
     log_decay = -torch.rand(2, pairs, dtype=torch.float64, generator=rng(4))
@@ -159,7 +159,7 @@ def test_a_fixed_complex_decay_is_rope():
     angles = rotary_angles(torch.arange(length)[None], frequencies)
     distance = torch.arange(length)[:, None] - torch.arange(
         length
-    )  # i - j: forward tokens turn one way, backward the other
+    )  # i - j: forward and backward tokens rotate in opposite directions
     turn = torch.exp(torch.complex(log_decay[..., None, None] * distance.abs(), frequencies.mT[..., None] * distance))
     query, key = (torch.complex(*x.chunk(2, -1)) for x in (q, k))
     scores = torch.einsum("bhip,bhjp,hpij->bhij", query, key.conj(), turn).real
@@ -170,7 +170,7 @@ def test_a_fixed_complex_decay_is_rope():
         assert_close(got, scores @ v, 1e-12, form)
 
 
-# The functions
+# Functions of the module
 
 
 def test_rotate():
@@ -192,8 +192,8 @@ def test_rotary_angles(batch, heads, axes):
     length, pairs = 7, 4
     lead = (axes, length) if batch is None else (batch, axes, length)
     coords = torch.randint(0, 9, lead, generator=rng())
-    coords[..., :, 2] = -1  # a token without a place
-    coords[..., 0, 4] = -1  # a place that starts before 0 in one of several axes
+    coords[..., :, 2] = -1  # a token without a position
+    coords[..., 0, 4] = -1  # a negative position on one of several axes
     shape = (axes, pairs) if heads is None else (heads, axes, pairs)
     frequencies = torch.randn(shape, dtype=torch.float64, generator=rng(1)).requires_grad_()
     angles = rotary_angles(coords, frequencies)
@@ -213,7 +213,7 @@ def test_rotary_angles(batch, heads, axes):
     if axes > 1:
         assert angles[..., 4, :].all()
 
-    angles.sum().backward()  # learned frequencies: the gradient is the sum of the places
+    angles.sum().backward()  # learned frequencies: the gradient is the sum of the positions
     seen = places.masked_fill((places < 0).all(1, keepdim=True), 0).sum((0, 2)).double()
     share = 1 if heads is None else heads
     total = frequencies.grad.view(share, axes, pairs)
@@ -227,7 +227,7 @@ def test_float_places():
 
 @pytest.mark.parametrize("form", SMALL_FORMS)
 def test_far_places(form):
-    """Ten million places on, float32 tokens are turned as float64 ones are at the start; frequencies still learn."""
+    """Check that float32 tokens at position 10,000,000 rotate like float64 tokens at 0; frequencies get gradients."""
     inputs, frequencies = make("S", 11, batch=1, heads=2), torch.tensor([[1.0, 0.3]])
 
     def attention(dtype, start):
@@ -244,7 +244,7 @@ def test_far_places(form):
 
 
 def test_autocast_does_not_round_places():
-    """A place of 1001 in bf16 is 1000."""
+    """Check positions under autocast, because position 1001 in bf16 would be 1000."""
     coords, frequencies = torch.tensor([[1001.0, 7.0]]), rope_frequencies(8)
     expected = rotary_angles(coords, frequencies)
     with torch.autocast("cpu", torch.bfloat16):

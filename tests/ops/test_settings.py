@@ -1,4 +1,4 @@
-"""One settings object for every entry, and masks that are prepared once a batch."""
+"""The settings object of every entry point, and masks that are prepared once per batch."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def scans(q, k, v, log_decay, **arguments):
     return multi_scan_attention(q, k, v, [log_decay, log_decay.flip(2)], ORDERS, **arguments)
 
 
-ENTRIES = {  # and the fields that mean nothing to them
+ENTRIES = {  # entry points, with the fields that do not apply to them
     "linear_attention": (linear_attention, {"scan_merge"}),
     "linear_attention_parts": (linear_attention_parts, {"scan_merge", "scale", "eps"}),
     "multi_scan_attention": (scans, set()),
@@ -74,7 +74,7 @@ def same(got: list, expected: list) -> bool:
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_object_or_its_fields(entry):
-    """Together, one by one, and one field over an object."""
+    """Check settings as an object, as fields, and as an object with one overridden field."""
     unused = ENTRIES[entry][1]
     fields = {name: getattr(OTHER, name) for name in NAMES if name not in unused}
     expected = run(entry, settings=OTHER)
@@ -87,7 +87,7 @@ def test_an_object_or_its_fields(entry):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_field_matters_or_is_refused(entry):
-    base = Settings(normalize="none", scale=0.5)  # the one that takes a scale
+    base = Settings(normalize="none", scale=0.5)  # the normalisation that accepts a scale
     changes = {name: getattr(OTHER, name) for name in NAMES if name not in ("form", "chunk_size")}
     for name, value in changes.items():
         if name in ENTRIES[entry][1]:
@@ -108,7 +108,7 @@ def test_a_name_that_is_none(entry):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_row_sums_ask_for_a_feature_map(entry):
-    """By the argument's presence, whatever q and k hold; None says that they have been mapped."""
+    """Check that row sums require the argument `feature_map`, whatever q and k contain; None means already mapped."""
     call = ENTRIES[entry][0]
     for normalize in ("sum", "pre"):
         for given in (dict(normalize=normalize), dict(settings=Settings(normalize=normalize))):
@@ -197,7 +197,7 @@ def test_settings_in_a_graph(entry):
 
 
 class Sorts(TorchDispatchMode):
-    """How often something is sorted, gathered by it, or asserted."""
+    """A counter of operators that sort, gather or assert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ KINDS = {"decay": INPUTS, "delta": case(make("lit", LENGTH), "beta")}
 @pytest.mark.parametrize("valid", (None, VALID), ids=("all", "valid"))
 @pytest.mark.parametrize("entry", MASKED)
 def test_prepared_masks_are_the_masks(entry, valid, kind):
-    """Bit for bit, and nothing is sorted or checked again."""
+    """Check that prepared masks give bitwise equal results, without sorting or checking again."""
     for segments in (SEGMENTS, None):
         for how in ({"prefill": {}} if entry == "prefill" else SMALL_FORMS).values():
             call, arguments = MASKED[entry], dict(normalize="none", **how)
@@ -228,7 +228,7 @@ def test_prepared_masks_are_the_masks(entry, valid, kind):
             assert sorts.count == 0
     with Sorts() as sorts:
         segment_index(valid, SEGMENTS)
-    assert sorts.count > 0  # the recorder does see them
+    assert sorts.count > 0  # the counter must see such operators
 
 
 def test_an_index():

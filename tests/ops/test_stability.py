@@ -1,4 +1,4 @@
-"""Extreme gates, long sequences and narrow dtypes: finite, and as accurate as the dtype allows."""
+"""Numerical stability: extreme gates, long sequences and narrow dtypes give finite and accurate results."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ BF16, FP16 = 2.0**-8, 2.0**-11  # unit roundoff
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_extreme_gates_have_finite_gradients(direction, form):
-    gates = DECAY_CONVENTIONS if form != "rnn1" else ("source",)  # slow
+    gates = DECAY_CONVENTIONS if form != "rnn1" else ("source",)  # rnn1 is slow
     for decay_convention in gates:
         leaves = make("extreme", 1000, batch=1, heads=1, dtype=torch.float32).leaves()
         y = linear_attention(
@@ -53,7 +53,7 @@ def test_extreme_gates_have_finite_gradients(direction, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("closed_gate", (-1e4, -1e9, -1e30, -float("inf")))
 def test_gates_below_every_float(closed_gate, form):
-    """lambda = 0 in every dtype, however large its logarithm: the sums must not lose the other gates beside it."""
+    """Check lambda = 0 in every dtype, for any logarithm: cumulative sums must keep the precision of other gates."""
     for share in (0.3, 1.0):
         check_closed("S", closed_gate, share, FORMS[form])
 
@@ -61,7 +61,7 @@ def test_gates_below_every_float(closed_gate, form):
 @pytest.mark.parametrize("form", (*FORMS, *BLOCKWISE))
 @pytest.mark.parametrize("decay", ("S", "vector"))
 def test_gates_of_zero_between_others(decay, form):
-    """Read before the decay: a closed gate parts what stands on either side of it, not its own token."""
+    """Check that a closed gate separates the tokens on both sides, but not its own token, read before the decay."""
     if form in FORMS or decay in SCALARS:
         for direction in DIRECTIONS:
             how = (FORMS | BLOCKWISE)[form] | dict(decay_convention="between", direction=direction)
@@ -86,8 +86,10 @@ def check_closed(decay: str, closed_gate: float, share: float, how: dict) -> Non
 @pytest.mark.parametrize("lanes", (1, 8), ids=("scalar", "vector"))
 @pytest.mark.slow
 def test_no_denormal_numbers(lanes, form):
-    """Decays of 0.3 to 0.7 pass through every size of number within some hundred tokens; products with denormal ones
-    take many times as long on some processors."""
+    """Check that no denormal numbers are written, because they slow down products on some processors.
+
+    Products of decays of 0.3 to 0.7 reach every magnitude within a few hundred tokens.
+    """
     if form in BLOCKWISE and (lanes > 1 or form == "blockwise4"):
         return
     length = {"full": 512, "chunk64": 512, "rnn1": 150}.get(form, 197)
@@ -108,7 +110,7 @@ def test_no_denormal_numbers(lanes, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("steep, flat", [(-1.0, 0.0), (0.0, 0.0), (-1e4, -1e-12)])
 def test_gates_that_keep_everything_still_learn(steep, flat, form):
-    """lambda = 1, exactly or up to the rounding of the sums: the gradient of the gate must not be cut off there."""
+    """Check the gradient of a gate at lambda = 1, exact or up to rounding of the sums: it must not be cut off."""
     inputs = make("extreme", 197, batch=1, heads=2)
     log_decay = torch.where(inputs.log_decay < -1, steep, flat).float().double()
     inputs = inputs._replace(log_decay=log_decay)
@@ -122,7 +124,7 @@ def test_gates_that_keep_everything_still_learn(steep, flat, form):
 @pytest.mark.parametrize("decay", ("D", "S", "fixed vector", "vector"))
 @pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 def test_gates_above_zero_count_as_zero(decay_convention, decay):
-    """In every form, in streams and in the definition alike; no gradient comes back to them."""
+    """Check that gates above 0 count as 0, without a gradient, in every form, in streams and in the definition."""
     inputs = make(decay, 23)
     above = inputs.log_decay > inputs.log_decay.median()
     cut = inputs._replace(log_decay=inputs.log_decay.masked_fill(above, 0))
@@ -164,10 +166,10 @@ def test_gates_above_zero_in_several_scans(merge):
 
 @pytest.mark.slow
 def test_long_sums_lose_nothing():
-    """Prefix sums near -1e6, whose float32 neighbours are 0.06 apart, between gates that matter at 1e-2."""
+    """Check prefix sums near -1e6, where float32 spacing is 0.06, with gates that matter at 1e-2."""
     inputs = make("extreme", 65_536, batch=1, heads=1)
     assert inputs.log_decay.sum() < -5e5
-    expected = linear_attention(*inputs, form="rnn", chunk_size=64, feature_map=None)  # sums of 64 gates only
+    expected = linear_attention(*inputs, form="rnn", chunk_size=64, feature_map=None)  # only sums of 64 gates
     got = linear_attention(*inputs.to(torch.float32), form="chunk", feature_map=None)
     assert_close(got, expected, 2e-5)
     assert_close(linear_attention(*inputs, form="chunk", chunk_size=16, feature_map=None), expected, 1e-12, "float64")
@@ -190,12 +192,12 @@ def test_long_bf16_is_finite(decay):
 
 @pytest.mark.parametrize("decay, length", list(zip(DECAYS, (65, 65, 197, 65, 197, 65))))
 def test_bf16_accuracy(decay, length):
-    """Judged by what bf16 can do at best: compute in float32, round the result once.
+    """Check the error against the best possible bf16 result: computed in float32 and rounded once.
 
-    A form also rounds what lies between (scores or states, weights, the reciprocal of the row sum). Such a
-    rounding is relative to each term, and under positive features the terms' weights do not cancel, so it
-    moves the output by no more than about one rounding of the largest value. They are independent and partly
-    average out: twice (the best result's error + one rounding) covers them.
+    A form also rounds intermediate values (scores or states, weights, the reciprocal of the row sum). These roundings
+    are relative to each term. Under positive features the weights of the terms do not cancel, so each rounding changes
+    the output by at most about one rounding of the largest value. The roundings are independent and partly average
+    out: the tolerance is twice (error of the best result + one rounding).
     """
     inputs = make(decay, length, batch=1, heads=2, dim=16, value_dim=16, dtype=torch.bfloat16)
     for direction in DIRECTIONS:
@@ -213,9 +215,9 @@ def test_bf16_accuracy(decay, length):
 @pytest.mark.parametrize("normalize", ("sum", "max", "pre"))
 @pytest.mark.parametrize("decay", ("lit", "D", "S", "vector"))
 def test_float16_sums_beyond_its_range(decay, normalize):
-    """Numerators beyond 100,000 are divided before they are rounded.
+    """Check that numerators above 100,000 are divided before rounding.
 
-    An output is rounded once; gradients come from weights that are rounded, too, and may partly cancel.
+    An output is rounded once. Gradients are computed from weights that are rounded as well, and may partly cancel.
     """
     inputs = long_float16(decay, 512)
     for direction in DIRECTIONS:
@@ -231,7 +233,7 @@ def test_float16_sums_beyond_its_range(decay, normalize):
             assert got.dtype == torch.float16
             assert_close(got, expected, 2 * FP16, f"{form} {how}")
             for name, grad in backward(got, leaves).items():
-                if normalize != "pre" or "rnn" not in form:  # there two gradients that cancel are rounded one by one
+                if normalize != "pre" or "rnn" not in form:  # rnn rounds two canceling gradients separately
                     assert_close(grad, grads[name], 8 * FP16, f"d{name} {form} {how}")
                 assert grad.isfinite().all()
             with torch.inference_mode():
@@ -251,7 +253,7 @@ def test_float16_sums_beyond_its_range(decay, normalize):
 
 
 def test_float16_sums_of_many_tokens():
-    """A state of 16,384 keys is beyond the range by itself."""
+    """Check a state of 16,384 keys, which exceeds the float16 range."""
     inputs = long_float16("lit", 16_384)
     assert inputs.to(torch.float64).k.sum(2).max() > torch.finfo(torch.float16).max
     for form, how in (
@@ -280,7 +282,7 @@ def test_float16_sums_of_several_scans(merge):
 
 
 def long_float16(decay: str, length: int):
-    """Large features, values away from zero and gates that forget little: nothing cancels in a sum."""
+    """Make inputs without cancellation: large features, values away from 0, and gates that forget little."""
     inputs = make(decay, length, batch=1, heads=1, value_dim=2, dtype=torch.float16)
     gates = None if inputs.log_decay is None else inputs.log_decay.float() / 1000
     return inputs._replace(q=8 * inputs.q, k=8 * inputs.k, v=inputs.v.abs() + 2, log_decay=gates)
@@ -289,7 +291,7 @@ def long_float16(decay: str, length: int):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_autocast_changes_nothing(decay, form):
-    """The operator leaves autocast: gates, states and row sums keep the precision of its inputs."""
+    """Check that the operator disables autocast: gates, states and row sums keep the precision of the inputs."""
     for dtype in (torch.float32, torch.bfloat16):
         inputs = make(decay, 70, batch=1, heads=1, dtype=dtype)
         leaves = inputs.leaves()
@@ -307,7 +309,7 @@ def test_autocast_changes_nothing(decay, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_row_sums_are_exact_beside_bf16_tokens(direction, form):
-    """With scores of one the row sum is the sum of the mask: gates, mask or sum in bf16 would be off by 1e-3."""
+    """Check row sums for scores of one, which are sums of the mask: gates, mask or sum in bf16 would be off by 1e-3."""
     ones = torch.ones(1, 1, 1000, 1, dtype=torch.bfloat16)
     log_decay = torch.tensor([-(2.0**-10) * (1 + 2.0**-8)])  # halfway between two bf16 numbers
     _, rowsum = linear_attention_parts(

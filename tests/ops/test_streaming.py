@@ -1,4 +1,4 @@
-"""`step`: the causal output, a token or a few at a time, from a state that is all there is to remember."""
+"""Streaming with `step`: causal outputs, one or a few tokens at a time, from a state of constant size."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ PIECES = {"token by token": [1] * LENGTH, "pieces": [3, 1, 5, 1, 4], "whole": [L
 
 
 def stream(inputs: Inputs | Case, pieces: list[int], state: State | None = None, start: int = 0, **arguments):
-    """The outputs of consecutive pieces from a place on, and the last state."""
+    """Run consecutive pieces from token `start` on; return their outputs and the last state."""
     state = initial_state(inputs.k, inputs.v) if state is None else state
     out = []
     for size in pieces:
@@ -37,7 +37,7 @@ def stream(inputs: Inputs | Case, pieces: list[int], state: State | None = None,
 
 
 def cut(inputs: Inputs | Case, start: int, stop: int) -> Case:
-    """The tokens from `start` to `stop`."""
+    """Return the tokens from `start` to `stop`."""
     q, k, v, a, beta, bonus, angles = Case(*inputs)
     q, k, v = (x[:, :, start:stop] for x in (q, k, v))
     a = a[:, :, start:stop] if a is not None and a.dim() >= 3 else a
@@ -66,7 +66,7 @@ def test_streaming_is_the_forward_direction(decay_convention, decay, normalize):
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("decay_convention", DECAY_CONVENTIONS)
 def test_the_state_does_not_depend_on_the_pieces(decay_convention, decay):
-    """So a sequence may be split anywhere and its state carried over."""
+    """Check that the state is independent of the pieces, so that a sequence may be split anywhere."""
     inputs = make(decay, LENGTH)
     _, whole = stream(inputs, [LENGTH], decay_convention=decay_convention)
     for pieces in PIECES.values():
@@ -97,7 +97,7 @@ def test_scale_and_eps():
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_state_is_wide(decay):
-    """A bf16 state would stop growing after a few hundred tokens."""
+    """Check that the state has a wide dtype; a bf16 state would stop growing after a few hundred tokens."""
     for dtype, wide in (
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.float32),
@@ -109,7 +109,7 @@ def test_state_is_wide(decay):
         y, state = stream(inputs, [1, 4], state=start)
         assert y.dtype == dtype
         assert {x.dtype for x in (*start, *state)} == {wide}
-        assert not start.S.any() and not start.z.any()  # a state is a value, not a buffer
+        assert not start.S.any() and not start.z.any()  # a state is a value and must not be modified
 
 
 def test_inference_is_the_same():

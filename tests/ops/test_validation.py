@@ -1,4 +1,4 @@
-"""Bad arguments raise a ValueError that names the argument; dropout."""
+"""Validation: invalid arguments raise a ValueError that names the argument; and dropout."""
 
 import pytest
 import torch
@@ -72,8 +72,8 @@ BAD_CHOICES = [
 
 STEP_TENSORS = ("q", "k", "v", "log_decay", "beta", "bonus", "angles")
 DELTA = dict(log_decay=None, beta=torch.rand(B, H, L))
-BAD_PAIRS = [  # the argument that the message names first, tensors, the rest
-    ("beta", dict(beta=DELTA["beta"]), dict(normalize="none")),  # beside the log_decay of good()
+BAD_PAIRS = [  # the argument named first in the message, tensors, other arguments
+    ("beta", dict(beta=DELTA["beta"]), dict(normalize="none")),  # in addition to the log_decay of good()
     ("beta", DELTA | dict(bonus=torch.rand(H)), dict(normalize="none")),
     ("beta", DELTA, dict(normalize="sum")),
     ("beta", DELTA, {}),
@@ -206,14 +206,14 @@ def test_dropout(decay):
     assert torch.equal(dropped(1, 0), dropped(1, 0))
     assert not torch.equal(dropped(1, 0), dropped(1, 1))
     assert (dropped(1, 0) - plain).abs().max() > 0.1 * plain.abs().max()
-    # The row sum is taken before the drop, so the mean of n draws is off by sd / sqrt(n); sd is at most max |v|
+    # The row sum is computed before dropout, so the mean of n draws has error sd / sqrt(n); sd is at most max |v|
     mean = dropped(20_000, 0).mean(0, keepdim=True)
     assert_close(mean, plain, 5 * inputs.v.abs().max().item() / plain.abs().max().item() / 20_000**0.5)
 
 
 @pytest.mark.parametrize("direction", ("both", "forward", "backward"))
 def test_dropout_where_nothing_decays(direction, monkeypatch):
-    """The same scores are dropped as under decays of one, bit for bit: no mask is made for nothing."""
+    """Check that dropout without decay builds no mask, and equals dropout under decays of one, bit for bit."""
     q, k, v = (torch.randn(2, 3, 69, 8, requires_grad=True) for _ in range(3))
     segments = torch.arange(69).div(30, rounding_mode="floor").expand(2, -1).clone()
     segments[1, -9:] = -1

@@ -1,4 +1,4 @@
-"""Row sums by a scan of the keys are those of the scores."""
+"""Row sums from a scan of the keys, against row sums of the scores."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_gradients(convention):
 
 
 def test_extreme_decays():
-    """None, all, and both in turns."""
+    """Check no decay, complete decay, and values between, alternating with decays of 1."""
     for steep in (0.0, 1e-9, 30.0, 1e4, torch.inf):
         x, how = tokens(100), settings()
         log_decay = torch.full_like(x.gate, -steep)
@@ -92,7 +92,7 @@ def test_what_fades_ends_as_zero(log_decay):
 
 @pytest.mark.parametrize("rate", [1e-4, 2e-5])
 def test_long_sequences_lose_nothing(rate):
-    """In chunks of 16,384 tokens, rotated: the divisor is as exact as the numerator."""
+    """Check rotated tokens in chunks of 16,384: the divisor is as exact as the numerator."""
     torch.manual_seed(0)
     q, k, v = torch.rand(3, 1, 1, 16_384, DIM)
     given = dict(
@@ -104,7 +104,7 @@ def test_long_sequences_lose_nothing(rate):
     torch.testing.assert_close(
         linear_attention(q, k, v, **given, feature_map=None).double(), exact, atol=2e-6, rtol=2e-6
     )
-    with torch.no_grad():  # piece by piece
+    with torch.no_grad():  # computed piece by piece
         torch.testing.assert_close(
             linear_attention(q, k, v, **given, feature_map=None).double(), exact, atol=2e-6, rtol=2e-6
         )

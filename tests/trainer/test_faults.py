@@ -80,7 +80,7 @@ def test_too_many_dead_workers_stop_the_run(tmp_path):
     sampler = StepSampler(24, order=Shuffled(), batch=8, micro=4, seed=3, start=0, end=48, rank=0, world=1)
     faults = FaultsConfig(workers=0)
     batches = train_batches(Shaky([tmp_path / "1"]), sampler, workers=1, pin=False, faults=faults)
-    with pytest.raises(RunError, match=r"a loader worker died .*code -9.*, the 1\. of at most 0 .*data\.workers=N"):
+    with pytest.raises(RunError, match=r"a loader worker died .*code -9.*, death 1 of at most 0 .*data\.workers=N"):
         values(batches)
 
 
@@ -91,8 +91,8 @@ def test_what_cannot_be_read_is_named_counted_and_replaced_by_its_neighbour(capl
     got = values(batches)
     assert [[9 if i in (7, 8) else i for i in ids] for ids, _ in expected] == [ids for ids, _ in got]
     assert batches.unreadable == {7, 8}
-    assert "unreadable, passed over: file 7.jpg (OSError: truncated) (" in caplog.text
-    assert caplog.text.count("file 7.jpg") == 1  # logged once, although every epoch reads it
+    assert "unreadable, skipped: file 7.jpg (OSError: truncated) (" in caplog.text
+    assert caplog.text.count("file 7.jpg") == 1  # though it comes every epoch
 
 
 def test_too_much_that_cannot_be_read_stops_the_run():
@@ -131,8 +131,8 @@ def test_a_corrupt_picture_in_a_real_folder(tmp_path):
     done = command("train", path, "--no-eval")
     assert done.returncode == 0, done.stderr
     for path in corrupt:
-        assert f"unreadable, passed over: {path} (" in done.stderr
-    assert done.stderr.count(f"unreadable, passed over: {corrupt[0]} (") == 1
+        assert f"unreadable, skipped: {path} (" in done.stderr
+    assert done.stderr.count(f"unreadable, skipped: {corrupt[0]} (") == 1
     assert [x.get("unreadable_samples", 0) for x in lines(tmp_path / "runs" / "tiny") if x["kind"] == "train"][-1] == 1
     refused = command("train", tmp_path / "tiny.yaml", "trainer.faults.unreadable=0", "run.name=strict")
     assert refused.returncode == 1 and refused.stderr.splitlines()[-1].startswith("error: unreadable: ")

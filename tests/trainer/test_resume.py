@@ -137,15 +137,15 @@ def test_a_whole_checkpoint_that_does_not_fit_is_passed_over(tmp_path, caplog):
     shutil.copytree(tmp_path / "b", tmp_path / "c")
     resumed = train(path, tmp_path / "b")
     assert same(straight.model.state_dict(), resumed.model.state_dict())
-    assert "last-100 is damaged: state.pt: a run cannot go on from it, it holds no 'next'; going back" in caplog.text
+    assert "last-100 is damaged: state.pt: a run cannot resume from it, 'next' is missing; going back" in caplog.text
     for step in range(100, 100 + len(FORGED)):
-        assert f"last-{step} is damaged: state.pt: a run cannot go on from it" in caplog.text
+        assert f"last-{step} is damaged: state.pt: a run cannot resume from it" in caplog.text
         assert checkpoint(tmp_path / "b", step).with_name(f"damaged-last-{step}").is_dir()
     for step in (3, 4):
         shutil.rmtree(checkpoint(tmp_path / "c", step))
     before = steps_of(tmp_path / "c", "last")
     with pytest.raises(
-        ConfigError, match=r"no 'last' checkpoint can be used \(.*last-100: state.pt: .* no 'next'\); --f"
+        ConfigError, match=r"no 'last' checkpoint can be used \(.*last-100: state.pt: .* 'next' is missing\); --f"
     ):
         train(path, tmp_path / "c")
     assert steps_of(tmp_path / "c", "last") == before
@@ -203,7 +203,7 @@ def test_damaged_best_weights_stop_no_run(tmp_path, caplog):
     train(path, tmp_path / "run", stop_at=4)
     (checkpoint(tmp_path / "run", 3, "best") / STATE).write_bytes(b"")
     t = train(path, tmp_path / "run")
-    assert "the best is looked for anew" in caplog.text
+    assert "the search for the best checkpoint starts over" in caplog.text
     assert t.state.best["step"] == 6 and newest(tmp_path / "run", "best").step == 6
     assert (tmp_path / "run" / FOLDER / "damaged-best-3").is_dir()
 
