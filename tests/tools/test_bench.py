@@ -128,7 +128,7 @@ def test_what_cannot_be_measured_is_a_line(monkeypatch):
 
 def test_the_picture_of_the_readme(tmp_path, capsys):
     line = refuse(capsys, "bench", "lengths", "--out", tmp_path)
-    assert f"{tmp_path}/ops.json: nothing was measured yet, ./run.sh bench ops does so" in line
+    assert f"{tmp_path}/ops.json: no measurements yet, run ./run.sh bench ops first" in line
     (tmp_path / "ops.json").write_text((ROOT / "reports" / "ops.json").read_text())
     pytest.importorskip("matplotlib")
     assert here("bench", "lengths", "--out", tmp_path) == 0
