@@ -110,7 +110,7 @@ def test_a_run_that_is_not_finished(runs, tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["kind"] == "val"
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines[: len(lines) // 2]))
-    with pytest.raises(ConfigError, match=r"run: stopped at step \d+, train it to its end first"):
+    with pytest.raises(ConfigError, match=r"run: stopped at step \d+, finish its training first"):
         load(str(tmp_path / "run"))
 
 
@@ -202,7 +202,9 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
     before = (tmp_path / "vision.md").read_text()
     capsys.readouterr()
     line = refuse(capsys, "report", runs / "softmax0", "--out", tmp_path)
-    assert "vision.json: holds lion_s0, not given here; --name NAME starts another, --fresh this" in line
+    assert (
+        "vision.json: holds run lion_s0, missing here; --name NAME starts another report, --fresh replaces this" in line
+    )
     assert (tmp_path / "vision.md").read_text() == before
     assert here("report", runs / "softmax0", "--out", tmp_path, "--fresh") == 0
     assert (tmp_path / "vision.md").read_text() != before

@@ -100,15 +100,15 @@ def test_distances_that_do_not_compare(runs, tmp_path, capsys):
         path.write_text(json.dumps({**held, name: value}))
         assert f"{path}: {name} is {value!r}, in {runs[0] / FIGURES}" in refuse(capsys, *call)
     path.write_text(json.dumps({**held, "step": 3}))
-    assert f"{path}: of the weights of step 3, the run's are of 6: measure it again" in refuse(capsys, *call)
+    assert f"{path}: measured at step 3, but the run's weights are from step 6: measure again" in refuse(capsys, *call)
     path.write_text("{}")
-    assert f"{path}: not what ./run.sh distance writes" in refuse(capsys, *call)
+    assert f"{path}: not a file of ./run.sh distance" in refuse(capsys, *call)
 
 
 def test_runs_of_another_task_are_another_table(runs, tmp_path, capsys):
     judge = runs[0].parent / "judge"
     said = refuse(capsys, "report", runs[0], judge, "--out", tmp_path)
-    assert f"{judge}: of task 'image_classification', {runs[0]} of 'diffusion'; use --section" in said
+    assert f"{judge}: its task is 'image_classification', the task of {runs[0]} is 'diffusion'; use --section" in said
 
 
 def test_features_from_a_file_tell_no_classes(runs):

@@ -119,14 +119,14 @@ def test_a_report_can_be_made_again_of_what_it_holds(runs, tmp_path, capsys):
     assert here("report", "--name", "masked_lm", "--out", tmp_path, "--notes", notes) == 0
     assert (tmp_path / "masked_lm.md").read_text() == before + "\n## Notes\n\nRead this.\n"
     capsys.readouterr()
-    assert "give runs" in refuse(capsys, "report", "--name", "other", "--out", tmp_path)
+    assert "expected runs" in refuse(capsys, "report", "--name", "other", "--out", tmp_path)
 
 
 def test_sections_that_are_none(runs, capsys):
-    assert "give runs, --section TITLE RUN" in refuse(capsys, "report")
+    assert "expected runs, --section TITLE RUN" in refuse(capsys, "report")
     assert "expected a title and runs, got 'Packing' alone" in refuse(capsys, "report", "--section", "Packing")
     twice = ["--section", "A", runs[0], "--section", "A", runs[1]]
-    assert "'A' is given twice" in refuse(capsys, "report", *twice)
+    assert "duplicate title 'A'" in refuse(capsys, "report", *twice)
 
 
 def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
@@ -145,7 +145,7 @@ def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
     ((*_, n),) = glue_table(groups)[1]
     assert n == "2-3"
     files[0].write_text("{}")
-    assert "not what ./run.sh glue writes" in refuse(capsys, "report", runs[0], "--out", tmp_path)
+    assert "not a file of ./run.sh glue" in refuse(capsys, "report", runs[0], "--out", tmp_path)
     for path in files:
         path.unlink()
 
@@ -199,5 +199,5 @@ def test_a_run_of_a_time_tells_what_it_has_seen(tmp_path, capsys):
     assert "0.002min of training in batches of 2 to 4, reached after 60%" in (tmp_path / "timed.md").read_text()
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text.replace(f'"seconds": {last["seconds"]}', '"seconds": 0.01'))
-    with pytest.raises(ConfigError, match=r"stopped at step \d+, train it to its end first"):
+    with pytest.raises(ConfigError, match=r"stopped at step \d+, finish its training first"):
         load(str(run))
