@@ -70,9 +70,7 @@ class Job:
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench generate", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run or a recipe")
-    parser.add_argument(
-        "--lengths", type=counts, default=LENGTHS, help="numbers of tokens of the text so far, e.g. 256,1024"
-    )
+    parser.add_argument("--lengths", type=counts, default=LENGTHS, help="tokens of the text so far, e.g. 256,1024")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=[*MODES])
     parser.add_argument("--batch", type=count, nargs="+", default=[1], help="numbers of sequences generated at once")
     parser.add_argument("--rounds", type=count, default=31)
@@ -137,9 +135,7 @@ def models(runs: Sequence[str]) -> dict[str, tuple[Task, Any]]:
         found[config.label()] = task, config
         shapes[name] = f"{config.shape()}, vocabulary {task.info.vocabulary:,}"
         if shapes[name] != shapes[runs[0]]:
-            raise ConfigError(
-                f"{name}: expected one shape for all runs, got {shapes[name]}; {runs[0]} has {shapes[runs[0]]}"
-            )
+            raise ConfigError(f"{name}: expected one shape, got {shapes[name]}; {runs[0]} has {shapes[runs[0]]}")
     task, config = open_task(runs[0])
     return {SOFTMAX: (task, config.with_mixer(SOFTMAX))} | found
 

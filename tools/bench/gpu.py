@@ -122,14 +122,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="run.sh bench gpu", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="MIXER|RECIPE")
     parser.add_argument("--form", nargs="+", choices=(*FORMS, FUSED), default=list(FORMS), help="forms of operators")
-    parser.add_argument(
-        "--length", type=count, nargs="+", default=[197, 1024], help="sequence lengths of operators, in tokens"
-    )
+    parser.add_argument("--length", type=count, nargs="+", default=[197, 1024], help="tokens of operators")
     parser.add_argument("--target", choices=tuple(TARGETS), default="h100")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of operators")
-    parser.add_argument(
-        "--batch", type=count, help=f"batch size (default: 4 for operators, about {TOKENS:,} tokens for steps)"
-    )
+    parser.add_argument("--batch", type=count, help=f"samples (default: operators 4, steps about {TOKENS:,} tokens)")
     parser.add_argument("--heads", type=count, default=6, help="heads of operators")
     parser.add_argument("--dim", type=count, default=64, help="head dimension of operators")
     parser.add_argument("--compile", action="store_true", help="compile all kernels to cubins for sm_80 and sm_90")

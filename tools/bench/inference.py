@@ -89,17 +89,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run")
     parser.add_argument("--sizes", type=counts, help="input sizes in px or tokens, e.g. 224,384 (default: the run's)")
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
-    parser.add_argument(
-        "--chunk-size", type=count, nargs="+", default=[64], help="tokens per chunk of blockwise, chunk and rnn"
-    )
+    parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="tokens per chunk")
     parser.add_argument("--batch", type=count, default=1)
     parser.add_argument("--rounds", type=count, default=9)
     parser.add_argument("--seconds", type=count, default=300, help="time limit for the rounds of a size")
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument(
-        "--evaluate", type=count, metavar="N", dest="samples", help="measure the metric on N held-out samples"
-    )
+    parser.add_argument("--evaluate", type=count, metavar="N", dest="samples", help="metric on N held-out samples")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)

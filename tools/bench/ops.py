@@ -160,17 +160,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024, 4096])
     parser.add_argument("--pass", dest="passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
-    parser.add_argument(
-        "--chunk-size", type=count, nargs="+", default=[64], help="tokens per chunk of chunk, rnn and blockwise"
-    )
+    parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="tokens per chunk")
     parser.add_argument("--heads", type=count, default=6)
     parser.add_argument("--dim", type=count, default=64, help="head dimension")
-    parser.add_argument(
-        "--tokens", type=count, default=16 * 197, help="tokens per batch at every length, at least one sequence"
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="dtype of q, k and v; half precision as under autocast"
-    )
+    parser.add_argument("--tokens", type=count, default=16 * 197, help="tokens per batch, at least one sequence")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="half precision as under autocast")
     parser.add_argument("--rounds", type=count, default=9)
     parser.add_argument("--seconds", type=count, default=600, help="time limit for the rounds of a length and pass")
     parser.add_argument("--threads", type=count)

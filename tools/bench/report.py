@@ -224,9 +224,7 @@ def picture(fig: Any, rows: list[Row]) -> None:
     forms = [f for f in forms if f[0] != "sdpa"]
     sizes = {form: [c for f, c in forms if f == form] for form, _ in forms}
 
-    def look(
-        form: str, chunk_size: int | None
-    ) -> dict[str, Any]:  # forms differ in dashes, chunk sizes in marker filling
+    def look(form: str, chunk_size: int | None) -> dict[str, Any]:  # dashes by form, filling by chunk size
         dashes, marker = STYLES[form]
         filled = ("full", "none", "left", "right", "top", "bottom")[sizes[form].index(chunk_size) % 6]
         return {"linestyle": dashes, "marker": marker, "markersize": 5, "fillstyle": filled, "linewidth": 1.6}

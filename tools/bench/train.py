@@ -75,14 +75,10 @@ class Job:
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench train", description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="+")
-    parser.add_argument(
-        "--size", type=count, nargs="+", help="sample sizes in px or tokens (default: the first recipe's)"
-    )
+    parser.add_argument("--size", type=count, nargs="+", help="in px or tokens (default: the first recipe's)")
     parser.add_argument("--batch", type=count, help="samples per step (default: about 1,600 tokens, on a GPU 50,000)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the recipe's on a GPU, fp32 on a CPU")
-    parser.add_argument(
-        "--matmul", choices=MATMUL, default="highest", help="precision of float32 products, see trainer.matmul"
-    )
+    parser.add_argument("--matmul", choices=MATMUL, default="highest", help="float32 products, see trainer.matmul")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="overrides of every recipe")
     parser.add_argument("--rounds", type=count, default=9)
     parser.add_argument("--seconds", type=count, default=900, help="time limit for the rounds of a size")
@@ -164,9 +160,7 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
     for path in job.recipes:
         recipe, task = at_size(path, job)
         if found and recipe.model.shape() != next(iter(found.values()))[0].model.shape():
-            raise ConfigError(
-                f"{path}: its model is {recipe.model.shape()}, the model of {job.recipes[0]} has another shape"
-            )
+            raise ConfigError(f"{path}: its model is {recipe.model.shape()}, {job.recipes[0]} has another shape")
         if name_of(recipe) in found:
             raise ConfigError(f"{path}: a second {name_of(recipe)} with the same timed settings; omit one")
         found[name_of(recipe)] = (recipe, task)

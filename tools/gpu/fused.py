@@ -47,6 +47,4 @@ def taken(form: str) -> Iterator[str]:
         stack.enter_context(gradients_on_a_cpu())
         yield "full"
     if not answers or not all(answers):
-        raise ValueError(
-            "no fused form: it requires positive scores with one row sum, and at most one decay per token and head"
-        )
+        raise ValueError("no fused form: it requires a row sum of positive scores and one decay per token and head")

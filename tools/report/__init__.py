@@ -30,19 +30,10 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", metavar="RUN")
     parser.add_argument(
-        "--section",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar=("TITLE", "RUN"),
-        help="a further table with this title",
+        "--section", nargs="+", action="append", default=[], metavar=("TITLE", "RUN"), help="another table"
     )
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument(
-        "--name",
-        type=file_name,
-        help="name of the report's files (default: the name for the task, or of the first run)",
-    )
+    parser.add_argument("--name", type=file_name, help="of the report's files (default: by the task, or the first run)")
     parser.add_argument("--notes", type=Path, help="Markdown file to append to the report")
     parser.add_argument("--fresh", action="store_true", help="replace an existing report of other runs")
     args = parser.parse_args(argv)
@@ -114,7 +105,7 @@ def put(store: Store, section: Section) -> None:
     before = {key: row["run"] for key, row in store.rows.items() if row["section"] == section.title}
     if lost := set(before.values()) - runs:
         raise ConfigError(
-            f"{store.path}: holds run {min(lost)}, missing here; --name NAME starts another report, --fresh replaces this"
+            f"{store.path}: holds {min(lost)}, missing here; --name NAME starts another report, --fresh replaces this"
         )
     for key in before:
         del store.rows[key]

@@ -14,16 +14,7 @@ from tools.report.runs import Run
 from tools.report.tables import Groups, Table, Values
 from tools.store import spread
 
-ALIKE = (
-    "judge",
-    "reference",
-    "real",
-    "samples",
-    "checkpoint",
-    "raw",
-    "steps",
-    "guidance",
-)  # must agree for distances to be comparable
+ALIKE = ("judge", "reference", "real", "samples", "checkpoint", "raw", "steps", "guidance")  # settings that must agree
 
 
 def distance_table(groups: Groups) -> Table:
@@ -84,9 +75,7 @@ def read(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a file of ./run.sh distance ({type(error).__name__}: {error})") from None
     if there and step != there[0]:
-        raise ConfigError(
-            f"{path}: measured at step {step:,}, but the run's weights are from step {there[0]:,}: measure again"
-        )
+        raise ConfigError(f"{path}: measured at step {step:,}, the weights are of step {there[0]:,}: measure again")
     return found
 
 

@@ -132,9 +132,7 @@ def group(runs: list[Run], paper: Paper) -> dict[str, list[Run]]:
     for run in runs:
         tasks = [one.recipe.task.name for one in (run, runs[0])]
         if tasks[0] != tasks[1]:
-            raise ConfigError(
-                f"{run.folder}: its task is {tasks[0]!r}, the task of {runs[0].folder} is {tasks[1]!r}; use --section"
-            )
+            raise ConfigError(f"{run.folder}: task {tasks[0]!r}, but {runs[0].folder} has {tasks[1]!r}; use --section")
         run.info.check_same(f"{run.folder}: not comparable, {runs[0].folder}", runs[0].info.to_dict())
         name, own = called(run.recipe), settings_of(run.recipe)
         first = next(iter(settings.values()), own)
@@ -144,9 +142,7 @@ def group(runs: list[Run], paper: Paper) -> dict[str, list[Run]]:
                 raise ConfigError(f"{run.folder}: not comparable with {runs[0].folder}, they differ in {key}")
         if settings.setdefault(name, own) != own:
             odd = next(k for k in own if own[k] != settings[name].get(k))
-            raise ConfigError(
-                f"{run.folder}: has the row name {name!r} of {found[name][0].folder}, but differs in {odd}"
-            )
+            raise ConfigError(f"{run.folder}: named {name!r} as {found[name][0].folder}, but differs in {odd}")
         if any(other.recipe.seed == run.recipe.seed for other in found.get(name, ())):
             raise ConfigError(f"{run.folder}: a second run of {name!r} with seed {run.recipe.seed}")
         found.setdefault(name, []).append(run)

@@ -73,11 +73,7 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
             parts += [f"{'##' if only else '###'} {heading}"] if heading else []
             parts.append(text)
     if picture:
-        parts += [
-            "## Curves",
-            f"![validation curves]({picture})",
-            "Lines are means over seeds; bands span the lowest to the highest value.",
-        ]
+        parts += ["## Curves", f"![validation curves]({picture})", "Mean over seeds, with the range as a band."]
     for heading, header, rows in quoted([s["paper"] for s in sections if s.get("quoted", True)]):
         parts += [f"## {heading}", pipes(header, rows, text=TEXT)]
     if notes:

@@ -15,17 +15,7 @@ Groups = dict[str, list[Run]]
 Table = tuple[list[str], list[list[str]]]
 Values = dict[Path, float]  # value of each run, by its folder
 Judge = Callable[[list[Run]], tuple[Metric, str, Values]]  # returns the metric, what it was measured on, and its values
-T95 = (
-    12.71,
-    4.30,
-    3.18,
-    2.78,
-    2.57,
-    2.45,
-    2.36,
-    2.31,
-    2.26,
-)  # Student's t, two-sided 95 %, for 1, 2, .. degrees of freedom
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided 95 %, of 1, 2, .. degrees
 CLAIMED = ("so here, too", "the other way round here")
 ASKED = ("yes", "no, the other way round")
 
