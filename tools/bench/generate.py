@@ -5,11 +5,11 @@
 A RUN is a run or a recipe. The results depend on shapes alone, so every model has random initial weights, and a model
 with position embeddings has enough of them for the longest text. The first model is also measured with softmax
 attention. `ms` is the median time of the model's call for one more token of every sequence, without sampling. The call
-is compiled, except with `--eager`. In every round, all lengths and modes take turns. `x shortest` is the median over
-rounds of the time divided by the time at the shortest length; 1 means that the length does not matter. `x kv` is the
-median ratio to softmax with a KV cache at the same length. `state` is the memory kept from one token to the next, for
-all sequences. `x less` is the size of the KV cache of softmax divided by `state`. `peak` is the memory that a call
-takes beyond weights and state. `state` and `peak` count the bytes of tensors.
+is compiled, except with `--eager`. In every round, all lengths and models take turns; mode attention has separate
+rounds. `x shortest` is the median over rounds of the time divided by the time at the shortest length; 1 means that the
+length does not matter. `x kv` is the median ratio to softmax with a KV cache at the same length. `state` is the memory
+kept from one token to the next, for all sequences. `x less` is the size of the KV cache of softmax divided by `state`.
+`peak` is the memory that a call takes beyond weights and state. `state` and `peak` count the bytes of tensors.
 Results are added to `reports/generate.md`, `generate.json` and `generate.png`.
 """
 

@@ -192,7 +192,7 @@ def build(loaded: LoadedRun, size: int, variant: Variant) -> tuple[Task, Model]:
 
 
 def measure(job: Job, send: Send) -> None:
-    """Measure memory (and the metric) of every variant after its warm-up, then time all variants in rounds."""
+    """Measure memory (and the metric) of every variant, then time all variants in rounds."""
     torch.set_num_threads(job.threads)
     device, loaded = pick_device(), open_run(job.run)
     runs: dict[Variant, Callable[[], torch.Tensor]] = {}

@@ -3,7 +3,8 @@
     ./run.sh bench ops [--mixer lion_s lightnet | all] [--form full chunk] [--length 197 1024] [--pass forward both]
 
 There are also rows for Lion-S over two orders of an image (`lion_s_multiscan`), and for GLA and LightNet in one
-direction (`gla_forward`, `lightnet_forward`).
+direction (`gla_forward`, `lightnet_forward`). `--mixer lightnet lion_s lion_s_multiscan` compares one, two and four
+scans.
 
 Before its timing, each form is verified against the definition in the same way as it is timed: compiled, except for
 loops over the sequence (`rnn`, `blockwise`). The operator gets the arguments that the mixer's layer passes. Rounds are
