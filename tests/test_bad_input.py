@@ -266,7 +266,7 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("bench inference x --sizes 8,", "--sizes: expected a whole number, got ''"),
         ("convert x.pth y.yaml", "required: out\n"),
         ("convert x.pth y.yaml z", "y.yaml: no such file"),
-        ("report", "give runs, --section TITLE RUN"),
+        ("report", "expected runs, --section TITLE RUN"),
         ("report x", "run 'x': no recipe.yaml"),
         ("report x --name ../x", "--name: expected a name without folders (--out has them), got '../x'"),
         ("report x --name ..", "--name: expected a name without folders"),

@@ -1,4 +1,4 @@
-"""GPU code is inspected where Triton is there, and under a torch whose internals are known."""
+"""Collection of the GPU code tests only with Triton and a supported version of torch."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""`bench gpu`: what it estimates, reports and refuses."""
+"""`bench gpu`: estimates, reports and refused arguments."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_an_operator_and_a_step_are_reported(tmp_path, capsys):
     assert (operator["name"], step["name"]) == ("lion_s", "deit_tiny_lion_lit")
     assert set(operator["parts"]) == {"forward", "backward"} and set(step["parts"]) == {"forward", "backward", "around"}
     assert all(cost["moved"] > 0 for row in (step, operator) for cost in row["parts"].values())
-    weights = step["parts"]["around"]["moved"] / 4  # read and written by the optimizer: 7 float32 numbers a parameter
+    weights = step["parts"]["around"]["moved"] / 4  # the optimizer reads and writes 7 float32 numbers per parameter
     assert weights > 7 * 5_000_000
     text = (tmp_path / "gpu.md").read_text()
     assert "estimates" in text and "| lion_s | full | 64 |" in text and "| deit_tiny_lion_lit | 394 |" in text

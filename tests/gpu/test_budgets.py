@@ -1,7 +1,7 @@
-"""Upper bounds of kernels, launches, products and bytes of the code that Inductor makes for a GPU.
+"""Upper bounds on the calls and bytes of the code that Inductor generates for a GPU.
 
-A change that breaks fusion, falls back to eager operators, or computes in float64 over pairs of tokens fails here. The
-counts are exact for one torch; others are skipped.
+These tests fail if a change breaks fusion, falls back to eager operators, or computes in float64 over pairs of tokens.
+The counts hold for one version of torch; with other versions, the tests are skipped.
 """
 
 import math
@@ -57,7 +57,7 @@ def test_calls_and_bytes_stay_within_their_budget(mixer, form, length):
 
 
 def elements(source: str) -> int:
-    """How many elements a kernel computes, rounded up to powers of two."""
+    """Return the number of elements that a kernel computes, each dimension rounded up to a power of two."""
     return math.prod(map(int, re.findall(r"'\w+': (\d+)", re.search(r"size_hints=\{(.*?)\}", source)[1])))
 
 

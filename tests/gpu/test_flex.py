@@ -1,5 +1,7 @@
-"""The fused form: values and gradients against the full one, by flex_attention's dense operator on a CPU, and the code
-that Inductor makes of it for a GPU: it is right in Triton's interpreter, compiles, and moves few bytes.
+"""The fused form: its values and gradients, and its GPU code.
+
+On a CPU, flex_attention's dense operator is compared with the full form. The code that Inductor generates for a GPU
+must be correct in Triton's interpreter, compile, and move few bytes.
 """
 
 import json
@@ -40,7 +42,7 @@ DECAYS = {
 
 @pytest.fixture(autouse=True)
 def dense(monkeypatch):
-    """A CPU's gradients, which flex_attention refuses, its dense operator has."""
+    """Enable gradients on a CPU: flex_attention refuses them, but its dense operator has them."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
 
 
@@ -52,7 +54,7 @@ def inputs(decay: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor 
 
 
 def results(fn, given: list, *args, **how) -> list[torch.Tensor]:
-    """The output, and gradients of all that is given."""
+    """Return the output of `fn` and the gradients of all arguments in `given`."""
     y = fn(*given, *args, **how)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
     return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x for x in given if x is not None])]
@@ -91,15 +93,15 @@ def test_padding_and_segments_are_exact(decay, direction):
             for x in given[:3]:
                 x.transpose(1, 2)[~there] = torch.nan
         got = against_full(given, settings, valid, segments)
-        for x in got[:4]:  # the output, gradients of tokens
+        for x in got[:4]:  # the output and the gradients of q, k and v
             assert (x.transpose(1, 2)[~there] == 0).all()
 
 
 def test_the_definition_and_rows_without_a_sum():
     given = inputs("lion_s")
     with torch.no_grad():
-        given[0][:, :, 7] = -1  # no feature of it is above 0
-        given[0][:, :, 9] = 1e-9  # its sum is below eps
+        given[0][:, :, 7] = -1  # all features are 0
+        given[0][:, :, 9] = 1e-9  # the row sum is below eps
     settings = Settings(form="full", feature_map="relu")
     got = against_full(given, settings)
     assert (got[0][:, :, 7] == 0).all() and (got[1][:, :, 7] == 0).all() and got[0][:, :, 9].abs().max() < 0.1
@@ -120,7 +122,7 @@ def test_bf16_is_as_near_to_float64_as_the_full_form():
 
 def test_where_it_is_taken(monkeypatch):
     q, a = torch.empty(B, H, L, D), torch.empty(B, H, L)
-    assert not fused.fused_applies(q, q, Gates(a), FULL)  # of a CPU, and no graph
+    assert not fused.fused_applies(q, q, Gates(a), FULL)  # on a CPU, outside a graph
     assert fused.expressible(Gates(a), FULL) and fused.expressible(Gates(None), FULL)
     for gates, changes in (
         (Gates(torch.empty(H, D)), {}),
@@ -158,7 +160,7 @@ def test_it_is_taken_on_a_gpu_once_it_is_checked(monkeypatch):
         ("chunk", 197, decayed, False),
         ("rnn", 197, decayed, False),
         ("full", 256, Gates(None), True),
-        ("full", 257, Gates(None), False),  # a product that is linear in length
+        ("full", 257, Gates(None), False),  # Q (K^T V) is linear in length
     ):
         assert taken(form, length, gates) is expected, (form, length)
     assert not taken("full", 197, dim=32) and not taken("full", 197, dtype=torch.float64)
@@ -171,7 +173,7 @@ def test_the_check_falls_back_with_a_line(monkeypatch, caplog):
     monkeypatch.setattr(fused, "PASSED", set())
     for dtype, tolerance in fused.TOLERANCES.items():
         assert fused.deviation(CPU, dtype, D, E, backend="aot_eager") < tolerance / 2
-    assert not fused.checked.__wrapped__(CPU, torch.float32, D, E)  # Inductor has no sums of a CPU's flex_attention
+    assert not fused.checked.__wrapped__(CPU, torch.float32, D, E)  # on a CPU, Inductor returns no row sums
     assert not fused.usable(CPU, torch.float32, D, E)
     monkeypatch.setattr(fused, "deviation", lambda *_: 1e-3)
     assert fused.checked.__wrapped__(CPU, torch.float32, D, E) and fused.usable(CPU, torch.float32, D, E)
@@ -188,7 +190,7 @@ def test_the_check_falls_back_with_a_line(monkeypatch, caplog):
 @pytest.mark.slow
 @pytest.mark.process
 def test_generated_kernels_are_right_and_compile(tmp_path):
-    # two blocks with Lion-D: the interpreter runs no cumulative sum of more than 128 tokens, whose programs wait
+    # Lion-D for two blocks: the interpreter cannot run a cumulative sum over more than 128 tokens (programs wait)
     cases = [f"lion_d,{FUSED},both,150", f"lion_s,{FUSED},both,24"]
     command = [sys.executable, "-m", "tools.gpu.interpret", str(tmp_path), *cases]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -215,7 +217,7 @@ def test_calls_and_bytes_stay_within_their_budget(mixer, calls_forward, calls_ba
     assert (forward.cost.moved + backward.cost.moved) / (2 * batch * heads * 197 * dim) <= moved
     for program in (forward, backward):
         assert not program.fallbacks
-        assert not any("tl.atomic_add" in source for source in program.kernels.values())  # order would matter
+        assert not any("tl.atomic_add" in source for source in program.kernels.values())  # order-dependent
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""The GPU's code of every mixer's layer: it is made, compiles for sm_90, and is right.
+"""GPU code of every mixer's layer: generation, compilation for sm_90, and correct results.
 
-The generated kernels run in Triton's interpreter, on CPU tensors, forward and backward, and are held against the same
-graph on the CPU. Small sizes: 16 features, 2 heads, 24 tokens in full, 40 in chunks of 16. All forms are compiled, for
-sm_80 and sm_90, by `./run.sh bench gpu --compile`.
+The generated kernels run in Triton's interpreter on CPU tensors, forward and backward. Their results are compared with
+the same graph on the CPU. Sizes are small: 16 features, 2 heads, 24 tokens in the full form, and 40 tokens in chunks of
+16. `./run.sh bench gpu --compile` compiles all forms for sm_80 and sm_90.
 """
 
 import json
@@ -16,10 +16,10 @@ from tests.helpers import ROOT
 from tools.gpu.kernels import compile_kernels
 from tools.gpu.targets import TARGETS
 
-TOLERANCE = 1e-4  # of the largest value, float32; gradients of decays are sums over all pairs
+TOLERANCE = 1e-4  # relative to the largest value, float32; gradients of decays are sums over all pairs
 FULL, CHUNK = ("full", 24), ("chunk", 40)
 CASES = {mixer: [(*FULL, "both")] for mixer in MIXERS}
-for mixer in ("lion_lit", "lion_s", "gla", "deltanet"):  # a mixer of each kind of operator: gates alone differ
+for mixer in ("lion_lit", "lion_s", "gla", "deltanet"):  # one per operator: other mixers differ in gates only
     CASES[mixer].append((*CHUNK, "both"))
 for mixer in ("lion_s", "lightnet"):
     CASES[mixer].append((*FULL, "forward"))

@@ -1,4 +1,4 @@
-"""`bench ops`: what it verifies, counts and reports. Times are not judged."""
+"""`bench ops`: verified forms, counted work and reports. Times are not checked."""
 
 import json
 import math
@@ -44,7 +44,7 @@ JOB = ops.Job(
 
 
 def measure(**changes) -> tuple[list, list]:
-    """Rows and notes of a job in this process."""
+    """Run a job in this process; return its rows and notes."""
     sent = []
     ops.measure(replace(JOB, **changes), sent.append)
     return [m for m in sent if m["kind"] == "row"], [m for m in sent if m["kind"] == "note"]
@@ -77,7 +77,7 @@ def test_every_mixer_is_verified_and_measured(mixer):
 @pytest.mark.slow
 def test_rows_hold_time_ratio_floor_and_memory():
     rows, _ = measure(chunk_sizes=(8, 16))
-    assert [r["form"] for r in rows if r["pass"] == "both"] == ["sdpa", "full", "chunk", "chunk"]  # rnn: inference
+    assert [r["form"] for r in rows if r["pass"] == "both"] == ["sdpa", "full", "chunk", "chunk"]  # rnn: inference only
     assert [r["chunk_size"] for r in rows if r["form"] == "rnn"] == [8, 16]
     for r in rows:
         assert r["batch"] == 2 and len(r["rounds"]) == 2 and r["ms"] > 0 and not r["compiled"]
@@ -97,7 +97,7 @@ def test_inputs_are_what_the_layer_hands_over():
     assert not turned["angles"].requires_grad  # positions are not learned
     assert OPERATORS["deltanet"].inputs(2, 8, 1, 24, cpu, torch.float32)[0]["beta"].shape == (1, 2, 24)
     assert set(OPERATORS["lightnet"].inputs(2, 8, 1, 24, cpu, torch.float32)[0]) == {"q", "k", "v"}  # no decay
-    assert set(OPERATORS["lightnet_forward"].inputs(2, 8, 1, 24, cpu, torch.float32)[0]) == {"q", "k", "v"}  # its own
+    assert set(OPERATORS["lightnet_forward"].inputs(2, 8, 1, 24, cpu, torch.float32)[0]) == {"q", "k", "v"}  # from k
     _, fixed = OPERATORS["lion_s_multiscan"].inputs(2, 8, 1, 26, cpu, torch.float32)
     assert fixed["orders"].shape == (2, 26) and (fixed["orders"][:, 0] == 0).all()  # a class token and 5 x 5 patches
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_measured_is_a_line(monkeypatch):
 
 def test_the_picture_of_the_readme(tmp_path, capsys):
     line = refuse(capsys, "bench", "lengths", "--out", tmp_path)
-    assert f"{tmp_path}/ops.json: nothing was measured yet, ./run.sh bench ops does so" in line
+    assert f"{tmp_path}/ops.json: no measurements yet, run ./run.sh bench ops first" in line
     (tmp_path / "ops.json").write_text((ROOT / "reports" / "ops.json").read_text())
     pytest.importorskip("matplotlib")
     assert here("bench", "lengths", "--out", tmp_path) == 0
@@ -140,7 +140,7 @@ def test_floors_by_hand():
     n = Size(batch=1, heads=1, length=8, dim=2, chunk=4)
     square, inside, state = 2 * 8 * 8 * 2, 2 * 8 * 4 * 2, 2 * 8 * 2 * 2
     assert flops("sdpa", "plain", "forward", n) == flops("full", "decay", "forward", n) == 2 * square
-    assert flops("sdpa", "plain", "both", n) == 6 * square  # four products back: dV, dP, dQ, dK
+    assert flops("sdpa", "plain", "both", n) == 6 * square  # four products backward: dV, dP, dQ, dK
     assert flops("full", "plain", "forward", n) == 2 * state
     assert flops("blockwise", "decay", "both", n) == 6 * square
     carried = 2 * 2 * 2 * 2 * 2  # directions, multiply and add, chunks, D D
@@ -161,10 +161,10 @@ def test_floors_by_hand():
 
 
 def test_the_papers_flops():
-    """C.12, for DeiT-S at 224 px: 197 tokens of 384."""
+    """Check C.12 for DeiT-S at 224 px: 197 tokens of width 384."""
     softmax, rnn = published_flops(197, 384)
     assert softmax == 197 * (6 * 384**2 + 4 * 197 * 384 + 2 * 197) and rnn == 197 * (16 * 384**2 + 24 * 384 + 7)
-    assert published_flops(10_000, 384)[0] > published_flops(10_000, 384)[1], "long enough, the RNN takes less"
+    assert published_flops(10_000, 384)[0] > published_flops(10_000, 384)[1], "for long sequences, the RNN takes less"
 
 
 def test_crossover():
@@ -266,7 +266,7 @@ def test_the_command_in_pieces(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def ctrl_c():
-    """A shell starts background jobs, as a CI may be, with Ctrl-C ignored, and their children inherit that."""
+    """Enable Ctrl-C: a background job of a shell, e.g. in a CI, starts with Ctrl-C ignored, and children inherit it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

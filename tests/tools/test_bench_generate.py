@@ -1,4 +1,4 @@
-"""`bench generate`: what is built, counted and written. Times are not judged."""
+"""`bench generate`: built models, counted bytes and the report. Times are not checked."""
 
 import json
 
@@ -13,7 +13,7 @@ from tools.bench import collect, generate
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A recipe beside softmax, eager, in this process: rows, and the folder of the report."""
+    """Measure a recipe and softmax, eager, in this process; return the rows and the folder of the report."""
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
@@ -34,7 +34,10 @@ def test_every_mode_at_every_length(measured):
 
 
 def test_bytes_of_states(measured):
-    """4 layers, 4 heads of 32, float32: keys and values and a mask of every token, or a matrix and a vector a head."""
+    """Check the bytes for 4 layers and 4 heads of 32 in float32.
+
+    A cache holds keys, values and a mask of every token; a recurrent state holds a matrix and a vector per head.
+    """
     for row in measured[0]:
         batch, room = row["batch"], row["length"] + generate.SPARE
         expected = {
@@ -67,7 +70,7 @@ def test_what_is_timed_is_what_generation_does(mixer):
     text = Continuation.of(model, "kv" if mixer == SOFTMAX else "rnn", [tokens[0, :20].tolist()] * 2)
     text.append(tokens[:, 20].expand(2))
     state = generate.states_of(model, tokens[:, :20], job)[20]
-    for _ in range(2):  # again and again the same
+    for _ in range(2):  # repeated calls give the same logits
         logits = generate.go_on(model, tokens[:, 20:].expand(2, -1), state)
         torch.testing.assert_close(logits[:, -1], text.logits, rtol=0, atol=1e-10)
     anew = generate.read_anew(model, tokens.expand(2, -1))
@@ -76,7 +79,7 @@ def test_what_is_timed_is_what_generation_does(mixer):
 
 def test_what_cannot_be_measured(capsys):
     line = refuse(capsys, "bench", "generate", "shakespeare_char_lion_s", "gpt2_small_lion_s", "--eager")
-    assert "dim 768, depth 12, 12 heads, vocabulary 50,257; beside shakespeare_char_lion_s it must be dim 128" in line
+    assert "dim 768, depth 12, 12 heads, vocabulary 50,257; shakespeare_char_lion_s has dim 128" in line
     line = refuse(capsys, "bench", "generate", "shakespeare_char_lion", "--eager")
     assert "'shakespeare_char_lion'" in line and "no recipe of that name either" in line
-    assert "writes no text" in refuse(capsys, "bench", "generate", "quickstart", "--eager")
+    assert "does not generate text" in refuse(capsys, "bench", "generate", "quickstart", "--eager")

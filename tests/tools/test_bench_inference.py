@@ -1,4 +1,4 @@
-"""`bench inference`: what it builds, counts and writes. Times are not judged."""
+"""`bench inference`: built models, counted memory and reports. Times are not checked."""
 
 import json
 
@@ -19,14 +19,14 @@ from tools.bench.probe import Variant
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A trained run of Lion-S on digits (8 px, patches of 4)."""
+    """Train a run of Lion-S on digits (8 px, patches of 4)."""
     folder = tmp_path_factory.mktemp("inference")
     assert here("train", tiny_recipe(folder), "--no-eval") == 0
     return folder / "runs" / "tiny"
 
 
 def measured(run, *variants, sizes=(8, 16), **changes):
-    """Rows and notes of some variants, eager."""
+    """Measure variants, eager; return their rows and notes."""
     sent = []
     for size in sizes:
         given = dict(variants=variants, size=size, batch=2, rounds=1, seconds=60, threads=1, eager=True, samples=None)
@@ -92,7 +92,7 @@ def test_lion_lit_under_decays_of_one(tmp_path):
 
 @pytest.mark.parametrize("form", ("full", "quadratic"))
 def test_only_decays_are_filled_in(form, tmp_path, monkeypatch):
-    """A model of which another weight is missing is not measured."""
+    """Check that a model with any other missing weight is refused."""
     here("train", tiny_recipe(tmp_path, model={"mixer": "lion_lit"}), "--no-eval")
     loaded = open_run(tmp_path / "runs" / "tiny")
 
@@ -106,7 +106,7 @@ def test_only_decays_are_filled_in(form, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_mixer_memory_counts_the_scores(run):
-    """Shapes that the mixing allocates: L x L in full, none in the others."""
+    """Check the memory of the mixing: L x L scores in full, and none in rnn."""
     rows = {v.form: measured(run, v, sizes=(256,), batch=1)[0][0] for v in (Variant("full"), Variant("rnn", 64))}
     assert rows["full"]["tokens"] == 64 * 64 + 1
     if rows["full"]["mixer_bytes"] is not None:
@@ -143,7 +143,7 @@ def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A run on a folder of pictures of 12 px, seen at 8 px."""
+    """Train a run on a folder of images of 12 px, resized to 8 px."""
     folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 5)):
         for name, bright in (("dark", 60), ("light", 190)):
@@ -159,7 +159,7 @@ def photos(tmp_path_factory):
 
 @pytest.mark.parametrize("form", ("chunk", "rnn"))
 def test_the_metric_at_every_size(photos, tmp_path, monkeypatch, form):
-    """Against pictures resized and classified one by one."""
+    """Compare the metric with images that are resized and classified one by one."""
     monkeypatch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
     command = ["bench", "inference", photos, "--sizes", "8,16", "--rounds", "1", "--eager", "--out", tmp_path]
     assert here(*command, "--form", form, "--chunk-size", "4", "--evaluate", "7") == 0

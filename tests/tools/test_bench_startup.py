@@ -1,4 +1,4 @@
-"""`bench startup`: a process for each start, and one of them measured for real."""
+"""`bench startup`: a process for each start, and one start with a real measurement."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`bench train`: what it builds, takes for a step and writes. Times are not judged."""
+"""`bench train`: built models, the timed step and reports. Times are not checked."""
 
 import json
 from dataclasses import dataclass, replace
@@ -53,13 +53,13 @@ def test_softmax_and_the_floor_stand_beside_the_recipes():
     assert all(task.info.size == (32, 32) for _, task in models.values())
     diffusion = [f"dit_cifar10_{name}" for name in ("softmax_patch4", "softmax_patch8")]
     job = replace(JOB, recipes=tuple(diffusion[:1]))
-    assert list(train.models(job)) == ["softmax", train.FLOOR]  # a row calls it by its patches, too
+    assert list(train.models(job)) == ["softmax", train.FLOOR]  # labels include the patch size
     with pytest.raises(ConfigError, match="patches of 8 x 8"):
         train.models(replace(job, recipes=tuple(diffusion)))
 
 
 def test_the_papers_ratios_stand_beside_the_same_models():
-    """Tables 2, 3 and 12."""
+    """Check ratios of Tables 2, 3 and 12."""
     row = {"model": "vit", "shape": "dim 384, depth 12, 6 heads, patches of 16 x 16", "size": 224}
     found = {name: train.published({**row, "mixer": name}) for name in ("lion_lit", "lion_d", "lion_s multiscan")}
     assert found == {"lion_lit": "0.74", "lion_d": "1.49", "lion_s multiscan": "2.72"}
@@ -77,7 +77,7 @@ def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
 
 
 def test_a_model_of_other_parts_has_a_name():
-    """What a config must have here is in the contract; no section `attention` is."""
+    """Check that a model config needs no section `attention` here, which its contract does not require."""
 
     @dataclass
     class Config:
@@ -130,7 +130,7 @@ def test_rows_of_training_steps():
 
 @pytest.mark.slow
 def test_a_model_of_another_shape_is_held_against_all():
-    """It is timed in the same rounds, has no row of its own, and need not be like the others."""
+    """Check that such a model is timed in the same rounds and has no row; its shape may differ."""
     other = str(ROOT / "recipes/cifar10_mini.yaml")
     job, sent = replace(JOB, recipes=JOB.recipes[:1], against=other), []
     shapes = {name: recipe.model.shape() for name, (recipe, _) in train.models(job).items()}
@@ -174,12 +174,12 @@ def test_models_must_be_alike(capsys):
     assert "model.patch_size: 16 does not divide image height 30" in line
     twins = [ROOT / f"recipes/cifar100/cifar100_lion_s{more}.yaml" for more in ("", "_multiscan")]
     line = refuse(capsys, "bench", "train", *twins, "--eager", "--set", "model.attention.scans=[row_major]")
-    assert "cifar100_lion_s_multiscan.yaml: a second lion_s, by all that is timed here" in line
+    assert "cifar100_lion_s_multiscan.yaml: a second lion_s with the same timed settings" in line
     assert "'bench op' is no command, did you mean 'bench ops'" in refuse(capsys, "bench", "op")
 
 
 def gpt(mixer="softmax"):
-    """A tiny GPT of 8 tokens, its recipe, task, and a batch."""
+    """Return a tiny GPT for 8 tokens, its recipe, its task and a batch."""
     torch.manual_seed(0)
     recipe, task = train.models(TEXT)[mixer]
     return task.build_model(recipe.model), recipe, task, task.example(2, "cpu")
@@ -192,7 +192,7 @@ def test_the_plain_model_is_ours():
 
 
 def test_the_plain_step_is_ours():
-    """From the same weights, on the same batch: forward, backward, clipping, AdamW and its groups."""
+    """Compare steps from equal weights on the same batch: forward, backward, clipping, AdamW and its groups."""
     model, recipe, task, batch = gpt()
     recipe = replace(recipe, trainer=replace(recipe.trainer, clip_grad=0.1))
     plain = PlainGPT.of(model)
@@ -232,7 +232,7 @@ def test_dropout_is_part_of_the_shape():
 
 @pytest.mark.slow
 def test_rows_of_text():
-    """Another size is a length; what is timed plainly has a multiplier of its own."""
+    """Check that the size of text is a length, and that the plain model has a separate ratio."""
     sent = []
     train.measure(TEXT, sent.append)
     rows = {m["mixer"]: m for m in sent if m["kind"] == "row"}

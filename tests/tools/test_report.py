@@ -1,4 +1,4 @@
-"""`report`: groups of seeds, their numbers beside the paper's, and what it refuses."""
+"""`report`: groups of seeds, their numbers beside the paper's, and refused runs."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Finished runs of every kind and two seeds; those of Lion-S alone were evaluated."""
+    """Train runs of every kind with two seeds; only the runs of Lion-S are evaluated on test."""
     folder = tmp_path_factory.mktemp("report")
     for name, model in KINDS.items():
         for seed in (0, 1):
@@ -81,8 +81,8 @@ def test_claims_compare_runs_of_one_seed(runs):
     groups = group(of(runs, "lion_s", "lion_s_forward", "softmax"), PAPER)
     rows = claim_table(groups, PAPER)[1]
     assert [row[0] for row in rows] == ["lion_s > lion_s forward"]
-    assert [row[0] for row in asked_table(groups, PAPER)[1]] == ["lion_s > softmax"]  # of which its tables disagree
-    gaps = [a.val - b.val for a, b in zip(groups["lion_s"], groups["lion_s forward"])]  # not all have been tested
+    assert [row[0] for row in asked_table(groups, PAPER)[1]] == ["lion_s > softmax"]  # its tables disagree
+    gaps = [a.val - b.val for a, b in zip(groups["lion_s"], groups["lion_s forward"])]  # not all runs have a test value
     assert rows[0][1:4] == ["val", f"{100 * statistics.mean(gaps):.2f} ± {100 * statistics.stdev(gaps):.2f}", "2"]
     groups["lion_s forward"] = [r._replace(test=0.3) for r in groups["lion_s forward"]]
     assert claim_table(groups, PAPER)[1][0][1:3] == ["test", "25.00 ± 7.07"]
@@ -90,7 +90,7 @@ def test_claims_compare_runs_of_one_seed(runs):
 
 
 def test_a_metric_that_falls(runs):
-    """The least of a curve is its value, the lower of two is the better one, and nothing is in percent."""
+    """Check a metric for which lower is better: a curve's value is its minimum, and nothing is in percent."""
     metric = OfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False)
     curves = {"lion_s": [(1.0, 18.5), (2.0, 17.25), (3.0, 19.0)], "softmax": [(1.0, 21.0), (2.0, 20.0), (3.0, 20.5)]}
     groups = {
@@ -110,12 +110,12 @@ def test_a_run_that_is_not_finished(runs, tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["kind"] == "val"
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines[: len(lines) // 2]))
-    with pytest.raises(ConfigError, match=r"run: stopped at step \d+, train it to its end first"):
+    with pytest.raises(ConfigError, match=r"run: stopped at step \d+, finish its training first"):
         load(str(tmp_path / "run"))
 
 
 def test_students_t_decides():
-    assert verdict([0.02, 0.03]) == "undecided, within the noise"  # 5 standard errors, of two runs
+    assert verdict([0.02, 0.03]) == "undecided, within the noise"  # 5 standard errors, from two runs
     assert verdict([0.0299, 0.03]) == "so here, too"
     assert verdict([0.01, 0.02] * 10) == "so here, too"
     assert verdict([0.02, 0.03, 0.025]) == "so here, too"
@@ -148,7 +148,7 @@ def test_rows_stand_in_the_papers_order():
         "lion_s with positions",
         "gla",
     ]
-    assert sorted(["b", "a x", "a"], key=lambda name: place(name, ())) == ["a", "a x", "b"]  # the paper says nothing
+    assert sorted(["b", "a x", "a"], key=lambda name: place(name, ())) == ["a", "a x", "b"]  # no order in the paper
 
 
 def test_the_command(runs, tmp_path, capsys):
@@ -202,7 +202,7 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
     before = (tmp_path / "vision.md").read_text()
     capsys.readouterr()
     line = refuse(capsys, "report", runs / "softmax0", "--out", tmp_path)
-    assert "vision.json: holds lion_s0, not given here; --name NAME starts another, --fresh this" in line
+    assert "vision.json: holds lion_s0, missing here; --name NAME starts another report, --fresh replaces this" in line
     assert (tmp_path / "vision.md").read_text() == before
     assert here("report", runs / "softmax0", "--out", tmp_path, "--fresh") == 0
     assert (tmp_path / "vision.md").read_text() != before
@@ -212,7 +212,7 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_tables_of_other_runs_stay(runs, tmp_path):
-    """A report grows by sections, and needs the runs of those alone that are named."""
+    """Check that a report grows by sections, and needs only the runs of the sections in the command."""
     where = ("--out", tmp_path, "--name", "tiny")
     (tmp_path / "why.md").write_text("Because.")
     one, other = ("--section", "One", runs / "softmax0"), ("--section", "Other", runs / "lion_s0")
@@ -304,7 +304,7 @@ def test_a_run_that_is_stuck_is_told(runs):
 
 
 def test_of_several_tasks_the_numbers_of_one():
-    """Where the paper has the data of a section, its other columns are of other tasks."""
+    """Check that only the columns of a section's data set remain, if the paper has such columns."""
     paper = read_paper("lra")
     assert {column for row in claimed(paper, "listops").values() for column in row} == {"ListOps"}
     assert {"ListOps", "Text", "Path-X"} <= {column for row in claimed(paper, "digits").values() for column in row}
@@ -312,7 +312,7 @@ def test_of_several_tasks_the_numbers_of_one():
 
 
 def test_no_paper_has_a_number_on_files_of_ones_own(runs):
-    """Photographs or a book stand beside no figures of ImageNet, and no table of a paper is quoted below them."""
+    """Check that user images or texts have no numbers of ImageNet beside them, and no quoted tables of a paper."""
     assert claimed(PAPER, "digits") and claimed(PAPER, "cifar100") and claimed(PAPER, "imagefolder") == {}
     found = of(runs, "softmax", "lion_s")
     for name, beside in (("digits", True), ("imagefolder", False)):

@@ -1,4 +1,4 @@
-"""`report` of runs that make pictures: rows by patches, and what `distance` has found of them."""
+"""`report` of runs that generate images: rows by patch size, and their measured distances."""
 
 import json
 
@@ -19,7 +19,7 @@ KINDS = {"patch 2": {"patch_size": 2}, "patch 4": {"patch_size": 4}, "bare": {"p
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """LightNet with two sizes of patches and without TPE, two seeds each, the first judged by a classifier."""
+    """Train LightNet with two patch sizes and without TPE, two seeds each; measure the distance of the first run."""
     folder = tmp_path_factory.mktemp("generation")
     assert here("train", tiny_recipe(folder, "judge"), "--no-eval") == 0
     found = []
@@ -41,7 +41,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def as_it_was(runs):
-    """What a test says of distances is gone for the next one, in whatever order they come."""
+    """Restore the distance files after each test, so that tests can run in any order."""
     first = (runs[0] / FIGURES).read_text()
     yield
     for run in runs:
@@ -50,7 +50,7 @@ def as_it_was(runs):
 
 
 def told(runs, values):
-    """Distances of runs, as of the first."""
+    """Write distance files of runs with these values, as copies of the first run's file."""
     held = json.loads((runs[0] / FIGURES).read_text())
     for run, value in zip(runs, values):
         held["rows"][0]["figures"]["FD-own"][0] = value
@@ -86,7 +86,7 @@ def test_rows_by_patches_and_claims_by_distance(runs, tmp_path, capsys):
     text = (tmp_path / "generation.md").read_text()
     assert "| lightnet patch 2 > lightnet patch 4 | samples | 2.05" in text and "Distance from real pictures" in text
     assert "patches of 2 x 2 or dim 16, depth 2, 2 heads, patches of 4 x 4" in text
-    assert "difference, loss" not in text  # the papers claim nothing of it
+    assert "difference, loss" not in text  # the papers make no claims about the loss
     capsys.readouterr()
 
 
@@ -100,19 +100,19 @@ def test_distances_that_do_not_compare(runs, tmp_path, capsys):
         path.write_text(json.dumps({**held, name: value}))
         assert f"{path}: {name} is {value!r}, in {runs[0] / FIGURES}" in refuse(capsys, *call)
     path.write_text(json.dumps({**held, "step": 3}))
-    assert f"{path}: of the weights of step 3, the run's are of 6: measure it again" in refuse(capsys, *call)
+    assert f"{path}: measured at step 3, the weights are of step 6: measure again" in refuse(capsys, *call)
     path.write_text("{}")
-    assert f"{path}: not what ./run.sh distance writes" in refuse(capsys, *call)
+    assert f"{path}: not a file of ./run.sh distance" in refuse(capsys, *call)
 
 
 def test_runs_of_another_task_are_another_table(runs, tmp_path, capsys):
     judge = runs[0].parent / "judge"
     said = refuse(capsys, "report", runs[0], judge, "--out", tmp_path)
-    assert f"{judge}: of task 'image_classification', {runs[0]} of 'diffusion'; use --section" in said
+    assert f"{judge}: task 'image_classification', but {runs[0]} has 'diffusion'; use --section" in said
 
 
 def test_features_from_a_file_tell_no_classes(runs):
-    """Their halves, which stand below, have no score of classes."""
+    """The row of real images has no score of classes either."""
     held = json.loads((runs[0] / FIGURES).read_text())
     del held["rows"][1]["figures"]["IS-own"]
     for run in runs[:2]:

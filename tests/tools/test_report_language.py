@@ -1,4 +1,4 @@
-"""`report` of language models: layouts judged by the same samples, speed in tokens, several tables, GLUE."""
+"""`report` of language models: layouts with the same held-out samples, speed in tokens, several tables, GLUE."""
 
 import json
 import re
@@ -36,7 +36,7 @@ run: {{root: {folder / "runs"}}}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Finished runs of each layout and two seeds."""
+    """Train runs of each layout with two seeds."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "text.txt").write_text("\n".join(f"{i} " + "abc def " * (i % 3) for i in range(60)))
     return [trained(folder, name, layout, seed=seed) for name, layout in LAYOUTS.items() for seed in (0, 1)]
@@ -61,7 +61,7 @@ def test_layouts_judged_by_the_same_samples_are_rows(runs):
 
 
 def better(line):
-    """Of a run's validations the best comes first; of equals, the later one."""
+    """Return a sort key of validations: the best comes first; of equal ones, the later."""
     return -line["accuracy"], -line["step"]
 
 
@@ -104,7 +104,7 @@ def test_several_tables_in_one_report(runs, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_report_can_be_made_again_of_what_it_holds(runs, tmp_path, capsys):
-    """Rows hold recipe, commit and fingerprint; without runs the Markdown is written anew, with other notes."""
+    """Check that rows hold recipe, commit and fingerprint; without runs, the Markdown is rewritten with new notes."""
     assert here("report", *runs, "--name", "masked_lm", "--out", tmp_path) == 0
     held = json.loads((tmp_path / "masked_lm.json").read_text())
     row = held["rows"][0]
@@ -113,20 +113,20 @@ def test_a_report_can_be_made_again_of_what_it_holds(runs, tmp_path, capsys):
     before = (tmp_path / "masked_lm.md").read_text()
     assert "- Made by: `./run.sh" in before and "peak of the learning rate 0.001" in before and "Python 3" in before
     assert str(tmp_path.parent) not in before, "no folder of this machine"
-    assert "## LION, Table" not in before, "no paper has figures of this text"
+    assert "## LION, Table" not in before, "no paper has numbers for this text"
     notes = tmp_path / "notes.md"
     notes.write_text("Read this.")
     assert here("report", "--name", "masked_lm", "--out", tmp_path, "--notes", notes) == 0
     assert (tmp_path / "masked_lm.md").read_text() == before + "\n## Notes\n\nRead this.\n"
     capsys.readouterr()
-    assert "give runs" in refuse(capsys, "report", "--name", "other", "--out", tmp_path)
+    assert "expected runs" in refuse(capsys, "report", "--name", "other", "--out", tmp_path)
 
 
 def test_sections_that_are_none(runs, capsys):
-    assert "give runs, --section TITLE RUN" in refuse(capsys, "report")
+    assert "expected runs, --section TITLE RUN" in refuse(capsys, "report")
     assert "expected a title and runs, got 'Packing' alone" in refuse(capsys, "report", "--section", "Packing")
     twice = ["--section", "A", runs[0], "--section", "A", runs[1]]
-    assert "'A' is given twice" in refuse(capsys, "report", *twice)
+    assert "duplicate title 'A'" in refuse(capsys, "report", *twice)
 
 
 def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
@@ -145,13 +145,13 @@ def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
     ((*_, n),) = glue_table(groups)[1]
     assert n == "2-3"
     files[0].write_text("{}")
-    assert "not what ./run.sh glue writes" in refuse(capsys, "report", runs[0], "--out", tmp_path)
+    assert "not a file of ./run.sh glue" in refuse(capsys, "report", runs[0], "--out", tmp_path)
     for path in files:
         path.unlink()
 
 
 def test_the_papers_rows_of_language():
-    """recipes.md 3.4 and 5."""
+    """Check the numbers of recipes.md, 3.4 and 5."""
     found = claimed(PAPER)
     base = {"softmax": "67.70", "lion_lit": "65.47", "lion_d": "66.62", "lion_s": "67.05"}
     large = {"softmax": "69.88", "lion_lit": "67.11", "lion_d": "68.64", "lion_s": "69.16"}
@@ -166,17 +166,17 @@ def test_the_papers_rows_of_language():
     for paper, sign in ((PAPER, 1), (causal, -1)):  # accuracy rises, perplexity falls
         claims, numbers = {tuple(pair) for pair in paper.better}, claimed(paper)
         assert not claims & {tuple(pair) for pair in paper.asked}
-        for this, that in claims:  # what it claims, its numbers say, wherever it has both
+        for this, that in claims:  # the paper's numbers agree with its claims, if it has both
             both = [c for c in paper.columns if c in numbers.get(this, {}) and c in numbers.get(that, {})]
             for column in both:
                 mine, other = (float(numbers[name][column].split()[0]) for name in (this, that))
                 assert sign * (mine - other) > 0, (this, that, column)
-            assert both or this == "lightnet", "of softmax and 1+elu, its Table 3 is quoted"
+            assert both or this == "lightnet", "its Table 3 has softmax and 1+elu, as a quoted table"
         assert {name for pair in paper.better for name in pair} <= set(paper.order)
 
 
 def test_what_the_papers_print_stands_in_the_report():
-    """Tables with models that are not built here, as wide as their rows."""
+    """Check quoted tables, including models that this package does not implement."""
     tables = quoted(["Causal language modelling", "Long Range Arena", "Vision", "Image generation"])
     assert all(len(row) == len(header) for _, header, rows in tables for row in rows)
     held = {(title.partition(":")[0], row[0]): row[1:] for title, _, rows in tables for row in rows}
@@ -199,5 +199,5 @@ def test_a_run_of_a_time_tells_what_it_has_seen(tmp_path, capsys):
     assert "0.002min of training in batches of 2 to 4, reached after 60%" in (tmp_path / "timed.md").read_text()
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text.replace(f'"seconds": {last["seconds"]}', '"seconds": 0.01'))
-    with pytest.raises(ConfigError, match=r"stopped at step \d+, train it to its end first"):
+    with pytest.raises(ConfigError, match=r"stopped at step \d+, finish its training first"):
         load(str(run))

@@ -1,1 +1,1 @@
-"""`./run.sh bench ...`: what is fast, how fast, and what it takes."""
+"""Benchmarks behind `./run.sh bench ..`: time and memory of operators, training steps, inference and generation."""

@@ -1,4 +1,4 @@
-"""Rows that jobs measure, each in a process of its own, gathered into a report."""
+"""Collection of measured rows into a report; every job runs in a separate process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ def collect(
     markdown: Callable[[Store], str],
     draw: Callable[[Store], Path | None],
 ) -> int:
-    """Run `measure` on the jobs, by what is said of each, one after the other; write the report, and print what is new.
+    """Run `measure` on one job after the other, then write the report and print the new rows.
 
     Args:
-        report: Where rows go; `markdown` and `draw` make the rest of it.
-        measure: Sends messages of `kind` row (`line` says it) or note (`text` is said).
-        title, tabled: Of the new rows, to be printed.
+        report: Store of the rows.
+        jobs: Jobs by name; each name is printed before its job runs.
+        measure: Function that measures a job. It sends messages whose `kind` is "row" or "note"; a note has a `text`.
+        line: Function that returns the progress line of a row.
+        title: Function that returns the title of the printed table.
+        tabled: Function that returns the header and the cells of the printed table.
+        markdown: Function that returns the Markdown text of the report.
+        draw: Function that draws the plot of the report and returns its path, or None without matplotlib.
 
-    Returns 1 where a job failed, or nothing was measured.
+    Returns:
+        The exit status: 1 if a job failed or nothing was measured, else 0.
     """
     failed = False
 
@@ -45,7 +51,7 @@ def collect(
             if problem := in_a_process(measure, job, receive):
                 say(f"  {problem}")
                 failed = True
-    finally:  # also what was measured before Ctrl-C
+    finally:  # after Ctrl-C, rows measured so far are still written
         if report.new:
             report.save(markdown(report))
             rows = [row for key, row in report.rows.items() if key in report.new]

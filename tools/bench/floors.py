@@ -1,7 +1,7 @@
-"""The least time that a form can take here: its matrix products, and its inputs and outputs moved.
+"""Lower bounds on the run time of a form on this machine, from its matrix products and its memory traffic.
 
-Counted are the products that the algorithm cannot do without, none of them twice; masks, gates, row sums and
-softmax are not. So nothing is faster than its floor, and a target below the floor of its form is out of reach.
+Only matrix products that the algorithm needs are counted, each of them once. Masks, gates, row sums and softmax are not
+counted. No implementation of a form can therefore be faster than the lower bound (the floor) of that form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tools.bench.probe import best
 
 
 class Size(NamedTuple):
-    """A batch: B, H, L, D (values are as wide as keys), C tokens a chunk, and how often the tokens are gone through."""
+    """Size of a batch: B, H, L, D (values have the width of keys), tokens per chunk, directions and number of scans."""
 
     batch: int
     heads: int
@@ -27,58 +27,72 @@ class Size(NamedTuple):
     scans: int = 1
 
     def pairs(self, tokens: int) -> int:
-        """FLOPs of one product of every token with `tokens` others, 2 B H L T D."""
+        """Return the FLOPs of one product of every token with T = `tokens` other tokens, 2 B H L T D."""
         return 2 * self.batch * self.heads * self.length * tokens * self.dim
 
     def states(self) -> int:
-        """FLOPs of one product of every token with a (D, D) state, 2 B H L D D."""
+        """Return the FLOPs of one product of every token with a (D, D) state, 2 B H L D D."""
         return self.pairs(self.dim)
 
 
 def published_flops(length: int, dim: int) -> tuple[int, int]:
-    """FLOPs of one attention layer with one head of width D on L tokens in inference, as the paper counts them (C.12):
-    `L (6 D^2 + 4 L D + 2 L)` with softmax, and `L (16 D^2 + 24 D + 7)` as a bidirectional RNN.
+    """Return the FLOPs of one attention layer in inference by the paper's formulas (C.12).
 
-    The terms of the second add up to 8 in the place of 7.
+    The layer has one head of width D and runs on L tokens. The formulas are `L (6 D^2 + 4 L D + 2 L)` with softmax, and
+    `L (16 D^2 + 24 D + 7)` as a bidirectional RNN. The terms that the paper lists for the RNN add up to 8 instead of 7.
     """
     return length * (6 * dim**2 + 4 * length * dim + 2 * length), length * (16 * dim**2 + 24 * dim + 7)
 
 
 def sdpa(n: Size, kind: str) -> int:
-    """Q K^T, and its softmax times V."""
+    """Return the FLOPs of SDPA: Q K^T, and its softmax times V."""
     return 2 * n.pairs(n.length)
 
 
 def full(n: Size, kind: str) -> int:
-    """Q K^T and (Q K^T * M) V, of several scans with the mean of their masks; without decay K^T V and Q (K^T V)."""
+    """Return the FLOPs of the full form.
+
+    With decay, the products are Q K^T and (Q K^T * M) V; several scans share them, with the mean of their masks.
+    Without decay, the products are K^T V and Q (K^T V).
+    """
     if kind == "delta":
         return delta(n, n.length, n.dim)
     return 2 * n.states() if kind in ("plain", "one_scan") else 2 * n.pairs(n.length)
 
 
 def chunk(n: Size, kind: str) -> int:
-    """Both products inside chunks; in each direction K^T V and Q S, and a state a chunk carried on. One scan is the
-    product."""
+    """Return the FLOPs of the chunk form.
+
+    The products are Q K^T and its product with V inside chunks. Between chunks, each direction needs K^T V and Q S, and
+    the update of one state per chunk. Kind "one_scan" has no chunks: its FLOPs are those of the full form.
+    """
     if kind == "one_scan":
         return full(n, kind)
     size = min(n.chunk, n.length)
     count = -(-n.length // size)
     if kind == "delta":
-        between = 6 * n.states() if count > 1 else 0  # W S, Q S, K^T N, each in both directions
+        between = 6 * n.states() if count > 1 else 0  # W S, Q S and K^T N, each in both directions
         return delta(n, size, 2 * n.dim if count > 1 else n.dim) + between
     between = n.directions * (2 * n.states() + 2 * n.batch * n.heads * count * n.dim**2) if count > 1 else 0
     return n.scans * (2 * n.pairs(size) + between)
 
 
 def delta(n: Size, tokens: int, solved: int) -> int:
-    """Of a chunk in both directions: K K^T (symmetric: half), Q K^T (a triangle each: one), a triangular solve for
-    `solved` columns (half a product of D each), and the scores times the new values (a triangle each: one)."""
+    """Return the FLOPs of the delta rule inside chunks of `tokens` tokens, in both directions.
+
+    With the FLOPs of one full product Q K^T as the unit, the terms are:
+
+    - K K^T: 1/2, because the matrix is symmetric.
+    - Q K^T: 1, a triangle in each direction.
+    - Triangular solves for `solved` columns: `solved` / D, half of it in each direction.
+    - Scores times new values: 1, a triangle in each direction.
+    """
     one = n.pairs(tokens)
     return one // 2 + one + one * solved // n.dim + one
 
 
 def blockwise(n: Size, kind: str) -> int:
-    """As full, whatever the block."""
+    """Return the FLOPs of the blockwise form: those of the full form with decay, for every block size."""
     return 2 * n.pairs(n.length)
 
 
@@ -86,12 +100,15 @@ FORWARD = {"sdpa": sdpa, "full": full, "chunk": chunk, "rnn": chunk, "blockwise"
 
 
 def flops(form: str, kind: str, which: str, n: Size) -> int:
-    """Of a form for mixers of a kind, "plain", "decay" or "delta"; the backward pass has two products for each one."""
+    """Return the FLOPs of a form for mixers of a kind: "plain", "one_scan", "decay" or "delta".
+
+    The backward pass has two products for each product of the forward pass.
+    """
     return FORWARD[form](n, kind) * (3 if which == "both" else 1)
 
 
 def traffic(inputs: Iterable[Tensor], out: Tensor, which: str) -> int:
-    """Bytes of inputs and output, each moved once; backward also those of their gradients."""
+    """Return the bytes of inputs and output, each moved once; the backward pass adds the bytes of their gradients."""
     moved = [*inputs, out]
     if which == "both":
         moved += [t for t in moved[:-1] if t.requires_grad] + [out]
@@ -99,14 +116,18 @@ def traffic(inputs: Iterable[Tensor], out: Tensor, which: str) -> int:
 
 
 def floor(work: int, moved: int, rates: dict[str, float]) -> dict[str, float]:
-    """Milliseconds that the arithmetic and the bytes take at the machine's rates; the larger one is the floor."""
+    """Return the milliseconds of the arithmetic and of the memory traffic at the machine's rates, and their maximum."""
     arithmetic, memory = 1e3 * work / rates["flops"], 1e3 * moved / rates["bytes"]
     return {"arithmetic_ms": arithmetic, "bytes_ms": memory, "floor_ms": max(arithmetic, memory)}
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype, heads: int, dim: int) -> dict[str, float]:
-    """What this machine does: FLOP/s of its fastest large product, two of attention's shape and a square one, and
-    bytes/s of a large copy (read and written)."""
+    """Measure the rates of this machine.
+
+    Returns:
+        `flops`: FLOP/s of the fastest of three large matrix products (two with attention's shapes, one square).
+        `bytes`: bytes/s of a large copy, counting both the read and the written bytes.
+    """
     cuda = device.type == "cuda"
     batch, length, side = (64, 2048, 8192) if cuda else (4, 1024, 1024)
 
@@ -119,6 +140,6 @@ def measure_rates(device: torch.device, dtype: torch.dtype, heads: int, dim: int
     rows = random(batch * heads, length, dim)
     rate = max(product(rows, rows.mT.contiguous()), product(random(batch * heads, length, length), rows))
     rate = max(rate, product(random(side, side), random(side, side)))
-    source = torch.ones(2**28 if cuda else 2**26, device=device)  # far more than a cache holds
+    source = torch.ones(2**28 if cuda else 2**26, device=device)  # far larger than any cache
     target = torch.empty_like(source)
     return {"flops": rate, "bytes": 2 * source.nbytes / best(lambda: target.copy_(source), device)}

@@ -1,14 +1,15 @@
-"""Latency of a token and memory by the length of the text so far (the paper's Figure 6), for every mode of generation.
+"""Measure latency per token and memory of generation by the length of the text so far (the paper's Figure 6).
 
     ./run.sh bench generate RUN [RUN ..] [--lengths 256,1024,8192] [--batch 1 8] [--mode attention kv rnn]
 
-A RUN is a run, or a recipe: what is measured depends on shapes alone, so weights are those of initialisation, and a
-model with position embeddings is given as many as the longest text needs. Beside the runs stands the first one's model
-with softmax attention. `ms` is the median time over rounds, in which all lengths and modes take turns, of the model's
-call for one more token of every sequence, compiled (`--eager`: not); sampling is not in it. `x shortest` is the median
-over rounds of the time over that at the shortest length: 1 is flat. `x kv` is that over softmax with its cache at the
-same length. `state` is what is kept from one token to the next, of all sequences; `x less` is how much smaller than
-the cache of softmax it is; `peak` is what a call takes beyond weights and state. Both count the bytes of tensors.
+A RUN is a run or a recipe. The results depend on shapes alone, so every model has random initial weights, and a model
+with position embeddings has enough of them for the longest text. The first model is also measured with softmax
+attention. `ms` is the median time of the model's call for one more token of every sequence, without sampling. The call
+is compiled, except with `--eager`. In every round, all lengths and models take turns; mode attention has separate
+rounds. `x shortest` is the median over rounds of the time divided by the time at the shortest length; 1 means that the
+length does not matter. `x kv` is the median ratio to softmax with a KV cache at the same length. `state` is the memory
+kept from one token to the next, for all sequences. `x less` is the size of the KV cache of softmax divided by `state`.
+`peak` is the memory that a call takes beyond weights and state. `state` and `peak` count the bytes of tensors.
 Results are added to `reports/generate.md`, `generate.json` and `generate.png`.
 """
 
@@ -44,8 +45,8 @@ from tools.processes import Send
 from tools.store import Row, Store, digits, pipes
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-CALLS = 8  # of a step that are timed at once
-SPARE = 2  # tokens that a cache has room for: the one that is timed, and see `Continuation.generate`
+CALLS = 8  # calls of a step per measured time
+SPARE = 2  # free places in a cache: one for the timed token, and one as in `Continuation.generate`
 SETTING = ("device", "threads", "shape", "vocabulary", "compiled")
 HEADER = ["batch", "tokens", "mixer", "mode", "ms", "x shortest", "x kv", "state MiB", "x less", "peak MiB"]
 STYLES = {"attention": (":", "^"), "kv": ("--", "s"), "rnn": ("-", "o")}
@@ -53,7 +54,7 @@ STYLES = {"attention": (":", "^"), "kv": ("--", "s"), "rnn": ("-", "o")}
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures: all models at all lengths."""
+    """Settings of one measuring process, which times all models at all lengths for one batch size."""
 
     runs: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -68,19 +69,19 @@ class Job:
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench generate", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run, or a recipe")
-    parser.add_argument("--lengths", type=counts, default=LENGTHS, help="tokens of the text so far, as 256,1024")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run or a recipe")
+    parser.add_argument("--lengths", type=counts, default=LENGTHS, help="tokens of the text so far, e.g. 256,1024")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=[*MODES])
-    parser.add_argument("--batch", type=count, nargs="+", default=[1], help="sequences at once")
+    parser.add_argument("--batch", type=count, nargs="+", default=[1], help="numbers of sequences generated at once")
     parser.add_argument("--rounds", type=count, default=31)
-    parser.add_argument("--seconds", type=count, default=300, help="end the rounds of a batch size after these")
+    parser.add_argument("--seconds", type=count, default=300, help="time limit for the rounds of a batch size")
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)
-    models(args.runs)  # what cannot be is refused before anything is measured
+    models(args.runs)  # refuses bad runs before anything is measured
     report = Store(args.out / "generate.json", rows=(*SETTING, "batch", "mixer", "mode", "length")).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -102,10 +103,10 @@ def main(argv: list[str]) -> int:
 
 
 def open_task(name: str) -> tuple[Task, Any]:
-    """The task and the `model` section of a run, or of a recipe.
+    """Return the task and the `model` section of a run or a recipe.
 
     Raises:
-        ConfigError: There is none of that name, or its models write no text.
+        ConfigError: No run and no recipe has that name, or its task does not generate text.
     """
     try:
         folder = find_run(name)
@@ -118,15 +119,15 @@ def open_task(name: str) -> tuple[Task, Any]:
     else:
         recipe, task, _ = read_run(folder, "best")
     if not issubclass(task.Model, GPT):
-        raise ConfigError(f"{name}: task {recipe.task.name!r} writes no text, causal_lm does")
+        raise ConfigError(f"{name}: task {recipe.task.name!r} does not generate text, expected causal_lm")
     return task, recipe.model
 
 
 def models(runs: Sequence[str]) -> dict[str, tuple[Task, Any]]:
-    """Task and `model` section by what tells them apart, softmax among them.
+    """Return the task and the `model` section of each run by label, after those of the first run with softmax.
 
     Raises:
-        ConfigError: They are of several shapes.
+        ConfigError: The runs differ in shape or vocabulary.
     """
     found, shapes = {}, {}
     for name in runs:
@@ -134,20 +135,20 @@ def models(runs: Sequence[str]) -> dict[str, tuple[Task, Any]]:
         found[config.label()] = task, config
         shapes[name] = f"{config.shape()}, vocabulary {task.info.vocabulary:,}"
         if shapes[name] != shapes[runs[0]]:
-            raise ConfigError(f"{name}: {shapes[name]}; beside {runs[0]} it must be {shapes[runs[0]]}")
+            raise ConfigError(f"{name}: expected one shape, got {shapes[name]}; {runs[0]} has {shapes[runs[0]]}")
     task, config = open_task(runs[0])
     return {SOFTMAX: (task, config.with_mixer(SOFTMAX))} | found
 
 
 def measure(job: Job, send: Send) -> None:
-    """Make all states, time what goes on from them by turns, and then what reads the whole text anew."""
+    """Build all states, time one more token from each state, then time the modes that recompute the whole text."""
     torch.set_num_threads(job.threads)
     device, longest = pick_device(), job.lengths[-1]
     streams: dict[Variant, Callable[[], Tensor]] = {}
     anew: dict[Variant, Callable[[], Tensor]] = {}
     rows: dict[Variant, Row] = {}
     for label, (task, config) in models(job.runs).items():
-        task = type(task)(task.config, task.info.resized(longest + 2))  # one more, and one to predict
+        task = type(task)(task.config, task.info.resized(longest + 2))  # one more token, and one to predict
         model = task.build_model(config).eval().to(device)
         streaming = streaming_mode(model)
         tokens = torch.randint(model.vocabulary, (1, longest), device=device)
@@ -191,7 +192,7 @@ def measure(job: Job, send: Send) -> None:
 
 
 class Variant(NamedTuple):
-    """What is timed: a model, by its label, in a mode, behind a text."""
+    """A timed case: the label of a model, a mode, and the length of the text so far."""
 
     label: str
     mode: str
@@ -199,7 +200,7 @@ class Variant(NamedTuple):
 
 
 def states_of(model: GPT, tokens: Tensor, job: Job) -> dict[int, Any]:
-    """The state behind each length of a text (1, L), the same for all sequences of a batch."""
+    """Return the state after each length of a text (1, L), repeated for all sequences of a batch."""
     states, state, done = {}, model.initial_state(1), 0
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         for length in job.lengths:
@@ -212,13 +213,13 @@ def states_of(model: GPT, tokens: Tensor, job: Job) -> dict[int, Any]:
 
 @torch.inference_mode()
 def read_anew(model: GPT, text: Tensor) -> Tensor:
-    """What comes after texts (B, L), as mode attention has it."""
+    """Return the logits after texts (B, L), recomputed from the whole text as in mode attention."""
     return model.logits(model.encode(text)[:, -1:])
 
 
 @torch.inference_mode()
 def go_on(model: GPT, token: Tensor, state: Any) -> Tensor:
-    """What comes after one more token (B, 1); in a cache it is written to the same place every time."""
+    """Return the logits after one more token (B, 1); every call writes to the same place of a cache."""
     return model.step(token, state)[0]
 
 
@@ -228,7 +229,7 @@ def repeat(once: Callable[[], Tensor]) -> None:
 
 
 def line(row: Row) -> str:
-    """One measurement, as a line of progress."""
+    """Return the progress line of a row."""
     text = f"{row['mixer']} {row['mode']}, {row['length']:,} tokens: {digits(row['ms'])} ms a token"
     return f"{text}, {row['growth']:.2f} x shortest, state {digits(row['state_bytes'] / 2**20)} MiB"
 
@@ -244,7 +245,7 @@ def order(row: Row) -> tuple:
 
 
 def cells(row: Row, cache: int | None) -> list[str]:
-    """A row of the table; `cache`: bytes of softmax's at the same length."""
+    """Return the cells of a row; `cache` is the size in bytes of the KV cache of softmax at the same length."""
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
     less = "-" if cache is None else digits(cache / row["state_bytes"])
     peak = "-" if row["peak_bytes"] is None else digits(row["peak_bytes"] / 2**20)
@@ -268,14 +269,14 @@ def markdown(report: Store) -> str:
 
 
 def draw(report: Store) -> Path | None:
-    """`generate.png` of the setting measured last."""
+    """Draw `generate.png` for the setting measured last."""
     rows = report.groups(SETTING)[0]
     size = (11, 1 + 3.8 * len({row["batch"] for row in rows}))
     return report.draw(report.path.with_suffix(".png"), size, lambda fig: curves(fig, rows))
 
 
 def curves(fig: Any, rows: list[Row]) -> None:
-    """Latency and memory over length, a row of panels for each batch size."""
+    """Plot latency and memory over length, with a row of panels for each batch size."""
     batches, mixers = sorted({row["batch"] for row in rows}), list(dict.fromkeys(row["mixer"] for row in rows))
     colours = {mixer: "black" if mixer == SOFTMAX else COLOURS[i] for i, mixer in enumerate(mixers)}
     handles = {}
@@ -294,7 +295,7 @@ def curves(fig: Any, rows: list[Row]) -> None:
             ticks = sorted({row["length"] for row in rows})
             ax.set(xlabel="tokens so far", title=f"{what} (batch {batch})")
             low, high = (f(y for line in ax.lines for y in line.get_ydata()) for f in (min, max))
-            ax.set_ylim(min(low, high / 20) / 1.2, high * 1.2)  # what is flat looks flat
+            ax.set_ylim(min(low, high / 20) / 1.2, high * 1.2)  # a factor of 20 or more: a flat curve looks flat
             by_length(ax, ticks)
             ax.spines[["top", "right"]].set_visible(False)
     fig.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, handlelength=3.2)

@@ -1,17 +1,21 @@
-"""Estimate what operators and training steps take on an NVIDIA GPU, from the code that Inductor makes for it.
+"""Estimate the time of operators and training steps on an NVIDIA GPU from the code that Inductor generates for it.
 
     ./run.sh bench gpu [MIXER|RECIPE ...] [--form full chunk fused] [--length 197 1024] [--target h100] [--compile]
 
-No GPU is needed: forward and backward are traced with fake tensors, lowered for the target, and counted: Triton
-kernels, their launches, matrix products of libraries, calls of other eager operators, the bytes that all of these read
-and write, and FLOPs of products. `--compile` takes every Triton kernel through ptxas to a cubin for sm_80 and sm_90.
+No GPU is needed. The forward and backward passes are traced with fake tensors and lowered for the target. The report
+counts Triton kernels, kernel launches, matrix products of libraries, calls of other eager operators, the bytes that all
+of these read and write, and the FLOPs of products. `--compile` compiles every Triton kernel with ptxas to a cubin for
+sm_80 and sm_90.
 
-Nothing is timed: times are estimates, the larger one of bytes over the memory's rate and of FLOPs over the tensor
-cores' rate, and 1 us between kernels; without CUDA graphs at least 6 us of the CPU a call. Softmax is FlashAttention by
-the same arithmetic, its products at half the tensor cores' rate. A mixer is its operator alone, with its feature map
-(`*`: with calls of other eager operators), in a form, or `fused`: the full form through flex_attention, which a GPU's
-graphs take where it is exact (`lion.ops.flex`; products of masked pairs are counted); a recipe is a whole step of
-training, its blocks compiled (and fused) and what is around them eager, one launch an operator.
+Nothing is timed; all times are estimates. An estimate is the larger of two times, bytes over memory bandwidth and FLOPs
+over the tensor cores' rate, plus 1 us per call for the gap between kernels. Without CUDA graphs, the estimate is at
+least 6 us of CPU time per call. Softmax is FlashAttention, estimated in the same way, with its products at half of the
+tensor cores' rate.
+
+The row of a mixer is its operator alone, with its feature map. The form `fused` is the full form through
+flex_attention, which graphs for a GPU use where it is exact (`lion.ops.flex`); products of masked pairs are counted. In
+the column `products`, `*` marks operators that also call other eager operators. The row of a recipe is a whole training
+step: its blocks are compiled (and fused), and the rest of the step runs eagerly, with one launch per operator.
 
 Results are added to `reports/gpu.md` and `gpu.json`.
 """
@@ -48,10 +52,10 @@ DEFAULT = ("lion_lit", "lion_d", "lion_s", "lion_s_vector")
 FORMS = ("full", "chunk")
 
 COMPILED_FOR = ("a100", "h100")
-TOKENS = 50_000  # a training step's, about
+TOKENS = 50_000  # of a training step, approximately
 KEY = ("kind", "name", "form", "length", "batch", "heads", "dim", "dtype", "target")
 STAGES = ("forward", "backward")
-TEXT = ("mixer", "form", "recipe")  # columns
+TEXT = ("mixer", "form", "recipe")  # columns of text
 TIMES = ["no graphs", "x softmax", "sm_80 / sm_90"]
 OPERATOR_HEADER = ["mixer", "form", "tokens", "kernels", "launches", "products", "bytes / q", "both", "us", *TIMES]
 STEP_HEADER = ["recipe", "tokens", "launches", "products", "fallbacks", "GB", "TFLOP", "tokens/s", "ms", *TIMES]
@@ -100,7 +104,7 @@ def main(argv: list[str]) -> int:
                 row = {**job(), "target": args.target, **stamp(command)}
             except ConfigError:
                 raise
-            except Exception as error:  # of a compiler, of any kind
+            except Exception as error:  # a compiler can raise any exception
                 failed = True
                 say(f"  {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
                 continue
@@ -117,24 +121,24 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="run.sh bench gpu", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="MIXER|RECIPE")
-    parser.add_argument("--form", nargs="+", choices=(*FORMS, FUSED), default=list(FORMS), help="of operators")
-    parser.add_argument("--length", type=count, nargs="+", default=[197, 1024], help="of operators, tokens")
+    parser.add_argument("--form", nargs="+", choices=(*FORMS, FUSED), default=list(FORMS), help="forms of operators")
+    parser.add_argument("--length", type=count, nargs="+", default=[197, 1024], help="tokens of operators")
     parser.add_argument("--target", choices=tuple(TARGETS), default="h100")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of operators")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of operators")
     parser.add_argument("--batch", type=count, help=f"samples (default: operators 4, steps about {TOKENS:,} tokens)")
-    parser.add_argument("--heads", type=count, default=6, help="of operators")
-    parser.add_argument("--dim", type=count, default=64, help="of a head, of operators")
-    parser.add_argument("--compile", action="store_true", help="all kernels to cubins for sm_80 and sm_90")
+    parser.add_argument("--heads", type=count, default=6, help="heads of operators")
+    parser.add_argument("--dim", type=count, default=64, help="head dimension of operators")
+    parser.add_argument("--compile", action="store_true", help="compile all kernels to cubins for sm_80 and sm_90")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier estimates")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier estimates")
     return parser.parse_args(argv)
 
 
 def jobs_of(name: str, args: argparse.Namespace) -> list[tuple[str, Callable[[], Row]]]:
-    """The estimates that a name asks for: of each a line of progress, and a function that makes its row.
+    """Return the estimates for a name, each as a progress line and a function that returns its row.
 
     Raises:
-        ConfigError: Neither a mixer nor a recipe.
+        ConfigError: The name is neither a mixer nor a recipe.
     """
     if name in OPERATORS:
         cases = [(form, length) for length in sorted(set(args.length)) for form in dict.fromkeys(args.form)]
@@ -153,7 +157,7 @@ def jobs_of(name: str, args: argparse.Namespace) -> list[tuple[str, Callable[[],
 
 
 def operator_row(name: str, form: str, length: int, args: argparse.Namespace) -> Row:
-    """The operator of a mixer, forward and backward, by stage."""
+    """Return the row of a mixer's operator, with the costs of the forward and backward pass."""
     from tools.gpu.lower import lower
     from tools.gpu.operator import operator_graphs
 
@@ -168,7 +172,7 @@ def operator_row(name: str, form: str, length: int, args: argparse.Namespace) ->
 
 
 def step_row(name: str, args: argparse.Namespace) -> Row:
-    """A whole training step of a recipe, and the same with softmax."""
+    """Return the row of a whole training step of a recipe, with the cost of the same step with softmax."""
     from tools.gpu.step import trace_step
 
     recipe = resolve(name, [])
@@ -185,7 +189,11 @@ def step_row(name: str, args: argparse.Namespace) -> Row:
 
 
 def compiled(graphs: list[Any]) -> dict[str, int]:
-    """Compile the kernels of graphs for each architecture and count them; raises the compiler's own error."""
+    """Compile the kernels of graphs for each architecture of `COMPILED_FOR`, and count them.
+
+    Raises:
+        Exception: Any error of the compiler.
+    """
     from tools.gpu.kernels import compile_kernels
     from tools.gpu.lower import lower
 
@@ -199,7 +207,7 @@ def compiled(graphs: list[Any]) -> dict[str, int]:
 
 
 def seconds(row: Row, part: str, graphs: bool) -> float:
-    """The estimate for a row's `parts`, or for its `softmax`."""
+    """Return the estimated seconds of a row's `parts` or of its `softmax`."""
     target, dtype = TARGETS[row["target"]], getattr(torch, row["dtype"])
     fused = part == "softmax" and row["kind"] == "operator"
     estimate = fused_seconds if fused else Cost.seconds
@@ -211,7 +219,7 @@ def ratio(row: Row) -> str:
 
 
 def built(row: Row) -> str:
-    """Number of compiled kernels by architecture, "-" without any."""
+    """Return the numbers of compiled kernels by architecture, or "-" if none were compiled."""
     return " / ".join(map(str, row.get("compiled", {}).values())) or "-"
 
 

@@ -1,19 +1,19 @@
-"""Latency and memory of a trained model by form and size (the paper's Figures 1, 3, 4 and 10), beside softmax.
+"""Measure latency and memory of a trained model by form and input size (the paper's Figures 1, 3, 4 and 10).
 
     ./run.sh bench inference RUN [--sizes 224,384,512] [--form full chunk rnn blockwise] [--chunk-size 16 64]
                              [--evaluate N]
 
-The model of the run is taken to every size of a sample, pixels of a square or tokens (positions are interpolated), and
-run without gradients, compiled (but for `blockwise`; `--eager` compiles nothing); each size in a process of its own,
-where rounds are interleaved: `x softmax` is the median over rounds of the time over that of softmax, the same model
-with softmax attention (PyTorch's SDPA) and random weights. Where the mixer has no decay, `quadratic` is its full form
-under decays of 1, with all L x L scores, as the paper draws Lion-lit. `mixer` is the peak memory of one attention
-layer's mixing beyond q, k and v, its output among it, also over that of SDPA, and over an attention matrix, which SDPA
-does not build; `peak` is that of the whole model beyond weights and inputs; both count the bytes of tensors.
-`MFLOP, C.12` are those of one attention layer with one head by the paper's formulas. A picture shows what was measured
-last of its run.
-`--evaluate N` also measures the task's metric on N held-out samples of every size, in the first variant with the run's
-own weights.
+The model of the run is adapted to every input size: pixels of a square image, or tokens (positions are interpolated).
+It runs without gradients and compiled, except for `blockwise`; `--eager` compiles nothing. Each size has a separate
+process with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which
+is the same model with softmax attention (PyTorch's SDPA) and random weights. For a mixer without decay, `quadratic` is
+its full form with decays of 1 and all L x L scores, as in the paper's plots of Lion-lit. `mixer` is the peak memory
+that one attention layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a matrix` divide it by
+the memory of SDPA and by the size of an attention matrix, which SDPA does not build. `peak` is the peak memory of
+the whole model beyond weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12` is the count for
+one attention layer with one head by the paper's formulas. The plot of a run shows its latest measurement.
+`--evaluate N` also measures the task's metric on N held-out samples of every size, in the first variant that has the
+run's weights.
 Results are added to `reports/inference.md`, `inference.json` and `inference_RUN.png`.
 """
 
@@ -64,13 +64,13 @@ FORMS = ("full", "blockwise", "chunk", "rnn")
 QUADRATIC = "quadratic"
 SETTING = ("device", "threads", "run", "batch", "compiled")
 HEADER = ["tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix"]
-DECAYED, LAMBDA_1 = "lion_d", 100.0  # a mixer with a decay of sigmoid(a) for each head, and the `a` of 1
-FARTHEST = 65  # how far from a size that does not suit the nearest that does is looked for
+DECAYED, LAMBDA_1 = "lion_d", 100.0  # a mixer with decay sigmoid(a) per head, and the `a` whose decay is 1
+FARTHEST = 65  # range of the search for the nearest valid size
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process measures: all variants at one size."""
+    """Settings of one measuring process, which times all variants at one size."""
 
     run: str
     variants: tuple[Variant, ...]
@@ -87,22 +87,22 @@ class Job:
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench inference", description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("--sizes", type=counts, help="of a sample, in px or tokens, as 224,384 (default: the run's)")
+    parser.add_argument("--sizes", type=counts, help="input sizes in px or tokens, e.g. 224,384 (default: the run's)")
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
-    parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="of blockwise, chunk and rnn")
+    parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="tokens per chunk")
     parser.add_argument("--batch", type=count, default=1)
     parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument("--seconds", type=count, default=300, help="end the rounds of a size after these")
+    parser.add_argument("--seconds", type=count, default=300, help="time limit for the rounds of a size")
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--evaluate", type=count, metavar="N", dest="samples", help="the metric on N held-out samples")
+    parser.add_argument("--evaluate", type=count, metavar="N", dest="samples", help="metric on N held-out samples")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)
     loaded = open_run(args.run)
     args.sizes = args.sizes or (loaded.task.info.sample_size,)
-    for size in args.sizes:  # what cannot be is refused before anything is measured
+    for size in args.sizes:  # refuses bad sizes before anything is measured
         check_size(loaded, size)
     if args.samples:
         held_out(loaded, args.sizes[0])
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
 
 
 def variants(loaded: LoadedRun, forms: list[str], chunk_sizes: list[int]) -> list[Variant]:
-    """Softmax first, then what was asked for and exists."""
+    """Return the variants to measure: softmax first, then those of `forms` that exist for the run's mixer."""
     if loaded.recipe.model.mixer == SOFTMAX:
         return [Variant(SOFTMAX)]
     found = [Variant(SOFTMAX)]
@@ -144,12 +144,16 @@ def no_decay(loaded: LoadedRun) -> bool:
 
 
 def resized(loaded: LoadedRun, size: int) -> Task:
-    """The run's task for samples of another size."""
+    """Return the run's task for samples of another size."""
     return type(loaded.task)(loaded.task.config, loaded.task.info.resized(size))
 
 
 def check_size(loaded: LoadedRun, size: int) -> None:
-    """Raises ConfigError: The run's model takes no samples of this size; names the nearest that it takes."""
+    """Check that the run's model accepts samples of this size.
+
+    Raises:
+        ConfigError: The model does not accept this size. The message names the nearest size that it accepts.
+    """
 
     weights = {name: part.to("meta") for name, part in loaded.model.state_dict().items()}
 
@@ -168,12 +172,12 @@ def check_size(loaded: LoadedRun, size: int) -> None:
 
 
 def build(loaded: LoadedRun, size: int, variant: Variant) -> tuple[Task, Model]:
-    """The run's task and model for samples of this size, in this form; softmax has random weights."""
+    """Return the run's task and model for samples of this size, in the variant's form; softmax has random weights."""
     task, config = resized(loaded, size), loaded.recipe.model
     own = variant.form != SOFTMAX or config.mixer == SOFTMAX
     if not own:
         config = config.with_mixer(SOFTMAX)
-    elif variant.form == QUADRATIC:  # the same in all but decays, which keep the operator from Q (K^T V)
+    elif variant.form == QUADRATIC:  # decays of 1 change no value, but prevent the product Q (K^T V)
         config = dataclasses.replace(config.resolved(), mixer=DECAYED)
     model = task.build_model(config).eval()
     if own:
@@ -188,12 +192,12 @@ def build(loaded: LoadedRun, size: int, variant: Variant) -> tuple[Task, Model]:
 
 
 def measure(job: Job, send: Send) -> None:
-    """Warm every variant up, time them in rounds, and then ask for memory and accuracy."""
+    """Measure memory (and the metric) of every variant, then time all variants in rounds."""
     torch.set_num_threads(job.threads)
     device, loaded = pick_device(), open_run(job.run)
     runs: dict[Variant, Callable[[], torch.Tensor]] = {}
     rows: dict[Variant, Row] = {}
-    trained = next((v for v in job.variants if v.form != SOFTMAX), job.variants[0])  # it has the run's own weights
+    trained = next((v for v in job.variants if v.form != SOFTMAX), job.variants[0])  # has the run's weights
     for variant in job.variants:
         task, model = build(loaded, job.size, variant)
         tokens, heads = model.length, loaded.recipe.model.num_heads
@@ -250,7 +254,14 @@ def measure(job: Job, send: Send) -> None:
 
 
 def mixer_peak(model: Model, once: Callable[[], object], device: torch.device, compiled: bool) -> int | None:
-    """Of the first layer's mixing, beyond its q, k and v; None where no layer has those. `once` runs the model."""
+    """Return the peak bytes of the first attention layer's mixing beyond q, k and v; None without such a layer.
+
+    Args:
+        model: The model.
+        once: Function that runs the model.
+        device: Device of the model.
+        compiled: Whether to compile the mixing.
+    """
     layer = next((m for m in model.modules() if isinstance(m, Attention)), None)
     if layer is None:
         return None
@@ -272,10 +283,10 @@ def mixer_peak(model: Model, once: Callable[[], object], device: torch.device, c
 
 
 def held_out(loaded: LoadedRun, size: int) -> tuple[str, Splits]:
-    """The run's data at this size, and the split to measure on: test, or val where there is no test.
+    """Return the name of the split to evaluate ("test", or "val" without a test split) and the run's data at this size.
 
     Raises:
-        ConfigError: They have one size only, or are of another kind than the run's.
+        ConfigError: The data exist at one size only, or differ from the data of the run's checkpoint.
     """
     recipe = resolve_run(loaded.folder)
     try:
@@ -288,7 +299,7 @@ def held_out(loaded: LoadedRun, size: int) -> tuple[str, Splits]:
 
 
 def value_of(loaded: LoadedRun, size: int, task: Task, model: Model, limit: int) -> float:
-    """The task's metric on the first samples, `limit` at most."""
+    """Return the task's metric on the first samples of the split, `limit` at most."""
     split, splits = held_out(loaded, size)
     data = getattr(splits, split)
     some = torch.utils.data.Subset(data, range(min(limit, len(data))))
@@ -314,7 +325,7 @@ def form_of(row: Row) -> str:
 
 
 def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A table by size, softmax first."""
+    """Return the header and the rows of a table, ordered by size."""
     softmax = {row["size"]: row["mixer_bytes"] for row in rows if row["form"] == SOFTMAX}
     metric = next((row["metric"] for row in rows if "metric" in row), None)
     counted = any("dim" in row for row in rows)
@@ -331,7 +342,7 @@ def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def mega_flops(row: Row) -> str:
-    """Floating point operations of one layer and sample by the paper's formulas, which know softmax and the RNN."""
+    """Return the MFLOPs of one layer and sample by the paper's formulas, which cover only softmax and the RNN."""
     if "dim" not in row or row["form"] not in (SOFTMAX, "rnn"):
         return "-"
     softmax, rnn = published_flops(row["tokens"], row["dim"])
@@ -351,13 +362,13 @@ def picture_of(report: Store, rows: list[Row]) -> Path:
 
 
 def draw(report: Store) -> Path | None:
-    """A picture of what was measured last."""
+    """Draw the plot of the setting measured last."""
     rows = report.groups(SETTING)[0]
     return report.draw(picture_of(report, rows), (16, 4.8), lambda fig: curves(fig, rows))
 
 
 def curves(fig: Any, rows: list[Row]) -> None:
-    """Latency, peak memory and that of one layer, over size."""
+    """Plot latency, peak memory and the memory of one layer's mixing over the input size."""
     panels = [("ms", 1, "latency, ms"), ("peak_bytes", 2**20, "peak memory, MiB")]
     panels.append(("mixer_bytes", 2**20, "memory of one layer's mixing, MiB"))
     forms = list(dict.fromkeys(form_of(row) for row in rows))

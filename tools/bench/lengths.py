@@ -1,4 +1,4 @@
-"""The README's picture, `reports/lengths.png`: time and memory by length, of rows that `bench ops` measured.
+"""Draw the README's plot `reports/lengths.png`: time and memory by sequence length, from the rows of `bench ops`.
 
 ./run.sh bench lengths [--out reports]
 """
@@ -13,7 +13,7 @@ from tools.bench.report import COLOURS, STYLES, Report
 from tools.cli import Parser
 from tools.store import Row
 
-LINES = {  # (mixer, form): what the picture calls it, and its colour
+LINES = {  # (mixer, form): label in the plot, and colour
     ("sdpa", "sdpa"): ("softmax (SDPA)", "black"),
     ("lion_lit", "full"): ("Lion-lit, full", COLOURS[1]),
     ("lion_s", "full"): ("Lion-S, full", COLOURS[0]),
@@ -29,16 +29,16 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     report = Report(args.out).load()
     if not (settings := report.settings()):
-        raise ConfigError(f"{report.path}: nothing was measured yet, ./run.sh bench ops does so")
+        raise ConfigError(f"{report.path}: no measurements yet, run ./run.sh bench ops first")
     drawn = report.draw(args.out / "lengths.png", (9, 5), lambda fig: picture(fig, settings[0]))
     if drawn is None:
-        raise ConfigError("bench lengths: no picture without matplotlib (pip install matplotlib)")
+        raise ConfigError("bench lengths: the plot needs matplotlib (pip install matplotlib)")
     print(f"written: {drawn}")
     return 0
 
 
 def panels(rows: list[Row], which: str) -> dict[str, list[tuple[tuple[str, str], list[int], list[float]]]]:
-    """For the title of each panel its lines: (mixer, form), lengths, values."""
+    """Return the lines of each panel, by the title of the panel: (mixer, form), lengths and values."""
     found = {f"{PASSES[which]}: time over softmax's": [], f"{PASSES[which]}: memory, KiB a token": []}
     for line in LINES:
         own = [r for r in rows if (r["mixer"], r["form"]) == line and r["pass"] == which]

@@ -1,4 +1,4 @@
-"""What `bench ops` times: the operator of every mixer, and of some in one direction or over several scans."""
+"""The operators that `bench ops` times: one for every mixer, and some in one direction or over several scans."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lion.ops import (
 )
 from lion.ops.features import apply_feature_map
 
-SCAN = "log_decay_"  # names of the decays of several scans
+SCAN = "log_decay_"  # prefix of the names of the decays of several scans
 
 
 @dataclass(frozen=True)
 class Operator:
-    """The operator of a mixer's layer as `LionAttention.mix` calls it.
+    """The operator of a mixer's layer, as `LionAttention.mix` calls it.
 
-    It is given tensors (leaves, by name) and `fixed` arguments, both made by `inputs`. Where a decay is made of the
-    keys alone (LightNet in one direction), making it is part of what is timed.
+    `inputs` makes the arguments of the operator: leaf tensors by name, and `fixed` arguments. If the decay depends on
+    the keys alone (LightNet in one direction), the timed call includes the computation of the decay.
     """
 
     mixer: str
@@ -42,7 +42,7 @@ class Operator:
 
     @property
     def of_keys(self) -> bool:
-        """Whether the decay is made of the keys."""
+        """Return whether the decay is computed from the keys."""
         return MIXERS[self.mixer].one_scan and self.direction != "both"
 
     def inputs(
@@ -55,9 +55,20 @@ class Operator:
         dtype: torch.dtype,
         featurized: bool = True,
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Arguments of the operator, as the layer makes them of random tokens: contiguous leaves, and the rest.
+        """Return the arguments of the operator, as the layer computes them from random tokens.
 
-        `featurized`: q and k have been through the feature map, which else is among the fixed arguments.
+        Args:
+            heads: Number of heads.
+            dim: Head dimension.
+            batch: Batch size.
+            length: Sequence length.
+            device: Device of the tensors.
+            dtype: The autocast dtype; float32 disables autocast.
+            featurized: Whether the feature map is applied to q and k here. If not, the feature map is one of the fixed
+                arguments.
+
+        Returns:
+            Contiguous leaf tensors by name, and the other (fixed) arguments.
         """
         torch.manual_seed(0)
         how = dict(direction=self.direction, scans=self.scans)
@@ -94,15 +105,15 @@ class Operator:
         return multi_scan_attention(q, k, v, log_decays, **fixed, **how, feature_map=None)
 
     def definition(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> Tensor:
-        """The same, token by token."""
+        """Compute the operator token by token, by its definition."""
         if self.one_scan:
             return reference_one_scan_attention(**tensors)
         if self.scans == AS_THEY_STAND:
             given = self.gated(tensors, fixed)
-            given.pop("prefix", None)  # gradients alone go by it
+            given.pop("prefix", None)  # used only for gradients
             return reference_attention(**given, direction=self.direction)
         q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
-        sums = 0  # numerators and, of ones, row sums, of all scans
+        sums = 0  # sums over scans of the numerators and, from the column of ones, the row sums
         for order, log_decay in zip(fixed["orders"].cpu(), log_decays):
             values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
             moved = (x[:, :, order] for x in (q, k, values))
@@ -112,7 +123,7 @@ class Operator:
         return sums[..., :-1] / sums[..., -1:]
 
     def gated(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `linear_attention`."""
+        """Return the arguments of `linear_attention`."""
         if not self.of_keys:
             return {**tensors, **fixed}
         k = tensors["k"]
@@ -120,25 +131,28 @@ class Operator:
         return {**fixed, **tensors, "k": gates.k, "log_decay": gates.log_decay, "prefix": gates.prefix}
 
     def scanned(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> tuple:
-        """q, k, v, one decay for each scan, and settings."""
+        """Return q, k, v, one decay for each scan, and the settings."""
         log_decays = [t for name, t in tensors.items() if name.startswith(SCAN)]
         settings = {name: fixed[name] for name in ("orders", "normalize", "decay_convention", "scale")}
         return *(tensors[name] for name in "qkv"), log_decays, settings
 
     def kind(self, tensors: dict[str, Tensor]) -> str:
-        """ "delta", "decay", "one_scan", or "plain" without any."""
+        """Return the kind of the operator: "one_scan", "delta", "decay", or "plain" (no decay)."""
         if self.one_scan:
             return "one_scan"
         decays = self.of_keys or any(name.startswith("log_decay") for name in tensors)
         return "delta" if "beta" in tensors else "decay" if decays else "plain"
 
     def vectors(self, tensors: dict[str, Tensor]) -> bool:
-        """Whether a decay has one lambda for each key dimension."""
+        """Return whether a decay has one lambda for each key dimension."""
         return self.of_keys or any(t.dim() in (2, 4) for name, t in tensors.items() if name.startswith("log_decay"))
 
 
 def grid(length: int, scans: tuple[str, ...]) -> Layout:
-    """That of an image with so many tokens, as near to a square as can be; a class token where that makes it one."""
+    """Return the layout of an image with `length` tokens.
+
+    The grid is as close to a square as possible. A class token is added if `length` is one more than a square number.
+    """
     special = int(math.isqrt(length - 1) ** 2 == length - 1)
     height = max(n for n in range(1, math.isqrt(length) + 1) if (length - special) % n == 0)
     return grid_layout(height, (length - special) // height, scans, special)
@@ -146,7 +160,7 @@ def grid(length: int, scans: tuple[str, ...]) -> Layout:
 
 OPERATORS = {
     **{name: Operator(name) for name in MIXERS},
-    "lion_s_multiscan": Operator("lion_s", scans=("row_snake", "column_snake")),  # two orders, both ways: four scans
+    "lion_s_multiscan": Operator("lion_s", scans=("row_snake", "column_snake")),  # 2 orders x 2 directions: 4 scans
     "gla_forward": Operator("gla", "forward"),
     "lightnet_forward": Operator("lightnet", "forward"),
 }

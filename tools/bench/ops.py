@@ -1,17 +1,19 @@
-"""Time the operators in every form against PyTorch's SDPA, beside the least time that they can take.
+"""Time the operators in every form against PyTorch's SDPA and against lower bounds of their times.
 
     ./run.sh bench ops [--mixer lion_s lightnet | all] [--form full chunk] [--length 197 1024] [--pass forward both]
 
-Of Lion-S over two orders of an image (`lion_s_multiscan`) and of GLA and LightNet in one direction there are rows, too:
-LightNet's one scan beside two and four.
+There are also rows for Lion-S over two orders of an image (`lion_s_multiscan`), and for GLA and LightNet in one
+direction (`gla_forward`, `lightnet_forward`). `--mixer lightnet lion_s lion_s_multiscan` compares one, two and four
+scans.
 
-Each form is verified against the definition first, as it is timed: compiled, but for loops over the sequence (`rnn`,
-`blockwise`). The operator gets what the mixer's layer hands over. Rounds are interleaved: each one times every form of
-a mixer and SDPA once, and a ratio is the median of the rounds' own ratios; compilation and warm-up are excluded.
-`rnn` is timed in inference only; a form with an L x L matrix is left out where that does not fit in memory.
+Before its timing, each form is verified against the definition in the same way as it is timed: compiled, except for
+loops over the sequence (`rnn`, `blockwise`). The operator gets the arguments that the mixer's layer passes. Rounds are
+interleaved: each round times every form of a mixer and SDPA once. A ratio is the median of the ratios of all rounds.
+Compilation and warm-up are excluded. `rnn` is timed in inference only. A form with an L x L matrix is left out if the
+matrix does not fit in memory.
 
-Results go to `reports/ops.json`, `ops.md` and `ops.png`, and are added to what is there (`--fresh` starts over): a long
-measurement can be done in pieces, and Ctrl-C keeps what was measured.
+Results are added to `reports/ops.json`, `ops.md` and `ops.png` (`--fresh` starts over). A long measurement can be split
+into several commands, and Ctrl-C keeps the rows measured so far.
 """
 
 from __future__ import annotations
@@ -48,16 +50,16 @@ from tools.bench.report import FORMS, Report
 from tools.cli import Parser, count, say
 from tools.processes import Send, first_line, in_a_process
 
-DEFAULT = ("lion_lit", "lion_d", "lion_s", "gla")  # no decay, a number a head, a number a token, a vector a token
-LOOPS = ("rnn", "blockwise")  # compiled, a loop over the sequence would be unrolled
+DEFAULT = ("lion_lit", "lion_d", "lion_s", "gla")  # no decay; a number per head; a number per token; a vector per token
+LOOPS = ("rnn", "blockwise")  # not compiled: torch.compile would unroll the loop over the sequence
 DTYPES = ("float32", "bfloat16", "float16")
-CHECKED = 130  # tokens of the check against the definition: a few chunks, the last one not full
+CHECKED = 130  # tokens in the check against the definition: a few chunks, the last one partial
 TOLERANCE = 2e-5  # largest error over the largest value, float32
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures: an operator (of `OPERATORS`), in every form, length and pass."""
+    """Settings of one measuring process, which times an operator of `OPERATORS` in every form, length and pass."""
 
     mixer: str
     forms: tuple[str, ...]
@@ -76,7 +78,7 @@ class Job:
     command: str
 
     def about(self) -> dict[str, Any]:
-        """What has to be the same for two measurements to stand in one table."""
+        """Return the settings that two measurements must share to appear in one table."""
         return {
             "device": device_name(),
             "threads": self.threads,
@@ -139,17 +141,17 @@ def main(argv: list[str]) -> int:
     try:
         for place, mixer in enumerate(mixers, 1):
             say(f"[{place}/{len(mixers)}] {mixer}")
-            one = replace(job, mixer=mixer)  # many mixers in one process exceed the compile cache
+            one = replace(job, mixer=mixer)  # a process per mixer: many mixers exceed the compile cache
             problem = in_a_process(measure, one, receive)
             if problem:
                 receive(note(one, problem, failed=True))
-    finally:  # also what was measured before Ctrl-C
+    finally:  # after Ctrl-C, rows measured so far are still written
         if report.new:
             report.write()
             print(report.terminal())
             print(report.files_and(report.draw_last()))
     if not report.new:
-        say("nothing was measured")
+        say("no measurements were made")
     return 1 if failed or not report.new else 0
 
 
@@ -159,36 +161,36 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024, 4096])
     parser.add_argument("--pass", dest="passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
-    parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="of chunk, rnn and blockwise")
+    parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="tokens per chunk")
     parser.add_argument("--heads", type=count, default=6)
-    parser.add_argument("--dim", type=count, default=64, help="of a head")
-    parser.add_argument("--tokens", type=count, default=16 * 197, help="a batch at every length, at least one row")
+    parser.add_argument("--dim", type=count, default=64, help="head dimension")
+    parser.add_argument("--tokens", type=count, default=16 * 197, help="tokens per batch, at least one sequence")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="half precision as under autocast")
     parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument("--seconds", type=count, default=600, help="end the rounds of a length and pass after these")
+    parser.add_argument("--seconds", type=count, default=600, help="time limit for the rounds of a length and pass")
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     return parser.parse_args(argv)
 
 
 def measure(job: Job, send: Send) -> None:
-    """Verify every form of a mixer, then time those that passed; messages are rows, notes and progress."""
+    """Verify every form of a mixer, then time the forms that passed; send rows, notes and progress messages."""
     torch.set_num_threads(job.threads)
     torch._dynamo.config.recompile_limit = 64  # variants are closures of one function
     device = pick_device()
     errors = verify_all(job, device, send)
     for length in job.lengths if errors else ():
         for which in job.passes:
-            torch._dynamo.reset()  # the variants of one length fit the compile cache, those of all lengths do not
+            torch._dynamo.reset()  # the compile cache holds the variants of one length, not of all lengths
             for row in time_length(job, length, which, errors, device, send):
                 send({"kind": "row", **row})
             send({"kind": "saved"})
 
 
 def note(job: Job, text: str, failed: bool, variant: Variant | None = None, **where: Any) -> dict[str, Any]:
-    """What was not measured, and why."""
+    """Return a note about a measurement that was not made, with the reason `text`."""
     form, chunk_size = variant or (None, None)
     what = " ".join(str(x) for x in (job.mixer, variant) if x)
     if "length" in where:
@@ -198,7 +200,7 @@ def note(job: Job, text: str, failed: bool, variant: Variant | None = None, **wh
 
 
 def verify_all(job: Job, device: torch.device, send: Send) -> dict[Variant, float]:
-    """The error of each form against the definition; those that are off, or do not exist, are left out."""
+    """Return the error of each correct form against the definition; send notes about wrong and missing forms."""
     found = {}
     send({"kind": "progress", "text": f"  verifying {', '.join(job.forms)}"})
     operator = OPERATORS[job.mixer]
@@ -211,14 +213,14 @@ def verify_all(job: Job, device: torch.device, send: Send) -> dict[Variant, floa
             try:
                 with torch.inference_mode():
                     got = build(job, variant, fixed)(tensors).cpu().double()
-            except ValueError as error:  # a pair that the operator refuses
+            except ValueError as error:  # a combination that the operator refuses
                 send(note(job, first_line(error), failed=False, variant=variant))
                 continue
             except Exception as error:
                 send(note(job, f"not verified: {first_line(error)}", failed=True, variant=variant))
                 continue
             error = ((got - expected).abs().max() / expected.abs().max()).item()
-            if error <= TOLERANCE:  # False for nan
+            if error <= TOLERANCE:  # also false for NaN
                 found[variant] = error
             else:
                 send(note(job, f"off by {error:.1e} from the definition, not timed", failed=True, variant=variant))
@@ -226,7 +228,7 @@ def verify_all(job: Job, device: torch.device, send: Send) -> dict[Variant, floa
 
 
 def build(job: Job, variant: Variant, fixed: dict[str, Any]) -> Callable[[dict[str, Tensor]], Tensor]:
-    """The operator as a layer's `mix` calls it, compiled."""
+    """Return the operator as a layer's `mix` calls it, compiled unless it loops over the sequence."""
 
     def run(tensors: dict[str, Tensor]) -> Tensor:
         return OPERATORS[job.mixer].run(tensors, fixed, variant.form, variant.chunk_size or 64)
@@ -243,7 +245,7 @@ def softmax(tensors: dict[str, Tensor]) -> Tensor:
 def time_length(
     job: Job, length: int, which: str, errors: dict[Variant, float], device: torch.device, send: Send
 ) -> list[dict[str, Any]]:
-    """Rows of one length and pass, SDPA's first."""
+    """Time one length and pass; return the rows, the row of SDPA first."""
     batch, operator = max(1, job.tokens // length), OPERATORS[job.mixer]
     tensors, fixed = operator.inputs(job.heads, job.dim, batch, length, device, getattr(torch, job.dtype))
     where = {"length": length, "pass": which}
@@ -298,7 +300,7 @@ def time_length(
 
 
 def square_of(variant: Variant, operator: Operator, tensors: dict[str, Tensor], which: str) -> int:
-    """Bytes of the L x L matrices of a form."""
+    """Estimate the bytes of the L x L matrices of a variant."""
     if variant.form != "full" or operator.kind(tensors) in ("plain", "one_scan"):
         return 0
     batch, heads, length, dim = tensors["q"].shape

@@ -1,4 +1,4 @@
-"""GPT-2 written plainly, as a reader of nanoGPT would: eager PyTorch, to time our own language models against."""
+"""GPT-2 in plain eager PyTorch, in the style of nanoGPT: a baseline for the times of our language models."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Tokens (B, L) to logits (B, L, vocabulary); parameters have the names of ours but for `encoder.`."""
+    """A GPT from tokens (B, L) to logits (B, L, vocabulary).
+
+    Parameters have the names of our `GPT`, without the prefix `encoder.`.
+    """
 
     def __init__(self, vocabulary: int, length: int, dim: int, depth: int, heads: int, bias: bool) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ class PlainGPT(nn.Module):
 
     @classmethod
     def of(cls, model: GPT) -> Self:
-        """With the weights of a model that `check_plain` lets pass."""
+        """Return a plain model with the weights of a model that passes `check_plain`."""
         c = model.config
         plain = cls(model.tokens.num_embeddings, model.length, c.dim, c.depth, c.num_heads, c.bias)
         plain.load_state_dict({name.removeprefix("encoder."): value for name, value in model.state_dict().items()})
@@ -81,18 +84,25 @@ class PlainGPT(nn.Module):
 
 
 def check_plain(config: ModelConfig) -> None:
-    """Raises ConfigError: The model has what the plain one has not."""
+    """Check that `PlainGPT` implements the model.
+
+    Raises:
+        ConfigError: The model has a part that `PlainGPT` lacks.
+    """
     if isinstance(config, GPTConfig):
         names = ("dim", "depth", "num_heads", "bias", "pad_vocabulary", "init", "init_std")
         plain = GPTConfig(mixer=SOFTMAX, **{name: getattr(config, name) for name in names})
         if config.resolved() == plain.resolved():
             return
-    raise ConfigError("--plain: only a GPT without dropout and other additions is written plainly, leave it out")
+    raise ConfigError("--plain: only a GPT without dropout and other additions has a plain version, omit --plain")
 
 
 def plain_step(model: PlainGPT, recipe: Recipe, tokens: Tensor) -> Callable[[], object]:
-    """A training step on samples (B, L + 1), as one would write it: AdamW, clipping and products as PyTorch has them,
-    whatever precision of products is timed beside it."""
+    """Return a plain training step on samples (B, L + 1).
+
+    AdamW and gradient clipping are PyTorch's. Matrix products run at PyTorch's default float32 precision, whatever
+    precision the other models in the same benchmark use.
+    """
     optim, clip = recipe.optim, recipe.trainer.clip_grad
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == large] for large in (True, False))
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

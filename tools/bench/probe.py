@@ -1,4 +1,4 @@
-"""Where measurements run, and the time of calls: warm-up, interleaved rounds, the clock of the device."""
+"""Timing of calls: the device, warm-up, interleaved rounds, and seconds by the clock of the device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lion.config import ConfigError
 from lion.trainer.memory import free_bytes
 from lion.trainer.runtime import cpu_name, missing_compiler
 
-WARM_UP, FEWEST = 3, 3  # calls; rounds, however long they take
-LONG = 10.0  # seconds of a call that needs no further warm-up
+WARM_UP, FEWEST = 3, 3  # calls of a warm-up; least number of rounds, whatever their duration
+LONG = 10.0  # seconds; after a longer call, warm-up stops
 
 
 class Variant(NamedTuple):
-    """A form, and its tokens a chunk or step where it has them."""
+    """A form, and its number of tokens per chunk or step, if it has one."""
 
     form: str
     chunk_size: int | None = None
@@ -30,23 +30,35 @@ class Variant(NamedTuple):
 
 
 def matrix_bytes(batch: int, heads: int, length: int) -> int:
-    """Of one matrix of scores for every head, float32."""
+    """Return the bytes of one float32 matrix of scores (L x L) for every head of a batch."""
     return 4 * batch * heads * length**2
 
 
 def square_bytes(batch: int, heads: int, length: int, *, backward: bool = False, vectors: int = 0) -> int:
-    """About what the L x L matrices of a full form take that has a decay; `vectors` of so many numbers a token also
-    keep keys re-based for every 64 queries."""
+    """Estimate the bytes of the L x L matrices of a full form with decay.
+
+    Args:
+        batch: Batch size.
+        heads: Number of heads.
+        length: Sequence length.
+        backward: Whether the backward pass runs, too.
+        vectors: Numbers per token of a vector decay; 0 for a scalar decay. With a vector decay, a form also keeps a
+            rescaled copy of the keys for every 64 queries.
+    """
     return int((8 if backward else 5) * (1 + vectors / 32) * matrix_bytes(batch, heads, length))
 
 
 def fits(size: int, device: torch.device) -> bool:
-    """Whether so many bytes are free, with some to spare."""
+    """Return whether `size` bytes fit into 80 % of the free memory."""
     return size <= 0.8 * free_bytes(device)
 
 
 def check_compiler(eager: bool) -> None:
-    """Raises ConfigError: There is no compiler, and compiled code is to be timed."""
+    """Check that a compiler is there, unless the run is eager.
+
+    Raises:
+        ConfigError: The run needs a compiler and there is none.
+    """
     missing = missing_compiler()
     if missing and not eager:
         raise ConfigError(f"bench: {missing}, or add --eager")
@@ -61,14 +73,14 @@ def device_name() -> str:
 
 
 def stamp(command: str) -> dict[str, str]:
-    """Record of a measurement: its command, without the folders of this machine, its date and PyTorch's version."""
+    """Return PyTorch's version, the date and the command of a measurement, without the folders of this machine."""
     command = re.sub(r"(?<![^\s=])[/~]\S*/(?=[^\s/])", "", command)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     return {"torch": torch.__version__, "date": now, "command": command}
 
 
 def step(run: Callable, tensors: dict[str, Tensor], which: str) -> tuple[Callable[[], object], Tensor]:
-    """One call of a pass, to be repeated; and its output, from the first call, which compiles."""
+    """Return a function that runs one pass, and the output of its first call (which compiles)."""
     if which == "forward":
 
         def once() -> Tensor:
@@ -95,7 +107,7 @@ def warm_up(once: Callable[[], object], device: torch.device) -> None:
 def time_rounds(
     runs: dict[Hashable, Callable], rounds: int, limit: float, device: torch.device
 ) -> dict[Hashable, list[float]]:
-    """Seconds of every call in every round, until `limit` seconds are over."""
+    """Call every function once per round, for `limit` seconds at most; return the seconds of every call."""
     times = {variant: [] for variant in runs}
     end = time.perf_counter() + limit
     for done in range(rounds):
@@ -107,13 +119,13 @@ def time_rounds(
 
 
 def best(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Seconds of the fastest of some calls."""
+    """Return the seconds of the fastest of `repeats` calls."""
     run()
     return min(seconds(run, device) for _ in range(repeats))
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one call, by the clock of the device."""
+    """Return the seconds of one call, by the clock of the device."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What `bench ops` measured, as JSON that grows over several runs, and as Markdown, a table and pictures made of it."""
+"""The report of `bench ops`: JSON that grows over several commands, and its Markdown, tables and plots."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from tools.store import Row, Store, digits, pipes
 
 FORMS = ("full", "chunk", "rnn", "blockwise")
 PASSES = {"forward": "Forward", "both": "Forward and backward"}
-SETTING = ("device", "threads", "dtype", "heads", "dim", "tokens", "eager")  # the same within one table
+SETTING = ("device", "threads", "dtype", "heads", "dim", "tokens", "eager")  # equal within one table
 KEY = (*SETTING, "mixer", "form", "chunk_size", "length", "pass")
 HEADER = ["tokens", "mixer", "form", "ms", "x SDPA", "arithmetic ms", "bytes ms", "x floor", "peak MiB", "error"]
 LEGEND = """\
-`x SDPA` is the median over rounds of the time over that of `scaled_dot_product_attention` in the same round (no mask,
-no dropout, same dtype, contiguous); rows of SDPA itself are from the last process that timed it, so `x SDPA` compares
-between commands and `ms` does not. `arithmetic` and `bytes` are the least times: matrix products that the form cannot
-do without, none twice, and inputs, output and their gradients moved once, at the rates that the process of that row
-measured (those above are the last one's); `x floor` is the time over the larger one. `peak` is memory beyond the
-inputs; `error` is the largest one against the definition in float64 at 130 tokens, in float32, over the largest
-value. A form is followed by its tokens a chunk; `*` marks those timed without torch.compile."""
+`x SDPA` is the median over rounds of the time divided by the time of `scaled_dot_product_attention` in the same round
+(no mask, no dropout, same dtype, contiguous). Rows of SDPA are from the last process that timed it, so `x SDPA` is
+comparable between commands and `ms` is not. `arithmetic` and `bytes` are lower bounds of the time: the matrix products
+that the form needs, each counted once, and the inputs, output and gradients, each moved once. They assume the rates
+that the process of that row measured (the rates above are from the last process). `x floor` is the time divided by the
+larger bound. `peak` is memory beyond the inputs. `error` is the largest error of the form in float32 against the
+definition in float64, at 130 tokens, divided by the largest value. The number after a form is its tokens per chunk; `*`
+marks forms timed without torch.compile."""
 CROSSOVER = (
-    "The length, in tokens, at which a form's time crosses that of SDPA, interpolated between the measured lengths "
-    "around it (straight in logarithms)."
+    "The length, in tokens, at which the time of a form crosses the time of SDPA, interpolated linearly in logarithms "
+    "between the two nearest measured lengths."
 )
 COLOURS = (
     "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #e377c2 #8c564b #7f9a00 #003f8a #c2a000 #5c5c5c #00a878 #a3004f"
@@ -37,7 +38,7 @@ STYLES = {"full": ("-", "o"), "chunk": ((0, (5, 2)), "s"), "rnn": (":", "^"), "b
 
 
 class Report(Store):
-    """Rows, notes on what was left out, and the machine's rates, in `folder/ops.json`."""
+    """Rows, notes on omitted measurements, and the machine's rates, in `folder/ops.json`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "ops.json", rates=SETTING, rows=KEY, notes=KEY)
@@ -47,13 +48,13 @@ class Report(Store):
         return self.tables["notes"]
 
     def add_row(self, row: Row) -> None:
-        """Add a row, and drop the notes on why it was missing."""
+        """Add a row, and remove the notes that said why it was missing."""
         self.add(row)
         for open_ in ((), ("length", "pass"), ("form", "chunk_size", "length", "pass")):
             self.notes.pop(self.key_of({**row, **dict.fromkeys(open_)}), None)
 
     def settings(self) -> list[list[Row]]:
-        """The rows of each setting, in the order of a table; the setting measured last first."""
+        """Return the rows of each setting in table order; the setting measured last comes first."""
         return [sorted(rows, key=order) for rows in self.groups(SETTING)]
 
     def write(self) -> None:
@@ -81,7 +82,7 @@ class Report(Store):
         return "\n\n".join(parts) + "\n"
 
     def terminal(self) -> str:
-        """The rows of this run, and their crossovers."""
+        """Return the rows of this command and their crossovers as text."""
         rows = sorted((self.rows[k] for k in self.new), key=order)
         parts = [f"{title(rows[0])}, torch {rows[0]['torch']}", self.rates_line(rows[0])]
         for name, text in PASSES.items():
@@ -101,12 +102,12 @@ class Report(Store):
         return f"This machine: {product} in a large product, {copy} in a large copy."
 
     def line(self, row: Row) -> str:
-        """One measurement, as a line of progress."""
+        """Return the progress line of a row."""
         text = f"{name_of(row)}, {row['length']:,} tokens, {PASSES[row['pass']].lower()}: {row['ms']:.1f} ms"
         return f"{text}, {row['ratio']:.2f} x SDPA, {row['ms'] / row['floor_ms']:.1f} x floor"
 
     def draw_last(self) -> Path | None:
-        """`ops.png` of the setting measured last."""
+        """Draw `ops.png` for the setting measured last."""
         rows = self.settings()[0]
         return self.draw(
             self.path.with_suffix(".png"), (5 * len(panels_of(rows)) + 2, 5.2), lambda fig: picture(fig, rows)
@@ -118,7 +119,7 @@ def setting(row: Row) -> Row:
 
 
 def rank(names: Iterable[str], name: str) -> int:
-    """Place in a table of names; before all of them is what is not there (SDPA)."""
+    """Return the position of a name, from 1; 0 for a name that is not listed (SDPA)."""
     return {n: i for i, n in enumerate(names, 1)}.get(name, 0)
 
 
@@ -165,7 +166,7 @@ def cells(row: Row) -> list[str]:
 
 
 def crossovers(rows: Iterable[Row]) -> list[Row]:
-    """For each mixer, form and pass of one setting, where its time crosses SDPA's."""
+    """Return the crossover with SDPA for each mixer, form and pass of one setting."""
     lines: dict[tuple, list[tuple[int, float]]] = {}
     for row in sorted(rows, key=order):
         if row["mixer"] != row["form"]:
@@ -178,9 +179,14 @@ def crossovers(rows: Iterable[Row]) -> list[Row]:
 
 
 def crossing(points: list[tuple[int, float]]) -> Row:
-    """Where a ratio over length, in order, passes 1 for the last time: straight between the logarithms.
+    """Return the length at which the ratio crosses 1 for the last time, interpolated linearly in logarithms.
 
-    `tokens` is None where it does not between the lengths measured; `text` says where it is then.
+    Args:
+        points: (length, ratio), by rising length.
+
+    Returns:
+        `tokens`: the length, or None if the ratio does not cross 1 between the measured lengths.
+        `text`: the length as text; without a crossing, an upper or lower bound.
     """
     tokens, text = None, f"< {points[0][0]:,}" if points[0][1] < 1 else f"> {points[-1][0]:,}"
     for (a, before), (b, after) in itertools.pairwise(points):
@@ -201,7 +207,7 @@ def crossing_table(crossed: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def panels_of(rows: list[Row]) -> list[tuple[str, str, str]]:
-    """(pass, value, title): ratio to SDPA in each pass, and peak memory in the larger pass measured."""
+    """Return (pass, value, title) of each panel: ratio to SDPA by pass, and peak memory in the last pass measured."""
     passes = [p for p in PASSES if any(r["pass"] == p for r in rows)]
     panels = [(p, "ratio", f"{PASSES[p]}: time over SDPA's") for p in passes]
     if any(r["peak_bytes"] for r in rows):
@@ -210,7 +216,7 @@ def panels_of(rows: list[Row]) -> list[tuple[str, str, str]]:
 
 
 def picture(fig: Any, rows: list[Row]) -> None:
-    """The panels of these rows side by side, over length."""
+    """Plot the panels of these rows side by side, over length."""
     line, panels = importlib.import_module("matplotlib.lines").Line2D, panels_of(rows)
     mixers = list(dict.fromkeys(r["mixer"] for r in sorted(rows, key=lambda r: order({**r, "length": 0}))))
     mixers = [m for m in mixers if m != "sdpa"]
@@ -218,7 +224,7 @@ def picture(fig: Any, rows: list[Row]) -> None:
     forms = [f for f in forms if f[0] != "sdpa"]
     sizes = {form: [c for f, c in forms if f == form] for form, _ in forms}
 
-    def look(form: str, chunk_size: int | None) -> dict[str, Any]:  # a form is its dashes, a chunk size its filling
+    def look(form: str, chunk_size: int | None) -> dict[str, Any]:  # dashes by form, filling by chunk size
         dashes, marker = STYLES[form]
         filled = ("full", "none", "left", "right", "top", "bottom")[sizes[form].index(chunk_size) % 6]
         return {"linestyle": dashes, "marker": marker, "markersize": 5, "fillstyle": filled, "linewidth": 1.6}
@@ -248,7 +254,7 @@ def picture(fig: Any, rows: list[Row]) -> None:
 
 
 def by_length(ax: Any, lengths: Sequence[int]) -> None:
-    """Both axes logarithmic, with numbers at the lengths, and at enough heights to read them by."""
+    """Make both axes logarithmic, with ticks at the lengths and at round values."""
     ax.set(xscale="log", yscale="log")
     ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
     ax.minorticks_off()

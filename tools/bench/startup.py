@@ -1,17 +1,18 @@
-"""Measure what the first training step of a recipe waits for, in a process of its own: cold, warm, and with a file of
-compiled artifacts that was carried from another machine.
+"""Measure the parts of a recipe's start-up time, up to the first training step, with different compile caches.
 
     ./run.sh bench startup [RECIPE ...] [--batch N]
 
-Cold begins with an empty cache of Inductor; warm repeats it; carried begins with an empty cache and
-`torch.compiler.load_cache_artifacts` of what the cold process saved; eager compiles nothing. Seconds of one process
-each: importing, building model and optimizer, the first step (forward, backward, update), the second one. The parts of
-a compiled first step are Dynamo (tracing Python), AOTAutograd (the joint graph and its partition), Inductor (lowering
-and code generation) and the wait for the C++ compiler (g++, `torch._inductor.config.compile_threads` at a time).
+Each start runs in a separate process. `cold` begins with an empty Inductor cache, and `warm` repeats the start with the
+filled cache. `carried` begins with an empty cache and loads the artifacts that the cold process saved
+(`torch.compiler.load_cache_artifacts`), as on another machine. `eager` compiles nothing. The columns are seconds of one
+process: importing, building model and optimizer, the first step (forward, backward, update), and the second step. The
+parts of a compiled first step are Dynamo (tracing Python), AOTAutograd (the joint graph and its partition), Inductor
+(lowering and code generation) and the wait for the C++ compiler (g++, `torch._inductor.config.compile_threads` at a
+time).
 
-A block is compiled once, however many blocks are alike. AOTAutograd's own cache is passed over where a graph holds an
-`autograd.Function` (bypass; TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD=1 lets it in, at the risk that a change
-of the function's Python goes unnoticed); Inductor's cache holds the compiled kernels in any case.
+Equal blocks are compiled once. AOTAutograd's cache skips graphs with an `autograd.Function` (`bypass`).
+TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD=1 includes them, at the risk that a change of the function's Python
+code goes unnoticed. Inductor's cache holds the compiled kernels in any case.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ KEY = ("recipe", "state", "batch", "torch", "cpu")
 
 
 class Report(Store):
-    """Rows of recipes and starts in `folder/startup.json`."""
+    """Rows of starts, by recipe, in `folder/startup.json`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "startup.json", rows=KEY)
@@ -59,14 +60,14 @@ class Report(Store):
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench startup", description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
-    parser.add_argument("--batch", type=count, default=16, help="samples of a step")
+    parser.add_argument("--batch", type=count, default=16, help="samples per step")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     report, command = Report(args.out).load(args.fresh), shlex.join(["./run.sh", "bench", "startup", *argv])
     names = args.recipes or list(DEFAULT)
     for name in names:
-        resolve(name)  # refused before minutes are spent
+        resolve(name)  # refuses bad recipes before minutes are spent
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             artifacts = Path(folder, "artifacts")
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
 def in_a_process(name: str, state: str, batch: int, cache: Path, artifacts: Path) -> Row:
     """Measure one start in a new process."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    environment["TMPDIR"] = str(cache.parent)  # of precompiled headers, which lie outside the cache
+    environment["TMPDIR"] = str(cache.parent)  # holds precompiled headers, which are outside the cache
     line = [sys.executable, "-m", "tools.bench.startup", name, state, str(batch), str(artifacts)]
     done = subprocess.run(line, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -98,7 +99,7 @@ def measure(name: str, state: str, batch: int, artifacts: Path) -> Row:
     """Take two training steps of a recipe in this process.
 
     Returns:
-        Seconds of importing, building, both steps and the parts of the first; numbers of graphs and C++ files.
+        Seconds of importing, building, both steps and the parts of the first step; numbers of graphs and C++ files.
     """
     imported, begun = time.process_time(), time.perf_counter()
     if state == "carried":
@@ -123,7 +124,7 @@ def measure(name: str, state: str, batch: int, artifacts: Path) -> Row:
 
 
 def parts_of_compilation() -> Row:
-    """Return seconds of each part of what this process has compiled, and how much that was."""
+    """Return the seconds of each part of compilation in this process, and the numbers of graphs and C++ files."""
     spent = {name: sum(times) for name, times in compilation_time_metrics.items()}
     whole = spent.get("_compile.compile_inner", 0.0)
     joint = spent.get("create_aot_dispatcher_function", 0.0)

@@ -1,16 +1,16 @@
-"""Time whole training steps against softmax attention (the paper's Table 2), and against no mixer at all.
+"""Time whole training steps relative to softmax attention (the paper's Table 2) and to a model without mixing.
 
     ./run.sh bench train RECIPE [RECIPE ...] [--size 224 512] [--batch N] [--plain] [--against RECIPE]
         [--set key=value ...]
 
-A step is the trainer's own, on a batch of noise: mixing or masking, forward, backward, clipping, optimizer, compiled,
-in the recipe's precision on a GPU and in float32 on a CPU, unless `--precision` or `--matmul` ask otherwise. All
-recipes must have one shape (dim, depth, heads, dropout, ..); beside them are timed the same model with softmax, which
-is 1, and without a mixer (each hands v on), which is the floor. `--plain` adds softmax written plainly in eager PyTorch
-(`tools/bench/plain.py`), `--against` a model of any shape, which is compared but has no row. Rounds are interleaved; a
-multiplier is the median over rounds of a step's time over the softmax, or plain, step's of that round. Rows of other
-commands had a softmax of their own beside them: `x softmax` compares, `ms` does not. The paper's ratios are of its own
-kernels on GPUs.
+A step is the trainer's step on a batch of noise: MixUp or masking, forward, backward, gradient clipping and optimizer.
+It is compiled, in the recipe's precision on a GPU and in float32 on a CPU, unless `--precision` or `--matmul` are set.
+All recipes must have the same shape (dim, depth, heads, dropout, ..). The same model is also timed with softmax, whose
+ratio is 1, and without a mixer (every layer passes v on), which is the lower bound. `--plain` adds softmax in plain
+eager PyTorch (`tools/bench/plain.py`). `--against` adds a model of any shape, which is compared but has no row. Rounds
+are interleaved. A ratio is the median over rounds of a step's time divided by the softmax (or plain) step's time in the
+same round. Each command timed softmax again, so `x softmax` is comparable between commands and `ms` is not. The
+paper's ratios were measured with its kernels on GPUs.
 Results are added to `reports/train.md` and `train.json`.
 """
 
@@ -56,7 +56,7 @@ HEADER = ["mixer", "x softmax", "paper: x softmax", "x plain", "against", "ms a 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process times: all recipes at one size of the samples."""
+    """Settings of one measuring process, which times all recipes at one size of the samples."""
 
     recipes: tuple[str, ...]
     overrides: tuple[str, ...]
@@ -76,19 +76,19 @@ class Job:
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench train", description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="+")
-    parser.add_argument("--size", type=count, nargs="+", help="of a sample, px or tokens (default: the first recipe's)")
-    parser.add_argument("--batch", type=count, help="samples a step (default: about 1,600 tokens, on a GPU 50,000)")
+    parser.add_argument("--size", type=count, nargs="+", help="in px or tokens (default: the first recipe's)")
+    parser.add_argument("--batch", type=count, help="samples per step (default: about 1,600 tokens, on a GPU 50,000)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the recipe's on a GPU, fp32 on a CPU")
-    parser.add_argument("--matmul", choices=MATMUL, default="highest", help="of float32, see trainer.matmul")
+    parser.add_argument("--matmul", choices=MATMUL, default="highest", help="float32 products, see trainer.matmul")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="overrides of every recipe")
     parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument("--seconds", type=count, default=900, help="end the rounds of a size after these")
+    parser.add_argument("--seconds", type=count, default=900, help="time limit for the rounds of a size")
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--plain", action="store_true", help="beside a GPT, the same in plain eager PyTorch")
-    parser.add_argument("--against", metavar="RECIPE", help="a model of another shape, timed in the same rounds")
+    parser.add_argument("--plain", action="store_true", help="also time the same GPT in plain eager PyTorch")
+    parser.add_argument("--against", metavar="RECIPE", help="a recipe of another shape, timed in the same rounds")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)
     report = Store(args.out / "train.json", rows=(*SETTING, "mixer")).load(args.fresh)
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
         )
         for size in sorted(set(args.size or [size_of(args.recipes[0], args.set)]))
     ]
-    for job in jobs:  # refuses what cannot be, before anything is timed
+    for job in jobs:  # refuses bad recipes before anything is timed
         models(job)
     failed = False
     for job in jobs:
@@ -139,10 +139,10 @@ def main(argv: list[str]) -> int:
 
 
 def size_of(path: str, overrides: list[str]) -> int:
-    """The size of a recipe's samples.
+    """Return the size of a recipe's samples.
 
     Raises:
-        ConfigError: They have none.
+        ConfigError: The samples have no fixed size.
     """
     info = describe_data(resolve(path, overrides), look=False)[0]
     try:
@@ -152,18 +152,18 @@ def size_of(path: str, overrides: list[str]) -> int:
 
 
 def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
-    """The recipes by name, at the job's size, and beside them softmax, the floor and what they are held against.
+    """Return the job's recipes by name at its size, after softmax, the lower bound and the `--against` recipe.
 
     Raises:
-        ConfigError: A recipe is wrong, or their models differ in more than the mixer.
+        ConfigError: A recipe is wrong, or the models differ in shape.
     """
     found: dict[str, tuple[Recipe, Task]] = {}
     for path in job.recipes:
         recipe, task = at_size(path, job)
         if found and recipe.model.shape() != next(iter(found.values()))[0].model.shape():
-            raise ConfigError(f"{path}: its model is {recipe.model.shape()}, that of {job.recipes[0]} is another")
+            raise ConfigError(f"{path}: its model is {recipe.model.shape()}, {job.recipes[0]} has another shape")
         if name_of(recipe) in found:
-            raise ConfigError(f"{path}: a second {name_of(recipe)}, by all that is timed here; leave one out")
+            raise ConfigError(f"{path}: a second {name_of(recipe)} with the same timed settings; omit one")
         found[name_of(recipe)] = (recipe, task)
     recipe, task = next(iter(found.values()))
     if job.plain:
@@ -179,10 +179,10 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
 
 
 def at_size(path: str, job: Job) -> tuple[Recipe, Task]:
-    """A recipe with a task for samples of the job's size; its model can be built.
+    """Return a recipe and its task for samples of the job's size.
 
     Raises:
-        ConfigError: It cannot, or the recipe is wrong.
+        ConfigError: The recipe is wrong, or its model cannot be built at this size.
     """
     recipe = resolve(path, job.overrides)
     task = make_task(recipe, describe_data(recipe, look=False)[0].resized(job.size))
@@ -191,13 +191,13 @@ def at_size(path: str, job: Job) -> tuple[Recipe, Task]:
 
 
 def name_of(recipe: Recipe) -> str:
-    """What the paper tells rows apart by, and the form."""
+    """Return the label of a recipe's model, and its form unless that is "auto"."""
     form = flatten(to_dict(recipe.model)).get("attention.form", "auto")
     return recipe.model.label() + ("" if form == "auto" else f" {form}")
 
 
 def measure(job: Job, send: Send) -> None:
-    """Build every model, warm its step up, and time the steps in rounds."""
+    """Build every model, warm up its step, and time all steps in rounds."""
     torch.set_num_threads(job.threads)
     torch.set_float32_matmul_precision(job.matmul)
     torch._dynamo.config.recompile_limit = 64  # the models share the code of their blocks
@@ -250,7 +250,7 @@ def measure(job: Job, send: Send) -> None:
 
 
 def ratios(times: list[float], others: list[float]) -> list[float]:
-    """Of the times of each round, sorted."""
+    """Return the sorted ratios of times to `others`, round by round."""
     return sorted(t / s for t, s in zip(times, others))
 
 
@@ -264,19 +264,19 @@ def training_step(
     *,
     compiled: bool = False,
 ) -> Callable[[], object]:
-    """The trainer's step on one batch, again and again; batches that grow are as large as they get."""
+    """Return a function that runs the trainer's step on one batch; a growing batch has its final size."""
     plan = make_plan(recipe, samples=recipe.trainer.batch_size, world=1)
     how = dataclasses.replace(plan.trainer, precision=precision, parallel="ddp")
     plan = dataclasses.replace(plan, trainer=how, ramp=None, accumulation=1)
     trainer = Trainer(plan, task, model, Splits([], [], None, task.info), Path(), Runtime(device))
     if compiled:
         compile_blocks(model)
-    trainer.state.step = 1  # at 0 the first batch is shown
+    trainer.state.step = 1  # at step 0, the trainer logs the first batch
     batches, monitor = itertools.repeat(example), SimpleNamespace(waited=0.0)
 
     def step() -> None:
         trainer.train_step(batches, monitor, NoLog())
-        trainer.optimizer.zero_grad()  # as the next step would: what one needs is taken anew
+        trainer.optimizer.zero_grad()  # as at the next step, so that every step allocates its gradients
 
     return step
 
@@ -293,7 +293,7 @@ def title(row: dict[str, Any]) -> str:
 
 
 def columns(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of rows of one setting; without what none of them has."""
+    """Return the header and cells of the rows of one setting, without columns that are empty in all rows."""
     found = [cells(row) for row in rows]
     kept = [i for i in range(len(HEADER)) if any(row[i] for row in found)]
     return [HEADER[i] for i in kept], [[row[i] or "-" for i in kept] for row in found]
@@ -309,7 +309,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def published(row: dict[str, Any]) -> str:
-    """The same ratio in the paper's tables, "" where they have none for this model."""
+    """Return the ratio of a row in the paper's tables, or "" if they have none for this model."""
     for held in published_times():
         alike = held["model"] == row["model"] and row["shape"].startswith(held["shape"]) and held["size"] == row["size"]
         if alike and row["mixer"] in held["times"]:

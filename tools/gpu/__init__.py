@@ -1,1 +1,1 @@
-"""Inductor's code of a model for an NVIDIA GPU, made and inspected on a machine without one (`tools.bench.gpu`)."""
+"""Generation and inspection of Inductor's code for an NVIDIA GPU, on a machine without a GPU (`tools.bench.gpu`)."""

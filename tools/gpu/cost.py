@@ -1,4 +1,4 @@
-"""Bytes, products, launches, and the least time that they take on a GPU: estimates by arithmetic, nothing is timed."""
+"""Estimates of the least time on a GPU, computed from bytes, products and launches; nothing is timed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from tools.gpu.targets import FUSED_SHARE, GAP, LAUNCH, Target
 
 @dataclass(frozen=True)
 class Cost:
-    """Triton `kernels`, `launches` of them, `library` calls of products, `fallbacks` to other eager operators, bytes
-    `moved`, and `flops` of products."""
+    """Counts of the work on a GPU.
+
+    Attributes:
+        kernels: Number of different Triton kernels.
+        launches: Launches of Triton kernels, or of eager operators without products.
+        library: Library calls of matrix products.
+        fallbacks: Calls of other eager operators from compiled code.
+        moved: Bytes read and written.
+        flops: FLOPs of products.
+    """
 
     kernels: int = 0
     launches: int = 0
@@ -33,8 +41,11 @@ class Cost:
         return Cost(*(a * times for a in astuple(self)))
 
     def seconds(self, target: Target, dtype: torch.dtype, graphs: bool = True) -> float:
-        """The least time: that of the bytes or of the products, whichever is longer, and the gaps between kernels;
-        without CUDA graphs no less than the CPU takes to launch them."""
+        """Return the least time in seconds.
+
+        This is the time of the bytes or the time of the products, whichever is longer, plus the gaps between kernels.
+        Without CUDA graphs, it is at least the time that the CPU needs to launch all calls.
+        """
         work = max(self.moved / target.bandwidth, self.flops / target.rate(dtype)) + self.calls * GAP
         return work if graphs else max(work, self.calls * LAUNCH)
 
@@ -44,10 +55,11 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 
 def fused_softmax(shape: tuple[int, int, int, int], dtype: torch.dtype) -> dict[str, Cost]:
-    """Softmax attention of q, k, v (B, H, L, D) by FlashAttention, in both directions, by stage.
+    """Return the cost of softmax attention (FlashAttention, not causal) of q, k, v (B, H, L, D), by stage.
 
-    Forward reads q, k, v and writes the output and a float32 number a token; backward reads these and the output's
-    gradient, and writes three gradients and another number a token. Products: 2 forward, 5 backward.
+    The forward pass reads q, k, v; it writes the output and one float32 number per token. The backward pass reads q, k,
+    v, the output, this number and the output's gradient; it writes three gradients and another number per token. There
+    are 2 products forward and 5 backward.
     """
     batch, heads, length, dim = shape
     tokens = batch * heads * length
@@ -59,5 +71,5 @@ def fused_softmax(shape: tuple[int, int, int, int], dtype: torch.dtype) -> dict[
 
 
 def fused_seconds(cost: Cost, target: Target, dtype: torch.dtype, graphs: bool = True) -> float:
-    """`Cost.seconds` of a fused kernel, whose products reach a share of the tensor cores' rate."""
+    """Return `Cost.seconds` of a fused kernel, whose products reach `FUSED_SHARE` of the tensor cores' rate."""
     return replace(cost, flops=round(cost.flops / FUSED_SHARE)).seconds(target, dtype, graphs)

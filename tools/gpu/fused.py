@@ -1,4 +1,4 @@
-"""The fused form (`lion.ops.flex`) in graphs that are traced on a CPU, where the library does not take it."""
+"""Tracing of the fused form (`lion.ops.flex`) on a CPU, where the library itself does not use it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-FUSED = "fused"  # in the place of a form: the full one, where it is fused
+FUSED = "fused"  # name of the fused full form, in place of a form of the library
 
 
 def gradients_on_a_cpu() -> Any:
-    """A context in which `flex_attention` has gradients on a CPU: its dense operator has, a check refuses them."""
+    """Enable gradients of `flex_attention` on a CPU: disable a check; the dense operator behind it has gradients."""
     return mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 
 @contextmanager
 def as_checked() -> Iterator[None]:
-    """A context in which graphs take the fused form wherever a GPU's would, once it has passed its check."""
+    """Trace graphs with the fused form wherever graphs for a GPU use it, as if its check had passed."""
     from lion.ops.flex import suits
 
     with mock.patch("lion.ops.api.fused_applies", suits), gradients_on_a_cpu():
@@ -26,10 +26,10 @@ def as_checked() -> Iterator[None]:
 
 @contextmanager
 def taken(form: str) -> Iterator[str]:
-    """A context in which graphs are traced in a form, and the form to ask the library for.
+    """Trace graphs in `form`, which may be `FUSED`; yield the name of the form to pass to the library.
 
     Raises:
-        ValueError: What was traced cannot be fused.
+        ValueError: The traced operator has no fused form.
     """
     if form != FUSED:
         yield form
@@ -47,4 +47,4 @@ def taken(form: str) -> Iterator[str]:
         stack.enter_context(gradients_on_a_cpu())
         yield "full"
     if not answers or not all(answers):
-        raise ValueError("no fused form: it takes one row sum of positive scores, and one decay a token and head")
+        raise ValueError("no fused form: it requires a row sum of positive scores and one decay per token and head")

@@ -1,7 +1,7 @@
-"""The graphs that torch.compile hands to Inductor.
+"""Tracing of the graphs that torch.compile passes to Inductor.
 
-Tracing is done as on a CPU, and the graphs are moved to the GPU afterwards (`tools.gpu.lower`): autograd asks a CUDA
-driver for its streams.
+The graphs are traced on the CPU and moved to the GPU afterwards (`tools.gpu.lower`), because autograd on a CUDA device
+requires a CUDA driver.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ from torch.fx import GraphModule
 
 @dataclass
 class Graph:
-    """A graph of one `stage`, "forward", "backward" or "inference", the shape, stride and dtype of every input, and,
-    once it has run, its inputs and outputs."""
+    """A graph of one stage.
+
+    Attributes:
+        stage: "forward", "backward" or "inference".
+        module: The graph.
+        inputs: Shape, stride and dtype of every input tensor; other inputs unchanged.
+        given: The inputs of the last call.
+        results: The outputs of the last call.
+    """
 
     stage: str
     module: GraphModule
@@ -44,8 +51,10 @@ class Graph:
 
 
 def trace(fn: Callable[..., Tensor], *args: Any) -> list[Graph]:
-    """The graphs of `fn(*args)` and, where it takes a gradient, of its derivative; a graph break is an error. Of fake
-    tensors, under their `FakeTensorMode`, nothing is computed."""
+    """Return the graphs of `fn(*args)` and, if the result requires a gradient, of the backward pass.
+
+    A graph break is an error. With fake tensors, under their `FakeTensorMode`, nothing is computed.
+    """
     graphs: list[Graph] = []
 
     def keep(stage: str) -> Callable:
@@ -70,7 +79,7 @@ def trace(fn: Callable[..., Tensor], *args: Any) -> list[Graph]:
 
 
 def partition(joint: GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[GraphModule, GraphModule]:
-    """Forward and backward of a joint graph, as Inductor cuts it."""
+    """Split a joint graph into the forward and the backward graph, as Inductor does."""
     with V.set_fake_mode(detect_fake_mode(inputs)):
         joint = _recursive_joint_graph_passes(joint)
     return min_cut_rematerialization_partition(joint, inputs, **how)
@@ -81,7 +90,7 @@ def described(x: Any) -> Any:
 
 
 def fake_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The module with fake parameters and buffers, in place."""
+    """Replace the parameters and buffers of a module by fake tensors, in place; return the module."""
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, t in held.items():

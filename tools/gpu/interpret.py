@@ -1,11 +1,11 @@
-"""Runs Inductor's GPU code on CPU tensors: every kernel in Triton's interpreter, program by program, in numpy.
+"""Run Inductor's GPU code on CPU tensors: Triton's interpreter runs every kernel, program by program, in numpy.
 
     python -m tools.gpu.interpret FOLDER MIXER,FORM,DIRECTION,TOKENS ...
 
-Prints a line of JSON for each stage of a mixer's layer: the largest error of its output, or of its gradients, over the
-largest value of the same graph run on the CPU, and leaves the kernels in the folder. FORM may be `fused`, too. For
-small sizes: 16 features (32 fused), 2 heads, chunks of 16 tokens. A process of its own, because TRITON_INTERPRET is
-read when Triton is imported.
+For each stage of a mixer's layer, the command prints one line of JSON with the largest error of the output or of the
+gradients, divided by the largest value of the same graph run on the CPU. It writes the kernels into the folder. FORM
+may also be `fused`. Sizes are small: 16 features (32 if fused), 2 heads, chunks of 16 tokens. A separate process is
+needed, because Triton reads TRITON_INTERPRET when it is imported.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from tools.gpu.lower import Program, call_of, lower
 from tools.gpu.targets import TARGETS
 
 WIDTH, HEADS, CHUNK = 16, 2, 16
-BLOCKS = {"XBLOCK": 64, "YBLOCK": 16, "ZBLOCK": 1, "R0_BLOCK": 16, "R1_BLOCK": 16}  # elements a program
-LANGUAGE = "sqrt|rsqrt|exp|exp2|log|log2|sin|cos|erf|floor|ceil"  # functions of libdevice that tl has, too
+BLOCKS = {"XBLOCK": 64, "YBLOCK": 16, "ZBLOCK": 1, "R0_BLOCK": 16, "R1_BLOCK": 16}  # elements per program
+LANGUAGE = "sqrt|rsqrt|exp|exp2|log|log2|sin|cos|erf|floor|ceil"  # functions of libdevice that `tl` also has
 STAND_INS = {
     "log1p(x)": "tl.log(1 + x)",
     "expm1(x)": "tl.exp(x) - 1",
     "tanh(x)": "2 * tl.sigmoid(2 * x) - 1",
-    "pow(x, y)": "tl.exp(y * tl.log(x))",  # of positive numbers
+    "pow(x, y)": "tl.exp(y * tl.log(x))",  # for positive x
 }
 CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment", "assert_tensor_metadata")
 
 
 class Unsupported(Exception):
-    """A kernel calls what the interpreter cannot run."""
+    """Error for a kernel that calls a function which the interpreter cannot run."""
 
 
 class Kernel:
-    """One Triton kernel, launched over CPU tensors."""
+    """A Triton kernel that runs on CPU tensors."""
 
     def __init__(self, name: str, source: str, folder: Path) -> None:
         source = re.sub(r"@triton_heuristics\.\w+\(\n(?:.|\n)*?\n\)\n@triton\.jit", "@triton.jit", source)
@@ -68,7 +68,7 @@ class Kernel:
     def run(self, *args: Any, stream: Any = None) -> None:
         names = self.fn.arg_names
         sizes = dict(zip(names, args))
-        if len(args) > len(names):  # a template's grid comes last
+        if len(args) > len(names):  # the grid of a template comes last
             self.fn[args[len(names) :]](*args[: len(names)])
             return
         grid = tuple(-(-sizes.get(f"{axis}numel", 1) // BLOCKS[f"{axis.upper()}BLOCK"]) for axis in "xyz")
@@ -76,17 +76,17 @@ class Kernel:
 
 
 class Library:
-    """Matrix products as torch computes them."""
+    """A stand-in for Inductor's `extern_kernels`, which calls torch's matrix products."""
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
         return lambda *args, out=None, **given: out.copy_(getattr(torch, name)(*args, **given))
 
 
 def runner(program: Program, folder: Path) -> Callable[[list[Any]], Any]:
-    """The generated code's `call`, over CPU tensors.
+    """Return the generated code's function `call`, for CPU tensors.
 
     Raises:
-        Unsupported: One of its kernels cannot be run.
+        Unsupported: The interpreter cannot run one of the kernels.
     """
     source = textwrap.dedent(call_of(program.code)).replace("def call(self, args):", "def call(args):")
     source = re.sub(r"torch\.cuda\._DeviceGuard\(\d+\)", "contextlib.nullcontext()", source)
@@ -110,7 +110,10 @@ def runner(program: Program, folder: Path) -> Callable[[list[Any]], Any]:
 
 
 def largest_error(graph: Graph, program: Program) -> float:
-    """Error of the program's results, of forward the output alone, over the largest value of the graph's."""
+    """Return the largest error of the program's results, divided by the largest value of the graph's results.
+
+    For the forward stage, only the output is compared.
+    """
     with tempfile.TemporaryDirectory() as folder:
         call = runner(program, Path(folder))
         found = call([laid_out(x, how) for x, how in zip(graph.given, graph.inputs)])
@@ -120,7 +123,7 @@ def largest_error(graph: Graph, program: Program) -> float:
 
 
 def laid_out(x: Any, how: Any) -> Any:
-    """A copy of an input with the strides that the graph was lowered for."""
+    """Return a copy of an input with the strides that the graph was lowered for; other inputs unchanged."""
     if not isinstance(x, Tensor):
         return x
     size, stride, dtype = how
@@ -130,15 +133,15 @@ def laid_out(x: Any, how: Any) -> Any:
 
 
 def verify(mixer: str, form: str, direction: str, length: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Check a mixer's layer on one row of `length` tokens, stage by stage."""
+    """Check a mixer's layer on one sequence of `length` tokens; yield one row per stage."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    width = max(WIDTH, 16 * HEADS) if form == FUSED else WIDTH  # whose kernels take 16 dimensions and more
+    width = max(WIDTH, 16 * HEADS) if form == FUSED else WIDTH  # fused kernels need a head dimension of at least 16
     with taken(form) as name:
         layer = LionAttention(width, HEADS, mixer, form=name, direction=direction, chunk_size=CHUNK)
         graphs = trace(layer, torch.randn(1, length, width, requires_grad=True))
     for graph in graphs:
-        with config.patch(split_reductions=False):  # whose programs wait for each other
+        with config.patch(split_reductions=False):  # programs of a split reduction wait for each other
             program = lower(graph, TARGETS["h100"])
         (folder / f"{mixer} {form} {direction} {graph.stage}.json").write_text(json.dumps(program.kernels))
         row = {"case": f"{mixer} {form} {direction}", "stage": graph.stage, "kernels": len(program.kernels)}

@@ -1,4 +1,4 @@
-"""Triton kernels of generated code through Triton and ptxas to a cubin, as on the GPU itself."""
+"""Compilation of generated Triton kernels to cubins by Triton and ptxas, as on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from tools.gpu.targets import Target, pretend
 
 
 def compile_kernels(kernels: dict[str, str], target: Target) -> None:
-    """Every kernel (by name, its source) to a cubin; raises what the compiler raises."""
+    """Compile every kernel to a cubin.
+
+    Args:
+        kernels: Sources of the kernels by name.
+        target: GPU to compile for.
+
+    Raises:
+        Exception: Any error of the compiler.
+    """
     with tempfile.TemporaryDirectory() as folder, pretend(target):
         for name, source in kernels.items():
             compile_kernel(load(name, source, Path(folder)), target)
@@ -35,7 +43,7 @@ def compile_kernel(kernel: Any, target: Target) -> None:
 
 
 def load(name: str, source: str, folder: Path) -> Any:
-    """A kernel of generated source, by way of a file (Triton reads its source there) with a short name."""
+    """Load a kernel from its generated source, through a file with a short name: Triton reads sources from files."""
     path = folder / f"kernel_{len(list(folder.iterdir()))}.py"
     path.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""))
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -1,4 +1,4 @@
-"""A graph as Inductor's code for a GPU, and what can be counted in it."""
+"""Lowering of a graph to Inductor's code for a GPU, and the counts of its kernels, bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,15 @@ FLEX = "flex_attention"
 
 
 class Program(NamedTuple):
-    """The code of a graph for a GPU: its Triton `kernels` by name, the `fallbacks`, eager operators that are no matrix
-    products, and its `cost`."""
+    """The generated code of a graph for a GPU.
+
+    Attributes:
+        stage: The stage of the graph.
+        code: The generated Python code.
+        kernels: Sources of the Triton kernels by name.
+        fallbacks: Names of the eager operators that the code calls, except matrix products.
+        cost: Counts of the code.
+    """
 
     stage: str
     code: str
@@ -39,7 +46,7 @@ class Program(NamedTuple):
 
 
 def lower(graph: Graph, target: Target) -> Program:
-    """Inductor's code for the graph on a target."""
+    """Generate Inductor's code of a graph for a target."""
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
     flex = any(FLEX in str(node.target) for node in module.graph.nodes)
     move(module)
@@ -52,12 +59,12 @@ def lower(graph: Graph, target: Target) -> Program:
     with (
         pretend(target),
         config.patch(compile_threads=1),
-        nullcontext() if flex else counter,  # which knows no operators that hold graphs
+        nullcontext() if flex else counter,  # the counter does not support operators with subgraphs
     ):
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
         flops = attention_flops(module) if flex else counter.get_total_flops()
         with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
-            if not flex:  # whose subgraphs the passes refuse after the move
+            if not flex:  # the passes reject flex_attention's moved subgraphs
                 _recursive_post_grad_passes(module, is_inference=graph.stage == "inference")
             lowering = GraphLowering(module, example_inputs=inputs, shape_env=None)
             with V.set_graph_handler(lowering):
@@ -79,7 +86,7 @@ def lower(graph: Graph, target: Target) -> Program:
 
 
 def attention_flops(module: GraphModule) -> int:
-    """Products of the fused attention in a graph, as if no pair was masked: twice what a triangle of pairs takes."""
+    """Return the FLOPs of the fused attention in a graph, with masked pairs counted (twice the FLOPs of a triangle)."""
     nodes = [node for node in module.graph.nodes if FLEX in str(node.target)]
     return sum(flop_registry[n.target](*map_aggregate(n.args, value_of)) for n in nodes)
 
@@ -89,7 +96,7 @@ def value_of(x: Any) -> Any:
 
 
 def move(module: torch.fx.GraphModule) -> None:
-    """Every device that a graph and its subgraphs name becomes the GPU."""
+    """Replace every device in a graph and its subgraphs by the GPU."""
     for part in module.modules():
         if not isinstance(part, torch.fx.GraphModule):
             continue
@@ -104,12 +111,12 @@ def on_gpu(x: Any) -> Any:
 
 
 def kernels_of(code: str) -> dict[str, str]:
-    """The source of every Triton kernel that generated code holds."""
+    """Return the sources of the Triton kernels in generated code, by name."""
     return {name: source.replace("\\'", "'") for name, source in KERNEL.findall(code)}
 
 
 def call_of(code: str) -> str:
-    """The function of generated code that launches the kernels."""
+    """Return the source of the function `call`, which launches the kernels of generated code."""
     start = code.rindex("\n", 0, code.index("def call(")) + 1
     lines = code[start:].split("\n")
     indent = len(lines[0]) - len(lines[0].lstrip())

@@ -1,4 +1,4 @@
-"""The graphs of a mixer's operator, forward and backward."""
+"""Tracing of a mixer's operator, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from tools.gpu.graphs import Graph, trace
 def operator_graphs(
     mixer: str, form: str, shape: tuple[int, int, int, int], dtype: torch.dtype, chunk_size: int = 64
 ) -> list[Graph]:
-    """The graphs of a mixer's operator on tokens (B, H, L, D), with the feature map that q and k go through; of a
-    form, or `fused`."""
+    """Return the graphs of a mixer's operator, including the feature map of q and k.
+
+    Args:
+        mixer: Name in `OPERATORS`.
+        form: Form of the operator, or "fused".
+        shape: (B, H, L, D) of q, k and v.
+        dtype: Dtype of q, k and v.
+        chunk_size: Tokens per chunk.
+    """
     batch, heads, length, dim = shape
     operator = OPERATORS[mixer]
     tensors, fixed = operator.inputs(heads, dim, batch, length, torch.device("cpu"), dtype, featurized=False)

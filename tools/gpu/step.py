@@ -1,5 +1,7 @@
-"""The cost of a whole training step of a recipe: its blocks as Inductor compiles them, and the operators around them,
-which the trainer runs eagerly, one launch each."""
+"""The cost of a whole training step of a recipe.
+
+Inductor compiles the blocks of the model. The trainer runs all other operators eagerly, with one launch per operator.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,17 @@ from tools.gpu.lower import lower
 from tools.gpu.targets import Target
 
 FREE = ("empty", "detach", "alias", "_record_function", "device", "is_same_size")  # operators without a kernel
-FREE += ("clone",)  # fake gradients are cloned where real ones are taken as they are
+FREE += ("clone",)  # fake gradients are cloned; real gradients are used unchanged
 
 
 @dataclass
 class Step:
-    """A training step: the graphs of each kind of block, how many blocks are of it, and the cost around them."""
+    """The graphs and costs of a training step.
+
+    Attributes:
+        blocks: Graphs of each kind of block, and the number of blocks of that kind.
+        around: Cost of the eager operators around the blocks.
+    """
 
     blocks: list[tuple[list[Graph], int]]
     around: Cost
@@ -42,7 +49,7 @@ class Step:
         return [graph for graphs, _ in self.blocks for graph in graphs]
 
     def costs(self, target: Target) -> dict[str, Cost]:
-        """The cost of all blocks by stage, and `around` them."""
+        """Return the cost of all blocks by stage, and the cost `around` them."""
         found = {"forward": Cost(), "backward": Cost()}
         for graphs, n in self.blocks:
             for graph in graphs:
@@ -51,7 +58,7 @@ class Step:
 
 
 def trace_step(recipe: Recipe, task: Task, batch: int) -> Step:
-    """A step on `batch` samples, in the recipe's precision."""
+    """Trace a training step on `batch` samples, in the recipe's precision."""
     mode, precision = FakeTensorMode(allow_non_fake_inputs=True), recipe.trainer.precision
     device = torch.device("cpu")
     example = tree_map(mode.from_tensor, task.example(batch, device))
@@ -60,7 +67,7 @@ def trace_step(recipe: Recipe, task: Task, batch: int) -> Step:
         with recorded(model) as calls, as_on_gpu(model):
             step = training_step(model, task, recipe, example, precision, device)
             with Counter() as around:
-                step()  # the first one makes the optimizer's state
+                step()  # the first step allocates the optimizer's state
                 around.cost = Cost()
                 step()
         blocks = []
@@ -74,7 +81,11 @@ def trace_step(recipe: Recipe, task: Task, batch: int) -> Step:
 
 @contextlib.contextmanager
 def recorded(model: nn.Module) -> Iterator[list[tuple[tuple[nn.Module, tuple, dict], int]]]:
-    """Each different block's call and how many there are; in place of the blocks stand functions without a cost."""
+    """Replace the blocks of a model by functions without cost, and record the blocks' calls.
+
+    On exit, the yielded list holds one call (block, args, kwargs) of each kind of block, and the number of blocks of
+    that kind. Blocks are of one kind if their type, settings and the shapes of parameters and inputs agree.
+    """
     found: dict[Any, list] = {}
 
     def stand_in(unit: nn.Module) -> Callable:
@@ -107,7 +118,7 @@ def as_leaf(x: Any) -> Any:
 
 
 class _StandIn(torch.autograd.Function):
-    """A block that computes nothing, and gives every input a gradient."""
+    """A block that computes nothing and returns a gradient for every input."""
 
     @staticmethod
     def forward(ctx, x: Tensor, *others: Tensor) -> Tensor:
@@ -120,7 +131,7 @@ class _StandIn(torch.autograd.Function):
 
 
 class Counter(TorchDispatchMode):
-    """Adds up the eager operators that run under it: one that only looks at its inputs is free."""
+    """A mode that sums the costs of eager operators; views and operators without a kernel are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +139,8 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func.overloadpacket._qualified_op_name.partition("::")[2]
-        if name == "_local_scalar_dense":  # a number that the CPU draws, as MixUp does; fake ones have no value
-            return 0.5 if args[0].dtype.is_floating_point else True  # and checks, which a GPU does not wait for, hold
+        if name == "_local_scalar_dense":  # fake numbers have no value: 0.5 for numbers drawn on the CPU, as in MixUp
+            return 0.5 if args[0].dtype.is_floating_point else True  # checks pass; a GPU does not wait for them
         out = func(*args, **(kwargs or {}))
         if func.is_view or name.startswith(FREE):
             return out
@@ -145,7 +156,7 @@ class Counter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def as_on_gpu(model: nn.Module) -> Iterator[None]:
-    """Norms of all gradients are one operator; fake parameters stay where they are."""
+    """Compute the norms of all gradients in one operator, as on a GPU, and keep fake parameters on their device."""
     with mock.patch("torch.nn.utils.clip_grad._has_foreach_support", lambda *_: True):
         with mock.patch.object(model, "to", lambda *_: model):
             yield
@@ -153,7 +164,7 @@ def as_on_gpu(model: nn.Module) -> Iterator[None]:
 
 @torch.library.custom_op("lion_gpu::softmax_attention", mutates_args=())
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Fused softmax attention as a graph of the GPU has it: the output, and a float32 number a token."""
+    """Return placeholders of fused softmax attention: the output, and one float32 number per token."""
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
@@ -197,7 +208,7 @@ def _(grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, causal: bool, out_
 
 
 def softmax_as_one_operator() -> Any:
-    """PyTorch's fused attention is then one operator, also in graphs traced on a CPU."""
+    """Return a patch that makes PyTorch's SDPA one operator, as on a GPU, in graphs traced on a CPU."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
         return softmax_attention(q, k, v, is_causal)[0]

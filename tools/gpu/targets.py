@@ -1,6 +1,6 @@
-"""The GPUs that code is generated for, and a context in which this machine seems to have one.
+"""Target GPUs of code generation, and a context that makes torch find such a GPU on this machine.
 
-Figures are the makers' data sheets: dense tensor-core rates (without sparsity) of bfloat16 with float32 sums, TF32 off.
+Rates are from the data sheets: dense tensor-core rates (without sparsity) of bfloat16 with float32 sums, TF32 off.
 """
 
 from __future__ import annotations
@@ -15,16 +15,28 @@ import torch
 
 from lion.config import ConfigError
 
-TORCH = ((2, 14), (2, 15))  # versions whose internals are known here
-LAUNCH = 6e-6  # seconds of the CPU a launch or library call, from Inductor's Python wrapper; an assumption
+TORCH = ((2, 14), (2, 15))  # supported versions, whose internals this package uses
+LAUNCH = 6e-6  # CPU seconds per launch or library call in Inductor's Python wrapper; an assumption
 GAP = 1e-6  # seconds between two kernels of a CUDA graph; an assumption
-FUSED_SHARE = 0.5  # of the tensor cores' rate that FlashAttention reaches; an assumption, about 500 TFLOP/s on an H100
+FUSED_SHARE = 0.5  # share of the tensor cores' rate in FlashAttention; an assumption (about 500 TFLOP/s on an H100)
 DEVICE = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU: compute capability, memory rate (bytes/s), FLOP/s of bfloat16 and float32 products, and its limits."""
+    """A GPU.
+
+    Attributes:
+        name: Name of the product.
+        capability: Compute capability (major, minor).
+        bandwidth: Memory bandwidth, bytes/s.
+        bf16: FLOP/s of bfloat16 products.
+        fp32: FLOP/s of float32 products.
+        processors: Number of streaming multiprocessors.
+        memory: Memory, GiB.
+        shared: Largest shared memory of a block, bytes.
+        cache: L2 cache, MiB.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -45,7 +57,7 @@ class Target:
         return self.fp32 if dtype == torch.float32 else self.bf16
 
     def properties(self) -> types.SimpleNamespace:
-        """The fields of `torch.cuda.get_device_properties`."""
+        """Return the fields of `torch.cuda.get_device_properties`."""
         return types.SimpleNamespace(
             name=self.name,
             major=self.capability[0],
@@ -73,19 +85,23 @@ TARGETS = {
 
 
 def check_toolchain() -> None:
-    """Raises ConfigError: This torch's compiler is not one whose internals are known, or there is no Triton."""
+    """Check that this torch is supported and that Triton is installed.
+
+    Raises:
+        ConfigError: The version of torch is not supported, or there is no Triton.
+    """
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     if version not in TORCH:
         known = " and ".join(".".join(map(str, v)) for v in TORCH)
-        raise ConfigError(f"GPU code is inspected under torch {known}, this is {torch.__version__}")
+        raise ConfigError(f"GPU code can only be generated under torch {known}, this is {torch.__version__}")
     try:
         import triton  # noqa: F401
     except ImportError:
-        raise ConfigError("no Triton in this environment: install torch's default wheel, not the CPU's") from None
+        raise ConfigError("no Triton in this environment: install torch's default wheel, not the CPU wheel") from None
 
 
 def pretend(target: Target) -> ExitStack:
-    """A context in which torch, Inductor and Triton find this GPU."""
+    """Return a context in which torch, Inductor and Triton find the target GPU."""
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from triton.backends.compiler import GPUTarget

@@ -1,15 +1,17 @@
-"""Runs as tables beside the paper's numbers: mean and deviation over seeds, what the paper claims, and curves.
+"""Report runs as tables beside the paper's numbers: mean and deviation over seeds, the paper's claims, and curves.
 
     ./run.sh report [RUN ...] [--section TITLE RUN [RUN ...] ..]
         [--out reports] [--name vision] [--notes FILE] [--fresh]
 
-Runs whose recipes agree but for the seed are one row. All runs of a table must have the same data and budget (epochs or
-steps, batch), and what else differs is listed; each --section is a table of its own, of another task, data or budget.
-The paper's numbers (`tools/report/papers/TASK.yaml`) are those that our recipes claim for the same mixer, scans and
-direction: other data, so only their order compares. What `./run.sh glue` has made of the runs stands below their
-table. Writes NAME.md, NAME.json and NAME.png; what a report of that name held stays: a table gives way to one of its
-title, and notes to notes, so the runs of the others need not be at hand. Without runs, the report of this name is
-written anew of its JSON, with these notes.
+Runs whose recipes differ only in the seed form one row. All runs of a table must have the same data and budget (epochs
+or steps, batch size); other differing settings are listed. Each --section is a separate table, for another task, data
+set or budget. The paper's numbers (`tools/report/papers`) are the claims of our recipes with the same mixer, scans and
+direction. They were measured on other data, so only their order is comparable. Results of `./run.sh glue` follow the
+table of their runs.
+
+The command writes NAME.md, NAME.json and NAME.png. It keeps the content of an existing report of that name: a new table
+replaces only the table with the same title, and new notes replace the old notes. The runs of the other tables are
+therefore not needed. Without runs, the command rewrites the report of this name from its JSON, with the notes passed.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", metavar="RUN")
     parser.add_argument(
-        "--section", nargs="+", action="append", default=[], metavar=("TITLE", "RUN"), help="a table more"
+        "--section", nargs="+", action="append", default=[], metavar=("TITLE", "RUN"), help="another table"
     )
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--name", type=file_name, help="of its files (default: that of the task, or of the first run)")
-    parser.add_argument("--notes", type=Path, help="Markdown to end the report with")
-    parser.add_argument("--fresh", action="store_true", help="write over a report of other runs")
+    parser.add_argument("--name", type=file_name, help="of the report's files (default: by the task, or the first run)")
+    parser.add_argument("--notes", type=Path, help="Markdown file to append to the report")
+    parser.add_argument("--fresh", action="store_true", help="replace an existing report of other runs")
     args = parser.parse_args(argv)
     notes = read_notes(args.notes)
     sections = [read_section(title, runs) for title, runs in asked_for(args.runs, args.section)]
     if not sections and (args.name is None or not (args.out / f"{args.name}.json").exists()):
-        raise ConfigError("run.sh report: give runs, --section TITLE RUN .., or the --name of a report to write anew")
+        raise ConfigError("run.sh report: expected runs, --section TITLE RUN .., or the --name of an existing report")
     name = args.name or default_name(sections)
     store = Store(args.out / f"{name}.json", rows=("section", "model", "seed"), sections=("section",), notes=("notes",))
     store.load(args.fresh)
@@ -65,23 +67,23 @@ def main(argv: list[str]) -> int:
 
 
 def asked_for(runs: list[str], sections: list[list[str]]) -> list[tuple[str, list[str]]]:
-    """Titles and names of runs; those that stand in no section come first, without a title.
+    """Return the titles and run names of the sections; runs outside any --section come first, with an empty title.
 
     Raises:
-        ConfigError: There are none, or a title is given twice.
+        ConfigError: A section has no runs, or two sections have the same title.
     """
     asked = [("", runs)] if runs else []
     for title, *names in sections:
         if not names:
             raise ConfigError(f"--section: expected a title and runs, got {title!r} alone")
         if title in dict(asked):
-            raise ConfigError(f"--section: {title!r} is given twice")
+            raise ConfigError(f"--section: duplicate title {title!r}")
         asked.append((title, names))
     return asked
 
 
 def default_name(sections: list[Section]) -> str:
-    """The name of the task's report; of runs on files of one's own, that of the first run."""
+    """Return the name of the task's report; if all runs use user files as data, the name of the first run."""
     runs = [run for section in sections for run in section.runs]
     own = all(run.recipe.data.name in OWN_FILES for run in runs)
     return runs[0].folder.name if own else sections[0].paper.name
@@ -94,18 +96,20 @@ def read_section(title: str, names: list[str]) -> Section:
 
 
 def put(store: Store, section: Section) -> None:
-    """A section in place of that of its title.
+    """Store a section in place of the section with the same title.
 
     Raises:
-        ConfigError: That one has runs which are not among these.
+        ConfigError: The old section has runs that the new section lacks.
     """
     runs = {run.folder.name for run in section.runs}
     before = {key: row["run"] for key, row in store.rows.items() if row["section"] == section.title}
     if lost := set(before.values()) - runs:
-        raise ConfigError(f"{store.path}: holds {min(lost)}, not given here; --name NAME starts another, --fresh this")
+        raise ConfigError(
+            f"{store.path}: holds {min(lost)}, missing here; --name NAME starts another report, --fresh replaces this"
+        )
     for key in before:
         del store.rows[key]
-    store.tables["sections"][section.title,] = as_section(section)  # where it stood
+    store.tables["sections"][section.title,] = as_section(section)  # at its old position
     for row in as_rows(section):
         store.add(row)
 

@@ -1,4 +1,4 @@
-"""What `./run.sh distance` has found of runs that make pictures: RUN/distance.json, where it is there."""
+"""Tables of the distances that `./run.sh distance` measured for runs that generate images (RUN/distance.json)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tools.report.runs import Run
 from tools.report.tables import Groups, Table, Values
 from tools.store import spread
 
-ALIKE = ("judge", "reference", "real", "samples", "checkpoint", "raw", "steps", "guidance")  # where distances compare
+ALIKE = ("judge", "reference", "real", "samples", "checkpoint", "raw", "steps", "guidance")  # settings that must agree
 
 
 def distance_table(groups: Groups) -> Table:
-    """A row for each row of runs: every figure's mean and deviation over seeds; below, the real pictures'.
+    """Return a table with the mean and deviation of every metric over seeds; the last row is for real images.
 
     Raises:
-        ConfigError: Distances that do not compare, or are of other weights than the runs have now.
+        ConfigError: Distances are not comparable, or were measured with other weights than the runs have now.
     """
     found = {name: read_all(runs) for name, runs in groups.items()}
     found = {name: some for name, some in found.items() if some}
@@ -45,7 +45,7 @@ def cell(figure: str, values: list[float]) -> str:
 
 
 def frechet(runs: list[Run]) -> tuple[Metric, str, Values]:
-    """The distance of those that have been measured."""
+    """Return the Fréchet distance as a metric, what it was measured on, and its value for each measured run."""
     found = {run.folder: one["figures"] for run in runs for one in read_all([run])}
     name = next((n for figures in found.values() for n in figures if n.startswith("FD-")), "FD-own")
     return Mean(name, higher_is_better=False), "samples", {folder: figures[name] for folder, figures in found.items()}
@@ -56,10 +56,13 @@ def read_all(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Of a run: what its distance is alike in, the figures of what it makes, and `floor`, those of real pictures.
+    """Read the distance file of a run.
+
+    Returns:
+        The settings in `ALIKE`, the `figures` of the generated images, `floor` (the row of real images), and `path`.
 
     Raises:
-        ConfigError: It is none of `./run.sh distance`'s, or of weights that are there no longer.
+        ConfigError: `./run.sh distance` did not write the file, or the run's weights have changed since.
     """
     path = folder / FIGURES
     try:
@@ -70,14 +73,18 @@ def read(folder: Path) -> dict[str, Any]:
         found = {**{name: held[name] for name in ALIKE}, "figures": figures, "floor": floor, "path": path}
         step, there = held["step"], [step for step, _ in steps_of(folder, held["checkpoint"])]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not what ./run.sh distance writes ({type(error).__name__}: {error})") from None
+        raise ConfigError(f"{path}: not a file of ./run.sh distance ({type(error).__name__}: {error})") from None
     if there and step != there[0]:
-        raise ConfigError(f"{path}: of the weights of step {step:,}, the run's are of {there[0]:,}: measure it again")
+        raise ConfigError(f"{path}: measured at step {step:,}, the weights are of step {there[0]:,}: measure again")
     return found
 
 
 def check_same(one: dict[str, Any], first: dict[str, Any]) -> None:
-    """Raises ConfigError: Distances by another judge, of other pictures or settings do not compare."""
+    """Check that two distances are comparable.
+
+    Raises:
+        ConfigError: The judge (classifier), the images or the settings differ.
+    """
     for key in ALIKE:
         if one[key] != first[key]:
-            raise ConfigError(f"{one['path']}: {key} is {one[key]!r}, in {first['path']} {first[key]!r}")
+            raise ConfigError(f"{one['path']}: {key} is {one[key]!r}, in {first['path']} it is {first[key]!r}")

@@ -1,4 +1,4 @@
-"""What `./run.sh glue` has made of runs: RUN/glue/RECIPE/results.json, where it is there."""
+"""Tables of the scores that `./run.sh glue` measured for runs (RUN/glue/RECIPE/results.json)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from lion.config import ConfigError
 from tools.report.tables import Groups, Table
 
-Scores = dict[str, list[float]]  # of each task, one for each seed
+Scores = dict[str, list[float]]  # by task, a score for each seed
 
 
 def glue_table(groups: Groups) -> Table:
-    """A row for each row of runs and row of the paper's Table 8: the mean score of each task, and of all of them.
+    """Return a table with a row for each row of runs and each fine-tuning recipe (row of the paper's Table 8).
 
-    `n` are the scores of a task, from the fewest to the most.
+    The columns are the mean score of each task and the mean over all tasks. `n` is the number of scores per task; it is
+    a range if tasks differ.
     """
     found: dict[tuple[str, str], list[Scores]] = {}
     for name, runs in groups.items():
@@ -37,11 +38,15 @@ def tasks_of(some: list[Scores]) -> list[str]:
 
 
 def read_scores(path: Path) -> Scores:
-    """Raises ConfigError: It is none of `./run.sh glue`'s."""
+    """Read the scores in a file of `./run.sh glue`.
+
+    Raises:
+        ConfigError: `./run.sh glue` did not write the file.
+    """
     scores: Scores = {}
     try:
         for row in json.loads(path.read_text())["rows"]:
             scores.setdefault(row["task"], []).append(float(row["score"]))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{path}: not what ./run.sh glue writes ({type(error).__name__}: {error})") from None
+        raise ConfigError(f"{path}: not a file of ./run.sh glue ({type(error).__name__}: {error})") from None
     return scores

@@ -1,4 +1,4 @@
-"""What the paper says of a task: its numbers, and which row is better than which."""
+"""The papers' statements about a task: numbers, and which row is better than which other row."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from tools.compose import metric_of, resolve
 from tools.listing import recipe_files
 
 PAPERS = Path(__file__).parent / "papers"
-OWN_FILES = ("hf", "imagefolder", "text")  # data sets of files that no paper has read
+OWN_FILES = ("hf", "imagefolder", "text")  # data sets of user files, for which no paper has numbers
 
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper says of a task, a file of `tools/report/papers`.
+    """Statements of the papers about a task, from a file of `tools/report/papers`.
 
     Args:
-        title: Of a report of this task.
-        name: Of the report's files.
-        columns: Columns of numbers, each those that our recipes of this pattern, or these patterns, claim.
-        numbers: {row: {column: number}} of rows that no recipe claims.
-        order: Of the rows.
-        better: Which row is better than which, as the paper has it.
-        asked: The same of what it does not say.
-        alike: What may be said of both rows at once.
-        quoted: Tables of the papers, as they are printed, with models that are not built here; title, columns, rows.
-        judged_by: What the paper's claims are of: "metric", that of the task, or "distance" (`./run.sh distance`).
+        title: Title of a report of this task.
+        name: Name of the report's files.
+        columns: Columns of numbers. The numbers of a column are the claims of our recipes that match its pattern or
+            patterns.
+        numbers: {row: {column: number}} for rows without a recipe.
+        order: Order of the rows.
+        better: Pairs of rows (better, worse), as claimed by the paper.
+        asked: Pairs of rows to compare in the same way, about which the paper makes no claim.
+        alike: Suffixes of row names; each pair is also compared between the two rows with this suffix.
+        quoted: Tables of the papers as printed, including models that this package does not implement: title, columns
+            and rows.
+        judged_by: Measure of the claims: "metric" (the metric of the task) or "distance" (`./run.sh distance`).
     """
 
     title: str
@@ -49,7 +51,7 @@ class Paper:
 
 
 def quoted(titles: Iterable[str]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of each table that is quoted beside reports of these titles."""
+    """Return the title, header and rows of each quoted table for reports with these titles."""
     found = []
     for paper in map(read_paper, TASKS):
         for table in paper.quoted if paper.title in titles else ():
@@ -59,16 +61,16 @@ def quoted(titles: Iterable[str]) -> list[tuple[str, list[str], list[list[str]]]
 
 
 def read_paper(task: str) -> Paper:
-    """What the paper says of a task; of some it says nothing."""
+    """Read the paper's statements about a task; without a file for the task, they are empty."""
     path = PAPERS / f"{task}.yaml"
     return Paper(**yaml.safe_load(path.read_text())) if path.is_file() else Paper(task, task)
 
 
 def claimed(paper: Paper, data: str = "") -> dict[str, dict[str, str]]:
-    """The paper's numbers, by the names of rows: {"lion_s": {"CIFAR-100": "77.56", ..}, ..}.
+    """Return the paper's numbers by row and column: {"lion_s": {"CIFAR-100": "77.56", ..}, ..}.
 
-    Where some columns are of the data set called `data`, only these: the others are other tasks' then. On files of
-    one's own no paper has a number.
+    If some columns belong to the data set `data`, only these columns are returned, because the others belong to other
+    tasks. For data sets of user files, the result is empty.
     """
     if data in OWN_FILES:
         return {}

@@ -1,4 +1,4 @@
-"""Finished runs, and those of one recipe as one row."""
+"""Loading of finished runs, and their grouping into rows by recipe."""
 
 from __future__ import annotations
 
@@ -26,14 +26,20 @@ class Run(NamedTuple):
     """A finished run.
 
     Attributes:
-        metric: What `best` was chosen by.
-        curve: (epoch, value), or (step, value) where the recipe does not count in epochs, of every validation.
-        beside: Other metrics, with their values where `metric` was best.
+        folder: The folder of the run.
+        recipe: The recipe of the run.
+        task: The task of the run.
+        metric: The metric that chose the checkpoint `best`.
+        curve: (epoch, value) of every validation; (step, value) if the recipe does not count in epochs.
+        beside: Other metrics, with their values at the step where `metric` was best.
         test: The test metric, if it was evaluated.
-        seen: `task.speed_unit`s that it was trained on, without padding; None where the data, which know, are gone.
-        speed: The same of a second; None also where it was not written.
-        remark: What must be told of it (that it is stuck at chance), if anything.
-        data: The fingerprint of its data, where they have one.
+        seen: Number of `task.speed_unit`s in training, without padding; None if the data are missing.
+        speed: `task.speed_unit`s per second; None if the data are missing or the log has no rates.
+        parameters: Number of parameters of the model.
+        environment: Metadata of the machine, the software versions and the command.
+        info: Metadata of the data.
+        remark: A warning about the run (e.g. that it is stuck at chance), if any.
+        data: The fingerprint of the data, if they have one.
     """
 
     folder: Path
@@ -57,7 +63,11 @@ class Run(NamedTuple):
 
 
 def load(name: str) -> Run:
-    """Raises ConfigError: no run there, or one that is not finished."""
+    """Load a finished run.
+
+    Raises:
+        ConfigError: There is no such run, the run is not finished, or its metrics cannot be read.
+    """
     folder = find_run(name)
     recipe = resolve_run(folder)
     try:
@@ -66,13 +76,13 @@ def load(name: str) -> Run:
         if not held_out:
             raise ConfigError(f"{folder}: not validated yet, train it first")
         if not finished(recipe, held_out[-1]):
-            raise ConfigError(f"{folder}: stopped at step {held_out[-1]['step']:,}, train it to its end first")
+            raise ConfigError(f"{folder}: stopped at step {held_out[-1]['step']:,}, finish its training first")
         _, task, checkpoint = read_run(folder, "best")
         metric, *others = task.metrics
         unit = "step" if recipe.trainer.epochs is None else "epoch"
         curve = [(line[unit], line[metric.name]) for line in held_out]
         top = metric.best(value for _, value in curve)
-        best = next(line for line in reversed(held_out) if line[metric.name] == top)  # of equals, the longer trained
+        best = next(line for line in reversed(held_out) if line[metric.name] == top)  # of equal values, the latest
         beside = [(m, best[m.name]) for m in others if not isinstance(m, OfMeans)]
         environment = json.loads((folder / ENVIRONMENT).read_text())
         summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else None
@@ -90,7 +100,7 @@ def load(name: str) -> Run:
 
 
 def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
-    """Whether the last validation was that of the last step."""
+    """Return whether the last validation happened at the last step of the training."""
     c, step = recipe.trainer, last["step"]
     if c.time is not None:
         return last["seconds"] >= to_seconds(c.time)
@@ -98,13 +108,13 @@ def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
 
 
 def samples_of(recipe: Recipe, last: dict[str, Any]) -> int:
-    """That a run has been trained on by its last validation."""
+    """Return the number of samples that a run was trained on until its last validation."""
     c = recipe.trainer
     return last["step"] * c.batch_size if c.batch_ramp is None else last["samples"]
 
 
 def pieces_of(recipe: Recipe, task: Task) -> float | None:
-    """Of a training sample, on average, without padding; None where its data, which know, are not here."""
+    """Return the average number of `task.speed_unit`s per training sample, without padding; None without the data."""
     try:
         return task.pieces * open_data(recipe).filled()
     except ConfigError:
@@ -112,17 +122,17 @@ def pieces_of(recipe: Recipe, task: Task) -> float | None:
 
 
 def group(runs: list[Run], paper: Paper) -> dict[str, list[Run]]:
-    """Runs by what they are called, which differ in their seeds only; rows in the paper's order.
+    """Group runs into rows by name; the runs of a row differ in their seeds only. Rows are in the paper's order.
 
     Raises:
-        ConfigError: Data or budget differ, or two runs are the same.
+        ConfigError: Tasks, data or budgets differ, runs of one name differ in settings, or two runs are equal.
     """
     found: dict[str, list[Run]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
         tasks = [one.recipe.task.name for one in (run, runs[0])]
         if tasks[0] != tasks[1]:
-            raise ConfigError(f"{run.folder}: of task {tasks[0]!r}, {runs[0].folder} of {tasks[1]!r}; use --section")
+            raise ConfigError(f"{run.folder}: task {tasks[0]!r}, but {runs[0].folder} has {tasks[1]!r}; use --section")
         run.info.check_same(f"{run.folder}: not comparable, {runs[0].folder}", runs[0].info.to_dict())
         name, own = called(run.recipe), settings_of(run.recipe)
         first = next(iter(settings.values()), own)
@@ -132,7 +142,7 @@ def group(runs: list[Run], paper: Paper) -> dict[str, list[Run]]:
                 raise ConfigError(f"{run.folder}: not comparable with {runs[0].folder}, they differ in {key}")
         if settings.setdefault(name, own) != own:
             odd = next(k for k in own if own[k] != settings[name].get(k))
-            raise ConfigError(f"{run.folder}: called {name!r} as {found[name][0].folder}, but differs in {odd}")
+            raise ConfigError(f"{run.folder}: named {name!r} as {found[name][0].folder}, but differs in {odd}")
         if any(other.recipe.seed == run.recipe.seed for other in found.get(name, ())):
             raise ConfigError(f"{run.folder}: a second run of {name!r} with seed {run.recipe.seed}")
         found.setdefault(name, []).append(run)
@@ -143,13 +153,17 @@ def group(runs: list[Run], paper: Paper) -> dict[str, list[Run]]:
 
 
 def called(recipe: Recipe) -> str:
-    """By model, by the data of training where all are judged by the same, and by whether it started from a run."""
+    """Return the name of a recipe's row.
+
+    The name consists of the label of the model, the label of the data (if rows may differ in training data), and
+    "pre-trained" if the run started from another run.
+    """
     started = "" if recipe.init_from is None else "pre-trained"
     return " ".join(filter(None, (recipe.model.label(), recipe.data.label(), started)))
 
 
 def place(name: str, order: Sequence[str]) -> tuple[int, bool, str]:
-    """Where a row stands; one that the paper does not have comes after the others of its mixer."""
+    """Return the sort key of a row; a row that the paper lacks comes after the paper's rows of the same mixer."""
     if name in order:
         return order.index(name), False, name
     kin = [i for i, row in enumerate(order) if row.split()[0] == name.split()[0]]
@@ -157,6 +171,6 @@ def place(name: str, order: Sequence[str]) -> tuple[int, bool, str]:
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """All that a row's runs share."""
+    """Return the settings that all runs of a row share."""
     left_out = free_keys(recipe) | {"seed", "init_from", "about.row", "about.expected", "about.hardware"}
     return {k: v for k, v in flatten(to_dict(recipe)).items() if k not in left_out}

@@ -1,4 +1,4 @@
-"""A table of a report with what belongs to it, and the report of several."""
+"""Sections of a report (tables of comparable runs), and the Markdown and curves of several sections."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tools.store import Row, pipes, widen
 JUDGES = {"metric": own_metric, "distance": frechet}
 TEXT = ("model", "the paper: ", "asked: ", "on", "here", "fine-tuned as")  # columns of text
 LEGEND = (
-    "Mean ± standard deviation over n seeds (of the sample). `test` is that of the weights that did best on `val`, "
-    "and what else is measured on `val` is of the same step. Speed is that of training, the median over its log; "
-    "padding does not count, and what ran beside it slowed it. The papers' columns are their numbers on their own "
-    "data, for the order only. Differences are between runs of one seed, positive where the first is better; Student's "
-    "t at 95 % decides whether they are more than noise, for each comparison by itself."
+    "Values are mean ± sample standard deviation over n seeds. `test` is measured with the weights that were best on "
+    "`val`; other metrics on `val` are from the same step. Speed is the median training speed in the log, without "
+    "padding; other jobs on the machine may have reduced it. The papers' columns are their numbers on their data, so "
+    "only the order of rows is comparable. Differences are between runs of the same seed, positive where the first row "
+    "is better. Student's t at 95 % decides whether a difference is more than noise, separately for each comparison."
 )
 
 
 @dataclass(frozen=True)
 class Section:
-    """Runs that compare, in rows; the only one of a report may have no title."""
+    """A section of a report: comparable runs in rows. The title may be empty if the report has one section."""
 
     title: str
     paper: Paper
@@ -41,16 +41,16 @@ class Section:
         return [run for some in self.groups.values() for run in some]
 
     def remarks(self) -> str:
-        """What must be told of single runs, a line each."""
+        """Return the remarks on single runs as Markdown, one line per run."""
         told = [(name, run) for name, runs in self.groups.items() for run in runs if run.remark]
         return "\n".join(f"- {name}, seed {run.recipe.seed}: {run.remark}" for name, run in told)
 
     def tables(self) -> list[Table]:
-        """Those that have rows."""
+        """Return the tables that have rows."""
         return [rows for _, rows in self.parts()]
 
     def parts(self) -> list[tuple[str, Table]]:
-        """The same, each with its heading."""
+        """Return the tables that have rows, each with its heading."""
         judge = JUDGES[self.paper.judged_by]
         found = [
             ("", result_table(self.groups, self.paper)),
@@ -63,7 +63,7 @@ class Section:
 
 
 def markdown(sections: list[Row], title: str, picture: str | None, notes: str = "") -> str:
-    """The whole report, of what `as_section` gives."""
+    """Return the Markdown of a whole report from the results of `as_section`."""
     only = len(sections) == 1
     title = (sections[0]["section"] or sections[0]["paper"]) if only else title
     parts = [f"# {title}: runs at one budget{'' if only else ' each'}", "Written by `./run.sh report`.", LEGEND]
@@ -73,7 +73,7 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
             parts += [f"{'##' if only else '###'} {heading}"] if heading else []
             parts.append(text)
     if picture:
-        parts += ["## Curves", f"![validation curves]({picture})", "Mean over seeds, from the lowest to the highest."]
+        parts += ["## Curves", f"![validation curves]({picture})", "Mean over seeds, with the range as a band."]
     for heading, header, rows in quoted([s["paper"] for s in sections if s.get("quoted", True)]):
         parts += [f"## {heading}", pipes(header, rows, text=TEXT)]
     if notes:
@@ -82,7 +82,7 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
 
 
 def budget(runs: list[Run]) -> str:
-    """What all runs share, and on what they ran."""
+    """Return the data, model, budget, differing settings, environments and commands of the runs, as Markdown."""
     c, first = runs[0].recipe.trainer, runs[0].recipe
     environments = dict.fromkeys(
         f"{e.get('device')}, {e.get('threads')} thread(s), Python {e.get('python')}, torch {e.get('torch')}, commit "
@@ -106,7 +106,7 @@ def budget(runs: list[Run]) -> str:
 
 
 def as_section(section: Section) -> Row:
-    """What the report's JSON holds of a section beside its runs: its text by headings, and the axes of its curves."""
+    """Return the JSON row of a section: its text by headings, and the axes of its curves. Runs are in `as_rows`."""
     first = section.runs[0]
     tables = [(heading, pipes(header, rows, text=TEXT)) for heading, (header, rows) in section.parts()]
     parts = [("", budget(section.runs)), *tables, *([("", remarks)] if (remarks := section.remarks()) else [])]
@@ -121,7 +121,7 @@ def as_section(section: Section) -> Row:
 
 
 def as_rows(section: Section) -> list[Row]:
-    """What it holds of each run."""
+    """Return the JSON rows of a section's runs."""
     return [
         {
             "section": section.title,
@@ -145,7 +145,7 @@ def as_rows(section: Section) -> list[Row]:
 
 
 def raw_results(folder: Path) -> Row:
-    """Read the results of a run that `./run.sh glue` and `./run.sh distance` keep."""
+    """Read the results that `./run.sh glue` and `./run.sh distance` stored in the folder of a run."""
     found: Row = {}
     for path in sorted(folder.glob("glue/*/results.json")):
         found.setdefault("glue", {})[path.parent.name] = json.loads(path.read_text())["rows"]
@@ -155,7 +155,7 @@ def raw_results(folder: Path) -> Row:
 
 
 def curves(fig: Any, sections: list[Row], rows: Iterable[Row]) -> None:
-    """Validation over steps, or epochs where the budget is in epochs; a panel for each section."""
+    """Plot the validation metric over steps, or over epochs if the budget is in epochs; one panel per section."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["section"], row["model"]), []).append(row)
@@ -167,7 +167,7 @@ def curves(fig: Any, sections: list[Row], rows: Iterable[Row]) -> None:
             places = sorted(set.intersection(*map(set, lines)))
             columns = [[line[x] for line in lines] for x in places]
             style = {"color": "black"} if name == "softmax" else {}
-            line = "o-" if i <= 10 else "o--"  # there are ten colours beside black
+            line = "o-" if i <= 10 else "o--"  # matplotlib's cycle has ten colours
             (drawn,) = ax.plot(places, [statistics.mean(c) for c in columns], line, markersize=3, label=name, **style)
             low, high = list(map(min, columns)), list(map(max, columns))
             ax.fill_between(places, low, high, alpha=0.15, color=drawn.get_color())

@@ -1,4 +1,4 @@
-"""Rows of runs as tables: results beside the paper's, and comparisons of two rows."""
+"""Tables of runs: results beside the paper's numbers, and comparisons of two rows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tools.store import spread
 
 Groups = dict[str, list[Run]]
 Table = tuple[list[str], list[list[str]]]
-Values = dict[Path, float]  # of each run, by its folder
-Judge = Callable[[list[Run]], tuple[Metric, str, Values]]  # what runs are judged by, on what, and how well each did
+Values = dict[Path, float]  # value of each run, by its folder
+Judge = Callable[[list[Run]], tuple[Metric, str, Values]]  # returns the metric, what it was measured on, and its values
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided 95 %, of 1, 2, .. degrees
 CLAIMED = ("so here, too", "the other way round here")
 ASKED = ("yes", "no, the other way round")
 
 
 def result_table(groups: Groups, paper: Paper) -> Table:
-    """A row for each recipe; columns that tell nothing are left out."""
+    """Return the table of results, a row for each recipe; columns without information are left out."""
     first = next(iter(groups.values()))[0]
     numbers = claimed(paper, first.recipe.data.name)
     beside = [metric for metric, _ in first.beside]
@@ -45,18 +45,18 @@ def result_table(groups: Groups, paper: Paper) -> Table:
 
 
 def own_metric(runs: list[Run]) -> tuple[Metric, str, Values]:
-    """What the runs were chosen by: on test where all of them have been tested, else on val."""
+    """Return the metric that chose `best`, the split, and its values: on test if all runs were tested, else on val."""
     split = "test" if all(run.test is not None for run in runs) else "val"
     return runs[0].metric, split, {run.folder: getattr(run, split) for run in runs}
 
 
 def claim_table(groups: Groups, paper: Paper, judge: Judge = own_metric) -> Table:
-    """Each claim of the paper whose two rows are here."""
+    """Compare the two rows of each claim of the paper, if both rows have runs."""
     return comparison(groups, paper.better, paper.alike, "the paper: ", CLAIMED, judge)
 
 
 def asked_table(groups: Groups, paper: Paper, judge: Judge = own_metric) -> Table:
-    """Each question that it leaves open."""
+    """Compare the two rows of each question that the paper leaves open, if both rows have runs."""
     return comparison(groups, paper.asked, paper.alike, "asked: ", ASKED, judge)
 
 
@@ -68,8 +68,16 @@ def comparison(
     words: tuple[str, str],
     judge: Judge,
 ) -> Table:
-    """Rows that are said to be better than others, by the differences of runs with the same seed in what `judge` finds
-    of the runs of both."""
+    """Compare pairs of rows by the differences between runs with the same seed.
+
+    Args:
+        groups: Rows of runs.
+        pairs: Names of rows (better, worse), as claimed or asked.
+        alike: Suffixes of row names; each pair is also compared between the two rows with this suffix.
+        title: Header of the first column.
+        words: Verdicts if the first row is better, and if the second row is better.
+        judge: Function that returns the metric, what it was measured on, and the values of runs.
+    """
     rows, pairs = [], list(pairs)
     metric = judge([run for some in groups.values() for run in some])[0]
     claims = [(f"{a} {so}".strip(), f"{b} {so}".strip()) for so in ("", *alike) for a, b in pairs]
@@ -89,7 +97,7 @@ def comparison(
 
 
 def verdict(gaps: list[float], words: tuple[str, str] = CLAIMED) -> str:
-    """Whether the mean of paired differences is other than 0, by Student's t at 95 %."""
+    """Return the verdict on paired differences: whether their mean differs from 0, by Student's t at 95 %."""
     if len(gaps) < 2:
         return "one seed decides nothing"
     error, gap = statistics.stdev(gaps) / len(gaps) ** 0.5, statistics.mean(gaps)
