@@ -6,13 +6,15 @@
 The scores of a run are stored in its folder as distance.json, where `./run.sh report` finds them. --out writes another
 file.
 
-With --features CLASSIFIER_RUN, features are the inputs of the head of that classifier. The scores are then called FD-own
-and IS-own, and cannot be compared with any published FID. FILE.pt is a TorchScript module, such as Inception, that maps
-uint8 images (N, 3, height, width) to features (N, D). An .npz file may also hold features; then both sets must be
-features. For comparison, a second row shows the scores of real images of another split: as many as there are samples,
-or the whole split if it is smaller. A distance decreases with the number of images, so compare distances only at the
-same number. +- is half of a 95 % interval, from a jackknife over the first set. --keep stores the generated images, and
-reuses them in later calls.
+With --features CLASSIFIER_RUN, features are the inputs of the head of that classifier. The scores are then called
+FD-own and IS-own, and cannot be compared with any published FID. FILE.pt is a TorchScript module, such as Inception,
+that maps uint8 images (N, 3, height, width) to features (N, D). An .npz file may hold features instead of images;
+without --features, both sets must be features.
+
+For comparison, a second row shows the scores of real images of another split: as many as there are samples, or the
+whole split if it is smaller. If the reference is a folder or a file, the second row compares its two halves. A distance
+decreases with the number of images, so compare distances only at the same number. +- is half of a 95 % interval, from a
+jackknife over the first set. --keep stores the generated images, and reuses them in later calls.
 """
 
 from __future__ import annotations
