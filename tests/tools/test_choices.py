@@ -112,7 +112,7 @@ def test_accuracies_by_hand(runs, file, mixer, capsys):
         assert all(part in line for part in wanted), (line, wanted)
     about = [line for line in out if line.startswith("5 questions of 2 to 3 choices, chance 43.33 %")]
     assert len(about) == 1
-    cut = "1 of 5 texts lost their beginning, the model has 24 positions"
+    cut = "1 of 5 texts lost their beginning, because the model has 24 positions"
     assert (cut in out) == (mixer == "softmax")
 
 
@@ -179,7 +179,7 @@ def test_a_bad_line_is_named(runs, tmp_path, capsys, line, message):
 
 def test_bad_files_and_runs(runs, tmp_path, capsys, file):
     run, path = runs["softmax"], tmp_path / "bad.jsonl"
-    for text, message in ((b"\n", "holds no questions"), (b"\xff", "no UTF-8"), (b"{", "line 1: no JSON")):
+    for text, message in ((b"\n", "holds no questions"), (b"\xff", "not UTF-8"), (b"{", "line 1: not JSON")):
         path.write_bytes(text)
         assert message in refuse(capsys, "eval", run, "--choices", path)
     assert "No such file" in refuse(capsys, "eval", run, "--choices", tmp_path / "none.jsonl")

@@ -240,7 +240,7 @@ def test_show_says_first_what_a_recipe_costs_here(tmp_path, monkeypatch):
         assert re.search(line, summary), line
     assert not (tmp_path / "data").exists()
     large = show(str(ROOT / "recipes/mlm_base_softmax.yaml"), ["model.depth=1", "model.dim=48"])
-    assert "327 GB to fetch and about 312 GB to write" in large
+    assert "327 GB to download and about 312 GB to write" in large
 
 
 def test_recipes_by_family():
@@ -285,7 +285,7 @@ def test_options_are_checked_before_anything_is_loaded(capsys):
         assert taken == set(entry.options.split()), name
     for words, message in (
         (["eval", "run", "--fromat"], "run.sh eval: unknown option --fromat: did you mean '--form'?"),
-        (["lst"], "'lst' is no command, did you mean 'list'?"),
+        (["lst"], "unknown command 'lst', did you mean 'list'?"),
         (["show", "quickstart", "--process=3", "--x"], "run.sh show: unknown option --x"),
     ):
         code = f"import sys; from tools.__main__ import main\ntry: main({words!r})\n"
@@ -345,7 +345,7 @@ def test_help_names_every_command_before_anything_is_installed(tmp_path):
     assert done.returncode == 0 and "--fresh" in done.stdout and "./run.sh test [--quick]" in done.stdout
     (tmp_path / "lion").symlink_to(ROOT / "run.sh")
     done = run_sh("quickstrt", script=tmp_path / "lion")
-    assert done.returncode == 2 and "'quickstrt' is no command, did you mean 'quickstart'" in done.stderr
+    assert done.returncode == 2 and "unknown command 'quickstrt', did you mean 'quickstart'" in done.stderr
 
 
 def test_every_command_of_the_table_is_there():
@@ -388,7 +388,7 @@ def test_a_run_in_eager_mode_and_why_another_length_is_another_run(tmp_path, cap
     assert resolve(tmp_path / "runs" / "tiny" / "recipe.yaml").trainer.compile is False
     capsys.readouterr()
     line = refuse(capsys, "train", path, "--eager", "trainer.steps=1")
-    assert "trainer.steps: 2 -> 1 (the learning rate of every step follows from the length: the steps taken are" in line
+    assert "trainer.steps: 2 -> 1 (the learning rate of every step depends on the length, so the steps taken so far" in line
 
 
 @pytest.mark.slow
@@ -429,12 +429,12 @@ def test_a_bare_name_is_that_of_a_shipped_recipe(tmp_path, monkeypatch, capsys):
     )
     assert here("quickstart", f"run.root={tmp_path}", "trainer.steps=1", "trainer.compile=false", "--no-eval") == 0
     capsys.readouterr()
-    assert "'quickstrat' is no command" in refuse(capsys, "quickstrat")
+    assert "unknown command 'quickstrat'" in refuse(capsys, "quickstrat")
 
 
 def test_a_warm_up_beyond_the_end_is_said(tmp_path):
     text = show(str(tiny_recipe(tmp_path, schedule={"warmup": 7})), [])
-    assert "7 steps of warm-up, and the run ends before: the peak is not reached" in text
+    assert "7 steps of warm-up, but the run ends earlier: the peak is not reached" in text
 
 
 def test_no_more_loader_workers_than_cores(monkeypatch):
@@ -475,7 +475,7 @@ def test_a_compiled_file_that_is_cut_off_is_named(tmp_path):
         with pytest.raises(OSError) as raised:
             ctypes.CDLL(cut)
         for error in (raised.value, RuntimeError(f"ImportError: {raised.value}\n\nSet TORCHDYNAMO_VERBOSE=1")):
-            assert one_line(error).startswith(f"error: {cut} is cut off, left so by a compile that was killed: remove")
+            assert one_line(error).startswith(f"error: {cut} is truncated by a compilation that was killed: delete")
     for other in (f"{cut}: undefined symbol", "/usr/lib/libc.so: invalid ELF header"):
         assert one_line(RuntimeError(other)) is None
 
@@ -564,7 +564,7 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
         shutil.copytree(tmp_path / split / "bird", tmp_path / "moved" / split / "dog")
         shutil.copytree(tmp_path / split / "cat", tmp_path / "moved" / split / "cat")
     assert command("eval", run, f"data.root={tmp_path / 'moved'}", "--form", "full").returncode == 0
-    assert "'seed=1': a run keeps its recipe, only data.root, data.workers may" in refuse(capsys, "eval", run, "seed=1")
+    assert "'seed=1': the recipe of a run is fixed, only data.root, data.workers may" in refuse(capsys, "eval", run, "seed=1")
     done = command("train", recipe, f"data.root={tmp_path / 'moved'}", "--no-eval")  # the place alone has changed
     assert done.returncode == 0 and "resuming at step 2 of 3" in done.stderr, done.stderr
     assert "a file, not a run's folder; ./run.sh convert makes" in refuse(capsys, "eval", run / "recipe.yaml")

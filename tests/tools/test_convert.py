@@ -166,7 +166,7 @@ def test_the_logits_are_those_of_the_authors_model(kind, order, position, readou
     assert counted in said and ("with position" in said) is position and f"{HEADS} heads, readout {readout}" in said
     hidden = ["model.mixer=lion_lit", f"model.num_heads={HEADS}"] if kind == "Lit" else []
     hidden = ", ".join([*hidden, f"model.readout={readout}", "data.mean", "data.std"])
-    assert said.endswith(f"\nthe file does not show, and the recipe was trusted with: {hidden}\n")
+    assert said.endswith(f"\nnot shown by the checkpoint, taken from the recipe: {hidden}\n")
 
 
 def test_the_comparison_would_notice_every_mistake(tmp_path):
@@ -287,7 +287,7 @@ def test_what_the_training_was_told_is_held_against_the_recipe(
     path = ROOT / "recipes/deit_tiny_softmax.yaml" if told is DEIT else recipe_of(kind)
     fits = [f"model.readout={'cls' if told is DEIT or told['cls_tok'] else 'mean'}"]
     assert here("convert", their, path, run, *SMALL, *fits) == 0
-    assert capsys.readouterr().out.endswith("trusted with: data.mean, data.std\n")
+    assert capsys.readouterr().out.endswith("taken from the recipe: data.mean, data.std\n")
 
 
 A, A2, GATE = "blocks.0.attn.a_i", "blocks.0.attn.a2_i", "blocks.0.attn.a_i.weight"
@@ -321,7 +321,7 @@ MISFITS = [
         "qkv.bias is (144,) there, none",
         "their.pth",
     ),
-    ("Lit", "Normal", "Lit", ["--ema"], "--ema", "it holds no 'model_ema'"),
+    ("Lit", "Normal", "Lit", ["--ema"], "--ema", "the file holds no 'model_ema'"),
     ("Lit", "Normal", "Lit", ["model.dimm=3"], "unknown key 'model.dimm'", "did you mean 'dim'?"),
 ]
 
@@ -335,8 +335,8 @@ def test_a_recipe_of_another_model_is_refused(kind, order, recipe, settings, see
 
 
 DAMAGE = {
-    "head.weight": (None, "no head.weight of 2 axes"),
-    "cls_token": (torch.ones(DIM), "no cls_token of 3 axes"),
+    "head.weight": (None, "no head.weight with 2 axes"),
+    "cls_token": (torch.ones(DIM), "no cls_token with 3 axes"),
     "head.bias": (None, "head.bias is none there, (7,) by the recipe"),
     "blocks.1.attn.a_i": (None, "encoder.blocks.1.attention.decays.0.a is none there, (3,) by the recipe"),
     "blocks.0.attn.a_i": (torch.tensor(1.0), "no place for blocks.0.attn.a_i"),
@@ -350,7 +350,7 @@ DAMAGE = {
         torch.ones(DIM).index_fill(0, torch.tensor(7), torch.nan),
         "blocks.1.norm2.weight holds NaN",
     ),
-    "blocks.1.norm2.bias": (torch.ones(DIM).div(0), "blocks.1.norm2.bias holds NaN or infinity: no trained model"),
+    "blocks.1.norm2.bias": (torch.ones(DIM).div(0), "blocks.1.norm2.bias holds NaN or infinity: not a trained model"),
 }
 
 
@@ -376,8 +376,8 @@ def test_damaged_files_are_refused_by_their_checksums(tmp_path, capsys):
         their.write_bytes(whole[:begin] + bytes(change(b) for b in whole[begin:end]) + whole[end:])
         return refuse(capsys, "convert", their, recipe_of("Lit"), tmp_path / "run", *SMALL)
 
-    assert "their.pth: damaged, its checksums do not fit (" in damaged(place + 5, place + 6, lambda byte: byte ^ 16)
-    assert "checksums do not fit (whole/data/" in damaged(place, place + 64, lambda byte: 0)
+    assert "their.pth: damaged, its checksums do not match (" in damaged(place + 5, place + 6, lambda byte: byte ^ 16)
+    assert "checksums do not match (whole/data/" in damaged(place, place + 64, lambda byte: 0)
     assert "damaged" in damaged(contents, contents + 40, lambda byte: byte ^ 255)  # the list of contents
     assert "their.pth" in damaged(len(whole) - 22, len(whole), lambda byte: 0)  # where it is
     assert sorted(os.listdir(tmp_path)) == ["their.pth", "whole.pth"]
@@ -411,7 +411,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path, capsys):
     assert "cannot be written (" in refuse(capsys, "convert", their, recipe_of("Lit"), their / "run", *SMALL)
     assert os.listdir(tmp_path) == ["their.pth"]
     run.mkdir()
-    assert "run: is there already" in refuse(capsys, "convert", their, recipe_of("Lit"), run, *SMALL)
+    assert "run: exists already" in refuse(capsys, "convert", their, recipe_of("Lit"), run, *SMALL)
     assert not list(run.iterdir())
 
 
@@ -420,7 +420,7 @@ def test_a_model_without_a_converter(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(module, "CONVERTERS", {"bert": None})
     line = refuse(capsys, "convert", tmp_path / "their.pth", recipe_of("Lit"), tmp_path / "run", *SMALL)
-    assert "model.name: checkpoints of others are known for bert, not for 'vit'" in line
+    assert "model.name: checkpoints can be converted for bert, not for 'vit'" in line
 
 
 def test_training_on_replaces_the_converted_weights_whichever_way_is_better(tmp_path, monkeypatch):

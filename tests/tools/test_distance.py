@@ -63,7 +63,7 @@ def test_the_training_pictures_are_as_real_as_can_be(classifier, real, tmp_path,
     file, data = tmp_path / "train.npz", tmp_path / "d.json"
     np.savez(file, np.flip(real[0], 0))
     heading, rows, notes = figures(capsys, file, "--features", classifier, "--out", data)
-    assert heading.split() == "pictures samples reference FD-own IS-own precision % recall %".split()
+    assert heading.split() == "images samples reference FD-own IS-own precision % recall %".split()
     assert rows["train"][:3] == [len(real[0]), len(real[0]), 0] and rows["train"][4:] == [100, 100]
     floor = rows["real test"]
     assert floor[:2] == [len(real[1]), len(real[0])] and floor[2] > 0 and 50 < floor[4] < 100
@@ -215,25 +215,25 @@ def test_what_cannot_be_judged(classifier, generator, real, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     some, judge = tmp_path / "some.npz", ["--features", classifier]
     for args, message in (
-        ([tmp_path / "few.npz", *judge], "few: 19 pictures, expected at least 20"),
-        ([tmp_path / "wide.npz", *judge], "wide: pictures of 1 x 8 x 9, the classifier"),
-        ([tmp_path / "labels.npz", *judge], "no uint8 pictures (N, channels, height, width), and no features"),
+        ([tmp_path / "few.npz", *judge], "few: 19 images, expected at least 20"),
+        ([tmp_path / "wide.npz", *judge], "wide: images of 1 x 8 x 9, but the classifier"),
+        ([tmp_path / "labels.npz", *judge], "holds neither uint8 images (N, channels, height, width) nor features"),
         ([tmp_path / "bad.npz", *judge], "bad.npz: not a readable array"),
         ([tmp_path / "npy.npz", *judge], "npy.npz: not a readable array"),
-        ([tmp_path / "empty", *judge], "empty: no pictures in this folder"),
-        ([tmp_path / "none.npz", *judge], "none.npz: expected a run, a folder of pictures or FILE.npz"),
+        ([tmp_path / "empty", *judge], "empty: no images in this folder"),
+        ([tmp_path / "none.npz", *judge], "none.npz: expected a run, a folder of images or FILE.npz"),
         ([some, "--reference", some], "--features: missing"),
         ([some, *judge, f"data.root={tmp_path}", "data.workers=x"], "data.workers"),
         ([some, *judge, "--reference", some, "data.workers=0"], "data.workers=0: no data set is read"),
-        ([some, *judge, "--keep", tmp_path], "some.npz is no run, nothing is made"),
+        ([some, *judge, "--keep", tmp_path], "some.npz is not a run, nothing is generated"),
         ([some, *judge, "--samples", 5], "--samples: expected at least 20, got 5"),
-        ([some, "--features", tmp_path / "bad.pt", "--reference", some], "bad.pt is no TorchScript module"),
-        ([some, "--features", tmp_path / "bad.pt"], "bad.pt is no TorchScript module"),
-        ([some, "--features", generator], "is of task 'diffusion', no classifier"),
-        ([classifier, *judge], "task 'image_classification' makes no pictures, diffusion does"),
+        ([some, "--features", tmp_path / "bad.pt", "--reference", some], "bad.pt is not a TorchScript module"),
+        ([some, "--features", tmp_path / "bad.pt"], "bad.pt is not a TorchScript module"),
+        ([some, "--features", generator], "is of task 'diffusion', expected a classifier"),
+        ([classifier, *judge], "task 'image_classification' generates no images, expected a run of diffusion"),
         ([generator, *judge, "--steps", 2000, "--samples", 20], "--steps: expected 1 to 1000, got 2000"),
         ([some, *judge, "--out", tmp_path / "no" / "d.json"], "--out: no folder"),
-        ([tmp_path / "a.npz", "--reference", tmp_path / "b.npz"], "a: 4 features a picture, the reference has 5"),
-        ([tmp_path / "a.npz"], "without a run there are no data to take it from"),
+        ([tmp_path / "a.npz", "--reference", tmp_path / "b.npz"], "a: 4 features per image, but the reference has 5"),
+        ([tmp_path / "a.npz"], "there is no run whose data could be used"),
     ):
         assert message in refuse(capsys, "distance", *args), message

@@ -79,7 +79,7 @@ def test_a_diverged_run_writes_nothing(runs, capsys, tmp_path, mixer):
     torch.save(state, file)
     write_manifest(file.parent, [file], sharded=False)
     said = refuse(capsys, "generate", run, "--prompt", "the ", "--state", tmp_path / "state.pt")
-    assert "gives no finite outputs, the run has diverged" in said
+    assert "the outputs of its model are not finite, the run has diverged" in said
     assert not (tmp_path / "state.pt").exists()
 
 
@@ -141,7 +141,7 @@ def test_predict_says_what_writes_text(runs, capsys):
 def test_bad_requests(runs, capsys, tmp_path):
     softmax, lion = runs["softmax"], runs["lion_s"]
     state = tmp_path / "state.pt"
-    assert "give a --prompt" in refuse(capsys, "generate", lion)
+    assert "--prompt is missing" in refuse(capsys, "generate", lion)
     assert "no --prompt to begin one" in refuse(capsys, "generate", lion, "--state", state)
     assert "'lion_s' has attention and rnn, got 'kv'" in refuse(
         capsys, "generate", lion, "--prompt", "a", "--mode", "kv"
@@ -154,15 +154,15 @@ def test_bad_requests(runs, capsys, tmp_path):
     assert "--tokens: 3 and 30 more are beyond the model's 32 positions; take 29 at most" in long
     for option, value in (("--temperature", -1), ("--top-k", 0), ("--top-p", 2), ("--top-p", "much")):
         assert option in refuse(capsys, "generate", lion, "--prompt", "a", option, value)
-    assert "is no file" in refuse(capsys, "generate", lion, "--state", tmp_path)
+    assert "is not a file" in refuse(capsys, "generate", lion, "--state", tmp_path)
     assert here("generate", lion, "--prompt", "a", "--tokens", 2, "--state", state) == 0
     capsys.readouterr()
-    assert "go on from it without --prompt" in refuse(capsys, "generate", lion, "--prompt", "a", "--state", state)
-    assert "is of other weights" in refuse(capsys, "generate", softmax, "--state", state)
+    assert "resume from it without --prompt" in refuse(capsys, "generate", lion, "--prompt", "a", "--state", state)
+    assert "belongs to other weights" in refuse(capsys, "generate", softmax, "--state", state)
     assert "is of mode rnn" in refuse(capsys, "generate", lion, "--state", state, "--mode", "attention")
     for text in ("", "text", "text" * 100):
         state.write_text(text)
-        assert "is damaged, or no state of ./run.sh generate" in refuse(capsys, "generate", lion, "--state", state)
+        assert "is damaged, or not a state of ./run.sh generate" in refuse(capsys, "generate", lion, "--state", state)
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -181,7 +181,7 @@ def test_a_state_that_is_not_what_was_written_is_refused(runs, capsys, tmp_path,
         raw[32:] = file.getvalue()
         if signed:
             raw[:32] = hashlib.sha256(raw[32:]).digest()
-            said = {"mode": "is of mode 'kv', which", "rows": "holds ids outside of the vocabulary"}[part]
+            said = {"mode": "is of mode 'kv', which", "rows": "holds token ids outside of the vocabulary"}[part]
     state.write_bytes(raw)
     capsys.readouterr()
     assert said in refuse(capsys, "generate", run, "--state", state)
@@ -245,7 +245,7 @@ def test_a_model_of_pictures_writes_no_text(capsys, tmp_path):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     capsys.readouterr()
-    assert "writes no text" in refuse(capsys, "generate", tmp_path / "runs" / "tiny", "--prompt", "a")
+    assert "generates no text" in refuse(capsys, "generate", tmp_path / "runs" / "tiny", "--prompt", "a")
 
 
 def test_the_digest_is_of_all_weights(runs):

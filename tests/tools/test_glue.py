@@ -163,7 +163,7 @@ def test_starts_and_seeds(run):
     assert {job.recipe.init_from.rpartition("/")[2] for job in published[1:]} == {"mnli_seed19"}  # all that there is
     alone = jobs_of(run, ["rte"], from_mnli=False)
     assert alone[0].recipe.init_from == str(run[0]) and alone[0].after is None
-    with pytest.raises(ConfigError, match=r"rte starts from the run of mnli \(Table 8\), and there is none yet: add"):
+    with pytest.raises(ConfigError, match=r"rte starts from the run of mnli \(Table 8\), which is missing: add"):
         jobs_of(run, ["rte"])
 
 
@@ -173,7 +173,7 @@ def test_a_dry_run_prints_the_plan_and_its_cost(run, capsys):
     text = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(tuple(TASKS))}
     assert rows["mnli"][:6] == ["mnli", "mlm", "5e-05", "5e-06", "0.1", "2.0"] and "392,702" in rows["mnli"]
-    assert "stsb: Table 8's values; the file it cites has optimizer decoupled_adamw (--cited)" in text
+    assert "stsb: values of Table 8; the file that it cites has optimizer decoupled_adamw (--cited)" in text
     assert "runs, 0.0 M tokens" in text and "one after the other" in text
     assert not (run[0] / "glue" / "m2_base").exists()
 
@@ -208,7 +208,7 @@ def test_every_learning_rate_is_a_run(run, tmp_path):
     with pytest.raises(ConfigError, match=r"optim.lr: this recipe has 4 learning rates"):
         jobs_of(run, ["rte"], 1, "optim.lr=1e-5", recipe="lightnet")
     for text, said in (
-        ("rates: [1e-5]", "rates: of which of its runs of mnli should a task start"),
+        ("rates: [1e-5]", "rates: with several rates, no single run of mnli is the start"),
         ("from_mnli: false\nrates: [1e-5, 1e-5]", "rates: expected different learning rates above 0"),
         ("average: none", "average"),
     ):
@@ -242,7 +242,7 @@ def test_the_best_rate_of_each_task_counts():
     assert body == [
         ["mnli", "72.00 ± 2.83", "73.00 ± 0.00", "-"],
         ["rte", "55.00 ± 7.07", "54.50 ± 0.71", "1.00"],
-        ["one for all", f"{(2 * 72 + 55) / 3:.2f}", f"{(2 * 73 + 54.5) / 3:.2f}", "-"],
+        ["same rate for all", f"{(2 * 72 + 55) / 3:.2f}", f"{(2 * 73 + 54.5) / 3:.2f}", "-"],
     ]
 
 
@@ -250,7 +250,7 @@ def test_a_folder_may_hold_tasks_that_the_recipe_has_no_longer():
     table = read_table("lightnet")
     del table.tasks["rte"]
     rows = rows_of({("rte", 5e-5): [60, 50]}, settings={})
-    assert changes(rows, table) == ["rte: this recipe does not have it, its runs are earlier ones."]
+    assert changes(rows, table) == ["rte: not in this recipe; its runs are from earlier calls."]
 
 
 @pytest.mark.process
@@ -267,9 +267,9 @@ def test_rates_are_trained_and_the_best_is_told(run, tmp_path, capsys):
     assert held["average"] == pytest.approx(max(row["score"] for row in held["rows"]))
     assert held["rows"][0]["score"] == pytest.approx(100 * held["rows"][0]["metrics"]["val pearson"])
     written = (folder / "results.md").read_text()
-    for words in ("| stsb | Pearson |", "## Learning rates", "|task|0.01|0.0001|", "chosen, too"):
+    for words in ("| stsb | Pearson |", "## Learning rates", "|task|0.01|0.0001|", "selected on the same sets"):
         assert words in written, words
-    assert "0.01, 0.0001" in out and "one for all" in out
+    assert "0.01, 0.0001" in out and "same rate for all" in out
     assert here("glue", *call, "--tasks", "stsb") == 0 and "19 (done)" in capsys.readouterr().out
 
 
@@ -298,7 +298,7 @@ def test_the_table(trained):
     for words in (
         "| mnli | accuracy + mismatched accuracy |",
         "| average of 2 tasks |",
-        "Not run: qnli, qqp, sst2, mrpc, cola, stsb; the average is not that of GLUE.",
+        "Not run: qnli, qqp, sst2, mrpc, cola, stsb; the average is not the GLUE average.",
         "Trained on a part of the training set: mnli, rte.",
         "mnli: data.length 32 in place of 128, trainer.batch_size 8 in place of 48, trainer.epochs 2.0 in place of 3.",
         "| base | softmax | m2_base | 84.63 | 64.33 | 89.99 | 89.80 | 92.51 | 86.69 | 89.62 | 60.42 | 82.25 |",
@@ -316,7 +316,7 @@ def test_what_is_finished_is_not_run_again(trained, capsys):
     assert "19 (done)" in capsys.readouterr().out
     assert [path.name.partition("-")[0] for path in folder.glob("*/checkpoints/*")] == ["best", "best"]
     said = refuse_last(capsys, "glue", *call, "--tasks", "rte", "optim.eps=1e-7")
-    assert "holds a run of other settings, optim.eps: 1e-06 -> 1e-07: --name NAME keeps these runs apart" in said
+    assert "holds a run with other settings, optim.eps: 1e-06 -> 1e-07: --name NAME keeps these runs apart" in said
 
 
 def refuse_last(capsys, *argv):
@@ -355,7 +355,7 @@ def test_a_fine_tuned_run_is_evaluated_and_answers(trained, run, capsys):
     assert lines[0].split()[:2] == ["sentence1", "sentence2"] and lines[2].split()[:2] == ["abc", "xyz"]
     assert len(lines) == 4 and "entailment" in lines[3]
     said = refuse(capsys, "predict", folder / "rte_seed19", "abc")
-    assert "'abc' is alone, this run wants sentence1 and sentence2 each time" in said
+    assert "'abc' is incomplete, this run expects sentence1 and sentence2 for each sample" in said
 
 
 @pytest.mark.process
@@ -410,7 +410,7 @@ def test_what_another_command_trains_is_waited_for(run, monkeypatch, ends):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert work.work(jobs, {job.name: 1 for job in jobs}, 2) == 1
     assert seen == ours + [theirs] * (ends == "failed")
-    assert said.getvalue().count(f"waiting for {theirs}: another command trains there") == 1
+    assert said.getvalue().count(f"waiting for {theirs}: another command is training them") == 1
 
 
 @pytest.mark.process
@@ -426,7 +426,7 @@ def test_what_is_stopped_goes_on_within_a_task(run):
         out, _ = process.communicate(timeout=120)
     finally:
         kill_tree(process)
-    assert process.returncode == 130 and "stopped: the same command goes on from here" in out
+    assert process.returncode == 130 and "stopped: the same command resumes from here" in out
     (last,) = (folder / "checkpoints").glob("last-*")
     assert int(last.name.partition("-")[2]) > 0 and not (folder / SUMMARY).exists()
 
@@ -441,12 +441,12 @@ def wait_for(what, seconds=120):
 def test_bad_input_is_refused_in_a_line(run, tmp_path, capsys):
     folder, place = run[0], f"data.path={run[1]}"
     for argv, words in (
-        ((folder, "--recipe", "m2_bas", place), "'m2_bas' is no recipe for GLUE, did you mean 'm2_base'?"),
-        ((folder, "--recipe", "modified", place, "--tasks", "cola,wnli"), "'wnli' is no task of GLUE in this recipe"),
-        ((folder, "--recipe", "modified", place, "--tasks", "cola,"), "expected tasks with commas between"),
-        ((folder, "--recipe", "modified", place, "--seeds", 6), "--seeds: 6, 5 are published"),
+        ((folder, "--recipe", "m2_bas", place), "unknown GLUE recipe 'm2_bas', did you mean 'm2_base'?"),
+        ((folder, "--recipe", "modified", place, "--tasks", "cola,wnli"), "unknown task 'wnli' of GLUE in this recipe"),
+        ((folder, "--recipe", "modified", place, "--tasks", "cola,"), "expected tasks separated by commas"),
+        ((folder, "--recipe", "modified", place, "--seeds", 6), "--seeds: 6, only 5 are published"),
         ((folder, "--recipe", "modified", place, "data.lenght=3"), "unknown key 'data.lenght'"),
-        ((folder, "--recipe", "modified", place, "seed=3"), "seed: is set for each task; --seeds, --no-mnli and"),
+        ((folder, "--recipe", "modified", place, "seed=3"), "seed: is set separately for each run; use --seeds, --no-mnli and"),
         (("nothing", "--recipe", "modified", place), "run 'nothing': no recipe.yaml"),
         ((folder,), "required: --recipe"),
         ((folder, "--recipe", "modified", place, "--tokenizer", "bytes"), "is of another vocabulary"),
@@ -466,7 +466,7 @@ def test_a_run_of_another_task_is_no_start(run, tmp_path, capsys):
     recipe["task"], recipe["model"] = {"name": "causal_lm"}, {"mixer": "lion_s", "dim": 16, "depth": 1, "num_heads": 2}
     (tmp_path / "gpt" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     said = refuse(capsys, "glue", tmp_path / "gpt", "--recipe", "modified")
-    assert "task 'causal_lm', GLUE starts from a run of masked_lm" in said
+    assert "task 'causal_lm', GLUE needs a run of masked_lm" in said
 
 
 def test_the_papers_averages_are_those_of_its_tasks():

@@ -91,11 +91,11 @@ def test_the_average_is_taken_where_there_is_one(run, tmp_path, capsys):
 
 
 def test_bad_requests(run, capsys, tmp_path):
-    assert "--classes: 'ten' is no class, there are 0 to 9, as '0'" in refuse(capsys, "sample", run, "--classes", "ten")
-    assert "--classes: '10' is no class" in refuse(capsys, "sample", run, "--classes", "1,10")
+    assert "--classes: unknown class 'ten', valid: 0 to 9, or names such as '0'" in refuse(capsys, "sample", run, "--classes", "ten")
+    assert "--classes: unknown class '10'" in refuse(capsys, "sample", run, "--classes", "1,10")
     assert "steps: expected 1 to 1000, got 1001" in refuse(capsys, "sample", run, "--steps", 1001)
     assert "no folder" in refuse(capsys, "sample", run, "--out", tmp_path / "none" / "a.png")
-    assert "pictures are kept as FILE.png" in refuse(capsys, "sample", run, "--out", tmp_path / "a.gif")
+    assert "images are written to FILE.png" in refuse(capsys, "sample", run, "--out", tmp_path / "a.gif")
     assert "--chunk-size: the full form" in refuse(capsys, "sample", run, "--chunk-size", 4)
     for option, value in (("--guidance", -1), ("--eta", 2), ("--count", 0), ("--form", "fast")):
         assert option in refuse(capsys, "sample", run, option, value)
@@ -105,7 +105,7 @@ def test_a_run_that_makes_nothing(tmp_path, capsys):
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     capsys.readouterr()
     said = refuse(capsys, "sample", tmp_path / "runs" / "tiny")
-    assert "task 'image_classification' makes no pictures, diffusion does" in said
+    assert "task 'image_classification' generates no images, expected a run of diffusion" in said
 
 
 def test_predict_says_what_makes_pictures(run, capsys, tmp_path):
@@ -117,7 +117,7 @@ def test_a_diverged_run_draws_nothing(run, capsys, tmp_path):
     broken = shutil.copytree(run, tmp_path / "broken")
     changed(broken, lambda x: x.fill_(torch.nan))
     out = tmp_path / "a.png"
-    assert "gives no finite outputs, the run has diverged" in refuse(capsys, "sample", broken, *QUICK, "--out", out)
+    assert "the outputs of its model are not finite, the run has diverged" in refuse(capsys, "sample", broken, *QUICK, "--out", out)
     assert not out.exists()
 
 
