@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run")
     parser.add_argument("files", nargs="+")
     parser.add_argument("--form", choices=FORMS, default="full")
-    parser.add_argument("--eager", action="store_true", help="do not use torch.compile; faster for a few files")
+    parser.add_argument("--eager", action="store_true", help="do not use torch.compile; suited to a few files")
     parser.add_argument(
         "--top", type=count, default=3, help="number of predictions to show, the most likely first (default: 3)"
     )

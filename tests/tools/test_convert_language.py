@@ -1,4 +1,4 @@
-"""Checkpoints of transformers and nanoGPT become runs with their logits, and runs folders that transformers reads."""
+"""Tests of converting checkpoints of transformers and nanoGPT to runs, and runs back to transformers."""
 
 import json
 import os
@@ -29,7 +29,7 @@ TINY = ["trainer.precision=fp32", "trainer.compile=false", "trainer.micro_batch=
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    """By model, as this package makes them."""
+    """Make the tokenizers of this package, by model."""
     return {"bert": make_tokenizer("wordpiece", TEXT, 200), "gpt": make_tokenizer("bpe", TEXT, 280)}
 
 
@@ -46,7 +46,7 @@ def gpt(tokenizer, **changes):
 
 
 def made(kind, config):
-    """With weights in which every part of the model shows."""
+    """Build a model with random weights, so that every part of the model affects the logits."""
     torch.manual_seed(0)
     model = kind(config).eval()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def convert(folder, run, *args, kind="bert"):
 
 @torch.no_grad()
 def apart(ours, theirs, padded=False):
-    """The largest difference of logits in float64, on random tokens; of a BERT on pairs, with padding if asked."""
+    """Return the largest difference of float64 logits, on random tokens; for BERT on pairs, with optional padding."""
     ours, theirs = ours.double().eval(), theirs.double().eval()
     tokens = torch.randint(ours.vocabulary, (2, 13), generator=torch.Generator().manual_seed(3))
     segments, types = torch.zeros_like(tokens), None
@@ -157,7 +157,7 @@ def test_files_of_every_kind(way, tokenizers, tmp_path):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpts_checkpoints(bias, tokenizers, tmp_path, capsys):
-    """Its Linear are PyTorch's, its GELU is exact, and a compiled model's names have a prefix."""
+    """Convert a checkpoint with PyTorch's layout of linear weights, exact GELU, and the prefix of compiled models."""
     theirs = gpt(tokenizers["gpt"], activation_function="gelu", n_inner=None)
     if not bias:
         for name, weight in theirs.named_parameters():
@@ -277,7 +277,7 @@ def test_what_our_models_leave_out_is_zero_there():
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
-BACK = {  # settings of a run, and why transformers has no such model
+BACK = {  # settings of a run, and the reason why transformers cannot have the model
     "model.mixer=lion_s": "model.mixer: transformers' bert supports only 'softmax', this run has 'lion_s'",
     "model.norm=rmsnorm": "model.norm: transformers' bert supports only 'layernorm'",
     "model.block=pre_norm": "model.block: transformers' bert supports only 'post_norm'",
@@ -289,7 +289,7 @@ BACK = {  # settings of a run, and why transformers has no such model
 
 
 def untrained(recipe, info):
-    """A run of a recipe that was never trained."""
+    """Write an untrained run of a recipe."""
     weights = make_task(recipe, info).build_model(recipe.model).state_dict()
     write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
 
@@ -302,7 +302,7 @@ def test_runs_of_other_models_are_not_given_back(change, tokenizers, tmp_path, c
     assert sorted(os.listdir(tmp_path)) == ["other", "run", "their"]
 
 
-CONFIGS = [  # what a config.json says, the recipe's settings, and what is said of them
+CONFIGS = [  # model, changes of config.json, settings of the recipe, expected message
     ("bert", {"model_type": "roberta"}, [], "model_type 'roberta', but the model of the recipe is a bert"),
     ("bert", {"is_decoder": True}, [], "its config.json has is_decoder True, our model supports only False"),
     ("bert", {"add_cross_attention": True}, [], "add_cross_attention True"),
@@ -416,4 +416,6 @@ def test_pictures_are_not_given_back(tmp_path, capsys):
     small = ["model.dim=12", "model.depth=1", f"run.root={tmp_path}", "run.name=tiny"]
     recipe = resolve("deit_tiny_softmax", small)
     untrained(recipe, describe_data(recipe, look=False)[0])
-    assert "only bert and gpt can be exported to transformers, not 'vit'" in refuse(capsys, "export", tmp_path / "tiny", tmp_path / "back")
+    assert "only bert and gpt can be exported to transformers, not 'vit'" in refuse(
+        capsys, "export", tmp_path / "tiny", tmp_path / "back"
+    )

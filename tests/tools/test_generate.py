@@ -1,4 +1,4 @@
-"""`./run.sh generate`: streams, several prompts, every mode, and going on from a file."""
+"""Tests of `./run.sh generate`: streaming, several prompts, all modes, and resuming from a file."""
 
 import hashlib
 import io
@@ -66,7 +66,7 @@ def test_the_state_that_is_told_is_what_is_used(runs, capsys):
     _, said = text_of(capsys, runs["softmax"], *["--prompt", "the "] * 100, "--tokens", 12)
     kept = (
         100 * 16 * 2 * (2 * 16 * 4 + 1)
-    )  # float32 keys and values of 16 channels, and a flag, of 16 tokens in 2 blocks
+    )  # float32 keys and values of 16 channels, and a flag, for 16 tokens in 2 blocks
     assert f"state {kept / 2**20:.2f} MiB" in said
 
 
@@ -130,7 +130,7 @@ def test_a_character_waits_for_its_bytes():
     raw = "aé€".encode()
     decoder = Decoder(lambda ids: bytes(ids).decode(errors="replace"))
     assert [decoder.add(byte) for byte in raw] == ["a", "", "é", "", "", "€"]
-    assert [decoder.add(0x80) for _ in range(4)] == ["", "", "", "\ufffd" * 4]  # never to be one
+    assert [decoder.add(0x80) for _ in range(4)] == ["", "", "", "\ufffd" * 4]  # never a valid character
     assert decoder.add(0xC3) == "" and decoder.rest() == "\ufffd" and decoder.rest() == ""
 
 
@@ -168,8 +168,10 @@ def test_bad_requests(runs, capsys, tmp_path):
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("part", ["digest", "mode", "rows"])
 def test_a_state_that_is_not_what_was_written_is_refused(runs, capsys, tmp_path, part, signed):
-    """A bit, or a field, with the digest of before and with its own: other text, ids that are none and states of
-    another mode would follow."""
+    """Change a bit or a field, with the old digest and with a new one.
+
+    Without a check, the result would be wrong text, invalid token ids, or a state of another mode.
+    """
     run, state = runs["lion_s"], tmp_path / "state.pt"
     assert here("generate", run, "--prompt", "the cat", "--tokens", 3, "--state", state) == 0
     raw, said = bytearray(state.read_bytes()), "is damaged"
@@ -188,14 +190,14 @@ def test_a_state_that_is_not_what_was_written_is_refused(runs, capsys, tmp_path,
 
 
 def test_what_was_generated_is_kept_where_nobody_reads_it(runs, capsys, tmp_path, monkeypatch):
-    """The reader of a pipe ends first, as where Ctrl-C goes to all of it."""
+    """End the reader of a pipe first, as when Ctrl-C stops the whole pipe."""
     run, state = runs["lion_s"], tmp_path / "state.pt"
     asked, shown, show = ["--seed", 1, "--state", state], [], generate.show
     whole, _ = text_of(capsys, run, "--seed", 1, "--prompt", "the cat", "--tokens", 12)
 
     def closed(text):
         shown.append(text)
-        if len(shown) == 6:  # the prompt and four tokens were read
+        if len(shown) == 6:  # the prompt and four tokens have been read
             raise BrokenPipeError
         show(text)
 
@@ -233,9 +235,9 @@ def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
     kept = re.search(r"of another vocabulary: .* now; (data.tokenizer=.*/tokenizer.json) reads text with its own", said)
     assert said == refuse(capsys, "eval", run, "data.tokenizer=bytes")
     other.write_text(TEXT.replace("cat", "CAT"))
-    assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0  # with characters of its own
+    assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0  # with another vocabulary of characters
     capsys.readouterr()
-    for own in ((), (kept[1],)):  # other text is read with the run's
+    for own in ((), (kept[1],)):  # other text is read with the tokenizer of the run
         assert "no token for 'C'" in refuse(capsys, "eval", run, f"data.path={other}", *own)
     other.write_text(TEXT.replace("cat", "dog"))
     assert here("eval", run, f"data.path={other}", "--form", "full") == 0
