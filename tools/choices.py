@@ -176,9 +176,7 @@ def place_of(answer: Any, labels: Any, count: int, where: str) -> int:
         if not isinstance(labels, list) or len(labels) != count or answer not in labels:
             raise ConfigError(f"{where}: answer {answer!r} is none of the labels of the {count} choices: {labels}")
         return labels.index(answer)
-    written = (
-        isinstance(answer, str) and answer.strip().isdecimal() and len(answer) < 10
-    )  # int() limits the number of digits
+    written = isinstance(answer, str) and answer.strip().isdecimal() and len(answer) < 10  # int() limits digits
     number = int(answer) if written else answer
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
         raise ConfigError(f"{where}: expected an answer of 0 to {count - 1}, got {answer!r}")

@@ -148,9 +148,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     secure_streams()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lion").setLevel(logging.INFO)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(
-        logging.ERROR
-    )  # it warns about nvcc on machines without a GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns about nvcc without a GPU
     try:
         try:
             code = main(argv)
@@ -162,9 +160,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         code = 130
     except BrokenPipeError:
         code = 141
-    except (
-        Exception
-    ) as error:  # printed here: a traceback that lives until the interpreter ends keeps loader workers alive
+    except Exception as error:  # printed here: a traceback kept until the interpreter ends keeps loader workers alive
         line, rank = one_line(error), os.environ.get("RANK")
         if launched and rank != "0":  # rank 0 prints errors common to all ranks; here the launcher stops the others
             with contextlib.suppress(KeyboardInterrupt):

@@ -175,9 +175,7 @@ class Scripted:
     def __init__(self, args: Any, runtime: Runtime) -> None:
         path = Path(args.features)
         try:
-            with warnings.catch_warnings(
-                action="ignore"
-            ):  # deprecated, but the format in which Inception is distributed
+            with warnings.catch_warnings(action="ignore"):  # deprecated, but Inception is distributed so
                 self.module = torch.jit.load(path, map_location=runtime.device).eval()
         except (RuntimeError, ValueError, OSError):
             raise ConfigError(f"--features: {path} is not a TorchScript module") from None

@@ -93,9 +93,7 @@ def measure_forms(
     available, length = forms_of(loaded.model), loaded.model.length
     forms = forms_to_measure(form, chunk_size, available, length)
     reference = forms_to_measure("all", chunk_size, available, length)[0]
-    wanted = (
-        [*forms] if reference in forms else [reference, *forms]
-    )  # the deviation is measured from the reference form
+    wanted = [*forms] if reference in forms else [reference, *forms]  # the deviation is measured from `reference`
     splits = build_data(recipe, loaded.folder)
     check_data(splits.info, loaded.task.info, loaded.folder)
     split = split or ("val" if splits.test is None else "test")

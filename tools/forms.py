@@ -60,9 +60,7 @@ class Measured:
     def add(self, outcome: Outcome, reference: torch.Tensor, mask: torch.Tensor) -> None:
         """Add a batch: its outcome, the outputs of the reference form (B, ..), and the mask of real samples (B,)."""
         self.totals.add(outcome, mask)
-        for own, other, real in zip(
-            outcome.outputs, reference, mask.tolist()
-        ):  # sample by sample, because outputs of text are large
+        for own, other, real in zip(outcome.outputs, reference, mask.tolist()):  # one by one: outputs of text are large
             if real:
                 self.deviation = torch.maximum(self.deviation, (own - other).abs_().max())
 

@@ -32,9 +32,7 @@ def in_a_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(measure, job, theirs))
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # inherited by the child: the parent handles Ctrl-C
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: the parent handles Ctrl-C
     try:
         process.start()
         theirs.close()
@@ -60,9 +58,7 @@ def in_a_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) 
 
 
 def _child(measure: Callable[[Any, Send], None], job: Any, pipe: Any) -> None:
-    logging.getLogger("torch.utils.cpp_extension").setLevel(
-        logging.ERROR
-    )  # it warns about nvcc on machines without a GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns about nvcc without a GPU
     try:
         measure(job, pipe.send)
     except BrokenPipeError:  # the parent is gone

@@ -47,9 +47,7 @@ def main(argv: list[str]) -> int:
     if "trainer.parallel=fsdp" in args.overrides:
         raise ConfigError("trainer.parallel: soak compares checkpoints that are not sharded, use ddp")
     overrides = [*EVERY, f"trainer.steps={STEPS_A_KILL * args.kills}", *args.overrides]
-    overrides = list(
-        {item.partition("=")[0]: item for item in overrides}.values()
-    )  # a later override replaces an earlier one
+    overrides = list({item.partition("=")[0]: item for item in overrides}.values())  # the last one of a key counts
     whole, killed = (
         [args.recipe, *overrides, f"run.name=soak-{name}", "--no-eval", "--processes", str(args.processes)]
         for name in ("whole", "killed")

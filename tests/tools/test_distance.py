@@ -77,9 +77,7 @@ def test_what_is_not_real_is_farther(classifier, real, tmp_path, capsys):
     np.savez(tmp_path / "noise.npz", np.random.default_rng(0).integers(0, 256, (300, 8, 8, 1), dtype=np.uint8))
     np.savez(tmp_path / "same.npz", real[0][:1].repeat(60, 0))
     _, noise, _ = figures(capsys, tmp_path / "noise.npz", "--features", classifier)
-    assert (
-        noise["noise"][:2] == [300, len(real[0])] and noise["real test"][0] == 300
-    )  # as many real images, for comparison
+    assert noise["noise"][:2] == [300, len(real[0])] and noise["real test"][0] == 300  # equally many real images
     assert noise["noise"][2] > 10 * noise["real test"][2]
     _, same, _ = figures(capsys, tmp_path / "same.npz", "--features", classifier)
     assert same["same"][5] < 20 < same["real test"][5] and same["same"][2] > 10 * same["real test"][2]
@@ -144,9 +142,7 @@ def test_samples_of_a_run_are_made_once(classifier, generator, tmp_path, capsys,
     assert made == [([i % 10 for i in range(16)], 2, 1.0), ([i % 10 for i in range(16, 32)], 2, 1.0)]
     assert rows["makes"][0] == 24 == rows["real test"][0]
     batches = [generator, "--features", classifier, "--steps", 2, "--batch", 7, "--samples", 24]
-    assert figures(capsys, *batches)[1]["makes"] == pytest.approx(
-        rows["makes"], abs=0.03
-    )  # the batch size changes nothing
+    assert figures(capsys, *batches)[1]["makes"] == pytest.approx(rows["makes"], abs=0.03)  # for any batch size
     made.clear()
     assert figures(capsys, *args, "--samples", 24)[1] == rows and not made
     (tmp_path / "kept" / "00000016.npy").unlink()

@@ -64,9 +64,8 @@ def test_modes_write_the_same_text(runs, capsys, mixer, mode):
 
 def test_the_state_that_is_told_is_what_is_used(runs, capsys):
     _, said = text_of(capsys, runs["softmax"], *["--prompt", "the "] * 100, "--tokens", 12)
-    kept = (
-        100 * 16 * 2 * (2 * 16 * 4 + 1)
-    )  # float32 keys and values of 16 channels, and a flag, for 16 tokens in 2 blocks
+    # float32 keys and values of 16 channels, and a flag, for 16 tokens in 2 blocks
+    kept = 100 * 16 * 2 * (2 * 16 * 4 + 1)
     assert f"state {kept / 2**20:.2f} MiB" in said
 
 

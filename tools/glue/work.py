@@ -104,9 +104,8 @@ def claim(job: Job) -> IO[str] | None:
     place.mkdir(parents=True, exist_ok=True)
     log = open(place / f"{job.name}.log", "a", encoding="utf-8")
     try:
-        fcntl.flock(
-            log, fcntl.LOCK_EX | fcntl.LOCK_NB
-        )  # inherited by the process of the job; released when both have closed the file
+        # the process of the job inherits the lock, which is released when both have closed the file
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         log.close()
         return None
