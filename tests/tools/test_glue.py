@@ -208,7 +208,7 @@ def test_every_learning_rate_is_a_run(run, tmp_path):
     with pytest.raises(ConfigError, match=r"optim.lr: this recipe has 4 learning rates"):
         jobs_of(run, ["rte"], 1, "optim.lr=1e-5", recipe="lightnet")
     for text, said in (
-        ("rates: [1e-5]", "rates: with several rates, no single run of mnli is the start"),
+        ("rates: [1e-5]", "rates: a recipe with rates has no single run of mnli to start from"),
         ("from_mnli: false\nrates: [1e-5, 1e-5]", "rates: expected different learning rates above 0"),
         ("average: none", "average"),
     ):

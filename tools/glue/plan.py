@@ -82,9 +82,7 @@ class Table:
 
     def __post_init__(self) -> None:
         if self.rates and self.from_mnli:
-            raise ValueError(
-                "rates: with several rates, no single run of mnli is the start of others; set from_mnli: false"
-            )
+            raise ValueError("rates: a recipe with rates has no single run of mnli to start from; set from_mnli: false")
         if any(rate <= 0 for rate in self.rates) or len(set(self.rates)) < len(self.rates):
             raise ValueError(f"rates: expected different learning rates above 0, got {list(self.rates)}")
 
