@@ -122,12 +122,12 @@ def test_both_lengths_at_once(tmp_path, capsys):
 
 
 def test_a_base_is_no_recipe(capsys):
-    assert "what recipes share, not a recipe" in refuse(capsys, "train", "recipes/base/deit.yaml")
+    assert "a base of several recipes, not a recipe" in refuse(capsys, "train", "recipes/base/deit.yaml")
 
 
 def test_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "'evaluate' is no command, did you mean" in refuse(capsys, "evaluate")
+    assert "unknown command 'evaluate', did you mean" in refuse(capsys, "evaluate")
     assert "no such file, did you mean" in refuse(capsys, "train", tiny_recipe(tmp_path).with_name("tinny.yaml"))
     (tmp_path / "latin.yaml").write_bytes(b"\xe9")
     (tmp_path / "folder.yaml").mkdir()
@@ -223,8 +223,8 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
     [
         ("", "recipes/quickstart.yaml: no such file"),
         ("--from full", "unknown option --from full: did you mean '--form'?"),
-        ("trian x.yaml", "'trian' is no command, did you mean 'train'?"),
-        ("quickstrt", "'quickstrt' is no command, did you mean 'quickstart'?"),
+        ("trian x.yaml", "unknown command 'trian', did you mean 'train'?"),
+        ("quickstrt", "unknown command 'quickstrt', did you mean 'quickstart'?"),
         ("zz", "valid: train, prepare, eval, list, show, predict, generate, sample, distance, glue, bench ops, "),
         ("train", "required: recipe\n"),
         ("train x.yaml --frsh", "unknown option --frsh: did you mean '--fresh'?"),
@@ -258,8 +258,8 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("consolidate x", "run 'x': no recipe.yaml"),
         ("consolidate x --now", "unknown option --now: "),
         ("soak --kills 0", "--kills: expected at least 1, got 0"),
-        ("bench", "'bench' is no command, did you mean 'bench ops'?"),
-        ("bench op", "'bench op' is no command, did you mean 'bench ops'?"),
+        ("bench", "unknown command 'bench', did you mean 'bench ops'?"),
+        ("bench op", "unknown command 'bench op', did you mean 'bench ops'?"),
         ("bench train", "required: recipes"),
         ("bench train x.yaml --eager", "x.yaml: no such file"),
         ("bench inference x", "run 'x': no recipe.yaml"),
@@ -268,7 +268,7 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("convert x.pth y.yaml z", "y.yaml: no such file"),
         ("report", "expected runs, --section TITLE RUN"),
         ("report x", "run 'x': no recipe.yaml"),
-        ("report x --name ../x", "--name: expected a name without folders (--out has them), got '../x'"),
+        ("report x --name ../x", "--name: expected a name without folders, got '../x'"),
         ("report x --name ..", "--name: expected a name without folders"),
         ("bench ops --length 0", "--length: expected at least 1, got 0"),
         ("bench ops --rounds x", "--rounds: expected a whole number, got 'x'"),

@@ -1,1 +1,1 @@
-"""The commands. They join `data/` and `lion/`; nothing imports them."""
+"""Commands of run.sh, which combine `data/` and `lion/`. No other package imports them."""

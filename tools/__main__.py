@@ -1,4 +1,4 @@
-"""`python -m tools COMMAND ...`: the commands of run.sh."""
+"""Entry point of the commands of run.sh: `python -m tools COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from tools.commands import COMMANDS, called_by, help_for, unknown_option
 
 
 def main(argv: list[str]) -> int:
-    """Run a command, or train a recipe that is named alone. What can be refused without PyTorch is, before it is
-    loaded.
+    """Run a command; the name of a recipe without a command trains the recipe.
+
+    Commands and options are checked before PyTorch is loaded.
 
     Raises:
-        ConfigError: An unknown command, recipe or option; the line names what is nearest.
+        ConfigError: An unknown command, recipe or option; the message names the nearest valid one.
     """
     if text := help_for(argv):
         print(text)
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
         name, rest = "train", argv
     if name not in COMMANDS:
         otherwise = f"valid: {', '.join(COMMANDS)}, or a recipe of ./run.sh list"
-        raise ConfigError(f"{name!r} is no command, {nearest(name, [*COMMANDS, *recipes], otherwise)}")
+        raise ConfigError(f"unknown command {name!r}, {nearest(name, [*COMMANDS, *recipes], otherwise)}")
     if (unknown := unknown_option(name, rest)) is not None:
         text, option, options = unknown
         raise ConfigError(f"run.sh {name}: unknown option {text}: {nearest(option, options)}")
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if help_for(sys.argv[1:]):  # which needs the standard library alone, as `run_command` does not
+    if help_for(sys.argv[1:]):  # needs the standard library alone, unlike `run_command`
         try:
             main(sys.argv[1:])
             sys.stdout.flush()

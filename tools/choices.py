@@ -1,10 +1,10 @@
-"""Zero-shot multiple choice (LightNet's Table 7): how often a causal model finds the right answer the likeliest.
+"""Zero-shot multiple choice (LightNet's Table 7): how often the right answer is the most likely one for a causal model.
 
     ./run.sh eval RUN --choices FILE.jsonl [--form ..] [--chunk-size N]
 
-A line of the file is a question: {"context": TEXT, "choices": [TEXT, ..], "answer": NUMBER}, the answer counted from 0.
-Files of the Hub go as they are, where they have these: `FIELDS`. A choice follows its text behind a blank; a text that
-is too long for the model's positions loses its beginning.
+Each line of the file is a question: {"context": TEXT, "choices": [TEXT, ..], "answer": NUMBER}, where the answer counts
+from 0. Files of the Hub need no change if their fields have names listed in `FIELDS`. A blank separates a text from
+the choice that follows. A text that is too long for the positions of the model is truncated at its beginning.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tools.cli import choose_form, table
 from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
 from tools.forms import forms_to_measure, measure
 
-FIELDS = {  # what each is called: here, in lm-eval's tasks, and in HellaSwag, ARC, OpenBookQA, MMLU
+FIELDS = {  # names of each field: here, in lm-eval's tasks, and in HellaSwag, ARC, OpenBookQA, MMLU
     "text": ("context", "question", "query", "ctx", "question_stem"),
     "choices": ("choices", "endings"),
     "answer": ("answer", "gold", "label", "answerKey"),
 }
-SHAPES = 4  # lengths of batches: few, since each is compiled
+SHAPES = 4  # different lengths of batches: few, because each length is compiled
 
 
 class Question(NamedTuple):
-    """A text, what may follow it, and which of that is right; `where` is its line."""
+    """A text, the choices that may follow it, and the index of the right one; `where` is its file and line."""
 
     text: str
     choices: list[str]
@@ -50,15 +50,13 @@ class Question(NamedTuple):
 
 
 def evaluate_choices(args: Namespace) -> int:
-    """What `./run.sh eval RUN --choices FILE` does."""
+    """Run the command `./run.sh eval RUN --choices FILE`."""
     questions = read_questions(args.choices)
     recipe = resolve_run(find_run(args.run), args.overrides)
     loaded = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
     model = loaded.model
     if not isinstance(loaded.task, CausalLM):
-        raise ConfigError(
-            f"--choices: {loaded.folder} is of task {recipe.task.name!r}, only causal_lm tells what follows"
-        )
+        raise ConfigError(f"--choices: {loaded.folder} is of task {recipe.task.name!r}, expected a run of causal_lm")
     if args.form != "all":
         choose_form(model, args.form)
     tokenizer = open_data(recipe, loaded.folder).tokenizer
@@ -72,7 +70,7 @@ def evaluate_choices(args: Namespace) -> int:
     forms = forms_to_measure(args.form, args.chunk_size, forms_of(model), batches.longest)
     reference = forms_to_measure("all", args.chunk_size, forms_of(model), batches.longest)[0]
     judged = loaded._replace(task=MultipleChoice(loaded.task.config, loaded.task.info))
-    wanted = list(dict.fromkeys([reference, *forms]))  # the deviation needs it
+    wanted = list(dict.fromkeys([reference, *forms]))  # the deviation is measured from the reference form
     found = measure(judged, batches, len(batches), wanted, runtime, recipe.trainer.precision)
     check_finite(torch.tensor([found[form]["deviation"] for form in wanted]), loaded.folder)
     body = []
@@ -84,7 +82,9 @@ def evaluate_choices(args: Namespace) -> int:
     how = f"batch {batch}, {recipe.trainer.precision}, {'compiled' if compiled else 'eager'}"
     print(f"{about(questions)}; 95 % intervals; {how}; deviation in nats")
     if cut:
-        print(f"{cut:,} of {len(questions):,} texts lost their beginning, the model has {model.longest} positions")
+        print(
+            f"{cut:,} of {len(questions):,} texts lost their beginning, because the model has {model.longest} positions"
+        )
     return 0
 
 
@@ -101,15 +101,15 @@ def about(questions: list[Question]) -> str:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions of a file of JSON lines.
+    """Read the questions of a file of JSON lines.
 
     Raises:
-        ConfigError: A line that is none, or a file without any.
+        ConfigError: A line is no valid question, or the file holds no questions.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other line ends
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON strings may contain other line separators
     except UnicodeDecodeError:
-        raise ConfigError(f"--choices: {path} is no UTF-8 text") from None
+        raise ConfigError(f"--choices: {path} is not UTF-8 text") from None
     except OSError as error:
         raise ConfigError(f"--choices: {path}: {error.strerror}") from None
     found = [read_question(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
@@ -119,15 +119,15 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def read_question(line: str, where: str) -> Question:
-    """A line of the file.
+    """Parse one line of the file; `where` names the line in messages.
 
     Raises:
-        ConfigError: What is wrong with it.
+        ConfigError: The line is no valid question.
     """
     try:
         held = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: no JSON ({error})") from None
+        raise ConfigError(f"{where}: not JSON ({error})") from None
     if not isinstance(held, dict):
         raise ConfigError(f"{where}: expected a text, choices and an answer, got {line.strip()[:40]!r}")
     text, choices, answer = (field_of(held, name, where) for name in FIELDS)
@@ -135,7 +135,7 @@ def read_question(line: str, where: str) -> Question:
     if isinstance(choices, dict) and {"text", "label"} <= choices.keys():  # ARC's
         choices, labels = choices["text"], choices["label"]
     if not isinstance(text, str):
-        raise ConfigError(f"{where}: expected words as its text, got {str(text)[:40]!r}")
+        raise ConfigError(f"{where}: expected a string as its text, got {str(text)[:40]!r}")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise ConfigError(f"{where}: expected a list of texts as its choices, got {str(choices)[:40]!r}")
     if len(choices) < 2:
@@ -146,27 +146,37 @@ def read_question(line: str, where: str) -> Question:
 
 
 def field_of(held: dict[str, Any], name: str, where: str) -> Any:
-    """Raises ConfigError: A field is not there under any of its names, or under two."""
+    """Return the value of a field of a question, under any of its names in `FIELDS`.
+
+    Raises:
+        ConfigError: The field is missing, or is there under two names.
+    """
     there = [n for n in FIELDS[name] if held.get(n) is not None]
     filled = [n for n in there if held[n] != ""] or there
     if not filled:
         raise ConfigError(f"{where}: no {name} ({' or '.join(FIELDS[name])}), it has {', '.join(held) or 'nothing'}")
     if len(filled) > 1:
-        raise ConfigError(f"{where}: both {filled[0]!r} and {filled[1]!r}; put what is to be read into one")
+        raise ConfigError(f"{where}: both {filled[0]!r} and {filled[1]!r}; keep one of them")
     return held[filled[0]]
 
 
 def place_of(answer: Any, labels: Any, count: int, where: str) -> int:
-    """Which of the choices an answer means, from 0: its number, also as text, or one of the choices' labels.
+    """Return the index of the right choice, counted from 0.
+
+    Args:
+        answer: The index, as a number or as text; or one of `labels`.
+        labels: The labels of the choices, or None if the choices have no labels.
+        count: Number of choices.
+        where: The line, for messages.
 
     Raises:
-        ConfigError: None of them.
+        ConfigError: The answer fits none of the choices.
     """
     if labels is not None:
         if not isinstance(labels, list) or len(labels) != count or answer not in labels:
-            raise ConfigError(f"{where}: answer {answer!r} is none of the {count} choices' labels {labels}")
+            raise ConfigError(f"{where}: answer {answer!r} is none of the labels of the {count} choices: {labels}")
         return labels.index(answer)
-    written = isinstance(answer, str) and answer.strip().isdecimal() and len(answer) < 10  # int() has a limit
+    written = isinstance(answer, str) and answer.strip().isdecimal() and len(answer) < 10  # int() limits digits
     number = int(answer) if written else answer
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
         raise ConfigError(f"{where}: expected an answer of 0 to {count - 1}, got {answer!r}")
@@ -174,7 +184,7 @@ def place_of(answer: Any, labels: Any, count: int, where: str) -> int:
 
 
 class Row(NamedTuple):
-    """A choice behind its text, as tokens, of which the last `tokens_of_choice` are the choice."""
+    """A text followed by a choice, as tokens; the last `tokens_of_choice` tokens are those of the choice."""
 
     ids: list[int]
     tokens_of_choice: int
@@ -185,13 +195,21 @@ class Row(NamedTuple):
 
 
 def encode(questions: list[Question], tokenizer: Tokenizer, longest: int | None) -> tuple[list[Row], int]:
-    """All choices, and how many of the questions lost the beginning of their text.
+    """Encode all choices of all questions.
 
-    A text begins as a document does; an empty one is the border between two.
+    Each text begins with the tokens that begin a document. An empty text becomes the token between two documents.
+
+    Args:
+        questions: The questions.
+        tokenizer: The tokenizer of the run.
+        longest: Number of positions of the model, or None if there is no limit.
+
+    Returns:
+        One row per choice, and the number of questions whose text was truncated at the beginning.
 
     Raises:
-        ConfigError: A choice that no model with so many positions can read, or an empty text where no token stands for
-            the border.
+        ConfigError: A choice has more tokens than the model has positions, or a text is empty and the tokenizer has no
+            token between documents.
     """
     begin, end = tokenizer.frame
     rows, cut = [], set()
@@ -203,16 +221,18 @@ def encode(questions: list[Question], tokenizer: Tokenizer, longest: int | None)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         for j, (choice, whole) in enumerate(zip(choices, wholes)):
-            same = shared(before, whole)  # a token that spans the border belongs to the choice
+            same = shared(before, whole)  # a token that spans the end of the text belongs to the choice
             ids = [*(begin or (end if not same else [])), *whole]
             size = len(whole) - same
             if not size:
-                raise ConfigError(f"{where}: choice {j} has no tokens of its own")
+                raise ConfigError(f"{where}: choice {j} adds no tokens to the text")
             if size == len(ids):
-                raise ConfigError(f"{where}: no text, and tokenizer {tokenizer.name!r} has no token for its beginning")
+                raise ConfigError(
+                    f"{where}: the text is empty, and tokenizer {tokenizer.name!r} has no token that begins a document"
+                )
             if longest is not None and size > longest:
                 raise ConfigError(f"{where}: choice {j} has {size} tokens, the model {longest} positions")
-            if longest is not None and len(ids) > longest + 1:  # the last is told, not read
+            if longest is not None and len(ids) > longest + 1:  # the last token is predicted, and is no input
                 ids = ids[-longest - 1 :]
                 cut.add(i)
             rows.append(Row(ids, size, len(choice.encode()), i, j, j == answer))
@@ -220,26 +240,26 @@ def encode(questions: list[Question], tokenizer: Tokenizer, longest: int | None)
 
 
 def shared(a: list[int], b: list[int]) -> int:
-    """With how many tokens both begin."""
+    """Return the length of the common prefix of two token lists."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def joined(text: str, choice: str) -> str:
-    """A text and what follows it, one blank between them where there is none."""
+    """Join a text and a choice, with a blank between them unless there is white space already."""
     blank = not text or text[-1].isspace() or choice[0].isspace()
     return f"{text}{choice}" if blank else f"{text} {choice}"
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Batches of `size` rows, the shortest first, to be gone through any number of times; the last is filled up."""
+    """Batches of `size` rows, the shortest rows first, that can be iterated repeatedly. The last batch is filled up."""
 
     rows: list[Row]
     size: int
 
     @property
     def longest(self) -> int:
-        """Tokens that are read of the longest row."""
+        """Number of input tokens of the longest row."""
         return max(len(row.ids) for row in self.rows) - 1
 
     def __len__(self) -> int:
@@ -252,7 +272,7 @@ class Choices:
             some = rows[start : start + self.size]
             steps = -(-(len(some[-1].ids) - 1) // step)
             real = torch.arange(self.size) < len(some)
-            some += some[:1] * (self.size - len(some))  # one number of rows for all batches
+            some += some[:1] * (self.size - len(some))  # all batches have the same number of rows
             length = 1 + min(steps * step, self.longest)
             yield {**padded([row.ids for row in some], length), "mask": real, **columns(some)}
 

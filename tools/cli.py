@@ -1,4 +1,4 @@
-"""How commands read what was typed, print, and fail."""
+"""Command-line handling of all commands: argument parsing, printing, and errors."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ NAMED = {
     errno.EISDIR,
     errno.ELOOP,
     errno.ENAMETOOLONG,
-}  # no such name: what was given is wrong
-PATIENCE = 10  # seconds in which a launcher ends the other processes of one that has failed
+}  # no such file or folder: the user typed a wrong name
+PATIENCE = 10  # seconds in which the launcher stops the other processes after one has failed
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses a command line as everything else is refused: in one line, with the nearest option."""
+    """An argument parser that reports errors as a one-line ConfigError with the nearest valid option."""
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
         if settings.get("nargs") == "*":
-            settings.setdefault("default", [])  # without one, argparse calls it required
+            settings.setdefault("default", [])  # without a default, argparse lists the argument as required
         return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """An option's number, at least 1."""
+    """Parse the value of an option as a whole number of at least 1."""
     try:
         number = int(text)
     except ValueError:
@@ -60,12 +60,12 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """An option's several numbers, as 256,512: each once, rising."""
+    """Parse the value of an option as numbers separated by commas, such as 256,512: sorted, without duplicates."""
     return tuple(sorted({count(part) for part in text.split(",")}))
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """An option's number in a range."""
+    """Return a parser for an option whose value is a number from `least` to `most`."""
 
     def read(text: str) -> float:
         try:
@@ -80,15 +80,19 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
 
 def file_name(text: str) -> str:
-    """An option's name of a file, without folders."""
+    """Parse the value of an option as a file name without folders."""
     if text in ("", "..") or text != Path(text).name:
-        raise argparse.ArgumentTypeError(f"expected a name without folders (--out has them), got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a name without folders, got {text!r}")
     return text
 
 
 def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
-    """`set_form` for what a person typed."""
-    from lion.layers.mixer import set_form  # brings PyTorch: a bad command line is refused without it
+    """Set the form of a model from the options `--form` and `--chunk-size`.
+
+    Raises:
+        ConfigError: The model does not have the form, or does not take the chunk size.
+    """
+    from lion.layers.mixer import set_form  # imports PyTorch; a bad command line is refused without it
 
     try:
         set_form(model, form, chunk_size)
@@ -97,7 +101,7 @@ def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> N
 
 
 class Unfailing:
-    """A stream that never fails: what cannot be written (the disk is full, the reader is gone) is dropped."""
+    """A stream that never fails: text that cannot be written (disk full, reader gone) is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -116,8 +120,8 @@ class Unfailing:
 
 
 def secure_streams() -> None:
-    """Let the standard streams take whatever is printed, also where they were closed or are ASCII."""
-    for number in range(3):  # else the next file that is opened would get the number, and what is printed
+    """Make printing to the standard streams safe, even if they are closed or accept only ASCII."""
+    for number in range(3):  # a file opened later must not get the number of a closed stream, and receive printed text
         try:
             os.fstat(number)
         except OSError:
@@ -132,8 +136,11 @@ def secure_streams() -> None:
 
 
 def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None) -> None:
-    """Run a command's `main` and exit: 2 with one line for bad input, 1 with one for a run that cannot go on or a
-    system that refuses, 130 when interrupted."""
+    """Run the `main` function of a command, then exit the process with its exit code.
+
+    Errors exit with 2 for bad input, 1 for a run that cannot continue or an error of the system (both print one line),
+    130 after an interrupt, and 141 if the reader of standard output is gone.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug, launched = "--debug" in argv, "TORCHELASTIC_RUN_ID" in os.environ
     if debug:
@@ -141,11 +148,11 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     secure_streams()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lion").setLevel(logging.INFO)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of nvcc without a GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns about nvcc without a GPU
     try:
         try:
             code = main(argv)
-        except SystemExit as ended:  # by argparse's --help, or by a process that has said why
+        except SystemExit as ended:  # raised by argparse's --help, or by a process that has printed the reason
             code = ended.code
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -153,9 +160,9 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         code = 130
     except BrokenPipeError:
         code = 141
-    except Exception as error:  # printed here: a traceback kept for the interpreter's end keeps loader workers alive
+    except Exception as error:  # printed here: a traceback kept until the interpreter ends keeps loader workers alive
         line, rank = one_line(error), os.environ.get("RANK")
-        if launched and rank != "0":  # what all processes meet, the first says: the launcher ends the others here
+        if launched and rank != "0":  # rank 0 prints errors common to all ranks; here the launcher stops the others
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(PATIENCE)
         if line is None and rank is not None and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore")):
@@ -167,9 +174,9 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         code = 2 if isinstance(error, ConfigError) or getattr(error, "errno", None) in NAMED else 1
     try:
         sys.stdout.flush()
-    except OSError:  # what could not be printed would fail again at the interpreter's end
+    except OSError:  # a failed write would fail again when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    # PyTorch may abort a launched process as it is taken down, its work done: it leaves without that
+    # PyTorch may abort a launched process during its shutdown, after its work is done: skip the shutdown
     if launched:
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
@@ -177,18 +184,26 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
 
 
 def one_line(error: Exception) -> str | None:
-    """What to say of an error that is no fault of the program; None where it is one."""
+    """Return the message for an error of input or system; None for an error of the program itself."""
     if isinstance(error, (ConfigError, RunError)):
         return f"error: {error}"
     if isinstance(error, OSError) and error.strerror:
         return f"error: {refusal(error)}"
     if (path := cut_library(error)) is not None:
-        return f"error: {path} is cut off, left so by a compile that was killed: remove it, and go on"
+        return f"error: {path} is truncated by a compilation that was killed: delete it and try again"
     return f"error: {str(error).splitlines()[0]}" if full_disk(error) else None
 
 
 def check_folder(what: str, folder: Path) -> None:
-    """Raises ConfigError: Nothing can be written there."""
+    """Check that a folder exists and is writable.
+
+    Args:
+        what: Name of the argument or option that an error message begins with.
+        folder: The folder to check.
+
+    Raises:
+        ConfigError: The folder does not exist or is not writable.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{what}: no folder {folder}")
     if not os.access(folder, os.W_OK):
@@ -196,18 +211,18 @@ def check_folder(what: str, folder: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Report progress on stderr; results go to stdout."""
+    """Print a line of progress to stderr; results go to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of text whose columns stand below one another, all left."""
+    """Format rows as lines of text with left-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A plain text table: first column left, the others right."""
+    """Format a plain text table: the first column is left-aligned, the others are right-aligned."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(row: list[str]) -> str:

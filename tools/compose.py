@@ -1,4 +1,4 @@
-"""Where data meets `lion`: recipes resolved against the data sets that they name."""
+"""Combination of `data` and `lion`: recipes resolved with their data sets."""
 
 from __future__ import annotations
 
@@ -28,38 +28,48 @@ from tools.listing import RECIPES, recipe_path
 
 
 def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe with its `data` section checked by the data set that it names; a bare name is one of ours."""
+    """Load a recipe and check it, including its `data` section, against its data set.
+
+    Args:
+        path: A file, or the name of a recipe in `recipes/`.
+        overrides: Items `key=value`.
+
+    Raises:
+        ConfigError: There is no such file, or the recipe is invalid.
+    """
     path = recipe_path(path)
     if Path(os.path.realpath(path)).parent == RECIPES / "base":
         name = Path(path).name
-        raise ConfigError(f"{path}: what recipes share, not a recipe; run one that says 'extends: base/{name}'")
+        raise ConfigError(
+            f"{path}: a base of several recipes, not a recipe; use a recipe that has 'extends: base/{name}'"
+        )
     recipe = load_recipe(path, overrides, data_config=lambda name: data.dataset(name).Config)
     held, task = data.dataset(recipe.data.name).Info, recipe.task.name
     if not issubclass(held, TASKS[task].Info):
         fits = [name for name, other in TASKS.items() if issubclass(held, other.Info)]
         raise ConfigError(
-            f"{path}: data.name: {recipe.data.name!r} holds {held.kind}, task {task!r} learns from "
+            f"{path}: data.name: {recipe.data.name!r} holds {held.kind}, but task {task!r} needs "
             f"{TASKS[task].Info.kind}, {nearest(task, fits)}"
         )
     return recipe
 
 
 def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
-    """A run's recipe; what may be overridden is where its data are.
+    """Load the recipe of a run. Overrides may only change where its data are.
 
     Raises:
-        ConfigError: An override of something else.
+        ConfigError: An override of another key.
     """
     recipe = resolve(folder / RECIPE)
     free = sorted(free_keys(recipe.data, "data"))
     for item in overrides:
         if item.partition("=")[0] not in free:
-            raise ConfigError(f"{item!r}: a run keeps its recipe, only {', '.join(free)} may be given")
+            raise ConfigError(f"{item!r}: the recipe of a run is fixed, only {', '.join(free)} may be overridden")
     return resolve(folder / RECIPE, overrides) if overrides else recipe
 
 
 def open_data(recipe: Recipe, run: Path | None = None) -> DataSet:
-    """The recipe's data set, as a `run` in a folder has read it; nothing is read yet."""
+    """Return the data set of a recipe, without reading it; for a `run`, as that run has read it."""
     source = data.dataset(recipe.data.name)(recipe.data)
     if run is not None and (run / RECIPE).is_file():
         source.restore(run, stored_recipe(run).get("data", {}))
@@ -67,13 +77,21 @@ def open_data(recipe: Recipe, run: Path | None = None) -> DataSet:
 
 
 def check_tokenizer(tokenizer: Any, info: TextInfo, folder: Path) -> None:
-    """Raises ConfigError: In the tokenizer ids mean other tokens than those that the run was trained on."""
+    """Check that a tokenizer is the one that the run in `folder` was trained with.
+
+    Raises:
+        ConfigError: The ids of the tokenizer stand for other tokens.
+    """
     values = {"vocabulary": tokenizer.vocabulary, "fingerprint": tokenizer.fingerprint, "tokenizer": tokenizer.name}
     check_data(TextInfo(length=info.length, **values), info, folder)
 
 
 def check_data(info: Info, then: Info, folder: Path) -> None:
-    """Raises ConfigError: Data of `info` are not for a model of the run, which was trained on those of `then`."""
+    """Check that data with metadata `info` fit the run in `folder`, which was trained on data with metadata `then`.
+
+    Raises:
+        ConfigError: The data do not fit.
+    """
     try:
         info.check_same(f"{folder}: its checkpoint", then.to_dict())
     except ConfigError as error:
@@ -81,13 +99,17 @@ def check_data(info: Info, then: Info, folder: Path) -> None:
 
 
 def check_finite(outputs: Tensor, folder: Path) -> None:
-    """Raises ConfigError: What the run's model says is no number."""
+    """Check that the outputs of the model of a run are finite.
+
+    Raises:
+        ConfigError: An output is NaN or infinite.
+    """
     if not outputs.isfinite().all():
-        raise ConfigError(f"{folder}: its model gives no finite outputs, the run has diverged: train it anew")
+        raise ConfigError(f"{folder}: the outputs of its model are not finite, the run has diverged: train it again")
 
 
 def digest(model: nn.Module) -> str:
-    """Of all weights: what was made with them goes with no others."""
+    """Return a digest of all weights, which identifies files that were made with them."""
     found = hashlib.blake2b(digest_size=16)
     for name, value in model.state_dict().items():
         found.update(name.encode())
@@ -96,16 +118,21 @@ def digest(model: nn.Module) -> str:
 
 
 def way_out(folder: Path) -> str:
-    with contextlib.suppress(ConfigError):  # of data that are gone
+    with contextlib.suppress(ConfigError):  # raised if the data are gone
         return open_data(resolve_run(folder), folder).way_out()
     return ""
 
 
 def build_data(recipe: Recipe, run: Path | None = None, *, cached: bool = False) -> Splits:
-    """The recipe's data, prepared, as by `open_data`; `cached` (`data.cache`) pays where they are read more than once.
+    """Prepare and build the data of a recipe.
 
-    Of several processes that need data prepared the first does so, the others wait and find it done: processes of one
-    run, of several, and commands beside them.
+    If several processes need the same data prepared, the first one prepares the data and the others wait. The processes
+    may belong to one run, to several runs, or to other commands.
+
+    Args:
+        recipe: The recipe.
+        run: Folder of a run whose data are used as the run has read them, see `open_data`.
+        cached: Whether to apply `data.cache`, which pays off if the data are read more than once.
     """
     source = open_data(recipe if cached else replace(recipe, data=recipe.data.uncached()), run)
     if needs_preparing(source):
@@ -115,7 +142,7 @@ def build_data(recipe: Recipe, run: Path | None = None, *, cached: bool = False)
 
 
 def needs_preparing(source: DataSet) -> bool:
-    """Whether there is more to do than to open files; it may take hours."""
+    """Return whether a data set must be prepared before files can be opened; preparation may take hours."""
     return type(source).prepare is not DataSet.prepare
 
 
@@ -124,15 +151,21 @@ def make_task(recipe: Recipe, info: Info) -> Task:
 
 
 def metric_of(recipe: Recipe) -> Metric:
-    """The one that chooses `best`."""
+    """Return the metric that selects the `best` checkpoint."""
     return TASKS[recipe.task.name].metrics_of(recipe.task)[0]
 
 
 def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str | None]:
-    """(info, training samples, note) of a recipe's data; published figures where the files are absent.
+    """Describe the data of a recipe, with published numbers if the files are absent.
 
-    With `look=False` the published figures are enough, and no folder is walked. Where there are such figures, nothing
-    is prepared, which may take hours, to be told of.
+    Data sets with published numbers are not prepared here, because preparation may take hours.
+
+    Args:
+        recipe: The recipe.
+        look: Whether to look at the files; otherwise published numbers are enough, and no folder is searched.
+
+    Returns:
+        Metadata of the data, number of training samples, and a note on absent files, or None.
     """
     source = open_data(replace(recipe, data=recipe.data.uncached()))
     known = source.published()
@@ -148,7 +181,7 @@ def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str 
 
 
 def process_count(recipe: Recipe) -> int:
-    """Processes to train in: one for each visible GPU, but a divisor of the smallest batch; one without a GPU."""
+    """Return the number of training processes: at most one per visible GPU, and a divisor of the smallest batch."""
     if recipe.trainer.device not in ("auto", "cuda"):
         return 1
     visible = max(1, torch.cuda.device_count())
@@ -161,12 +194,15 @@ def describe_length(plan: Plan) -> str:
 
 
 def describe_warmup(plan: Plan) -> str:
-    more = ", and the run ends before: the peak is not reached" if plan.warmup >= plan.length else ""
+    more = ", but the run ends earlier: the peak is not reached" if plan.warmup >= plan.length else ""
     return f"{f'{plan.warmup:,} steps' if plan.seconds is None else in_time(plan.warmup)} of warm-up{more}"
 
 
 def loader_workers(recipe: Recipe) -> int:
-    """`data.workers`, or what suits: none for data in memory, else a few; no more than there are cores."""
+    """Return the number of loader workers: `data.workers` or the default of the data set, at most one per core.
+
+    The default is 0 for data in memory, and a few otherwise.
+    """
     asked = recipe.data.workers
     if asked is None:
         asked = open_data(recipe).workers

@@ -1,4 +1,4 @@
-"""Turn a sharded checkpoint (trainer.parallel=fsdp) into the plain format, in place.
+"""Turn a sharded checkpoint (trainer.parallel=fsdp) into one file, in place.
 
 python -m tools.consolidate RUN
 """
@@ -28,20 +28,20 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{folder}: no checkpoint yet")
         if not found.sharded:
             if found.state.name == CONSOLIDATED:
-                sweep(found.path)  # what an interrupted call has left
-            print(f"{found.path} is plain already")
+                sweep(found.path)  # files of an interrupted call
+            print(f"{found.path} is not sharded, nothing to do")
             return 0
         state = {**load_state(found.state), **join_shards(found.path)}
         target = found.path / CONSOLIDATED
         write_atomic(target, lambda file: torch.save(state, file))
-        write_manifest(found.path, [target], sharded=False)  # from here on the checkpoint is this file
+        write_manifest(found.path, [target], sharded=False)  # from now on this file is the checkpoint
         sweep(found.path)
     print(f"{target}: {target.stat().st_size / 2**20:.1f} MiB, step {found.step}")
     return 0
 
 
 def sweep(folder: Path) -> None:
-    """Delete what the manifest of a consolidated checkpoint no longer names."""
+    """Delete the files that the manifest of a consolidated checkpoint no longer lists."""
     for path in folder.iterdir():
         if path.name not in (CONSOLIDATED, MANIFEST):
             path.unlink()

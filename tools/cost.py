@@ -1,4 +1,4 @@
-"""Time of training on this machine, from passes that are measured now."""
+"""Estimate of the training time on this machine, from training steps that are timed now."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lion.trainer.runtime import Runtime, start_runtime
 from tools.bench.probe import best
 from tools.store import digits
 
-ENOUGH = 0.5  # seconds of a pass that is long enough to be a measure
-LARGEST = 16  # samples of the batch that is measured
+ENOUGH = 0.5  # seconds that a pass must take to be a reliable measurement
+LARGEST = 16  # most samples of a timed batch
 
 
 class EagerStep:
-    """A recipe's training step without compilation, in parts that can be timed."""
+    """A training step of a recipe without compilation, in parts that can be timed."""
 
     def __init__(self, task: Task, recipe: Recipe, runtime: Runtime, precision: str) -> None:
         self.task, self.runtime, self.precision = task, runtime, precision
@@ -29,7 +29,7 @@ class EagerStep:
         self.optimizer, _ = make_optimizer(self.model, recipe.optim)
 
     def passes(self, batch: Batch) -> float:
-        """Seconds of forward and backward over a batch."""
+        """Return the seconds of the forward and backward pass of a batch."""
         batch = to_device(batch, self.runtime.device)
 
         def once() -> None:
@@ -40,35 +40,37 @@ class EagerStep:
         return best(once, self.runtime.device, 2)
 
     def update(self) -> float:
-        """Seconds of an update of the weights, once there are gradients."""
+        """Return the seconds of an update of the weights; call `passes` first, for the gradients."""
         return best(self.optimizer.step, self.runtime.device, 2)
 
 
 def describe_time(task: Task, recipe: Recipe, plan: Plan, state: int, activations: int) -> str:
-    """Hours of a run on this machine in one process, or why they are not known.
+    """Describe the training time of a run in one process on this machine, or why it is unknown.
 
     Args:
-        state, activations: Bytes of weights, gradients and moments, and of a micro-batch's activations.
+        task, recipe, plan: The run.
+        state: Bytes of weights, gradients and moments.
+        activations: Bytes of the activations of a micro-batch.
     """
     runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     if runtime.device.type == "cpu" and state + activations / plan.micro > available_memory() / 2:
-        return "not measured: it does not fit into this machine's memory"
+        return "not measured: training does not fit into the memory of this machine"
     on_gpu, threads, size, most = runtime.device.type == "cuda", torch.get_num_threads(), 1, min(LARGEST, plan.micro)
     step = EagerStep(task, recipe, runtime, recipe.trainer.precision if on_gpu else "fp32")  # many CPUs emulate bf16
     while (passes := step.passes(task.example(size, "cpu"))) < ENOUGH and size < most:
         size = min(most, size * 4)
     sample, update, batch = passes / size, step.update(), recipe.trainer.batch_size
     where = "1 GPU" if on_gpu else f"{threads} CPU thread{'s' * (threads > 1)}, float32"
-    parts = f"{spell(sample)} a sample, {spell(update)} an update, measured now"
-    how = f"{where}, eager: {parts}; without compiling and evaluating"
+    parts = f"{spell(sample)} per sample, {spell(update)} per update, measured now"
+    how = f"{where}, eager: {parts}; without compilation and evaluation"
     if plan.total is None:
         steps = plan.seconds / (sample * batch + update)
-        return f"as long as it says; about {steps:,.0f} steps fit here ({how})"
+        return f"as specified; about {steps:,.0f} steps fit here ({how})"
     return f"about {spell(plan.samples * sample + plan.total * update)} here ({how})"
 
 
 def spell(seconds: float) -> str:
-    """Write a time: 35 ms, 12.0 s, 3.2 min, 5.1 h, 12 days."""
+    """Format a time with a suitable unit: 35 ms, 12.0 s, 3.2 min, 5.1 h, 12 days."""
     for least, unit, name in ((172_800, 86_400, "days"), (3600, 3600, "h"), (90, 60, "min"), (1, 1, "s")):
         if seconds >= least:
             return f"{digits(seconds / unit)} {name}"
@@ -76,5 +78,5 @@ def spell(seconds: float) -> str:
 
 
 def available_memory() -> int:
-    """Bytes of memory that are free now."""
+    """Return the bytes of memory that are free now."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,16 +1,20 @@
-"""How far the pictures of a run of diffusion are from real ones: Frechet distance, score of classes, precision, recall.
+"""Compare generated images with real ones: Frechet distance, inception score, precision, recall.
 
     ./run.sh distance RUN|FOLDER|FILE.npz --features CLASSIFIER_RUN|FILE.pt [--reference train|val|test|FOLDER|FILE.npz]
         [--samples N] [--real N] [--steps N] [--guidance G] [--seed S] [--keep FOLDER] [--out FILE.json]
 
-The figures of a run are kept in its folder, distance.json, where `./run.sh report` finds them; --out names another
+The scores of a run are stored in its folder as distance.json, where `./run.sh report` finds them. --out writes another
 file.
 
-Features are what the head of a classifier of ours is given: the figures are FD-own and IS-own, and compare with no
-published FID. FILE.pt is a TorchScript module from uint8 pictures (N, 3, height, width) to features (N, D), as
-Inception's; an .npz may hold features, and then both do. Below stand, to compare, as many real pictures of
-another split, or all that it has. A distance falls as pictures get more: compare it at the same number alone. +- is the
-half of a 95 % interval, of a jackknife over the first set. --keep: samples go there, and are not made again.
+With --features CLASSIFIER_RUN, features are the inputs of the head of that classifier. The scores are then called
+FD-own and IS-own, and cannot be compared with any published FID. FILE.pt is a TorchScript module, such as Inception,
+that maps uint8 images (N, 3, height, width) to features (N, D). An .npz file may hold features instead of images;
+without --features, both sets must be features.
+
+For comparison, a second row shows the scores of real images of another split: as many as there are samples, or the
+whole split if it is smaller. If the reference is a folder or a file, the second row compares its two halves. A distance
+decreases with the number of images, so compare distances only at the same number. +- is half of a 95 % interval, from a
+jackknife over the first set. --keep stores the generated images, and reuses them in later calls.
 """
 
 from __future__ import annotations
@@ -47,28 +51,43 @@ from tools.compose import build_data, check_finite, digest, resolve_run
 from tools.pictures import SPLITS, Pictures, of_path, of_run, of_split, open_diffusion
 
 FIGURES = "distance.json"
-FEWEST = 2 * GROUPS  # pictures of a set
+FEWEST = 2 * GROUPS  # smallest number of images in a set
 SHARES = ("precision", "recall")
-NEAREST = 10_000  # pictures of each set whose neighbours are looked for, at most
+NEAREST = 10_000  # most images of each set whose neighbours are searched
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh distance", description=__doc__.splitlines()[0])
-    parser.add_argument("samples_of", metavar="RUN|FOLDER|FILE.npz", help="what is judged")
-    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where the real pictures are now")
-    parser.add_argument("--features", metavar="RUN|FILE.pt", help="a classifier of ours, or TorchScript")
-    parser.add_argument("--reference", default="train", help="train, val or test of the data; a folder or FILE.npz")
-    parser.add_argument("--samples", type=count, default=10_000, help="to make, or to read at most")
-    parser.add_argument("--real", type=count, default=50_000, help="real pictures at most")
-    parser.add_argument("--steps", type=count, default=50, help="of DDIM")
-    parser.add_argument("--guidance", type=number(0, 100), default=1.0, help="1: none")
+    parser.add_argument("samples_of", metavar="RUN|FOLDER|FILE.npz", help="images to evaluate")
+    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where the real images are now")
+    parser.add_argument("--features", metavar="RUN|FILE.pt", help="a classifier run, or a TorchScript module")
+    parser.add_argument(
+        "--reference",
+        default="train",
+        help="real images: split train (default), val or test of the data; or a folder or FILE.npz",
+    )
+    parser.add_argument(
+        "--samples",
+        type=count,
+        default=10_000,
+        help="number of images to generate, or most images to read (default: 10000)",
+    )
+    parser.add_argument("--real", type=count, default=50_000, help="most real images to use (default: 50000)")
+    parser.add_argument("--steps", type=count, default=50, help="number of steps of DDIM (default: 50)")
+    parser.add_argument(
+        "--guidance", type=number(0, 100), default=1.0, help="guidance of the sampling; 1 (default): none"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=count, default=128, help="pictures at once")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of samples, which are then made only once")
+    parser.add_argument("--batch", type=count, default=128, help="images per batch (default: 128)")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="folder that stores generated images, for use in later calls"
+    )
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
-    parser.add_argument("--raw", action="store_true", help="the weights as trained, not their average")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help=f"default, of a run: {FIGURES} in its folder")
+    parser.add_argument("--raw", action="store_true", help="use the weights as trained, not their average")
+    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help=f"file of the scores (default for a run: {FIGURES} in its folder)"
+    )
     args = parser.parse_intermixed_args(argv)
     for name in ("samples", "real"):
         if getattr(args, name) < FEWEST:
@@ -89,7 +108,7 @@ def main(argv: list[str]) -> int:
     reference = read(real)
     kind = features.name if features else "file"
     rows = [compare(read(made), reference, made.name, kind)]
-    if floor is None:  # two halves of the same
+    if floor is None:  # compare two halves of the same set
         floor, reference = (reference.part(half) for half in (slice(None, None, 2), slice(1, None, 2)))
         rows.append(compare(floor, reference, "real, in halves", kind))
     else:
@@ -109,14 +128,16 @@ def main(argv: list[str]) -> int:
 
 
 class Own:
-    """Features of a classifier of ours: what its head is given, and the shares of its classes."""
+    """Features from a classifier run: the inputs of its head, and its class probabilities."""
 
     name = "own"
 
     def __init__(self, args: Any, runtime: Runtime) -> None:
         loaded = open_run(args.features)
         if not isinstance(loaded.task, ImageClassification):
-            raise ConfigError(f"--features: {loaded.folder} is of task {loaded.recipe.task.name!r}, no classifier")
+            raise ConfigError(
+                f"--features: {loaded.folder} is of task {loaded.recipe.task.name!r}, expected a classifier of images"
+            )
         self.run, self.about, self.model = loaded.folder, str(loaded.folder), loaded.model.to(runtime.device)
         self.shape, self.given, self.digest = loaded.model.image_shape, [], digest(loaded.model)
         loaded.model.head.register_forward_pre_hook(lambda _, given: self.given.append(given[0]))
@@ -128,10 +149,14 @@ class Own:
         return self.shape[0]
 
     def check(self, pictures: tuple[int, ...], whose: str) -> None:
-        """Raises ConfigError: They are of another size."""
+        """Check the shape of images (channels, height, width); `whose` names them in messages.
+
+        Raises:
+            ConfigError: The classifier reads images of another shape.
+        """
         if pictures != self.shape:
             here, there = (" x ".join(map(str, shape)) for shape in (pictures, self.shape))
-            raise ConfigError(f"{whose}: pictures of {here}, the classifier {self.about} reads {there}")
+            raise ConfigError(f"{whose}: images of {here}, but the classifier {self.about} reads {there}")
 
     def __call__(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
         self.given.clear()
@@ -140,23 +165,26 @@ class Own:
 
 
 class Scripted:
-    """Features of a TorchScript module, with NVIDIA's `return_features` where it has such a switch; no classes."""
+    """Features from a TorchScript module, without class probabilities.
+
+    NVIDIA's argument `return_features` is set if the module has it.
+    """
 
     run, channels = None, 3
 
     def __init__(self, args: Any, runtime: Runtime) -> None:
         path = Path(args.features)
         try:
-            with warnings.catch_warnings(action="ignore"):  # deprecated, but what Inception comes as
+            with warnings.catch_warnings(action="ignore"):  # deprecated, but Inception is distributed so
                 self.module = torch.jit.load(path, map_location=runtime.device).eval()
         except (RuntimeError, ValueError, OSError):
-            raise ConfigError(f"--features: {path} is no TorchScript module") from None
+            raise ConfigError(f"--features: {path} is not a TorchScript module") from None
         self.name, self.about, self.digest = path.stem, str(path), hashlib.blake2b(path.read_bytes()).hexdigest()[:32]
         named = {argument.name for argument in self.module.forward.schema.arguments}
         self.how = {"return_features": True} if "return_features" in named else {}
 
     def check(self, pictures: tuple[int, ...], whose: str) -> None:
-        """It says itself what it cannot read."""
+        """Accept all shapes: the module itself reports images that it cannot read."""
 
     def __call__(self, pictures: Tensor) -> tuple[Tensor, None]:
         try:
@@ -165,16 +193,16 @@ class Scripted:
             reason = str(error).strip().splitlines()[-1]
             raise ConfigError(f"--features: {self.about} cannot read {tuple(pictures.shape)} ({reason})") from None
         if not torch.is_tensor(found) or found.dim() != 2:
-            raise ConfigError(f"--features: {self.about} gives no features (N, D)")
+            raise ConfigError(f"--features: {self.about} returns no features (N, D)")
         return found, None
 
 
 def open_samples(args: Any, runtime: Runtime, features: Any) -> tuple[Pictures, LoadedRun | None]:
-    """What is judged; and the run that it is of, if any."""
+    """Return the images to evaluate, and the run that generates them, or None."""
     path, channels = Path(args.samples_of), features.channels if features else 3
     if path.suffix == ".npz" or (path.is_dir() and not (path / RECIPE).is_file()):
         if args.keep:
-            raise ConfigError(f"--keep: {path} is no run, nothing is made")
+            raise ConfigError(f"--keep: {path} is not a run, nothing is generated")
         return of_path(path, args.samples, args.batch, args.seed, channels), None
     folder = find_run(args.samples_of)
     loaded = open_diffusion(folder, args.checkpoint, args.raw)
@@ -184,14 +212,17 @@ def open_samples(args: Any, runtime: Runtime, features: Any) -> tuple[Pictures, 
 
 
 def open_reference(args: Any, samples: int, run: Path | None, features: Any) -> tuple[Pictures, Pictures | None]:
-    """The real pictures, and as many of another split as there are samples: a run's own data, else the classifier's."""
+    """Return the reference images, and up to `samples` images of another split of the same data, or None.
+
+    The data are those of the generating run, or else those of the classifier.
+    """
     if args.reference not in SPLITS:
         if args.overrides:
-            raise ConfigError(f"{args.overrides[0]}: no data set is read, --reference names the real pictures")
+            raise ConfigError(f"{args.overrides[0]}: no data set is read, because --reference is a folder or file")
         channels = features.channels if features else 3
         return of_path(Path(args.reference), args.real, args.batch, args.seed, channels), None
     if run is None:
-        raise ConfigError("--reference: without a run there are no data to take it from, name a folder or FILE.npz")
+        raise ConfigError("--reference: there is no run whose data could be used, give a folder or FILE.npz")
     recipe = resolve_run(run, args.overrides)
     splits = build_data(recipe)
     other = next(s for s in ("test", "val", "train") if s != args.reference and getattr(splits, s) is not None)
@@ -200,15 +231,19 @@ def open_reference(args: Any, samples: int, run: Path | None, features: Any) -> 
 
 
 def check(pictures: Pictures, features: Any) -> None:
-    """Raises ConfigError: They are too few, or the classifier cannot read them."""
+    """Check the number and the shape of images.
+
+    Raises:
+        ConfigError: There are too few images, or the classifier cannot read them.
+    """
     if pictures.count < FEWEST:
-        raise ConfigError(f"{pictures.name}: {pictures.count} pictures, expected at least {FEWEST}")
+        raise ConfigError(f"{pictures.name}: {pictures.count} images, expected at least {FEWEST}")
     if features and pictures.shape and len(pictures.shape) == 3:
         features.check(pictures.shape, pictures.name)
 
 
 class Features(NamedTuple):
-    """Of a set of pictures: features (N, D), and the shares of the classes (N, classes) where they are known."""
+    """Features of a set of images: `values` (N, D), and `shares`, the class probabilities (N, classes) if known."""
 
     values: Tensor
     shares: Tensor | None
@@ -218,19 +253,19 @@ class Features(NamedTuple):
 
 
 def read_features(pictures: Pictures, features: Any, runtime: Runtime) -> Features:
-    """Of all pictures, with a progress bar.
+    """Compute the features of all images, with a progress bar.
 
     Raises:
-        ConfigError: They are of another size than the classifier's, or there is no classifier for pictures.
+        ConfigError: The classifier reads images of another shape, or there is no classifier for images.
     """
     values, shares = [], []
-    with progress(total=pictures.count, desc=pictures.name, unit="pictures") as bar:
+    with progress(total=pictures.count, desc=pictures.name, unit="images") as bar:
         for batch in pictures.batches:
             batch = batch.to(runtime.device)
-            if batch.dim() == 2:  # features already
+            if batch.dim() == 2:  # the source holds features
                 values.append(batch.double())
             elif features is None:
-                raise ConfigError("--features: missing, a classifier's run or FILE.pt: these are pictures")
+                raise ConfigError("--features: missing, images need a classifier run or FILE.pt")
             else:
                 features.check(tuple(batch.shape[1:]), pictures.name)
                 with torch.inference_mode():
@@ -244,7 +279,7 @@ def read_features(pictures: Pictures, features: Any, runtime: Runtime) -> Featur
 
 
 class Row(NamedTuple):
-    """Figures of a set against another, by name, each with half its interval."""
+    """Scores of a set against a reference set: by name, each with half of its 95 % interval."""
 
     name: str
     samples: int
@@ -254,14 +289,14 @@ class Row(NamedTuple):
 
 
 def compare(made: Features, real: Features, name: str, kind: str) -> Row:
-    """Every figure of a set, by a name that says which features it is of (`kind`).
+    """Compute all scores of a set; `kind` names the features in the names of the scores.
 
     Raises:
-        ConfigError: The sets have other features.
+        ConfigError: The two sets have different numbers of features.
     """
     if made.values.shape[1] != real.values.shape[1]:
         sizes = [x.values.shape[1] for x in (made, real)]
-        raise ConfigError(f"{name}: {sizes[0]} features a picture, the reference has {sizes[1]}")
+        raise ConfigError(f"{name}: {sizes[0]} features per image, but the reference has {sizes[1]}")
     nearest = min(len(made.values), len(real.values), NEAREST)
     goal, near = Gaussian.of(real.values), real.values[:nearest]
     reach = radii(near)
@@ -273,24 +308,24 @@ def compare(made: Features, real: Features, name: str, kind: str) -> Row:
         found += precision_recall(near, made.values[:nearest][some[:nearest]], reach)
         return torch.stack(found).cpu()
 
-    say(f"{name}: figures of {len(made.values):,} pictures")
+    say(f"{name}: computing the scores of {len(made.values):,} images")
     names = (f"FD-{kind}", *([] if made.shares is None else [f"IS-{kind}"]), *SHARES)
     pairs = zip(*(x.tolist() for x in jackknife(figures, len(made.values))))
     return Row(name, len(made.values), len(real.values), nearest, dict(zip(names, pairs)))
 
 
 def show(rows: list[Row], features: Any, real: Pictures) -> None:
-    """Print them, and what they are of."""
-    names = list(max((row.figures for row in rows), key=len))  # features from a file tell no classes
+    """Print a table of the scores, and notes about features and reference."""
+    names = list(max((row.figures for row in rows), key=len))  # features from a file have no class probabilities
     body = []
     for row in rows:
         cells = (as_text(*row.figures[name], name in SHARES) if name in row.figures else "-" for name in names)
         body.append([row.name, f"{row.samples:,}", f"{row.reference:,}", *cells])
     heads = (f"{name} %" if name in SHARES else name for name in names)
-    print(table(["pictures", "samples", "reference", *heads], body))
-    where = f"features of {features.about}" if features else "features as they are given"
+    print(table(["images", "samples", "reference", *heads], body))
+    where = f"features of {features.about}" if features else "features as stored in the files"
     print(f"reference: {real.name}; {where}; ±: 95 %, jackknife of {GROUPS} groups")
-    print(f"precision and recall: k = {NEIGHBOURS}, as many of both sets as the smaller has, at most {NEAREST:,}")
+    print(f"precision and recall: k = {NEIGHBOURS}, equally many images of both sets, at most {NEAREST:,}")
 
 
 def as_text(value: float, half: float, percent: bool) -> str:

@@ -1,11 +1,11 @@
-"""Evaluate a run as full attention, chunks and an RNN: metric, speed, memory, deviation.
+"""Evaluate a run as full attention, in chunks and as an RNN: metric, speed, memory, deviation.
 
     python -m tools.evaluate RUN [data.root=PATH] [--form full|chunk|rnn|all] [--chunk-size N] [--lengths 256,512,..]
         [--choices FILE.jsonl]
 
-Blocks are compiled, as in training, where the recipe says so and there is a compiler; that is not timed. Memory is what
-tensors held at most in one batch, beside the weights. --lengths: text in windows of these, see `tools.lengths`;
---choices: questions with several answers, see `tools.choices`.
+Blocks are compiled as in training, if the recipe asks for it and there is a compiler; compilation is not timed. Memory
+is the peak of all tensors of one batch, without the weights. --lengths evaluates text in windows of these lengths, see
+`tools.lengths`; --choices evaluates multiple-choice questions, see `tools.choices`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,33 @@ from tools.lengths import evaluate_lengths
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh eval", description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where its data are now")
+    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where the data are now")
     parser.add_argument("--form", choices=(*FORMS, "all"), default="all")
-    parser.add_argument("--chunk-size", type=count, help="tokens a chunk (chunk) or a step (rnn)")
+    parser.add_argument("--chunk-size", type=count, help="tokens per chunk (form chunk) or per step (form rnn)")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
-    parser.add_argument("--split", choices=("test", "val"), help="default: test, or val where there is no test")
-    parser.add_argument("--ema", action="store_true", help="the averaged weights")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--lengths", type=counts, help="of text, in windows of so many tokens, as 256,512")
-    parser.add_argument("--choices", type=Path, metavar="FILE.jsonl", help="questions, their answers to choose from")
-    parser.add_argument("--tokens", type=count, default=2**18, help="with --lengths, of held-out text, at most")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="with --lengths, where to add JSON and a picture")
+    parser.add_argument(
+        "--split", choices=("test", "val"), help="split of the data (default: test, or val if there is no test split)"
+    )
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
+    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
+    parser.add_argument(
+        "--lengths", type=counts, help="evaluate text in windows of these numbers of tokens, such as 256,512"
+    )
+    parser.add_argument(
+        "--choices", type=Path, metavar="FILE.jsonl", help="evaluate the multiple-choice questions of this file"
+    )
+    parser.add_argument(
+        "--tokens", type=count, default=2**18, help="with --lengths: most tokens of held-out text to use"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="with --lengths: folder for the results and a plot")
     args = parser.parse_intermixed_args(argv)
     if args.chunk_size and args.form == "full":
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
     wanted = {"checkpoint": args.checkpoint, "split": args.split, "ema": args.ema, "eager": args.eager}
     if args.choices and (args.lengths or args.split):
-        raise ConfigError(f"--choices: it brings its own text, leave {'--lengths' if args.lengths else '--split'} out")
+        raise ConfigError(
+            f"--choices: the file brings its own text, leave {'--lengths' if args.lengths else '--split'} out"
+        )
     if args.choices:
         return evaluate_choices(args)
     if args.lengths:
@@ -71,10 +81,10 @@ def measure_forms(
     eager: bool = False,
     runtime: Runtime | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure a run in one form, or in all that its mixer has, with the deviation from the full one (from chunks where
-    samples are longer than `LONG`).
+    """Measure a run in one form, or in all forms of its mixer.
 
-    One checkpoint and one model serve all: a run that still trains may replace its checkpoints meanwhile.
+    The deviation is measured from the full form, or from the chunk form if samples are longer than `LONG`. All forms
+    use one checkpoint and one model, because a run that is still training may replace its checkpoints meanwhile.
     """
     recipe = resolve_run(find_run(run), overrides)
     loaded = open_run(run, checkpoint=checkpoint, ema=ema)
@@ -83,13 +93,13 @@ def measure_forms(
     available, length = forms_of(loaded.model), loaded.model.length
     forms = forms_to_measure(form, chunk_size, available, length)
     reference = forms_to_measure("all", chunk_size, available, length)[0]
-    wanted = [*forms] if reference in forms else [reference, *forms]  # the deviation needs it
+    wanted = [*forms] if reference in forms else [reference, *forms]  # the deviation is measured from `reference`
     splits = build_data(recipe, loaded.folder)
     check_data(splits.info, loaded.task.info, loaded.folder)
     split = split or ("val" if splits.test is None else "test")
     dataset = getattr(splits, split)
     if dataset is None:
-        raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has none, use val")
+        raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such split, use val")
     runtime = runtime or start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
     how = {"workers": loader_workers(recipe), "faults": recipe.trainer.faults, "device": runtime.device}
@@ -116,7 +126,7 @@ def measure_forms(
 
 
 def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:
-    """Results as text."""
+    """Format the results as a table with a note."""
     header = ["form", metric.heading, "samples/s", "peak memory", "deviation"]
     body = [
         [
@@ -131,7 +141,7 @@ def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:
     first = rows[0]
     weights = f"{first['weight_bytes'] / 2**20:.1f} MiB"
     how = "compiled" if first.get("compiled") else "eager"
-    note = f"batch {first['batch']}, {first['precision']}, {how}; weights ({weights}) are not in the peak"
+    note = f"batch {first['batch']}, {first['precision']}, {how}; the peak does not include the weights ({weights})"
     return "\n".join([table(header, body), note, *([first["remark"]] if first.get("remark") else [])])
 
 

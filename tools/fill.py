@@ -1,4 +1,4 @@
-"""What a masked language model says of hidden tokens: `./run.sh predict RUN "The capital of France is [MASK]."`"""
+"""Prediction of masked tokens in text: `./run.sh predict RUN "The capital of France is [MASK]."`"""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
 
 
 def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
-    """Print the likeliest tokens for each mask in each text. A text that cannot be read keeps no other from its
-    answer; the exit code is then 2."""
+    """Print the `top` most likely tokens for each mask in each text.
+
+    An error is printed for each text that cannot be read; the exit code is then 2, and the other texts are still
+    predicted.
+    """
     tokenizer = open_data(resolve_run(loaded.folder), loaded.folder).tokenizer
     check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     rows, code = [], 0
@@ -34,17 +37,17 @@ def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
 
 
 def answer(loaded: LoadedRun, tokenizer: Tokenizer, text: str, top: int) -> list[list[str]]:
-    """For each mask of a text its likeliest tokens and their shares.
+    """Return the most likely tokens, with their probabilities, for each mask of a text.
 
     Raises:
-        ConfigError: No mask in it, more tokens than the model has positions, or no finite logits.
+        ConfigError: The text has no mask or more tokens than the model has positions, or the logits are not finite.
     """
     hidden = loaded.task.mask_id
     mask = tokenizer.inner.id_to_token(hidden)
     before, after = tokenizer.frame
     first, *rest = (tokenizer.encode(part) for part in text.split(mask))
     if not rest:
-        raise ConfigError(f"{text[:40]!r}: no {mask} in it, which stands for a hidden token")
+        raise ConfigError(f"{text[:40]!r}: expected at least one {mask}, the token to predict")
     ids = [*before, *first, *(i for part in rest for i in (hidden, *part)), *after]
     tokens = torch.tensor([ids])  # (1, L)
     try:
@@ -59,5 +62,5 @@ def answer(loaded: LoadedRun, tokenizer: Tokenizer, text: str, top: int) -> list
 
 
 def shown(token: str) -> str:
-    """A token's text, in quotes where blanks or bytes would not be seen."""
+    """Return the text of a token, in quotes if it has blanks or unprintable characters."""
     return token if token.strip() == token and token.isprintable() and token else repr(token)

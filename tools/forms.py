@@ -1,4 +1,4 @@
-"""The forms of a model on the same batches: metric, speed, memory, deviation."""
+"""Measurement of all forms of a model on the same batches: metric, speed, memory, deviation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from lion.trainer.runtime import Runtime
 from tools.bench.probe import seconds
 from tools.cli import choose_form
 
-LONG = 1024  # tokens; above it neither an L x L matrix nor single steps are measured unless asked for
+LONG = 1024  # tokens; for longer samples, L x L matrices and single steps are measured only on request
 DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
-Form = tuple[str, int | None]  # and its tokens a chunk or step
+Form = tuple[str, int | None]  # name, and tokens per chunk or step
 
 
 def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ...], length: int = 0) -> list[Form]:
-    """What a request stands for, of a model with these forms and samples of `length` tokens."""
+    """Return the forms that the option `form` selects, for a model with the forms `available` and samples of `length`
+    tokens.
+    """
     if form != "all":
         return [(form, None if form == "full" else chunk_size or DEFAULT_SIZE[form])]
     size = chunk_size or 64
@@ -36,12 +38,12 @@ def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ..
 
 
 def form_label(form: str, size: int | None) -> str:
-    """Name a form as tables do: "full", "chunk (64)"."""
+    """Return the name of a form in tables, such as "full" or "chunk (64)"."""
     return form if size is None else f"{form} ({size})"
 
 
 class Measured:
-    """What a form has shown so far."""
+    """Results of a form so far."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self.totals = Totals(task.metrics)
@@ -49,16 +51,16 @@ class Measured:
         self.deviation = torch.zeros((), device=device)
 
     def shown(self, metric: Metric, samples: int) -> dict[str, str]:
-        """The value and the speed over the samples so far."""
+        """Return the metric and the speed over the samples so far, as text."""
         if not samples or isinstance(metric, OwnPass):
             return {}
         value = self.totals.values(Runtime(self.deviation.device))[metric.name]
         return {metric.title: metric.text(value), "samples/s": rate(samples, self.seconds)}
 
     def add(self, outcome: Outcome, reference: torch.Tensor, mask: torch.Tensor) -> None:
-        """A batch's outcome, the full form's outputs (B, ..), and which samples are real (B,)."""
+        """Add a batch: its outcome, the outputs of the reference form (B, ..), and the mask of real samples (B,)."""
         self.totals.add(outcome, mask)
-        for own, other, real in zip(outcome.outputs, reference, mask.tolist()):  # batches of text fill the memory
+        for own, other, real in zip(outcome.outputs, reference, mask.tolist()):  # one by one: outputs of text are large
             if real:
                 self.deviation = torch.maximum(self.deviation, (own - other).abs_().max())
 
@@ -72,8 +74,10 @@ def measure(
     precision: str,
     seed: int = 0,
 ) -> dict[Form, dict[str, Any]]:
-    """Value, speed, peak memory, and deviation from the first of the forms; each of the `rounds` batches is read
-    once, run in every form, and forgotten."""
+    """Measure metrics, speed, peak memory, and the deviation from the first of the forms.
+
+    Each of the `rounds` batches is read once, run in every form, and then dropped.
+    """
     model, task = loaded.model, loaded.task
     found = {form: Measured(task, runtime.device) for form in forms}
     samples, seen = 0, set()
@@ -86,14 +90,14 @@ def measure(
     for batch in batches:
         batch = to_device(batch, runtime.device)
         once, outcomes = partial(forward, batch), []
-        shapes = tuple(x.shape for x in batch.values())  # padded text has several
+        shapes = tuple(x.shape for x in batch.values())  # padded text has several shapes
         new = shapes not in seen
         seen.add(shapes)
         for form, measured in found.items():
             choose_form(model, *form)
             shown.label(f"evaluating {form_label(*form)}", partial(measured.shown, task.metric, samples))
             if new:
-                once()  # compiles, and is not timed
+                once()  # compilation is not timed
                 peak = tensor_peak(once, runtime.device)
                 measured.peak = peak if measured.peak is None else max(measured.peak, peak)
             measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)

@@ -1,12 +1,12 @@
-"""Text that a run's causal model writes on from prompts, token by token.
+"""Generate text from prompts with a causal language model, token by token.
 
     python -m tools.generate RUN --prompt TEXT [--prompt TEXT ..] [--mode attention|kv|rnn] [--tokens N]
         [--temperature T] [--top-k K] [--top-p P] [--seed S] [--state FILE] [--eager]
 
-Text goes to stdout as it comes; of several prompts, which are continued at once, the first, and the others after it.
---state keeps where it ended: the same command without --prompt goes on from there, and gives the text that one longer
-call would have given. Prompts are read in pieces, of any length in the same memory; what is done for each token is
-compiled with the first, where the recipe compiles.
+Text is printed to stdout as it is generated. Several prompts are continued in one batch: the first one is printed as it
+is generated, the others afterwards. --state stores the state at the end; the same command without --prompt resumes from
+it, and prints the text that one longer call would have printed. Prompts are read in pieces, so that memory does not
+grow with their length. If the recipe compiles, the computation of each token is compiled with the first token.
 """
 
 from __future__ import annotations
@@ -34,28 +34,47 @@ from lion.trainer.runtime import catch_signals, compile_blocks, compile_steps, s
 from tools.cli import Parser, count, number, run_command, say
 from tools.compose import check_finite, check_tokenizer, digest, open_data, resolve_run
 
-UNFINISHED, LONGEST = "\ufffd", 4  # what a character lacks bytes for decodes to, and the tokens that it has at most
+UNFINISHED, LONGEST = "\ufffd", 4  # decoded text of an incomplete character; most tokens of one character
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh generate", description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where its data are now")
-    parser.add_argument("--prompt", action="append", default=[], help="several are continued at once")
+    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where the data are now")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        help="text to continue; repeat the option for several prompts in one batch",
+    )
     parser.add_argument("--mode", choices=MODES, help="default: kv for softmax, rnn for linear mixers")
-    parser.add_argument("--tokens", type=count, default=200, help="to write")
-    parser.add_argument("--temperature", type=number(0, 1000), default=1.0, help="0: the likeliest token")
-    parser.add_argument("--top-k", type=count, help="draw from the K likeliest tokens")
-    parser.add_argument("--top-p", type=number(0, 1), default=1.0, help="and from the fewest that hold this share")
+    parser.add_argument("--tokens", type=count, default=200, help="number of tokens to generate (default: 200)")
+    parser.add_argument(
+        "--temperature", type=number(0, 1000), default=1.0, help="1: default; 0: always the most likely token"
+    )
+    parser.add_argument("--top-k", type=count, help="draw from the K most likely tokens")
+    parser.add_argument(
+        "--top-p",
+        type=number(0, 1),
+        default=1.0,
+        help="draw from the fewest tokens whose probabilities sum up to this share",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--state", type=Path, metavar="FILE", help="where to keep the end, and to go on from")
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="file in which the state at the end is stored, and from which to resume",
+    )
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
     args = parser.parse_intermixed_args(argv)
     check_request(args)
     loaded = open_run(args.run, checkpoint=args.checkpoint)
     if not isinstance(loaded.model, GPT):
-        raise ConfigError(f"{loaded.folder}: task {loaded.recipe.task.name!r} writes no text, causal_lm does")
+        raise ConfigError(
+            f"{loaded.folder}: task {loaded.recipe.task.name!r} generates no text, expected a run of causal_lm"
+        )
     tokenizer = open_data(resolve_run(loaded.folder, args.overrides), loaded.folder).tokenizer
     check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     runtime = start_runtime(loaded.recipe.trainer.device, matmul=loaded.recipe.trainer.matmul)
@@ -69,7 +88,7 @@ def main(argv: list[str]) -> int:
         complete = write(text, shown, args, tokenizer.decode, loaded.folder)
     except ValueError as error:
         raise ConfigError(f"--{error}") from None
-    except OSError:  # nobody reads standard output any more: what was generated is kept all the same
+    except OSError:  # the reader of standard output is gone: the generated text is stored all the same
         if args.state and len(text.rows[0]) > begun:
             write_state(args.state, text)
         raise
@@ -79,7 +98,7 @@ def main(argv: list[str]) -> int:
 
 
 def compile_mode(model: GPT, mode: str) -> None:
-    """What a mode does for each token, in one graph for all of them."""
+    """Compile the computation that a mode repeats for each token, in one graph for all tokens."""
     if mode == "attention":
         compile_blocks(model, dynamic=True)
     else:
@@ -87,28 +106,37 @@ def compile_mode(model: GPT, mode: str) -> None:
 
 
 def check_request(args: Any) -> None:
-    """Raises ConfigError: There is nothing to go on from, or two things."""
+    """Check the options --prompt and --state.
+
+    Raises:
+        ConfigError: There is neither a prompt nor a stored state, there are both, or the state cannot be stored.
+    """
     there = args.state is not None and args.state.exists()
     if not args.prompt and not there:
-        missing = f"no such state {args.state}, and no --prompt to begin one" if args.state else "give a --prompt"
+        missing = f"no such state {args.state}, and no --prompt to begin one" if args.state else "--prompt is missing"
         raise ConfigError(f"run.sh generate: {missing}")
-    if args.state is not None and not args.state.parent.is_dir():  # else it would be lost, in the end
+    if args.state is not None and not args.state.parent.is_dir():  # otherwise the state would be lost at the end
         raise ConfigError(f"--state: no folder {args.state.parent}")
     if there and not args.state.is_file():
-        raise ConfigError(f"--state: {args.state} is no file")
+        raise ConfigError(f"--state: {args.state} is not a file")
     if args.prompt and there:
-        raise ConfigError(f"--state: {args.state} is there; go on from it without --prompt, or name another file")
+        raise ConfigError(
+            f"--state: {args.state} exists already; resume from it without --prompt, or name another file"
+        )
 
 
 def begin(args: Any, model: GPT, tokenizer: Any) -> Continuation:
-    """From the prompts of the command line."""
+    """Start the continuation of the prompts of the command line."""
     return Continuation.of(model, args.mode or streaming_mode(model), [tokenizer.encode(p) for p in args.prompt])
 
 
 def write(
     text: Continuation, prompts: Sequence[str], args: Any, decode: Callable[[list[int]], str], folder: Path
 ) -> bool:
-    """Generate, and print each sequence behind its prompt; False where a signal asked to stop earlier.
+    """Generate, and print each sequence after its prompt.
+
+    Returns:
+        Whether all tokens were generated; False if a signal stopped the generation.
 
     Raises:
         ConfigError: The model of the run in `folder` has diverged.
@@ -118,7 +146,7 @@ def write(
     first, before = Decoder(decode), [len(row) for row in text.rows]
     show(f"[1] {prompts[0]}" if several else prompts[0])
     clock, stop = [time.perf_counter()], Stop()
-    with catch_signals(stop, "ending after this token"):
+    with catch_signals(stop, "stopping after this token"):
         for tokens in text.generate(args.tokens, sampling, args.seed):
             show(first.add(tokens[0]))
             check_finite(text.logits, folder)
@@ -131,7 +159,7 @@ def write(
         show(f"[{i + 1}] {prompt}{decode(text.rows[i][before[i] :])}\n")
     kept = sum(x.nbytes for x in tree_leaves(reserve(text.state, 0)) if torch.is_tensor(x))
     each = [b - a for a, b in itertools.pairwise(clock[1:])]
-    some = f", then {1000 * statistics.median(each):.2f} ms a token" if each else ""
+    some = f", then {1000 * statistics.median(each):.2f} ms per token" if each else ""
     spent = f"the first in {clock[1] - clock[0]:.2f} s{some}"
     say(f"mode {text.mode}: {written} tokens, {spent}; state {kept / 2**20:.2f} MiB")
     return written == args.tokens
@@ -143,7 +171,7 @@ def show(text: str) -> None:
 
 
 class Decoder:
-    """Tokens as text, as they come; a character of which bytes are missing waits for them."""
+    """An incremental decoder of tokens to text. Tokens of an incomplete character wait for the missing bytes."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode, self.waiting = decode, []
@@ -159,13 +187,13 @@ class Decoder:
 
 
 class Stop:
-    """Note a signal that asks to stop."""
+    """A flag that is set by a signal to stop."""
 
     stopping = False
 
 
 def write_state(path: Path, text: Continuation) -> None:
-    """Keep where a text ends: the SHA-256 of what follows, and what `read_state` needs, as torch.save writes it."""
+    """Store the state of a continuation: a SHA-256 digest, followed by the data for `read_state` from torch.save."""
     parts = {"mode": text.mode, "rows": text.rows, "logits": text.logits, "state": text.state}
     held, file = {**parts, "weights": digest(text.model)}, io.BytesIO()
     torch.save(tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, held), file)
@@ -174,24 +202,26 @@ def write_state(path: Path, text: Continuation) -> None:
 
 
 def read_state(args: Any, loaded: LoadedRun) -> Continuation:
-    """What `write_state` kept.
+    """Read the state that `write_state` has stored.
 
     Raises:
-        ConfigError: It is damaged, of another model or mode, or no such file.
+        ConfigError: The file is damaged, no state, or a state of another model or mode.
     """
     path, model = args.state, loaded.model
     raw = path.read_bytes()
     if hashlib.sha256(raw[32:]).digest() != raw[:32]:
-        raise ConfigError(f"--state: {path} is damaged, or no state of ./run.sh generate")
+        raise ConfigError(f"--state: {path} is damaged, or not a state of ./run.sh generate")
     held = torch.load(io.BytesIO(raw[32:]), map_location=model.tokens.weight.device, weights_only=True)
     if held.keys() != {"mode", "rows", "logits", "state", "weights"}:
         raise ConfigError(f"--state: {path} was written by another version of ./run.sh generate")
     if held["weights"] != digest(model):
-        raise ConfigError(f"--state: {path} is of other weights than the {args.checkpoint!r} ones of {loaded.folder}")
+        raise ConfigError(
+            f"--state: {path} belongs to other weights than the {args.checkpoint!r} checkpoint of {loaded.folder}"
+        )
     if held["mode"] not in ("attention", streaming_mode(model)):
         raise ConfigError(f"--state: {path} is of mode {held['mode']!r}, which {loaded.folder} does not have")
     if any(not 0 <= token < model.vocabulary for row in held["rows"] for token in row):
-        raise ConfigError(f"--state: {path} holds ids outside of the vocabulary of {loaded.folder}")
+        raise ConfigError(f"--state: {path} holds token ids outside of the vocabulary of {loaded.folder}")
     if args.mode not in (None, held["mode"]):
         raise ConfigError(f"--mode: {path} is of mode {held['mode']}, got {args.mode}")
     return Continuation(model, held["mode"], held["rows"], held["logits"], held["state"])

@@ -1,6 +1,7 @@
-"""Whether the labels of pictures can be learned: a small convolutional network on each half of the training pictures.
+"""Check of image labels: a small convolutional network is trained on each half of the training images.
 
-In a Pathfinder-128 that goes round those of one half cannot; a model that stays at chance there says nothing of itself.
+In a copy of Pathfinder-128 that circulates, the labels of one half cannot be learned. Accuracy at chance level on that
+copy says nothing about a model.
 """
 
 from __future__ import annotations
@@ -19,44 +20,49 @@ from lion.tasks.data import Splits
 from tools.bench.probe import pick_device
 
 BATCH = 64
-SEEN = 2000  # pictures at most, of which accuracies are
-APART = 10.0  # points, from chance or from each other
+SEEN = 2000  # most images for measuring an accuracy
+APART = 10.0  # percentage points above chance, or between the two networks
 
 
 def check_labels(splits: Splits, steps: int) -> str:
-    """Train on each half, in the order of the files; the accuracies in words.
+    """Train on each half of the images, in the order of the files, and describe the accuracies.
 
     Raises:
-        ConfigError: They are no pictures.
+        ConfigError: The data are not images that are read pixel by pixel.
     """
     if getattr(splits.info, "vocabulary", 0) is not None:
-        raise ConfigError("--check-labels: the recipe's data are no pictures that are read pixel by pixel")
+        raise ConfigError("--check-labels: the data of the recipe are not images that are read pixel by pixel")
     found: list[tuple[float, float]] = []
-    for number, half in enumerate(np.array_split(np.argsort(splits.train.indices), 2), 1):  # in the files' order
+    for number, half in enumerate(np.array_split(np.argsort(splits.train.indices), 2), 1):  # in the order of the files
         model = learn(splits, half, steps, f"half {number}")
         held_out = np.arange(len(splits.val))
         own, val = (accuracy(model, data, rows[:SEEN]) for data, rows in ((splits.train, half), (splits.val, held_out)))
         found.append((own, val))
     lines = [
-        f"a network that saw half {number}: {own:.1f} % right of it, {val:.1f} % of what validates"
+        f"network trained on half {number}: accuracy {own:.1f} % on this half, {val:.1f} % on the validation split"
         for number, (own, val) in enumerate(found, 1)
     ]
     return "\n".join([*lines, verdict(found, 100 / splits.info.classes, steps)])
 
 
 def verdict(found: list[tuple[float, float]], chance: float, steps: int) -> str:
-    """Of two networks: accuracy on their own half, and on what validates; a network remembers its own half."""
+    """Compare two networks by their accuracies, each (on its own half, on the validation split).
+
+    A network may memorize its own half.
+    """
     (own, val), (other_own, other_val) = found
     apart = max(abs(own - other_own), abs(val - other_val))
     if apart >= APART:
-        return f"they are {apart:.1f} points apart: the labels of one half cannot be learned"
+        return f"the accuracies differ by {apart:.1f} points: the labels of one half cannot be learned"
     if max(val, other_val) < chance + APART:
-        return f"what validates is not learned in {steps} steps, which says nothing yet: take more"
-    return "they agree"
+        return (
+            f"the validation accuracy is at chance after {steps} steps, which proves nothing yet: train for more steps"
+        )
+    return "the two networks agree: the labels can be learned"
 
 
 def network(classes: int) -> nn.Module:
-    """Of pictures (B, 1, H, W) of 16 x 16 pixels and more."""
+    """Build a convolutional network for images (B, 1, H, W) of at least 16 x 16 pixels."""
 
     def convolution(inputs: int, outputs: int, size: int = 3, stride: int = 1) -> nn.Module:
         return nn.Sequential(nn.Conv2d(inputs, outputs, size, stride, size // 2), nn.BatchNorm2d(outputs), nn.ReLU())
@@ -67,14 +73,14 @@ def network(classes: int) -> nn.Module:
 
 
 def batch_of(data: torch.utils.data.Dataset, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Pictures (B, 1, H, W) and labels (B,)."""
+    """Return images (B, 1, H, W) and labels (B,)."""
     batch = data.batch(rows, pick_device())
     side = math.isqrt(batch["pixels"].shape[1])
     return batch["pixels"].view(-1, 1, side, side).float() / 255, batch["label"]
 
 
 def learn(splits: Splits, rows: np.ndarray, steps: int, what: str) -> nn.Module:
-    """A network that is trained on these rows, flipped in every way."""
+    """Train a network on these rows, with images flipped along both axes."""
     torch.manual_seed(0)
     model = network(splits.info.classes).to(pick_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -91,7 +97,7 @@ def learn(splits: Splits, rows: np.ndarray, steps: int, what: str) -> nn.Module:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: torch.utils.data.Dataset, rows: np.ndarray) -> float:
-    """Percent."""
+    """Return the accuracy in percent."""
     right = 0
     for some in np.array_split(rows, -(-len(rows) // 250)):
         images, labels = batch_of(data, some)

@@ -1,4 +1,4 @@
-"""Several processes on this machine, through PyTorch's own launcher (`torchrun`)."""
+"""Launch of several processes on this machine, through PyTorch's launcher (`torchrun`)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from lion.trainer.faults import RunError
 from tools.processes import ending
 
-SECONDS_TO_SAVE = 50  # between a signal and the end of a process that does not heed it
-QUIET = 2  # what a process exits with when it has said itself what is wrong
+SECONDS_TO_SAVE = 50  # time between a signal and the kill of a process that ignores the signal
+QUIET = 2  # exit code of a process that has printed its error itself
 
 
 def launch(processes: int, arguments: list[str]) -> int:
-    """Train in `processes` processes; all end when one does.
+    """Train in `processes` processes and return the exit code. If one process fails, the others are stopped.
 
     Raises:
-        RunError: One of them died.
+        RunError: A process died.
     """
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -41,6 +41,6 @@ def launch(processes: int, arguments: list[str]) -> int:
             return failure.exitcode
         raise RunError(
             f"process {rank} of {processes} died ({ending(failure.exitcode)}), the others were stopped; "
-            f"the same command goes on from the last checkpoint"
+            f"the same command resumes from the last checkpoint"
         ) from None
     return 0

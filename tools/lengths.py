@@ -1,12 +1,12 @@
-"""A run at other lengths than the one that it was trained at: metric and memory (the paper's Figures 5b and 9).
+"""Evaluation of a run at lengths other than its training length: metric and memory (the paper's Figures 5b and 9).
 
     ./run.sh eval RUN --lengths 256,512,1024,2048 [--form ..] [--chunk-size N] [--tokens N] [--out FOLDER]
 
-The held-out text, as one row of tokens, documents side by side, is cut into windows of each length; so many of its
-tokens as every length divides. The same tokens are judged at every length, once each, and only what is seen of the text
-around them differs: a causal model tells all of them from those before them in the window (and the token before it);
-to a masked one the same tokens are hidden. A batch has as many tokens as the longest window. A model with position
-embeddings cannot read more than there are: `-`.
+The held-out text is one row of tokens, with documents side by side. It is cut into windows of each length; the number
+of tokens used is a multiple of all lengths. Every length evaluates the same tokens, once each; only the visible context
+differs. A causal model predicts every token from the tokens before it in the window (and the token before the window).
+For a masked language model, the same tokens are masked at every length. A batch has as many tokens as the longest
+window. A model with position embeddings cannot read windows longer than its positions; its results there are `-`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from tools.compose import build_data, check_data, resolve_run
 from tools.forms import Form, forms_to_measure, measure
 from tools.store import Row, Store, digits, pipes, widen
 
-CHUNK = 64  # tokens a chunk and a step, where none are asked for
+CHUNK = 64  # default of tokens per chunk and per step
 SETTING = ("run", "checkpoint", "split", "tokens", "device", "threads", "precision", "compiled")
 
 
 def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
-    """What `./run.sh eval RUN --lengths ..` does."""
+    """Run the command `./run.sh eval RUN --lengths ..`."""
     recipe = resolve_run(find_run(args.run), args.overrides)
     loaded = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
     model = loaded.model
     if not isinstance(model, LanguageModel):
-        raise ConfigError(f"--lengths: {loaded.folder} reads samples of one size, text alone has windows")
+        raise ConfigError(f"--lengths: {loaded.folder} reads samples of one size, expected a run on text")
     if args.form != "all":
         choose_form(model, args.form)
     forms = forms_to_measure(args.form, args.chunk_size or CHUNK, forms_of(model))
@@ -56,7 +56,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     split = args.split or ("val" if splits.test is None else "test")
     held = getattr(splits, split)
     if not isinstance(held, Layout):
-        raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such text")
+        raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such split of text")
     store = (
         Store(args.out / "extrapolation.json", rows=(*SETTING, "length", "form", "chunk_size")) if args.out else None
     )
@@ -86,7 +86,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     try:
         for length in args.lengths:
             rows += measure_length(loaded, text, length, forms, about, runtime)
-    finally:  # also what was measured before Ctrl-C
+    finally:  # keep results measured before Ctrl-C
         if rows:
             print(f"{title(rows[0])}\n{table(*tabled(rows))}")
         if rows and store:
@@ -99,7 +99,14 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Text to be cut: the first `count` of `ids` (T,) are judged, or asked for, and `ahead` more are read."""
+    """Held-out text to cut into windows of the given lengths.
+
+    Attributes:
+        ids: Token ids (T,).
+        count: Number of tokens that are evaluated.
+        ahead: Number of further tokens that are read.
+        lengths: Lengths of the windows, the shortest first.
+    """
 
     ids: np.ndarray
     count: int
@@ -108,24 +115,26 @@ class HeldOut:
 
     @classmethod
     def of(cls, ids: np.ndarray, lengths: tuple[int, ...], most: int, ahead: int) -> Self:
-        """As much of the text as all lengths divide.
+        """Take as many tokens of the text as possible, so that their number is a multiple of all lengths.
 
         Raises:
-            ConfigError: There is none, or lengths that are no multiples of the shortest.
+            ConfigError: The text is too short, or a length is not a multiple of the shortest length.
         """
         if odd := [n for n in lengths if n % lengths[0]]:
             raise ConfigError(f"--lengths: expected multiples of the shortest, {lengths[0]}, got {odd[0]}")
         there, step = min(most, len(ids) - ahead), math.lcm(*lengths)
         if step > there:
-            raise ConfigError(f"--lengths: {step:,} is the least that all divide, there are {max(there, 0):,} tokens")
+            raise ConfigError(
+                f"--lengths: expected at least {step:,} tokens (the common multiple), there are {max(there, 0):,}"
+            )
         return cls(ids, there - there % step, ahead, lengths)
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The batches of a text in windows of one length, to be gone through any number of times.
+    """Batches of windows of one length, which can be iterated repeatedly.
 
-    `key` (B, n) has one number for each stretch of a window that is as long as the shortest window.
+    The key `key` (B, n) of a batch has one number for each part of a window that is as long as the shortest window.
     """
 
     text: HeldOut
@@ -134,7 +143,7 @@ class Windows:
 
     @property
     def size(self) -> int:
-        """Windows a batch: as many tokens as the longest window has."""
+        """Number of windows per batch, so that a batch has as many tokens as the longest window."""
         return max(1, self.text.lengths[-1] // self.length)
 
     def __len__(self) -> int:
@@ -145,7 +154,7 @@ class Windows:
         starts = np.arange(text.count // length) * length
         for first in range(0, len(starts), self.size):
             some = starts[first : first + self.size]
-            real = torch.arange(self.size) < len(some)  # one shape for all batches
+            real = torch.arange(self.size) < len(some)  # all batches have the same shape
             some = np.resize(some, self.size)
             places = some[:, None] + np.arange(length + text.ahead)  # (B, L)
             parts = some[:, None] + np.arange(0, length, text.lengths[0])  # (B, n)
@@ -157,14 +166,14 @@ class Windows:
 def measure_length(
     loaded: LoadedRun, text: HeldOut, length: int, forms: list[Form], about: Row, runtime: Runtime
 ) -> list[Row]:
-    """A row for each form; without values where the model cannot read so far."""
+    """Measure all forms at one length; returns a row per form, without values if the model has too few positions."""
     longest, metric, found = loaded.model.longest, loaded.task.metric, {}
     if longest is not None and length > longest:
         say(f"{length} tokens: more than the {longest} positions of this model")
     else:
         say(f"{length} tokens")
         batches = Windows(text, length, derive(loaded.recipe.seed, about["split"]))
-        wanted = list(dict.fromkeys([("full", None), *forms]))  # the deviation needs it
+        wanted = list(dict.fromkeys([("full", None), *forms]))  # the deviation is measured from the full form
         found = measure(loaded, batches, len(batches), wanted, runtime, loaded.recipe.trainer.precision)
     rows = []
     for form, size in forms:
@@ -205,13 +214,13 @@ def picture_of(store: Store, run: str) -> Path:
 
 
 def draw(store: Store, run: str) -> Path | None:
-    """A picture of what was measured last."""
+    """Draw the results that were measured last; returns the file, or None without matplotlib."""
     rows = store.groups(SETTING)[0]
     return store.draw(picture_of(store, run), (10, 4.2), lambda fig: curves(fig, rows))
 
 
 def curves(fig: Any, rows: list[Row]) -> None:
-    """The metric and the memory of a batch, over length."""
+    """Plot the metric and the peak memory of a batch over the length."""
     panels = {rows[0]["metric"]: lambda r: float(r["shown"]), "peak memory of a batch, MiB": memory}
     for ax, (heading, value) in zip(fig.subplots(1, len(panels)), panels.items()):
         for form in dict.fromkeys((r["form"], r["chunk_size"]) for r in rows):

@@ -1,8 +1,8 @@
-"""The recipes by family, with the row of a paper that each claims; those for two CPU cores first.
+"""List of the recipes by family, each with the row of a paper that it reproduces; those for two CPU cores first.
 
 python -m tools list [PATTERN] [--mixers]
 
-Nothing is built, so that it needs no PyTorch; `show` counts parameters.
+No model is built, so that the command needs no PyTorch; `show` counts parameters.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lion.config import ConfigError, nearest
 from tools.cli import Parser, aligned
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-SMALL = "2 CPU cores"  # `about.hardware` of what ends in minutes to hours without a GPU
-FAMILIES = {  # of names that begin so, the longest that fits
+SMALL = "2 CPU cores"  # `about.hardware` of recipes that need minutes to hours without a GPU
+FAMILIES = {  # title by the beginning of a name; the longest beginning that fits counts
     "deit": "ImageNet-1k, DeiT's training (LION, Tables 2 and 12)",
     "cifar100": "CIFAR-100 (LION, Tables 13, 14 and 16)",
     "mlm": "Masked language models on C4 (LION, Tables 3 and 8 to 11)",
-    "glue": "GLUE, a task each (./run.sh glue runs all eight)",
+    "glue": "GLUE, one recipe per task (./run.sh glue runs all eight)",
     "gpt2": "Causal language models on OpenWebText (LION, Appendix A)",
     "lra": "Long Range Arena (LION, Tables 4 to 7)",
     "lightnet": "LightNet: ImageNet-1k (Table 1)",
@@ -36,7 +36,7 @@ FAMILIES = {  # of names that begin so, the longest that fits
     "dit": "DiT: image generation with softmax (2212.09748)",
 }
 OWN = "Your own"
-CPU = "On two CPU cores, in minutes to hours; no row of a paper"
+CPU = "For two CPU cores, minutes to hours; no result of a paper"
 
 
 def recipe_files() -> dict[str, Path]:
@@ -71,9 +71,9 @@ def recipe_path(name: str | Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh list", description="The recipes, and what they claim.")
-    parser.add_argument("pattern", nargs="?", default="", help="a part of a name or row, or a pattern as *lion_s*")
-    parser.add_argument("--mixers", action="store_true", help="the mixers of layers in place of the recipes")
+    parser = Parser(prog="run.sh list", description="List the recipes and the results they aim at.")
+    parser.add_argument("pattern", nargs="?", default="", help="a part of a name or row, or a pattern such as *lion_s*")
+    parser.add_argument("--mixers", action="store_true", help="list the mixers of layers instead of the recipes")
     args = parser.parse_args(argv)
     if args.mixers:
         from tools.show import mixer_table
@@ -85,10 +85,10 @@ def main(argv: list[str]) -> int:
 
 
 def listing(pattern: str = "") -> str:
-    """The recipes that match, a table a family: name, row of the paper, published value.
+    """Return the recipes that match, as one table per family: name, row of the paper, published value.
 
     Raises:
-        ConfigError: None matches.
+        ConfigError: No recipe matches.
     """
     titles = (OWN, CPU, *FAMILIES.values())
     families: dict[str, list[tuple[str, str, str]]] = {title: [] for title in titles}
@@ -106,7 +106,7 @@ def listing(pattern: str = "") -> str:
     for title, own in families.items():
         if own:
             lines += ["", title, *(f"  {next(text)}" for _ in own)]
-    more = "./run.sh show NAME: what one costs here, and all its settings; ./run.sh list --mixers: the mixers"
+    more = "./run.sh show NAME: cost on this machine and all settings; ./run.sh list --mixers: the mixers"
     return "\n".join([*lines[1:], "", more])
 
 
@@ -117,19 +117,19 @@ def matches(pattern: str, text: str) -> bool:
 
 
 def family(name: str) -> str:
-    """The title of the longest beginning of a name that is known."""
+    """Return the title of the family of a recipe: of the longest known beginning of its name."""
     fits = [known for known in FAMILIES if name.startswith(known)]
     return FAMILIES[max(fits, key=len)] if fits else OWN
 
 
 def claim(row: str) -> str:
-    """The row of a paper, or "(what else it is)" without its dash and parentheses."""
+    """Return the row of a paper; a row "- (text)", which is no row of a paper, becomes "text"."""
     return re.sub(r"^- \((.*)\)$", r"\1", row)
 
 
 @functools.cache
 def read_about(path: Path) -> dict[str, Any]:
-    """The `about` section of a recipe's file; a claim is not inherited."""
+    """Return the `about` section of a recipe file. The section is not inherited through `extends`."""
     try:
         held = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):

@@ -1,9 +1,10 @@
-"""The answers of a trained run for files: for pictures their classes, the likeliest first. A run on GLUE answers for
-sentences, of a task of pairs two by two.
+"""Predict the classes of files or sentences, or masked tokens of texts, with a trained run.
 
 python -m tools.predict RUN FILE|SENTENCE ... [--form full|chunk|rnn] [--top K]
 
-A file that cannot be read is named on stderr; the others are answered, and the exit code is 2.
+Image classifiers read image files. Runs on GLUE read sentences; for tasks of sentence pairs, sentences are taken two by
+two. A masked language model predicts the masked tokens of texts, see `tools.fill`. A file that cannot be read is named
+on stderr; the others are still predicted, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tools.compose import check_finite, open_data, resolve_run
 from tools.fill import fill
 
 Sample = dict[str, Any]
-SIZES = (1, 8, 64)  # of batches: few, so that compiled code comes out of Inductor's cache
+SIZES = (1, 8, 64)  # batch sizes: few, so that compiled code is found in Inductor's cache
 
 
 def main(argv: list[str]) -> int:
@@ -33,15 +34,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run")
     parser.add_argument("files", nargs="+")
     parser.add_argument("--form", choices=FORMS, default="full")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile, for a few files only")
-    parser.add_argument("--top", type=count, default=3, help="answers to show, the likeliest first")
+    parser.add_argument("--eager", action="store_true", help="do not use torch.compile; suited to a few files")
+    parser.add_argument(
+        "--top", type=count, default=3, help="number of predictions to show, the most likely first (default: 3)"
+    )
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
     if isinstance(loaded.task, MaskedLM):
         return fill(loaded, args.files, args.top)
     if isinstance(loaded.task, CausalLM):
-        raise ConfigError(f"{loaded.folder}: it writes text and judges no files, ./run.sh generate RUN --prompt TEXT")
+        raise ConfigError(
+            f"{loaded.folder}: a causal language model only generates text, use ./run.sh generate RUN --prompt TEXT"
+        )
     recipe = resolve_run(loaded.folder)
     source = open_data(recipe, loaded.folder)
     asked, files, read = grouped(args.files, source.asks), [], []
@@ -49,14 +54,14 @@ def main(argv: list[str]) -> int:
         try:
             read.append(source.load(*paths, info=loaded.task.info))
             files.append(paths)
-        except ConfigError as error:  # keeps no other file from its answer
+        except ConfigError as error:  # the other files are still predicted
             print(f"error: {error}", file=sys.stderr)
     code = 0 if files == asked else 2
     if not files:
         return code
     size = next(n for n in SIZES if n >= min(len(files), SIZES[-1]))
     if not args.eager:
-        compile_blocks(loaded.model, dynamic=None)  # texts have other lengths
+        compile_blocks(loaded.model, dynamic=None)  # texts differ in length
     rows = []
     for start in range(0, len(files), size):
         some = slice(start, start + size)
@@ -67,21 +72,24 @@ def main(argv: list[str]) -> int:
 
 
 def grouped(words: list[str], asks: tuple[str, ...]) -> list[list[str]]:
-    """As many words a sample as are asked for.
+    """Split the arguments into samples, each with one argument per name in `asks`.
 
     Raises:
-        ConfigError: One is left over.
+        ConfigError: The last sample is incomplete.
     """
     if len(words) % len(asks):
-        raise ConfigError(f"predict: {words[-1]!r} is alone, this run wants {' and '.join(asks)} each time")
+        raise ConfigError(
+            f"predict: {words[-1]!r} is incomplete, this run expects {' and '.join(asks)} for each sample"
+        )
     return [words[i : i + len(asks)] for i in range(0, len(words), len(asks))]
 
 
 def answer(loaded: LoadedRun, source: DataSet, samples: list[Sample], size: int, top: int) -> list[list[str]]:
-    """What the run says of samples, in words; the first stands in for those that a batch of this size lacks.
+    """Return the `top` predictions for each sample, in words. The batch is filled up to `size` with copies of the first
+    sample.
 
     Raises:
-        ConfigError: Nothing finite.
+        ConfigError: The outputs are not finite.
     """
     batch = source.collate([*samples, *samples[:1] * (size - len(samples))])
     with torch.inference_mode():

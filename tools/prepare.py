@@ -1,6 +1,8 @@
-"""Make what a recipe's data need, once for all runs: token files, generated samples. What was interrupted goes on.
+"""Prepare the data of a recipe once for all runs, such as token files and generated samples.
 
 python -m tools.prepare recipes/NAME.yaml [key=value ...]
+
+An interrupted preparation is resumed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ def main(argv: list[str]) -> int:
         "--check-labels",
         type=count,
         metavar="STEPS",
-        help="train a small network so long on each half of the pictures: can their labels be learned?",
+        help="train a small network for STEPS steps on each half of the images, to see if the labels can be learned",
     )
     args = parser.parse_intermixed_args(argv)
     source = open_data(resolve(args.recipe, args.overrides))

@@ -1,4 +1,4 @@
-"""Child processes: a measurement in one of its own, a command in one, and how they end."""
+"""Child processes: measurements and commands in separate processes, and descriptions of how they ended."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 Message = dict[str, Any]
 Send = Callable[[Message], None]
 
 
 def in_a_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) -> str | None:
-    """`measure(job, send)` in a process, so that compiled code and peak memory of one job do not touch those of the
-    next; what it sends is received here. Returns how it failed, if it did."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # PyTorch's profiler reports that there is no GPU
+    """Run `measure(job, send)` in a separate process, and call `receive` here with each message that it sends.
+
+    A separate process keeps compiled code and peak memory of one job from affecting the next.
+
+    Returns:
+        A description of the failure, or None.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # PyTorch's profiler warns on machines without a GPU
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(measure, job, theirs))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is the parent's to handle
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: the parent handles Ctrl-C
     try:
         process.start()
         theirs.close()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # one that came meanwhile is raised here
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a signal that came meanwhile is raised here
         with contextlib.suppress(EOFError):
             while True:
                 message = ours.recv()
@@ -53,7 +58,7 @@ def in_a_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) 
 
 
 def _child(measure: Callable[[Any, Send], None], job: Any, pipe: Any) -> None:
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of nvcc without a GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns about nvcc without a GPU
     try:
         measure(job, pipe.send)
     except BrokenPipeError:  # the parent is gone
@@ -68,14 +73,14 @@ def first_line(error: BaseException) -> str:
 
 
 def ending(code: int) -> str:
-    """How a process ended, by its exit code: that of a signal is below 0."""
+    """Describe how a process ended by its exit code; a negative code is a signal."""
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def start_command(*argv: str, out: Any = subprocess.PIPE, env: Mapping[str, str] | None = None) -> subprocess.Popen:
-    """`python -m tools ...` in a session of its own; what it prints is piped here, or goes to the file `out`.
+    """Start `python -m tools ...` in a new session; its output goes to a pipe, or to the file `out`.
 
-    When we die, it is told to save and stop (SIGTERM), as far as there is such a kernel.
+    On Linux, the process receives SIGTERM (save and stop) when this process dies.
     """
     command = [sys.executable, "-m", "tools", *argv]
     how = {"stdout": out, "stderr": subprocess.STDOUT, "text": True, "env": env}
@@ -85,7 +90,7 @@ def start_command(*argv: str, out: Any = subprocess.PIPE, env: Mapping[str, str]
 
 
 def kill_tree(process: subprocess.Popen) -> None:
-    """SIGKILL for a process and all that it has started."""
+    """Send SIGKILL to a process and all of its descendants."""
     for pid in (process.pid, *descendants(process.pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -93,7 +98,7 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, and theirs (Linux)."""
+    """Return the ids of all children of a process, and of their children (Linux)."""
     try:
         children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:

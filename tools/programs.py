@@ -1,4 +1,4 @@
-"""Commands that are programs of others: TensorBoard and pytest."""
+"""Commands that run other programs: TensorBoard and pytest."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def logs(argv: list[str]) -> NoReturn:
 
 
 def test(argv: list[str]) -> NoReturn:
-    if "--quick" in argv:  # in two processes that keep to one thread each
+    if "--quick" in argv:  # two processes with one thread each
         argv = ["-n", "2", "--dist", "worksteal", *argv]
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     become("pytest", *argv)
 
 
 def become(module: str, *argv: str) -> NoReturn:
-    """Go on as another program, in this process."""
+    """Replace this process by another Python program."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *argv])

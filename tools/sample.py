@@ -1,11 +1,10 @@
-"""Pictures that a run of diffusion makes of noise: a grid, with a row for each class.
+"""Generate images with a diffusion model, as a grid with one row per class.
 
     python -m tools.sample RUN [--classes 0,1,cat] [--count N] [--steps N] [--guidance G] [--eta E] [--seed S]
         [--form full|chunk|rnn] [--chunk-size N] [--raw] [--checkpoint best|last] [--out FILE.png]
 
-The averaged weights (EMA) make them where the run has such; --raw takes those that were trained. A picture depends on
-seed and place alone, not on --batch. Of a run on latents the latents are kept, FILE.npy, for the decoder that they are
-of.
+The averaged weights (EMA) are used if the run has them; --raw selects the weights as trained. An image depends on the
+seed and its place in the grid, not on --batch. A run on latents writes the latents to FILE.npy, for their decoder.
 """
 
 from __future__ import annotations
@@ -32,28 +31,35 @@ from tools.cli import Parser, check_folder, choose_form, count, number, run_comm
 from tools.compose import check_finite
 from tools.pictures import open_diffusion
 
-FEW = 10  # classes that are shown where none are asked for
-SIDE = 64  # pixels that a picture of the grid has at least
+FEW = 10  # number of classes in the grid without --classes
+SIDE = 64  # smallest side of an image in the grid, in pixels
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh sample", description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("--classes", help=f"numbers or names, as 0,1,cat; default: the first {FEW}")
-    parser.add_argument("--count", type=count, default=8, help="pictures of each class (default: 8)")
-    parser.add_argument("--steps", type=count, default=50, help="of DDIM (default: 50)")
+    parser.add_argument("--classes", help=f"numbers or names, such as 0,1,cat (default: the first {FEW})")
+    parser.add_argument("--count", type=count, default=8, help="images of each class (default: 8)")
+    parser.add_argument("--steps", type=count, default=50, help="number of steps of DDIM (default: 50)")
     parser.add_argument(
-        "--guidance", type=number(0, 100), default=1.5, help="0: of no class, 1: none, 1.5 (default) and more: clearer"
+        "--guidance",
+        type=number(0, 100),
+        default=1.5,
+        help="0: unconditional, 1: no guidance, 1.5 (default) and more: clearer images",
     )
-    parser.add_argument("--eta", type=number(0, 1), default=0.0, help="share of fresh noise; 0: DDIM, 1: as DDPM")
+    parser.add_argument(
+        "--eta", type=number(0, 1), default=0.0, help="share of fresh noise; 0 (default): DDIM, 1: like DDPM"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--form", choices=FORMS, default="full")
-    parser.add_argument("--chunk-size", type=count, help="tokens a chunk (chunk) or a step (rnn)")
+    parser.add_argument("--chunk-size", type=count, help="tokens per chunk (form chunk) or per step (form rnn)")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
-    parser.add_argument("--raw", action="store_true", help="the weights as trained, not their average")
-    parser.add_argument("--batch", type=count, default=64, help="pictures at once, at most")
-    parser.add_argument("--compile", action="store_true", help="pays where many are made")
-    parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: samples.png in the run's folder")
+    parser.add_argument("--raw", action="store_true", help="use the weights as trained, not their average")
+    parser.add_argument("--batch", type=count, default=64, help="most images per batch (default: 64)")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile; pays off for many images")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.png", help="file to write (default: samples.png in the folder of the run)"
+    )
     args = parser.parse_args(argv)
     if args.chunk_size and args.form == "full":
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
@@ -73,42 +79,42 @@ def main(argv: list[str]) -> int:
 
 
 def where(out: Path | None, loaded: LoadedRun) -> Path:
-    """The file to write.
+    """Return the file to write.
 
     Raises:
-        ConfigError: It cannot be, or is of another kind.
+        ConfigError: The folder is not writable, or the file name has the wrong suffix.
     """
     kind = ".png" if loaded.task.pictures else ".npy"
     given, out = out, out or loaded.folder / f"samples{kind}"
     check_folder("--out" if given else "RUN", out.parent)
     if out.suffix != kind or out.is_dir():
-        what = "pictures" if loaded.task.pictures else "latents"
-        raise ConfigError(f"--out: {what} are kept as FILE{kind}, got {out}")
+        what = "images" if loaded.task.pictures else "latents"
+        raise ConfigError(f"--out: {what} are written to FILE{kind}, got {out}")
     return out
 
 
 def chosen(asked: str | None, names: Sequence[str]) -> list[int]:
-    """The labels of what is asked for, by number or name.
+    """Return the labels of the classes in `asked`, given by number or name; by default of the first ones.
 
     Raises:
-        ConfigError: There is no such class.
+        ConfigError: A class is unknown.
     """
     if asked is None:
         return list(range(min(FEW, len(names))))
     labels = []
-    for part in [asked] if asked in names else map(str.strip, asked.split(",")):  # a name may have commas
+    for part in [asked] if asked in names else map(str.strip, asked.split(",")):  # a name may contain commas
         if part in names:
             labels.append(names.index(part))
         elif part.isdecimal() and int(part) < len(names):
             labels.append(int(part))
         else:
-            hint = nearest(part, names, f"there are 0 to {len(names) - 1}, as {names[0]!r}")
-            raise ConfigError(f"--classes: {part!r} is no class, {hint}")
+            hint = nearest(part, names, f"valid: 0 to {len(names) - 1}, or names such as {names[0]!r}")
+            raise ConfigError(f"--classes: unknown class {part!r}, {hint}")
     return labels
 
 
 def make(loaded: LoadedRun, labels: list[int], args: Any) -> Tensor:
-    """Samples (N, channels, height, width) of these classes, in batches of one size."""
+    """Generate samples (N, channels, height, width) of these labels, in batches of one size."""
     trainer = loaded.recipe.trainer
     runtime = start_runtime(trainer.device, matmul=trainer.matmul)
     model = loaded.model.to(runtime.device)
@@ -130,7 +136,7 @@ def make(loaded: LoadedRun, labels: list[int], args: Any) -> Tensor:
 
 
 def keep(out: Path, x: Tensor, columns: int) -> None:
-    """Write pictures (N, channels, height, width) as a grid, small ones enlarged; latents as they are."""
+    """Write images (N, channels, height, width) as a grid, enlarged if they are small; write latents unchanged."""
     if out.suffix == ".npy":
         write_atomic(out, lambda file: np.save(file, x.numpy()))
         return

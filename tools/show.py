@@ -1,4 +1,4 @@
-"""A recipe before training: what it costs on this machine, then the recipe resolved in full.
+"""Summary of a recipe before training: its cost on this machine, then the resolved recipe in full.
 
 python -m tools show recipes/NAME.yaml [key=value ...]
 """
@@ -34,22 +34,22 @@ MIXER_COLUMNS = ("published in", "decay", "normalised by", "left out of the bloc
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh show", description="A recipe in full, and what will come of it.")
+    parser = Parser(prog="run.sh show", description="Show the cost of a recipe on this machine, and all its settings.")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--processes", type=count, help="as many as there will be GPUs (default: those visible)")
+    parser.add_argument("--processes", type=count, help="number of processes, one per GPU (default: visible GPUs)")
     args = parser.parse_intermixed_args(argv)
     print(show(args.recipe, args.overrides, args.processes))
     return 0
 
 
 def mixer_table() -> str:
-    """Every mixer, a value of `model.mixer`: its publication, decay and normalisation."""
+    """Return a table of all values of `model.mixer`: name, publication, decay and normalisation of each mixer."""
     return "\n".join(aligned([["model.mixer", *MIXER_COLUMNS[:-1]], *(row[:-1] for row in mixer_rows(KINDS))]))
 
 
 def mixer_rows(names: Iterable[str] = MIXERS) -> list[list[str]]:
-    """Mixers, all linear ones by default: the name, and what the table of lion/layers/README.md says of each."""
+    """Return rows of the table in lion/layers/README.md: name and facts of each mixer (default: all linear mixers)."""
     return [[name, *KINDS[name].facts(name)[: len(MIXER_COLUMNS)]] for name in names]
 
 
@@ -66,20 +66,20 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
     softmax, rnn = (flops / 1e6 for flops in published_flops(model.length, recipe.model.dim))
     state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
     activations = activation_bytes(task, recipe, plan.micro)
-    flops = f"{digits(softmax)} MFLOP a layer, head and sample with softmax, {digits(rnn)} as an RNN (C.12)"
+    flops = f"{digits(softmax)} MFLOP per layer, head and sample with softmax, {digits(rnn)} as an RNN (C.12)"
     facts = [
         ("recipe", f"{recipe.run.name}: {claim(recipe.about.row)}, {recipe.about.expected}"),
         ("model", f"{recipe.model.mixer}, {parameters:,} parameters"),
         ("data", describe_store(recipe, note)),
-        ("training samples", f"{samples:,}{'' if note is None else ' (an estimate or published)'}"),
+        ("training samples", f"{samples:,}{'' if note is None else ' (published, or an estimate)'}"),
         length(plan),
         ("time", describe_time(task, recipe, plan, state, activations)),
         ("batch", f"{c.batches()} = {processes} processes x {plan.accumulation} accumulated x {plan.micro}"),
         ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
         (
             "memory",
-            f"{gigabytes(state)} of state, about {gigabytes(activations)} of activations a process "
-            f"({plan.micro} samples, eager; compiled takes less)",
+            f"{gigabytes(state)} of state, about {gigabytes(activations)} of activations per process "
+            f"({plan.micro} samples, eager; compiled code takes less)",
         ),
         ("run folder", f"{recipe.folder}, {describe_checkpoints(recipe, model)}"),
         ("attention", flops),
@@ -92,48 +92,51 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
 
 
 def describe_store(recipe: Recipe, note: str | None) -> str:
-    """Name the data; where they are absent, what is to be fetched and written, and the room there is."""
+    """Describe the data; for absent data, add the bytes to download and to write, and the free disk space."""
     described = recipe.data.describe()
     if note is None:
         return described
     source = open_data(recipe)
     fetched, written = source.download, source.disk()
-    parts = [f"{gigabytes(fetched)} to fetch"] if fetched else []
+    parts = [f"{gigabytes(fetched)} to download"] if fetched else []
     parts += [f"about {gigabytes(written)} to write"] if written else []
     free = shutil.disk_usage(next(p for p in (data_root(), *data_root().parents) if p.is_dir())).free
-    return f"{described}; {' and '.join(parts) or 'not here'}, {gigabytes(free)} free under {data_root()}"
+    return f"{described}; {' and '.join(parts) or 'not on this machine'}, {gigabytes(free)} free under {data_root()}"
 
 
 def describe_checkpoints(recipe: Recipe, model: Model) -> str:
-    """Size of a run's checkpoints on the disk."""
+    """Describe the size of the checkpoints of a run on disk."""
     state, best = checkpoint_bytes(model, recipe.trainer.ema is not None)
     return f"{gigabytes(recipe.trainer.keep_last * state + best)} of checkpoints"
 
 
 def gigabytes(size: float) -> str:
-    """Write bytes as disks are sold: 327 GB, 0.19 GB, 1.1 MB."""
+    """Format a number of bytes in decimal units: 327 GB, 0.19 GB, 1.1 MB."""
     return f"{digits(size / 1e9)} GB" if size >= 1e8 else f"{digits(size / 1e6)} MB"
 
 
 def length(plan: Plan) -> tuple[str, str]:
-    """How long the run is, and what that is called."""
+    """Return (name, description) of the length of a run: its time, or its steps and epochs."""
     if plan.total is None:
-        more = f"as many steps as fit; an epoch is {plan.steps_per_epoch:,} of the full batch"
+        more = f"as many steps as fit; an epoch is {plan.steps_per_epoch:,} steps of the full batch"
         return "length", f"{plan.trainer.time} of training, without compilation, evaluation and saving: {more}"
     epochs = plan.samples / (plan.steps_per_epoch * plan.trainer.batch_size)
     return "steps", f"{plan.total:,} = {digits(epochs)} epochs of {plan.steps_per_epoch:,}"
 
 
 def filled_in(recipe: Recipe) -> str:
-    """What the recipe leaves open and the model is built with."""
+    """Return, as lines of comments, the settings that the recipe leaves open, with the values that the model gets."""
     asked, built = (flatten(to_dict(c)) for c in (recipe.model, recipe.model.resolved()))
     open_ = {key: value for key, value in built.items() if asked.get(key) is None and value is not None}
     lines = [f"#   model.{key}: {json.dumps(value)}" for key, value in open_.items()]
-    return "\n".join(["# where the recipe leaves it open, the model is built with", *lines, ""])
+    return "\n".join(["# the recipe leaves these settings open; the model is built with", *lines, ""])
 
 
 class FusedSoftmax(TorchFunctionMode):
-    """Softmax attention as its kernels keep it, queries, keys, values and outputs; on `meta` it would keep scores."""
+    """A mode in which softmax attention saves the same tensors for the backward pass as its fused kernels.
+
+    The tensors are queries, keys, values and outputs. Otherwise, attention on the `meta` device would save all scores.
+    """
 
     class Kept(torch.autograd.Function):
         @staticmethod
@@ -149,7 +152,7 @@ class FusedSoftmax(TorchFunctionMode):
 
 
 def activation_bytes(task: Task, recipe: Recipe, micro: int) -> int:
-    """About the bytes that the backward pass keeps of one micro-batch, counted on tensors without memory."""
+    """Estimate the bytes of activations that are saved for the backward pass of a micro-batch, using `meta` tensors."""
     seen: dict[int, int] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Kill a training run again and again, and compare its end with that of a run that is never interrupted.
+"""Kill a training run repeatedly, and compare the result with that of an uninterrupted run.
 
     python -m tools.soak [--recipe FILE] [key=value ...] [--kills 100] [--seed 0] [--report FILE.md]
 
-Every kill is a SIGKILL at a random moment: half of them anywhere between start and a few steps, half while a
-checkpoint is being written; every life has another number of loader workers. In the end all tensors, counters,
+Every kill is a SIGKILL at a random moment: half of the kills come between the start and a few steps, half while a
+checkpoint is being written. Every restart has a random number of loader workers. In the end, all tensors, counters,
 random states and logged losses must be equal.
 """
 
@@ -36,16 +36,18 @@ STEPS_A_KILL = 40
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh soak", description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", default="recipes/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="trainer.steps sets the length")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of the recipe; trainer.steps sets the length"
+    )
     parser.add_argument("--kills", type=count, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=count, default=1)
-    parser.add_argument("--report", help="also write the result to this Markdown file")
+    parser.add_argument("--report", help="Markdown file to which the result is also written")
     args = parser.parse_intermixed_args(argv)
     if "trainer.parallel=fsdp" in args.overrides:
-        raise ConfigError("trainer.parallel: a soak compares plain checkpoints, use ddp")
+        raise ConfigError("trainer.parallel: soak compares checkpoints that are not sharded, use ddp")
     overrides = [*EVERY, f"trainer.steps={STEPS_A_KILL * args.kills}", *args.overrides]
-    overrides = list({item.partition("=")[0]: item for item in overrides}.values())  # a later one replaces an earlier
+    overrides = list({item.partition("=")[0]: item for item in overrides}.values())  # the last one of a key counts
     whole, killed = (
         [args.recipe, *overrides, f"run.name=soak-{name}", "--no-eval", "--processes", str(args.processes)]
         for name in ("whole", "killed")
@@ -53,7 +55,7 @@ def main(argv: list[str]) -> int:
     folders = [resolve(call[0], [x for x in call[1:] if "=" in x]).folder for call in (whole, killed)]
     for folder in folders:
         if folder.exists():
-            raise ConfigError(f"{folder}: a soak needs a fresh folder; remove it, or choose another run.root")
+            raise ConfigError(f"{folder}: soak needs a new folder; delete this one, or choose another run.root")
 
     started = time.perf_counter()
     first = Life(whole, folders[0])
@@ -73,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 class Life:
-    """One process (group) that trains."""
+    """A process (group) that trains until it is killed or has finished."""
 
     def __init__(self, call: list[str], folder: Path) -> None:
         self.process, self.folder, self.started = start_command("train", *call), folder, time.perf_counter()
@@ -84,7 +86,7 @@ class Life:
             raise ConfigError(f"{self.folder}: training failed with code {self.process.returncode}: {out[-2000:]}")
 
     def wait_for_step(self) -> float:
-        """Seconds from the start to the first line of metrics."""
+        """Wait for the first line of metrics, and return the seconds since the start."""
         metrics = self.folder / "metrics.jsonl"
         while self.process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)
@@ -95,7 +97,7 @@ class Life:
         return self.kill("at any time")
 
     def kill_in_save(self, dice: random.Random) -> dict[str, Any]:
-        """Kill while a checkpoint's hidden folder is there, not always the first one."""
+        """Kill the process while the hidden folder of a checkpoint exists, after a random number of checkpoints."""
         skip, seen = dice.randrange(8), set()
         while self.process.poll() is None:
             names = [n for n in names_in(self.folder / FOLDER) if n.startswith(".")]
@@ -123,7 +125,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def compare(whole: Path, killed: Path) -> list[str]:
-    """What differs in the end between a whole run and a killed one; nothing should."""
+    """Return the differences between an uninterrupted and a killed run at their ends; there should be none."""
     problems = []
     for kind in ("last", "best"):
         a, b = (newest(folder, kind) for folder in (whole, killed))
@@ -137,7 +139,7 @@ def compare(whole: Path, killed: Path) -> list[str]:
 
 
 def differing(a: Any, b: Any, name: str = "") -> list[str]:
-    """Names of leaves that are not equal, bit for bit."""
+    """Return the names of all leaves that are not equal, bit for bit."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         return [x for k in a for x in differing(a[k], b[k], f"{name}.{k}")]
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):

@@ -1,4 +1,4 @@
-"""Reports that grow over several runs: a JSON file of rows, and Markdown and a picture made of it."""
+"""Reports that grow over several runs: a JSON file of rows, with Markdown and a plot generated from the rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Row = dict[str, Any]
 
 
 class Store:
-    """A JSON file of tables, each a list of rows with keys of their own.
+    """A JSON file of tables; each table is a list of rows, identified by the keys of the table.
 
     Args:
-        path: The JSON file; what is made of it stands beside it.
-        keys: The fields that make the key of a row, for each table; the main one is "rows".
+        path: The JSON file; generated files are written next to it.
+        keys: For each table, the fields that form the key of a row; the main table is "rows".
 
     Attributes:
-        tables: The rows of each table by their keys; `rows` are those of the main one.
-        new: The keys of the rows that were added since the file was read.
+        tables: The rows of each table by their keys; `rows` is the main table.
+        new: Keys of the rows that were added after the file was read.
     """
 
     def __init__(self, path: Path, **keys: Sequence[str]) -> None:
@@ -38,20 +38,20 @@ class Store:
         return self.tables["rows"]
 
     def load(self, fresh: bool = False) -> Self:
-        """Read what earlier runs wrote, unless it is to be forgotten.
+        """Read the rows of earlier runs, unless `fresh` is set.
 
         Raises:
-            ConfigError: No place for a report, or one that cannot be read.
+            ConfigError: The folder cannot hold a report, or the report cannot be read.
         """
         folder = self.path.parent
         if any(p.exists() and not p.is_dir() for p in (folder, *folder.parents)):
-            raise ConfigError(f"--out: {folder} is no folder")
+            raise ConfigError(f"--out: {folder} is not a folder")
         if fresh or not self.path.exists():
             return self
         try:
             held = json.loads(self.path.read_text())
             if held["schema"] != SCHEMA:
-                raise ConfigError(f"{self.path}: schema {held['schema']}, this is {SCHEMA}; --fresh starts over")
+                raise ConfigError(f"{self.path}: schema {held['schema']}, expected {SCHEMA}; --fresh starts over")
             self.tables = {name: {self.key_of(row, name): row for row in held[name]} for name in self.keys}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"{self.path}: not a report of this command; --fresh starts over") from None
@@ -61,7 +61,7 @@ class Store:
         return tuple(row[name] for name in self.keys[table])
 
     def add(self, row: Row, table: str = "rows") -> None:
-        """A later row takes the place of an earlier one."""
+        """Add a row, which replaces an earlier row with the same key."""
         key = self.key_of(row, table)
         self.tables[table].pop(key, None)
         self.tables[table][key] = row
@@ -69,26 +69,30 @@ class Store:
             self.new[key] = None
 
     def groups(self, names: Sequence[str]) -> list[list[Row]]:
-        """Rows that agree in these fields, the group measured last first."""
+        """Return groups of rows that agree in these fields; the group measured last comes first."""
         found: dict[tuple, list[Row]] = {}
         for row in self.rows.values():
             found.setdefault(tuple(row[n] for n in names), []).append(row)
         return sorted(found.values(), key=lambda rows: max(row["date"] for row in rows), reverse=True)
 
     def commands(self, rows: Iterable[Row]) -> str:
-        """What was typed for these rows, and when."""
+        """Return the commands that measured these rows, with dates, as a Markdown list."""
         runs = dict.fromkeys((r["date"][:10], r["torch"], r["command"]) for r in sorted(rows, key=lambda r: r["date"]))
         return "\n".join(f"- {date}, torch {torch}: `{command}`" for date, torch, command in runs)
 
     def save(self, markdown: str, **derived: Any) -> None:
-        """Write the JSON, with what follows from its rows for those who read it, and the Markdown beside it."""
+        """Write the JSON file with its rows and the values `derived` from them, and the Markdown file next to it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         held = {name: list(rows.values()) for name, rows in self.tables.items()}
         save_text(self.path, json.dumps({"schema": SCHEMA, **held, **derived}, indent=1) + "\n")
         save_text(self.path.with_suffix(".md"), markdown)
 
     def draw(self, path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> Path | None:
-        """`draw` on a figure of `size` inches, into a file; None, and no file, without matplotlib."""
+        """Call `draw` with a figure of `size` inches, and write the figure to a file.
+
+        Returns:
+            The file, or None (and no file) without matplotlib.
+        """
         try:
             figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
         except ImportError:
@@ -103,12 +107,12 @@ class Store:
 
     def files_and(self, picture: Path | None) -> str:
         if picture is None:
-            return f"{self.files()}; no picture, which needs matplotlib (pip install matplotlib)"
+            return f"{self.files()}; no plot, because matplotlib is missing (pip install matplotlib)"
         return f"{self.files()}, {picture}"
 
 
 def widen(ax: Any, share: float = 0.1) -> None:
-    """Let the y-axis span a share of its largest value at least: noise must not fill the picture."""
+    """Widen the y-axis to at least a share of its largest value, so that noise does not fill the plot."""
     low, high = ax.get_ylim()
     lack = share * max(abs(low), abs(high)) - (high - low)
     if lack > 0:
@@ -116,12 +120,12 @@ def widen(ax: Any, share: float = 0.1) -> None:
 
 
 def digits(x: float) -> str:
-    """A number with three digits that count."""
+    """Format a number with about three significant digits."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 0.1 else f"{x:.3f}"
 
 
 def spread(values: Sequence[float], number: Callable[[float], str]) -> str:
-    """The mean, and the deviation of a sample, each written by `number`; "-" where there is none."""
+    """Format the mean and the sample standard deviation of values with `number`; "-" if there are no values."""
     if not values:
         return "-"
     mean = number(statistics.mean(values))
@@ -129,7 +133,7 @@ def spread(values: Sequence[float], number: Callable[[float], str]) -> str:
 
 
 def pipes(header: list[str], rows: list[list[str]], text: Sequence[str] = ("mixer", "form")) -> str:
-    """A Markdown table: columns of `text` to the left, numbers to the right."""
+    """Format a Markdown table: the columns named in `text` are left-aligned, the others right-aligned."""
     head = [
         "|".join(["", *header, ""]),
         "|".join(["", *("---" if h in text else "--:" for h in header), ""]),

@@ -1,4 +1,4 @@
-"""Train a recipe, evaluate its best checkpoint in every form, and print the summary.
+"""Training command: train a recipe, evaluate its best checkpoint in every form, and print the summary.
 
 python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh] [--no-eval] [--processes N]
 """
@@ -62,18 +62,28 @@ from tools.compose import (
 )
 from tools.launch import launch
 
-SHARED = ("metric", "split", "best_step", "remark")  # by all forms of a run
+SHARED = ("metric", "split", "best_step", "remark")  # keys that all forms of a run share
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh", description="Train a recipe and evaluate it in every form.")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--fresh", action="store_true", help="set an earlier run of this name aside and start anew")
-    parser.add_argument("--no-eval", action="store_true", help="do not evaluate in the end; the same command will")
-    parser.add_argument("--form", choices=(*FORMS, "all"), default="all", help="to evaluate in, in the end")
-    parser.add_argument("--processes", type=count, help="on this machine (default: one a visible GPU)")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile, as trainer.compile=false")
+    parser.add_argument(
+        "--fresh", action="store_true", help="rename the folder of an earlier run of this name, and start anew"
+    )
+    parser.add_argument(
+        "--no-eval",
+        action="store_true",
+        help="train without the final evaluation; the same command without this option evaluates later",
+    )
+    parser.add_argument(
+        "--form", choices=(*FORMS, "all"), default="all", help="form of the final evaluation (default: all)"
+    )
+    parser.add_argument("--processes", type=count, help="processes on this machine (default: one per visible GPU)")
+    parser.add_argument(
+        "--eager", action="store_true", help="train without torch.compile; same as trainer.compile=false"
+    )
     args = parser.parse_intermixed_args(argv)
     if args.eager:
         args.overrides.append("trainer.compile=false")
@@ -86,7 +96,7 @@ def main(argv: list[str]) -> int:
     world = from_launcher("WORLD_SIZE", 0) or args.processes or process_count(recipe)
     if recipe.trainer.device != "auto":
         check_device(recipe.trainer.device, world)
-    if world > 1 and not launched:  # all else is checked by the processes themselves
+    if world > 1 and not launched:  # the launched processes check everything else
         flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
         return launch(world, [args.recipe, *args.overrides, *flags, "--form", args.form])
     form = None if args.no_eval else args.form
@@ -95,8 +105,12 @@ def main(argv: list[str]) -> int:
 
 
 def command_of(path: str, overrides: list[str], recipe: Recipe, begun: Path | None) -> str:
-    """The command that makes such a run on any machine, without the places of files; that which has `begun` the run in
-    a folder, if one is there."""
+    """Return the command that makes this run on any machine, without the folders of this machine.
+
+    Args:
+        path, overrides, recipe: The recipe of the run, as typed and resolved.
+        begun: Folder in which the run may have been started; the command stored there comes first.
+    """
     if begun is not None:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             return str(json.loads((begun / ENVIRONMENT).read_text())["command"])
@@ -106,20 +120,29 @@ def command_of(path: str, overrides: list[str], recipe: Recipe, begun: Path | No
 
 
 def placeless(item: str, recipe: Recipe) -> str:
-    """An override without the folders of this machine: `data.path=FOLDER/book.txt` is `data.path=book.txt`."""
+    """Remove folders of this machine from an override: `data.path=FOLDER/book.txt` becomes `data.path=book.txt`."""
     key, _, value = item.partition("=")
     return f"{key}={Path(value).name}" if key in free_keys(recipe) and "/" in value else item
 
 
 def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: bool, made_by: str = "") -> int:
-    """Train in this process, one of `world`; the first looks after the folder, and evaluates in `form`, or all.
+    """Train in this process, one of `world` processes; the first one also writes the run folder and evaluates.
 
-    `made_by` is the command, for the run's `environment.json`.
+    Args:
+        recipe: The resolved recipe.
+        world: Number of processes.
+        fresh: Whether to rename the folder of an earlier run, and start anew.
+        form: Form of the final evaluation, "all", or None for no evaluation.
+        first: Whether this is the process of rank 0.
+        made_by: The command, stored in `environment.json` of the run.
+
+    Returns:
+        The exit code: 0, or 130 if training was stopped before its end.
     """
     begun = recipe.folder if not fresh and steps_of(recipe.folder, "last") else None
     source = open_data(recipe, begun)
     if needs_preparing(source) and (known := source.published()) is not None:
-        check_settings(recipe, *known, world, room=first)  # before hours are spent on data
+        check_settings(recipe, *known, world, room=first)  # before hours of data preparation
     splits = build_data(recipe, begun, cached=True)
     plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first)
     seed_everything(recipe.seed)
@@ -133,7 +156,7 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     )
     lock = None
     if runtime.main:
-        if fresh:  # all that can be refused has been, in every process
+        if fresh:  # by now every process has passed all checks
             set_aside(recipe.folder)
         start_folder(recipe.folder)
         lock = lock_run(recipe.folder)
@@ -144,12 +167,12 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
             f"{recipe.trainer.batches()} = {world} x {plan.accumulation} x {plan.micro}, "
             f"{plan.steps_per_epoch} steps an epoch, {describe_warmup(plan)}"
         )
-    runtime.agree(None)  # the folder is there, and ours
+    runtime.agree(None)  # the folder exists, and this run holds its lock
     seed_everything(recipe.seed + runtime.rank)
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
 
     def describe(state: RunState) -> None:
-        """Write down what is trained, now that nothing refuses it; of a complete run it stands there."""
+        """Store recipe and environment, now that all checks have passed; a complete run has them already."""
         if runtime.main and not state.finished:
             describe_folder(recipe, made_by)
             source.keep(recipe.folder)
@@ -160,7 +183,7 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
         dist.destroy_process_group()
     if not complete:
         if runtime.main:
-            print(f"stopped at {place}; the same command goes on from there")
+            print(f"stopped at {place}; the same command resumes from there")
         return 130
     if not runtime.main or form is None:
         return 0
@@ -175,10 +198,11 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
 
 
 def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room: bool) -> tuple[Plan, Task]:
-    """The plan and the task for such data.
+    """Return the plan and the task of a recipe on data of `samples` training samples.
 
     Raises:
-        ConfigError: Settings that do not go together or with the data, or (`room`) a disk without room for checkpoints.
+        ConfigError: Settings contradict each other or the data; or, if `room` is set, the disk has too little space for
+            the checkpoints.
     """
     plan, task = make_plan(recipe, samples=samples, world=world), make_task(recipe, info)
     model = build_on_meta(task, recipe.model)
@@ -188,13 +212,17 @@ def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room
 
 
 def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:
-    """Bytes of a checkpoint to go on from (weights, two moments, average), and of the best weights alone."""
+    """Return the bytes of a checkpoint to resume from (weights, two moments, average), and of a `best` checkpoint."""
     weights = sum(t.nbytes for t in model.state_dict().values())
     return weights * (4 if ema else 3), weights * (2 if ema else 1)
 
 
 def check_checkpoint(folder: Path, model: nn.Module) -> None:
-    """Refuse a run that cannot go on, before anything is written there."""
+    """Check that the newest checkpoint fits the model, before anything is written to the folder.
+
+    Raises:
+        ConfigError: The weights do not fit.
+    """
 
     def read(found: Checkpoint) -> None:
         if not found.sharded:
@@ -204,7 +232,7 @@ def check_checkpoint(folder: Path, model: nn.Module) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename an earlier run's folder; nothing is deleted."""
+    """Rename the folder of an earlier run to NAME.oldN; nothing is deleted."""
     if not folder.exists():
         return
     number = 1
@@ -215,19 +243,28 @@ def set_aside(folder: Path) -> None:
 
 
 def show_finished(recipe: Recipe) -> bool:
-    """Print the summary of a complete run; says whether it is one, and refuses a folder of another recipe."""
+    """Print the summary of a complete run.
+
+    Returns:
+        Whether the run is complete.
+
+    Raises:
+        ConfigError: The folder holds a run of another recipe, checkpoints without a recipe, or an unreadable summary.
+    """
     folder = recipe.folder
     if not (folder / RECIPE).exists():
         if steps_of(folder, "last"):
-            raise ConfigError(f"{folder} holds checkpoints and no {RECIPE}: put it back, or start anew with --fresh")
+            raise ConfigError(
+                f"{folder} holds checkpoints but no {RECIPE}: restore the file, or start anew with --fresh"
+            )
         return False
     changed = differences(stored_recipe(folder), recipe)
     if changed:
         lengths = any(line.startswith(("trainer.steps:", "trainer.epochs:", "trainer.time:")) for line in changed)
-        why = " (the learning rate of every step follows from the length: the steps taken are no part of it)"
+        why = " (the learning rate of every step depends on the length, so the steps taken so far cannot be reused)"
         raise ConfigError(
             f"{folder} holds a run of another recipe, differing in {'; '.join(changed)}{why * lengths}. "
-            f"Give this one a name with run.name=NAME, or start anew with --fresh"
+            f"Give this run another name with run.name=NAME, or start anew with --fresh"
         )
     if not (folder / SUMMARY).exists():
         return False
@@ -244,7 +281,7 @@ def start_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.root: cannot make {folder}: {error.strerror}") from None
+        raise ConfigError(f"run.root: cannot create {folder}: {error.strerror}") from None
 
 
 def describe_folder(recipe: Recipe, made_by: str) -> None:
@@ -253,7 +290,7 @@ def describe_folder(recipe: Recipe, made_by: str) -> None:
 
 
 def summarise(folder: Path, form: str, runtime: Runtime) -> None:
-    """Evaluate the best checkpoint in a form, or in all, into `summary.json`."""
+    """Evaluate the best checkpoint in one form or in all forms, and write `summary.json`."""
     results = evaluate.measure_forms(folder, form, runtime=runtime)
     first = results[0]
     forms = {}

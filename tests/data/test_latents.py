@@ -90,7 +90,7 @@ run: {{root: {tmp_path / "runs"}}}
     run, out = tmp_path / "runs" / "small", tmp_path / "a.npy"
     asked = ["sample", run, "--classes", "bee, 2", "--count", 3, "--steps", 2]
     capsys.readouterr()
-    assert "latents are kept as FILE.npy" in refuse(capsys, *asked, "--out", tmp_path / "a.png")
+    assert "latents are written to FILE.npy" in refuse(capsys, *asked, "--out", tmp_path / "a.png")
     assert here(*asked, "--out", out) == 0
     assert capsys.readouterr().out == f"{out}, by row: bee, cow\n"
     assert np.load(out).shape == (6, 4, 8, 8)

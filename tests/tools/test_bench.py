@@ -221,7 +221,7 @@ def test_pictures_need_matplotlib(tmp_path, monkeypatch):
         report.add_row(r)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert report.draw_last() is None and not (tmp_path / "ops.png").exists()
-    assert "no picture, which needs matplotlib" in report.files_and(None)
+    assert "no plot, because matplotlib is missing" in report.files_and(None)
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
     assert report.draw_last() == tmp_path / "ops.png"
@@ -233,7 +233,7 @@ def test_bad_input(tmp_path, capsys):
     assert "rnn' is timed in inference only" in refuse(capsys, "bench", "ops", "--form", "rnn", "--pass", "both")
     assert "--mixer: invalid choice: 'lion'" in refuse(capsys, "bench", "ops", "--mixer", "lion")
     out.write_text("")
-    assert "is no folder" in refuse(capsys, "bench", "ops", "--eager", "--out", out / "deeper")
+    assert "is not a folder" in refuse(capsys, "bench", "ops", "--eager", "--out", out / "deeper")
     out.unlink()
     out.mkdir()
     for text in ("{", "[]", '{"schema": 1}', '{"schema": 1, "rows": [{}], "notes": [], "rates": []}'):

@@ -175,7 +175,7 @@ def test_models_must_be_alike(capsys):
     twins = [ROOT / f"recipes/cifar100/cifar100_lion_s{more}.yaml" for more in ("", "_multiscan")]
     line = refuse(capsys, "bench", "train", *twins, "--eager", "--set", "model.attention.scans=[row_major]")
     assert "cifar100_lion_s_multiscan.yaml: a second lion_s with the same timed settings" in line
-    assert "'bench op' is no command, did you mean 'bench ops'" in refuse(capsys, "bench", "op")
+    assert "unknown command 'bench op', did you mean 'bench ops'" in refuse(capsys, "bench", "op")
 
 
 def gpt(mixer="softmax"):

@@ -1,4 +1,4 @@
-"""`./run.sh eval RUN --choices FILE`: scores as of a plain loop, accuracies as by hand, and what is refused."""
+"""Tests of `./run.sh eval RUN --choices FILE`: scores against a plain loop, accuracies by hand, and errors."""
 
 import json
 
@@ -26,7 +26,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Untrained runs on bytes; that of softmax reads 24 of them."""
+    """Make untrained runs on bytes; the softmax model has 24 positions."""
     folder, tokenizer, found = tmp_path_factory.mktemp("choices"), open_tokenizer("bytes"), {}
     for mixer in ("softmax", "lion_s"):
         small = ["model.dim=12", "model.depth=2", "model.num_heads=2", f"data.length={LENGTH + 1}"]
@@ -54,7 +54,7 @@ def file(tmp_path_factory):
 
 @torch.no_grad()
 def by_hand(model, questions):
-    """Scores [question][choice], one row at a time, without padding; `text` and `choice` are ids of bytes."""
+    """Compute scores [question][choice], one row at a time, without padding."""
     tokenizer, found = open_tokenizer("bytes"), []
     for q in questions:
         found.append([])
@@ -62,7 +62,7 @@ def by_hand(model, questions):
             text = q.text and q.text + (" " if not q.text.endswith(" ") else "")
             head = tokenizer.encode(text) or [tokenizer.special["end"]]
             ids = [*head, *tokenizer.encode(choice)]
-            size = len(tokenizer.encode(choice)) + len(text) - len(text.rstrip())  # the blank is told, too
+            size = len(tokenizer.encode(choice)) + len(text) - len(text.rstrip())  # the blank is predicted, too
             ids = ids if model.longest is None else ids[-model.longest - 1 :]
             shares = model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
             found[-1].append(sum(shares[i - 1, ids[i]].item() for i in range(len(ids) - size, len(ids))))
@@ -98,7 +98,7 @@ def test_accuracies_by_hand(runs, file, mixer, capsys):
     scores, wanted = by_hand(model, questions), []
     blank = [bool(q.text) and not q.text.endswith(" ") for q in questions]
     spaces = [len(q.text) - len(q.text.rstrip()) for q in questions]
-    sizes = [lambda q, c: 1, lambda q, c: len(c.encode()), lambda q, c: len(c) + q]  # in bytes a token is a byte
+    sizes = [lambda q, c: 1, lambda q, c: len(c.encode()), lambda q, c: len(c) + q]  # each token is one byte
     for size in sizes:
         right = 0
         for q, own, more in zip(questions, scores, [a + b for a, b in zip(blank, spaces)]):
@@ -112,7 +112,7 @@ def test_accuracies_by_hand(runs, file, mixer, capsys):
         assert all(part in line for part in wanted), (line, wanted)
     about = [line for line in out if line.startswith("5 questions of 2 to 3 choices, chance 43.33 %")]
     assert len(about) == 1
-    cut = "1 of 5 texts lost their beginning, the model has 24 positions"
+    cut = "1 of 5 texts lost their beginning, because the model has 24 positions"
     assert (cut in out) == (mixer == "softmax")
 
 
@@ -129,11 +129,11 @@ def test_the_best_of_each_question_wherever_its_rows_stand():
         assert share_right(score[index], size[index], *columns) == 1  # -1, -3, -4, and -3, -1
     assert share_right(-score, one, question, choice, right) == 0
     tie = share_right(torch.zeros(5), one, question[order], choice[order], right[order])
-    assert tie == 0.5  # of equals the first: right in question 7 alone
+    assert tie == 0.5  # a tie selects the first choice, which is right in question 7 alone
 
 
 def test_a_share_has_its_interval():
-    """Against scipy's."""
+    """Compare the intervals with those of scipy."""
     stats = pytest.importorskip("scipy.stats")
     for right, count in ((0, 5), (3, 8), (77, 100), (100, 100)):
         known = stats.binomtest(right, count).proportion_ci(method="wilson")
@@ -179,7 +179,7 @@ def test_a_bad_line_is_named(runs, tmp_path, capsys, line, message):
 
 def test_bad_files_and_runs(runs, tmp_path, capsys, file):
     run, path = runs["softmax"], tmp_path / "bad.jsonl"
-    for text, message in ((b"\n", "holds no questions"), (b"\xff", "no UTF-8"), (b"{", "line 1: no JSON")):
+    for text, message in ((b"\n", "holds no questions"), (b"\xff", "not UTF-8"), (b"{", "line 1: not JSON")):
         path.write_bytes(text)
         assert message in refuse(capsys, "eval", run, "--choices", path)
     assert "No such file" in refuse(capsys, "eval", run, "--choices", tmp_path / "none.jsonl")

@@ -1,4 +1,4 @@
-"""The commands, run as a person runs them."""
+"""Tests of the commands, run as a user runs them."""
 
 import ctypes
 import importlib
@@ -33,7 +33,7 @@ pytest.importorskip("sklearn")
 
 
 def run_sh(*args, timeout=400, script=ROOT / "run.sh"):
-    """run.sh with this interpreter, nothing installed."""
+    """Run run.sh with this interpreter, without installing anything."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "LION_NO_INSTALL": "1", "PATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run([str(script), *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout)
@@ -41,7 +41,7 @@ def run_sh(*args, timeout=400, script=ROOT / "run.sh"):
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """The quickstart through run.sh itself, shortened, compiled where there is a compiler."""
+    """Train a short quickstart through run.sh, compiled if there is a compiler."""
     root = tmp_path_factory.mktemp("runs")
     done = run_sh(f"run.root={root}", "trainer.epochs=12", "trainer.eval_every=4ep")
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,9 @@ def quickstart(tmp_path_factory):
 def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
     root, done = quickstart
     folder = root / "quickstart"
-    names = {p.name.partition(".tfevents")[0] for p in folder.iterdir()}  # TensorBoard's are called by time and host
+    names = {
+        p.name.partition(".tfevents")[0] for p in folder.iterdir()
+    }  # names of TensorBoard files contain time and host
     assert names == {
         "recipe.yaml", "environment.json", "metrics.jsonl", "events.out", "checkpoints", "summary.json", ".lock",
     }  # fmt: skip
@@ -63,12 +65,12 @@ def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
         assert result["value"] == summary["value"] and result["deviation"] < 1e-4 and result["peak_bytes"] > 0
     assert str(folder) in done.stdout and "tensorboard --logdir" in done.stdout
     assert "loss=" in done.stderr and "images/s=" in done.stderr and "lr=" in done.stderr
-    assert done.stderr.count("step/s") < 20  # of 192 steps: where nobody watches, the bar is drawn seldom
+    assert done.stderr.count("step/s") < 20  # of 192 steps: without a terminal, the progress bar is drawn rarely
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
     graphs = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines() if '"train"' in x]
     if shutil.which("g++"):
-        assert graphs[0]["compiled_graphs"] == 1 and graphs[-1]["compiled_graphs"] == 2  # and one for evaluation
+        assert graphs[0]["compiled_graphs"] == 1 and graphs[-1]["compiled_graphs"] == 2  # one more graph for evaluation
     for kind in ("last", "best"):
         assert not any("_orig_mod" in k for k in state_of(folder, kind)["model"])
 
@@ -109,18 +111,18 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     assert "not a readable image" in refuse(capsys, "predict", folder, tmp_path / "no.png")
     table = done.stdout.splitlines()
     assert here("predict", folder, files[0], tmp_path / "no.png", files[1], tmp_path / "gone.png", "--form", "rnn") == 2
-    some = capsys.readouterr()  # the bad ones keep no other from being classified
+    some = capsys.readouterr()  # unreadable files do not stop the others from being classified
     assert [line.split()[:2] for line in some.out.splitlines()[2:]] == [line.split()[:2] for line in table[2:4]]
     assert [line.split(": ", 2)[1] for line in some.err.splitlines()] == [f"{tmp_path}/no.png", f"{tmp_path}/gone.png"]
 
     model = lion.load(folder)
     lion.set_form(model, "rnn")
-    pixels = torch.stack([pil_to_tensor(Image.open(file)) for file in files])  # as `predict` was given them
+    pixels = torch.stack([pil_to_tensor(Image.open(file)) for file in files])  # the same files as for `predict`
     assert [int(model.classes[i]) for i in model(pixels).argmax(1)] == guesses
 
 
 class Letters:
-    """Files as text: a sample are its letters, a batch is padded with zeros and says what is real."""
+    """A data set of text files: a sample holds the letters of a file, and a batch is padded with zeros."""
 
     asks = ("file",)
 
@@ -134,7 +136,7 @@ class Letters:
 
 
 class Spelling:
-    """Answers with the letters themselves, outputs (B, L, 128)."""
+    """A task whose outputs (B, L, 128) are the letters themselves."""
 
     info = None
 
@@ -152,7 +154,7 @@ def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(predict, name, lambda *args, value=value: value)
     words = [
         chr(ord("a") + i % 26) * (1 + i % 7 + i // 64) for i in range(70)
-    ]  # two batches, the longest in the second
+    ]  # two batches; the longest word is in the second one
     files = [tmp_path / f"{i}.txt" for i in range(70)]
     for file, word in zip(files, words):
         file.write_text(word)
@@ -170,7 +172,7 @@ def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path, capsys):
     assert here("train", path) == 0
     capsys.readouterr()
     refuse(capsys, "train", path, "--fresh", "trainer.device=cuda:77")
-    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["tiny"]  # refused: nothing was moved
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["tiny"]  # refused before anything was moved
     done = command("train", path, "--fresh", "trainer.steps=4")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "tiny.old1" / "summary.json").exists()
@@ -224,7 +226,7 @@ def test_show_and_list():
 
 @pytest.mark.slow
 def test_show_says_first_what_a_recipe_costs_here(tmp_path, monkeypatch):
-    """Time, memory and disk before all keys; nothing is downloaded or tokenised for it."""
+    """Check that time, memory and disk come before all keys, and that nothing is downloaded or tokenized."""
     monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
     book = tmp_path / "book.txt"
     book.write_text("one long document\n" * 50_000)
@@ -240,7 +242,7 @@ def test_show_says_first_what_a_recipe_costs_here(tmp_path, monkeypatch):
         assert re.search(line, summary), line
     assert not (tmp_path / "data").exists()
     large = show("mlm_base_softmax", ["model.depth=1", "model.dim=48"])
-    assert "327 GB to fetch and about 312 GB to write" in large
+    assert "327 GB to download and about 312 GB to write" in large
 
 
 def test_recipes_by_family():
@@ -255,7 +257,7 @@ def test_recipes_by_family():
 
 
 def test_show_names_what_was_left_open_alone(tmp_path):
-    """A patch size of one number is given, though the model is built with two."""
+    """Check that a patch size given as one number is not listed as open, although the model is built with two."""
     recipe = tiny_recipe(tmp_path, model={"patch_size": 2, "position_embedding": None, "readout": "mean"})
     lines = [line for line in show(str(recipe), []).splitlines() if line.startswith("#   ")]
     assert "#   model.position_embedding: false" in lines and "#   model.attention.feature_map: " in "\n".join(lines)
@@ -275,7 +277,7 @@ def test_list_is_a_command_of_its_own(capsys):
 
 @pytest.mark.process
 def test_options_are_checked_before_anything_is_loaded(capsys):
-    """The table's options are those of the parsers, and a line that is wrong costs no import of PyTorch."""
+    """Check that the table lists the options of the parsers, and that a wrong line does not import PyTorch."""
     for name, entry in COMMANDS.items():
         if entry.options is None:
             continue
@@ -285,7 +287,7 @@ def test_options_are_checked_before_anything_is_loaded(capsys):
         assert taken == set(entry.options.split()), name
     for words, message in (
         (["eval", "run", "--fromat"], "run.sh eval: unknown option --fromat: did you mean '--form'?"),
-        (["lst"], "'lst' is no command, did you mean 'list'?"),
+        (["lst"], "unknown command 'lst', did you mean 'list'?"),
         (["show", "quickstrat"], "quickstrat: no such file, did you mean 'quickstart'?"),
         (["show", "quickstart", "--process=3", "--x"], "run.sh show: unknown option --x"),
     ):
@@ -311,7 +313,9 @@ def test_activation_estimate_follows_the_batch(tmp_path):
 
 
 def test_softmax_keeps_no_scores():
-    """Twice the tokens, twice the memory, as of the kernels that train it; `meta` alone would keep L x L scores."""
+    """Check that twice the tokens need twice the memory, as in fused kernels; plain `meta` tensors would save L x L
+    scores.
+    """
     from tools.compose import describe_data, make_task, resolve
 
     def kept(side):
@@ -328,14 +332,17 @@ def test_forms_to_measure():
     assert forms_to_measure("all", 8, ("full",)) == [("full", None)]
     assert forms_to_measure("rnn", None, forms) == [("rnn", 1)]
     assert forms_to_measure("all", None, forms, length=1024)[0] == ("full", None)
-    assert forms_to_measure("all", None, forms, length=1025) == [("chunk", 64), ("rnn", 64)]  # no L x L matrix
+    assert forms_to_measure("all", None, forms, length=1025) == [
+        ("chunk", 64),
+        ("rnn", 64),
+    ]  # no form with an L x L matrix
     assert forms_to_measure("full", None, forms, length=10_000) == [("full", None)]
     assert forms_to_measure("all", None, ("full",), length=10_000) == [("full", None)]
 
 
 @pytest.mark.slow
 def test_help_names_every_command_before_anything_is_installed(tmp_path):
-    """With `-S` an interpreter sees no package that was installed."""
+    """Run with `-S`, so that the interpreter finds no installed package."""
     for argv in (["--help"], ["help"], ["bench", "-h"]):
         done = subprocess.run([sys.executable, "-S", "-m", "tools", *argv], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -346,7 +353,7 @@ def test_help_names_every_command_before_anything_is_installed(tmp_path):
     assert done.returncode == 0 and "--fresh" in done.stdout and "./run.sh test [--quick]" in done.stdout
     (tmp_path / "lion").symlink_to(ROOT / "run.sh")
     done = run_sh("quickstrt", script=tmp_path / "lion")
-    assert done.returncode == 2 and "'quickstrt' is no command, did you mean 'quickstart'" in done.stderr
+    assert done.returncode == 2 and "unknown command 'quickstrt', did you mean 'quickstart'" in done.stderr
 
 
 def test_every_command_of_the_table_is_there():
@@ -389,7 +396,10 @@ def test_a_run_in_eager_mode_and_why_another_length_is_another_run(tmp_path, cap
     assert resolve(tmp_path / "runs" / "tiny" / "recipe.yaml").trainer.compile is False
     capsys.readouterr()
     line = refuse(capsys, "train", path, "--eager", "trainer.steps=1")
-    assert "trainer.steps: 2 -> 1 (the learning rate of every step follows from the length: the steps taken are" in line
+    assert (
+        "trainer.steps: 2 -> 1 (the learning rate of every step depends on the length, so the steps taken so far"
+        in line
+    )
 
 
 @pytest.mark.slow
@@ -426,12 +436,12 @@ def test_a_bare_name_is_that_of_a_shipped_recipe(tmp_path, monkeypatch, capsys):
     assert resolve("deit_tiny_lion_s") == resolve("deit_tiny_lion_s.yaml") == resolve("deit_tiny_lion_s")
     assert here("quickstart", f"run.root={tmp_path}", "trainer.steps=1", "trainer.compile=false", "--no-eval") == 0
     capsys.readouterr()
-    assert "'quickstrat' is no command" in refuse(capsys, "quickstrat")
+    assert "unknown command 'quickstrat'" in refuse(capsys, "quickstrat")
 
 
 def test_a_warm_up_beyond_the_end_is_said(tmp_path):
     text = show(str(tiny_recipe(tmp_path, schedule={"warmup": 7})), [])
-    assert "7 steps of warm-up, and the run ends before: the peak is not reached" in text
+    assert "7 steps of warm-up, but the run ends earlier: the peak is not reached" in text
 
 
 def test_no_more_loader_workers_than_cores(monkeypatch):
@@ -443,7 +453,7 @@ def test_no_more_loader_workers_than_cores(monkeypatch):
 
 
 def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
-    """Not by who launches processes; by each of them, the first alone finding something to do."""
+    """Check that the launcher prepares nothing, and that each process prepares once."""
     calls = []
     monkeypatch.setenv("LION_DATA", str(tmp_path / "root"))
     monkeypatch.setattr(Digits, "prepare", lambda self: calls.append("prepare"))
@@ -464,7 +474,7 @@ def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
 
 
 def test_a_compiled_file_that_is_cut_off_is_named(tmp_path):
-    """What a compile leaves that is killed as it writes; Inductor wraps the loader's error."""
+    """Load files that a killed compilation leaves behind; Inductor wraps the error of the loader."""
     cut = tmp_path / "torchinductor_a user" / "kernel.so"
     cut.parent.mkdir()
     for content in (b"", b"\x7fELF", b"no library" * 99):
@@ -472,14 +482,14 @@ def test_a_compiled_file_that_is_cut_off_is_named(tmp_path):
         with pytest.raises(OSError) as raised:
             ctypes.CDLL(cut)
         for error in (raised.value, RuntimeError(f"ImportError: {raised.value}\n\nSet TORCHDYNAMO_VERBOSE=1")):
-            assert one_line(error).startswith(f"error: {cut} is cut off, left so by a compile that was killed: remove")
+            assert one_line(error).startswith(f"error: {cut} is truncated by a compilation that was killed: delete")
     for other in (f"{cut}: undefined symbol", "/usr/lib/libc.so: invalid ELF header"):
         assert one_line(RuntimeError(other)) is None
 
 
 @pytest.mark.slow
 def test_others_wait_for_who_prepares(tmp_path):
-    """Two processes that need the same data: they are made once, and whole before anybody opens them."""
+    """Check that two processes prepare the same data once, and open them only when they are complete."""
     code = """
 import sys, time
 from pathlib import Path
@@ -544,7 +554,7 @@ def test_repeated_augmentation_reaches_the_trainer(tmp_path):
 
 @pytest.mark.slow
 def test_data_of_other_classes_is_refused(tmp_path, capsys):
-    """The labels of a run mean its own classes: renamed folders would change them without a word."""
+    """Check that renamed class folders are refused, because they would silently change the labels of a run."""
     recipe, run = photo_recipe(tmp_path), tmp_path / "runs" / "tiny"
     assert here("train", recipe, "--no-eval") == 0
     for split in ("train", "val"):
@@ -561,8 +571,10 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
         shutil.copytree(tmp_path / split / "bird", tmp_path / "moved" / split / "dog")
         shutil.copytree(tmp_path / split / "cat", tmp_path / "moved" / split / "cat")
     assert command("eval", run, f"data.root={tmp_path / 'moved'}", "--form", "full").returncode == 0
-    assert "'seed=1': a run keeps its recipe, only data.root, data.workers may" in refuse(capsys, "eval", run, "seed=1")
-    done = command("train", recipe, f"data.root={tmp_path / 'moved'}", "--no-eval")  # the place alone has changed
+    assert "'seed=1': the recipe of a run is fixed, only data.root, data.workers may" in refuse(
+        capsys, "eval", run, "seed=1"
+    )
+    done = command("train", recipe, f"data.root={tmp_path / 'moved'}", "--no-eval")  # only the place has changed
     assert done.returncode == 0 and "resuming at step 2 of 3" in done.stderr, done.stderr
     assert "a file, not a run's folder; ./run.sh convert makes" in refuse(capsys, "eval", run / "recipe.yaml")
     for split in ("train", "val"):
@@ -571,7 +583,7 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys):
 
 
 def test_recipes_of_ones_own_are_listed_and_claim_nothing(tmp_path, monkeypatch):
-    """A file that extends a recipe inherits its settings, and no row of a paper."""
+    """Check that a file that extends a recipe inherits its settings, but not the row of a paper."""
     for name in ("deit_small_lion_s", "quickstart"):
         shutil.copy(ROOT / f"recipes/{name}.yaml", tmp_path)
     (tmp_path / "base").mkdir()

@@ -1,4 +1,4 @@
-"""Checkpoints of others become runs of ours: the logits are theirs, and what does not fit is refused."""
+"""Tests of converted checkpoints: their logits are unchanged, and checkpoints that do not fit are refused."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ TWO_SCANS = "model.attention.scans=[row_snake,column_snake]"
 
 
 class Part(nn.Module):
-    """Modules and parameters under the names that they have in a checkpoint."""
+    """A module of named modules and parameters, with the names of a checkpoint."""
 
     def __init__(self, **parts):
         super().__init__()
@@ -34,7 +34,7 @@ class Part(nn.Module):
 
 
 class Theirs(nn.Module):
-    """The authors' vision model in its Attention format, from its description, with the names of its weights."""
+    """The authors' vision model as full attention, written from its description, with their names of weights."""
 
     def __init__(self, kind, order, *, position, readout):
         super().__init__()
@@ -89,22 +89,24 @@ class Theirs(nn.Module):
         return x / x.square().sum(-1, keepdim=True).sqrt()
 
     def decay(self, a, x):
-        """(B, H, tokens)"""
+        """Return the decay of each token (B, H, tokens)."""
         if self.kind == "Decay":
             return torch.sigmoid(a)[None, :, None].expand(len(x), -1, x.shape[1])
         decay = (1 - torch.sigmoid(a(x))).mT.clone()
-        decay[..., 0] = 1  # cls
+        decay[..., 0] = 1  # token cls
         return decay
 
 
 def snake(columns):
-    """cls, then the patches in the order of curve 1, or of curve 2."""
+    """Return the order of tokens: cls, then the patches along curve 1 (rows) or curve 2 (columns)."""
     places = [(line, at if line % 2 == 0 else SIDE - 1 - at) for line in range(SIDE) for at in range(SIDE)]
     return [0, *(1 + (SIDE * at + line if columns else SIDE * line + at) for line, at in places)]
 
 
 def pairwise(decay, order):
-    """M_ij of tokens visited in this order: the decays of j .. i - 1 below the diagonal, of i + 1 .. j above it."""
+    """Return the mask M_ij for tokens in this order: the product of the decays j .. i - 1 below the diagonal, and of
+    i + 1 .. j above it.
+    """
     n = len(order)
     mask = torch.ones(*decay.shape, n)
     for i in range(n):
@@ -115,7 +117,7 @@ def pairwise(decay, order):
 
 
 def randomise(model):
-    """Weights with which every part of a model shows in its logits."""
+    """Set random weights with which every part of a model affects the logits."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             scale = 4.0 if ".a_i" in name or ".a2_i" in name else 1.5
@@ -134,7 +136,7 @@ def recipe_of(kind):
 
 
 def convert(folder, held, *args, kind="Selective"):
-    """Save what is `held`, convert it by the command, and return the run folder."""
+    """Save the contents `held`, convert the file with the command, and return the run folder."""
     torch.save(held, folder / "their.pth")
     assert here("convert", folder / "their.pth", recipe_of(kind), folder / "run", *SMALL, *args) == 0
     return folder / "run"
@@ -142,7 +144,7 @@ def convert(folder, held, *args, kind="Selective"):
 
 @torch.no_grad()
 def apart(model, other, seed=0):
-    """The largest difference of logits, on random pictures."""
+    """Return the largest difference of logits on random images."""
     images = torch.randn(2, 3, SIDE * PATCH, SIDE * PATCH, generator=torch.Generator().manual_seed(seed))
     a, b = model(images), other(images)
     assert a.shape == b.shape == (2, CLASSES) and b.std() > 0.3
@@ -166,7 +168,7 @@ def test_the_logits_are_those_of_the_authors_model(kind, order, position, readou
     assert counted in said and ("with position" in said) is position and f"{HEADS} heads, readout {readout}" in said
     hidden = ["model.mixer=lion_lit", f"model.num_heads={HEADS}"] if kind == "Lit" else []
     hidden = ", ".join([*hidden, f"model.readout={readout}", "data.mean", "data.std"])
-    assert said.endswith(f"\nthe file does not show, and the recipe was trusted with: {hidden}\n")
+    assert said.endswith(f"\nnot shown by the checkpoint, taken from the recipe: {hidden}\n")
 
 
 def test_the_comparison_would_notice_every_mistake(tmp_path):
@@ -181,15 +183,15 @@ def test_the_comparison_would_notice_every_mistake(tmp_path):
         for gate in (d.gate for d in pair):
             gate.weight.data.neg_()
             gate.bias.data.neg_()
-    assert apart(ours, model) > 0.02  # the other sign
+    assert apart(ours, model) > 0.02  # wrong sign
     model, ours = loaded("Decay", "S", TWO_SCANS)
     for block in ours.encoder.blocks:
         block.attention.decays = block.attention.decays[::-1]
-    assert apart(ours, model) > 0.02  # the scans with each other's decays
+    assert apart(ours, model) > 0.02  # decays of the scans exchanged
     ours.position.data.zero_()
     assert apart(ours, model) > 0.02
     model, ours = loaded("Lit", "Normal", "model.preset=paper")
-    assert apart(ours, model) > 0.02  # the other feature map
+    assert apart(ours, model) > 0.02  # wrong feature map
     ours.readout = "cls"
     assert apart(ours, theirs("Lit", position=True)) > 0.02
 
@@ -256,7 +258,7 @@ def test_as_many_patches_in_another_shape_fit(tmp_path):
 
 
 DEIT = {"model": "deit_tiny_patch16_224"}
-TOLD = [  # what the arguments of a training were that belie the recipe
+TOLD = [  # arguments of a training that contradict the recipe
     (
         "Selective",
         "Selective",
@@ -287,7 +289,7 @@ def test_what_the_training_was_told_is_held_against_the_recipe(
     path = ROOT / "recipes/deit_tiny_softmax.yaml" if told is DEIT else recipe_of(kind)
     fits = [f"model.readout={'cls' if told is DEIT or told['cls_tok'] else 'mean'}"]
     assert here("convert", their, path, run, *SMALL, *fits) == 0
-    assert capsys.readouterr().out.endswith("trusted with: data.mean, data.std\n")
+    assert capsys.readouterr().out.endswith("taken from the recipe: data.mean, data.std\n")
 
 
 A, A2, GATE = "blocks.0.attn.a_i", "blocks.0.attn.a2_i", "blocks.0.attn.a_i.weight"
@@ -321,7 +323,7 @@ MISFITS = [
         "qkv.bias is (144,) there, none",
         "their.pth",
     ),
-    ("Lit", "Normal", "Lit", ["--ema"], "--ema", "it holds no 'model_ema'"),
+    ("Lit", "Normal", "Lit", ["--ema"], "--ema", "the file holds no 'model_ema'"),
     ("Lit", "Normal", "Lit", ["model.dimm=3"], "unknown key 'model.dimm'", "did you mean 'dim'?"),
 ]
 
@@ -335,8 +337,8 @@ def test_a_recipe_of_another_model_is_refused(kind, order, recipe, settings, see
 
 
 DAMAGE = {
-    "head.weight": (None, "no head.weight of 2 axes"),
-    "cls_token": (torch.ones(DIM), "no cls_token of 3 axes"),
+    "head.weight": (None, "no head.weight with 2 axes"),
+    "cls_token": (torch.ones(DIM), "no cls_token with 3 axes"),
     "head.bias": (None, "head.bias is none there, (7,) by the recipe"),
     "blocks.1.attn.a_i": (None, "encoder.blocks.1.attention.decays.0.a is none there, (3,) by the recipe"),
     "blocks.0.attn.a_i": (torch.tensor(1.0), "no place for blocks.0.attn.a_i"),
@@ -350,7 +352,7 @@ DAMAGE = {
         torch.ones(DIM).index_fill(0, torch.tensor(7), torch.nan),
         "blocks.1.norm2.weight holds NaN",
     ),
-    "blocks.1.norm2.bias": (torch.ones(DIM).div(0), "blocks.1.norm2.bias holds NaN or infinity: no trained model"),
+    "blocks.1.norm2.bias": (torch.ones(DIM).div(0), "blocks.1.norm2.bias holds NaN or infinity: not a trained model"),
 }
 
 
@@ -376,10 +378,10 @@ def test_damaged_files_are_refused_by_their_checksums(tmp_path, capsys):
         their.write_bytes(whole[:begin] + bytes(change(b) for b in whole[begin:end]) + whole[end:])
         return refuse(capsys, "convert", their, recipe_of("Lit"), tmp_path / "run", *SMALL)
 
-    assert "their.pth: damaged, its checksums do not fit (" in damaged(place + 5, place + 6, lambda byte: byte ^ 16)
-    assert "checksums do not fit (whole/data/" in damaged(place, place + 64, lambda byte: 0)
-    assert "damaged" in damaged(contents, contents + 40, lambda byte: byte ^ 255)  # the list of contents
-    assert "their.pth" in damaged(len(whole) - 22, len(whole), lambda byte: 0)  # where it is
+    assert "their.pth: damaged, its checksums do not match (" in damaged(place + 5, place + 6, lambda byte: byte ^ 16)
+    assert "checksums do not match (whole/data/" in damaged(place, place + 64, lambda byte: 0)
+    assert "damaged" in damaged(contents, contents + 40, lambda byte: byte ^ 255)  # the table of contents
+    assert "their.pth" in damaged(len(whole) - 22, len(whole), lambda byte: 0)  # the place of the table
     assert sorted(os.listdir(tmp_path)) == ["their.pth", "whole.pth"]
 
 
@@ -403,7 +405,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path, capsys):
     their.write_text("not weights")
     assert "their.pth: not a readable checkpoint" in refuse(capsys, "convert", their, recipe_of("Lit"), run)
     model = theirs("Lit")
-    torch.save({"model": model}, their)  # a pickled module could run code
+    torch.save({"model": model}, their)  # a pickled module could execute code
     assert "their.pth: not a readable checkpoint" in refuse(capsys, "convert", their, recipe_of("Lit"), run)
     torch.save(model.state_dict(), their)
     assert "x.yaml: no such file" in refuse(capsys, "convert", their, tmp_path / "x.yaml", run)
@@ -411,7 +413,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path, capsys):
     assert "cannot be written (" in refuse(capsys, "convert", their, recipe_of("Lit"), their / "run", *SMALL)
     assert os.listdir(tmp_path) == ["their.pth"]
     run.mkdir()
-    assert "run: is there already" in refuse(capsys, "convert", their, recipe_of("Lit"), run, *SMALL)
+    assert "run: exists already" in refuse(capsys, "convert", their, recipe_of("Lit"), run, *SMALL)
     assert not list(run.iterdir())
 
 
@@ -420,7 +422,7 @@ def test_a_model_without_a_converter(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(module, "CONVERTERS", {"bert": None})
     line = refuse(capsys, "convert", tmp_path / "their.pth", recipe_of("Lit"), tmp_path / "run", *SMALL)
-    assert "model.name: checkpoints of others are known for bert, not for 'vit'" in line
+    assert "model.name: checkpoints can be converted for bert, not for 'vit'" in line
 
 
 def test_training_on_replaces_the_converted_weights_whichever_way_is_better(tmp_path, monkeypatch):

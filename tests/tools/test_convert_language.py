@@ -1,4 +1,4 @@
-"""Checkpoints of transformers and nanoGPT become runs with their logits, and runs folders that transformers reads."""
+"""Tests of converting checkpoints of transformers and nanoGPT to runs, and runs back to transformers."""
 
 import json
 import os
@@ -29,7 +29,7 @@ TINY = ["trainer.precision=fp32", "trainer.compile=false", "trainer.micro_batch=
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    """By model, as this package makes them."""
+    """Make the tokenizers of this package, by model."""
     return {"bert": make_tokenizer("wordpiece", TEXT, 200), "gpt": make_tokenizer("bpe", TEXT, 280)}
 
 
@@ -46,7 +46,7 @@ def gpt(tokenizer, **changes):
 
 
 def made(kind, config):
-    """With weights in which every part of the model shows."""
+    """Build a model with random weights, so that every part of the model affects the logits."""
     torch.manual_seed(0)
     model = kind(config).eval()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def convert(folder, run, *args, kind="bert"):
 
 @torch.no_grad()
 def apart(ours, theirs, padded=False):
-    """The largest difference of logits in float64, on random tokens; of a BERT on pairs, with padding if asked."""
+    """Return the largest difference of float64 logits, on random tokens; for BERT on pairs, with optional padding."""
     ours, theirs = ours.double().eval(), theirs.double().eval()
     tokens = torch.randint(ours.vocabulary, (2, 13), generator=torch.Generator().manual_seed(3))
     segments, types = torch.zeros_like(tokens), None
@@ -97,7 +97,7 @@ def test_the_logits_are_theirs_and_come_back_the_same(kind, padded, tokenizers, 
     theirs = MODELS[kind](tokenizers[kind])
     run = convert(saved(tmp_path / "their", theirs, tokenizers[kind]), tmp_path / "run", kind=kind)
     said = capsys.readouterr().out
-    assert "2 blocks of width 12, 3 heads" in said and "trusted" not in said and "not used" not in said
+    assert "2 blocks of width 12, 3 heads" in said and "taken from" not in said and "not used" not in said
     ours = lion.load(run, compile=False)
     assert apart(ours, theirs, padded) < 1e-10
     assert len(ours.tokens.weight) % 64 == 0
@@ -157,7 +157,7 @@ def test_files_of_every_kind(way, tokenizers, tmp_path):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpts_checkpoints(bias, tokenizers, tmp_path, capsys):
-    """Its Linear are PyTorch's, its GELU is exact, and a compiled model's names have a prefix."""
+    """Convert a checkpoint with PyTorch's layout of linear weights, exact GELU, and the prefix of compiled models."""
     theirs = gpt(tokenizers["gpt"], activation_function="gelu", n_inner=None)
     if not bias:
         for name, weight in theirs.named_parameters():
@@ -171,7 +171,7 @@ def test_nanogpts_checkpoints(bias, tokenizers, tmp_path, capsys):
     torch.save({**held, "model_args": {**args, "vocab_size": 280}, "config": {"dataset": "x"}}, tmp_path / "ckpt.pt")
     tokenizers["gpt"].inner.save(str(tmp_path / "bpe.json"))
     run = convert(tmp_path / "ckpt.pt", tmp_path / "run", f"data.tokenizer={tmp_path / 'bpe.json'}", kind="gpt")
-    assert "trusted with: data.tokenizer=" in capsys.readouterr().out
+    assert "taken from the recipe: data.tokenizer=" in capsys.readouterr().out
     ours = lion.load(run, compile=False)
     assert (ours.encoder.norm.bias is not None) is bias
     assert apart(ours, theirs) < 1e-10
@@ -186,7 +186,7 @@ def test_a_file_without_its_config_is_what_the_recipe_says(tokenizers, tmp_path,
     told = [f"data.tokenizer={tmp_path / 'tokenizer.json'}", "model.num_heads=3"]
     run = convert(tmp_path / "weights.safetensors", tmp_path / "run", *told, kind="gpt")
     said = capsys.readouterr().out
-    assert "trusted with: model.num_heads=3, model.norm_eps=1e-05, data.tokenizer=" in said
+    assert "taken from the recipe: model.num_heads=3, model.norm_eps=1e-05, data.tokenizer=" in said
     assert apart(lion.load(run, compile=False), theirs) < 1e-10
 
 
@@ -277,19 +277,19 @@ def test_what_our_models_leave_out_is_zero_there():
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
-BACK = {  # settings of a run, and why transformers has no such model
-    "model.mixer=lion_s": "model.mixer: transformers' bert has only 'softmax', this run 'lion_s'",
-    "model.norm=rmsnorm": "model.norm: transformers' bert has only 'layernorm'",
-    "model.block=pre_norm": "model.block: transformers' bert has only 'post_norm'",
-    "model.mlp=glu": "model.mlp: transformers' bert knows mlp, this run 'glu'",
-    "model.position_embedding=false": "model.position_embedding: transformers' bert has only True",
+BACK = {  # settings of a run, and the reason why transformers cannot have the model
+    "model.mixer=lion_s": "model.mixer: transformers' bert supports only 'softmax', this run has 'lion_s'",
+    "model.norm=rmsnorm": "model.norm: transformers' bert supports only 'layernorm'",
+    "model.block=pre_norm": "model.block: transformers' bert supports only 'post_norm'",
+    "model.mlp=glu": "model.mlp: transformers' bert supports mlp, this run has 'glu'",
+    "model.position_embedding=false": "model.position_embedding: transformers' bert supports only True",
     "model.attention.out_norm=layernorm": "has no place for encoder.blocks.0.attention.out_norm.bias",
-    "model.attention.feature_map=elu1": "model.attention.feature_map: transformers' bert has only None",
+    "model.attention.feature_map=elu1": "model.attention.feature_map: transformers' bert supports only None",
 }
 
 
 def untrained(recipe, info):
-    """A run of a recipe that was never trained."""
+    """Write an untrained run of a recipe."""
     weights = make_task(recipe, info).build_model(recipe.model).state_dict()
     write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
 
@@ -302,28 +302,28 @@ def test_runs_of_other_models_are_not_given_back(change, tokenizers, tmp_path, c
     assert sorted(os.listdir(tmp_path)) == ["other", "run", "their"]
 
 
-CONFIGS = [  # what a config.json says, the recipe's settings, and what is said of them
-    ("bert", {"model_type": "roberta"}, [], "model_type 'roberta', and the recipe's model is a bert"),
-    ("bert", {"is_decoder": True}, [], "its config.json has is_decoder True, our model has only False"),
+CONFIGS = [  # model, changes of config.json, settings of the recipe, expected message
+    ("bert", {"model_type": "roberta"}, [], "model_type 'roberta', but the model of the recipe is a bert"),
+    ("bert", {"is_decoder": True}, [], "its config.json has is_decoder True, our model supports only False"),
     ("bert", {"add_cross_attention": True}, [], "add_cross_attention True"),
     ("bert", {"position_embedding_type": "relative_key"}, [], "position_embedding_type 'relative_key'"),
     ("bert", {"tie_word_embeddings": False}, [], "tie_word_embeddings False"),
-    ("bert", {"hidden_act": "relu"}, [], "its activation is 'relu', our model knows gelu"),
+    ("bert", {"hidden_act": "relu"}, [], "its activation is 'relu', our model supports gelu"),
     ("bert", {"hidden_size": 24}, [], "hidden_size is 24 in its config, 12 by its weights"),
     ("bert", {"num_hidden_layers": 3}, [], "num_hidden_layers is 3 in its config, 2 by its weights"),
     ("bert", {"vocab_size": 99}, [], "vocab_size is 99 in its config"),
     ("bert", {"num_attention_heads": 5}, [], "num_heads 5 does not divide dim 12"),
     ("bert", {}, ["model.num_heads=6"], "its config: model.num_heads is 3, not 6; try model.num_heads=3"),
     ("bert", {}, ["model.depth=3"], "its weights: model.depth is 2, not 3; try model.depth=2"),
-    ("bert", {}, ["model.mixer=lion_s"], "the recipe's mixer is 'lion_s': convert it with the softmax recipe"),
-    ("bert", {}, ["data.tokenizer=bytes"], "tokenizer 'bytes' has 261 ids: of another vocabulary"),
+    ("bert", {}, ["model.mixer=lion_s"], "the recipe has mixer 'lion_s': convert it with the softmax recipe"),
+    ("bert", {}, ["data.tokenizer=bytes"], "tokenizer 'bytes' has 261 ids: another vocabulary"),
     ("bert", {}, ["data.length=40"], "data.length: 40 tokens, but model.max_positions allows only 32"),
     ("bert", {}, ["--ema"], "--ema: a checkpoint of transformers holds no averaged weights"),
     ("gpt", {"scale_attn_by_inverse_layer_idx": True}, [], "scale_attn_by_inverse_layer_idx True"),
     ("gpt", {"reorder_and_upcast_attn": True}, [], "reorder_and_upcast_attn True"),
     ("gpt", {"scale_attn_weights": False}, [], "scale_attn_weights False"),
-    ("gpt", {"activation_function": "relu"}, [], "its activation is 'relu', our model knows gelu_new"),
-    ("gpt", {}, ["data.length=40"], "16 positions: 17 at most"),
+    ("gpt", {"activation_function": "relu"}, [], "its activation is 'relu', our model supports gelu_new"),
+    ("gpt", {}, ["data.length=40"], "16 positions: at most 17"),
 ]
 
 
@@ -340,14 +340,14 @@ def test_other_models_are_refused(kind, changes, settings, message, tokenizers, 
 
 WORDS, QUERY = "bert.embeddings.word_embeddings.weight", "bert.encoder.layer.1.attention.self.query.weight"
 DAMAGE = {
-    WORDS: (None, f"no {WORDS} in it: not a BERT with its masked-LM head"),
-    "cls.predictions.transform.dense.bias": (None, "no cls.predictions.transform.dense.bias in it"),
-    QUERY: (None, f"no {QUERY} in it"),
-    "bert.encoder.layer.1.attention.self.key.weight": (torch.ones(11, 12), "are of different shapes"),
+    WORDS: (None, f"{WORDS} is missing: not a BERT with its masked-LM head"),
+    "cls.predictions.transform.dense.bias": (None, "cls.predictions.transform.dense.bias is missing"),
+    QUERY: (None, f"{QUERY} is missing"),
+    "bert.encoder.layer.1.attention.self.key.weight": (torch.ones(11, 12), "have different shapes"),
     "bert.encoder.layer.1.output.dense.weight": (torch.ones(12, 27), "mlp.fc2.weight is (12, 27) there, (12, 28)"),
     "bert.encoder.layer.0.crossattention.self.query.weight": (torch.ones(12, 12), "no place for bert.encoder.layer.0."),
     "classifier.weight": (torch.ones(2, 12), "no place for classifier.weight"),
-    "cls.predictions.decoder.weight": (torch.ones(2, 12), f"cls.predictions.decoder.weight is not {WORDS}"),
+    "cls.predictions.decoder.weight": (torch.ones(2, 12), f"cls.predictions.decoder.weight differs from {WORDS}"),
     "bert.embeddings.LayerNorm.weight": (torch.full((12,), torch.nan), "holds NaN or infinity"),
     "bert.embeddings.LayerNorm.bias": ("text", "no place for bert.embeddings.LayerNorm.bias"),
 }
@@ -395,7 +395,7 @@ def test_folders_that_hold_no_checkpoint_are_refused(tokenizers, tmp_path, capsy
     assert "model-1.safetensors: no such checkpoint" in line()
     for held in ("{}", *(json.dumps({"weight_map": {"a": name}}) for name in ("", "/", "a\0b", "\ud800", 3))):
         index.write_text(held)
-        assert "index.json: no index of weights" in line()
+        assert "index.json: not an index of weights" in line()
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     index.rename(folder / "model.safetensors")
     assert "model.safetensors: needs safetensors: pip install safetensors" in line()
@@ -403,7 +403,7 @@ def test_folders_that_hold_no_checkpoint_are_refused(tokenizers, tmp_path, capsy
 
 def test_giving_back_writes_all_or_nothing(tokenizers, tmp_path, capsys, monkeypatch):
     run = convert(saved(tmp_path / "their", bert(tokenizers["bert"]), tokenizers["bert"]), tmp_path / "run")
-    assert "their: is there already" in refuse(capsys, "export", run, tmp_path / "their")
+    assert "their: exists already" in refuse(capsys, "export", run, tmp_path / "their")
     (tmp_path / "file").write_text("")
     assert "cannot be written (" in refuse(capsys, "export", run, tmp_path / "file" / "back")
     monkeypatch.setattr(export, "save_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -416,4 +416,6 @@ def test_pictures_are_not_given_back(tmp_path, capsys):
     small = ["model.dim=12", "model.depth=1", f"run.root={tmp_path}", "run.name=tiny"]
     recipe = resolve("deit_tiny_softmax", small)
     untrained(recipe, describe_data(recipe, look=False)[0])
-    assert "written for bert and gpt, not 'vit'" in refuse(capsys, "export", tmp_path / "tiny", tmp_path / "back")
+    assert "only bert and gpt can be exported to transformers, not 'vit'" in refuse(
+        capsys, "export", tmp_path / "tiny", tmp_path / "back"
+    )

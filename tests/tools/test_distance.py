@@ -1,4 +1,4 @@
-"""`./run.sh distance`: made pictures against real ones, from wherever they are."""
+"""Tests of `./run.sh distance`: generated images against real ones, from all sources."""
 
 import json
 import shutil
@@ -43,13 +43,13 @@ def generator(folder):
 
 @pytest.fixture(scope="module")
 def real(classifier):
-    """The digits of the training split, and of the test split, uint8 (N, 1, 8, 8)."""
+    """Return the digits of the training split and of the test split, uint8 (N, 1, 8, 8)."""
     splits = build_data(resolve(classifier / "recipe.yaml"))
     return [torch.stack([sample["image"] for sample in split]).numpy() for split in (splits.train, splits.test)]
 
 
 def figures(capsys, *args):
-    """The rows that are printed, by name, as lists of numbers."""
+    """Run the command, and return the heading, the rows by name as lists of numbers, and the notes."""
     assert here("distance", *args) == 0
     heading, _, *lines = capsys.readouterr().out.splitlines()
     rows = {}
@@ -63,7 +63,7 @@ def test_the_training_pictures_are_as_real_as_can_be(classifier, real, tmp_path,
     file, data = tmp_path / "train.npz", tmp_path / "d.json"
     np.savez(file, np.flip(real[0], 0))
     heading, rows, notes = figures(capsys, file, "--features", classifier, "--out", data)
-    assert heading.split() == "pictures samples reference FD-own IS-own precision % recall %".split()
+    assert heading.split() == "images samples reference FD-own IS-own precision % recall %".split()
     assert rows["train"][:3] == [len(real[0]), len(real[0]), 0] and rows["train"][4:] == [100, 100]
     floor = rows["real test"]
     assert floor[:2] == [len(real[1]), len(real[0])] and floor[2] > 0 and 50 < floor[4] < 100
@@ -73,11 +73,11 @@ def test_the_training_pictures_are_as_real_as_can_be(classifier, real, tmp_path,
 
 
 def test_what_is_not_real_is_farther(classifier, real, tmp_path, capsys):
-    """Noise, with the channels last, and one picture again and again."""
+    """Compare noise (channels last), and one image repeated, with real images."""
     np.savez(tmp_path / "noise.npz", np.random.default_rng(0).integers(0, 256, (300, 8, 8, 1), dtype=np.uint8))
     np.savez(tmp_path / "same.npz", real[0][:1].repeat(60, 0))
     _, noise, _ = figures(capsys, tmp_path / "noise.npz", "--features", classifier)
-    assert noise["noise"][:2] == [300, len(real[0])] and noise["real test"][0] == 300  # as many, to compare
+    assert noise["noise"][:2] == [300, len(real[0])] and noise["real test"][0] == 300  # equally many real images
     assert noise["noise"][2] > 10 * noise["real test"][2]
     _, same, _ = figures(capsys, tmp_path / "same.npz", "--features", classifier)
     assert same["same"][5] < 20 < same["real test"][5] and same["same"][2] > 10 * same["real test"][2]
@@ -106,7 +106,7 @@ def test_training_pictures_are_read_without_augmentation(tmp_path):
         first, again = (torch.cat(list(of_split(recipe, splits, "train", 100, 3, seed).batches)) for seed in (0, 0))
         assert first.shape == (8, 3, 8, 8) and torch.equal(first, again)
         held = {x["image"].numpy().tobytes() for x in splits.val}
-        assert held < {x.numpy().tobytes() for x in first}  # the helper's first pictures are the same in both
+        assert held < {x.numpy().tobytes() for x in first}  # the first images of the helper are the same in both splits
         assert of_split(recipe, splits, "train", 5, 3, 0).count == 5
 
 
@@ -142,7 +142,7 @@ def test_samples_of_a_run_are_made_once(classifier, generator, tmp_path, capsys,
     assert made == [([i % 10 for i in range(16)], 2, 1.0), ([i % 10 for i in range(16, 32)], 2, 1.0)]
     assert rows["makes"][0] == 24 == rows["real test"][0]
     batches = [generator, "--features", classifier, "--steps", 2, "--batch", 7, "--samples", 24]
-    assert figures(capsys, *batches)[1]["makes"] == pytest.approx(rows["makes"], abs=0.03)  # a batch changes nothing
+    assert figures(capsys, *batches)[1]["makes"] == pytest.approx(rows["makes"], abs=0.03)  # for any batch size
     made.clear()
     assert figures(capsys, *args, "--samples", 24)[1] == rows and not made
     (tmp_path / "kept" / "00000016.npy").unlink()
@@ -160,7 +160,7 @@ def test_samples_of_a_run_that_was_trained_anew_are_others(classifier, generator
     run = shutil.copytree(generator, tmp_path / "makes")
     args = [run, "--features", classifier, "--steps", 1, "--samples", 20, "--keep", tmp_path / "kept"]
     figures(capsys, *args)
-    changed(run, lambda x: x.add_(0.1))  # of as many steps
+    changed(run, lambda x: x.add_(0.1))  # the number of steps is the same
     assert "holds other samples, weights differs" in refuse(capsys, "distance", *args)
 
 
@@ -189,7 +189,7 @@ def test_features_of_torchscript_and_of_a_file(real, tmp_path, capsys):
 
 
 def test_pictures_against_features_of_a_file(classifier, real, tmp_path, capsys):
-    """A file of features tells no classes: the row of pictures has one figure more than that of the file's halves."""
+    """Check that the row of images has one more score than the row of a features file, which has no classes."""
     own = Own(type("Args", (), {"features": classifier, "eager": True}), CPU)
     with torch.inference_mode():
         values = own(torch.from_numpy(real[0][:90]))[0]
@@ -215,25 +215,25 @@ def test_what_cannot_be_judged(classifier, generator, real, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     some, judge = tmp_path / "some.npz", ["--features", classifier]
     for args, message in (
-        ([tmp_path / "few.npz", *judge], "few: 19 pictures, expected at least 20"),
-        ([tmp_path / "wide.npz", *judge], "wide: pictures of 1 x 8 x 9, the classifier"),
-        ([tmp_path / "labels.npz", *judge], "no uint8 pictures (N, channels, height, width), and no features"),
+        ([tmp_path / "few.npz", *judge], "few: 19 images, expected at least 20"),
+        ([tmp_path / "wide.npz", *judge], "wide: images of 1 x 8 x 9, but the classifier"),
+        ([tmp_path / "labels.npz", *judge], "holds neither uint8 images (N, channels, height, width) nor features"),
         ([tmp_path / "bad.npz", *judge], "bad.npz: not a readable array"),
         ([tmp_path / "npy.npz", *judge], "npy.npz: not a readable array"),
-        ([tmp_path / "empty", *judge], "empty: no pictures in this folder"),
-        ([tmp_path / "none.npz", *judge], "none.npz: expected a run, a folder of pictures or FILE.npz"),
+        ([tmp_path / "empty", *judge], "empty: no images in this folder"),
+        ([tmp_path / "none.npz", *judge], "none.npz: expected a run, a folder of images or FILE.npz"),
         ([some, "--reference", some], "--features: missing"),
         ([some, *judge, f"data.root={tmp_path}", "data.workers=x"], "data.workers"),
         ([some, *judge, "--reference", some, "data.workers=0"], "data.workers=0: no data set is read"),
-        ([some, *judge, "--keep", tmp_path], "some.npz is no run, nothing is made"),
+        ([some, *judge, "--keep", tmp_path], "some.npz is not a run, nothing is generated"),
         ([some, *judge, "--samples", 5], "--samples: expected at least 20, got 5"),
-        ([some, "--features", tmp_path / "bad.pt", "--reference", some], "bad.pt is no TorchScript module"),
-        ([some, "--features", tmp_path / "bad.pt"], "bad.pt is no TorchScript module"),
-        ([some, "--features", generator], "is of task 'diffusion', no classifier"),
-        ([classifier, *judge], "task 'image_classification' makes no pictures, diffusion does"),
+        ([some, "--features", tmp_path / "bad.pt", "--reference", some], "bad.pt is not a TorchScript module"),
+        ([some, "--features", tmp_path / "bad.pt"], "bad.pt is not a TorchScript module"),
+        ([some, "--features", generator], "is of task 'diffusion', expected a classifier"),
+        ([classifier, *judge], "task 'image_classification' generates no images, expected a run of diffusion"),
         ([generator, *judge, "--steps", 2000, "--samples", 20], "--steps: expected 1 to 1000, got 2000"),
         ([some, *judge, "--out", tmp_path / "no" / "d.json"], "--out: no folder"),
-        ([tmp_path / "a.npz", "--reference", tmp_path / "b.npz"], "a: 4 features a picture, the reference has 5"),
-        ([tmp_path / "a.npz"], "without a run there are no data to take it from"),
+        ([tmp_path / "a.npz", "--reference", tmp_path / "b.npz"], "a: 4 features per image, but the reference has 5"),
+        ([tmp_path / "a.npz"], "there is no run whose data could be used"),
     ):
         assert message in refuse(capsys, "distance", *args), message

@@ -1,4 +1,4 @@
-"""Evaluating runs: all forms in one process, of one checkpoint."""
+"""Tests of the evaluation of runs: all forms in one process, of one checkpoint."""
 
 import shutil
 import weakref
@@ -33,7 +33,7 @@ def run(tmp_path_factory):
 
 
 def test_all_forms_are_of_one_checkpoint(run, monkeypatch):
-    """Between two forms the run saves a better one and deletes the one that is measured."""
+    """Save a better checkpoint between two forms, and delete the one that is measured."""
     first, choose = newest(run, "best").step, evaluate.choose_form
 
     def replace_and_choose(*args):
@@ -47,13 +47,13 @@ def test_all_forms_are_of_one_checkpoint(run, monkeypatch):
 
     monkeypatch.setattr(tools_forms, "choose_form", replace_and_choose)
     (chunk,) = evaluate.measure_forms(run, "chunk", 3)
-    assert newest(run, "best").step >= first + 2  # one for each form, full and chunk
+    assert newest(run, "best").step >= first + 2  # one checkpoint for each form, full and chunk
     assert chunk["best_step"] == first and chunk["deviation"] < 1e-4
 
 
 @pytest.mark.slow
 def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
-    """Against each form by itself over the whole split; at no time are there outputs of more than one batch."""
+    """Compare with each form alone over the whole split; outputs of at most one batch exist at any time."""
     loaded = open_run(run)
     test = build_data(resolve_run(loaded.folder)).test
     batches = [*eval_batches(test, seed=0, split="test", batch=64, rank=0, world=1, workers=0, pin=False)]
@@ -77,7 +77,7 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
     monkeypatch.setattr(loaded.task, "evaluate", watched)
     found = measure(loaded, batches, len(batches), forms, cpu, "fp32")
     assert list(found) == forms and max(alive) <= 3
-    assert counter.frame_count == len(forms)  # a graph a form, however often they take turns
+    assert counter.frame_count == len(forms)  # one graph per form, however often the forms alternate
     own = OwnPass("pass", measure=lambda task, model, batches, _: float(model(next(iter(batches))["image"])[0, 0]))
     monkeypatch.setattr(loaded.task, "metrics", (own,))
     passes = measure(loaded, batches[:1], 1, forms, cpu, "fp32")
@@ -90,7 +90,7 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
 
 
 def test_outputs_are_compared_sample_by_sample(run):
-    """Those of a text are vocabulary x length: nothing of a batch's size is made beside the two."""
+    """Check that no further tensor of the size of a batch is made: outputs of text are vocabulary x length."""
     task, largest = open_run(run).task, 0
 
     class Watch(TorchDispatchMode):
@@ -118,7 +118,7 @@ def test_outputs_are_compared_sample_by_sample(run):
 @pytest.mark.slow
 @pytest.mark.skipif(missing_compiler() is not None, reason="no compiler")
 def test_compiled_where_the_recipe_says_so(run, tmp_path, capsys):
-    """The tiny recipe says no; what is compiled is named under the table, and computes the same."""
+    """Check that the note under the table reports compilation, and that results are equal; the tiny recipe is eager."""
     folder, tables = shutil.copytree(run, tmp_path / "compiled"), {}
     recipe = folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("compile: false", "compile: true"))

@@ -1,4 +1,4 @@
-"""`predict` of a masked language model: tokens for masks in text."""
+"""Tests of `predict` with a masked language model: tokens for masks in text."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tools.fill import shown
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """An untrained run on bytes that reads 12 of them."""
+    """Make an untrained run on bytes, with 12 positions."""
     folder = tmp_path_factory.mktemp("fill")
     small = ["model.dim=12", "model.depth=1", "model.num_heads=2", "model.max_positions=12", "data.length=12"]
     text = ["data.name=text", "data.tokenizer=bytes", "trainer.compile=false", f"run.root={folder}", "run.name=run"]
@@ -23,7 +23,7 @@ def run(tmp_path_factory):
     torch.manual_seed(0)
     model = make_task(recipe, info).build_model(recipe.model)
     model.head.bias.data.normal_()
-    model.head.bias.data[tokenizer.encode("abcdefghijklmnop")] += 20  # what is likely has a name
+    model.head.bias.data[tokenizer.encode("abcdefghijklmnop")] += 20  # likely tokens are printable
     model.positions.weight.data.normal_()
     write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": model.state_dict(), "ema": None}, {}, {})
     return folder / "run"
@@ -59,7 +59,7 @@ def test_blanks_and_bytes_are_seen():
 
 
 def test_what_cannot_be_answered_keeps_no_other_from_its_answer(run, capsys):
-    assert "'nothing': no [MASK] in it" in refuse(capsys, "predict", run, "nothing")
+    assert "'nothing': expected at least one [MASK]" in refuse(capsys, "predict", run, "nothing")
     assert here("predict", run, "far too long a text for this [MASK]", "x[MASK]") == 2
     out = capsys.readouterr()
     assert "only 12 position embeddings" in out.err and out.err.count("\n") == 1

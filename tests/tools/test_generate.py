@@ -1,4 +1,4 @@
-"""`./run.sh generate`: streams, several prompts, every mode, and going on from a file."""
+"""Tests of `./run.sh generate`: streaming, several prompts, all modes, and resuming from a file."""
 
 import hashlib
 import io
@@ -64,9 +64,8 @@ def test_modes_write_the_same_text(runs, capsys, mixer, mode):
 
 def test_the_state_that_is_told_is_what_is_used(runs, capsys):
     _, said = text_of(capsys, runs["softmax"], *["--prompt", "the "] * 100, "--tokens", 12)
-    kept = (
-        100 * 16 * 2 * (2 * 16 * 4 + 1)
-    )  # float32 keys and values of 16 channels, and a flag, of 16 tokens in 2 blocks
+    # float32 keys and values of 16 channels, and a flag, for 16 tokens in 2 blocks
+    kept = 100 * 16 * 2 * (2 * 16 * 4 + 1)
     assert f"state {kept / 2**20:.2f} MiB" in said
 
 
@@ -79,7 +78,7 @@ def test_a_diverged_run_writes_nothing(runs, capsys, tmp_path, mixer):
     torch.save(state, file)
     write_manifest(file.parent, [file], sharded=False)
     said = refuse(capsys, "generate", run, "--prompt", "the ", "--state", tmp_path / "state.pt")
-    assert "gives no finite outputs, the run has diverged" in said
+    assert "the outputs of its model are not finite, the run has diverged" in said
     assert not (tmp_path / "state.pt").exists()
 
 
@@ -130,7 +129,7 @@ def test_a_character_waits_for_its_bytes():
     raw = "aé€".encode()
     decoder = Decoder(lambda ids: bytes(ids).decode(errors="replace"))
     assert [decoder.add(byte) for byte in raw] == ["a", "", "é", "", "", "€"]
-    assert [decoder.add(0x80) for _ in range(4)] == ["", "", "", "\ufffd" * 4]  # never to be one
+    assert [decoder.add(0x80) for _ in range(4)] == ["", "", "", "\ufffd" * 4]  # never a valid character
     assert decoder.add(0xC3) == "" and decoder.rest() == "\ufffd" and decoder.rest() == ""
 
 
@@ -141,7 +140,7 @@ def test_predict_says_what_writes_text(runs, capsys):
 def test_bad_requests(runs, capsys, tmp_path):
     softmax, lion = runs["softmax"], runs["lion_s"]
     state = tmp_path / "state.pt"
-    assert "give a --prompt" in refuse(capsys, "generate", lion)
+    assert "--prompt is missing" in refuse(capsys, "generate", lion)
     assert "no --prompt to begin one" in refuse(capsys, "generate", lion, "--state", state)
     assert "'lion_s' has attention and rnn, got 'kv'" in refuse(
         capsys, "generate", lion, "--prompt", "a", "--mode", "kv"
@@ -154,22 +153,24 @@ def test_bad_requests(runs, capsys, tmp_path):
     assert "--tokens: 3 and 30 more are beyond the model's 32 positions; take 29 at most" in long
     for option, value in (("--temperature", -1), ("--top-k", 0), ("--top-p", 2), ("--top-p", "much")):
         assert option in refuse(capsys, "generate", lion, "--prompt", "a", option, value)
-    assert "is no file" in refuse(capsys, "generate", lion, "--state", tmp_path)
+    assert "is not a file" in refuse(capsys, "generate", lion, "--state", tmp_path)
     assert here("generate", lion, "--prompt", "a", "--tokens", 2, "--state", state) == 0
     capsys.readouterr()
-    assert "go on from it without --prompt" in refuse(capsys, "generate", lion, "--prompt", "a", "--state", state)
-    assert "is of other weights" in refuse(capsys, "generate", softmax, "--state", state)
+    assert "resume from it without --prompt" in refuse(capsys, "generate", lion, "--prompt", "a", "--state", state)
+    assert "belongs to other weights" in refuse(capsys, "generate", softmax, "--state", state)
     assert "is of mode rnn" in refuse(capsys, "generate", lion, "--state", state, "--mode", "attention")
     for text in ("", "text", "text" * 100):
         state.write_text(text)
-        assert "is damaged, or no state of ./run.sh generate" in refuse(capsys, "generate", lion, "--state", state)
+        assert "is damaged, or not a state of ./run.sh generate" in refuse(capsys, "generate", lion, "--state", state)
 
 
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("part", ["digest", "mode", "rows"])
 def test_a_state_that_is_not_what_was_written_is_refused(runs, capsys, tmp_path, part, signed):
-    """A bit, or a field, with the digest of before and with its own: other text, ids that are none and states of
-    another mode would follow."""
+    """Change a bit or a field, with the old digest and with a new one.
+
+    Without a check, the result would be wrong text, invalid token ids, or a state of another mode.
+    """
     run, state = runs["lion_s"], tmp_path / "state.pt"
     assert here("generate", run, "--prompt", "the cat", "--tokens", 3, "--state", state) == 0
     raw, said = bytearray(state.read_bytes()), "is damaged"
@@ -181,21 +182,21 @@ def test_a_state_that_is_not_what_was_written_is_refused(runs, capsys, tmp_path,
         raw[32:] = file.getvalue()
         if signed:
             raw[:32] = hashlib.sha256(raw[32:]).digest()
-            said = {"mode": "is of mode 'kv', which", "rows": "holds ids outside of the vocabulary"}[part]
+            said = {"mode": "is of mode 'kv', which", "rows": "holds token ids outside of the vocabulary"}[part]
     state.write_bytes(raw)
     capsys.readouterr()
     assert said in refuse(capsys, "generate", run, "--state", state)
 
 
 def test_what_was_generated_is_kept_where_nobody_reads_it(runs, capsys, tmp_path, monkeypatch):
-    """The reader of a pipe ends first, as where Ctrl-C goes to all of it."""
+    """End the reader of a pipe first, as when Ctrl-C stops the whole pipe."""
     run, state = runs["lion_s"], tmp_path / "state.pt"
     asked, shown, show = ["--seed", 1, "--state", state], [], generate.show
     whole, _ = text_of(capsys, run, "--seed", 1, "--prompt", "the cat", "--tokens", 12)
 
     def closed(text):
         shown.append(text)
-        if len(shown) == 6:  # the prompt and four tokens were read
+        if len(shown) == 6:  # the prompt and four tokens have been read
             raise BrokenPipeError
         show(text)
 
@@ -235,9 +236,9 @@ def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
     )
     assert said == refuse(capsys, "eval", run, "data.tokenizer=bytes")
     other.write_text(TEXT.replace("cat", "CAT"))
-    assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0  # with characters of its own
+    assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0  # with another vocabulary of characters
     capsys.readouterr()
-    for own in ((), (kept[1],)):  # other text is read with the run's
+    for own in ((), (kept[1],)):  # other text is read with the tokenizer of the run
         assert "no token for 'C'" in refuse(capsys, "eval", run, f"data.path={other}", *own)
     other.write_text(TEXT.replace("cat", "dog"))
     assert here("eval", run, f"data.path={other}", "--form", "full") == 0
@@ -247,7 +248,7 @@ def test_a_model_of_pictures_writes_no_text(capsys, tmp_path):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     capsys.readouterr()
-    assert "writes no text" in refuse(capsys, "generate", tmp_path / "runs" / "tiny", "--prompt", "a")
+    assert "generates no text" in refuse(capsys, "generate", tmp_path / "runs" / "tiny", "--prompt", "a")
 
 
 def test_the_digest_is_of_all_weights(runs):

@@ -1,4 +1,4 @@
-"""`./run.sh glue`: Table 8 as recipes, the starts, runs that are not run again, and the table."""
+"""Tests of `./run.sh glue`: Table 8 as recipes, starts of runs, resumed runs, and the table of results."""
 
 import contextlib
 import io
@@ -36,7 +36,7 @@ PUBLISHED = {
     "hydra": "1e-4/5e-6/2 5e-5/1e-6/7 5e-5/3e-6/3 1e-5/1e-6/3a 5e-5/3e-6/2 8e-5/8e-6/10 1e-4/8e-6/10 3e-5/3e-6/8",
     "modified": "1e-5/5e-6/3 1e-5/1e-6/10 1e-5/3e-6/5 1e-5/1e-6/2a 1e-5/3e-6/3 1e-5/8e-6/10 1e-5/1e-6/10 1e-5/3e-5/8",
 }
-CITED = {  # recipes.md 4.3: what the cited files have
+CITED = {  # recipes.md 4.3: values of the cited files
     ("bert24", "qnli"): {"weight_decay": 1e-6},
     ("bert24", "mrpc"): {"weight_decay": 8e-6},
     ("m2_base", "qnli"): {"weight_decay": 1e-6},
@@ -84,7 +84,7 @@ def test_table_8_is_there_in_full():
 
 @pytest.mark.parametrize("task", ORDER)
 def test_the_tasks_are_trained_as_published(task):
-    """recipes.md 4.2, read from the resolved recipe."""
+    """Compare the resolved recipe with recipes.md 4.2."""
     recipe, (batch, every, metrics, seeds) = resolve(f"glue_{task}"), COMMON[task]
     optim, schedule, trainer = recipe.optim, recipe.schedule, recipe.trainer
     assert (recipe.data.name, recipe.data.task, recipe.data.length) == ("glue", task, 128)
@@ -94,14 +94,14 @@ def test_the_tasks_are_trained_as_published(task):
     assert trainer.precision == ("fp32" if task == "stsb" else "bf16")
     assert (recipe.model.attention.score_dropout, recipe.model.classifier_dropout) == (0, 0.1)
     assert PUBLISHED_SEEDS[task] == seeds and SEEDS == (19, 8364, 717, 10536, 90166)
-    lr, decay, epochs = PUBLISHED["bert24"].split()[ORDER.index(task)].split("/")  # the defaults, but for two decays
+    lr, decay, epochs = PUBLISHED["bert24"].split()[ORDER.index(task)].split("/")  # the defaults, except for two decays
     assert (optim.lr, trainer.epochs) == (float(lr), float(epochs))
     cited = CITED.get(("bert24", task), {}).get("weight_decay", float(decay))
     assert optim.weight_decay == pytest.approx(cited / float(lr))
 
 
 def masked_lm(folder, tokenizer="wordpiece", steps=2):
-    """A run of masked language modelling, of a second."""
+    """Train a run of masked language modelling for about a second."""
     (folder / "text.txt").write_text("\n".join(f"abcdef xyz zyx {i % 7} yz" for i in range(200)))
     path, dropout = folder / "mlm.yaml", "{score_dropout: 0.1}"
     path.write_text(f"""
@@ -118,7 +118,7 @@ run: {{root: {folder / "runs"}}}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(run of the pre-training, folder of GLUE)"""
+    """Make (run of the pre-training, folder of GLUE)."""
     folder = tmp_path_factory.mktemp("glue")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LION_DATA", str(folder / "data"))
@@ -144,7 +144,7 @@ def test_a_task_is_a_recipe_of_its_own(run):
 
 
 def test_another_learning_rate_leaves_the_decay_of_a_step(run):
-    """Composer's is counted at the peak, whichever it is; PyTorch's goes with the rate."""
+    """Check both decays: Composer defines it at the peak rate, whatever that is; PyTorch multiplies it by the rate."""
     decays = {task: [jobs_of(run, [task], 1, *more, from_mnli=False)[0].recipe.optim for more in
               ((), ["optim.lr=4e-5"], ["optim.weight_decay=0.3"])] for task in ("cola", "rte")}  # fmt: skip
     assert [o.weight_decay * o.lr for o in decays["cola"]] == pytest.approx([1e-6, 1e-6, 3e-6])
@@ -160,10 +160,10 @@ def test_starts_and_seeds(run):
     assert starts["cola_seed19"] == starts["mnli_seed19"] == "mlm"
     published = jobs_of(run, ["mnli", "rte"], None)
     assert [job.seed for job in published] == [19, *SEEDS]
-    assert {job.recipe.init_from.rpartition("/")[2] for job in published[1:]} == {"mnli_seed19"}  # all that there is
+    assert {job.recipe.init_from.rpartition("/")[2] for job in published[1:]} == {"mnli_seed19"}  # the only run of mnli
     alone = jobs_of(run, ["rte"], from_mnli=False)
     assert alone[0].recipe.init_from == str(run[0]) and alone[0].after is None
-    with pytest.raises(ConfigError, match=r"rte starts from the run of mnli \(Table 8\), and there is none yet: add"):
+    with pytest.raises(ConfigError, match=r"rte starts from the run of mnli \(Table 8\), which is missing: add"):
         jobs_of(run, ["rte"])
 
 
@@ -173,13 +173,13 @@ def test_a_dry_run_prints_the_plan_and_its_cost(run, capsys):
     text = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(tuple(TASKS))}
     assert rows["mnli"][:6] == ["mnli", "mlm", "5e-05", "5e-06", "0.1", "2.0"] and "392,702" in rows["mnli"]
-    assert "stsb: Table 8's values; the file it cites has optimizer decoupled_adamw (--cited)" in text
+    assert "stsb: values of Table 8; the file that it cites has optimizer decoupled_adamw (--cited)" in text
     assert "runs, 0.0 M tokens" in text and "one after the other" in text
     assert not (run[0] / "glue" / "m2_base").exists()
 
 
 def test_crammed_berts_fine_tuning(run):
-    """recipes.md 7.4, read from the resolved recipes."""
+    """Compare the resolved recipes with recipes.md 7.4."""
     jobs = {job.task: job for job in jobs_of(run, ORDER, recipe="cramming")}
     for task, job in jobs.items():
         r = job.recipe
@@ -187,7 +187,7 @@ def test_crammed_berts_fine_tuning(run):
         assert (r.optim.lr, r.optim.weight_decay, r.optim.betas, r.optim.eps) == (4e-5, 0, (0.9, 0.98), 1e-6)
         assert (r.schedule.kind, r.schedule.warmup, r.trainer.clip_grad) == ("cosine", "10%", None)
         assert (r.model.dropout, r.model.attention.score_dropout, r.model.classifier_dropout) == (0.1, 0.1, 0.1)
-    made = read_table("cramming").own("cola")  # what `QUICK` has hidden
+    made = read_table("cramming").own("cola")  # the settings that `QUICK` overrides
     assert {"trainer.batch_size=16", "trainer.epochs=5", "data.length=128"} <= {*made}
     first = {task: enters(task, job.recipe.task.metrics) for task, job in jobs.items()}
     assert first["mnli"] == ["val accuracy", "val_mismatched accuracy"]
@@ -204,11 +204,11 @@ def test_every_learning_rate_is_a_run(run, tmp_path):
     assert [job.name for job in jobs] == names and all(job.recipe.init_from == str(run[0]) for job in jobs)
     assert [job.recipe.optim.lr for job in jobs[:4]] == [5e-5, 4e-5, 3e-5, 2e-5]
     assert read_table("lightnet").tasks == read_table("cramming").tasks
-    assert all(job.recipe.model.attention.score_dropout == 0 for job in jobs)  # there are no scores
+    assert all(job.recipe.model.attention.score_dropout == 0 for job in jobs)  # linear attention has no scores
     with pytest.raises(ConfigError, match=r"optim.lr: this recipe has 4 learning rates"):
         jobs_of(run, ["rte"], 1, "optim.lr=1e-5", recipe="lightnet")
     for text, said in (
-        ("rates: [1e-5]", "rates: of which of its runs of mnli should a task start"),
+        ("rates: [1e-5]", "rates: a recipe with rates has no single run of mnli to start from"),
         ("from_mnli: false\nrates: [1e-5, 1e-5]", "rates: expected different learning rates above 0"),
         ("average: none", "average"),
     ):
@@ -218,7 +218,7 @@ def test_every_learning_rate_is_a_run(run, tmp_path):
 
 
 def rows_of(scores, **more):
-    """Runs {(task, rate): scores by seed}, as `collect` gives them."""
+    """Make rows like those of `collect` from {(task, rate): scores by seed}."""
     return [
         {"task": task, "lr": lr, "seed": seed, "score": score, "missing": [], **more}
         | {"metrics": {f"{split} accuracy": score / 100 for split in ("val", "val_mismatched")}}
@@ -231,7 +231,7 @@ def test_the_best_rate_of_each_task_counts():
     table = read_table("lightnet")
     scores = {("mnli", 5e-5): [70, 74], ("mnli", 4e-5): [73, 73], ("rte", 5e-5): [60, 50], ("rte", 4e-5): [54, 55]}
     rows = rows_of(scores)
-    kept = best_rate(rows_of({**scores, ("rte", 2e-5): [99]}))  # of which one seed is yet to come
+    kept = best_rate(rows_of({**scores, ("rte", 2e-5): [99]}))  # one seed is still missing
     assert [(row["task"], row["lr"], row["score"]) for row in kept] == [
         ("mnli", 4e-5, 73), ("mnli", 4e-5, 73), ("rte", 5e-5, 60), ("rte", 5e-5, 50),
     ]  # fmt: skip
@@ -242,7 +242,7 @@ def test_the_best_rate_of_each_task_counts():
     assert body == [
         ["mnli", "72.00 ± 2.83", "73.00 ± 0.00", "-"],
         ["rte", "55.00 ± 7.07", "54.50 ± 0.71", "1.00"],
-        ["one for all", f"{(2 * 72 + 55) / 3:.2f}", f"{(2 * 73 + 54.5) / 3:.2f}", "-"],
+        ["same rate for all", f"{(2 * 72 + 55) / 3:.2f}", f"{(2 * 73 + 54.5) / 3:.2f}", "-"],
     ]
 
 
@@ -250,7 +250,7 @@ def test_a_folder_may_hold_tasks_that_the_recipe_has_no_longer():
     table = read_table("lightnet")
     del table.tasks["rte"]
     rows = rows_of({("rte", 5e-5): [60, 50]}, settings={})
-    assert changes(rows, table) == ["rte: this recipe does not have it, its runs are earlier ones."]
+    assert changes(rows, table) == ["rte: not in this recipe; its runs are from earlier calls."]
 
 
 @pytest.mark.process
@@ -267,15 +267,15 @@ def test_rates_are_trained_and_the_best_is_told(run, tmp_path, capsys):
     assert held["average"] == pytest.approx(max(row["score"] for row in held["rows"]))
     assert held["rows"][0]["score"] == pytest.approx(100 * held["rows"][0]["metrics"]["val pearson"])
     written = (folder / "results.md").read_text()
-    for words in ("| stsb | Pearson |", "## Learning rates", "|task|0.01|0.0001|", "chosen, too"):
+    for words in ("| stsb | Pearson |", "## Learning rates", "|task|0.01|0.0001|", "selected on the same sets"):
         assert words in written, words
-    assert "0.01, 0.0001" in out and "one for all" in out
+    assert "0.01, 0.0001" in out and "same rate for all" in out
     assert here("glue", *call, "--tasks", "stsb") == 0 and "19 (done)" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
 def trained(run):
-    """mnli with the mismatched genres, rte after it, two at a time, and cola, where another process, we, trains."""
+    """Train mnli with the mismatched genres, then rte, two at a time; cola fails, since this process holds its lock."""
     folder = run[0] / "glue" / "modified"
     call = [run[0], "--recipe", "modified", f"data.path={run[1]}", *QUICK, "--seeds", "1", "--jobs", "2"]
     (folder / "cola_seed19").mkdir(parents=True)
@@ -298,7 +298,7 @@ def test_the_table(trained):
     for words in (
         "| mnli | accuracy + mismatched accuracy |",
         "| average of 2 tasks |",
-        "Not run: qnli, qqp, sst2, mrpc, cola, stsb; the average is not that of GLUE.",
+        "Not run: qnli, qqp, sst2, mrpc, cola, stsb; the average is not the GLUE average.",
         "Trained on a part of the training set: mnli, rte.",
         "mnli: data.length 32 in place of 128, trainer.batch_size 8 in place of 48, trainer.epochs 2.0 in place of 3.",
         "| base | softmax | m2_base | 84.63 | 64.33 | 89.99 | 89.80 | 92.51 | 86.69 | 89.62 | 60.42 | 82.25 |",
@@ -311,16 +311,16 @@ def test_the_table(trained):
 def test_what_is_finished_is_not_run_again(trained, capsys):
     folder, call, _ = trained
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
-    assert here("glue", *call, "--tasks", "rte") == 0  # its start is there, and is not asked for
+    assert here("glue", *call, "--tasks", "rte") == 0  # the run of mnli exists, and is not requested
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
     assert "19 (done)" in capsys.readouterr().out
     assert [path.name.partition("-")[0] for path in folder.glob("*/checkpoints/*")] == ["best", "best"]
     said = refuse_last(capsys, "glue", *call, "--tasks", "rte", "optim.eps=1e-7")
-    assert "holds a run of other settings, optim.eps: 1e-06 -> 1e-07: --name NAME keeps these runs apart" in said
+    assert "holds a run with other settings, optim.eps: 1e-06 -> 1e-07: --name NAME keeps these runs apart" in said
 
 
 def refuse_last(capsys, *argv):
-    """As `refuse`, where lines of progress stand before the error."""
+    """Run a command that fails after printing progress, and return its last line."""
     with pytest.raises(SystemExit) as error:
         run_command(commands.main, [str(a) for a in argv])
     assert error.value.code == 2
@@ -340,7 +340,7 @@ def test_the_pooler_comes_from_mnli_and_the_last_layer_is_new(trained, run):
     assert torch.equal(fresh.encoder.blocks[0].mlp.fc1.weight, start.model.encoder.blocks[0].mlp.fc1.weight)
     assert torch.equal(fresh.classifier.weight, before) and len(start.model.classifier.weight) == 3
     mlm = open_run(run[0])
-    init_from(fresh, run[0], loaded.task.info)  # the vocabulary is the same
+    init_from(fresh, run[0], loaded.task.info)  # same vocabulary
     assert torch.equal(fresh.tokens.weight, mlm.model.tokens.weight)
 
 
@@ -355,7 +355,7 @@ def test_a_fine_tuned_run_is_evaluated_and_answers(trained, run, capsys):
     assert lines[0].split()[:2] == ["sentence1", "sentence2"] and lines[2].split()[:2] == ["abc", "xyz"]
     assert len(lines) == 4 and "entailment" in lines[3]
     said = refuse(capsys, "predict", folder / "rte_seed19", "abc")
-    assert "'abc' is alone, this run wants sentence1 and sentence2 each time" in said
+    assert "'abc' is incomplete, this run expects sentence1 and sentence2 for each sample" in said
 
 
 @pytest.mark.process
@@ -370,7 +370,7 @@ def test_one_that_fails_does_not_keep_the_others(trained):
     ("cores", "gpus", "tasks", "threads"), [(8, 0, 6, 2), (8, 0, 2, 4), (1, 0, 2, 1), (8, 1, 2, 8)]
 )
 def test_jobs_share_the_cores(run, monkeypatch, cores, gpus, tasks, threads):
-    work, seen = sys.modules["tools.glue.work"], []  # the package has a function of that name
+    work, seen = sys.modules["tools.glue.work"], []  # the package has a function of the same name
 
     def end_at_once(*argv, out, env):
         seen.append(env["OMP_NUM_THREADS"])
@@ -410,7 +410,7 @@ def test_what_another_command_trains_is_waited_for(run, monkeypatch, ends):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert work.work(jobs, {job.name: 1 for job in jobs}, 2) == 1
     assert seen == ours + [theirs] * (ends == "failed")
-    assert said.getvalue().count(f"waiting for {theirs}: another command trains there") == 1
+    assert said.getvalue().count(f"waiting for {theirs}: another command is training them") == 1
 
 
 @pytest.mark.process
@@ -426,7 +426,7 @@ def test_what_is_stopped_goes_on_within_a_task(run):
         out, _ = process.communicate(timeout=120)
     finally:
         kill_tree(process)
-    assert process.returncode == 130 and "stopped: the same command goes on from here" in out
+    assert process.returncode == 130 and "stopped: the same command resumes from here" in out
     (last,) = (folder / "checkpoints").glob("last-*")
     assert int(last.name.partition("-")[2]) > 0 and not (folder / SUMMARY).exists()
 
@@ -441,12 +441,15 @@ def wait_for(what, seconds=120):
 def test_bad_input_is_refused_in_a_line(run, tmp_path, capsys):
     folder, place = run[0], f"data.path={run[1]}"
     for argv, words in (
-        ((folder, "--recipe", "m2_bas", place), "'m2_bas' is no recipe for GLUE, did you mean 'm2_base'?"),
-        ((folder, "--recipe", "modified", place, "--tasks", "cola,wnli"), "'wnli' is no task of GLUE in this recipe"),
-        ((folder, "--recipe", "modified", place, "--tasks", "cola,"), "expected tasks with commas between"),
-        ((folder, "--recipe", "modified", place, "--seeds", 6), "--seeds: 6, 5 are published"),
+        ((folder, "--recipe", "m2_bas", place), "unknown GLUE recipe 'm2_bas', did you mean 'm2_base'?"),
+        ((folder, "--recipe", "modified", place, "--tasks", "cola,wnli"), "unknown task 'wnli' of GLUE in this recipe"),
+        ((folder, "--recipe", "modified", place, "--tasks", "cola,"), "expected tasks separated by commas"),
+        ((folder, "--recipe", "modified", place, "--seeds", 6), "--seeds: 6, only 5 are published"),
         ((folder, "--recipe", "modified", place, "data.lenght=3"), "unknown key 'data.lenght'"),
-        ((folder, "--recipe", "modified", place, "seed=3"), "seed: is set for each task; --seeds, --no-mnli and"),
+        (
+            (folder, "--recipe", "modified", place, "seed=3"),
+            "seed: is set separately for each run; use --seeds, --no-mnli and",
+        ),
         (("nothing", "--recipe", "modified", place), "run 'nothing': no recipe.yaml"),
         ((folder,), "required: --recipe"),
         ((folder, "--recipe", "modified", place, "--tokenizer", "bytes"), "with another vocabulary"),
@@ -466,11 +469,11 @@ def test_a_run_of_another_task_is_no_start(run, tmp_path, capsys):
     recipe["task"], recipe["model"] = {"name": "causal_lm"}, {"mixer": "lion_s", "dim": 16, "depth": 1, "num_heads": 2}
     (tmp_path / "gpt" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     said = refuse(capsys, "glue", tmp_path / "gpt", "--recipe", "modified")
-    assert "task 'causal_lm', GLUE starts from a run of masked_lm" in said
+    assert "task 'causal_lm', GLUE needs a run of masked_lm" in said
 
 
 def test_the_papers_averages_are_those_of_its_tasks():
-    """But for two that are printed otherwise: Table 11, BASE, Hydra and Lion-S."""
+    """Check all averages, except two that are printed differently: Table 11, BASE, Hydra and Lion-S."""
     header, rows = paper_rows()
     odd = []
     for row in rows:

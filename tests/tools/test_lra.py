@@ -1,4 +1,4 @@
-"""Recipes of the Long Range Arena as a person runs them, shrunken: self-pretraining, what starts there, a report."""
+"""Tests of small recipes of the Long Range Arena: self-pretraining, a run that starts from it, and a report."""
 
 import json
 

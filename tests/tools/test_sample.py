@@ -1,4 +1,4 @@
-"""`./run.sh sample`: grids of pictures, by class, and what is refused."""
+"""Tests of `./run.sh sample`: grids of images by class, and errors."""
 
 import shutil
 
@@ -27,8 +27,10 @@ def trained(folder, name="tiny", **changes):
 
 
 def changed(run, change):
-    """The run with other weights in its best checkpoint; those of so few steps find nothing, and all would be bright
-    or dark."""
+    """Change the weights in the best checkpoint of a run.
+
+    After so few steps of training, all images would be plain bright or dark.
+    """
     (file,) = run.glob(f"checkpoints/best-*/{STATE}")
     state = load_state(file)
     torch.manual_seed(0)
@@ -45,7 +47,7 @@ def run(tmp_path_factory):
 
 
 def grid(capsys, out, *args):
-    """What the command draws, (height, width, 3), and prints."""
+    """Run the command, and return the image that it draws (height, width, 3) and the printed classes."""
     assert here("sample", *args, "--out", out) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{out}, by row: ")
@@ -54,7 +56,7 @@ def grid(capsys, out, *args):
 
 def test_a_row_for_each_class(run, capsys, tmp_path):
     whole, said = grid(capsys, tmp_path / "a.png", run, *QUICK, "--classes", "3,7", "--count", 4)
-    assert said == "3, 7" and whole.shape == (2 * 66 + 2, 4 * 66 + 2, 3)  # of 8 pixels, eight times as large
+    assert said == "3, 7" and whole.shape == (2 * 66 + 2, 4 * 66 + 2, 3)  # 8 pixels, enlarged eight times
     cell = whole[2:66, 2:66]
     assert (cell == cell[::8, ::8].repeat(8, 0).repeat(8, 1)).all() and len(np.unique(cell)) > 5
     for more in (["--batch", 3], ["--seed", 0]):
@@ -80,7 +82,7 @@ def test_it_goes_to_the_run_s_folder(run, capsys):
 
 
 def test_the_average_is_taken_where_there_is_one(run, tmp_path, capsys):
-    """The test above sees another picture with --raw; without an average there is one kind of weights."""
+    """Check runs with and without an average. (`test_forms_agree_and_options_matter` checks that --raw matters.)"""
     averaged = open_run(run, ema=True).model.state_dict()
     assert any(not torch.equal(v, averaged[k]) for k, v in open_run(run).model.state_dict().items())
     plain = shutil.copytree(run, tmp_path / "plain")
@@ -91,11 +93,13 @@ def test_the_average_is_taken_where_there_is_one(run, tmp_path, capsys):
 
 
 def test_bad_requests(run, capsys, tmp_path):
-    assert "--classes: 'ten' is no class, there are 0 to 9, as '0'" in refuse(capsys, "sample", run, "--classes", "ten")
-    assert "--classes: '10' is no class" in refuse(capsys, "sample", run, "--classes", "1,10")
+    assert "--classes: unknown class 'ten', valid: 0 to 9, or names such as '0'" in refuse(
+        capsys, "sample", run, "--classes", "ten"
+    )
+    assert "--classes: unknown class '10'" in refuse(capsys, "sample", run, "--classes", "1,10")
     assert "steps: expected 1 to 1000, got 1001" in refuse(capsys, "sample", run, "--steps", 1001)
     assert "no folder" in refuse(capsys, "sample", run, "--out", tmp_path / "none" / "a.png")
-    assert "pictures are kept as FILE.png" in refuse(capsys, "sample", run, "--out", tmp_path / "a.gif")
+    assert "images are written to FILE.png" in refuse(capsys, "sample", run, "--out", tmp_path / "a.gif")
     assert "--chunk-size: the full form" in refuse(capsys, "sample", run, "--chunk-size", 4)
     for option, value in (("--guidance", -1), ("--eta", 2), ("--count", 0), ("--form", "fast")):
         assert option in refuse(capsys, "sample", run, option, value)
@@ -105,7 +109,7 @@ def test_a_run_that_makes_nothing(tmp_path, capsys):
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     capsys.readouterr()
     said = refuse(capsys, "sample", tmp_path / "runs" / "tiny")
-    assert "task 'image_classification' makes no pictures, diffusion does" in said
+    assert "task 'image_classification' generates no images, expected a run of diffusion" in said
 
 
 def test_predict_says_what_makes_pictures(run, capsys, tmp_path):
@@ -117,7 +121,9 @@ def test_a_diverged_run_draws_nothing(run, capsys, tmp_path):
     broken = shutil.copytree(run, tmp_path / "broken")
     changed(broken, lambda x: x.fill_(torch.nan))
     out = tmp_path / "a.png"
-    assert "gives no finite outputs, the run has diverged" in refuse(capsys, "sample", broken, *QUICK, "--out", out)
+    assert "the outputs of its model are not finite, the run has diverged" in refuse(
+        capsys, "sample", broken, *QUICK, "--out", out
+    )
     assert not out.exists()
 
 

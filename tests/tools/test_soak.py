@@ -1,4 +1,4 @@
-"""Kills at random moments, a bounded number; `./run.sh soak --kills 100` is the long form."""
+"""Tests of a few kills at random moments; `./run.sh soak --kills 100` is the long version."""
 
 import pytest
 import torch

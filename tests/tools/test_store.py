@@ -1,4 +1,4 @@
-"""Reports: rows that grow over several runs, and what is refused."""
+"""Tests of stored reports: rows that grow over several runs, and errors."""
 
 import json
 
@@ -20,7 +20,7 @@ def test_rows_grow_and_are_replaced(tmp_path):
     assert (tmp_path / "r.md").read_text() == "text" and json.loads(path.read_text())["sums"] == [13]
     again = Store(path, rows=key).load()
     assert [row["ms"] for row in again.rows.values()] == [6, 7] and not again.new
-    assert [[row["a"] for row in rows] for rows in again.groups(("a",))] == [[1], [2]]  # the latest first
+    assert [[row["a"] for row in rows] for rows in again.groups(("a",))] == [[1], [2]]  # the latest group first
     assert again.commands(again.rows.values()) == "- 2026-01-02, torch 2: `c`\n- 2026-01-03, torch 2: `c`"
     assert not Store(path, rows=("a",)).load(fresh=True).rows
     for other in ({"rows": ("a", "c")}, {"rows": key, "notes": ("a",)}):
@@ -49,7 +49,7 @@ def test_the_reports_of_this_repository_can_be_added_to():
 
 
 def test_noise_does_not_fill_an_axis():
-    """The height of a picture is a tenth of the largest value at least; what varies more keeps its own."""
+    """Check that an axis spans at least a tenth of the largest value, and is unchanged if values vary more."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     for values, span in (([5.900, 5.905], 0.59), ([1.0, 9.0], 8.8)):
         ax = figure.subplots()

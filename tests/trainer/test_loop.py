@@ -132,7 +132,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
-    assert "the same command goes on from there" in out
+    assert "the same command resumes from there" in out
     step = state_of(tmp_path / "runs" / "tiny")["step"]
     assert 0 < step < 40_000 and not list((tmp_path / "runs" / "tiny").glob(".*tmp"))
 

@@ -75,7 +75,7 @@ def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     out, _ = process.communicate(timeout=60)
     assert time.time() - died < 60
     assert process.returncode == 1, out
-    assert "error: process 1 of 3 died (SIGKILL), the others were stopped; the same command goes on" in out
+    assert "error: process 1 of 3 died (SIGKILL), the others were stopped; the same command resumes" in out
     assert "Traceback" not in out, out
     assert newest(folder, "last").step < 60
     again = command("train", path, *flags)
@@ -155,7 +155,7 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
         assert consolidate.main([str(runs / name)]) == 0 and "step 8" in capsys.readouterr().out
         names = {p.name for p in newest(runs / name, "last").path.iterdir()}
         assert names == {"consolidated.pt", "manifest.json"}
-    assert consolidate.main([str(runs / "again")]) == 0 and "is plain already" in capsys.readouterr().out
+    assert consolidate.main([str(runs / "again")]) == 0 and "is not sharded" in capsys.readouterr().out
     assert not differing(state_of(runs / "sharded")["optimizer"], state_of(runs / "again")["optimizer"])
     assert not open_run(runs / "sharded", checkpoint="last", ema=True).model.training
 
@@ -194,7 +194,7 @@ def test_a_signal_to_the_whole_group_while_compiling(tmp_path, number):
     wait_for(compiling, process)
     os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the same command goes on from there" in out, out
+    assert process.returncode == 130 and "the same command resumes from there" in out, out
     assert "Traceback" not in out, out
     found = newest(tmp_path / "runs" / "tiny", "last")  # if the compiler reacts to the signal, the step is not taken
     assert f"stopped at step {found.step if found else 0} of 6" in out, out

@@ -1,15 +1,15 @@
-"""Make a run of a checkpoint of others: BERT and GPT-2 of transformers, nanoGPT; DeiT, timm, the authors' vision code.
+"""Convert a checkpoint to a run: BERT and GPT-2 of transformers, nanoGPT; DeiT, timm, the authors' vision code.
 
     python -m tools convert CHECKPOINT RECIPE OUT [key=value ...] [--ema]
 
-CHECKPOINT is a folder of transformers, a file of safetensors, or one of torch.save: the weights, or a training state
-that holds them. RECIPE and the overrides say what the model is and what its data are. OUT, a new folder, is then a run
-that eval, predict, generate, export, `lion.load` and `init_from` take.
+CHECKPOINT is a folder of transformers, a safetensors file, or a torch.save file with the weights or a training state.
+RECIPE and the overrides determine the model and its data. OUT, a new folder, becomes a run for eval, predict, generate,
+export, `lion.load` and `init_from`.
 
-All that its shapes show is checked, and what stands beside the weights: the arguments of a training, a `config.json`.
-Language models' recipes follow it, and the run keeps the tokenizer of the folder. What neither shows, the recipe must
-have right, and is named at the end. `CONVERTERS` knows how the checkpoints for a model of ours are written; what is
-special about each stands there.
+The recipe is checked against the shapes of the weights, and against metadata stored with the weights: the arguments of
+the training, or a `config.json`. For language models, the recipe is adjusted to these metadata, and the run keeps the
+tokenizer of the folder. Settings that the checkpoint does not show are taken from the recipe, and printed at the end.
+`CONVERTERS` lists the converters by model; each one documents the details of its checkpoints.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--ema", action="store_true", help="the averaged weights")
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
     args = parser.parse_intermixed_args(argv)
     if os.path.lexists(args.out):
-        raise ConfigError(f"{args.out}: is there already, name a new folder")
+        raise ConfigError(f"{args.out}: exists already, choose a new folder")
     place = [f"run.root={json.dumps(str(args.out.parent))}", f"run.name={json.dumps(args.out.name)}"]
     converter = converter_of(recipe := resolve(args.recipe, args.overrides))
     held = read_checkpoint(args.checkpoint, args.ema)
@@ -74,20 +74,31 @@ def main(argv: list[str]) -> int:
     values = flatten(to_dict(dataclasses.replace(recipe, model=recipe.model.resolved())))
     trusted = [k if values[k] is None else f"{k}={values[k]}" for k in converter.trusted if k not in shown]
     if trusted:
-        print(f"the file does not show, and the recipe was trusted with: {', '.join(trusted)}")
+        print(f"not shown by the checkpoint, taken from the recipe: {', '.join(trusted)}")
     return 0
 
 
 def converter_of(recipe: Recipe) -> Converter:
-    """Raises ConfigError: There is none for the recipe's model."""
+    """Return the converter for the model of a recipe.
+
+    Raises:
+        ConfigError: There is no converter for this model.
+    """
     name = recipe.model.name
     if name not in CONVERTERS:
-        raise ConfigError(f"model.name: checkpoints of others are known for {', '.join(CONVERTERS)}, not for {name!r}")
+        raise ConfigError(f"model.name: checkpoints can be converted for {', '.join(CONVERTERS)}, not for {name!r}")
     return CONVERTERS[name]()
 
 
 def compare(settings: Iterable[Setting], held: Held, recipe: Recipe, path: Path) -> set[str]:
-    """Refuse a recipe of another model than the checkpoint's, naming the setting to change; returns what it shows."""
+    """Check a recipe against the settings that a checkpoint shows.
+
+    Returns:
+        The keys of these settings.
+
+    Raises:
+        ConfigError: A setting differs; the message names the setting to change.
+    """
     shown = set()
     for key, found, mine, seen in settings:
         shown.add(key)
@@ -99,14 +110,14 @@ def compare(settings: Iterable[Setting], held: Held, recipe: Recipe, path: Path)
         for value in there.split(" or "):
             sibling = path.with_name(path.name.replace(f"{here}.", f"{value}."))
             hints.append(str(sibling) if sibling != path and sibling.exists() else f"{key}={value}")
-        if key == "model.dim":  # heads of the same width: for some mixers no shape would show that they are others
+        if key == "model.dim":  # keep the width of heads: for some mixers, no shape shows a wrong number of heads
             hints[0] += f" model.num_heads={found * recipe.model.num_heads // mine}"
         raise ConfigError(f"{held.path}: {seen}: {key} is {there}, not {here}; try {' or '.join(hints)}")
     return shown
 
 
 def write_run(out: Path, recipe: Recipe, state: dict[str, Any], source: dict[str, Any], files: dict[str, str]) -> None:
-    """A run folder with a `best` checkpoint and these texts by file name, put in place in one step."""
+    """Write a run folder with a `best` checkpoint and text `files` by name; the folder appears in one step."""
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         best = scratch_folder(scratch, "best", 0)

@@ -1,4 +1,4 @@
-"""What the command must know of one kind of checkpoint, to make a run of it."""
+"""Base class of converters, each of which makes runs from one kind of checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from tools.convert.files import Held
 
 
 class Setting(NamedTuple):
-    """A setting that a checkpoint shows: the recipe's key, the value there, the recipe's, and where it was seen."""
+    """A setting that a checkpoint shows.
+
+    Attributes:
+        key: Key of the recipe.
+        there: Value in the checkpoint.
+        here: Value in the recipe.
+        seen: Place in the checkpoint that shows the value.
+    """
 
     key: str
     there: Any
@@ -27,66 +34,77 @@ class Setting(NamedTuple):
 
 
 class Converter(ABC):
-    """Checkpoints of others for one model of ours. A new one is one file and its line in `CONVERTERS`.
+    """A converter of checkpoints for one model of this package. A new converter is one file and a line in `CONVERTERS`.
 
-    The command calls its methods in this order. `held` is the checkpoint, `ours` its weights as our model has them.
+    The command calls the methods in the order below. In all methods, `held` is the checkpoint, and `ours` are its
+    weights under the names of our model.
+
+    Attributes:
+        trusted: Keys of settings that a checkpoint may not show, and that are then taken from the recipe.
     """
 
-    trusted: ClassVar[tuple[str, ...]]  # settings that a file need not show
+    trusted: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def rename(self, held: Held) -> dict[str, Tensor]:
-        """Their weights as ours, in float32.
+        """Return the weights of the checkpoint under the names of our model, in float32.
 
         Raises:
-            ConfigError: A weight that every such model has is missing, we have no place for one, or one is not finite.
+            ConfigError: A required weight is missing, our model has no place for a weight, or a weight is not finite.
         """
 
     def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
-        """Settings by key in which the recipe follows the checkpoint, unless the command line gives them.
+        """Return settings of the checkpoint that override the recipe, unless the command line sets them.
 
         Raises:
-            ConfigError: Ours is no such model.
+            ConfigError: Our model cannot have the weights of the checkpoint.
         """
         return {}
 
     def info(self, recipe: Recipe) -> Info:
-        """What the recipe's data tells the model."""
+        """Return the metadata of the data of the recipe."""
         return describe_data(recipe, look=False)[0]
 
     @abstractmethod
     def settings(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Iterator[Setting]:
-        """What shapes, names, and what stands beside the weights show; each is asked for only if those before it agree
-        with the recipe."""
+        """Yield the settings shown by shapes, names, and metadata stored with the weights.
+
+        A setting is computed only if all settings before it agree with the recipe.
+        """
 
     @abstractmethod
     def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Info:
-        """Set in the recipe what the file alone decides, and cut or fill weights to what the recipe decides; the info
-        of its data.
+        """Fit the recipe and the weights to each other, in place.
+
+        Settings that only the checkpoint determines are set in the recipe. Weights whose size the recipe determines are
+        cut or padded.
+
+        Returns:
+            The metadata of the data, changed where the checkpoint requires it.
 
         Raises:
-            ConfigError: They do not go together.
+            ConfigError: Recipe and weights cannot be fitted to each other.
         """
 
     def keep(self, held: Held, recipe: Recipe) -> dict[str, str]:
-        """Texts by file name that the run holds for itself; the recipe is told where."""
+        """Return text files to store in the run folder, by name; their paths are set in the recipe."""
         return {}
 
     @abstractmethod
     def describe(self, held: Held, recipe: Recipe, info: Info) -> str:
-        """What was found, beside mixer and parameters."""
+        """Describe the converted model, except mixer and number of parameters."""
 
 
 def checked(name: str, value: Any, path: Path) -> Tensor:
-    """A weight in float32.
+    """Return a weight in float32.
 
     Raises:
-        ConfigError: It is no weight, or not finite.
+        ConfigError: The value is no weight, or not finite.
     """
     if not torch.is_tensor(value) or not value.dim() or not value.is_floating_point():
         raise no_place(name, path)
     if not value.isfinite().all():
-        raise ConfigError(f"{path}: {name} holds NaN or infinity: no trained model")
+        raise ConfigError(f"{path}: {name} holds NaN or infinity: not a trained model")
     return value.float()
 
 

@@ -1,4 +1,4 @@
-"""BERT of `transformers` with its masked-LM head; pooler and next-sentence head are left out."""
+"""Converter of BERT of `transformers` with its masked-LM head; pooler and next-sentence head are dropped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BertConverter(LanguageConverter):
             "tie_word_embeddings": True,
             "pruned_heads": {},
         },
-        activations={"gelu": "mlp"},  # of the head too
+        activations={"gelu": "mlp"},  # also that of the head
         tied={
             "bert.embeddings.word_embeddings.weight": "cls.predictions.decoder.weight",
             "cls.predictions.bias": "cls.predictions.decoder.bias",
@@ -70,7 +70,7 @@ class BertConverter(LanguageConverter):
     )
 
     def cleaned(self, theirs: dict[str, Any]) -> dict[str, Any]:
-        """The first checkpoints called a norm's weights gamma and beta."""
+        """Return their weights with current names; early checkpoints call the weights of norms gamma and beta."""
         ends = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
         cleaned = {}
         for name, value in theirs.items():

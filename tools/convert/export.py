@@ -1,8 +1,9 @@
-"""Make a folder of `transformers` of a run: the way back of convert, for BERT and GPT with softmax attention.
+"""Export a BERT or GPT run with softmax attention to a folder that `transformers` loads, the inverse of convert.
 
     python -m tools export RUN OUT [data.path=PATH] [--checkpoint best|last] [--ema]
 
-`AutoModelForMaskedLM` or `AutoModelForCausalLM`, and `AutoTokenizer`, read OUT, a new folder, with `from_pretrained`.
+OUT is a new folder. `AutoModelForMaskedLM` or `AutoModelForCausalLM`, and `AutoTokenizer`, load it with
+`from_pretrained`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tools.convert import converter_of
 from tools.convert.files import CONFIG, FOLDER, safetensors
 from tools.convert.language import LanguageConverter
 
-ROLES = {  # what transformers calls special tokens
+ROLES = {  # names of special tokens in transformers
     "pad": ("pad_token",),
     "mask": ("mask_token",),
     "cls": ("cls_token",),
@@ -40,18 +41,18 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh export", description=__doc__.splitlines()[0])
     parser.add_argument("run")
     parser.add_argument("out", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="data.path=PATH", help="where its data are now")
+    parser.add_argument("overrides", nargs="*", metavar="data.path=PATH", help="where the data are now")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
-    parser.add_argument("--ema", action="store_true", help="the averaged weights")
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
     args = parser.parse_intermixed_args(argv)
     if os.path.lexists(args.out):
-        raise ConfigError(f"{args.out}: is there already, name a new folder")
+        raise ConfigError(f"{args.out}: exists already, choose a new folder")
     write = safetensors(args.out).save_file
     loaded = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
     converter = converter_of(loaded.recipe)
     if not isinstance(converter, LanguageConverter):
         raise ConfigError(
-            f"{loaded.folder}: transformers is written for bert and gpt, not {loaded.recipe.model.name!r}"
+            f"{loaded.folder}: only bert and gpt can be exported to transformers, not {loaded.recipe.model.name!r}"
         )
     tokenizer = open_data(resolve_run(loaded.folder, args.overrides), loaded.folder).tokenizer
     check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
@@ -87,7 +88,10 @@ def main(argv: list[str]) -> int:
 
 
 def dressed(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The tokenizer as transformers has it, where special tokens stand in text and around it, and what they are for."""
+    """Return the tokenizer in the format of transformers, and its configuration.
+
+    There, special tokens are recognized in text, and are added around text. The configuration holds their roles.
+    """
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     words = {name: inner.id_to_token(i) for name, i in tokenizer.special.items()}
     inner.add_special_tokens(list(words.values()))

@@ -1,4 +1,4 @@
-"""Checkpoints of others as they lie on disk: files of torch.save, safetensors, and folders of `transformers`."""
+"""Reading of checkpoint files: torch.save, safetensors, and folders of `transformers`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bi
 
 
 class Held(NamedTuple):
-    """What a checkpoint holds: its weights by name, what stands beside them (arguments of the training, or the
-    `config.json` of transformers), and the SHA-256 of each file that was read."""
+    """Contents of a checkpoint.
+
+    Attributes:
+        path: The file or folder.
+        weights: The weights by name.
+        said: Metadata stored with the weights: arguments of the training, or the `config.json` of transformers.
+        sums: SHA-256 of each file that was read.
+    """
 
     path: Path
     weights: dict[str, Any]
@@ -31,17 +37,17 @@ class Held(NamedTuple):
 
     @property
     def folder(self) -> Path | None:
-        """Where files of transformers lie beside the weights."""
+        """Folder with the files of transformers, or None for other checkpoints."""
         if "model_type" not in self.said:
             return None
         return (self.path if self.path.is_dir() else self.path.parent).resolve()
 
 
 def read_checkpoint(path: Path, ema: bool) -> Held:
-    """A file of weights, or a folder with one of `FOLDER` in it.
+    """Read a checkpoint: a file of weights, or a folder that contains one of the files `FOLDER`.
 
     Raises:
-        ConfigError: There is none, it is damaged, or holds no weights.
+        ConfigError: The checkpoint is missing, damaged, or without weights.
     """
     file = path
     if path.is_dir():
@@ -64,11 +70,11 @@ def read_checkpoint(path: Path, ema: bool) -> Held:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What a file of safetensors or of torch.save holds."""
+    """Read the contents of a safetensors or torch.save file."""
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     check_sums(path)
-    with torch.serialization.safe_globals([argparse.Namespace]):  # DeiT saves its arguments beside the weights
+    with torch.serialization.safe_globals([argparse.Namespace]):  # DeiT saves its arguments with the weights
         return load_state(path)
 
 
@@ -78,12 +84,12 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{path}: no such checkpoint")
     try:
         return load(path)
-    except Exception as error:  # safetensors' errors have no common type
+    except Exception as error:  # errors of safetensors have no common type
         raise ConfigError(f"{path}: not a readable safetensors file ({(str(error).splitlines() or [''])[0]})") from None
 
 
 def safetensors(path: Path) -> Any:
-    """The library's `safetensors.torch`, to read or write `path`."""
+    """Import `safetensors.torch`, which is needed to read or write `path`."""
     try:
         import safetensors.torch as library
     except ImportError:
@@ -92,11 +98,11 @@ def safetensors(path: Path) -> Any:
 
 
 def shards(index: Path) -> list[Path]:
-    """The files that an index says the weights are in."""
+    """Return the files of weights that an index lists."""
     held = read_json(index).get("weight_map")
     names = held.values() if isinstance(held, dict) else ()
     if not names or not all(isinstance(n, str) and n.isprintable() and Path(n).name for n in names):
-        raise ConfigError(f"{index}: no index of weights, it has no 'weight_map' with names of files")
+        raise ConfigError(f"{index}: not an index of weights, it has no 'weight_map' with names of files")
     return [index.with_name(Path(name).name) for name in sorted(set(names))]
 
 
@@ -104,20 +110,20 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file, a folder of transformers has one beside the weights") from None
+        raise ConfigError(f"{path}: no such file, a folder of transformers needs it next to the weights") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     if not isinstance(held, dict):
-        raise ConfigError(f"{path}: expected an object of keys")
+        raise ConfigError(f"{path}: expected a JSON object")
     return held
 
 
 def inside(path: Path, held: dict[str, Any], ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights of a training state, or of a file that holds just them, and the arguments beside them."""
+    """Return the weights and the stored arguments of a training state, or of a file that holds only weights."""
     keys = ("model_ema", "state_dict_ema") if ema else ("model", "state_dict")
     weights = next((held[key] for key in keys if isinstance(held.get(key), dict)), None if ema else held)
     if weights is None:
-        raise ConfigError(f"{path}: it holds no {keys[0]!r}, leave out --ema")
+        raise ConfigError(f"{path}: the file holds no {keys[0]!r}, leave out --ema")
     if isinstance(held.get("args"), argparse.Namespace):
         return weights, vars(held["args"])
     said = held.get("model_args")  # nanoGPT
@@ -125,14 +131,18 @@ def inside(path: Path, held: dict[str, Any], ema: bool) -> tuple[dict[str, Any],
 
 
 def check_sums(path: Path) -> None:
-    """Refuse a file of torch.save that is not what was written; before torch 1.6 there were no checksums to tell."""
+    """Check the checksums of a torch.save file. Files of torch before 1.6 have no checksums.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
     if not zipfile.is_zipfile(path):
         return
     try:
         with zipfile.ZipFile(path) as file:
-            written = any(entry.CRC for entry in file.infolist())  # torch can be told to write none
+            written = any(entry.CRC for entry in file.infolist())  # torch can write files without checksums
             bad = file.testzip() if written else None
-    except Exception as error:  # whatever a damaged list of contents leads to
+    except Exception as error:  # a damaged table of contents can raise any error
         bad = type(error).__name__
     if bad:
-        raise ConfigError(f"{path}: damaged, its checksums do not fit ({bad}); get it anew")
+        raise ConfigError(f"{path}: damaged, its checksums do not match ({bad}); download it again")

@@ -1,4 +1,4 @@
-"""GPT-2 of `transformers`, and checkpoints of nanoGPT (to read)."""
+"""Converter of GPT-2 of `transformers`, and of checkpoints of nanoGPT (only from)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.convert.files import Held
 from tools.convert.language import PLAIN, Format, LanguageConverter
 
 FIRST = "transformer.h.0.attn.c_attn.weight"
-TURNED = re.compile(r"transformer\.h\.\d+\.\w+\.c_\w+\.weight")  # Conv1D's are (inputs, outputs)
+TURNED = re.compile(r"transformer\.h\.\d+\.\w+\.c_\w+\.weight")  # weights of Conv1D are (inputs, outputs)
 
 
 class GPTConverter(LanguageConverter):
@@ -49,7 +49,7 @@ class GPTConverter(LanguageConverter):
         },
         activations={"gelu_new": "mlp_tanh", "gelu_pytorch_tanh": "mlp_tanh", "gelu": "mlp"},
         tied={"transformer.wte.weight": "lm_head.weight"},
-        unused=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",  # which tokens see which
+        unused=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",  # causal masks
         outer={
             "tokens.weight": "transformer.wte.weight",
             "positions.weight": "transformer.wpe.weight",
@@ -68,7 +68,10 @@ class GPTConverter(LanguageConverter):
     )
 
     def cleaned(self, theirs: dict[str, Any]) -> dict[str, Any]:
-        """Without the head some files leave `transformer.` out."""
+        """Return their weights under full names, in the layout of PyTorch.
+
+        Files of a model without its head omit the prefix `transformer.`.
+        """
         whole = FIRST in theirs
         named = {n if whole or n == "lm_head.weight" else f"transformer.{n}": value for n, value in theirs.items()}
         if conv1d(named):
@@ -76,27 +79,30 @@ class GPTConverter(LanguageConverter):
         return named
 
     def optional(self, name: str, theirs: dict[str, Any]) -> bool:
-        """Biases, which nanoGPT leaves out all together."""
+        """Return whether a weight may be missing: biases, if there are none at all, as in some models of nanoGPT."""
         return name.endswith("bias") and "transformer.ln_f.bias" not in theirs
 
     def told(self, held: Held) -> dict[str, Any]:
-        """Weights that are not Conv1D's are nanoGPT's, whose GELU is exact."""
+        """Return the metadata, with the activation that the layout of the weights implies.
+
+        Weights that are not of Conv1D come from nanoGPT, whose GELU is exact.
+        """
         return {self.format.keys["activation"]: "gelu_new" if conv1d(held.weights) else "gelu", **super().told(held)}
 
     def more(self, ours: dict[str, Tensor]) -> dict[str, Any]:
         return {"bias": "encoder.norm.bias" in ours}
 
     def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
-        """A sample is as long as its positions, and the token after them."""
+        """Return the settings, with a sample length of all positions and one more token, which is predicted."""
         return {**super().adopted(held, ours, recipe), "data.length": len(ours["positions.weight"]) + 1}
 
     def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo) -> TextInfo:
-        """Shorter samples leave the last positions out."""
+        """Fit as in the base class; for shorter samples, the last position embeddings are dropped."""
         positions = ours["positions.weight"]
         if info.length - 1 > len(positions):
             raise ConfigError(
-                f"data.length: {info.length} tokens, and {held.path} has embeddings of {len(positions)} positions: "
-                f"{len(positions) + 1} at most"
+                f"data.length: {info.length} tokens, but {held.path} has embeddings of {len(positions)} positions: "
+                f"at most {len(positions) + 1}"
             )
         ours["positions.weight"] = positions[: info.length - 1]
         return super().fit(held, ours, recipe, info)
@@ -111,6 +117,6 @@ class GPTConverter(LanguageConverter):
 
 
 def conv1d(theirs: dict[str, Any]) -> bool:
-    """Whether its Linear are Conv1D, of which one that is not square shows it."""
+    """Return whether the linear layers are Conv1D, judged by the shape of a weight that is not square."""
     first = theirs.get(FIRST, theirs.get(FIRST.removeprefix("transformer.")))
     return torch.is_tensor(first) and first.dim() == 2 and first.shape[0] < first.shape[1]

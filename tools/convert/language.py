@@ -1,4 +1,4 @@
-"""Language models of `transformers`, there and back; each of ours is a file beside this one."""
+"""Base class of converters from and to language models of `transformers`; `bert.py` and `gpt.py` are the models."""
 
 from __future__ import annotations
 
@@ -24,45 +24,48 @@ from tools.compose import open_data
 from tools.convert.base import Converter, Setting, checked, no_place
 from tools.convert.files import Held
 
-PLAIN = {  # what such an attention and its block are with us
+PLAIN = {  # our settings for the attention and the blocks of these models
     "attention.feature_map": None,
     "attention.rotation": NO_ROTATION,
     "norm": "layernorm",
     "position_embedding": True,
 }
-PADDED = tuple(2**n for n in range(11))  # embeddings are padded to a multiple of one of these
-BY_TOKEN = ("tokens.weight", "head.bias")  # a row for each id
+PADDED = tuple(2**n for n in range(11))  # embeddings may be padded to a multiple of any of these
+BY_TOKEN = ("tokens.weight", "head.bias")  # weights with a row for each token id
 BLOCK = r"encoder\.blocks\.(\d+)\."
 
 
 @dataclass(frozen=True)
 class Format:
-    """How they write a model, and which of ours it is."""
+    """The format of a model of transformers, and its relation to our model."""
 
     kind: str  # `model_type` in config.json
-    architecture: str  # the class of transformers that we write
-    whose: str  # those that we read, in words
-    plain: dict[str, Any]  # settings of the model that make it theirs
-    keys: dict[str, str]  # what config.json calls things
-    assumed: dict[str, Any]  # of heads, eps and activation: what a config.json that is silent means
-    only: dict[str, Any]  # in config.json: settings of which our model knows one value
-    activations: dict[str, str]  # theirs, and our `model.mlp`
-    tied: dict[str, str]  # of two names for one weight, that in `names` and the other
-    unused: str  # pattern of names that our model does without
-    outer: dict[str, str]  # our weights outside of blocks, and theirs
-    inner: dict[str, tuple[str, ...]]  # our modules in a block, and theirs, of which several are side by side
+    architecture: str  # class of transformers, for export
+    whose: str  # description of the checkpoints that can be read, for messages
+    plain: dict[str, Any]  # settings with which our model equals theirs
+    keys: dict[str, str]  # keys of config.json by the names used here
+    assumed: dict[str, Any]  # heads, eps and activation if config.json does not set them
+    only: dict[str, Any]  # keys of config.json of which our model supports only this value
+    activations: dict[str, str]  # our `model.mlp` by their activation
+    tied: dict[str, str]  # tied weights: the name in `names`, and the second name
+    unused: str  # pattern of their weights that our model does not have
+    outer: dict[str, str]  # our weights outside of the blocks, and the name of theirs
+    inner: dict[str, tuple[str, ...]]  # our modules in a block, and theirs, which are concatenated
     blocks: str  # their name for the blocks
 
 
 class LanguageConverter(Converter):
-    """A folder's `config.json` says what the model is, and its tokenizer is the run's; of a single file, shapes say
-    what they can. The recipe follows."""
+    """A converter of language models.
+
+    The recipe is adjusted to the checkpoint. For a folder, the `config.json` determines the model, and the run gets the
+    tokenizer of the folder. For a single file, only shapes determine the model.
+    """
 
     format: ClassVar[Format]
     trusted = ("model.num_heads", "model.norm_eps", "model.mlp", "data.tokenizer")
 
     def names(self, depth: int) -> dict[str, tuple[str, ...]]:
-        """Our weights, and theirs that each is made of."""
+        """Return the names of our weights in `depth` blocks, each with the names of their weights that form it."""
         found = {ours: (theirs,) for ours, theirs in self.format.outer.items()}
         for n in range(depth):
             for ours, theirs in self.format.inner.items():
@@ -73,10 +76,10 @@ class LanguageConverter(Converter):
 
     @abstractmethod
     def cleaned(self, theirs: dict[str, Any]) -> dict[str, Any]:
-        """Their weights under the names of `names`, each Linear as PyTorch has it."""
+        """Return their weights under the names of `names`, with linear weights in the layout of PyTorch."""
 
     def optional(self, name: str, theirs: dict[str, Any]) -> bool:
-        """Whether such a model may do without one of our weights."""
+        """Return whether the checkpoint `theirs` may lack a weight of our model."""
         return False
 
     def rename(self, held: Held) -> dict[str, Tensor]:
@@ -87,7 +90,7 @@ class LanguageConverter(Converter):
                 twin = theirs.pop(other)
                 both = theirs.setdefault(kept, twin), twin
                 if not all(map(torch.is_tensor, both)) or not torch.equal(*both):
-                    raise ConfigError(f"{held.path}: {other} is not {kept}: our model has one for both")
+                    raise ConfigError(f"{held.path}: {other} differs from {kept}: our model has one weight for both")
         numbers = [m for m in (re.match(rf"{re.escape(self.format.blocks)}\.(\d+)\.", k) for k in theirs) if m]
         names = self.names(1 + max((int(m[1]) for m in numbers), default=0))
         ours = {}
@@ -96,39 +99,47 @@ class LanguageConverter(Converter):
             if len(missing) == len(parts) and self.optional(our, theirs):
                 continue
             if missing:
-                raise ConfigError(f"{held.path}: no {missing[0]} in it: not {self.format.whose}")
+                raise ConfigError(f"{held.path}: {missing[0]} is missing: not {self.format.whose}")
             values = [checked(name, theirs.pop(name), held.path) for name in parts]
             if len({value.shape for value in values}) > 1:
-                raise ConfigError(f"{held.path}: {', '.join(parts)} are of different shapes")
+                raise ConfigError(f"{held.path}: {', '.join(parts)} have different shapes")
             ours[our] = torch.cat(values)
         if theirs:
             raise no_place(next(iter(theirs)), held.path)
         for name in ("tokens.weight", "positions.weight", "encoder.blocks.0.mlp.fc1.weight"):
             if ours[name].dim() != 2:
-                raise ConfigError(f"{held.path}: {names[name][0]} has the shape {tuple(ours[name].shape)}, no matrix")
+                raise ConfigError(
+                    f"{held.path}: {names[name][0]} has the shape {tuple(ours[name].shape)}, expected a matrix"
+                )
         return ours
 
     def check_kind(self, held: Held) -> None:
-        """Raises ConfigError: Its config.json describes a model that ours cannot be."""
+        """Check that our model supports the model of `config.json`.
+
+        Raises:
+            ConfigError: Our model does not support it.
+        """
         said = held.said
         if said.get("model_type", self.format.kind) != self.format.kind:
             raise ConfigError(
-                f"{held.path}: model_type {said['model_type']!r}, and the recipe's model is a {self.format.kind}; "
-                "known are bert (recipes mlm_*) and gpt2 (gpt2_*)"
+                f"{held.path}: model_type {said['model_type']!r}, but the model of the recipe is a {self.format.kind}; "
+                "valid: bert (recipes mlm_*) and gpt2 (recipes gpt2_*)"
             )
         for key, value in self.format.only.items():
             if said.get(key, value) != value:
-                raise ConfigError(f"{held.path}: its config.json has {key} {said[key]!r}, our model has only {value!r}")
+                raise ConfigError(
+                    f"{held.path}: its config.json has {key} {said[key]!r}, our model supports only {value!r}"
+                )
 
     def sizes(self, ours: dict[str, Tensor]) -> dict[str, int]:
-        """What the shapes of our weights show, by the keys of `keys`."""
+        """Return the sizes that the shapes of our weights show, by the names of `Format.keys`."""
         rows, dim = ours["tokens.weight"].shape
         depth = 1 + max(int(m[1]) for m in map(re.compile(BLOCK).match, ours) if m)
         hidden, positions = (len(ours[n]) for n in ("encoder.blocks.0.mlp.fc1.weight", "positions.weight"))
         return {"rows": rows, "dim": dim, "depth": depth, "hidden": hidden, "positions": positions}
 
     def facts(self, held: Held, ours: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
-        """Settings of the model by key, and where they are seen."""
+        """Return (value, source) of the settings of the model that the checkpoint shows, by key of the recipe."""
         keys, told, sizes = self.format.keys, self.told(held), self.sizes(ours)
         for name, size in sizes.items():
             if (wanted := told.get(keys[name])) not in (None, size):
@@ -141,23 +152,25 @@ class LanguageConverter(Converter):
         if (activation := told.get(keys["activation"])) is not None:
             known = self.format.activations
             if activation not in known:
-                raise ConfigError(f"{held.path}: its activation is {activation!r}, our model knows {', '.join(known)}")
+                raise ConfigError(
+                    f"{held.path}: its activation is {activation!r}, our model supports {', '.join(known)}"
+                )
             found["mlp"] = known[activation], "its config"
         return {f"model.{key}": value for key, value in found.items()}
 
     def told(self, held: Held) -> dict[str, Any]:
-        """What stands beside the weights, and what it means where it is silent."""
+        """Return the metadata stored with the weights, with defaults for missing keys."""
         return {**{self.format.keys[k]: v for k, v in self.format.assumed.items()}, **held.said} if held.said else {}
 
     def more(self, ours: dict[str, Tensor]) -> dict[str, Any]:
-        """Other settings of the model that shapes show."""
+        """Return further settings of the model that shapes show."""
         return {}
 
     def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
         if recipe.model.mixer != SOFTMAX:
             raise ConfigError(
-                f"{held.path}: of softmax attention, and the recipe's mixer is {recipe.model.mixer!r}: convert it with "
-                "the softmax recipe, and start others from that run (init_from=RUN)"
+                f"{held.path}: softmax attention, but the recipe has mixer {recipe.model.mixer!r}: convert it with "
+                "the softmax recipe, and initialize other mixers from that run (init_from=RUN)"
             )
         folder = held.folder
         tokenizer = {} if folder is None or local_files(str(folder)) is None else {"data.tokenizer": str(folder)}
@@ -176,13 +189,14 @@ class LanguageConverter(Converter):
             yield Setting("data.tokenizer", str(held.folder), recipe.data.tokenizer, "its folder")
 
     def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo) -> TextInfo:
-        """Embeddings become as many as the recipe's padding of this vocabulary asks for: those beyond it are of no
-        token, and mean nothing."""
+        """Resize the embeddings to the vocabulary, padded as in the recipe. Rows beyond the vocabulary belong to no
+        token, and are replaced by zeros.
+        """
         rows, ids = len(ours["tokens.weight"]), info.vocabulary
         if rows not in (-(-ids // multiple) * multiple for multiple in PADDED):
             raise ConfigError(
-                f"{held.path}: embeddings of {rows:,} tokens, and tokenizer {info.tokenizer!r} has {ids:,} ids: "
-                "of another vocabulary; data.tokenizer names its own"
+                f"{held.path}: embeddings of {rows:,} tokens, but tokenizer {info.tokenizer!r} has {ids:,} ids: "
+                "another vocabulary; set data.tokenizer to the tokenizer of the checkpoint"
             )
         wanted = -(-ids // recipe.model.pad_vocabulary) * recipe.model.pad_vocabulary
         for name in BY_TOKEN:
@@ -192,7 +206,7 @@ class LanguageConverter(Converter):
         return info
 
     def keep(self, held: Held, recipe: Recipe) -> dict[str, str]:
-        """The tokenizer of the folder, which may go."""
+        """Return the tokenizer of the folder, so that the folder may be deleted."""
         if held.folder is None or recipe.data.tokenizer != str(held.folder):
             return {}
         found = open_tokenizer(recipe.data.tokenizer)
@@ -202,23 +216,23 @@ class LanguageConverter(Converter):
     def describe(self, held: Held, recipe: Recipe, info: TextInfo) -> str:
         c = recipe.model
         unused = (name for name in self.cleaned(held.weights) if re.fullmatch(self.format.unused, name))
-        unused = dict.fromkeys(re.sub(r"\d+", "*", name) for name in unused)  # each once for all blocks
+        unused = dict.fromkeys(re.sub(r"\d+", "*", name) for name in unused)  # each name once for all blocks
         left = f"; not used: {', '.join(unused)}" if unused else ""
         shape = f"{c.depth} blocks of width {c.dim}, {c.num_heads} heads"
         return f"{shape}, {info.vocabulary:,} ids of tokenizer {info.tokenizer!r}{left}"
 
     def restored(self, model: LanguageModel) -> dict[str, Tensor]:
-        """The other way: the weights of our model as theirs; what it does without is zero.
+        """Return the weights of our model under their names; weights that our model lacks are zero.
 
         Raises:
-            ConfigError: Theirs is no such model.
+            ConfigError: The model of transformers does not support our model.
         """
         c, ours = model.config, model.state_dict()
         mine = flatten(to_dict(c))
         for key, value in {"mixer": SOFTMAX, **self.format.plain}.items():
             if mine[key] != value:
                 raise ConfigError(
-                    f"model.{key}: transformers' {self.format.kind} has only {value!r}, this run {mine[key]!r}"
+                    f"model.{key}: transformers' {self.format.kind} supports only {value!r}, this run has {mine[key]!r}"
                 )
         names = self.names(c.depth)
         if others := sorted(ours.keys() - names.keys()):
@@ -227,21 +241,21 @@ class LanguageConverter(Converter):
         for our, parts in names.items():
             if our in ours:
                 value = ours[our][: model.vocabulary] if our in BY_TOKEN else ours[our]
-            else:  # a bias, or the kinds of segments
+            else:  # a bias, or the embeddings of token types
                 value = torch.zeros(len(ours[our.replace("bias", "weight")]) if our.endswith("bias") else (1, c.dim))
             found |= zip(parts, value.chunk(len(parts)))
         return found
 
     def config(self, model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Its config.json.
+        """Return the `config.json` of a model.
 
         Raises:
-            ConfigError: Theirs is no such model.
+            ConfigError: The model of transformers does not support our model.
         """
         c, activations = model.config, {ours: theirs for theirs, ours in reversed(self.format.activations.items())}
         if c.mlp not in activations:
             raise ConfigError(
-                f"model.mlp: transformers' {self.format.kind} knows {', '.join(activations)}, this run {c.mlp!r}"
+                f"model.mlp: transformers' {self.format.kind} supports {', '.join(activations)}, this run has {c.mlp!r}"
             )
         sizes = {"rows": model.vocabulary, "dim": c.dim, "depth": c.depth, "positions": model.longest}
         sizes |= {"hidden": int(c.dim * c.mlp_ratio), "heads": c.num_heads}
@@ -252,6 +266,6 @@ class LanguageConverter(Converter):
 
 
 def ratio(hidden: int, dim: int) -> float:
-    """The `mlp_ratio` of which `int(dim * mlp_ratio)` is `hidden`."""
+    """Return the `mlp_ratio` for which `int(dim * mlp_ratio)` equals `hidden`."""
     found = hidden / dim
     return found if int(dim * found) == hidden else math.nextafter(found, math.inf)

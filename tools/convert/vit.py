@@ -1,4 +1,4 @@
-"""Vision transformers: the authors' vision code (LIONS-EPFL/LION), DeiT, timm's ViT."""
+"""Converter of vision transformers: the authors' vision code (LIONS-EPFL/LION), DeiT, timm's ViT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lion.tasks.images import ImageInfo, numbered
 from tools.convert.base import Converter, Setting, checked, no_place
 from tools.convert.files import Held
 
-NAMES = (  # theirs, ours, and the sign: their selective decay is 1 - sigmoid(W x + b), ours sigmoid(W x + b)
+NAMES = (  # their name, our name, sign; their selective decay is 1 - sigmoid(W x + b), ours is sigmoid(W x + b)
     (r"patch_embed\.proj\.(\w+)", r"patch.\1", 1),
     (r"cls_token", r"cls", 1),
     (r"pos_embed", r"position", 1),
@@ -32,17 +32,18 @@ NAMES = (  # theirs, ours, and the sign: their selective decay is 1 - sigmoid(W 
     (r"norm\.(\w+)", r"encoder.norm.\1", 1),
     (r"head\.(\w+)", r"head.\1", 1),
 )
-NEEDED = {"patch_embed.proj.weight": 4, "cls_token": 3, "blocks.0.norm1.weight": 1, "head.weight": 2}  # axes
-ORDER_S = ("row_snake", "column_snake")  # what a_i and a2_i go along
+NEEDED = {"patch_embed.proj.weight": 4, "cls_token": 3, "blocks.0.norm1.weight": 1, "head.weight": 2}  # number of axes
+ORDER_S = ("row_snake", "column_snake")  # scans of a_i and a2_i
 MASKS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}  # the authors' --mask_type
-HEADS = {"tiny": 3, "small": 6, "base": 12}  # of the sizes in the names of their models and DeiT's
+HEADS = {"tiny": 3, "small": 6, "base": 12}  # by the size in the names of their models and of DeiT's models
 
 
 class ViTConverter(Converter):
-    """The file gives the number of classes and whether positions are embedded.
+    """A converter of vision transformers.
 
-    Neither shapes nor names tell softmax from Lion-lit, how many heads there are where no decay has one each, and
-    the readout (`cls` where the authors' code ran with --cls_tok).
+    The checkpoint determines the number of classes, and whether the model has position embeddings. Neither shapes nor
+    names distinguish softmax from Lion-lit, show the number of heads (unless there is a decay per head), or show the
+    readout (`cls` if the authors' code ran with --cls_tok).
     """
 
     trusted = ("model.mixer", "model.num_heads", "model.readout", "data.mean", "data.std")
@@ -52,7 +53,7 @@ class ViTConverter(Converter):
         for name, axes in NEEDED.items():
             if not torch.is_tensor(theirs.get(name)) or theirs[name].dim() != axes:
                 whose = "a classifier of LION, DeiT or timm's ViT"
-                raise ConfigError(f"{held.path}: no {name} of {axes} axes in it: not {whose}")
+                raise ConfigError(f"{held.path}: no {name} with {axes} axes: not {whose}")
         for name, value in theirs.items():
             matches = ((re.fullmatch(pattern, name), our, sign) for pattern, our, sign in NAMES)
             match, our, sign = next((m for m in matches if m[0]), (None, "", 1))
@@ -62,7 +63,7 @@ class ViTConverter(Converter):
         return ours
 
     def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
-        """What the authors' code does otherwise than their paper, its weights were trained with."""
+        """Select the preset of the authors' code: it differs from their paper, and the weights were trained with it."""
         return {"model.preset": "released"}
 
     def settings(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> Iterator[Setting]:
@@ -71,7 +72,7 @@ class ViTConverter(Converter):
         a, a2 = ([n for n in theirs if n.startswith(f"blocks.0.attn.{name}")] for name in ("a_i", "a2_i"))
         if a:
             yield Setting("model.mixer", "lion_d" if a == ["blocks.0.attn.a_i"] else "lion_s", c.mixer, a[0])
-        elif c.mixer not in (SOFTMAX, "lion_lit"):  # they look the same
+        elif c.mixer not in (SOFTMAX, "lion_lit"):  # their weights have the same names
             yield Setting("model.mixer", f"{SOFTMAX} or lion_lit", c.mixer, "there is no blocks.0.attn.a_i")
         seen = a2[0] if a2 else "there is no blocks.0.attn.a2_i"
         yield Setting("model.attention.scans", ORDER_S if a2 else AS_THEY_STAND, c.attention.scans, seen)
@@ -91,7 +92,7 @@ class ViTConverter(Converter):
         yield from self.arguments(held.said, recipe)
 
     def arguments(self, said: dict[str, Any], recipe: Recipe) -> Iterator[Setting]:
-        """What the arguments of the training show, which some keep beside the weights."""
+        """Yield the settings shown by the arguments of the training, which some checkpoints store with the weights."""
         c, name, mask = recipe.model.resolved(), str(said.get("model")), str(said.get("mask_type"))
         if mask in MASKS:
             yield Setting("model.mixer", MASKS[mask], c.mixer, f"its args have mask_type {mask}")

@@ -1,10 +1,10 @@
-"""Fine-tune a masked language model on the tasks of GLUE, with the values of the paper's Table 8 or of others.
+"""Fine-tune a masked language model on the tasks of GLUE, with the settings of the paper's Table 8 or other settings.
 
     ./run.sh glue RUN --recipe bert24|m2_base|m2_large|hydra|modified|cramming|lightnet [data.path=FOLDER]
         [key=value ...] [--tasks rte,mrpc] [--seeds N] [--no-mnli] [--cited] [--jobs N] [--name NAME] [--dry-run]
 
-Every task, seed and learning rate is a run of its own, RUN/glue/NAME/TASK_seedN; what is finished is not run again,
-what was stopped goes on. The table is written beside them, results.json and results.md.
+Every task, seed and learning rate is a separate run in RUN/glue/NAME/TASK_seedN. Finished runs are not repeated;
+stopped runs are resumed. The table of results is written next to them, as results.json and results.md.
 """
 
 from __future__ import annotations
@@ -33,29 +33,35 @@ from tools.glue.work import at_once, work
 from tools.store import digits
 from tools.train import check_settings
 
-MEASURED = 8  # samples of the steps that a dry run times
+MEASURED = 8  # samples of a step that a dry run times
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh glue", description=__doc__.splitlines()[0])
-    parser.add_argument("run", help="of masked language modelling")
+    parser.add_argument("run", help="a run of masked language modelling")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="for all tasks: data.path says where they are"
+        "overrides", nargs="*", metavar="key=value", help="overrides for all tasks; data.path is the folder of GLUE"
     )
     parser.add_argument("--recipe", required=True, help="a row of Table 8 (tools/glue/tables): bert24, m2_base, ..")
     parser.add_argument("--tasks", type=names, default=[*TASKS], help=f"some of {','.join(TASKS)}")
-    parser.add_argument("--seeds", type=count, help="of each task (default: as many as published, 1 to 5)")
-    parser.add_argument("--no-mnli", action="store_true", help="rte, mrpc and stsb start from RUN, too")
-    parser.add_argument("--cited", action="store_true", help="the cited files' values, where Table 8 differs from them")
+    parser.add_argument("--seeds", type=count, help="number of seeds of each task (default: as published, 1 to 5)")
     parser.add_argument(
-        "--jobs", type=count, help="tasks at a time (default: one a visible GPU; without, one for each two cores)"
+        "--no-mnli", action="store_true", help="start rte, mrpc and stsb from RUN, not from the run of mnli"
     )
-    parser.add_argument("--name", type=file_name, help="of the folder of these runs (default: the recipe)")
-    parser.add_argument("--tokenizer", help="where RUN's is, if its data are gone")
-    parser.add_argument("--dry-run", action="store_true", help="the plan and its cost")
+    parser.add_argument(
+        "--cited",
+        action="store_true",
+        help="use the values of the files that Table 8 cites, where they differ from Table 8",
+    )
+    parser.add_argument(
+        "--jobs", type=count, help="runs at a time (default: one per visible GPU; without GPUs, one per two cores)"
+    )
+    parser.add_argument("--name", type=file_name, help="name of the folder of these runs (default: the recipe)")
+    parser.add_argument("--tokenizer", help="tokenizer of RUN, needed if the data of RUN are gone")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost, without training")
     args = parser.parse_intermixed_args(argv)
     if args.seeds and args.seeds > len(SEEDS):
-        raise ConfigError(f"--seeds: {args.seeds}, {len(SEEDS)} are published: {', '.join(map(str, SEEDS))}")
+        raise ConfigError(f"--seeds: {args.seeds}, only {len(SEEDS)} are published: {', '.join(map(str, SEEDS))}")
     table = read_table(args.recipe, args.cited)
     table.from_mnli &= not args.no_mnli
     pretrained = read_pretrained(args.run, args.tokenizer)
@@ -75,14 +81,22 @@ def main(argv: list[str]) -> int:
 
 
 def names(text: str) -> list[str]:
-    """An option's list, with commas between."""
+    """Parse the value of an option as names separated by commas."""
     if not all(found := [name.strip() for name in text.split(",")]):
-        raise argparse.ArgumentTypeError(f"expected tasks with commas between, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected tasks separated by commas, got {text!r}")
     return list(dict.fromkeys(found))
 
 
 class Held(NamedTuple):
-    """What a task's data come to: its training samples, steps, and the tokens of a batch, padding included."""
+    """Data of a task and their size.
+
+    Attributes:
+        samples: Number of training samples.
+        steps: Number of steps.
+        tokens: Mean number of tokens of a batch, including padding.
+        train: The training data.
+        made: The task, which builds models.
+    """
 
     samples: int
     steps: int
@@ -92,10 +106,10 @@ class Held(NamedTuple):
 
 
 def read(job: Job, pretrained: Pretrained) -> Held:
-    """Read all of a task, so that what is wrong is said before hours are spent.
+    """Read all data of a task, so that errors are reported before hours of training.
 
     Raises:
-        ConfigError: The data cannot be used, or settings do not go together or with them.
+        ConfigError: The data cannot be used, or settings contradict each other or the data.
     """
     say(f"reading {job.task}")
     splits, recipe = build_data(job.recipe), job.recipe
@@ -108,7 +122,7 @@ def read(job: Job, pretrained: Pretrained) -> Held:
 
 
 def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, Held]) -> str:
-    """What will be trained, and from where."""
+    """Return a table of the runs to train: settings, start, and seeds of each task."""
     header = [
         "task",
         "start",
@@ -121,7 +135,7 @@ def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, Held
         "steps",
         "samples",
         "published",
-        "which seeds",
+        "seeds",
     ]
     rows = []
     for task, each in held.items():
@@ -148,42 +162,42 @@ def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, Held
     for task in held:
         if cells[task].cited:
             said = ", ".join(f"{key} {value}" for key, value in cells[task].cited.items())
-            text.append(f"{task}: Table 8's values; the file it cites has {said} (--cited)")
+            text.append(f"{task}: values of Table 8; the file that it cites has {said} (--cited)")
     return "\n".join(text)
 
 
 def seeds(jobs: Sequence[Job]) -> Iterator[str]:
-    """Of a task, and how many of its runs are done."""
+    """Yield the seeds of the runs of a task, each with the number of runs that are done."""
     for seed, own in itertools.groupby(jobs, lambda job: job.seed):
         done = [job.finished for job in own]
         yield f"{seed}{' (done)' if all(done) else f' ({sum(done)} of {len(done)} done)' if any(done) else ''}"
 
 
 def decay(optim: OptimConfig, cell: Cell) -> str:
-    """As Table 8 counts it."""
+    """Return the weight decay in the convention of Table 8."""
     if cell.optimizer == "adamw":
         return f"{optim.weight_decay:g} (AdamW)"
     return f"{optim.weight_decay * optim.lr:g}"
 
 
 def cost(jobs: Sequence[Job], held: Mapping[str, Held]) -> str:
-    """Tokens of all that is not finished, and hours, from some steps that are measured now."""
+    """Describe the cost of all unfinished runs: tokens, and hours estimated from steps that are timed now."""
     left = [job for job in jobs if not job.finished]
     if not left:
-        return "all are finished"
+        return "all runs are finished"
     token, update = measure(left[0], held[left[0].task])
     tokens = {job.name: held[job.task].steps * held[job.task].tokens for job in left}
     full = {job.name: held[job.task].steps * job.recipe.trainer.batch_size * job.recipe.data.length for job in left}
     hours = sum(tokens[job.name] * token + held[job.task].steps * update for job in left) / 3600
     return (
-        f"{len(left)} runs, {sum(tokens.values()) / 1e6:,.1f} M tokens in batches as long as their longest row "
+        f"{len(left)} runs, {sum(tokens.values()) / 1e6:,.1f} M tokens in batches padded to their longest row "
         f"({sum(full.values()) / 1e6:,.1f} M at full length); about {digits(hours)} h one after the other, without "
-        f"evaluation: {digits(1e6 * token)} us a token and {digits(1e3 * update)} ms an update, measured here, eager"
+        f"evaluation: {digits(1e6 * token)} us per token and {digits(1e3 * update)} ms per update, measured here, eager"
     )
 
 
 def measure(job: Job, held: Held) -> tuple[float, float]:
-    """Seconds of a token's passes, and of an update of the weights."""
+    """Return the seconds of the forward and backward pass per token, and of an update of the weights."""
     recipe = job.recipe
     runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     batch = held.train.batch(list(range(min(MEASURED, held.samples))), "cpu")

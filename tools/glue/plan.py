@@ -1,4 +1,4 @@
-"""What is to be trained: the cells of Table 8 as recipes, each task with its start and its seeds."""
+"""Plan of the fine-tuning: the cells of Table 8 as recipes, with the start and the seeds of each task."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tools.compose import check_tokenizer, open_data, resolve, resolve_run
 from tools.listing import recipe_path
 
 TABLE_8 = Path(__file__).parent / "tables"
-FROM_MNLI = ("rte", "mrpc", "stsb")  # by Table 8's caption
-SEEDS = (19, 8364, 717, 10536, 90166)  # of LION's YAMLs
+FROM_MNLI = ("rte", "mrpc", "stsb")  # tasks that start from the run of mnli, by the caption of Table 8
+SEEDS = (19, 8364, 717, 10536, 90166)  # as in the YAML files of LION
 OWN = (
     "seed",
     "init_from",
@@ -39,9 +39,15 @@ PUBLISHED_SEEDS = {"mnli": 1, "qnli": 1, "qqp": 1, "rte": 5, "sst2": 3, "mrpc": 
 
 @dataclass
 class Cell:
-    """A cell of Table 8. Composer's `decoupled_adamw` shrinks weights by `weight_decay` lr / peak, `adamw` by
-    `weight_decay` lr. `metrics`: in place of the task's. `cited`: what the file that the table is taken from has in
-    place of some."""
+    """Settings of a task: a cell of Table 8.
+
+    Composer's `decoupled_adamw` shrinks weights by `weight_decay` lr / peak in each step, `adamw` by `weight_decay` lr.
+
+    Args:
+        lr, weight_decay, epochs, optimizer: The values of the table.
+        metrics: Metrics that replace those of the task.
+        cited: Other values in the file that the table cites.
+    """
 
     lr: float = setting(above=0)
     weight_decay: float = setting(min=0)
@@ -51,20 +57,21 @@ class Cell:
     cited: dict = field(default_factory=dict)
 
     def torch_decay(self, peak: float) -> float:
-        """The same for PyTorch's AdamW at a peak learning rate."""
+        """Return the equivalent weight decay for PyTorch's AdamW with this peak learning rate."""
         return self.weight_decay if self.optimizer == "adamw" else self.weight_decay / peak
 
 
 @dataclass
 class Table:
-    """A row of Table 8, or another way to fine-tune: its cells by task.
+    """A recipe for GLUE: a row of Table 8, or other settings for fine-tuning.
 
     Args:
-        length: Of the samples, in tokens.
+        length: Length of the samples, in tokens.
         from_mnli: Whether rte, mrpc and stsb start from the run of mnli.
-        rates: Learning rates that each task is trained with, in place of that of its cell; the best one counts.
-        average: Of `tasks`, each once, or of `numbers`, of which mnli has two.
-        settings: What all tasks have otherwise than the recipes `glue_*`, by key.
+        rates: Learning rates with which each task is trained, instead of the rate of its cell; the best one counts.
+        average: The average is over `tasks`, each counted once, or over `numbers`, of which mnli has two.
+        settings: Overrides of the recipes `glue_*` for all tasks, by key.
+        tasks: The cells by task.
     """
 
     length: int = setting(min=8)
@@ -76,12 +83,12 @@ class Table:
 
     def __post_init__(self) -> None:
         if self.rates and self.from_mnli:
-            raise ValueError("rates: of which of its runs of mnli should a task start? from_mnli: false")
+            raise ValueError("rates: a recipe with rates has no single run of mnli to start from; set from_mnli: false")
         if any(rate <= 0 for rate in self.rates) or len(set(self.rates)) < len(self.rates):
             raise ValueError(f"rates: expected different learning rates above 0, got {list(self.rates)}")
 
     def own(self, task: str) -> list[str]:
-        """Its settings for a task, as they would be typed."""
+        """Return the settings for a task, as overrides on the command line."""
         found = {**self.settings, "data.length": self.length, "trainer.epochs": self.tasks[task].epochs}
         if self.tasks[task].metrics:
             found["task.metrics"] = self.tasks[task].metrics
@@ -89,20 +96,24 @@ class Table:
 
 
 def read_table(name: str, cited: bool = False) -> Table:
-    """A row of Table 8 by its name, or of a file like those of `tools/glue/tables`.
+    """Read a recipe for GLUE, given by its name in `tools/glue/tables` or by a file of the same format.
+
+    Args:
+        name: The name or the file.
+        cited: Whether to use the values of the files that Table 8 cites.
 
     Raises:
-        ConfigError: There is none, or it is no such file.
+        ConfigError: There is no such recipe, or the file is invalid.
     """
     names = sorted(path.stem for path in TABLE_8.glob("*.yaml"))
     path = TABLE_8 / f"{name}.yaml" if name in names else Path(name)
     if not path.is_file():
-        raise ConfigError(f"--recipe: {name!r} is no recipe for GLUE, {nearest(name, names, ', '.join(names))}")
+        raise ConfigError(f"--recipe: unknown GLUE recipe {name!r}, {nearest(name, names, ', '.join(names))}")
     values, source = functools.reduce(merge, (layer for _, layer in read_layers(path))), lambda _: str(path)
     table = build(Table, values, source=source)
     for task, cell in table.tasks.items():
         if task not in TASKS:
-            raise ConfigError(f"{path}: tasks: {task!r} is no task of GLUE, {nearest(task, TASKS)}")
+            raise ConfigError(f"{path}: tasks: unknown GLUE task {task!r}, {nearest(task, TASKS)}")
         made = build(Cell, cell, source=source, key=f"tasks.{task}")
         other = build(Cell, {**cell, **made.cited, "cited": {}}, source=source, key=f"tasks.{task}.cited")
         table.tasks[task] = other if cited else made
@@ -110,14 +121,14 @@ def read_table(name: str, cited: bool = False) -> Table:
 
 
 class Job(NamedTuple):
-    """A run of the trainer: one task with one seed, and one learning rate."""
+    """A run of the trainer: one task with one seed and one learning rate."""
 
     task: str
     seed: int
     cell: Cell
-    argv: tuple[str, ...]  # what is trained, as it would be typed
+    argv: tuple[str, ...]  # recipe and overrides, as on the command line
     recipe: Recipe
-    after: Job | None  # the run of MNLI that it starts from; None: that of the pre-training
+    after: Job | None  # the run of MNLI from which this run starts; None: the pre-training run
 
     @property
     def name(self) -> str:
@@ -133,7 +144,7 @@ class Job(NamedTuple):
 
 
 class Pretrained(NamedTuple):
-    """A run of masked language modelling, with what its checkpoint says of its text, and its tokenizer's files."""
+    """A run of masked language modelling, with the metadata of its text, and the folder of its tokenizer."""
 
     folder: Path
     recipe: Recipe
@@ -142,16 +153,19 @@ class Pretrained(NamedTuple):
 
 
 def read_pretrained(run: str, tokenizer: str | None = None) -> Pretrained:
-    """The run to start from. Its tokenizer is kept in its folder, `glue/tokenizer`; it is that of its data, or one that
-    is named.
+    """Read the run to start from, and store its tokenizer in its folder `glue/tokenizer`.
+
+    Args:
+        run: The run.
+        tokenizer: Name or path of its tokenizer; by default the tokenizer of its data.
 
     Raises:
-        ConfigError: It is no such run, or its tokenizer is not there.
+        ConfigError: The run is no masked language model, or its tokenizer is missing or another one.
     """
     folder = find_run(run)
     recipe, task, _ = read_run(folder, "best")
     if not isinstance(task, MaskedLM):
-        raise ConfigError(f"{folder}: task {recipe.task.name!r}, GLUE starts from a run of masked_lm")
+        raise ConfigError(f"{folder}: task {recipe.task.name!r}, GLUE needs a run of masked_lm")
     place = folder / "glue" / "tokenizer"
     kept = next((path for path in sorted(place.glob("*")) if (path / FILES[0]).is_file()), None)
     if tokenizer is not None or kept is None:
@@ -169,7 +183,7 @@ def own_tokenizer(folder: Path) -> Tokenizer:
     try:
         return open_data(resolve_run(folder), folder).tokenizer
     except ConfigError as error:
-        raise ConfigError(f"{folder}: its tokenizer is not there, --tokenizer names it ({error})") from None
+        raise ConfigError(f"{folder}: its tokenizer is missing, set it with --tokenizer ({error})") from None
 
 
 def make_jobs(
@@ -181,19 +195,27 @@ def make_jobs(
     seeds: int | None,
     overrides: Sequence[str] = (),
 ) -> list[Job]:
-    """All runs, MNLI's first; `seeds` of each task, or as many as published, with each rate of the table.
+    """List all runs, those of MNLI first: each task with each seed and each learning rate of the table.
+
+    Args:
+        pretrained: The run to start from.
+        table: The recipe for GLUE.
+        name: Name of the folder of the runs.
+        tasks: The tasks.
+        seeds: Number of seeds of each task, or None for the published number.
+        overrides: Settings for all tasks.
 
     Raises:
-        ConfigError: A task that is none, settings that do not fit, or no run of MNLI, there or asked for.
+        ConfigError: A task is unknown, settings do not fit, or a run of MNLI is needed but neither there nor planned.
     """
     for key in (item.partition("=")[0] for item in overrides):
         if key in OWN or key.startswith("run."):
-            raise ConfigError(f"{key}: is set for each task; --seeds, --no-mnli and --name choose among them")
+            raise ConfigError(f"{key}: is set separately for each run; use --seeds, --no-mnli and --name")
         if key == "optim.lr" and table.rates:
             raise ConfigError(f"optim.lr: this recipe has {len(table.rates)} learning rates for each task")
     for task in tasks:
         if task not in table.tasks:
-            raise ConfigError(f"--tasks: {task!r} is no task of GLUE in this recipe, {nearest(task, table.tasks)}")
+            raise ConfigError(f"--tasks: unknown task {task!r} of GLUE in this recipe, {nearest(task, table.tasks)}")
     jobs: list[Job] = []
 
     @functools.cache
@@ -203,7 +225,7 @@ def make_jobs(
     def job(task: str, seed: int, after: Job | None, rate: float | None = None) -> Job:
         path, cell = recipe_path(f"glue_{task}"), table.tasks[task]
         shared = [*settings(pretrained, task), *table.own(task), f"optim.lr={rate or cell.lr!r}"]
-        optim = resolve(path, [*shared, *overrides]).optim  # another rate is no other decay
+        optim = resolve(path, [*shared, *overrides]).optim  # the decay per step does not depend on the rate
         shared += [f"optim.weight_decay={cell.torch_decay(optim.lr)!r}", *overrides]
         shared += [f"seed={seed}", f"run.name={task}{f'_lr{rate:g}' if rate else ''}_seed{seed}"]
         shared += [f"run.root={json.dumps(str(pretrained.folder / 'glue' / name))}"]
@@ -219,7 +241,7 @@ def make_jobs(
                 after = next((other for other in starts if other.name in planned or other.finished), None)
                 if after is None:
                     raise ConfigError(
-                        f"--tasks: {task} starts from the run of mnli (Table 8), and there is none yet: add mnli, or "
+                        f"--tasks: {task} starts from the run of mnli (Table 8), which is missing: add mnli, or "
                         f"--no-mnli starts it from {pretrained.folder}"
                     )
             rates = table.rates or (None,)
@@ -230,8 +252,10 @@ def make_jobs(
 
 
 def settings(pretrained: Pretrained, task: str) -> list[str]:
-    """What a task takes of the pre-training: what the model is and how it runs. Attention dropout is off, and precision
-    stays float32 where the task wants it."""
+    """Return the overrides that a task takes from the pre-training: the model, and how it is run.
+
+    Attention dropout is switched off; precision stays float32 if the recipe of the task asks for float32.
+    """
     model, trainer = to_dict(pretrained.recipe.model), pretrained.recipe.trainer
     own = {"name": "bert_classifier", "attention": {**model["attention"], "score_dropout": 0.0}}
     given: dict[str, Any] = {
@@ -247,13 +271,17 @@ def settings(pretrained: Pretrained, task: str) -> list[str]:
 
 @functools.cache
 def in_float32(task: str) -> bool:
-    """Whether its recipe says so."""
+    """Return whether the recipe of a task asks for float32."""
     return resolve(f"glue_{task}").trainer.precision == "fp32"
 
 
 def check_earlier(job: Job) -> None:
-    """Raises ConfigError: Its folder holds a run of other settings."""
+    """Check that the folder of a job holds no run with other settings.
+
+    Raises:
+        ConfigError: The folder holds such a run.
+    """
     if (job.folder / RECIPE).is_file() and (changed := differences(stored_recipe(job.folder), job.recipe)):
         raise ConfigError(
-            f"{job.folder} holds a run of other settings, {'; '.join(changed)}: --name NAME keeps these runs apart"
+            f"{job.folder} holds a run with other settings, {'; '.join(changed)}: --name NAME keeps these runs apart"
         )

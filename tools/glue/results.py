@@ -1,4 +1,4 @@
-"""What came out: the score of each task over its seeds, beside the paper's averages."""
+"""Results of the fine-tuning: the score of each task over its seeds, and the scores of the papers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tools.glue.plan import Table
 from tools.report.paper import PAPERS
 from tools.store import Row, Store, pipes, spread
 
-# what enters the average, as (split, metric), where it is measured: a task's score is their mean; of the others it is
-# their first metric
+# (split, metric) pairs of which the score of a task is the mean, if they were measured; the score of any other task is
+# its first metric
 ENTERS = {
     "mnli": (("val", "accuracy"), ("val_mismatched", "accuracy")),
     "qqp": (("val", "accuracy"), ("val", "f1")),
@@ -34,17 +34,17 @@ HEADER = ["task", "metric", "score", "best", "n", "also", "start", "samples an e
 
 
 def collect(folder: Path) -> list[Row]:
-    """All finished runs of a folder, in the order of the tasks."""
+    """Read all finished runs of a folder, in the order of the tasks."""
     runs = [path.parent for path in folder.glob(f"*_seed*/{SUMMARY}")]
     rows = [read(run) for run in runs]
     return sorted(rows, key=lambda row: ([*TASKS].index(row["task"]), -row["lr"], row["seed"]))
 
 
 def read(run: Path) -> Row:
-    """A finished run: its scores after the last step, and at best.
+    """Read a finished run: its score after the last step, its best score, and its settings.
 
     Raises:
-        ConfigError: Its metrics cannot be read.
+        ConfigError: The metrics of the run cannot be read.
     """
     recipe = resolve_run(run)
     try:
@@ -76,24 +76,25 @@ def read(run: Path) -> Row:
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """What decides a score, beside the model."""
+    """Return the settings that affect a score, except those of the model."""
     free = free_keys(recipe)
     return {k: v for k, v in flatten(to_dict(recipe)).items() if k.startswith(SETTINGS) and k not in free}
 
 
 def enters(task: str, metrics: Sequence[str]) -> list[str]:
-    """What of a task's metrics enters its score, as "SPLIT METRIC"."""
+    """Return the metrics of a task that form its score, as "SPLIT METRIC"."""
     known = [f"{split} {metric}" for split, metric in ENTERS.get(task, ()) if metric in metrics]
     return known or [f"val {metrics[0]}"]
 
 
 def summarise(folder: Path, pretrained: Recipe, name: str, asked: Table) -> str:
-    """Write `results.json` and `results.md` of a folder's finished runs; returns what to print.
+    """Write `results.json` and `results.md` for the finished runs of a folder, and return the text to print.
 
     Args:
-        folder: Of the runs.
-        pretrained: What they started from, in the end.
-        name, asked: What the folder is called, and what they were to be.
+        folder: Folder of the runs.
+        pretrained: Recipe of the pre-training run.
+        name: Name of the folder.
+        asked: The recipe for GLUE that the runs were meant to follow.
     """
     every = collect(folder)
     if not every:
@@ -122,8 +123,10 @@ def summarise(folder: Path, pretrained: Recipe, name: str, asked: Table) -> str:
 
 
 def best_rate(rows: list[Row]) -> list[Row]:
-    """Of each task the runs with the learning rate that has the best mean over its seeds; while some seeds are still to
-    come, of those rates that have the most."""
+    """Select the runs of each task with the learning rate that has the best mean score over its seeds.
+
+    While some seeds are missing, only the rates with the most seeds are compared.
+    """
     kept = []
     for _, own in itertools.groupby(rows, lambda row: row["task"]):
         by_rate: dict[float, list[Row]] = {}
@@ -134,18 +137,18 @@ def best_rate(rows: list[Row]) -> list[Row]:
 
 
 def rate_rows(rows: list[Row], asked: Table) -> tuple[list[str], list[list[str]]]:
-    """Every task with every rate, and the average of those that all tasks have."""
+    """Return (header, rows) of all tasks and rates, with the average of each rate that all tasks have."""
     rates = sorted({row["lr"] for row in rows}, reverse=True)
     tasks = [*dict.fromkeys(row["task"] for row in rows)]
     columns = [[row for row in rows if row["lr"] == rate] for rate in rates]
     body = [[t, *(spread([r["score"] for r in own if r["task"] == t], hundredths) for own in columns)] for t in tasks]
     whole = [len({row["task"] for row in own}) == len(tasks) for own in columns]
     means = (hundredths(mean_of_tasks(own, asked.average)) if all_ else "-" for own, all_ in zip(columns, whole))
-    return ["task", *(f"{rate:g}" for rate in rates)], [*body, ["one for all", *means]]
+    return ["task", *(f"{rate:g}" for rate in rates)], [*body, ["same rate for all", *means]]
 
 
 def task_rows(rows: list[Row]) -> list[list[str]]:
-    """A line a task."""
+    """Return the rows of the table of results, one per task."""
     body = []
     for task in dict.fromkeys(row["task"] for row in rows):
         own = [row for row in rows if row["task"] == task]
@@ -170,12 +173,12 @@ def task_rows(rows: list[Row]) -> list[list[str]]:
 
 
 def enters_of(row: Row) -> list[str]:
-    """The keys of a row's metrics that enter its score."""
+    """Return the keys of the metrics of a row that form its score."""
     return enters(row["task"], [key.removeprefix("val ") for key in row["metrics"] if key.startswith("val ")])
 
 
 def words(key: str) -> str:
-    """`val_mismatched accuracy` as it is said: mismatched accuracy."""
+    """Return the title of a metric: `val_mismatched accuracy` is "mismatched accuracy"."""
     split, _, metric = key.partition(" ")
     return f"{split.removeprefix('val').removeprefix('_')} {METRICS[metric].title}".strip()
 
@@ -185,7 +188,7 @@ def hundredths(value: float) -> str:
 
 
 def mean_of_tasks(rows: list[Row], average: str) -> float:
-    """Of means over seeds: each task counts once, or as often as it has numbers."""
+    """Average the mean scores of the tasks; a task counts once, or (`average` "numbers") once per number."""
     by_task: dict[str, list[float]] = {}
     numbers: dict[str, int] = {}
     for row in rows:
@@ -195,34 +198,36 @@ def mean_of_tasks(rows: list[Row], average: str) -> float:
 
 
 def remarks(rows: list[Row], asked: Table) -> list[str]:
-    """What a reader must know of these numbers."""
+    """Return notes that a reader needs in order to understand the scores."""
     there = {row["task"] for row in rows}
-    chosen = "as published: nothing is chosen on them"
+    chosen = "as published; nothing is selected on these sets"
     if asked.rates:
-        chosen = "on which the learning rate of each task is chosen, too"
+        chosen = "the learning rate of each task is selected on the same sets"
     notes = [
-        f"Scores times 100, on the validation sets, after the last step ({chosen}); `best` is of the best evaluation. "
+        f"Scores times 100, on the validation sets, after the last step ({chosen}); `best` is the best evaluation. "
         "Mean ± standard deviation over n seeds."
     ]
     if asked.average == "numbers":
-        notes.append("The average is of numbers: the two accuracies of MNLI are two.")
+        notes.append("The average is over numbers: the two accuracies of MNLI count as two.")
     if missing := [task for task in TASKS if task not in there]:
-        notes.append(f"Not run: {', '.join(missing)}; the average is not that of GLUE.")
+        notes.append(f"Not run: {', '.join(missing)}; the average is not the GLUE average.")
     if short := [row["task"] for row in rows if row["samples"] < 0.9 * TASKS[row["task"]].samples]:
         notes.append(f"Trained on a part of the training set: {', '.join(dict.fromkeys(short))}.")
     for row in rows:
         for name in row["missing"]:
-            notes.append(f"{row['task']}: no {words(name)}, its data are not there; the score is of the rest.")
+            notes.append(
+                f"{row['task']}: no {words(name)}, because its data are missing; the score is the mean of the rest."
+            )
     return list(dict.fromkeys(notes))
 
 
 def changes(rows: list[Row], asked: Table) -> list[str]:
-    """Where runs have other settings than the table and what all of its rows share."""
+    """Return notes on settings of runs that differ from the recipe for GLUE."""
     notes = []
     for row in rows:
         task, own = row["task"], row["settings"]
         if (cell := asked.tasks.get(task)) is None:
-            notes.append(f"{task}: this recipe does not have it, its runs are earlier ones.")
+            notes.append(f"{task}: not in this recipe; its runs are from earlier calls.")
             continue
         named = settings_of(resolve(f"glue_{task}", asked.own(task)))
         named["optim.lr"] = row["lr"] if row["lr"] in asked.rates else cell.lr

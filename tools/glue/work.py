@@ -1,4 +1,4 @@
-"""Runs the jobs, some at a time, each in a process of its own."""
+"""Parallel execution of the jobs, each in a separate process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tools.glue.plan import Job
 from tools.glue.results import read
 from tools.processes import ending, kill_tree, start_command
 
-PAUSE = 0.5  # seconds between two looks at the processes
-PATIENCE = 60  # seconds in which a process that is told to stop saves and ends
+PAUSE = 0.5  # seconds between two checks of the processes
+PATIENCE = 60  # seconds that a process has to save and end after SIGTERM
 
 
 class Running(NamedTuple):
@@ -35,15 +35,22 @@ class Running(NamedTuple):
 
 
 def at_once() -> int:
-    """Jobs at a time: one a GPU; without, one for two cores."""
+    """Return the default number of parallel jobs: one per GPU; without GPUs, one per two cores."""
     return torch.cuda.device_count() or max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
-    """Train what is not finished, `most` at a time; `steps` of each job by its name. What fails is named, and the
-    others go on. What another command trains is left to it, and waited for.
+    """Train all unfinished jobs.
 
-    Returns 0, the exit code of the first that failed, or 130 when it was interrupted: each has saved where it stood.
+    A failed job is reported, and the other jobs continue. A job that another command is training is waited for.
+
+    Args:
+        jobs: All jobs.
+        steps: Number of steps of each job, by its name.
+        most: Number of jobs at a time.
+
+    Returns:
+        0, the exit code of the first job that failed, or 130 after an interrupt, when all jobs have saved their state.
     """
     waiting, running, code = [job for job in jobs if not job.finished], list[Running](), 0
     slots, told = list(range(min(most, len(waiting)))), False
@@ -61,13 +68,13 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
                         busy.append(job.name)
                         continue
                     waiting.remove(job)
-                    if job.finished:  # by another command, meanwhile
+                    if job.finished:  # another command finished this job meanwhile
                         log.close()
                         continue
                     running.append(start(job, slots.pop(0), share, log))
                     say(f"{job.name}: started, {log.name}")
                 if busy and not running and not told:
-                    say(f"waiting for {', '.join(busy)}: another command trains there")
+                    say(f"waiting for {', '.join(busy)}: another command is training them")
                     told = True
                 time.sleep(PAUSE)
                 for each in [r for r in running if r.process.poll() is not None]:
@@ -78,23 +85,27 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
                 left = {job.name for job in (*waiting, *(r.job for r in running))}
                 for job in [j for j in waiting if j.after and not j.after.finished and j.after.name not in left]:
                     waiting.remove(job)
-                    say(f"{job.name}: not run, {job.after.name} has failed")
+                    say(f"{job.name}: not run, because {job.after.name} failed")
                 bar.n = sum(min(step_of(job), steps[job.name]) for job in jobs)
                 bar.set_postfix_str(", ".join(r.job.name for r in running))
         except KeyboardInterrupt:
             stop(running)
-            say("stopped: the same command goes on from here")
+            say("stopped: the same command resumes from here")
             return 130
     return code
 
 
 def claim(job: Job) -> IO[str] | None:
-    """The file for what a job says, locked while this command or the job's process holds it; None while others do."""
+    """Open and lock the log file of a job; returns None while another command holds the lock.
+
+    The lock lasts as long as this command or the process of the job holds the file.
+    """
     place = job.folder.parent / "logs"
     place.mkdir(parents=True, exist_ok=True)
     log = open(place / f"{job.name}.log", "a", encoding="utf-8")
     try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes to the job's process, and ends with the last of both
+        # the process of the job inherits the lock, which is released when both have closed the file
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         log.close()
         return None
@@ -102,8 +113,10 @@ def claim(job: Job) -> IO[str] | None:
 
 
 def start(job: Job, slot: int, threads: int, log: IO[str]) -> Running:
-    """Its process, in so many threads ($OMP_NUM_THREADS comes first), on the GPU of its slot; what it says goes to
-    `log`."""
+    """Start the process of a job, on the GPU of its slot, with its output in `log`.
+
+    The process uses `threads` threads, unless $OMP_NUM_THREADS is set.
+    """
     env = dict(os.environ)
     env.setdefault("OMP_NUM_THREADS", str(threads))
     if (gpus := torch.cuda.device_count()) > 1:
@@ -114,7 +127,7 @@ def start(job: Job, slot: int, threads: int, log: IO[str]) -> Running:
 
 
 def end(running: Running) -> str:
-    """How it ended, in a line. A finished run keeps its best weights alone: there is nothing to go on with."""
+    """Describe in one line how a job ended. A finished run keeps only its best weights, because it is never resumed."""
     job, code = running.job, running.process.returncode
     running.log.close()
     if code == 0 and job.finished:
@@ -127,7 +140,7 @@ def end(running: Running) -> str:
 
 
 def step_of(job: Job) -> int:
-    """How far it has come."""
+    """Return the last logged step of a job, or 0."""
     try:
         with open(job.folder / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
@@ -137,7 +150,7 @@ def step_of(job: Job) -> int:
 
 
 def stop(running: Sequence[Running]) -> None:
-    """Tell all to save and end, and see to it that they do."""
+    """Ask all processes to save and end, and kill those that do not end in time."""
     for each in running:
         with contextlib.suppress(ProcessLookupError):
             each.process.terminate()
@@ -152,7 +165,7 @@ def stop(running: Sequence[Running]) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM is a KeyboardInterrupt, too."""
+    """Turn SIGTERM into a KeyboardInterrupt inside the context."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
