@@ -130,7 +130,7 @@ def test_beyond_the_positions_only_attention_goes_on_over_the_last_of_them():
 def test_wrong_modes_and_prompts():
     with pytest.raises(ValueError, match="mixer 'lion_s' supports attention and rnn, got 'kv'"):
         Continuation.of(gpt("lion_s"), "kv", PROMPTS)
-    with pytest.raises(ValueError, match="has attention and kv, got 'rnn'"):
+    with pytest.raises(ValueError, match="supports attention and kv, got 'rnn'"):
         Continuation.of(gpt(), "rnn", PROMPTS)
     with pytest.raises(ValueError, match="at least one token"):
         Continuation.of(gpt(), "kv", [[1], []])

@@ -142,7 +142,7 @@ def test_bad_requests(runs, capsys, tmp_path):
     state = tmp_path / "state.pt"
     assert "--prompt is missing" in refuse(capsys, "generate", lion)
     assert "no --prompt to begin one" in refuse(capsys, "generate", lion, "--state", state)
-    assert "'lion_s' has attention and rnn, got 'kv'" in refuse(
+    assert "'lion_s' supports attention and rnn, got 'kv'" in refuse(
         capsys, "generate", lion, "--prompt", "a", "--mode", "kv"
     )
     assert "at least one token" in refuse(capsys, "generate", lion, "--prompt", "")
