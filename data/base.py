@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 from torch.utils.data import default_collate
 
 from lion.config import ConfigError, setting
-from lion.tasks.data import Batch, Info, Splits
+from lion.samples.base import Batch, Info, Splits
 
 log = logging.getLogger("lion")
 

@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lion.layers import LionAttention
     from lion.layers.layout import Layout
-    from lion.layers.mixer import set_form
+    from lion.layers.mixers import LionAttention
+    from lion.layers.mixers.base import set_form
     from lion.ops import linear_attention
     from lion.recipe import load_recipe
     from lion.runs import load
@@ -17,11 +17,11 @@ __version__ = "0.1.0"
 __all__ = ["Layout", "LionAttention", "linear_attention", "load", "load_recipe", "set_form"]
 HOMES = {
     "Layout": "lion.layers.layout",
-    "LionAttention": "lion.layers",
+    "LionAttention": "lion.layers.mixers",
     "linear_attention": "lion.ops",
     "load": "lion.runs",
     "load_recipe": "lion.recipe",
-    "set_form": "lion.layers.mixer",
+    "set_form": "lion.layers.mixers.base",
 }
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from lion.config import ConfigError, nearest
 from lion.models import Model
 from lion.recipe import Recipe, load_recipe, read_layers
+from lion.samples.base import Info
 from lion.tasks import TASKS, Task
-from lion.tasks.data import Info
 from lion.trainer.checkpoint import Checkpoint, Unusable, load_state, newest, steps_of
 from lion.trainer.runtime import compile_blocks
 

@@ -5,8 +5,8 @@ import torch
 import yaml
 
 from lion.config import ConfigError, flatten, to_dict
-from lion.layers import (
-    KINDS,
+from lion.layers.mixers import (
+    LINEAR,
     SOFTMAX,
     Attention,
     AttentionConfig,
@@ -14,21 +14,15 @@ from lion.layers import (
     LightNetAttention,
     LionAttention,
     SoftmaxAttention,
-    mixers,
 )
-from lion.layers.decays import (
-    FixedDecay,
-    HippoDecay,
-    KeySoftmax,
-    LowRankDecay,
-    RandomFeatureGate,
-    SelectiveDecay,
-    SelectiveHippoDecay,
-    SelectiveVectorDecay,
-)
+from lion.layers.mixers import MIXERS as ENTRIES
+from lion.layers.mixers.hippo import HippoDecay, SelectiveHippoDecay
+from lion.layers.mixers.lightnet import KeySoftmax
+from lion.layers.mixers.linear_transformers import LowRankDecay, RandomFeatureGate
+from lion.layers.mixers.lion import FixedDecay, SelectiveDecay, SelectiveVectorDecay
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
-from lion.tasks.data import Splits
+from lion.samples.base import Splits
 from lion.trainer.checkpoint import newest
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
@@ -492,13 +486,13 @@ def test_a_resolved_recipe_reads_back(path, tmp_path):
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     assert resolve(tmp_path / "recipe.yaml") == recipe
     assert isinstance(load_recipe(tmp_path / "recipe.yaml").data, dict)
-    plain = KINDS[recipe.model.mixer].Config is AttentionConfig  # other mixers require their special settings
+    plain = ENTRIES[recipe.model.mixer].layer.Config is AttentionConfig  # other mixers require their special settings
     few = path in LRA or path in GENERATION
     mixed = ()
     if recipe.model.mixer == "lightnet":  # no other mixer accepts the settings of LightNet
         mixed = ("lightnet",)
     elif plain and (not few or path.stem in ("lra_listops_softmax", "dit_tiny_softmax")):
-        mixed = (SOFTMAX, *mixers.MIXERS)
+        mixed = (SOFTMAX, *LINEAR)
     for mixer in mixed:  # the recipe is stored as written, so an override has the same effect afterwards
         assert built(tmp_path / "recipe.yaml", mixer) == built(path, mixer), mixer
 

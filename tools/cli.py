@@ -92,7 +92,7 @@ def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> N
     Raises:
         ConfigError: The model does not have the form, or does not take the chunk size.
     """
-    from lion.layers.mixer import set_form  # imports PyTorch; a bad command line is refused without it
+    from lion.layers.mixers.base import set_form  # imports PyTorch; a bad command line is refused without it
 
     try:
         set_form(model, form, chunk_size)

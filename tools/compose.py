@@ -18,10 +18,10 @@ from data.base import DataSet, data_root, locked
 from lion.config import ConfigError, nearest
 from lion.recipe import Recipe, free_keys, load_recipe
 from lion.runs import RECIPE, stored_recipe
+from lion.samples.base import Info, Splits
+from lion.samples.text import TextInfo
 from lion.tasks import TASKS, Task
-from lion.tasks.data import Info, Splits
 from lion.tasks.metrics import Metric
-from lion.tasks.text import TextInfo
 from lion.trainer.plan import Plan
 from lion.trainer.state import in_time
 from tools.listing import RECIPES, recipe_path

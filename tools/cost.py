@@ -7,9 +7,9 @@ import os
 import torch
 
 from lion.recipe import Recipe
+from lion.samples.base import Batch
 from lion.tasks import Task
 from lion.tasks.base import to_device
-from lion.tasks.data import Batch
 from lion.trainer.optim import make_optimizer
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime, start_runtime

@@ -30,10 +30,7 @@ import torch
 from torch import Tensor
 
 from lion.config import ConfigError
-from lion.files import save_json
-from lion.progress import progress
-from lion.runs import RECIPE, LoadedRun, find_run, open_run
-from lion.tasks.distances import (
+from lion.evaluation.distances import (
     GROUPS,
     NEIGHBOURS,
     Gaussian,
@@ -43,6 +40,9 @@ from lion.tasks.distances import (
     precision_recall,
     radii,
 )
+from lion.files import save_json
+from lion.progress import progress
+from lion.runs import RECIPE, LoadedRun, find_run, open_run
 from lion.tasks.image_classification import ImageClassification
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import device_name, stamp

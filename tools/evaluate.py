@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from lion.config import ConfigError
-from lion.layers.mixer import forms_of
+from lion.evaluation.forms import form_label, forms_to_measure, measure
+from lion.layers.mixers.base import forms_of
 from lion.ops import FORMS
 from lion.progress import rate
 from lion.runs import count_parameters, find_run, open_run
+from lion.samples.seeds import derive
 from lion.tasks.metrics import Metric
-from lion.tasks.seeds import derive
 from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.choices import evaluate_choices
 from tools.cli import Parser, choose_form, count, counts, run_command, say, table
 from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
-from tools.forms import form_label, forms_to_measure, measure
 from tools.lengths import evaluate_lengths
 
 
@@ -121,7 +121,7 @@ def measure_forms(
     compiling = ", compiling first" if compiled else ""
     say(f"evaluating on {split}, {len(dataset):,} {loaded.task.unit} in batches of {batch}: {which}{compiling}")
     seed = derive(recipe.seed, split)
-    results = measure(loaded, batches, rounds, wanted, runtime, recipe.trainer.precision, seed)
+    results = measure(loaded.model, loaded.task, batches, rounds, wanted, runtime, recipe.trainer.precision, seed)
     return [{"form": form, "chunk_size": size, **about, **results[form, size]} for form, size in forms]
 
 

@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lion.config import ConfigError
 from lion.files import write_atomic
-from lion.layers.softmax import reserve
+from lion.inference.text import MODES, Continuation, Sampling, streaming_mode
+from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.runs import LoadedRun, open_run
-from lion.tasks.generation import MODES, Continuation, Sampling, streaming_mode
 from lion.trainer.runtime import catch_signals, compile_blocks, compile_steps, start_runtime
 from tools.cli import Parser, count, number, run_command, say
 from tools.compose import check_finite, check_tokenizer, digest, open_data, resolve_run

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lion.config import ConfigError
 from lion.progress import progress
-from lion.tasks.data import Splits
+from lion.samples.base import Splits
 from tools.bench.probe import pick_device
 
 BATCH = 64

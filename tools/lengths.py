@@ -14,26 +14,23 @@ from __future__ import annotations
 import math
 import shlex
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 import torch
 
 from data.text.layouts import Layout
 from lion.config import ConfigError
-from lion.layers.mixer import forms_of
+from lion.evaluation.forms import Form, forms_to_measure, measure
+from lion.evaluation.lengths import HeldOut, Windows
+from lion.layers.mixers.base import forms_of
 from lion.models.language import LanguageModel
 from lion.runs import LoadedRun, find_run, open_run
-from lion.tasks.data import Batch
-from lion.tasks.seeds import derive
+from lion.samples.seeds import derive
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import Variant, device_name, stamp
 from tools.cli import choose_form, say, table
 from tools.compose import build_data, check_data, resolve_run
-from tools.forms import Form, forms_to_measure, measure
 from tools.store import Row, Store, digits, pipes, widen
 
 CHUNK = 64  # default of tokens per chunk and per step
@@ -97,72 +94,6 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Held-out text to cut into windows of the given lengths.
-
-    Attributes:
-        ids: Token ids (T,).
-        count: Number of tokens that are evaluated.
-        ahead: Number of further tokens that are read.
-        lengths: Lengths of the windows, the shortest first.
-    """
-
-    ids: np.ndarray
-    count: int
-    ahead: int
-    lengths: tuple[int, ...]
-
-    @classmethod
-    def of(cls, ids: np.ndarray, lengths: tuple[int, ...], most: int, ahead: int) -> Self:
-        """Take as many tokens of the text as possible, so that their number is a multiple of all lengths.
-
-        Raises:
-            ConfigError: The text is too short, or a length is not a multiple of the shortest length.
-        """
-        if odd := [n for n in lengths if n % lengths[0]]:
-            raise ConfigError(f"--lengths: expected multiples of the shortest, {lengths[0]}, got {odd[0]}")
-        there, step = min(most, len(ids) - ahead), math.lcm(*lengths)
-        if step > there:
-            raise ConfigError(
-                f"--lengths: expected at least {step:,} tokens (the common multiple), there are {max(there, 0):,}"
-            )
-        return cls(ids, there - there % step, ahead, lengths)
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Batches of windows of one length, which can be iterated repeatedly.
-
-    The key `key` (B, n) of a batch has one number for each part of a window that is as long as the shortest window.
-    """
-
-    text: HeldOut
-    length: int
-    seed: int
-
-    @property
-    def size(self) -> int:
-        """Number of windows per batch, so that a batch has as many tokens as the longest window."""
-        return max(1, self.text.lengths[-1] // self.length)
-
-    def __len__(self) -> int:
-        return -(-self.text.count // (self.size * self.length))
-
-    def __iter__(self) -> Iterator[Batch]:
-        text, length = self.text, self.length
-        starts = np.arange(text.count // length) * length
-        for first in range(0, len(starts), self.size):
-            some = starts[first : first + self.size]
-            real = torch.arange(self.size) < len(some)  # all batches have the same shape
-            some = np.resize(some, self.size)
-            places = some[:, None] + np.arange(length + text.ahead)  # (B, L)
-            parts = some[:, None] + np.arange(0, length, text.lengths[0])  # (B, n)
-            keys = [[derive(self.seed, int(place)) for place in row] for row in parts]
-            tokens = torch.from_numpy(text.ids[places].astype(np.int64))
-            yield {"tokens": tokens, "mask": real, "key": torch.tensor(keys)}
-
-
 def measure_length(
     loaded: LoadedRun, text: HeldOut, length: int, forms: list[Form], about: Row, runtime: Runtime
 ) -> list[Row]:
@@ -174,7 +105,9 @@ def measure_length(
         say(f"{length} tokens")
         batches = Windows(text, length, derive(loaded.recipe.seed, about["split"]))
         wanted = list(dict.fromkeys([("full", None), *forms]))  # the deviation is measured from the full form
-        found = measure(loaded, batches, len(batches), wanted, runtime, loaded.recipe.trainer.precision)
+        found = measure(
+            loaded.model, loaded.task, batches, len(batches), wanted, runtime, loaded.recipe.trainer.precision
+        )
     rows = []
     for form, size in forms:
         row = {**about, "length": length, "form": form, "chunk_size": size, "shown": "-"}

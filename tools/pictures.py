@@ -26,11 +26,11 @@ from lion.config import ConfigError
 from lion.files import save_json, write_atomic
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, open_run
+from lion.samples.base import Splits
+from lion.samples.images import ImageInfo
+from lion.samples.seeds import place_keys
 from lion.tasks.causal_lm import CausalLM
-from lion.tasks.data import Splits
 from lion.tasks.diffusion import Diffusion
-from lion.tasks.images import ImageInfo
-from lion.tasks.seeds import place_keys
 from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime
 from tools.compose import digest, loader_workers, resolve_run

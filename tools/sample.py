@@ -24,8 +24,8 @@ from lion.files import write_atomic
 from lion.ops import FORMS
 from lion.progress import progress
 from lion.runs import LoadedRun, find_run
+from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import to_bytes
-from lion.tasks.seeds import place_keys
 from lion.trainer.runtime import compile_blocks, start_runtime
 from tools.cli import Parser, check_folder, choose_form, count, number, run_command, say
 from tools.compose import check_finite

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from data.base import data_root
 from lion.config import flatten, to_dict
-from lion.layers import KINDS, MIXERS
+from lion.layers.mixers import LINEAR, MIXERS
 from lion.models import Model
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
@@ -45,12 +45,12 @@ def main(argv: list[str]) -> int:
 
 def mixer_table() -> str:
     """Return a table of all values of `model.mixer`: name, publication, decay and normalisation of each mixer."""
-    return "\n".join(aligned([["model.mixer", *MIXER_COLUMNS[:-1]], *(row[:-1] for row in mixer_rows(KINDS))]))
+    return "\n".join(aligned([["model.mixer", *MIXER_COLUMNS[:-1]], *(row[:-1] for row in mixer_rows(MIXERS))]))
 
 
-def mixer_rows(names: Iterable[str] = MIXERS) -> list[list[str]]:
+def mixer_rows(names: Iterable[str] = LINEAR) -> list[list[str]]:
     """Return rows of the table in lion/layers/README.md: name and facts of each mixer (default: all linear mixers)."""
-    return [[name, *KINDS[name].facts(name)[: len(MIXER_COLUMNS)]] for name in names]
+    return [[name, *MIXERS[name].layer.info(name)[: len(MIXER_COLUMNS)]] for name in names]
 
 
 def show(path: str, overrides: list[str], processes: int | None = None) -> str:

@@ -32,8 +32,8 @@ from lion.runs import (
     lock_run,
     stored_recipe,
 )
+from lion.samples.base import Info
 from lion.tasks import Task
-from lion.tasks.data import Info
 from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, steps_of
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import Plan, make_plan

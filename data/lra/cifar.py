@@ -16,8 +16,8 @@ from data.vision.hf import HubConfig, HubPictures
 from data.vision.sources import Images, read_sample
 from data.vision.torchvision_sets import Cifar10, Cifar10Config
 from lion.config import ConfigError, setting
-from lion.tasks.data import Splits, Unreadable
-from lion.tasks.sequences import SequenceInfo
+from lion.samples.base import Splits, Unreadable
+from lion.samples.sequences import SequenceInfo
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 
 from data.lra.dashes import SEEDS, SOLID, TOUCH, Copies, Dashes, Shape, dashes, dilated, disc
 from lion.config import ConfigError
-from lion.tasks.seeds import GOLDEN, mix, uniform
+from lion.samples.seeds import GOLDEN, mix, uniform
 
 FREE = 0.3 * SOLID  # maximum room taken at the place of a first dash
 DRAWS = 3  # draws of a dash before its contour is abandoned

@@ -23,7 +23,7 @@ from data.manifest import mark_of
 from data.text.corpus import whole
 from data.vision.hf import TEST, VAL, by_split
 from lion.config import ConfigError, setting
-from lion.tasks.sequences import SequenceInfo
+from lion.samples.sequences import SequenceInfo
 
 FIRST = 1 + max(PAD, UNKNOWN, END)  # id of the first byte or character
 ROWS = 1000  # rows of a table in a part

@@ -34,8 +34,8 @@ from data.lra.sequences import (
 from data.lra.store import Arrays, Part, Source, in_parts, write_part
 from data.pool import read_part
 from lion.config import ConfigError, setting
-from lion.tasks.seeds import derive
-from lion.tasks.sequences import SequenceInfo
+from lion.samples.seeds import derive
+from lion.samples.sequences import SequenceInfo
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,

@@ -20,8 +20,8 @@ from data.lra.sequences import GeneratedConfig, stamps
 from data.lra.store import Arrays, Part, Source, in_parts
 from data.vision.pictures import open_or_explain
 from lion.config import ConfigError, setting
-from lion.tasks.seeds import derive
-from lion.tasks.sequences import SequenceInfo
+from lion.samples.seeds import derive
+from lion.samples.sequences import SequenceInfo
 
 log = logging.getLogger("lion")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from data.lra.sequences import SequenceConfig, SequenceSet
 from data.vision.pictures import open_or_explain
 from lion.config import ConfigError, setting
-from lion.tasks.sequences import SequenceInfo
+from lion.samples.sequences import SequenceInfo
 
 PART = 2**21  # pixels
 

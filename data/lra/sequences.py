@@ -19,8 +19,8 @@ from data.lra.store import Arrays, Source, check_sums, files_of, open_arrays, pr
 from data.manifest import FORMAT, fingerprint_of, mark_of
 from data.vision.sources import split_indices
 from lion.config import ConfigError, setting
-from lion.tasks.data import Batch, DeviceDataset, Splits
-from lion.tasks.sequences import SequenceInfo
+from lion.samples.base import Batch, DeviceDataset, Splits
+from lion.samples.sequences import SequenceInfo
 
 PAD, UNKNOWN, END = range(3)  # the first ids of every vocabulary
 STEP = 64  # lengths of batches with `pad: batch` are multiples of this

@@ -18,9 +18,9 @@ from data.hub import approach_hub
 from data.text.text import KNOWN
 from data.text.tokenizers import Tokenizer, looks_like_path, open_tokenizer
 from lion.config import ConfigError, nearest, setting
-from lion.tasks.data import Batch, DeviceDataset, Splits
-from lion.tasks.order import Sequential, Shuffled
-from lion.tasks.text import LabelledTextInfo
+from lion.samples.base import Batch, DeviceDataset, Splits
+from lion.samples.order import Sequential, Shuffled
+from lion.samples.text import LabelledTextInfo
 
 
 class GlueTask(NamedTuple):

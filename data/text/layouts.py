@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.text.store import Tokens
-from lion.tasks.data import Batch, DeviceDataset
+from lion.samples.base import Batch, DeviceDataset
 
 
 class Layout(DeviceDataset):

@@ -25,7 +25,7 @@ from data.text.store import SPLITS, TOKENIZER, Writer, id_type, read_tokenizer
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
 from lion.files import save_json, save_text, write_atomic
-from lion.tasks.order import permute
+from lion.samples.order import permute
 
 log = logging.getLogger("lion")
 

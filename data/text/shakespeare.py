@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from data.base import data_root, user_path
 from data.text.text import Text, TextConfig
 from lion.config import ConfigError, setting
-from lion.tasks.text import TextInfo
+from lion.samples.text import TextInfo
 
 CHARACTERS, TRAIN = 65, 1_003_855  # distinct characters of the text, and characters of its first nine tenths
 FINGERPRINT = "7bf421ab48463b87ed6086fe1042e369d708138245b0798ff9157a314cd412a5"

@@ -17,7 +17,7 @@ import tokenizers
 from data.manifest import MANIFEST, Held, again, compare_sums, open_manifest
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
-from lion.tasks.text import TextInfo
+from lion.samples.text import TextInfo
 
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "val")

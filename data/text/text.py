@@ -27,9 +27,9 @@ from data.text.tokenizers import (
 )
 from lion.config import ConfigError, setting
 from lion.files import save_text
-from lion.tasks.data import Splits
-from lion.tasks.order import Drawn, Shuffled
-from lion.tasks.text import TextInfo
+from lion.samples.base import Splits
+from lion.samples.order import Drawn, Shuffled
+from lion.samples.text import TextInfo
 
 LEARNT_FROM = 2**28  # maximum number of characters that a tokenizer is trained on
 BYTES_A_TOKEN = {"bytes": 1.0, "characters": 1.0}  # of source code; other tokenizers have about 3.5

@@ -14,8 +14,8 @@ from data.base import DataConfig, DataSet
 from data.vision.pictures import open_or_explain
 from data.vision.sources import Images, split_indices
 from lion.config import ConfigError, setting
-from lion.tasks.data import Splits
-from lion.tasks.images import ImageInfo
+from lion.samples.base import Splits
+from lion.samples.images import ImageInfo
 
 SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 INFO = ImageInfo((8, 8), 1, tuple(str(d) for d in range(10)), mean=(0.287,), std=(0.354,))

@@ -15,7 +15,7 @@ from PIL import Image
 from data.base import user_path
 from data.vision.pictures import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
-from lion.tasks.data import Splits
+from lion.samples.base import Splits
 
 log = logging.getLogger("lion")
 

@@ -15,7 +15,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from data.base import find_root, walk
 from data.vision.pictures import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError
-from lion.tasks.data import Splits
+from lion.samples.base import Splits
 
 HOW = (
     "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or with data.val_split=0.1 only ROOT/train/CLASS/*.jpg "

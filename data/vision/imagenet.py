@@ -10,8 +10,8 @@ from torchvision.models import ResNet18_Weights
 from data.base import find_root
 from data.vision.imagefolder import build_folders
 from data.vision.pictures import PictureConfig, Pictures, published_info
-from lion.tasks.data import Splits
-from lion.tasks.images import ImageInfo
+from lion.samples.base import Splits
+from lion.samples.images import ImageInfo
 
 HOW = (
     "get ILSVRC2012 from https://image-net.org/download, unpack it to ROOT/train/WNID/*.JPEG and sort the "

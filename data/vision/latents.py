@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from data.base import DataConfig, DataSet, find_root
 from lion.config import ConfigError, setting
-from lion.tasks.data import Splits
-from lion.tasks.images import ImageInfo, numbered
+from lion.samples.base import Splits
+from lion.samples.images import ImageInfo, numbered
 
 MANIFEST = "latents.json"
 HOW = f'expected train.npy, val.npy (N, C, H, W), *_labels.npy (N,) and {MANIFEST}, {{"scale": .., "classes": [..]}}'

@@ -19,9 +19,9 @@ from data.vision.augment import RandAugment
 from data.vision.resident import ResidentImages
 from data.vision.sources import Decoded, Images, read_sample, split_indices
 from lion.config import ConfigError, setting
-from lion.tasks.data import Splits, Unreadable
-from lion.tasks.images import ImageInfo, numbered
-from lion.tasks.order import Shuffled
+from lion.samples.base import Splits, Unreadable
+from lion.samples.images import ImageInfo, numbered
+from lion.samples.order import Shuffled
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PHOTO_SIZE = (224, 224)  # for images without a common size

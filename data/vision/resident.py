@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.vision.sources import decode
-from lion.tasks.data import DeviceDataset
+from lion.samples.base import DeviceDataset
 
 
 class ResidentImages(DeviceDataset):

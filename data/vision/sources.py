@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lion.config import ConfigError
 from lion.progress import progress
-from lion.tasks.data import Unreadable
+from lion.samples.base import Unreadable
 
 
 class Images(Dataset):

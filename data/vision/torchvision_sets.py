@@ -10,8 +10,8 @@ from torchvision.datasets import CIFAR10, CIFAR100, MNIST, FashionMNIST, VisionD
 from data.base import data_root, user_path
 from data.vision.pictures import PictureConfig, Pictures, build_pictures, published_info
 from lion.config import ConfigError, setting
-from lion.tasks.data import Splits
-from lion.tasks.images import ImageInfo
+from lion.samples.base import Splits
+from lion.samples.images import ImageInfo
 
 
 @dataclass

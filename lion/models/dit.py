@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
-from lion.layers.adaln import Modulation, modulated, plain_norm
-from lion.layers.block import MLPS
 from lion.layers.blocks import BLOCKS
+from lion.layers.blocks.adaln import Modulation, modulated, plain_norm
+from lion.layers.blocks.base import MLPS
 from lion.layers.layout import Layout, grid_layout
 from lion.models.base import Model
 from lion.models.encoder import Encoder

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from lion.config import fill, flatten, setting, to_dict
-from lion.layers import KINDS, AttentionConfig, resolve_mixer
-from lion.layers.block import MLPS
 from lion.layers.blocks import BLOCKS
+from lion.layers.blocks.base import MLPS
 from lion.layers.layout import PLAIN, Layout
+from lion.layers.mixers import MIXERS, AttentionConfig, resolve_mixer
 from lion.layers.norms import NORMS, NoNorm
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.tpe import TPE
@@ -31,7 +31,7 @@ class EncoderConfig(ModelConfig):
     By convention, the position embedding of a model, of any kind, is on if nothing else encodes the order of tokens.
     """
 
-    mixer: str = setting(choices=KINDS)
+    mixer: str = setting(choices=MIXERS)
     dim: int = setting(min=1, max=65_536)
     depth: int = setting(min=1, max=1_000)
     num_heads: int = setting(min=1)
@@ -64,8 +64,8 @@ class EncoderConfig(ModelConfig):
 
     @classmethod
     def types(cls, values: dict[str, Any]) -> dict[str, type]:
-        kind = KINDS.get(values["mixer"]) if isinstance(values.get("mixer"), str) else None
-        return {} if kind is None or kind.Config is AttentionConfig else {"attention": kind.Config}
+        entry = MIXERS.get(values["mixer"]) if isinstance(values.get("mixer"), str) else None
+        return {} if entry is None or entry.layer.Config is AttentionConfig else {"attention": entry.layer.Config}
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads:
@@ -83,8 +83,8 @@ class EncoderConfig(ModelConfig):
         c = fill(self, self.released.get(self.mixer, {})) if self.preset == "released" else copy.copy(self)
         if BLOCKS[c.block].conditional and not self.conditions:
             raise ValueError(f"block: {c.block!r} is conditioned on a class and a time, which only model 'dit' has")
-        facts = KINDS[c.mixer].facts(c.mixer)
-        c = fill(c, {"tpe": facts.tpe, "attention": {"rotation": facts.rotation}})
+        info = MIXERS[c.mixer].layer.info(c.mixer)
+        c = fill(c, {"tpe": info.tpe, "attention": {"rotation": info.rotation}})
         try:
             c.attention = resolve_mixer(c.mixer, c.attention)
         except ValueError as error:
@@ -95,7 +95,7 @@ class EncoderConfig(ModelConfig):
 
     def knows_order(self) -> bool:
         """Return whether the encoder of a resolved config knows the order of tokens without position embeddings."""
-        knows_order = KINDS[self.mixer].knows_order(self.mixer, self.attention)
+        knows_order = MIXERS[self.mixer].layer.knows_order(self.mixer, self.attention)
         return knows_order or self.tpe > 0 or self.attention.rotation != NO_ROTATION
 
     def with_mixer(self, mixer: str) -> Self:

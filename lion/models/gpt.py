@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
-from lion.layers import AttentionConfig
 from lion.layers.layout import AS_THEY_STAND, Layout
-from lion.layers.mixer import state_type
+from lion.layers.mixers import AttentionConfig
+from lion.layers.mixers.base import state_type
 from lion.layers.norms import check_causal
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS

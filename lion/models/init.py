@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lion.layers import Attention, HippoAttention
+from lion.layers.mixers import Attention, HippoAttention
 
 
 def deit(model: nn.Module, std: float) -> None:

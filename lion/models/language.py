@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lion.layers.decay import Decay
+from lion.layers.mixers.decay import Decay
 from lion.models.base import Model
 from lion.models.encoder import Encoder
 

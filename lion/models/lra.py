@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
-from lion.layers.block import MLPS
 from lion.layers.blocks import BLOCKS
-from lion.layers.decay import Decay
-from lion.layers.hippo import USUAL_SPECTRUM
+from lion.layers.blocks.base import MLPS
+from lion.layers.blocks.s5 import ACTIVATIONS
 from lion.layers.layout import AS_THEY_STAND, Layout
 from lion.layers.marks import Marks
+from lion.layers.mixers.decay import Decay
+from lion.layers.mixers.hippo import USUAL_SPECTRUM
 from lion.layers.norms import NORMS, BatchNorm
-from lion.layers.s5 import ACTIVATIONS
 from lion.models.base import Model
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS

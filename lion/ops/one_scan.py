@@ -7,7 +7,7 @@ token has a position in it: without rotation, tokens in another order give the s
 
 "full" and "chunk" compute the product from right to left. "rnn" is one scan, after which the outputs are computed
 (`lion.ops.key_softmax`). So is "chunk" for a long sequence without gradients. In one direction, LightNet is a vector
-decay (`lion.layers.lightnet`).
+decay (`lion.layers.mixers.lightnet`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lion.config import ConfigError
 from lion.models.base import Model
-from lion.tasks.data import Batch, Info
+from lion.samples.base import Batch, Info
 from lion.tasks.metrics import Metric
 
 

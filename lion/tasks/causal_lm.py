@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lion.config import ConfigError
 from lion.models import MODELS
 from lion.models.gpt import GPT
+from lion.samples.base import Batch
 from lion.tasks.base import Outcome, Sums, build_or_explain
-from lion.tasks.data import Batch
 from lion.tasks.language import PERPLEXITY, LanguageTask, token_losses
 from lion.tasks.metrics import LOSS, Metric
 

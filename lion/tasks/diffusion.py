@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import ConfigError, setting
+from lion.inference.diffusion import SCHEDULES, Process
 from lion.models import MODELS
 from lion.models.dit import DiT
+from lion.samples.base import Batch
+from lion.samples.images import ImageInfo
+from lion.samples.seeds import mix, normal, place_keys, uniform
 from lion.tasks.base import Outcome, Sums, Task, build_or_explain
-from lion.tasks.data import Batch
-from lion.tasks.diffusion_process import SCHEDULES, Process
-from lion.tasks.images import ImageInfo
 from lion.tasks.metrics import Mean, Metric
-from lion.tasks.seeds import mix, normal, place_keys, uniform
 
 LOSS = Mean("loss", higher_is_better=False, digits=4)
 PARTS = 4  # of the range of times, each with a loss: the first has the finest detail, the last nearly only noise
@@ -183,7 +183,7 @@ class Diffusion(Task):
         Args:
             model: Model in evaluation mode.
             classes: Integer classes (N,) of the images.
-            keys: Integers (N,) that determine the noise (`lion.tasks.seeds.place_keys`). An image does not depend on
+            keys: Integers (N,) that determine the noise (`lion.samples.seeds.place_keys`). An image does not depend on
                 how many are generated at once.
             steps: Number of denoising steps.
             guidance: Scale of classifier-free guidance (2207.12598), from the prediction without a class to the

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.base import ImageClassifier
+from lion.samples.base import Batch
+from lion.samples.images import ImageInfo
 from lion.tasks.base import Outcome, Sums, Task, build_or_explain, likeliest, unwrapped
-from lion.tasks.data import Batch
-from lion.tasks.images import ImageInfo
 from lion.tasks.metrics import LOSS, Mean, Metric
 
 TOP1 = Mean("top1", "top-1", percent=True)

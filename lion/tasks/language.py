@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.samples.base import Batch
+from lion.samples.text import TextInfo
 from lion.tasks.base import Task
-from lion.tasks.data import Batch
 from lion.tasks.metrics import OfMeans
-from lion.tasks.text import TextInfo
 
 PERPLEXITY = OfMeans("perplexity", higher_is_better=False, function=math.exp, of=("loss",))
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.lra import LRA
+from lion.samples.base import Batch
+from lion.samples.sequences import PIXELS, SequenceInfo
 from lion.tasks.base import Outcome, Sums, Task, build_or_explain, likeliest
-from lion.tasks.data import Batch
 from lion.tasks.metrics import ACCURACY, LOSS, Metric, OfAll
-from lion.tasks.sequences import PIXELS, SequenceInfo
 
 STUCK = 3.0  # an accuracy fewer standard deviations above chance counts as chance
 LEAST = 0.005  # smallest standard deviation of accuracy: one point is no result, however many samples

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.lra import LRAMasked
+from lion.samples.base import Batch
+from lion.samples.seeds import uniform
 from lion.tasks.base import Outcome, Sums, build_or_explain, unwrapped
-from lion.tasks.data import Batch
 from lion.tasks.lra import SequenceTask
 from lion.tasks.metrics import LOSS, Metric
-from lion.tasks.seeds import uniform
 
 
 @dataclass

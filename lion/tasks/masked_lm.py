@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.bert import Bert
+from lion.samples.base import Batch
+from lion.samples.seeds import uniform
+from lion.samples.text import TextInfo
 from lion.tasks.base import Outcome, Sums, build_or_explain
-from lion.tasks.data import Batch
 from lion.tasks.language import PERPLEXITY, LanguageTask, token_losses
 from lion.tasks.metrics import LOSS, Mean, Metric
-from lion.tasks.seeds import uniform
-from lion.tasks.text import TextInfo
 
 ACCURACY = Mean("accuracy", "MLM accuracy", percent=True)
 

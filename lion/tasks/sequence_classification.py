@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from lion.config import ConfigError, nearest
 from lion.models import MODELS
 from lion.models.bert import BertClassifier
+from lion.samples.base import Batch
+from lion.samples.text import LabelledTextInfo
 from lion.tasks.base import Outcome, Sums, build_or_explain, likeliest, unwrapped
-from lion.tasks.data import Batch
 from lion.tasks.language import LanguageTask
 from lion.tasks.metrics import ACCURACY, LOSS, Metric, OfAll
-from lion.tasks.text import LabelledTextInfo
 
 
 def f1(prediction: Tensor, label: Tensor) -> float:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lion.layers.decay import Decay, Gating
+from lion.layers.mixers.decay import Decay, Gating
 from lion.progress import rate
+from lion.samples.base import Batch
 from lion.tasks.base import Task
-from lion.tasks.data import Batch
 from lion.trainer.histogram import Histogram, histogram
 from lion.trainer.loader import Batches
 from lion.trainer.log import NoLog, RunLog

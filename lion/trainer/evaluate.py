@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from lion.samples.base import Batch
 from lion.tasks.base import Outcome, Task, to_device
-from lion.tasks.data import Batch
 from lion.tasks.metrics import Metric, OwnPass
 from lion.trainer.runtime import Runtime
 

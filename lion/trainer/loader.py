@@ -21,9 +21,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lion.config import ConfigError
-from lion.tasks.data import Batch, DeviceDataset, Unreadable
-from lion.tasks.order import Order
-from lion.tasks.seeds import derive
+from lion.samples.base import Batch, DeviceDataset, Unreadable
+from lion.samples.order import Order
+from lion.samples.seeds import derive
 from lion.trainer.faults import FaultsConfig, RunError
 
 log = logging.getLogger("lion")
@@ -147,7 +147,7 @@ class PaddedDataset(Dataset):
     """An evaluation split, padded to whole batches, with the additional columns `mask` and `key`.
 
     `mask` (B,) is False for padding and for samples that cannot be read. `key` (B,), int64, depends on (seed, split,
-    sample) alone. Noise generated from `key` (`lion.tasks.seeds.uniform`) is the same for every model, form, batch
+    sample) alone. Noise generated from `key` (`lion.samples.seeds.uniform`) is the same for every model, form, batch
     size and number of processes. The same holds for random numbers that a data set draws from torch's default
     generator while it reads a sample.
     """

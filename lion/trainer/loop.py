@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
+from lion.samples.base import Batch, Splits
+from lion.samples.seeds import derive
 from lion.tasks.base import Task, to_device
-from lion.tasks.data import Batch, Splits
-from lion.tasks.seeds import derive
 from lion.trainer.checkpointer import Checkpointer
 from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, progress_of
 from lion.trainer.ema import Average, Buffers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lion.tasks.data import Splits
+from lion.samples.base import Splits
 from lion.trainer.loader import Batches, StepSampler, eval_batches, train_batches
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lion.config import ConfigError
-from lion.layers import LionAttention
+from lion.layers.mixers import LionAttention
 from lion.ops import flex
-from lion.tasks.seeds import derive
+from lion.samples.seeds import derive
 
 log = logging.getLogger("lion")
 
@@ -238,7 +238,7 @@ def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
     """Compile `step` of every block of a streaming model in place; return False if there is no compiler.
 
     Without a compiler the model stays eager, and a warning is logged. One graph serves all blocks and tokens. A growing
-    cache must reserve memory for that, see `lion.layers.softmax.reserve`.
+    cache must reserve memory for that, see `lion.layers.mixers.softmax.reserve`.
     """
     if not can_compile(backend):
         return False

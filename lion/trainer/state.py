@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from lion.config import ConfigError
+from lion.samples.seeds import derive
 from lion.tasks.base import Task
-from lion.tasks.seeds import derive
 from lion.trainer.guard import FiniteGuard
 from lion.trainer.plan import Plan
 from lion.trainer.run_data import RunData

@@ -21,10 +21,10 @@ from data.vision.imagefolder import ClassFolders
 from data.vision.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
 from data.vision.sources import split_indices
 from lion.config import ConfigError, build
+from lion.samples.base import Info
+from lion.samples.images import ImageInfo, numbered
 from lion.tasks import TASKS
-from lion.tasks.data import Info
 from lion.tasks.image_classification import ImageClassification
-from lion.tasks.images import ImageInfo, numbered
 from tests.helpers import ROOT, picture, pictures, refuse, tiny_recipe
 
 

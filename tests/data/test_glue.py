@@ -11,7 +11,7 @@ import data
 from data.text.glue import TASKS, cut
 from data.text.tokenizers import open_tokenizer
 from lion.config import ConfigError, build
-from lion.tasks.order import Sequential, Shuffled
+from lion.samples.order import Sequential, Shuffled
 from tests.helpers import glue_folder
 from tools.compose import resolve
 

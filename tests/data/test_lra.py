@@ -24,8 +24,8 @@ from data.lra.listops import IDS, TOKENS, Generator, ListOpsConfig, evaluate, ex
 from data.lra.pathfinder import PathfinderConfig, PathXConfig, is_empty
 from data.lra.sequences import END, PAD, UNKNOWN
 from lion.config import ConfigError, build
-from lion.tasks.seeds import derive
-from lion.tasks.sequences import SequenceInfo
+from lion.samples.seeds import derive
+from lion.samples.sequences import SequenceInfo
 from tests.helpers import ROOT, command, here, picture, refuse
 from tools.compose import resolve
 from tools.labels import check_labels

@@ -6,7 +6,7 @@ import pytest
 
 from data.text.shakespeare import TinyShakespeare, TinyShakespeareConfig
 from lion.config import ConfigError
-from lion.tasks.order import Drawn
+from lion.samples.order import Drawn
 
 CHARACTERS = "\n !$&',-.3:;?" + string.ascii_letters
 

@@ -26,8 +26,8 @@ from data.text.prepare import settle
 from data.text.store import Tokens, Writer, id_type
 from data.text.tokenizers import make_tokenizer, open_tokenizer
 from lion.config import ConfigError, build
-from lion.tasks.order import Drawn, Shuffled
-from lion.tasks.text import TextInfo
+from lion.samples.order import Drawn, Shuffled
+from lion.samples.text import TextInfo
 from tests.helpers import ROOT, command, here, refuse
 from tools.compose import resolve
 

@@ -11,21 +11,21 @@ import sys
 
 import pytest
 
-from lion.layers import MIXERS
+from lion.layers.mixers import LINEAR
 from tests.helpers import ROOT
 from tools.gpu.kernels import compile_kernels
 from tools.gpu.targets import TARGETS
 
 TOLERANCE = 1e-4  # relative to the largest value, float32; gradients of decays are sums over all pairs
 FULL, CHUNK = ("full", 24), ("chunk", 40)
-CASES = {mixer: [(*FULL, "both")] for mixer in MIXERS}
+CASES = {mixer: [(*FULL, "both")] for mixer in LINEAR}
 for mixer in ("lion_lit", "lion_s", "gla", "deltanet"):  # one per operator: other mixers differ in gates only
     CASES[mixer].append((*CHUNK, "both"))
 for mixer in ("lion_s", "lightnet"):
     CASES[mixer].append((*FULL, "forward"))
 
 
-GROUPS = [tuple(MIXERS)[i::3] for i in range(3)]  # importing PyTorch takes longer than a case
+GROUPS = [tuple(LINEAR)[i::3] for i in range(3)]  # importing PyTorch takes longer than a case
 
 
 @pytest.mark.slow

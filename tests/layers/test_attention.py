@@ -4,16 +4,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.layers import MIXERS, SOFTMAX, AttentionConfig, LionAttention, SoftmaxAttention, make_mixer, resolve_mixer
-from lion.layers.decay import Decay, Gating
 from lion.layers.layout import Layout, grid_layout
-from lion.layers.mixer import forms_of, set_form
+from lion.layers.mixers import (
+    LINEAR,
+    SOFTMAX,
+    AttentionConfig,
+    LionAttention,
+    SoftmaxAttention,
+    make_mixer,
+    resolve_mixer,
+)
+from lion.layers.mixers.base import forms_of, set_form
+from lion.layers.mixers.decay import Decay, Gating
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
 GRID = grid_layout(3, 2)
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
 @pytest.mark.parametrize("direction", ["both", "forward"])
 def test_every_parameter_learns(mixer, direction):
     torch.manual_seed(0)
@@ -24,7 +32,7 @@ def test_every_parameter_learns(mixer, direction):
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", LINEAR)
 def test_forms_share_weights_and_results(mixer):
     torch.manual_seed(0)
     layer, x = LionAttention(12, 3, mixer).double().eval(), torch.randn(2, 70, 12, dtype=torch.double)
@@ -34,7 +42,7 @@ def test_forms_share_weights_and_results(mixer):
         assert (layer(x) - expected).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
 @pytest.mark.parametrize("direction", ["both", "forward"])
 def test_padding_and_segments_equal_the_sequences_alone(mixer, direction):
     torch.manual_seed(0)
@@ -92,7 +100,7 @@ def check_padding(module, valid, segments, *gives) -> None:
         assert not got["x"][~kept].any()
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
 @pytest.mark.parametrize("direction", ["both", "forward"])
 @pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
 def test_what_padding_holds_reaches_no_parameter(mixer, direction, valid, segments):
@@ -114,7 +122,7 @@ def test_bad_masks(mixer):
         layer(x, Layout.of(x, segments=torch.zeros(8, dtype=torch.long)))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", LINEAR)
 def test_padding_inside_a_segment_moves_no_token(mixer):
     torch.manual_seed(0)
     layer, x = LionAttention(12, 3, mixer).double().eval(), torch.randn(1, 7, 12, dtype=torch.double)
@@ -201,7 +209,7 @@ def test_a_layout_may_be_a_mask_or_nothing():
 
 def test_help_names_every_mixer_and_setting():
     words = LionAttention.__doc__
-    assert [m for m in MIXERS if f'"{m}"' not in words] == []
+    assert [m for m in LINEAR if f'"{m}"' not in words] == []
     assert [f.name for f in dataclasses.fields(AttentionConfig) if f"`{f.name}`" not in words] == []
 
 

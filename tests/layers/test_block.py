@@ -2,12 +2,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.layers import AttentionConfig
-from lion.layers.adaln import AdaLNZero
-from lion.layers.block import MLPS, DropPath, PreNorm
 from lion.layers.blocks import BLOCKS
+from lion.layers.blocks.adaln import AdaLNZero
+from lion.layers.blocks.base import MLPS, DropPath, PreNorm
+from lion.layers.blocks.post_norm import PostNorm
 from lion.layers.layout import PLAIN
-from lion.layers.post_norm import PostNorm
+from lion.layers.mixers import AttentionConfig
 from tests.layers.test_attention import PACKED, PADDED, check_padding
 
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.export import Dim, export
 
 import lion
-from lion.layers import AttentionConfig
-from lion.layers.linear import LinearState
+from lion.layers.mixers import AttentionConfig
+from lion.layers.mixers.linear import LinearState
 from lion.models.vit import ViT, ViTConfig
 
 from ..ops.helpers import assert_close

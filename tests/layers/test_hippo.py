@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from lion.layers import HippoAttention, make_mixer
-from lion.layers.attention import AttentionConfig
-from lion.layers.hippo import HippoConfig
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.mixer import set_form
-from lion.layers.spectra import SPECTRA, TURNING, legs, s4d_lin, s4d_real
+from lion.layers.mixers import HippoAttention, make_mixer
+from lion.layers.mixers.attention import AttentionConfig
+from lion.layers.mixers.base import set_form
+from lion.layers.mixers.hippo import HippoConfig
+from lion.layers.mixers.spectra import SPECTRA, TURNING, legs, s4d_lin, s4d_real
 
 DIM, HEADS = 16, 2
 MIXERS = ("lion_d_hippo", "lion_s_hippo")

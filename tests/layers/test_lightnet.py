@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from lion.layers import AttentionConfig, LightNetAttention, make_mixer
-from lion.layers.decays import KeySoftmax
 from lion.layers.layout import PLAIN, Layout, grid_layout
-from lion.layers.lightnet import LightNetConfig
-from lion.layers.mixer import set_form
+from lion.layers.mixers import AttentionConfig, LightNetAttention, make_mixer
+from lion.layers.mixers.base import set_form
+from lion.layers.mixers.lightnet import KeySoftmax, LightNetConfig
 from lion.ops import linear_attention
 
 from .oracles import oracle

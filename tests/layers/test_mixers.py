@@ -1,4 +1,4 @@
-"""Mixers of `MIXERS` against their published recurrences (`oracles.py`): forms, directions, streaming, precision."""
+"""Mixers of `LINEAR` against their published recurrences (`oracles.py`): forms, directions, streaming, precision."""
 
 import functools
 import io
@@ -6,12 +6,12 @@ import io
 import pytest
 import torch
 
-import lion.layers.linear as linear_module
+import lion.layers.mixers.linear as linear_module
 import lion.layers.rotations as rotations_module
-from lion.layers import MIXERS, SOFTMAX, AttentionConfig, LionAttention
 from lion.layers.layout import Layout
-from lion.layers.linear import LinearState
-from lion.layers.mixer import set_form
+from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig, LionAttention
+from lion.layers.mixers.base import set_form
+from lion.layers.mixers.linear import LinearState
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.vit import ViT, ViTConfig
 
@@ -21,7 +21,7 @@ DIM, HEADS = 12, 3
 FORMS = (("full", None), ("chunk", 16), ("chunk", 64), ("rnn", 1), ("rnn", 16))
 SMALL_FORMS = (("full", None), ("chunk", 16), ("rnn", 1), ("rnn", 16))
 DIRECTIONS = ("forward", "backward", "both")
-every_mixer = pytest.mark.parametrize("mixer", MIXERS)
+every_mixer = pytest.mark.parametrize("mixer", LINEAR)
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
@@ -65,11 +65,11 @@ def finite(*tensors: torch.Tensor | None) -> bool:
 
 
 def test_every_entry_is_published_and_has_an_oracle():
-    missing = [name for name in MIXERS if name not in ORACLES]
+    missing = [name for name in LINEAR if name not in ORACLES]
     assert not missing, (
         f"no oracle in tests/layers/oracles.py for {missing}: write it from the paper, not from the code"
     )
-    for name, entry in MIXERS.items():
+    for name, entry in LINEAR.items():
         assert entry.source, name
         assert entry.left_out or name.startswith("lion_"), f"{name}: what does its entry leave out?"
 
@@ -90,7 +90,7 @@ def test_forms_are_the_published_recurrence(mixer, direction, length):
 
 
 def oracle_of(layer: LionAttention, x: torch.Tensor, direction: str) -> torch.Tensor:
-    name = next(name for name, entry in MIXERS.items() if entry is layer.mixer)
+    name = next(name for name, entry in LINEAR.items() if entry is layer.mixer)
     eps = torch.finfo(layer.proj.weight.dtype).eps  # epsilon of RMSNorm
     return oracle(name, weights(layer), x, HEADS, direction, eps)
 
@@ -133,7 +133,7 @@ def test_backward_is_the_recurrence_on_the_flipped_sequence(mixer, monkeypatch):
 
 def test_only_lion_s_meets_other_decays_in_both_directions_than_in_one():
     """Check convention "source" (a decay belongs to the token being left), which matters only for varying decays."""
-    for mixer, entry in MIXERS.items():
+    for mixer, entry in LINEAR.items():
         w, x = weights(make(mixer)), tokens(20)
         late, early = (scan(mixer, w, x, Way(HEADS, late)).numerator for late in (True, False))
         assert torch.allclose(late, early, rtol=1e-12) == (not mixer.startswith("lion_s")), mixer
@@ -399,7 +399,7 @@ def test_states_are_float32_in_bf16(mixer):
     assert all(x.dtype == torch.float32 for s in (state, end, wide) for x in (s.S, s.z, *s.decay))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", LINEAR)
 @torch.inference_mode()
 def test_long_sequences_stay_near_float32_in_bf16(mixer):
     """Check long sequences, because bf16 cannot represent positions above 256."""

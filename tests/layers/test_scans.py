@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lion.layers import MIXERS, SOFTMAX, AttentionConfig, LionAttention, resolve_mixer
 from lion.layers.layout import SCANS, Layout, grid_layout
-from lion.layers.mixer import set_form
+from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig, LionAttention, resolve_mixer
+from lion.layers.mixers.base import set_form
 from lion.ops import SCAN_MERGES
 from tests.ops.helpers import oracle_mask
 
@@ -104,7 +104,7 @@ def test_one_scan_in_another_order():
     torch.testing.assert_close(snake(x, grid)[:, order], plain(x[:, order], grid_layout(4, 4)))
 
 
-@pytest.mark.parametrize("mixer", [m for m in (SOFTMAX, *MIXERS) if m not in ("lion_d", "lion_s", "lion_s_vector")])
+@pytest.mark.parametrize("mixer", [m for m in (SOFTMAX, *LINEAR) if m not in ("lion_d", "lion_s", "lion_s_vector")])
 def test_other_mixers_have_one_scan(mixer):
     with pytest.raises(ValueError, match=f"scans: not available with mixer '{mixer}'"):
         resolve_mixer(mixer, AttentionConfig(scans=SNAKES))

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from lion.config import ConfigError
-from lion.layers import MIXERS, NONE, SOFTMAX, Attention, AttentionConfig
-from lion.layers.mixer import forms_of, set_form
-from lion.layers.post_norm import PostNorm
+from lion.layers.blocks.post_norm import PostNorm
+from lion.layers.mixers import LINEAR, NONE, SOFTMAX, Attention, AttentionConfig
+from lion.layers.mixers.base import forms_of, set_form
 from lion.models.bert import Bert, BertClassifier, BertClassifierConfig, BertConfig
 from lion.recipe import build
 from lion.runs import count_parameters
 
 VOCABULARY = 40
-EVERY = (SOFTMAX, *MIXERS)
+EVERY = (SOFTMAX, *LINEAR)
 
 
 def bert(mixer=SOFTMAX, length=24, **settings):

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.layers import MIXERS, SOFTMAX, AttentionConfig
-from lion.layers.mixer import set_form
+from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig
+from lion.layers.mixers.base import set_form
 from lion.models.dit import DiT, DiTConfig, position_embedding
 from lion.models.gpt import GPTConfig
 from lion.models.vit import ViTConfig
@@ -31,7 +31,7 @@ def asked(size=(8, 8), channels=3, batch=2):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
 @pytest.mark.parametrize(("size", "patch"), [((8, 8), 2), ((6, 10), (3, 2))])
 def test_shapes_and_gradients(block, mixer, size, patch):
     model, batch = dit(mixer, size, block=block, patch_size=patch), asked(size)

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from lion.config import ConfigError, build, setting
-from lion.layers import KINDS, MIXERS, NONE, SOFTMAX, AttentionConfig, LionAttention
-from lion.layers.block import PreNorm
 from lion.layers.blocks import BLOCKS
+from lion.layers.blocks.base import PreNorm
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.mixer import Facts
+from lion.layers.mixers import LINEAR, MIXERS, NONE, SOFTMAX, AttentionConfig, LionAttention
+from lion.layers.mixers.base import MixerInfo
+from lion.layers.mixers.registry import Entry
 from lion.layers.norms import NORMS
 from lion.layers.rotations import Rope
 from lion.models.base import Model
@@ -40,7 +41,7 @@ ROTATED = AttentionConfig(direction="forward", rotation="rope")
 
 @pytest.mark.parametrize(
     ("mixer", "attention"),
-    [*((m, CAUSAL) for m in (SOFTMAX, NONE, *MIXERS)), (SOFTMAX, ROTATED), ("gla", ROTATED), ("lion_s", ROTATED)],
+    [*((m, CAUSAL) for m in (SOFTMAX, NONE, *LINEAR)), (SOFTMAX, ROTATED), ("gla", ROTATED), ("lion_s", ROTATED)],
 )
 @torch.inference_mode()
 def test_a_causal_encoder_streams(mixer, attention):
@@ -57,7 +58,7 @@ def test_a_causal_encoder_streams(mixer, attention):
                     torch.testing.assert_close(y, whole[:, piece], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("mixer", "attention"), [*((m, CAUSAL) for m in (SOFTMAX, *MIXERS)), (SOFTMAX, ROTATED)])
+@pytest.mark.parametrize(("mixer", "attention"), [*((m, CAUSAL) for m in (SOFTMAX, *LINEAR)), (SOFTMAX, ROTATED)])
 @torch.inference_mode()
 def test_ragged_prompts_go_on_as_they_would_alone(mixer, attention):
     model, x = encoder(mixer, attention), torch.randn(3, 12, 12, dtype=torch.double)
@@ -95,7 +96,9 @@ def test_what_tells_the_order_is_said():
 
 def test_a_mixer_may_bring_its_own_tpe(monkeypatch):
     """Check that None selects the TPE of a mixer's published models, and that another mixer does not inherit it."""
-    monkeypatch.setattr(LionAttention, "facts", staticmethod(lambda name: Facts("here", tpe=5 * (name == "lion_lit"))))
+    monkeypatch.setattr(
+        LionAttention, "info", staticmethod(lambda name: MixerInfo("here", tpe=5 * (name == "lion_lit")))
+    )
     config = ViTConfig("lion_lit", 12, 2, 3)
     assert config.resolved().tpe == 5 and not config.resolved().position_embedding
     assert ViTConfig("lion_lit", 12, 2, 3, tpe=0).label() == "lion_lit without TPE"
@@ -208,8 +211,8 @@ class Wide(LionAttention):
         return LionAttention.resolve("lion_s", config)
 
     @staticmethod
-    def facts(name):
-        return Facts("here")
+    def info(name):
+        return MixerInfo("here")
 
     @staticmethod
     def knows_order(name, config):
@@ -225,7 +228,7 @@ class OfWide(EncoderConfig):
 
 
 def test_a_mixer_may_have_settings_of_its_own(monkeypatch):
-    monkeypatch.setitem(KINDS, "wide", Wide)
+    monkeypatch.setitem(MIXERS, "wide", Entry(Wide))
     values = {"mixer": "wide", "dim": 12, "depth": 1, "num_heads": 3, "attention": {"reach": 5}}
     config = build(OfWide, values, source=str)
     assert config.attention.reach == 5 and config.resolved().attention.feature_map == "silu_shifted"

@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.layers import KINDS, SOFTMAX, AttentionConfig, make_mixer
+from lion.layers.mixers import MIXERS, SOFTMAX, AttentionConfig, make_mixer
+from lion.layers.mixers.softmax import reserve
 from lion.layers.norms import NORMS
-from lion.layers.softmax import reserve
 from lion.models.gpt import GPT, CausalAttentionConfig, GPTConfig
 from lion.runs import count_parameters
 
 TOKENS = 11
 # every mixer, and two mixers after MD-TPE
-STREAMS = pytest.mark.parametrize(("mixer", "tpe"), [*((m, None) for m in KINDS), (SOFTMAX, 3), ("lion_s", 3)])
+STREAMS = pytest.mark.parametrize(("mixer", "tpe"), [*((m, None) for m in MIXERS), (SOFTMAX, 3), ("lion_s", 3)])
 
 
 def gpt(mixer=SOFTMAX, *, length=24, **settings):
@@ -55,7 +55,7 @@ def test_what_writes_into_the_residual_stream_starts_smaller():
 
 
 def test_positions_are_for_mixers_that_know_no_order():
-    with_positions = {mixer for mixer in KINDS if gpt(mixer).positions is not None}
+    with_positions = {mixer for mixer in MIXERS if gpt(mixer).positions is not None}
     assert with_positions == {"softmax", "none", "lion_lit", "linear_transformer"}
     assert gpt(SOFTMAX).longest == 24 and gpt("lion_s").longest is None
     for rotation in ("rope", "lrpe", "lrpe_learned"):

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from lion.layers import KINDS, Attention, AttentionConfig
-from lion.layers.hippo import HippoConfig
+from lion.layers.blocks.s5 import ACTIVATIONS
 from lion.layers.marks import marks_of
-from lion.layers.mixer import set_form
-from lion.layers.s5 import ACTIVATIONS
+from lion.layers.mixers import MIXERS as ENTRIES
+from lion.layers.mixers import Attention, AttentionConfig
+from lion.layers.mixers.base import set_form
+from lion.layers.mixers.hippo import HippoConfig
 from lion.models.lra import LRA, LRAConfig, LRAMasked, LRAMaskedConfig
 from lion.trainer.optim import OptimConfig, make_optimizer
 from lion.trainer.runtime import compile_blocks
@@ -20,7 +21,7 @@ every_mixer = pytest.mark.parametrize("mixer", MIXERS)
 
 
 def config(mixer: str = "lion_s_hippo", attention: dict | None = None, **settings) -> LRAConfig:
-    kind = KINDS[mixer].Config
+    kind = ENTRIES[mixer].layer.Config
     return LRAConfig(
         **{"mixer": mixer, "dim": DIM, "depth": 2, "num_heads": HEADS}, attention=kind(**attention or {}), **settings
     )
@@ -319,4 +320,4 @@ def test_memory_is_linear_in_length():
 def test_attention_is_that_of_the_mixer():
     for mixer in MIXERS:
         layers = [m for m in model(mixer).modules() if isinstance(m, Attention)]
-        assert len(layers) == 2 and all(type(m) is KINDS[mixer] for m in layers)
+        assert len(layers) == 2 and all(type(m) is ENTRIES[mixer].layer for m in layers)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from lion.layers import MIXERS, SOFTMAX, AttentionConfig
-from lion.layers.lightnet import LightNetConfig
-from lion.layers.mixer import set_form
+from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig
+from lion.layers.mixers.base import set_form
+from lion.layers.mixers.lightnet import LightNetConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.ops import SCAN_MERGES
 
@@ -13,7 +13,7 @@ def vit(mixer="lion_s", size=(8, 8), channels=3, classes=5, known=None, **settin
     return ViT(config, image_size=size, channels=channels, num_classes=classes, **(known or {}))
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
 @pytest.mark.parametrize(("size", "patch"), [((8, 8), 2), ((6, 10), (3, 2)), ((4, 4), 4)])
 def test_shapes_and_gradients(mixer, size, patch):
     model = vit(mixer, size, patch_size=patch)
@@ -24,10 +24,10 @@ def test_shapes_and_gradients(mixer, size, patch):
 
 
 def test_conventions_follow_the_mixer():
-    configs = {m: ViTConfig(m, 12, 1, 3).resolved() for m in [SOFTMAX, *MIXERS]}
+    configs = {m: ViTConfig(m, 12, 1, 3).resolved() for m in [SOFTMAX, *LINEAR]}
     found = {m: (c.position_embedding, c.readout) for m, c in configs.items()}
     blind = {"lion_lit", "linear_transformer"}  # without decay the mixer knows no order of tokens
-    assert found == {"softmax": (True, "cls")} | {m: (m in blind, "mean") for m in MIXERS}
+    assert found == {"softmax": (True, "cls")} | {m: (m in blind, "mean") for m in LINEAR}
     assert ViTConfig("lion_s", 12, 1, 3, position_embedding=True, readout="cls").readout == "cls"
     bare = ViTConfig("lightnet", 12, 1, 3, tpe=0, attention=LightNetConfig(rotation="none"))
     assert bare.resolved().position_embedding  # without rotation and TPE, both directions know no order either
@@ -40,7 +40,7 @@ SNAKES = {"scans": ("row_snake", "column_snake")}
 MULTISCAN = [(m, {**SNAKES, "scan_merge": merge}) for m in ("lion_d", "lion_s") for merge in SCAN_MERGES]
 
 
-@pytest.mark.parametrize(("mixer", "attention"), [*((m, {}) for m in MIXERS), *MULTISCAN])
+@pytest.mark.parametrize(("mixer", "attention"), [*((m, {}) for m in LINEAR), *MULTISCAN])
 def test_forms_agree(mixer, attention):
     torch.manual_seed(0)
     model = vit(mixer, (20, 14), attention=AttentionConfig(**attention)).double().eval()

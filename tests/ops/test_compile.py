@@ -7,8 +7,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lion.ops.chunk
-from lion.layers import LionAttention
 from lion.layers.layout import Layout
+from lion.layers.mixers import LionAttention
 from lion.ops import linear_attention
 
 from .helpers import assert_close, backward, case, make, pairwise, signed, unit_keys

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from lion.config import ConfigError
 from lion.models.gpt import GPT, GPTConfig
+from lion.samples.text import TextInfo
 from lion.tasks.causal_lm import CausalLM, CausalLMConfig
-from lion.tasks.text import TextInfo
 
 INFO = TextInfo(vocabulary=7, length=9, tokenizer="characters", fingerprint="f")
 

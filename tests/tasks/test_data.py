@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from lion.config import ConfigError
-from lion.tasks.data import Info
-from lion.tasks.images import ImageInfo, numbered
+from lion.samples.base import Info
+from lion.samples.images import ImageInfo, numbered
 
 INFO = ImageInfo((8, 4), 1, ("cat", "dog"), (0.5,), (0.25,))
 

@@ -5,12 +5,12 @@ import torch
 import yaml
 
 from lion.config import ConfigError
-from lion.layers.mixer import set_form
+from lion.inference.diffusion import SCHEDULES, Process
+from lion.layers.mixers.base import set_form
 from lion.models.dit import DiTConfig
+from lion.samples.images import ImageInfo
+from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import Diffusion, DiffusionConfig, scaled, to_bytes
-from lion.tasks.diffusion_process import SCHEDULES, Process
-from lion.tasks.images import ImageInfo
-from lion.tasks.seeds import place_keys
 from tests.helpers import state_of, tiny_recipe
 from tests.trainer.helpers import same, train
 

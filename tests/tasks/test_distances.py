@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lion.tasks.distances import Gaussian, frechet_distance, inception_score, jackknife, precision_recall, radii
+from lion.evaluation.distances import Gaussian, frechet_distance, inception_score, jackknife, precision_recall, radii
 
 
 def features(count, width, seed=0, scale=1.0, shift=0.0):
@@ -71,7 +71,7 @@ def test_the_score_of_classes():
 
 
 def test_radii_of_points_on_a_line(monkeypatch):
-    monkeypatch.setattr("lion.tasks.distances.ROWS", 2)
+    monkeypatch.setattr("lion.evaluation.distances.ROWS", 2)
     x = torch.tensor([0.0, 1, 3, 7, 15])[:, None]
     assert radii(x, 1).tolist() == pytest.approx([1, 1, 2, 4, 8])
     assert radii(x, 3).tolist() == pytest.approx([7, 6, 4, 7, 14])
@@ -80,7 +80,7 @@ def test_radii_of_points_on_a_line(monkeypatch):
 
 @pytest.mark.parametrize("rows", [3, 1024])
 def test_precision_and_recall_of_known_sets(rows, monkeypatch):
-    monkeypatch.setattr("lion.tasks.distances.ROWS", rows)
+    monkeypatch.setattr("lion.evaluation.distances.ROWS", rows)
     real, other = features(40, 4), features(40, 4, 1)
 
     def found(*sets):

@@ -5,10 +5,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lion.layers import KINDS, SOFTMAX
+from lion.inference import text as generation
+from lion.inference.text import Continuation, Sampling, streaming_mode
+from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.models.gpt import GPT, GPTConfig
-from lion.tasks import generation
-from lion.tasks.generation import Continuation, Sampling, streaming_mode
 from lion.trainer.runtime import compile_blocks, compile_steps
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7], [8, 9, 1]]
@@ -35,7 +35,7 @@ def generated(model, mode, count=20, sampling=GREEDY, seed=0, prompts=PROMPTS):
     return text.rows
 
 
-@pytest.mark.parametrize("mixer", KINDS)
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_teacher_forced_logits_agree(mixer):
     model, tokens = gpt(mixer), torch.randint(11, (3, 20))
     slow, fast = (Continuation.of(model, mode, PROMPTS) for mode in ("attention", streaming_mode(model)))
@@ -46,7 +46,7 @@ def test_teacher_forced_logits_agree(mixer):
     torch.testing.assert_close(fast.logits, slow.logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("mixer", KINDS)
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_greedy_tokens_are_equal_in_float64(mixer):
     model = gpt(mixer).double()
     rows = generated(model, "attention")

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.layers import AttentionConfig
+from lion.layers.mixers import AttentionConfig
 from lion.models.vit import ViT, ViTConfig
+from lion.samples.images import ImageInfo
 from lion.tasks.base import unwrapped
 from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig, erase
-from lion.tasks.images import ImageInfo
 
 INFO = ImageInfo((4, 4), 1, tuple("abcdefg"), (0.0,), (1 / 255,))  # normalisation leaves pixels unchanged
 

@@ -8,11 +8,11 @@ from torch.utils.data import Dataset
 
 from lion.config import ConfigError, to_dict
 from lion.models.lra import LRAConfig, LRAMaskedConfig
+from lion.samples.base import Splits
+from lion.samples.sequences import SequenceInfo
 from lion.tasks import TASKS
-from lion.tasks.data import Splits
 from lion.tasks.lra import LRATask, LRATaskConfig, above_chance
 from lion.tasks.lra_masked import LRAMaskedTask, LRAMaskedTaskConfig
-from lion.tasks.sequences import SequenceInfo
 from lion.trainer.config import TrainerConfig
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer

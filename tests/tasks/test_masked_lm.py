@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.layers import MIXERS, SOFTMAX
-from lion.layers.mixer import forms_of, set_form
+from lion.layers.mixers import LINEAR, SOFTMAX
+from lion.layers.mixers.base import forms_of, set_form
 from lion.models.bert import Bert, BertConfig
 from lion.recipe import build
-from lion.tasks.data import Splits
+from lion.samples.base import Splits
+from lion.samples.seeds import derive
+from lion.samples.text import TextInfo
 from lion.tasks.masked_lm import MaskedLM, MaskedLMConfig
-from lion.tasks.seeds import derive
-from lion.tasks.text import TextInfo
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
@@ -195,7 +195,7 @@ def test_metrics_of_a_model_that_knows():
     assert own.metric.name == "accuracy" and own.metric.text(0.6705) == "67.05 %"
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
 @torch.no_grad()
 def test_every_form_and_batch_size_measures_the_same(mixer):
     own, net, data = task(), model(mixer).double(), batch(6)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lion.tasks import order as orders
-from lion.tasks.order import LISTED, Drawn, Shuffled, permutation, permute
-from lion.tasks.seeds import derive
+from lion.samples import order as orders
+from lion.samples.order import LISTED, Drawn, Shuffled, permutation, permute
+from lion.samples.seeds import derive
 
 HUGE = 365_000_000  # number of documents in C4
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from lion.tasks.seeds import GOLDEN, derive, mix, normal, uniform
+from lion.samples.seeds import GOLDEN, derive, mix, normal, uniform
 
 
 def test_the_generator_is_the_published_one():
@@ -53,6 +53,6 @@ def test_draws_are_normal():
 def test_no_draw_is_infinite(monkeypatch):
     """Check the normal draws for the smallest and the largest uniform draw."""
     ends = torch.tensor([[0.0, 1 - 2.0**-24]])
-    monkeypatch.setattr("lion.tasks.seeds.uniform", lambda keys, n: ends)
+    monkeypatch.setattr("lion.samples.seeds.uniform", lambda keys, n: ends)
     low, high = normal(None, 2)[0].tolist()
     assert low == -high and 5 < high < 6

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError, build
-from lion.layers import MIXERS, SOFTMAX
+from lion.layers.mixers import LINEAR, SOFTMAX
 from lion.models.bert import BertClassifierConfig
-from lion.tasks.data import Splits
+from lion.samples.base import Splits
+from lion.samples.text import LabelledTextInfo, TextInfo
 from lion.tasks.sequence_classification import (
     METRICS,
     SequenceClassification,
@@ -20,7 +21,6 @@ from lion.tasks.sequence_classification import (
     pearson,
     spearman,
 )
-from lion.tasks.text import LabelledTextInfo, TextInfo
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
@@ -114,7 +114,7 @@ def test_loss_is_a_mean_over_the_samples_of_the_global_batch():
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
 @torch.inference_mode()
 def test_padding_changes_no_logit(mixer):
     """Check that neither the amount nor the content of padding changes a logit."""

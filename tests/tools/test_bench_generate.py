@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from lion.layers import SOFTMAX
-from lion.tasks.generation import Continuation
+from lion.inference.text import Continuation
+from lion.layers.mixers import SOFTMAX
 from tests.helpers import here, refuse
 from tools.bench import collect, generate
 

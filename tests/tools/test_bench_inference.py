@@ -9,8 +9,8 @@ import yaml
 from PIL import Image
 from torchvision.transforms import v2
 
-from lion.layers import Attention
 from lion.layers.layout import Layout
+from lion.layers.mixers import Attention
 from lion.runs import open_run
 from tests.helpers import here, refuse, tiny_recipe
 from tools.bench import collect, inference, probe

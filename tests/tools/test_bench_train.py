@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lion.config import ConfigError
-from lion.layers import Attention
+from lion.layers.mixers import Attention
 from tests.helpers import ROOT, here, refuse
 from tools.bench import train
 from tools.bench.plain import PLAIN, PlainGPT, plain_step

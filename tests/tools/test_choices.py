@@ -7,10 +7,10 @@ import torch
 
 import lion
 from data.text.tokenizers import open_tokenizer
-from lion.tasks.scoring import interval, log_likelihoods, share_right
-from lion.tasks.text import TextInfo
+from lion.evaluation.choices import interval, log_likelihoods, share_right
+from lion.evaluation.questions import Choices, encode, joined, read_questions
+from lion.samples.text import TextInfo
 from tests.helpers import here, refuse
-from tools.choices import Choices, encode, joined, read_questions
 from tools.compose import make_task, resolve
 from tools.convert import write_run
 

@@ -19,13 +19,13 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 import lion
 from data.vision.digits import INFO, Digits
 from lion.config import ConfigError
+from lion.evaluation.forms import forms_to_measure
 from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
 from tools import predict, programs, train
 from tools.cli import one_line, run_command
 from tools.commands import COMMANDS, called_by
 from tools.compose import build_data, loader_workers, resolve
-from tools.forms import forms_to_measure
 from tools.listing import listing, recipe_names
 from tools.show import activation_bytes, mixer_rows, mixer_table, show
 

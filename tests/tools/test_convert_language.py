@@ -117,7 +117,7 @@ def test_a_mistake_would_show(tokenizers, tmp_path):
         convert(saved(tmp_path / "a", theirs, tokenizers["gpt"]), tmp_path / "run", kind="gpt"), compile=False
     )
     for block in ours.encoder.blocks:
-        block.mlp.__class__ = lion.layers.block.Mlp  # the exact GELU
+        block.mlp.__class__ = lion.layers.blocks.base.Mlp  # the exact GELU
     assert apart(ours, theirs) > 1e-6
 
 

@@ -9,6 +9,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lion
+from lion.evaluation import forms as forms_module
+from lion.evaluation.forms import measure
 from lion.runs import open_run
 from lion.tasks.base import Outcome
 from lion.tasks.metrics import OwnPass
@@ -18,9 +20,7 @@ from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime, compile_blocks, missing_compiler
 from tests.helpers import here, tiny_recipe
 from tools import evaluate
-from tools import forms as tools_forms
 from tools.compose import build_data, resolve_run
-from tools.forms import measure
 
 pytest.importorskip("sklearn")
 
@@ -45,7 +45,7 @@ def test_all_forms_are_of_one_checkpoint(run, monkeypatch):
         prune(seal(scratch), 1)
         return choose(*args)
 
-    monkeypatch.setattr(tools_forms, "choose_form", replace_and_choose)
+    monkeypatch.setattr(forms_module, "set_form", replace_and_choose)
     (chunk,) = evaluate.measure_forms(run, "chunk", 3)
     assert newest(run, "best").step >= first + 2  # one checkpoint for each form, full and chunk
     assert chunk["best_step"] == first and chunk["deviation"] < 1e-4
@@ -75,12 +75,12 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
         return outcome
 
     monkeypatch.setattr(loaded.task, "evaluate", watched)
-    found = measure(loaded, batches, len(batches), forms, cpu, "fp32")
+    found = measure(loaded.model, loaded.task, batches, len(batches), forms, cpu, "fp32")
     assert list(found) == forms and max(alive) <= 3
     assert counter.frame_count == len(forms)  # one graph per form, however often the forms alternate
     own = OwnPass("pass", measure=lambda task, model, batches, _: float(model(next(iter(batches))["image"])[0, 0]))
     monkeypatch.setattr(loaded.task, "metrics", (own,))
-    passes = measure(loaded, batches[:1], 1, forms, cpu, "fp32")
+    passes = measure(loaded.model, loaded.task, batches[:1], 1, forms, cpu, "fp32")
     assert all(passes[form]["value"] == pytest.approx(outputs[form][0, 0].item(), abs=2e-6) for form in forms)
     for form in forms:
         assert found[form]["value"] == expected[form] and found[form]["samples_per_second"] > 0
@@ -105,7 +105,7 @@ def test_outputs_are_compared_sample_by_sample(run):
     reference, mask = torch.randn(6, 50, 40), torch.tensor([True] * 5 + [False])
     outputs = reference + 0.25 * torch.rand(6, 50, 40)
     outputs[3, 7, 11], outputs[5] = reference[3, 7, 11] - 0.5, 9
-    measured = tools_forms.Measured(task, torch.device("cpu"))
+    measured = forms_module.Measured(task, torch.device("cpu"))
     with Watch():
         measured.add(Outcome({}, outputs), reference, mask)
     assert 1 < largest <= reference[0].numel()

@@ -5,7 +5,7 @@ import torch
 
 import lion
 from data.text.tokenizers import open_tokenizer
-from lion.tasks.text import TextInfo
+from lion.samples.text import TextInfo
 from tests.helpers import here, refuse
 from tools.compose import make_task, resolve
 from tools.convert import write_run

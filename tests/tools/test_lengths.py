@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from lion.config import ConfigError
 from lion.runs import open_run
-from lion.tasks.seeds import derive
+from lion.samples.seeds import derive
 from tests.helpers import here, refuse, tiny_recipe
 from tools.lengths import HeldOut, Windows
 

@@ -7,7 +7,7 @@ import torch
 
 from lion.config import ConfigError
 from lion.recipe import load_recipe
-from lion.tasks.order import Shuffled
+from lion.samples.order import Shuffled
 from lion.trainer import state
 from lion.trainer.diagnostics import Monitor
 from lion.trainer.loader import StepSampler

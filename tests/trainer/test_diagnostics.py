@@ -7,8 +7,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import make_histogram
 
 from lion.models.vit import ViT, ViTConfig
+from lion.samples.images import ImageInfo
 from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig
-from lion.tasks.images import ImageInfo
 from lion.trainer.diagnostics import decay_histograms, progress_of
 from lion.trainer.histogram import EDGES, histogram
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
+from lion.samples.seeds import derive
 from lion.tasks.metrics import OwnPass
-from lion.tasks.seeds import derive
 from lion.trainer.checkpoint import newest
 from lion.trainer.evaluate import Totals, evaluate
 from lion.trainer.runtime import Runtime

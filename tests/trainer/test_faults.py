@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.tasks.data import Unreadable
-from lion.tasks.order import Shuffled
+from lion.samples.base import Unreadable
+from lion.samples.order import Shuffled
 from lion.trainer import checkpointer, parallel
 from lion.trainer.checkpoint import check_space, newest, steps_of
 from lion.trainer.faults import FaultsConfig, RunError, memory_advice

@@ -3,9 +3,9 @@ import torch
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.tasks.data import DeviceDataset
-from lion.tasks.order import Drawn, Shuffled
-from lion.tasks.seeds import uniform
+from lion.samples.base import DeviceDataset
+from lion.samples.order import Drawn, Shuffled
+from lion.samples.seeds import uniform
 from lion.trainer.loader import StepSampler, eval_batches, steps_per_epoch, train_batches
 
 ORDER = Shuffled()

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounter
 
 from lion.config import ConfigError
 from lion.files import write_atomic
-from lion.layers import MIXERS, SOFTMAX, AttentionConfig
+from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig
 from lion.models.dit import DiT, DiTConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.trainer.checkpoint import load_state
@@ -91,7 +91,7 @@ def test_a_fusion_that_may_miscompile_adaln_is_off_on_gpus_alone():
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("mixer", [SOFTMAX, *MIXERS])
+@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
 @pytest.mark.parametrize("form", ["full", "chunk"])
 def test_blocks_compile_whole_and_share_their_graph(mixer, form):
     """Check graphs with the eager backend: no graph break, one graph for all blocks, no new graph in later steps."""

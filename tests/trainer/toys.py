@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lion.layers.marks import Marks
-from lion.tasks import data
+from lion.samples import base as data
 from lion.tasks.base import Outcome, Sums, Task
 from lion.tasks.metrics import Mean, OfAll, OfMeans, OwnPass
 from lion.trainer.config import TrainerConfig

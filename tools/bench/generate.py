@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lion.config import ConfigError
-from lion.layers import SOFTMAX
-from lion.layers.softmax import reserve
+from lion.inference.text import MODES, PIECE, streaming_mode
+from lion.layers.mixers import SOFTMAX
+from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.runs import find_run, read_run
 from lion.tasks import Task
-from lion.tasks.generation import MODES, PIECE, streaming_mode
 from lion.trainer.memory import tensor_peak
 from tools.bench.collect import collect
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from lion.config import ConfigError, nearest
-from lion.layers import SOFTMAX
+from lion.layers.mixers import SOFTMAX
 from lion.runs import build_on_meta
 from tools.bench.operators import OPERATORS
 from tools.bench.probe import stamp

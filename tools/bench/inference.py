@@ -29,14 +29,14 @@ from typing import Any
 import torch
 
 from lion.config import ConfigError
-from lion.layers import MIXERS, SOFTMAX, Attention
-from lion.layers.decays import FixedDecay
-from lion.layers.mixer import set_form
+from lion.layers.mixers import LINEAR, SOFTMAX, Attention
+from lion.layers.mixers.base import set_form
+from lion.layers.mixers.lion import FixedDecay
 from lion.models.base import Model
 from lion.runs import LoadedRun, build_on_meta, open_run
+from lion.samples.base import Batch, Splits
+from lion.samples.seeds import derive
 from lion.tasks.base import Task
-from lion.tasks.data import Batch, Splits
-from lion.tasks.seeds import derive
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
 from lion.trainer.memory import tensor_peak
@@ -140,7 +140,7 @@ def variants(loaded: LoadedRun, forms: list[str], chunk_sizes: list[int]) -> lis
 
 def no_decay(loaded: LoadedRun) -> bool:
     mixer = loaded.recipe.model.mixer
-    return mixer in MIXERS and MIXERS[mixer].decay is None
+    return mixer in LINEAR and LINEAR[mixer].decay is None
 
 
 def resized(loaded: LoadedRun, size: int) -> Task:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lion.layers import MIXERS, LionAttention
-from lion.layers.decays import KeySoftmax
 from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout, grid_layout
+from lion.layers.mixers import LINEAR, LionAttention
+from lion.layers.mixers.lightnet import LIGHTNET, KeySoftmax
 from lion.ops import (
     linear_attention,
     multi_scan_attention,
@@ -38,12 +38,12 @@ class Operator:
 
     @property
     def one_scan(self) -> bool:
-        return MIXERS[self.mixer].one_scan and self.direction == "both"
+        return self.mixer == LIGHTNET and self.direction == "both"
 
     @property
     def of_keys(self) -> bool:
         """Return whether the decay is computed from the keys."""
-        return MIXERS[self.mixer].one_scan and self.direction != "both"
+        return self.mixer == LIGHTNET and self.direction != "both"
 
     def inputs(
         self,
@@ -159,7 +159,7 @@ def grid(length: int, scans: tuple[str, ...]) -> Layout:
 
 
 OPERATORS = {
-    **{name: Operator(name) for name in MIXERS},
+    **{name: Operator(name) for name in LINEAR},
     "lion_s_multiscan": Operator("lion_s", scans=("row_snake", "column_snake")),  # 2 orders x 2 directions: 4 scans
     "gla_forward": Operator("gla", "forward"),
     "lightnet_forward": Operator("lightnet", "forward"),

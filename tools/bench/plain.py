@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import ConfigError
-from lion.layers import SOFTMAX
+from lion.layers.mixers import SOFTMAX
 from lion.models.base import ModelConfig
 from lion.models.gpt import GPT, GPTConfig
 from lion.recipe import Recipe

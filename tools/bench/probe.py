@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lion.config import ConfigError
+from lion.evaluation.timing import seconds
 from lion.trainer.memory import free_bytes
 from lion.trainer.runtime import cpu_name, missing_compiler
 
@@ -122,18 +123,3 @@ def best(run: Callable[[], object], device: torch.device, repeats: int = 5) -> f
     """Return the seconds of the fastest of `repeats` calls."""
     run()
     return min(seconds(run, device) for _ in range(repeats))
-
-
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call, by the clock of the device."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin

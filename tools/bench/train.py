@@ -31,11 +31,11 @@ import yaml
 from torch import nn
 
 from lion.config import ConfigError, flatten, to_dict
-from lion.layers import NONE, SOFTMAX
+from lion.layers.mixers import NONE, SOFTMAX
 from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
+from lion.samples.base import Batch, Splits
 from lion.tasks import Task
-from lion.tasks.data import Batch, Splits
 from lion.trainer.log import NoLog
 from lion.trainer.loop import Trainer
 from lion.trainer.memory import process_peak

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lion.config import ConfigError
 from lion.recipe import Recipe
-from lion.tasks.data import Info
+from lion.samples.base import Info
 from tools.compose import describe_data
 from tools.convert.files import Held
 

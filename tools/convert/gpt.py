@@ -11,7 +11,7 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.models.gpt import GPT
 from lion.recipe import Recipe
-from lion.tasks.text import TextInfo
+from lion.samples.text import TextInfo
 from tools.convert.files import Held
 from tools.convert.language import PLAIN, Format, LanguageConverter
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from data.text.tokenizers import MADE, Tokenizer, local_files, open_tokenizer
 from lion.config import ConfigError, flatten, to_dict
-from lion.layers import SOFTMAX
+from lion.layers.mixers import SOFTMAX
 from lion.layers.rotations import NO_ROTATION
 from lion.models.language import LanguageModel
 from lion.recipe import Recipe
-from lion.tasks.text import TextInfo
+from lion.samples.text import TextInfo
 from tools.compose import open_data
 from tools.convert.base import Converter, Setting, checked, no_place
 from tools.convert.files import Held

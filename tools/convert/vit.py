@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lion.config import ConfigError
-from lion.layers import SOFTMAX
 from lion.layers.layout import AS_THEY_STAND
+from lion.layers.mixers import SOFTMAX
 from lion.recipe import Recipe
-from lion.tasks.images import ImageInfo, numbered
+from lion.samples.images import ImageInfo, numbered
 from tools.convert.base import Converter, Setting, checked, no_place
 from tools.convert.files import Held
 

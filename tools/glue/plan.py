@@ -15,8 +15,8 @@ from lion.config import ConfigError, build, merge, nearest, setting, to_dict
 from lion.files import save_text
 from lion.recipe import Recipe, differences, read_layers
 from lion.runs import RECIPE, SUMMARY, find_run, read_run, stored_recipe
+from lion.samples.text import TextInfo
 from lion.tasks.masked_lm import MaskedLM
-from lion.tasks.text import TextInfo
 from tools.compose import check_tokenizer, open_data, resolve, resolve_run
 from tools.listing import recipe_path
 

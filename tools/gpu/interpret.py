@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 
-from lion.layers import LionAttention
+from lion.layers.mixers import LionAttention
 from tools.gpu.fused import FUSED, taken
 from tools.gpu.graphs import Graph, trace
 from tools.gpu.kernels import load

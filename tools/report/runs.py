@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from lion.config import ConfigError, flatten, to_dict
 from lion.recipe import Recipe, free_keys
 from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_run
+from lion.samples.base import Info
 from lion.tasks import Task
-from lion.tasks.data import Info
 from lion.tasks.metrics import Metric, OfMeans
 from lion.trainer.schedule import to_seconds
 from tools.compose import open_data, resolve_run

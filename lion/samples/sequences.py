@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from lion.config import ConfigError
-from lion.tasks.data import Info
+from lion.samples.base import Info
 
 PIXELS = 256  # number of intensities
 
 
 @dataclass(frozen=True)
 class SequenceInfo(Info):
-    """Facts about long sequences with a class each that a model must know.
+    """MixerInfo about long sequences with a class each that a model must know.
 
     A sample is {"tokens": int64 (L,), "label": int} or {"pixels": uint8 (L,), "label": int}. A pair of documents is
     {"tokens": int64 (L,), "second": int64 (L2,), "label": int}.

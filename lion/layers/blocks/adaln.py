@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lion.layers.block import Block
+from lion.layers.blocks.base import Block
 from lion.layers.layout import Layout
 from lion.layers.norms import NORMS
 

@@ -6,18 +6,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from lion.evaluation.timing import seconds
+from lion.layers.mixers import set_form
 from lion.progress import progress, rate
-from lion.runs import LoadedRun
+from lion.samples.base import Batch
 from lion.tasks.base import Outcome, Task, to_device
-from lion.tasks.data import Batch
 from lion.tasks.metrics import Metric, OwnPass
 from lion.trainer.evaluate import Totals, own_value
 from lion.trainer.loader import Batches
 from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import Runtime
-from tools.bench.probe import seconds
-from tools.cli import choose_form
 
 LONG = 1024  # tokens; for longer samples, L x L matrices and single steps are measured only on request
 DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
@@ -66,7 +66,8 @@ class Measured:
 
 
 def measure(
-    loaded: LoadedRun,
+    model: nn.Module,
+    task: Task,
     batches: Batches,
     rounds: int,
     forms: list[Form],
@@ -78,7 +79,6 @@ def measure(
 
     Each of the `rounds` batches is read once, run in every form, and then dropped.
     """
-    model, task = loaded.model, loaded.task
     found = {form: Measured(task, runtime.device) for form in forms}
     samples, seen = 0, set()
 
@@ -94,7 +94,7 @@ def measure(
         new = shapes not in seen
         seen.add(shapes)
         for form, measured in found.items():
-            choose_form(model, *form)
+            set_form(model, *form)
             shown.label(f"evaluating {form_label(*form)}", partial(measured.shown, task.metric, samples))
             if new:
                 once()  # compilation is not timed
@@ -110,7 +110,7 @@ def measure(
     shown.close()
     results = {}
     for form, measured in found.items():
-        choose_form(model, *form)
+        set_form(model, *form)
         values = measured.totals.values(runtime)
         if isinstance(task.metric, OwnPass):
             values[task.metric.name] = own_value(task.metric, model, batches, task, runtime, precision, seed)

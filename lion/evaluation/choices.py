@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lion.samples.base import Batch
 from lion.tasks.base import Outcome
 from lion.tasks.causal_lm import CausalLM, CausalLMConfig
-from lion.tasks.data import Batch
 from lion.tasks.metrics import Metric, OfAll
 
 QUANTILE = 1.959964  # of the normal distribution, for 95 %

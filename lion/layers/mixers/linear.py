@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lion.config import check_settings, fill
-from lion.layers.attention import ALTERNATING, Attention, AttentionConfig, check_rotation, check_scan_names
-from lion.layers.decay import Decay, Gating
-from lion.layers.decays import DECAYS
 from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
-from lion.layers.mixer import Facts, check_state, state_type
-from lion.layers.mixers import MIXERS
+from lion.layers.mixers.attention import ALTERNATING, Attention, AttentionConfig, check_rotation, check_scan_names
+from lion.layers.mixers.base import MixerInfo, check_state, state_type
+from lion.layers.mixers.decay import Decay, Gating
+from lion.layers.mixers.registry import MIXERS
 from lion.layers.rotations import NO_ROTATION
-from lion.ops import FORMS, State, counts_own, linear_attention, multi_scan_attention, one_scan_attention, prefill, step
+from lion.ops import FORMS, State, counts_own, linear_attention, multi_scan_attention, prefill, step
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 from lion.ops.settings import hint
+
+
+@dataclass(frozen=True)
+class LinearMixer:
+    """The parts of a linear mixer.
+
+    Attributes:
+        decay: Class of the decay, which includes gates on the key; None: no decay.
+        feature_map: Feature map of queries and keys, an entry of `FEATURE_MAPS`.
+        key_map: Feature map of keys, if different.
+        normalize: Normalisation, as in `lion.ops.linear_attention`.
+        scale: Factor on the scores, where `normalize` uses one; None is 1/sqrt(D).
+        decay_convention, causal_decay_convention: Decay conventions (`lion.ops.decay`), in both directions and in one.
+            The linear Transformers use "target" in both cases, so that every direction is their published recurrence
+            (Theorem 3.1). RetNet's rotation is an exception: it depends on positions, so it rotates the other way in
+            the backward direction.
+        rotation: Entry of `ROTATIONS` that rotates q and k.
+        out_norm, out_gate_rank: Norm and gate after the heads, as in `AttentionConfig`; None: the model decides.
+        source: Publication.
+        left_out: Parts of the published block, around its recurrence, that this entry leaves out.
+    """
+
+    decay: type[Decay] | None
+    feature_map: str = "identity"
+    key_map: str | None = None
+    normalize: str = "none"
+    scale: float | None = None
+    decay_convention: str = "target"
+    causal_decay_convention: str = "target"
+    rotation: str = "none"
+    out_norm: str | None = None
+    out_gate_rank: int = 0
+    source: str = ""
+    left_out: str = ""
+
+
+def linear_mixers() -> dict[str, LinearMixer]:
+    """Return the parts of every linear mixer of `MIXERS`, by name."""
+    return {name: entry.fields for name, entry in MIXERS.items() if isinstance(entry.fields, LinearMixer)}
 
 
 @state_type
@@ -66,11 +104,17 @@ class LionAttention(Attention):
 
     forms = FORMS
 
+    def __new__(cls, dim: int = 0, num_heads: int = 0, mixer: str = "lion_s", *_: Any, **__: Any) -> LionAttention:
+        """Return a layer of the mixer's class: `LionAttention(dim, num_heads, "lightnet")` is a `LightNetAttention`."""
+        layer = MIXERS[mixer].layer if mixer in MIXERS else cls
+        return super().__new__(layer if issubclass(layer, cls) else cls)
+
     def __init__(
         self, dim: int, num_heads: int, mixer: str = "lion_s", config: AttentionConfig | None = None, **settings
     ) -> None:
-        if mixer not in MIXERS:
-            raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer!r}")
+        linear = linear_mixers()
+        if mixer not in linear:
+            raise ValueError(f"mixer: expected one of {', '.join(linear)}, got {mixer!r}")
         config, names = config or self.Config(), [field.name for field in fields(self.Config)]
         for name in settings:
             if name not in names:
@@ -78,26 +122,27 @@ class LionAttention(Attention):
         super().__init__(dim, num_heads, self.resolve(mixer, replace(config, **settings)))
         if self.config.direction == ALTERNATING:
             raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
-        self.mixer = MIXERS[mixer]
-        self.one_scan = self.mixer.one_scan and self.config.direction == "both"
-        scans = len(self.config.scans) if self.mixer.decay and not self.one_scan else 0
-        self.decays = nn.ModuleList(self.make_decay(dim) for _ in range(scans))  # one decay per scan
+        self.mixer = linear[mixer]
+        self.decays = nn.ModuleList(self.make_decays(dim))
         for decay in self.decays:
             decay.reverse = self.config.direction == "backward"
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
 
-    def make_decay(self, dim: int) -> Decay:
-        return DECAYS[self.mixer.decay](dim, self.num_heads)
+    def make_decays(self, dim: int) -> list[Decay]:
+        """Return one decay per scan, none for a mixer without decay."""
+        kind = self.mixer.decay
+        return [] if kind is None else [kind(dim, self.num_heads) for _ in self.config.scans]
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
         check_settings(config)
         check_scan_names(config)
-        entry, several = MIXERS[name], config.scans != AS_THEY_STAND
+        linear = linear_mixers()
+        entry, several = linear[name], config.scans != AS_THEY_STAND
         if several and config.rotation not in (None, NO_ROTATION):
             raise ValueError(f"rotation {config.rotation!r} needs one order of the tokens, not several scans")
-        if several and not (entry.decay and DECAYS[entry.decay].scans):
-            fits = ", ".join(n for n, other in MIXERS.items() if other.decay and DECAYS[other.decay].scans)
+        if several and not (entry.decay and entry.decay.scans):
+            fits = ", ".join(n for n, other in linear.items() if other.decay and other.decay.scans)
             raise ValueError(f"scans: not available with mixer {name!r}, only with {fits}")
         if config.score_dropout and config.form in ("chunk", "rnn"):
             raise ValueError(
@@ -108,16 +153,11 @@ class LionAttention(Attention):
         both = config.direction == "both"
         filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
         out = fill(config, filled)
-        if entry.decay and DECAYS[entry.decay].delta:
+        if entry.decay and entry.decay.delta:
             if out.normalize != "none":
                 raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
             if config.score_dropout:
                 raise ValueError("score_dropout is not available with the delta rule, which has no scores")
-        if entry.one_scan:
-            if out.normalize != "none":
-                raise ValueError(f"normalize {out.normalize!r}: mixer {name!r} has normalised keys, use 'none'")
-            if config.score_dropout:
-                raise ValueError(f"score_dropout is not available with mixer {name!r}, which computes no scores")
         check_rotation(out)
         maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
         for phi in maps:
@@ -130,18 +170,15 @@ class LionAttention(Attention):
         return out
 
     @staticmethod
-    def facts(name: str) -> Facts:
-        entry = MIXERS[name]
-        memory = "none" if entry.decay is None else DECAYS[entry.decay].per
+    def info(name: str) -> MixerInfo:
+        entry: LinearMixer = MIXERS[name].fields
+        memory = "none" if entry.decay is None else entry.decay.per
         divisor = {"sum": "row sum", "max": "max(abs(row sum), 1)", "none": "-"}[entry.normalize]
-        if entry.one_scan:
-            memory, divisor = f"{memory}; none in both directions", "softmax of keys over tokens"
-        return Facts(entry.source, memory, divisor, entry.left_out or "-", entry.model_tpe, entry.model_rotation)
+        return MixerInfo(entry.source, memory, divisor, entry.left_out or "-")
 
     @staticmethod
     def knows_order(name: str, config: AttentionConfig) -> bool:
-        entry = MIXERS[name]
-        return entry.decay is not None and not (entry.one_scan and config.direction == "both")
+        return MIXERS[name].fields.decay is not None
 
     @property
     def causal(self) -> bool:
@@ -153,7 +190,7 @@ class LionAttention(Attention):
             raise ValueError("scans: a stream has one order, in which its tokens arrive")
 
     def check_form(self, form: str) -> None:
-        if form != "blockwise" or self.mixer.one_scan:
+        if form != "blockwise":
             super().check_form(form)
 
     def set_form(self, form: str, chunk_size: int | None = None) -> None:
@@ -161,9 +198,6 @@ class LionAttention(Attention):
         self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        if self.one_scan:
-            given = dict(angles=self.angles(x, layout), segments=layout.segments, feature_map=self.config.feature_map)
-            return one_scan_attention(q, k, v, **given, form=self.form, chunk_size=self.chunk_size)
         how = dict(
             form=self.form,
             direction=self.config.direction,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.layers.block import MLPS, Block
+from lion.layers.blocks.base import MLPS, Block
 from lion.layers.layout import Layout
 
 

@@ -12,7 +12,7 @@ from lion.ops import FORMS
 from lion.ops.settings import check_chunk_size
 
 
-class Facts(NamedTuple):
+class MixerInfo(NamedTuple):
     """Metadata of a mixer.
 
     Attributes:
@@ -54,7 +54,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     @staticmethod
-    def facts(name: str) -> Facts:
+    def info(name: str) -> MixerInfo:
         """Return the metadata of the mixer `name`."""
         raise NotImplementedError
 

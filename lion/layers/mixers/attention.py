@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lion.config import nearest, setting
 from lion.layers.layout import AS_THEY_STAND, PLAIN, SCANS, Layout
-from lion.layers.mixer import Mixer
+from lion.layers.mixers.base import Mixer
 from lion.layers.norms import NO_NORM, NORMS, check_causal, over_tokens
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES

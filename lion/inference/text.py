@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lion.layers.mixers import SOFTMAX
-from lion.layers.softmax import reserve
+from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
-from lion.tasks.seeds import derive, uniform
+from lion.samples.seeds import derive, uniform
 
 MODES = {
     "attention": "recompute the whole sequence for each token",

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.layers import AttentionConfig, make_mixer
 from lion.layers.layout import PLAIN, Layout
+from lion.layers.mixers import AttentionConfig, make_mixer
 from lion.layers.norms import NORMS
 
 

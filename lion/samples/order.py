@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lion.tasks.seeds import GOLDEN, derive, mix, shift
+from lion.samples.seeds import GOLDEN, derive, mix, shift
 
 LISTED = 2**21  # up to this many samples, a permutation is stored (16 MiB) once per epoch
 ROUNDS = 8

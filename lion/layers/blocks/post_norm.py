@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lion.layers.block import Block
+from lion.layers.blocks.base import Block
 from lion.layers.layout import Layout
 
 

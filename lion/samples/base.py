@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from lion.config import ConfigError
-from lion.tasks.order import Order, Shuffled
+from lion.samples.order import Order, Shuffled
 
 Batch = dict[str, Tensor]
 

@@ -11,13 +11,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
-from lion.layers.attention import Attention, AttentionConfig, check_scan_names
 from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
-from lion.layers.mixer import Facts, check_state, state_type
-from lion.layers.mixers import NONE, SOFTMAX
+from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names
+from lion.layers.mixers.base import MixerInfo, check_state, state_type
+from lion.layers.mixers.registry import Entry
 from lion.layers.rotations import NO_ROTATION
 from lion.ops.features import apply_feature_map
 from lion.ops.rotary import rotate_pair
+
+SOFTMAX = "softmax"  # the baseline: no feature map, no decay, PyTorch's SDPA
+NONE = "none"  # the floor: values pass through unchanged
 
 
 @state_type
@@ -101,8 +104,8 @@ class SoftmaxAttention(Attention):
         return config
 
     @staticmethod
-    def facts(name: str) -> Facts:
-        return Facts("1706.03762, the baseline", "-", "softmax")
+    def info(name: str) -> MixerInfo:
+        return MixerInfo("1706.03762, the baseline", "-", "softmax")
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
         return super().prepare(x, layout).with_pairs(self.causal)
@@ -172,8 +175,8 @@ class NoMixing(Attention):
         return SoftmaxAttention.resolve(name, config)
 
     @staticmethod
-    def facts(name: str) -> Facts:
-        return Facts("the floor: values go through", "-", "-")
+    def info(name: str) -> MixerInfo:
+        return MixerInfo("the floor: values go through", "-", "-")
 
     @property
     def causal(self) -> bool:
@@ -190,3 +193,6 @@ class NoMixing(Attention):
 
     def step(self, x: Tensor, state: tuple, valid: Tensor | None = None) -> tuple[Tensor, tuple]:
         return self(x, Layout.of(x, valid)), ()
+
+
+FAMILY = {SOFTMAX: Entry(SoftmaxAttention), NONE: Entry(NoMixing)}

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from lion.config import ConfigError
-from lion.tasks.data import Info
+from lion.samples.base import Info
 
 
 @dataclass(frozen=True)
 class ImageInfo(Info):
-    """Facts about image data that a model must know.
+    """MixerInfo about image data that a model must know.
 
     Attributes:
         size: (height, width).

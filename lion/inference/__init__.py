@@ -1,0 +1,1 @@
+"""Generation: text token by token, images by diffusion."""

@@ -1,0 +1,49 @@
+"""Sequence mixers: a file for each family, and the table of all of them by name, `MIXERS`."""
+
+from __future__ import annotations
+
+from lion.layers.mixers import delta, hippo, lightnet, linear_transformers, lion, softmax
+from lion.layers.mixers.attention import Attention, AttentionConfig
+from lion.layers.mixers.base import Mixer, forms_of, mixers_of, set_form
+from lion.layers.mixers.hippo import HippoAttention
+from lion.layers.mixers.lightnet import LightNetAttention
+from lion.layers.mixers.linear import LionAttention, linear_mixers
+from lion.layers.mixers.registry import MIXERS
+from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
+
+for family in (lion, hippo, linear_transformers, lightnet, delta, softmax):
+    MIXERS.update(family.FAMILY)
+LINEAR = linear_mixers()
+__all__ = [
+    "LINEAR",
+    "MIXERS",
+    "NONE",
+    "SOFTMAX",
+    "Attention",
+    "AttentionConfig",
+    "HippoAttention",
+    "LightNetAttention",
+    "LionAttention",
+    "Mixer",
+    "NoMixing",
+    "SoftmaxAttention",
+    "forms_of",
+    "make_mixer",
+    "mixers_of",
+    "resolve_mixer",
+    "set_form",
+]
+
+
+def resolve_mixer(name: str, config: AttentionConfig) -> AttentionConfig:
+    """Return `config` with every None replaced by the convention of the mixer `name`.
+
+    Raises:
+        ValueError: An invalid value, or two values that cannot be combined.
+    """
+    return MIXERS[name].layer.resolve(name, config)
+
+
+def make_mixer(name: str, dim: int, num_heads: int, config: AttentionConfig) -> Mixer:
+    """Return a new layer of the mixer `name` (`model.mixer` of a recipe); `config` may still contain None."""
+    return MIXERS[name].layer(dim, num_heads, name, config)

@@ -1,0 +1,208 @@
+"""Linear Transformers with a decay, as published: RetNet, gated RFA, Mamba, RWKV-6, GLA, HGRN-2, xLSTM.
+
+All gates are computed in float32 or wider.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.layers.layout import Layout
+from lion.layers.mixers.decay import Decay, Gating, fold, linear
+from lion.layers.mixers.linear import LinearMixer, LionAttention
+from lion.layers.mixers.registry import Entry
+
+
+class RetentionDecay(Decay):
+    """RetNet (arXiv 2307.08621, Eq. 8): `gamma_h = 1 - 2^(-5-h)`, not learned; log_decay (H,)."""
+
+    per = "a head"
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        head = torch.arange(
+            self.num_heads, device=x.device, dtype=x.dtype
+        )  # not a buffer, because `.bfloat16()` would round it
+        return Gating(k, torch.log1p(-(2.0 ** (-5 - head))))
+
+
+class RandomFeatureGate(Decay):
+    """Gated RFA (arXiv 2103.02143, section 3.2): `g_i = sigmoid(w x_i + b)`, `S = g S + (1 - g) k v^T`; z likewise."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.gate = nn.Linear(dim, num_heads)
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        logits = linear(self.gate, x).mT  # (B, H, L)
+        return Gating(fold(k, torch.sigmoid(-logits)), F.logsigmoid(logits))
+
+
+class DiscreteDecay(Decay):
+    """Mamba-2 (arXiv 2405.21060): step `dt_i = softplus(W x_i + b)`, `S = exp(A dt) S + dt k v^T` with a scalar A < 0.
+
+    As published, A = -exp(a) starts in [-16, -1]. The bias b makes dt start in [0.001, 0.1].
+    """
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.step = nn.Linear(dim, num_heads, bias=False)
+        dt = torch.exp(torch.empty(num_heads).uniform_(math.log(0.001), math.log(0.1)))
+        self.step_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        self.a = nn.Parameter(self.start().log().flatten())  # one-dimensional: exempt from weight decay
+
+    def start(self) -> Tensor:
+        return torch.empty(self.num_heads, 1).uniform_(1, 16)
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        dt = F.softplus(linear(self.step, x) + self.step_bias.to(x.dtype)).mT  # (B, H, L)
+        A = -self.a.to(x.dtype).exp().view(self.num_heads, 1, -1)  # (H, 1, D or 1)
+        log_decay = A * dt[..., None]
+        return Gating(fold(k, dt), log_decay.squeeze(-1) if A.shape[-1] == 1 else log_decay)
+
+
+class DiscreteVectorDecay(DiscreteDecay):
+    """Mamba (arXiv 2312.00752, Algorithm 2): Mamba-2 with an A for each state dimension, starting at -1, .., -D.
+
+    Mamba has a step for each value channel. Here the channels of a head share one step.
+    """
+
+    per = "a token and key dimension"
+
+    def start(self) -> Tensor:
+        head_dim = self.dim // self.num_heads
+        return torch.arange(1, head_dim + 1, dtype=torch.get_default_dtype()).expand(self.num_heads, -1)
+
+
+class ReceptanceDecay(Decay):
+    """RWKV-6 (arXiv 2404.05892): `lambda_i = exp(-exp(w + tanh(x_i A) B))` for each key dimension, and the bonus u.
+
+    The state is read before its update, so the decay convention of this mixer is "between". A and B have rank 64.
+    """
+
+    per = "a token and key dimension"
+
+    def __init__(self, dim: int, num_heads: int, rank: int = 64) -> None:
+        super().__init__(dim, num_heads)
+        ratio = torch.linspace(0, 1, dim // num_heads).repeat(num_heads)
+        self.w = nn.Parameter(-6 + 5 * ratio)  # lambda in each head: from almost 1 down to exp(-exp(-1)) = 0.69
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, dim, bias=False)
+        self.u = nn.Parameter(1 - ratio)
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        w = self.w.to(x.dtype) + linear(self.up, torch.tanh(linear(self.down, x)))
+        log_decay = -torch.exp(w.clamp(max=7))  # exp(-exp(7)) is 0 in float64
+        return Gating(k, self.by_head(log_decay), bonus=self.u.view(self.num_heads, -1))
+
+
+class LowRankDecay(Decay):
+    """GLA (arXiv 2312.06635, section 4.4): the vector `lambda_i = sigmoid(x_i W1 W2 + b)^(1/16)`; W1 has rank 16."""
+
+    per = "a token and key dimension"
+
+    def __init__(self, dim: int, num_heads: int, rank: int = 16, temperature: float = 16.0) -> None:
+        super().__init__(dim, num_heads)
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, dim)
+        self.temperature = temperature
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        return Gating(k, self.by_head(F.logsigmoid(linear(self.up, linear(self.down, x)))) / self.temperature)
+
+
+class BoundedDecay(Decay):
+    """HGRN-2 (arXiv 2404.07904): the vector `lambda_i = b + (1 - b) sigmoid(f_i)`, and the key `1 - lambda_i`.
+
+    The logits f are the output of the key projection. Each layer learns a separate lower bound b. In HGRN-2 the bounds
+    of all layers come from one cumulative softmax, so that they rise with depth.
+    """
+
+    per = "a token and key dimension"
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.bound = nn.Parameter(torch.full((dim,), -2.0))  # b = 0.12
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        bound = self.bound.to(x.dtype).view(self.num_heads, 1, -1)
+        logits = k.to(x.dtype)
+        rest = F.logsigmoid(-bound)  # log(1 - b)
+        log_decay = torch.logaddexp(F.logsigmoid(bound).expand_as(logits), rest + F.logsigmoid(logits))
+        return Gating((rest + F.logsigmoid(-logits)).exp().to(k.dtype), log_decay)
+
+
+class InputAndForgetGate(Decay):
+    """xLSTM's mLSTM (arXiv 2405.04517) with sigmoid gates: `S = f S + i k v^T`, `f_i`, `i_i = sigmoid(W x_i + b)`.
+
+    The exponential input gate is left out, because it needs a running maximum over both directions.
+    """
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.gates = nn.Linear(dim, 2 * num_heads, bias=False)
+        self.input_bias = nn.Parameter(torch.zeros(num_heads))
+        self.forget_bias = nn.Parameter(torch.linspace(3, 6, num_heads))
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        i, f = linear(self.gates, x).chunk(2, -1)
+        i, f = (i + self.input_bias.to(x.dtype)).mT, (f + self.forget_bias.to(x.dtype)).mT  # (B, H, L)
+        return Gating(fold(k, torch.sigmoid(i)), F.logsigmoid(f))
+
+
+LINEAR_TRANSFORMERS = {
+    "linear_transformer": LinearMixer(
+        None, feature_map="elu1", normalize="sum", source="Katharopoulos et al., 2006.16236", left_out="nothing"
+    ),
+    "retnet": LinearMixer(
+        RetentionDecay, rotation="rope", source="2307.08621", left_out="group norm, output gate, normalised scores"
+    ),
+    "gated_rfa": LinearMixer(
+        RandomFeatureGate,
+        feature_map="elu1",
+        normalize="sum",
+        source="2103.02143",
+        left_out="random features (elu + 1 in their place)",
+    ),
+    "mamba2": LinearMixer(
+        DiscreteDecay,
+        feature_map="silu",
+        scale=1.0,
+        source="2405.21060",
+        left_out="short convolution, SiLU on v, B and C shared by heads, skip D, gated norm",
+    ),
+    "mamba": LinearMixer(
+        DiscreteVectorDecay,
+        scale=1.0,
+        source="2312.00752",
+        left_out="short convolution, SiLU on v, A and a low-rank step for each channel and B, C for all (here for each "
+        "head), skip D, output gate",
+    ),
+    "rwkv6": LinearMixer(
+        ReceptanceDecay,
+        scale=1.0,
+        decay_convention="between",
+        causal_decay_convention="between",
+        source="2404.05892",
+        left_out="token shift, group norm, output gate",
+    ),
+    "gla": LinearMixer(LowRankDecay, source="2312.06635", left_out="head norm, output gate"),
+    "hgrn2": LinearMixer(
+        BoundedDecay,
+        feature_map="silu",
+        key_map="identity",
+        scale=1.0,
+        source="2404.07904",
+        left_out="bounds that rise over layers, activation of v, norm, output gate",
+    ),
+    "xlstm": LinearMixer(
+        InputAndForgetGate,
+        normalize="max",
+        source="mLSTM, 2405.04517",
+        left_out="exponential input gate, short convolution, head norm, output gate, skip",
+    ),
+}
+FAMILY = {name: Entry(LionAttention, fields) for name, fields in LINEAR_TRANSFORMERS.items()}

@@ -1,0 +1,18 @@
+"""The table of mixers by name, the recipe's `model.mixer`. A family of mixers fills it in its own file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from lion.layers.mixers.base import Mixer
+
+
+class Entry(NamedTuple):
+    """A mixer: the class of its layer, and the fields that the class reads (`LinearMixer` for linear mixers)."""
+
+    layer: type[Mixer]
+    fields: Any = None
+
+
+MIXERS: dict[str, Entry] = {}
