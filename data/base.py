@@ -119,7 +119,7 @@ class DataSet(ABC):
         """
         return 1.0
 
-    def way_out(self) -> str:
+    def transfer_hint(self) -> str:
         """Return a hint how to set other data so that a model trained on these data accepts them; "" if impossible."""
         return ""
 

@@ -10,7 +10,7 @@ import urllib.request
 from urllib.parse import urlsplit
 
 
-def approach_hub() -> None:
+def configure_hub() -> None:
     """Configure the Hub libraries; call this before they are imported.
 
     Their warnings are silenced, because the errors here say more. If the host name of the Hub cannot be resolved, the
@@ -22,12 +22,12 @@ def approach_hub() -> None:
     ):
         os.environ.setdefault(variable, level)
         logging.getLogger(name).setLevel(level.upper())  # in case the library is already imported
-    if out_of_reach():
+    if hub_unreachable():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @functools.cache
-def out_of_reach() -> bool:
+def hub_unreachable() -> bool:
     """Return whether the host name of the Hub cannot be resolved; False with a proxy, which resolves names itself."""
     if urllib.request.getproxies():
         return False

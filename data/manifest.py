@@ -16,21 +16,21 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 
 
-class Held(NamedTuple):
+class FileRecord(NamedTuple):
     """Size in bytes and SHA-256 of a file, as recorded in its manifest."""
 
     size: int
     sha256: str
 
 
-def mark_of(decided: Any) -> str:
+def short_hash(decided: Any) -> str:
     """Hash the JSON of the values that determine a folder's content to twelve digits, for the folder's name."""
     return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def fingerprint_of(files: Mapping[str, Held]) -> str:
+def fingerprint_of(files: Mapping[str, FileRecord]) -> str:
     """Hash the content of files to twelve digits, independent of their folder."""
-    return mark_of({name: held.sha256 for name, held in files.items()})
+    return short_hash({name: held.sha256 for name, held in files.items()})
 
 
 def again(folder: Path) -> str:
@@ -38,7 +38,9 @@ def again(folder: Path) -> str:
     return f"remove {folder} and create it again with ./run.sh prepare RECIPE"
 
 
-def open_manifest(folder: Path, files: Callable[[dict[str, Any]], Mapping[str, Held]], what: str) -> dict[str, Any]:
+def open_manifest(
+    folder: Path, files: Callable[[dict[str, Any]], Mapping[str, FileRecord]], what: str
+) -> dict[str, Any]:
     """Read the manifest of a folder and compare the sizes of its `files`; the content of the files is not read.
 
     Raises:
@@ -65,7 +67,7 @@ def open_manifest(folder: Path, files: Callable[[dict[str, Any]], Mapping[str, H
     return manifest
 
 
-def compare_sums(folder: Path, files: Mapping[str, Held]) -> None:
+def compare_sums(folder: Path, files: Mapping[str, FileRecord]) -> None:
     """Read every byte of some files and compare their SHA-256.
 
     Raises:

@@ -21,7 +21,7 @@ from lion.config import ConfigError
 from lion.progress import progress
 
 
-class NoPart(ConfigError):
+class InvalidPart(ConfigError):
     """The error for an invalid file in the place of a finished part; the other parts remain usable."""
 
 
@@ -42,13 +42,13 @@ def read_part(path: Path, make: Callable[..., Any] = dict) -> Any:
     """Read the arrays of a finished part and pass them to `make` as keyword arguments.
 
     Raises:
-        NoPart: The file is not a finished part.
+        InvalidPart: The file is not a finished part.
     """
     try:
         with np.load(path) as held:
             return make(**held)
     except (ValueError, LookupError, TypeError, EOFError, IsADirectoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise NoPart(
+        raise InvalidPart(
             f"{path}: not a finished part ({type(error).__name__}); remove it, the next preparation creates it again"
         ) from None
 

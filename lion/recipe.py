@@ -32,9 +32,9 @@ from lion.trainer.schedule import ScheduleConfig
 
 EXCLUSIVE = (("trainer.epochs", "trainer.steps", "trainer.time"),)  # a layer that sets one removes the others
 
-NO_NUMBER = "no number yet"  # `about.expected` if no paper has a result
+NO_RESULT = "no number yet"  # `about.expected` if no paper has a result
 OVERRIDE = "override"  # the source of keys from the command line
-OF_OTHER_DATA = {"data.name", "data.path", "data.subset"}  # overriding one of these removes the claim
+KEYS_OF_DATA = {"data.name", "data.path", "data.subset"}  # overriding one of these removes the claim
 
 
 @dataclass
@@ -102,7 +102,7 @@ def load_recipe(
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, layer in layers:
-        if "about" not in layer and (source != OVERRIDE or OF_OTHER_DATA & flatten(layer).keys()):
+        if "about" not in layer and (source != OVERRIDE or KEYS_OF_DATA & flatten(layer).keys()):
             values = {name: section for name, section in values.items() if name != "about"}
         values = merge(drop_excluded(values, layer, source), layer)
         for key in flatten(layer):
@@ -146,7 +146,7 @@ def load_recipe(
 def own_claim(data: dict[str, Any]) -> dict[str, str]:
     """Return the `about` section of a recipe on custom data, which no paper reports."""
     name = str(data.get("path") or data.get("name"))
-    return {"row": f"- ({name.rstrip('/').rpartition('/')[2]})", "expected": NO_NUMBER, "hardware": "?"}
+    return {"row": f"- ({name.rstrip('/').rpartition('/')[2]})", "expected": NO_RESULT, "hardware": "?"}
 
 
 def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]]:

@@ -16,7 +16,7 @@ from lion.models import Model
 from lion.recipe import Recipe, load_recipe, read_layers
 from lion.samples.base import Info
 from lion.tasks import TASKS, Task
-from lion.trainer.checkpoint import Checkpoint, Unusable, load_state, newest, steps_of
+from lion.trainer.checkpoint import Checkpoint, UnusableCheckpoint, load_state, newest, steps_of
 from lion.trainer.runtime import compile_blocks
 
 log = logging.getLogger("lion")
@@ -95,7 +95,7 @@ def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
         state = load_state(found.state)
         for name, held in (("step", int), ("info", dict), ("model", dict)):
             if not isinstance(state.get(name), held):
-                raise Unusable(f"{found.state}: not a checkpoint of a run, it has no valid {name!r}")
+                raise UnusableCheckpoint(f"{found.state}: not a checkpoint of a run, it has no valid {name!r}")
         return state
 
     state = newest(folder, kind, read=read)
@@ -112,13 +112,15 @@ def check_weights(model: nn.Module, weights: Any, whose: str, recipe: str = f"it
     `whose` and `recipe` name the sources of weights and model in the message.
 
     Raises:
-        Unusable: A tensor is missing, has another shape, or does not belong to the model.
+        UnusableCheckpoint: A tensor is missing, has another shape, or does not belong to the model.
     """
     own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
     for name in [*own, *(weights.keys() - own.keys())]:
         shapes = [tuple(w[name].shape) if torch.is_tensor(w.get(name)) else "none" for w in (own, weights)]
         if shapes[0] != shapes[1]:
-            raise Unusable(f"{whose} does not match {recipe}: {name} is {shapes[1]} there, {shapes[0]} by the recipe")
+            raise UnusableCheckpoint(
+                f"{whose} does not match {recipe}: {name} is {shapes[1]} there, {shapes[0]} by the recipe"
+            )
 
 
 def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False, compile: bool = True) -> Model:

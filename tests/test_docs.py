@@ -9,7 +9,7 @@ from data import DATASETS
 from tests.helpers import ROOT, here, tiny_recipe
 from tools.bench.lengths import LINES, PASSES, panels
 from tools.bench.report import Report
-from tools.commands import COMMANDS, called_by
+from tools.commands import COMMANDS, parse_command
 from tools.listing import recipe_names
 from tools.show import mixer_rows
 
@@ -64,7 +64,7 @@ def test_commands_are_commands(path):
         words = line.split()
         if not words or words[0] in ("NAME", "RECIPE", "...", "--help"):
             continue
-        command, rest = called_by(words)
+        command, rest = parse_command(words)
         assert command in COMMANDS or words[0] in recipe_names(), line
         for word in rest:
             if word.startswith("recipes/"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from tools.commands import COMMANDS, called_by, help_for, unknown_option
+from tools.commands import COMMANDS, help_for, parse_command, unknown_option
 
 
 def main(argv: list[str]) -> int:
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     from lion.config import ConfigError, nearest
     from tools.listing import recipe_names, recipe_path
 
-    name, rest = called_by(argv)
+    name, rest = parse_command(argv)
     recipes = recipe_names()
     if name in recipes:
         name, rest = "train", argv

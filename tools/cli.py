@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from lion.config import ConfigError, nearest
-from lion.trainer.faults import RunError, cut_library, full_disk, refusal
+from lion.trainer.faults import RunError, full_disk, os_error_text, truncated_library
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,7 +100,7 @@ def choose_form(model: nn.Module, form: str, chunk_size: int | None = None) -> N
         raise ConfigError(f"--{error}") from None
 
 
-class Unfailing:
+class SafeStream:
     """A stream that never fails: text that cannot be written (disk full, reader gone) is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -131,8 +131,8 @@ def secure_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
         setattr(sys, name, stream)
-    if not isinstance(sys.stderr, Unfailing):
-        sys.stderr = Unfailing(sys.stderr)
+    if not isinstance(sys.stderr, SafeStream):
+        sys.stderr = SafeStream(sys.stderr)
 
 
 def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None) -> None:
@@ -188,8 +188,8 @@ def one_line(error: Exception) -> str | None:
     if isinstance(error, (ConfigError, RunError)):
         return f"error: {error}"
     if isinstance(error, OSError) and error.strerror:
-        return f"error: {refusal(error)}"
-    if (path := cut_library(error)) is not None:
+        return f"error: {os_error_text(error)}"
+    if (path := truncated_library(error)) is not None:
         return f"error: {path} is truncated by a compilation that was killed: delete it and try again"
     return f"error: {str(error).splitlines()[0]}" if full_disk(error) else None
 

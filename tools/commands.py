@@ -163,7 +163,7 @@ def help_for(argv: list[str]) -> str | None:
     """Return the help text if a command line asks for help on all commands or on a group of commands, else None."""
     if argv[:1] and argv[0] in HELP:
         return usage()
-    if argv[1:] and argv[1] in HELP and grouped(argv[0]):
+    if argv[1:] and argv[1] in HELP and is_group(argv[0]):
         return usage(f"{argv[0]} ")
     return None
 
@@ -179,14 +179,14 @@ def usage(group: str = "") -> str:
     return "\n".join(lines if group else [*lines, "", NOTES])
 
 
-def called_by(argv: list[str]) -> tuple[str, list[str]]:
+def parse_command(argv: list[str]) -> tuple[str, list[str]]:
     """Return (name, arguments) of the command that a line calls; the name may be missing from the table."""
     first = argv[0] if argv else ""
     if not first or "=" in first or first.startswith("-"):
         return DEFAULT[0], [*DEFAULT[1:], *argv]
     if "/" in first or first.endswith((".yaml", ".yml")):
         return "train", argv
-    words = 2 if grouped(first) else 1
+    words = 2 if is_group(first) else 1
     return " ".join(argv[:words]), argv[words:]
 
 
@@ -213,6 +213,6 @@ def unknown_option(name: str, words: list[str]) -> tuple[str, str, list[str]] | 
     return None
 
 
-def grouped(word: str) -> bool:
+def is_group(word: str) -> bool:
     """Return whether `word` is the first of two words that name a command, such as "bench"."""
     return any(name.startswith(f"{word} ") for name in COMMANDS)

@@ -23,7 +23,7 @@ from lion.samples.text import TextInfo
 from lion.tasks import TASKS, Task
 from lion.tasks.metrics import Metric
 from lion.trainer.plan import Plan
-from lion.trainer.state import in_time
+from lion.trainer.state import time_text
 from tools.listing import RECIPES, recipe_path
 
 
@@ -95,7 +95,7 @@ def check_data(info: Info, then: Info, folder: Path) -> None:
     try:
         info.check_same(f"{folder}: its checkpoint", then.to_dict())
     except ConfigError as error:
-        raise ConfigError("; ".join(filter(None, (str(error), way_out(folder))))) from None
+        raise ConfigError("; ".join(filter(None, (str(error), transfer_hint(folder))))) from None
 
 
 def check_finite(outputs: Tensor, folder: Path) -> None:
@@ -117,9 +117,9 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def way_out(folder: Path) -> str:
+def transfer_hint(folder: Path) -> str:
     with contextlib.suppress(ConfigError):  # raised if the data are gone
-        return open_data(resolve_run(folder), folder).way_out()
+        return open_data(resolve_run(folder), folder).transfer_hint()
     return ""
 
 
@@ -195,7 +195,7 @@ def describe_length(plan: Plan) -> str:
 
 def describe_warmup(plan: Plan) -> str:
     more = ", but the run ends earlier: the peak is not reached" if plan.warmup >= plan.length else ""
-    return f"{f'{plan.warmup:,} steps' if plan.seconds is None else in_time(plan.warmup)} of warm-up{more}"
+    return f"{f'{plan.warmup:,} steps' if plan.seconds is None else time_text(plan.warmup)} of warm-up{more}"
 
 
 def loader_workers(recipe: Recipe) -> int:

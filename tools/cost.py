@@ -61,15 +61,15 @@ def describe_time(task: Task, recipe: Recipe, plan: Plan, state: int, activation
         size = min(most, size * 4)
     sample, update, batch = passes / size, step.update(), recipe.trainer.batch_size
     where = "1 GPU" if on_gpu else f"{threads} CPU thread{'s' * (threads > 1)}, float32"
-    parts = f"{spell(sample)} per sample, {spell(update)} per update, measured now"
+    parts = f"{duration_text(sample)} per sample, {duration_text(update)} per update, measured now"
     how = f"{where}, eager: {parts}; without compilation and evaluation"
     if plan.total is None:
         steps = plan.seconds / (sample * batch + update)
         return f"as specified; about {steps:,.0f} steps fit here ({how})"
-    return f"about {spell(plan.samples * sample + plan.total * update)} here ({how})"
+    return f"about {duration_text(plan.samples * sample + plan.total * update)} here ({how})"
 
 
-def spell(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Format a time with a suitable unit: 35 ms, 12.0 s, 3.2 min, 5.1 h, 12 days."""
     for least, unit, name in ((172_800, 86_400, "days"), (3600, 3600, "h"), (90, 60, "min"), (1, 1, "s")):
         if seconds >= least:

@@ -48,7 +48,7 @@ from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import device_name, stamp
 from tools.cli import Parser, check_folder, count, number, run_command, say, table
 from tools.compose import build_data, check_finite, digest, resolve_run
-from tools.pictures import SPLITS, Pictures, of_path, of_run, of_split, open_diffusion
+from tools.pictures import SPLITS, Pictures, images_of_path, images_of_run, images_of_split, open_diffusion
 
 FIGURES = "distance.json"
 FEWEST = 2 * GROUPS  # smallest number of images in a set
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
         check_folder("--out", args.out.parent)
     runtime, features = start_runtime(), None
     if args.features:
-        features = (Scripted if Path(args.features).suffix == ".pt" else Own)(args, runtime)
+        features = (TorchScriptFeatures if Path(args.features).suffix == ".pt" else ClassifierFeatures)(args, runtime)
     made, run = open_samples(args, runtime, features)
     if run and not args.out:
         check_folder("RUN", run.folder)
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-class Own:
+class ClassifierFeatures:
     """Features from a classifier run: the inputs of its head, and its class probabilities."""
 
     name = "own"
@@ -164,7 +164,7 @@ class Own:
         return self.given[0], shares
 
 
-class Scripted:
+class TorchScriptFeatures:
     """Features from a TorchScript module, without class probabilities.
 
     NVIDIA's argument `return_features` is set if the module has it.
@@ -203,12 +203,12 @@ def open_samples(args: Any, runtime: Runtime, features: Any) -> tuple[Pictures, 
     if path.suffix == ".npz" or (path.is_dir() and not (path / RECIPE).is_file()):
         if args.keep:
             raise ConfigError(f"--keep: {path} is not a run, nothing is generated")
-        return of_path(path, args.samples, args.batch, args.seed, channels), None
+        return images_of_path(path, args.samples, args.batch, args.seed, channels), None
     folder = find_run(args.samples_of)
     loaded = open_diffusion(folder, args.checkpoint, args.raw)
     if loaded.recipe.trainer.compile and not args.eager:
         compile_blocks(loaded.model)
-    return of_run(loaded, args, runtime), loaded
+    return images_of_run(loaded, args, runtime), loaded
 
 
 def open_reference(args: Any, samples: int, run: Path | None, features: Any) -> tuple[Pictures, Pictures | None]:
@@ -220,14 +220,14 @@ def open_reference(args: Any, samples: int, run: Path | None, features: Any) -> 
         if args.overrides:
             raise ConfigError(f"{args.overrides[0]}: no data set is read, because --reference is a folder or file")
         channels = features.channels if features else 3
-        return of_path(Path(args.reference), args.real, args.batch, args.seed, channels), None
+        return images_of_path(Path(args.reference), args.real, args.batch, args.seed, channels), None
     if run is None:
         raise ConfigError("--reference: there is no run whose data could be used, give a folder or FILE.npz")
     recipe = resolve_run(run, args.overrides)
     splits = build_data(recipe)
     other = next(s for s in ("test", "val", "train") if s != args.reference and getattr(splits, s) is not None)
     most = {args.reference: args.real, other: samples}
-    return tuple(of_split(recipe, splits, s, most[s], args.batch, args.seed) for s in (args.reference, other))
+    return tuple(images_of_split(recipe, splits, s, most[s], args.batch, args.seed) for s in (args.reference, other))
 
 
 def check(pictures: Pictures, features: Any) -> None:

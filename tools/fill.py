@@ -56,8 +56,8 @@ def answer(loaded: LoadedRun, tokenizer: Tokenizer, text: str, top: int) -> list
     except ValueError as error:
         raise ConfigError(f"{text[:40]!r}: {error}") from None
     check_finite(logits, loaded.folder)
-    likeliest = logits.softmax(-1).topk(min(top, logits.shape[-1]))
-    pairs = zip(likeliest.values.tolist(), likeliest.indices.tolist())
+    likely = logits.softmax(-1).topk(min(top, logits.shape[-1]))
+    pairs = zip(likely.values.tolist(), likely.indices.tolist())
     return [[f"{shown(tokenizer.decode([i]))} {100 * share:.1f}%" for share, i in zip(*pair)] for pair in pairs]
 
 

@@ -8,17 +8,17 @@ from typing import NoReturn
 
 
 def logs(argv: list[str]) -> NoReturn:
-    become("tensorboard.main", "--logdir", "runs", *argv)
+    replace_process("tensorboard.main", "--logdir", "runs", *argv)
 
 
 def test(argv: list[str]) -> NoReturn:
     if "--quick" in argv:  # two processes with one thread each
         argv = ["-n", "2", "--dist", "worksteal", *argv]
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    become("pytest", *argv)
+    replace_process("pytest", *argv)
 
 
-def become(module: str, *argv: str) -> NoReturn:
+def replace_process(module: str, *argv: str) -> NoReturn:
     """Replace this process by another Python program."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *argv])

@@ -88,7 +88,7 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
     lines = [f"{name.ljust(width)}  {value}" for name, value in facts]
     if note is not None:
         lines.append(f"note: {note}")
-    return "\n".join(lines) + f"\n\n{dump_recipe(recipe)}\n{filled_in(recipe)}"
+    return "\n".join(lines) + f"\n\n{dump_recipe(recipe)}\n{open_settings(recipe)}"
 
 
 def describe_store(recipe: Recipe, note: str | None) -> str:
@@ -124,7 +124,7 @@ def length(plan: Plan) -> tuple[str, str]:
     return "steps", f"{plan.total:,} = {digits(epochs)} epochs of {plan.steps_per_epoch:,}"
 
 
-def filled_in(recipe: Recipe) -> str:
+def open_settings(recipe: Recipe) -> str:
     """Return, as lines of comments, the settings that the recipe leaves open, with the values that the model gets."""
     asked, built = (flatten(to_dict(c)) for c in (recipe.model, recipe.model.resolved()))
     open_ = {key: value for key, value in built.items() if asked.get(key) is None and value is not None}
@@ -138,7 +138,7 @@ class FusedSoftmax(TorchFunctionMode):
     The tensors are queries, keys, values and outputs. Otherwise, attention on the `meta` device would save all scores.
     """
 
-    class Kept(torch.autograd.Function):
+    class SavedTensors(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             y = q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -147,7 +147,7 @@ class FusedSoftmax(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return self.Kept.apply(*args[:3])
+            return self.SavedTensors.apply(*args[:3])
         return func(*args, **(kwargs or {}))
 
 

@@ -116,10 +116,10 @@ def command_of(path: str, overrides: list[str], recipe: Recipe, begun: Path | No
             return str(json.loads((begun / ENVIRONMENT).read_text())["command"])
     file = Path(path)
     name = f"{file.parent.name}/{RECIPE}" if file.name == RECIPE else file.stem
-    return shlex.join(["./run.sh", name, *(placeless(item, recipe) for item in overrides)])
+    return shlex.join(["./run.sh", name, *(without_folders(item, recipe) for item in overrides)])
 
 
-def placeless(item: str, recipe: Recipe) -> str:
+def without_folders(item: str, recipe: Recipe) -> str:
     """Remove folders of this machine from an override: `data.path=FOLDER/book.txt` becomes `data.path=book.txt`."""
     key, _, value = item.partition("=")
     return f"{key}={Path(value).name}" if key in free_keys(recipe) and "/" in value else item
@@ -177,7 +177,7 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
             describe_folder(recipe, made_by)
             source.keep(recipe.folder)
 
-    complete, place = trainer.fit(describe), trainer.state.told()
+    complete, place = trainer.fit(describe), trainer.state.progress_text()
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()

@@ -15,14 +15,14 @@ from data.lra.dashes import SEEDS, SOLID, TOUCH, Copies, Dashes, Shape, dashes, 
 from lion.config import ConfigError
 from lion.samples.seeds import GOLDEN, mix, uniform
 
-FREE = 0.3 * SOLID  # maximum room taken at the place of a first dash
+MAX_ROOM = 0.3 * SOLID  # maximum room taken at the place of a first dash
 DRAWS = 3  # draws of a dash before its contour is abandoned
 ATTEMPTS = 5  # attempts at a distractor before it is omitted
 PLACES = 64  # places tried for the first dash of a distractor
 SLOTS = 512  # images drawn in parallel
-HOPELESS = 100_000  # attempts without success before an error
-AHEAD = 32  # parallel attempts at one image
-NEVER = 2**62
+MAX_ATTEMPTS = 100_000  # attempts without success before an error
+PARALLEL_ATTEMPTS = 32  # parallel attempts at one image
+NO_ATTEMPT = 2**62
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Targets:
     def __init__(self, contours: Contours, table: Dashes, keys: np.ndarray) -> None:
         self.contours, self.table = contours, table
         self.keys = mix(torch.from_numpy(keys))
-        self.slots = min(SLOTS, AHEAD * len(keys))
+        self.slots = min(SLOTS, PARALLEL_ATTEMPTS * len(keys))
         self.chance = Chance(np.zeros(self.slots, np.int64))
         self.field = Field(contours, table, self.slots)
         self.dash, self.start = (np.zeros((self.slots, 2, contours.length), np.int64) for _ in range(2))
@@ -198,13 +198,13 @@ class Targets:
             ConfigError: There is no room for two contours.
         """
         many, length = len(self.keys), self.contours.length
-        best, tried = np.full(many, NEVER), np.zeros(many, np.int64)  # best attempt, number of attempts
+        best, tried = np.full(many, NO_ATTEMPT), np.zeros(many, np.int64)  # best attempt, number of attempts
         dash, start = (np.zeros((many, 2, length), np.int64) for _ in range(2))
         slots, step = np.arange(self.slots), np.full(self.slots, -1)
-        picture, attempt, next_one, done = np.zeros(self.slots, np.int64), np.full(self.slots, NEVER), 0, 0
+        picture, attempt, next_one, done = np.zeros(self.slots, np.int64), np.full(self.slots, NO_ATTEMPT), 0, 0
         while len(slots):
             fresh = slots[step[slots] < 0]
-            todo = np.nonzero(best == NEVER)[0]
+            todo = np.nonzero(best == NO_ATTEMPT)[0]
             if not len(todo):
                 slots, fresh = slots[step[slots] >= 0], fresh[:0]
             if len(fresh):
@@ -220,18 +220,18 @@ class Targets:
             step[going] = np.where(self.extend(going, step[going] % 2, 1 + step[going] // 2), step[going] + 1, -1)
             for slot in going[step[going] == 2 * (length - 1)]:
                 if attempt[slot] < best[picture[slot]]:
-                    done += best[picture[slot]] == NEVER
+                    done += best[picture[slot]] == NO_ATTEMPT
                     best[picture[slot]] = attempt[slot]
                     dash[picture[slot]], start[picture[slot]] = self.dash[slot], self.start[slot]
             step[going[attempt[going] >= best[picture[going]]]] = -1
         return dash, start
 
     def check(self, attempts: int, done: int) -> None:
-        if attempts > HOPELESS * (1 + done):
+        if attempts > MAX_ATTEMPTS * (1 + done):
             side, shape = self.table.shape.side, self.table.shape
             raise ConfigError(
-                f"data.contour_length: in {HOPELESS:,} attempts there was no room in {side} x {side} pixels for two "
-                f"contours of {self.contours.length} dashes of {shape.length} pixels that begin "
+                f"data.contour_length: in {MAX_ATTEMPTS:,} attempts there was no room in {side} x {side} pixels for "
+                f"two contours of {self.contours.length} dashes of {shape.length} pixels that begin "
                 f"{self.contours.seed_distance} apart: use fewer or shorter dashes, or more room (data.paddle_length, "
                 "data.paddle_thickness, data.margins, data.continuity, data.frame, data.seed_distance)"
             )
@@ -341,7 +341,7 @@ class Canvas:
             todo = np.nonzero(~found)[0]
             at = places[todo, number]
             begins = (self.field.base[rows[todo]] + place(table, at))[:, None]
-            free = (self.field.room[begins + table.solid.cells[degrees[todo]]] <= FREE).all(1)
+            free = (self.field.room[begins + table.solid.cells[degrees[todo]]] <= MAX_ROOM).all(1)
             tail[todo[free]], found[todo[free]] = at[free], True
         ok, pivot = begin(table, tail, degrees)
         ok &= found

@@ -19,7 +19,7 @@ from data.base import data_root, user_path
 from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
 from data.lra.store import Arrays, Part, Source, in_parts, read_manifest
-from data.manifest import mark_of
+from data.manifest import short_hash
 from data.text.corpus import whole
 from data.vision.hf import TEST, VAL, by_split
 from lion.config import ConfigError, setting
@@ -107,7 +107,7 @@ class Documents(SequenceSet):
     def info(self, manifest: dict[str, Any]) -> SequenceInfo:
         characters = manifest["characters"]
         vocabulary = FIRST + (256 if characters is None else len(characters))
-        alphabet = characters and mark_of(characters)
+        alphabet = characters and short_hash(characters)
         return SequenceInfo(2, self.config.length, vocabulary, self.parts_of_a_sample, alphabet=alphabet)
 
     def published(self) -> tuple[SequenceInfo, int] | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.base import DataConfig, DataSet, data_root, user_path
 from data.lra.store import Arrays, Source, check_sums, files_of, open_arrays, prepare, read_manifest
-from data.manifest import FORMAT, fingerprint_of, mark_of
+from data.manifest import FORMAT, fingerprint_of, short_hash
 from data.vision.sources import split_indices
 from lion.config import ConfigError, setting
 from lion.samples.base import Batch, DeviceDataset, Splits
@@ -179,7 +179,7 @@ class SequenceSet(DataSet):
         """The folder of the samples; its name is a hash of all that determines them."""
         decided = {"name": self.config.name, "format": FORMAT, "of": self.identity()}
         root = user_path(self.config.root) if self.config.root else data_root() / "lra"
-        return root / f"{self.config.name}-{mark_of(decided)}"
+        return root / f"{self.config.name}-{short_hash(decided)}"
 
     def prepare(self) -> None:
         """Create the samples if they are missing."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.base import locked
-from data.manifest import FORMAT, MANIFEST, Held, compare_sums, open_manifest
+from data.manifest import FORMAT, MANIFEST, FileRecord, compare_sums, open_manifest
 from data.pool import beside, each, read_part
 from lion.config import ConfigError
 from lion.files import save_json, write_atomic
@@ -150,10 +150,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return open_manifest(folder, files_of, "file")
 
 
-def files_of(held: dict[str, Any]) -> dict[str, Held]:
+def files_of(held: dict[str, Any]) -> dict[str, FileRecord]:
     """Return the files of the arrays listed in a manifest."""
     return {
-        f"{name}.bin": Held(int(np.prod(a["shape"])) * np.dtype(a["type"]).itemsize, a["sha256"])
+        f"{name}.bin": FileRecord(int(np.prod(a["shape"])) * np.dtype(a["type"]).itemsize, a["sha256"])
         for name, a in held["arrays"].items()
     }
 

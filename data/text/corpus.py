@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path, walk
-from data.hub import approach_hub
+from data.hub import configure_hub
 from lion.config import ConfigError, nearest
 
 log = logging.getLogger("lion")
@@ -163,7 +163,7 @@ class Table(Corpus):
     ) -> None:
         self.where = (path, subset, split, tuple(map(str, files)))
         self.path, self.stream = path, open_stream(*self.where)
-        row = next(iter(self.guarded(self.stream)), None)
+        row = next(iter(self.translate_errors(self.stream)), None)
         if row is None:
             raise ConfigError(f"data.path: {path!r} has no rows")
         self.column = find_column(row, column, path)
@@ -181,12 +181,12 @@ class Table(Corpus):
         self.stream = open_stream(*self.where)
 
     def read(self, shard: int) -> Iterator[Piece]:
-        for row in self.guarded(self.stream.shard(num_shards=len(self), index=shard)):
+        for row in self.translate_errors(self.stream.shard(num_shards=len(self), index=shard)):
             text = row[self.column]
             if text is not None and (text := whole(text, self.column, self.path)).strip():
                 yield Piece(text)
 
-    def guarded(self, rows: Any) -> Iterator[dict[str, Any]]:
+    def translate_errors(self, rows: Any) -> Iterator[dict[str, Any]]:
         try:
             yield from rows
         except ConfigError:
@@ -203,7 +203,7 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
     Raises:
         ConfigError: The data set or the split does not exist, or cannot be read.
     """
-    approach_hub()
+    configure_hub()
     import datasets  # this import takes a second
 
     try:

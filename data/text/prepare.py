@@ -19,7 +19,7 @@ import torch
 
 from data.base import locked
 from data.manifest import FORMAT, MANIFEST
-from data.pool import NoPart, beside, each, read_part
+from data.pool import InvalidPart, beside, each, read_part
 from data.text.corpus import Corpus
 from data.text.store import SPLITS, TOKENIZER, Writer, id_type, read_tokenizer
 from data.text.tokenizers import Tokenizer
@@ -68,14 +68,14 @@ def prepare(
     with locked(folder.with_name(f"{folder.name}.lock")):
         if not folder.exists():
             corpus = open_corpus()
-            tokenizer = settle(parts, corpus, make)
+            tokenizer = load_or_make_tokenizer(parts, corpus, make)
             tokenize(parts, corpus, tokenizer, workers)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             try:
                 made = [parts / f"{i}.npz" for i in range(len(corpus))]
                 splits, tail = assemble(partial, made, tokenizer, held_out, tail)
-            except NoPart:
+            except InvalidPart:
                 raise
             except ConfigError:  # an error of the whole corpus: its remedy leads to another folder
                 for made in (parts, partial):
@@ -96,7 +96,7 @@ def prepare(
         shutil.rmtree(parts, ignore_errors=True)
 
 
-def settle(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> Tokenizer:
+def load_or_make_tokenizer(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> Tokenizer:
     """Return the tokenizer of the finished parts; create and save it if there is none yet."""
     name = parts / "name"
     if not name.exists():
@@ -140,7 +140,7 @@ def assemble(
 
     Raises:
         ConfigError: There are no tokens, or only one token.
-        NoPart: A part cannot be read.
+        InvalidPart: A part cannot be read.
     """
     frame = tokenizer.frame
     documents = bodies = 0
@@ -162,7 +162,7 @@ def assemble(
     train, val = (Writer(folder, split, id_type(tokenizer.vocabulary)) for split in SPLITS)
     seen, written = 0, 0  # number of documents that have begun, number of ids
     for part in (read_part(path, Part) for path in parts):
-        ids, lengths = framed(part, *frame)
+        ids, lengths = with_special_tokens(part, *frame)
         number = seen + part.begins.cumsum() - 1  # (P,) index of the document of each piece
         out = np.isin(number, chosen)
         for writer, mine in ((val, out), (train, ~out)):
@@ -178,7 +178,7 @@ def assemble(
     return {split: writer.close() for split, writer in zip(SPLITS, (train, val))}, tail
 
 
-def framed(part: Part, before: list[int], after: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def with_special_tokens(part: Part, before: list[int], after: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Add the tokens `before` each document that begins and `after` each document that ends.
 
     Returns:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from data.manifest import MANIFEST, Held, again, compare_sums, open_manifest
+from data.manifest import MANIFEST, FileRecord, again, compare_sums, open_manifest
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
 from lion.samples.text import TextInfo
@@ -94,7 +94,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return open_manifest(folder, files_of, "token file")
 
 
-def files_of(held: dict[str, Any]) -> dict[str, Held]:
+def files_of(held: dict[str, Any]) -> dict[str, FileRecord]:
     """Return the files listed in the manifest of a token file.
 
     Raises:
@@ -104,7 +104,7 @@ def files_of(held: dict[str, Any]) -> dict[str, Held]:
     each = id_type(held["tokenizer"]["vocabulary"]).itemsize
     sizes = {f"{split}.bin": held[split]["tokens"] * each for split in SPLITS}
     sizes |= {f"{split}.ends": held[split]["documents"] * 8 for split in SPLITS}
-    return {name: Held(size, held[name.partition(".")[0]]["sha256"][name]) for name, size in sizes.items()}
+    return {name: FileRecord(size, held[name.partition(".")[0]]["sha256"][name]) for name, size in sizes.items()}
 
 
 def check_sums(folder: Path) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from data.base import DataConfig, DataSet, data_root, user_path
-from data.manifest import FORMAT, MANIFEST, fingerprint_of, mark_of
+from data.manifest import FORMAT, MANIFEST, fingerprint_of, short_hash
 from data.text.corpus import BORDERS, Corpus, open_corpus
 from data.text.layouts import Layout, Packed, Padded, Windows
 from data.text.prepare import prepare
 from data.text.store import SPLITS, TOKENIZER, Tokens, check_sums, files_of, id_type, read_manifest, read_tokenizer
 from data.text.tokenizers import (
-    MADE,
+    BUILT_IN,
     WORDPIECE,
     Tokenizer,
     local_files,
@@ -31,7 +31,7 @@ from lion.samples.base import Splits
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.text import TextInfo
 
-LEARNT_FROM = 2**28  # maximum number of characters that a tokenizer is trained on
+TRAINING_CHARACTERS = 2**28  # maximum number of characters that a tokenizer is trained on
 BYTES_A_TOKEN = {"bytes": 1.0, "characters": 1.0}  # of source code; other tokenizers have about 3.5
 BERT = {"pad": 0, "mask": 103, "cls": 101, "sep": 102, "unk": 100}
 KNOWN = {  # number of ids, fingerprint and special tokens of tokenizers, known without their files
@@ -89,7 +89,7 @@ class TextConfig(DataConfig):
         return ("packed" if self.document_mask else "borderless") if self.pack == "documents" else self.pack
 
     def describe(self) -> str:
-        made = f", {self.vocabulary:,} ids" if self.tokenizer in MADE[2:] else ""
+        made = f", {self.vocabulary:,} ids" if self.tokenizer in BUILT_IN[2:] else ""
         how = self.packing() if self.eval_pack is None else f"held out: {self.eval_pack}"
         rows = f"samples of {self.length} tokens, {how}"
         return f"{super().describe()}, tokenizer {self.tokenizer}{made}, a document a {self.document}, {rows}"
@@ -107,7 +107,7 @@ def estimate(config: TextConfig, tokens: float, documents: int) -> tuple[TextInf
     name = Path(config.tokenizer).name
     if name in KNOWN:
         vocabulary, fingerprint, special = KNOWN[name]
-    elif name in MADE[1:]:
+    elif name in BUILT_IN[1:]:
         wordpiece = dict(zip(("pad", "unk", "cls", "sep", "mask"), range(len(WORDPIECE))))
         special = {"wordpiece": wordpiece, "bpe": {"end": 0}}.get(name, {})
         vocabulary, fingerprint = config.vocabulary, "not known before ./run.sh prepare RECIPE"
@@ -215,13 +215,13 @@ class Text(DataSet):
             ConfigError: The tokenizer does not exist yet.
         """
         name = self.config.tokenizer
-        if name == MADE[0] or local_files(name) is not None or looks_like_path(name):
+        if name == BUILT_IN[0] or local_files(name) is not None or looks_like_path(name):
             return open_tokenizer(name)
         if (own := self.own_tokenizer) is not None:
             return own
         if self.folder.is_dir():
             return read_tokenizer(self.folder, read_manifest(self.folder)["tokenizer"]["name"])
-        if name in MADE[1:]:
+        if name in BUILT_IN[1:]:
             raise ConfigError(f"data.tokenizer: {name!r} is made by ./run.sh prepare RECIPE")
         return open_tokenizer(name)
 
@@ -229,11 +229,11 @@ class Text(DataSet):
     def own_tokenizer(self) -> Tokenizer | None:
         """The tokenizer that a run saved, unless the settings name `bytes` or local files."""
         name = self.config.tokenizer
-        if self.kept is None or name == MADE[0] or local_files(name) is not None:
+        if self.kept is None or name == BUILT_IN[0] or local_files(name) is not None:
             return None
         return read_tokenizer(self.kept, name)
 
-    def way_out(self) -> str:
+    def transfer_hint(self) -> str:
         kept = (self.kept or self.folder) / TOKENIZER
         return f"data.tokenizer={kept} uses the tokenizer of the run" if kept.is_file() else ""
 
@@ -251,17 +251,17 @@ class Text(DataSet):
         config = self.config
         keys = ("name", "subset", "source", "column", "document", "tokenizer", "split", "val_split")
         decided = {key: getattr(config, key) for key in keys} | {"format": FORMAT, "corpus": self.identity()}
-        if config.tokenizer in MADE[2:]:
+        if config.tokenizer in BUILT_IN[2:]:
             decided["vocabulary"] = config.vocabulary
         if (files := local_files(config.tokenizer)) is not None:
             decided["tokenizer"] = files.stem if files.is_file() else files.name
             decided["rules"] = open_tokenizer(config.tokenizer).inner.to_str()  # other files may have the same name
         root = user_path(config.root) if config.root else data_root() / "text"
         name, own = f"{config.name}-{decided['tokenizer'].replace('/', '_')}", self.own_tokenizer
-        usual = root / f"{name}-{mark_of(decided)}"
+        usual = root / f"{name}-{short_hash(decided)}"
         if own is None or (usual.is_dir() and read_manifest(usual)["tokenizer"]["fingerprint"] == own.fingerprint):
             return usual
-        return root / f"{name}-{mark_of({**decided, 'rules': own.inner.to_str()})}"
+        return root / f"{name}-{short_hash({**decided, 'rules': own.inner.to_str()})}"
 
     def identity(self) -> Any:
         """Return the identity of the text: the files with their sizes and times, or a Hub id."""
@@ -278,9 +278,9 @@ class Text(DataSet):
         name = self.config.tokenizer
         if (own := self.own_tokenizer) is not None:
             return own
-        if name not in MADE[1:]:
+        if name not in BUILT_IN[1:]:
             return open_tokenizer(name)
-        most = None if name == "characters" else LEARNT_FROM
+        most = None if name == "characters" else TRAINING_CHARACTERS
         return make_tokenizer(name, corpus.texts(most), self.config.vocabulary)
 
     def held(self) -> tuple[float, int] | None:

@@ -11,10 +11,10 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from data.base import data_root, user_path
-from data.hub import approach_hub
+from data.hub import configure_hub
 from lion.config import ConfigError, nearest
 
-MADE = ("bytes", "characters", "wordpiece", "bpe")  # need no files; all except `bytes` are made from the training text
+BUILT_IN = ("bytes", "characters", "wordpiece", "bpe")  # no files; all except `bytes` are made from the training text
 NAMES = {  # names of the special tokens
     "pad": ("[PAD]", "<pad>"),
     "mask": ("[MASK]", "<mask>"),
@@ -104,12 +104,12 @@ def open_tokenizer(name: str) -> Tokenizer:
     if looks_like_path(name):
         there = f"{name} holds none of {', '.join(FILES)}" if user_path(name).is_dir() else f"no file or folder {name}"
         raise ConfigError(f"data.tokenizer: {there}")
-    approach_hub()
+    configure_hub()
     try:
         return Tokenizer(name, tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:  # errors of the network or a missing name share no type
         reason = (str(error).splitlines() or [""])[0][:100]
-        known = (*MADE, "bert-base-uncased", "gpt2")
+        known = (*BUILT_IN, "bert-base-uncased", "gpt2")
         hint = "" if name in known else f"; {nearest(name, known)}"
         place = data_root() / "tokenizers" / name
         raise ConfigError(
@@ -152,7 +152,7 @@ def read_files(path: Path) -> tokenizers.Tokenizer:
 
 
 def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Make the tokenizer `name` of `MADE` (not `bytes`) from texts, which may be iterated over more than once.
+    """Make the tokenizer `name` of `BUILT_IN` (not `bytes`) from texts, which may be iterated over more than once.
 
     `wordpiece` and `bpe` have `vocabulary` tokens, or more if the texts have more characters.
 

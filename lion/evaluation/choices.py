@@ -1,4 +1,4 @@
-"""Zero-shot multiple choice: selects the continuation of a text that a causal model finds likeliest."""
+"""Zero-shot multiple choice: selects the continuation of a text that a causal model finds most likely."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from lion.samples.base import Batch
 from lion.tasks.base import Outcome
 from lion.tasks.causal_lm import CausalLM, CausalLMConfig
-from lion.tasks.metrics import Metric, OfAll
+from lion.tasks.metrics import Metric, MetricOfRows
 
 QUANTILE = 1.959964  # of the normal distribution, for 95 %
 
 
-def share_right(score: Tensor, size: Tensor, question: Tensor, choice: Tensor, right: Tensor) -> float:
+def accuracy_of_choices(score: Tensor, size: Tensor, question: Tensor, choice: Tensor, right: Tensor) -> float:
     """Compute the share of questions whose best choice is the right one.
 
     All arguments are (rows,), and a row is one choice of a `question`. The best choice has the greatest `score / size`;
@@ -30,8 +30,10 @@ def share_right(score: Tensor, size: Tensor, question: Tensor, choice: Tensor, r
     return right[first].double().mean().item()
 
 
-def accuracy(name: str, label: str, size: str) -> OfAll:
-    return OfAll(name, label, percent=True, function=share_right, of=("score", size, "question", "choice", "right"))
+def accuracy(name: str, label: str, size: str) -> MetricOfRows:
+    return MetricOfRows(
+        name, label, percent=True, function=accuracy_of_choices, of=("score", size, "question", "choice", "right")
+    )
 
 
 PLAIN, PER_BYTE, PER_TOKEN = (  # rank by log-likelihood: of the choice, per byte and per token

@@ -13,7 +13,7 @@ from lion.layers.mixers import set_form
 from lion.progress import progress, rate
 from lion.samples.base import Batch
 from lion.tasks.base import Outcome, Task, to_device
-from lion.tasks.metrics import Metric, OwnPass
+from lion.tasks.metrics import Metric, MetricOfPass
 from lion.trainer.evaluate import Totals, own_value
 from lion.trainer.loader import Batches
 from lion.trainer.memory import tensor_peak
@@ -52,7 +52,7 @@ class Measured:
 
     def shown(self, metric: Metric, samples: int) -> dict[str, str]:
         """Return the metric and the speed over the samples so far, as text."""
-        if not samples or isinstance(metric, OwnPass):
+        if not samples or isinstance(metric, MetricOfPass):
             return {}
         value = self.totals.values(Runtime(self.deviation.device))[metric.name]
         return {metric.title: metric.text(value), "samples/s": rate(samples, self.seconds)}
@@ -112,7 +112,7 @@ def measure(
     for form, measured in found.items():
         set_form(model, *form)
         values = measured.totals.values(runtime)
-        if isinstance(task.metric, OwnPass):
+        if isinstance(task.metric, MetricOfPass):
             values[task.metric.name] = own_value(task.metric, model, batches, task, runtime, precision, seed)
         results[form] = {
             "value": values[task.metric.name],

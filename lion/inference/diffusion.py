@@ -30,17 +30,17 @@ SCHEDULES: dict[str, Callable[[int], Tensor]] = {"cosine": cosine, "linear": lin
 class Process:
     """The diffusion process `q(x_t | x_0) = N(sqrt(kept_t) x_0, 1 - kept_t)` for times t = 0 .. `count` - 1.
 
-    `kept` (count,), float64, is the share of an image's variance that remains at each time.
+    `alphas_cumprod` (count,), float64, is the share of an image's variance that remains at each time.
     """
 
     def __init__(self, schedule: str, count: int) -> None:
         self.count = count
-        self.kept = torch.cumprod(1 - SCHEDULES[schedule](count), 0)
+        self.alphas_cumprod = torch.cumprod(1 - SCHEDULES[schedule](count), 0)
 
     def noisy(self, x: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """Add noise (B, ..) to images x (B, ..), according to their times (B,)."""
-        kept = self.kept.to(x.device)[times].view(-1, *[1] * (x.dim() - 1))
-        return kept.sqrt().to(x.dtype) * x + (1 - kept).sqrt().to(x.dtype) * noise
+        alphas_cumprod = self.alphas_cumprod.to(x.device)[times].view(-1, *[1] * (x.dim() - 1))
+        return alphas_cumprod.sqrt().to(x.dtype) * x + (1 - alphas_cumprod).sqrt().to(x.dtype) * noise
 
     def times(self, steps: int) -> list[int]:
         """Return `steps` times, evenly spaced, from the last to the first.
@@ -78,14 +78,14 @@ class Process:
         """
         times = self.times(steps)
         for step, (now, then) in enumerate(zip(times, [*times[1:], None]), 1):
-            kept = self.kept[now].item()
-            left = 1.0 if then is None else self.kept[then].item()
+            alphas_cumprod = self.alphas_cumprod[now].item()
+            left = 1.0 if then is None else self.alphas_cumprod[then].item()
             noise = predict(x, torch.full((len(x),), now, device=x.device))
-            start = (x - math.sqrt(1 - kept) * noise) / math.sqrt(kept)
+            start = (x - math.sqrt(1 - alphas_cumprod) * noise) / math.sqrt(alphas_cumprod)
             if bound is not None:
                 start = start.clamp(-bound, bound)
-                noise = (x - math.sqrt(kept) * start) / math.sqrt(1 - kept)
-            fresh = eta * math.sqrt((1 - left) / (1 - kept) * (1 - kept / left))
+                noise = (x - math.sqrt(alphas_cumprod) * start) / math.sqrt(1 - alphas_cumprod)
+            fresh = eta * math.sqrt((1 - left) / (1 - alphas_cumprod) * (1 - alphas_cumprod / left))
             x = math.sqrt(left) * start + math.sqrt(max(0.0, 1 - left - fresh**2)) * noise
             if fresh:
                 x = x + fresh * draw(step)

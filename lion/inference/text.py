@@ -34,8 +34,8 @@ def streaming_mode(model: GPT) -> str:
 class Sampling:
     """Settings that control how the next token is sampled.
 
-    Logits are divided by `temperature` (0: take the likeliest token, without sampling). Then only the `top_k` likeliest
-    tokens remain, and of these the smallest set that holds `top_p` of the probability.
+    Logits are divided by `temperature` (0: take the most likely token, without sampling). Then only the `top_k` most
+    likely tokens remain, and of these the smallest set that holds `top_p` of the probability.
     """
 
     temperature: float = 1.0
@@ -53,7 +53,7 @@ class Sampling:
             ranked, ids = scaled.topk(min(self.top_k, scaled.shape[-1]))
         shares = ranked.softmax(-1)
         held = shares.cumsum(-1) - shares < self.top_p
-        held[:, 0] = True  # always keep the likeliest token; with `top_p` 0 only this one
+        held[:, 0] = True  # always keep the most likely token; with `top_p` 0 only this one
         shares = shares * held
         up_to = shares.cumsum(-1)
         place = torch.searchsorted(up_to, chance[:, None].double() * up_to[:, -1:], right=True)
@@ -157,7 +157,7 @@ def read(model: GPT, rows: list[list[int]]) -> tuple[Tensor, Any]:
     with torch.compiler.set_stance("force_eager"):  # only the step of one token is compiled
         for piece, real in zip(tokens.split(PIECE, 1), valid.split(PIECE, 1)):
             x, state = model.encode_next(piece, state, None if real.all() else real)
-            last = torch.where(real.any(1, keepdim=True), of_last(x, real), last)
+            last = torch.where(real.any(1, keepdim=True), last_valid(x, real), last)
     return model.logits(last[:, None])[:, 0], state
 
 
@@ -166,7 +166,7 @@ def recomputed(model: GPT, rows: list[list[int]]) -> Tensor:
     """Compute the logits (B, vocabulary) after rows, of which only the end is read if position embeddings are fewer."""
     longest = model.longest or max(map(len, rows))
     tokens, valid = padded([row[-longest:] for row in rows], model.tokens.weight.device)
-    return model.logits(of_last(model.encode(tokens), valid)[:, None])[
+    return model.logits(last_valid(model.encode(tokens), valid)[:, None])[
         :, 0
     ]  # padding comes after the last token, which does not see it
 
@@ -180,6 +180,6 @@ def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]
     return tokens, valid
 
 
-def of_last(x: Tensor, valid: Tensor) -> Tensor:
+def last_valid(x: Tensor, valid: Tensor) -> Tensor:
     """Return x (B, L, dim) at the last valid token of each row, (B, dim); rows without one give meaningless values."""
     return x[torch.arange(len(x), device=x.device), valid.sum(1) - 1]

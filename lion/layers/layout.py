@@ -159,10 +159,10 @@ SCANS: dict[str, Callable[[Tensor], Tensor]] = {  # patches (height, width) -> v
     "row_snake": row_snake,  # "s" in the released code
     "column_snake": column_snake,  # "sr" in the released code
 }
-AS_THEY_STAND = ("row_major",)
+ROW_MAJOR = ("row_major",)
 
 
-def grid_layout(height: int, width: int, scans: Sequence[str] = AS_THEY_STAND, special: int = 1) -> Layout:
+def grid_layout(height: int, width: int, scans: Sequence[str] = ROW_MAJOR, special: int = 1) -> Layout:
     """Return the layout of an image: `special` tokens, then `height` x `width` patches.
 
     Every scan visits the special tokens first.
@@ -170,7 +170,7 @@ def grid_layout(height: int, width: int, scans: Sequence[str] = AS_THEY_STAND, s
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).reshape(-1, 2).mT  # (2, H W)
     coords = torch.cat([torch.full((2, special), -1), places], 1)
     layout = Layout(coords=coords, special=(coords < 0).all(0))
-    if tuple(scans) == AS_THEY_STAND:
+    if tuple(scans) == ROW_MAJOR:
         return layout
     patches = torch.arange(height * width).view(height, width) + special
     orders = [torch.cat([torch.arange(special), SCANS[s](patches).flatten()]) for s in scans]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lion.config import fill, setting
 from lion.layers.blocks import BLOCKS
-from lion.layers.layout import AS_THEY_STAND, Layout
+from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.norms import NO_NORM
 from lion.layers.positions import POSITIONS
 from lion.models.encoder import Encoder, EncoderConfig
@@ -57,7 +57,7 @@ class BertConfig(EncoderConfig):
 
     def resolved(self) -> Self:
         c = super().resolved()
-        if c.attention.scans != AS_THEY_STAND:
+        if c.attention.scans != ROW_MAJOR:
             raise ValueError("attention.scans: text has one order, the order of its tokens")
         c.attention = fill(c.attention, {"out_norm": "layernorm" if c.mixer == "lion_lit" else NO_NORM})
         return c

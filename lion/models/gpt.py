@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
-from lion.layers.layout import AS_THEY_STAND, Layout
+from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.mixers import AttentionConfig
 from lion.layers.mixers.base import state_type
 from lion.layers.norms import check_causal
@@ -57,7 +57,7 @@ class GPTConfig(EncoderConfig):
 
     def resolved(self) -> Self:
         c = super().resolved()
-        if c.attention.scans != AS_THEY_STAND:
+        if c.attention.scans != ROW_MAJOR:
             raise ValueError("attention.scans: text has one order, the order of its tokens")
         if c.attention.direction != "forward":
             raise ValueError(f"attention.direction: {c.attention.direction!r} sees later tokens, use 'forward'")

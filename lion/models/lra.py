@@ -14,7 +14,7 @@ from lion.config import setting
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import MLPS
 from lion.layers.blocks.s5 import ACTIVATIONS
-from lion.layers.layout import AS_THEY_STAND, Layout
+from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.marks import Marks
 from lion.layers.mixers.decay import Decay
 from lion.layers.mixers.hippo import USUAL_SPECTRUM
@@ -54,7 +54,7 @@ class LRAConfig(EncoderConfig):
         c = super().resolved()
         if c.block != "s5" and c.mlp in ACTIVATIONS:
             raise ValueError(f"mlp: {c.mlp!r} belongs to block 's5', {c.block!r} takes {', '.join(MLPS)}")
-        if c.attention.scans != AS_THEY_STAND:
+        if c.attention.scans != ROW_MAJOR:
             raise ValueError("attention.scans: a sequence has one order, the order of its tokens")
         return c
 
@@ -67,7 +67,7 @@ class LRAConfig(EncoderConfig):
         own, usual = vars(built.attention), vars(built.with_mixer(self.mixer).resolved().attention)
         usual = usual | {"spectrum": USUAL_SPECTRUM.get(own.get("decay_shape"))}
         parts = [super().label()]
-        parts += [f"{own[name]} {words}" for name, words in SAID.items() if own.get(name) != usual.get(name)]
+        parts += [f"{own[name]} {words}" for name, words in LABEL_WORDS.items() if own.get(name) != usual.get(name)]
         if getattr(self.attention, "value_start", None) is not None:
             parts.append(f"{self.attention.value_start} values")
         if self.window is not None:
@@ -75,7 +75,7 @@ class LRAConfig(EncoderConfig):
         return " ".join(parts)
 
 
-SAID = {"spectrum": "start", "decay_shape": "decay", "decay_gate": "gate"}
+LABEL_WORDS = {"spectrum": "start", "decay_shape": "decay", "decay_gate": "gate"}
 
 
 class SequenceEncoder(LanguageModel):

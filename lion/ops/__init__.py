@@ -2,7 +2,7 @@
 
 from lion.ops.api import linear_attention, linear_attention_parts
 from lion.ops.arguments import no_autocast
-from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS, counts_own
+from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS, includes_query_decay
 from lion.ops.logcumsumexp import logcumsumexp
 from lion.ops.multiscan import multi_scan_attention
 from lion.ops.one_scan import one_scan_attention
@@ -23,7 +23,7 @@ __all__ = [
     "Settings",
     "State",
     "check_masks",
-    "counts_own",
+    "includes_query_decay",
     "initial_state",
     "linear_attention",
     "linear_attention_parts",

@@ -82,7 +82,7 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
         raise ValueError("form: 'blockwise' takes neither beta nor decays per key dimension, use 'chunk'")
 
 
-def is_whole(x: Any) -> bool:
+def is_integer_tensor(x: Any) -> bool:
     """Return whether x is a tensor of integers."""
     return torch.is_tensor(x) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 

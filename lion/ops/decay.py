@@ -208,11 +208,11 @@ def query_and_key(decay_convention: str, direction: str, inclusive: _Terms, excl
     """Return the prefix sums along the scan that tokens have as queries, and those that they have as keys."""
     if decay_convention == "between":
         return exclusive, inclusive
-    terms = inclusive if counts_own(decay_convention, direction) else exclusive
+    terms = inclusive if includes_query_decay(decay_convention, direction) else exclusive
     return terms, terms
 
 
-def counts_own(decay_convention: str, direction: str) -> bool:
+def includes_query_decay(decay_convention: str, direction: str) -> bool:
     """Return whether M_ij along a scan includes the decay of the query's token i, and not that of the key's token j."""
     return decay_convention == "target" or (decay_convention == "symmetric" and direction == "forward")
 

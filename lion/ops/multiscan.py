@@ -23,7 +23,7 @@ from lion.ops.arguments import (
     check_gates,
     check_tokens,
     expand_decay,
-    is_whole,
+    is_integer_tensor,
     mismatch,
     no_autocast,
     sum_dtype,
@@ -68,7 +68,7 @@ def multi_scan_attention(
     check_tokens(q, k, v)
     check_masks(q, valid, None)
     length, dim = q.shape[2:]
-    if not is_whole(orders) or orders.dim() != 2 or orders.shape[1] != length or not len(orders):
+    if not is_integer_tensor(orders) or orders.dim() != 2 or orders.shape[1] != length or not len(orders):
         raise mismatch("orders", f"integer (scans, {length})", orders)
     if len(log_decays) != len(orders):
         raise ValueError(f"log_decays: expected one for each of {len(orders)} scans, got {len(log_decays)}")

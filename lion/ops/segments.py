@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import is_whole, mismatch
+from lion.ops.arguments import is_integer_tensor, mismatch
 
 
 class SegmentIndex(NamedTuple):
@@ -85,5 +85,5 @@ def _check(shape: tuple[int, int], valid: Tensor | None, segments: Tensor | None
     if valid is not None and not (torch.is_tensor(valid) and valid.shape == shape and valid.dtype == torch.bool):
         raise mismatch("valid", f"bool {tuple(shape)}", valid)
     if segments is not None:
-        if not is_whole(segments) or segments.shape != shape:
+        if not is_integer_tensor(segments) or segments.shape != shape:
             raise mismatch("segments", f"integer {tuple(shape)}", segments)

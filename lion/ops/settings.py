@@ -16,7 +16,7 @@ FORMS = ("full", "chunk", "rnn")
 NORMALIZE = ("sum", "max", "pre", "none")
 SCAN_MERGES = ("masks", "outputs")
 REQUIRED = "required"  # default of `feature_map`, which must be passed if rows are divided by their sums
-INSTEAD = {  # hints for names of SDPA and of other libraries
+HINTS = {  # hints for names of SDPA and of other libraries
     "is_causal": 'direction="forward" ignores later tokens',
     "causal": 'direction="forward" ignores later tokens',
     "attn_mask": "valid (B, L) marks padding, segments (B, L) packed rows; other masks do not factor into a recurrence",
@@ -32,7 +32,7 @@ FULL_UP_TO = 256  # tokens; above, chunk is faster to train (`./run.sh bench ops
 
 def hint(word: str, names: Iterable[str], otherwise: str | None = None) -> str:
     """Return a hint for a word that is not among the names: its equivalent here, else the nearest name."""
-    return INSTEAD.get(word) or nearest(word, names, otherwise)
+    return HINTS.get(word) or nearest(word, names, otherwise)
 
 
 def choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lion.samples.seeds import GOLDEN, derive, mix, shift
 
-LISTED = 2**21  # up to this many samples, a permutation is stored (16 MiB) once per epoch
+MAX_STORED = 2**21  # up to this many samples, a permutation is stored (16 MiB) once per epoch
 ROUNDS = 8
 
 
@@ -40,7 +40,7 @@ class Shuffled(Order):
     def samples(self, positions: range, *, size: int, seed: int, epoch: int) -> list[int]:
         places = torch.arange(positions.start, positions.stop, positions.step) // self.repeats
         key = derive(seed, epoch)
-        return (permutation(size, key)[places] if size <= LISTED else permute(places, size, key)).tolist()
+        return (permutation(size, key)[places] if size <= MAX_STORED else permute(places, size, key)).tolist()
 
 
 @dataclass(frozen=True)

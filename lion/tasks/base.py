@@ -104,7 +104,7 @@ class Task(ABC):
         """Return the model's outputs (B, ..) for a batch; the labels are not used."""
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
-        """Describe the outputs (B, ..) of each sample in words: at most `count` answers, the likeliest first.
+        """Describe the outputs (B, ..) of each sample in words: at most `count` answers, most likely first.
 
         Raises:
             ConfigError: The outputs of this task cannot be described in words.
@@ -156,8 +156,8 @@ def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Model:
         raise ConfigError("model: too large for this machine's memory, try a smaller dim or depth") from None
 
 
-def likeliest(logits: Tensor, names: Sequence[str], count: int) -> list[list[str]]:
-    """Describe the `count` likeliest classes of each row of logits (B, classes) and their probabilities in percent."""
+def top_answers(logits: Tensor, names: Sequence[str], count: int) -> list[list[str]]:
+    """Describe the `count` most likely classes of each row of logits (B, classes), with probabilities in percent."""
     top = logits.softmax(-1).topk(min(count, logits.shape[-1]))
     rows = zip(top.values.tolist(), top.indices.tolist())
     return [[f"{names[c]} {100 * p:.1f}%" for p, c in zip(*row)] for row in rows]

@@ -57,14 +57,14 @@ class CausalLM(LanguageTask):
         return build_or_explain(MODELS[config.name], config, **sizes)
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        losses = token_losses(self.outputs(model, batch), *judged(batch))
-        return Sums(losses.sum(), counted(batch).sum().to(losses.dtype))
+        losses = token_losses(self.outputs(model, batch), *target_mask(batch))
+        return Sums(losses.sum(), target_mask_of(batch).sum().to(losses.dtype))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         logits = self.outputs(model, batch)
         real = batch["mask"][:, None]
-        losses = token_losses(logits, *judged(batch)) * real
-        return Outcome({"loss": (losses.sum(dtype=torch.float64), (counted(batch) & real).sum())}, logits)
+        losses = token_losses(logits, *target_mask(batch)) * real
+        return Outcome({"loss": (losses.sum(dtype=torch.float64), (target_mask_of(batch) & real).sum())}, logits)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits (B, L - 1, vocabulary) for every token but the first."""
@@ -76,7 +76,7 @@ class CausalLM(LanguageTask):
         return {"tokens": super().example(size, device)["tokens"]}
 
 
-def counted(batch: Batch) -> Tensor:
+def target_mask_of(batch: Batch) -> Tensor:
     """Return a mask (B, L - 1) of the tokens after the first: True where a token follows one of its own segment."""
     segments = batch.get("segments")
     if segments is None:
@@ -84,6 +84,6 @@ def counted(batch: Batch) -> Tensor:
     return (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
 
 
-def judged(batch: Batch) -> tuple[Tensor, Tensor | None]:
+def target_mask(batch: Batch) -> tuple[Tensor, Tensor | None]:
     """Return the targets (B, L - 1), which are the tokens after the first, and their mask; None: all count."""
-    return batch["tokens"][:, 1:], counted(batch) if "segments" in batch else None
+    return batch["tokens"][:, 1:], target_mask_of(batch) if "segments" in batch else None

@@ -20,13 +20,13 @@ from lion.tasks.base import Outcome, Sums, Task, build_or_explain
 from lion.tasks.metrics import Mean, Metric
 
 LOSS = Mean("loss", higher_is_better=False, digits=4)
-PARTS = 4  # of the range of times, each with a loss: the first has the finest detail, the last nearly only noise
+TIME_RANGES = 4  # of the range of times, each with a loss: the first has the finest detail, the last nearly only noise
 PART_LOSSES = tuple(
-    Mean(f"loss_part{i}", f"loss, part {i} of {PARTS} of times", higher_is_better=False, digits=4)
-    for i in range(1, PARTS + 1)
+    Mean(f"loss_part{i}", f"loss, part {i} of {TIME_RANGES} of times", higher_is_better=False, digits=4)
+    for i in range(1, TIME_RANGES + 1)
 )
-BYTES = 127.5  # half the range of a pixel: [-1, 1] maps to 0 to 255
-PICTURES = (1, 3)  # numbers of channels of images; all others are latents of an autoencoder, without bound
+HALF_RANGE = 127.5  # half the range of a pixel: [-1, 1] maps to 0 to 255
+IMAGE_CHANNELS = (1, 3)  # numbers of channels of images; all others are latents of an autoencoder, without bound
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Diffusion(Task):
     def __init__(self, config: DiffusionConfig, info: ImageInfo) -> None:
         super().__init__(config, info)
         self.process = Process(config.schedule, config.steps)
-        self.pictures = info.channels in PICTURES
+        self.pictures = info.channels in IMAGE_CHANNELS
 
     @staticmethod
     def metrics_of(config: DiffusionConfig) -> tuple[Metric, ...]:
@@ -101,8 +101,8 @@ class Diffusion(Task):
         x, labels = scaled(batch["image"]), batch["label"]
         count, device = len(x), x.device
         times = torch.randint(self.config.steps, (count,), device=device)
-        untold = torch.rand(count, device=device) < self.config.label_dropout
-        labels = labels.masked_fill(untold, len(self.info.classes))
+        unconditional = torch.rand(count, device=device) < self.config.label_dropout
+        labels = labels.masked_fill(unconditional, len(self.info.classes))
         losses = self.errors(model, x, torch.randn_like(x), times, labels)[0]
         return Sums(losses.sum(), losses.new_full((), count))
 
@@ -118,7 +118,7 @@ class Diffusion(Task):
         times = (uniform(batch["key"], 1)[:, 0] * self.config.steps).long()
         noise = normal(mix(batch["key"]), x[0].numel()).view_as(x)
         losses, found = self.errors(model, x, noise, times, batch["label"])
-        part = times * PARTS // self.config.steps
+        part = times * TIME_RANGES // self.config.steps
         sums = {"loss": ((losses * mask).sum(dtype=torch.float64), mask.sum())}
         for i, metric in enumerate(PART_LOSSES):
             counted = mask & (part == i)
@@ -206,8 +206,8 @@ class Diffusion(Task):
             if guidance in (0, 1):
                 return model(x, times, classes if guidance else none).float()
             both = model(torch.cat([x, x]), torch.cat([times, times]), torch.cat([classes, none]))
-            told, untold = both.float().chunk(2)
-            return untold + guidance * (told - untold)
+            conditional, unconditional = both.float().chunk(2)
+            return unconditional + guidance * (conditional - unconditional)
 
         how = {
             "steps": steps,
@@ -221,9 +221,9 @@ class Diffusion(Task):
 
 def scaled(images: Tensor) -> Tensor:
     """Scale uint8 images (B, C, H, W) to [-1, 1]; return floating-point latents unscaled, as float32."""
-    return images.float() / BYTES - 1 if images.dtype == torch.uint8 else images.float()
+    return images.float() / HALF_RANGE - 1 if images.dtype == torch.uint8 else images.float()
 
 
 def to_bytes(x: Tensor) -> Tensor:
     """Convert images in [-1, 1] to uint8, the inverse of `scaled`."""
-    return ((x + 1) * BYTES).round().clamp(0, 255).to(torch.uint8)
+    return ((x + 1) * HALF_RANGE).round().clamp(0, 255).to(torch.uint8)

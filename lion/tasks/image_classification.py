@@ -18,7 +18,7 @@ from lion.models import MODELS
 from lion.models.base import ImageClassifier
 from lion.samples.base import Batch
 from lion.samples.images import ImageInfo
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain, likeliest, unwrapped
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain, top_answers, unwrapped
 from lion.tasks.metrics import LOSS, Mean, Metric
 
 TOP1 = Mean("top1", "top-1", percent=True)
@@ -114,8 +114,8 @@ class ImageClassification(Task):
         return model(batch["image"]).float()
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
-        """Describe the likeliest classes and their probabilities, the likeliest first."""
-        return likeliest(outputs, self.info.classes, count)
+        """Describe the most likely classes and their probabilities, most likely first."""
+        return top_answers(outputs, self.info.classes, count)
 
     def example(self, size: int, device: torch.device | str) -> Batch:
         shape = (size, self.info.channels, *self.info.size)

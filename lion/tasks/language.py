@@ -11,9 +11,9 @@ from torch import Tensor
 from lion.samples.base import Batch
 from lion.samples.text import TextInfo
 from lion.tasks.base import Task
-from lion.tasks.metrics import OfMeans
+from lion.tasks.metrics import MetricOfMeans
 
-PERPLEXITY = OfMeans("perplexity", higher_is_better=False, function=math.exp, of=("loss",))
+PERPLEXITY = MetricOfMeans("perplexity", higher_is_better=False, function=math.exp, of=("loss",))
 
 
 class LanguageTask(Task):

@@ -15,10 +15,10 @@ from lion.models import MODELS
 from lion.models.lra import LRA
 from lion.samples.base import Batch
 from lion.samples.sequences import PIXELS, SequenceInfo
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain, likeliest
-from lion.tasks.metrics import ACCURACY, LOSS, Metric, OfAll
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain, top_answers
+from lion.tasks.metrics import ACCURACY, LOSS, Metric, MetricOfRows
 
-STUCK = 3.0  # an accuracy fewer standard deviations above chance counts as chance
+CHANCE_DEVIATIONS = 3.0  # an accuracy fewer standard deviations above chance counts as chance
 LEAST = 0.005  # smallest standard deviation of accuracy: one point is no result, however many samples
 
 
@@ -32,7 +32,7 @@ def above_chance(prediction: Tensor, label: Tensor) -> float:
     return (accuracy - share) / max(math.sqrt(share * (1 - share) / len(label)), LEAST)
 
 
-ABOVE_CHANCE = OfAll(
+ABOVE_CHANCE = MetricOfRows(
     "above_chance", "deviations above chance", function=above_chance, of=("prediction", "label"), digits=1
 )
 
@@ -96,7 +96,7 @@ class LRATask(SequenceTask):
     @staticmethod
     def remark(values: dict[str, float]) -> str | None:
         above = values["above_chance"]
-        if above is None or above >= STUCK:  # None: no value was finite, which is reported elsewhere
+        if above is None or above >= CHANCE_DEVIATIONS:  # None: no value was finite, which is reported elsewhere
             return None
         how = f"{ACCURACY.text(values['accuracy'])} is {above:.1f} standard deviations from always naming one class"
         return f"stuck at chance: accuracy {how}; this is no result of the model"
@@ -123,5 +123,5 @@ class LRATask(SequenceTask):
         return model(*self.inputs(batch)).float()
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
-        """Describe the likeliest classes and their probabilities, the likeliest first."""
-        return likeliest(outputs, [f"class {c}" for c in range(self.info.classes)], count)
+        """Describe the most likely classes and their probabilities, most likely first."""
+        return top_answers(outputs, [f"class {c}" for c in range(self.info.classes)], count)

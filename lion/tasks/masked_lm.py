@@ -65,7 +65,7 @@ class MaskedLM(LanguageTask):
     hold `mask` and `key` (B,).
 
     Masking happens here, on the device. Training draws from PyTorch's generator. Evaluation masks as a function of the
-    sample's `key`, so that all models, forms and batch sizes predict the same tokens; see `hide_by_key`.
+    sample's `key`, so that all models, forms and batch sizes predict the same tokens; see `mask_by_key`.
     """
 
     Config = MaskedLMConfig
@@ -88,7 +88,7 @@ class MaskedLM(LanguageTask):
     def build_model(self, config: Any) -> Bert:
         return build_or_explain(MODELS[config.name], config, vocabulary=self.info.vocabulary, length=self.info.length)
 
-    def hide(self, batch: Batch, rate: float, draws: Tensor) -> Masked:
+    def mask_tokens(self, batch: Batch, rate: float, draws: Tensor) -> Masked:
         """Choose `rate` of each row's tokens, at least one, but no special tokens and no padding, and mask them.
 
         For each token `draws` (B, L, 3) in [0, 1) determine the order of choice, the kind of replacement, and the
@@ -110,7 +110,7 @@ class MaskedLM(LanguageTask):
         hidden = torch.zeros_like(usable).scatter(1, places, chosen)
         return Masked(torch.where(hidden, replaced, tokens), places, tokens.gather(1, places), chosen)
 
-    def hide_by_key(self, batch: Batch) -> Masked:
+    def mask_by_key(self, batch: Batch) -> Masked:
         """Mask a batch for evaluation, as a function of its keys.
 
         With a `key` (B, n) each of the n parts of a row is masked like a row. So the same tokens of a text are masked,
@@ -121,7 +121,7 @@ class MaskedLM(LanguageTask):
         rows = {name: batch[name].view(size * parts, -1) for name in ("tokens", "segments") if name in batch}
         length = rows["tokens"].shape[1]
         draws = uniform(key.flatten(), 3 * length).unflatten(1, (length, 3))
-        tokens, places, targets, chosen = self.hide(rows, self.config.eval_rate, draws)
+        tokens, places, targets, chosen = self.mask_tokens(rows, self.config.eval_rate, draws)
         places = places.view(size, parts, -1) + length * torch.arange(parts, device=places.device)[:, None]
         return Masked(tokens.view(size, -1), places.flatten(1), targets.view(size, -1), chosen.view(size, -1))
 
@@ -131,12 +131,12 @@ class MaskedLM(LanguageTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         tokens = batch["tokens"]
-        masked = self.hide(batch, self.config.rate, torch.rand(*tokens.shape, 3, device=tokens.device))
+        masked = self.mask_tokens(batch, self.config.rate, torch.rand(*tokens.shape, 3, device=tokens.device))
         loss = token_losses(self.logits(model, batch, masked), masked.targets, masked.chosen)
         return Sums(loss.sum(), masked.chosen.sum().to(loss.dtype))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        masked = self.hide_by_key(batch)
+        masked = self.mask_by_key(batch)
         logits = self.logits(model, batch, masked)
         counted = masked.chosen & batch["mask"][:, None]
         right = (logits.argmax(-1) == masked.targets) & counted

@@ -1,7 +1,8 @@
 """Metrics: names, directions, number formats, and computation from the results of an evaluation.
 
-There are four kinds: `Mean` of sums, `OfMeans` (perplexity), `OfAll` predictions and labels (F1, Matthews, Spearman),
-and `OwnPass` over model and data (Frechet distance). A task lists its metrics, and the first one selects `best`.
+There are four kinds: `Mean` of sums, `MetricOfMeans` (perplexity), `MetricOfRows` of predictions and labels (F1,
+Matthews, Spearman), and `MetricOfPass` over model and data (Frechet distance). A task lists its metrics, and the first
+one selects `best`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Mean(Metric):
 
 
 @dataclass(frozen=True)
-class OfMeans(Metric):
+class MetricOfMeans(Metric):
     """A function of means, such as `exp` of the mean loss; infinite if it overflows."""
 
     function: Callable[..., float] = field(kw_only=True)
@@ -99,7 +100,7 @@ class OfMeans(Metric):
 
 
 @dataclass(frozen=True)
-class OfAll(Metric):
+class MetricOfRows(Metric):
     """A function of whole columns of rows, such as ("prediction", "label"), each (samples, ..) on the CPU.
 
     The function must be finite for all predictions, also when all samples are alike: other values count as divergence.
@@ -117,7 +118,7 @@ class OfAll(Metric):
 
 
 @dataclass(frozen=True)
-class OwnPass(Metric):
+class MetricOfPass(Metric):
     """A metric with a separate pass over the data: every process calls `measure(task, model, batches, gather)`.
 
     `batches` are the process's share of the data, on the device, with a `mask` of real samples. `gather(x)` returns

@@ -20,9 +20,9 @@ from lion.models import MODELS
 from lion.models.bert import BertClassifier
 from lion.samples.base import Batch
 from lion.samples.text import LabelledTextInfo
-from lion.tasks.base import Outcome, Sums, build_or_explain, likeliest, unwrapped
+from lion.tasks.base import Outcome, Sums, build_or_explain, top_answers, unwrapped
 from lion.tasks.language import LanguageTask
-from lion.tasks.metrics import ACCURACY, LOSS, Metric, OfAll
+from lion.tasks.metrics import ACCURACY, LOSS, Metric, MetricOfRows
 
 
 def f1(prediction: Tensor, label: Tensor) -> float:
@@ -59,10 +59,10 @@ def correlation(measure: Callable[..., Any], prediction: Tensor, label: Tensor) 
 
 
 BOTH = ("prediction", "label")
-F1 = OfAll("f1", "F1", function=f1, of=BOTH, percent=True)
-MATTHEWS = OfAll("matthews", "Matthews", function=matthews, of=BOTH, percent=True)
-SPEARMAN = OfAll("spearman", "Spearman", function=spearman, of=BOTH, percent=True)
-PEARSON = OfAll("pearson", "Pearson", function=pearson, of=BOTH, percent=True)
+F1 = MetricOfRows("f1", "F1", function=f1, of=BOTH, percent=True)
+MATTHEWS = MetricOfRows("matthews", "Matthews", function=matthews, of=BOTH, percent=True)
+SPEARMAN = MetricOfRows("spearman", "Spearman", function=spearman, of=BOTH, percent=True)
+PEARSON = MetricOfRows("pearson", "Pearson", function=pearson, of=BOTH, percent=True)
 OF_CLASSES: dict[str, Metric] = {m.name: m for m in (ACCURACY, F1, MATTHEWS)}
 OF_NUMBERS: dict[str, Metric] = {m.name: m for m in (SPEARMAN, PEARSON)}
 METRICS = {**OF_CLASSES, **OF_NUMBERS}
@@ -144,10 +144,10 @@ class SequenceClassification(LanguageTask):
         return model(batch["tokens"], batch.get("segments"), types).float()
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
-        """Describe the likeliest classes and their probabilities, the likeliest first; or the number."""
+        """Describe the most likely classes and their probabilities, most likely first; or the number."""
         if not self.info.classes:
             return [[f"{value:.2f}"] for value in outputs[:, 0].tolist()]
-        return likeliest(outputs, self.info.classes, count)
+        return top_answers(outputs, self.info.classes, count)
 
     def example(self, size: int, device: torch.device | str) -> Batch:
         kind = torch.long if self.info.classes else torch.float32

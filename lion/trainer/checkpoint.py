@@ -34,7 +34,7 @@ _NAME = re.compile(r"(last|best)-(\d+)")
 _Read = TypeVar("_Read")
 
 
-class Unusable(ConfigError):
+class UnusableCheckpoint(ConfigError):
     """Error for a checkpoint that is damaged or has unusable contents; an earlier checkpoint may still be usable."""
 
 
@@ -89,24 +89,24 @@ def verified(step: int, folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder, after checking its files against the manifest.
 
     Raises:
-        Unusable: The manifest is unreadable, or a file is missing or changed.
+        UnusableCheckpoint: The manifest is unreadable, or a file is missing or changed.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         state = CONSOLIDATED if CONSOLIDATED in manifest["files"] else STATE
         needed = SHARDS if manifest["sharded"] else state
         if needed not in manifest["files"]:
-            raise Unusable(f"{MANIFEST} does not list {needed}")
+            raise UnusableCheckpoint(f"{MANIFEST} does not list {needed}")
         for name, entry in manifest["files"].items():
             path = folder / name
             if not path.is_file():
-                raise Unusable(f"{name} is missing")
+                raise UnusableCheckpoint(f"{name} is missing")
             if path.stat().st_size != entry["bytes"]:
-                raise Unusable(f"{name} has {path.stat().st_size:,} of {entry['bytes']:,} bytes")
+                raise UnusableCheckpoint(f"{name} has {path.stat().st_size:,} of {entry['bytes']:,} bytes")
             if digest(path) != entry["sha256"]:
-                raise Unusable(f"{name} has changed since it was written (SHA-256 differs)")
+                raise UnusableCheckpoint(f"{name} has changed since it was written (SHA-256 differs)")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Unusable(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
+        raise UnusableCheckpoint(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
     return Checkpoint(folder, step, folder / state, manifest["sharded"])
 
 
@@ -138,8 +138,8 @@ def newest(
 ) -> _Read | None:
     """Return `read(checkpoint)` for the newest usable checkpoint of a kind, or None if the run has none of that kind.
 
-    A checkpoint that is damaged, or for which `read` raises `Unusable`, is reported (unless `quiet`), and the previous
-    checkpoint is tried. With `repair`, damaged checkpoints are set aside so that their steps can be saved again.
+    A checkpoint that is damaged, or for which `read` raises `UnusableCheckpoint`, is reported (unless `quiet`), and the
+    previous checkpoint is tried. With `repair`, damaged checkpoints are set aside, and their steps can be saved again.
     The run may continue to train, and save or prune checkpoints, during this call.
 
     Raises:
@@ -150,7 +150,7 @@ def newest(
         for step, path in steps_of(run, kind):
             try:
                 out = read(verified(step, path))
-            except Unusable as error:
+            except UnusableCheckpoint as error:
                 if not os.path.lexists(path):  # pruned by a run that saved a newer one: look again
                     break
                 damaged[path] = str(error).removeprefix(f"{path}/")
@@ -195,19 +195,19 @@ def load_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     With `mapped`, the file is memory-mapped: tensors stay on disk until they are accessed.
 
     Raises:
-        Unusable: The file does not exist or is not a checkpoint.
+        UnusableCheckpoint: The file does not exist or is not a checkpoint.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # such a warning is followed by an error here
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
-        raise Unusable(f"{path}: no such checkpoint") from None
+        raise UnusableCheckpoint(f"{path}: no such checkpoint") from None
     except Exception as error:
         if out_of_memory(error):
             raise
-        raise Unusable(f"{path}: not a readable checkpoint of torch.save ({type(error).__name__})") from None
+        raise UnusableCheckpoint(f"{path}: not a readable checkpoint of torch.save ({type(error).__name__})") from None
     if not isinstance(state, dict):
-        raise Unusable(f"{path}: not a readable checkpoint (it holds a {type(state).__name__})")
+        raise UnusableCheckpoint(f"{path}: not a readable checkpoint (it holds a {type(state).__name__})")
     return state
 
 

@@ -15,7 +15,7 @@ from lion.config import ConfigError
 from lion.trainer.checkpoint import (
     STATE,
     Checkpoint,
-    Unusable,
+    UnusableCheckpoint,
     load_state,
     newest,
     prune,
@@ -26,7 +26,7 @@ from lion.trainer.checkpoint import (
     steps_of,
 )
 from lion.trainer.faults import full_disk, out_of_memory
-from lion.trainer.parallel import Learner, load_shards, save_shards
+from lion.trainer.parallel import TrainedModels, load_shards, save_shards
 from lion.trainer.runtime import Runtime
 from lion.trainer.state import check_kept
 
@@ -38,7 +38,7 @@ TENSORS = ("model", "ema", "optimizer")  # in a plain checkpoint, beside the `pl
 class Checkpointer:
     """The checkpoints of one run; `saved` is the step of the newest checkpoint that the run can resume from."""
 
-    def __init__(self, run: Path, learner: Learner, runtime: Runtime, *, keep: int) -> None:
+    def __init__(self, run: Path, learner: TrainedModels, runtime: Runtime, *, keep: int) -> None:
         self.run, self.learner, self.runtime, self.keep = run, learner, runtime, keep
         self.saved: int | None = None
 
@@ -104,12 +104,12 @@ class Checkpointer:
             found, state = taken or (None, None)
         found = self.runtime.agree(found)
         if found is not None:
-            if self._together(found) or not self.runtime.main:
+            if self._is_collective(found) or not self.runtime.main:
                 state = self._restore(found, restore)
             self.saved = found.step
         return state
 
-    def _together(self, found: Checkpoint) -> bool:
+    def _is_collective(self, found: Checkpoint) -> bool:
         """Return whether restoring tensors is a collective operation, which the first process cannot try alone."""
         return self.runtime.world > 1 and (found.sharded or self.learner.sharded)
 
@@ -123,16 +123,16 @@ class Checkpointer:
             check_kept(plain)
             if plain["step"] != found.step:
                 raise ValueError(f"step is {plain['step']}")
-            if not (trial and self._together(found)):
+            if not (trial and self._is_collective(found)):
                 self.learner.restore(load_shards(found.path, into=self.learner.state()) if found.sharded else tensors)
             restore(plain)
         except KeyError as error:
-            raise Unusable(f"{found.state}: a run cannot resume from it, {error} is missing") from error
+            raise UnusableCheckpoint(f"{found.state}: a run cannot resume from it, {error} is missing") from error
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             if out_of_memory(error):
                 raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-            raise Unusable(f"{found.state}: a run cannot resume from it ({reason})") from error
+            raise UnusableCheckpoint(f"{found.state}: a run cannot resume from it ({reason})") from error
         return plain
 
     def best(self) -> dict[str, Any] | None:
@@ -154,7 +154,7 @@ def _record(found: Checkpoint) -> dict[str, Any]:
         if math.isnan(best["value"]) or best["step"] < 0:
             raise ValueError
     except (LookupError, TypeError, ValueError):
-        raise Unusable(f"{found.state}: it has no valid metric value and step") from None
+        raise UnusableCheckpoint(f"{found.state}: it has no valid metric value and step") from None
     return best
 
 

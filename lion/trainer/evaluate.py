@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lion.samples.base import Batch
 from lion.tasks.base import Outcome, Task, to_device
-from lion.tasks.metrics import Metric, OwnPass
+from lion.tasks.metrics import Metric, MetricOfPass
 from lion.trainer.runtime import Runtime
 
 
@@ -20,7 +20,7 @@ class Totals:
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
-        self.metrics = [metric for metric in metrics if not isinstance(metric, OwnPass)]
+        self.metrics = [metric for metric in metrics if not isinstance(metric, MetricOfPass)]
         self.sums: dict[str, list[Tensor]] = {}
         self.rows: dict[str, list[Tensor]] = {name: [] for metric in self.metrics for name in metric.rows}
 
@@ -74,7 +74,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Compute the metrics of a task over all samples and processes; return None if `stop` ended the evaluation.
 
-    `batches` are iterated once, and once more for every `OwnPass` metric. Random numbers depend on `seed` and the
+    `batches` are iterated once, and once more for every `MetricOfPass` metric. Random numbers depend on `seed` and the
     rank alone, so they are the same for every model and form. The random state of training is not affected.
     """
 
@@ -95,7 +95,7 @@ def evaluate(
                 totals.add(outcome, batch["mask"])
         own = {}
         for metric in task.metrics:
-            if isinstance(metric, OwnPass):
+            if isinstance(metric, MetricOfPass):
                 own[metric.name] = own_value(metric, model, on_device(), task, runtime, precision, seed)
     except Stopped:
         return None
@@ -106,7 +106,7 @@ def evaluate(
 
 
 def own_value(
-    metric: OwnPass,
+    metric: MetricOfPass,
     model: nn.Module,
     batches: Iterable[Batch],
     task: Task,

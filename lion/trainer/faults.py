@@ -44,7 +44,7 @@ def full_disk(error: BaseException) -> bool:
     return "No space left on device" in str(error)
 
 
-def cut_library(error: BaseException) -> str | None:
+def truncated_library(error: BaseException) -> str | None:
     """Return the truncated library in a compiler cache that an error reports, or None.
 
     Such a file remains when a compilation was killed while writing.
@@ -55,13 +55,13 @@ def cut_library(error: BaseException) -> str | None:
     return found[1] if ours else None
 
 
-def refusal(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """Return the message of an error of the operating system, with the path if there is one."""
     place = error.filename2 or error.filename  # of two paths, the second is the destination
     return f"{place}: {error.strerror}" if place else str(error.strerror)
 
 
-def explain(error: Exception, *, step: int, micro: int, kept: str) -> Exception | None:
+def advised_error(error: Exception, *, step: int, micro: int, kept: str) -> Exception | None:
     """Translate an error into a message that names the setting to change, or return None for an unknown error.
 
     `kept` is a message about the checkpoint that is still available.
@@ -71,7 +71,7 @@ def explain(error: Exception, *, step: int, micro: int, kept: str) -> Exception 
     if "does not have a deterministic implementation" in str(error):
         return ConfigError(f"trainer.deterministic: {str(error).partition('.')[0]}; try false")
     if isinstance(error, OSError) and error.strerror:
-        return RunError(f"{refusal(error)}; {kept}")
+        return RunError(f"{os_error_text(error)}; {kept}")
     return None
 
 

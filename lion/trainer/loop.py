@@ -21,10 +21,10 @@ from lion.trainer.checkpointer import Checkpointer
 from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, progress_of
 from lion.trainer.ema import Average, Buffers
 from lion.trainer.evaluate import FirstBatchKept, evaluate
-from lion.trainer.faults import RunError, divergence_advice, explain
+from lion.trainer.faults import RunError, advised_error, divergence_advice
 from lion.trainer.log import NoLog, RunLog
 from lion.trainer.optim import make_optimizer
-from lion.trainer.parallel import Learner, full, local, replicate, shard, synchronise
+from lion.trainer.parallel import TrainedModels, full, local, replicate, shard, synchronise
 from lion.trainer.plan import Plan
 from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, catch_signals, compile_blocks
@@ -69,7 +69,7 @@ class Trainer:
         self.forward = replicate(self.model, runtime)
         self.data = RunData(splits, plan, runtime, workers=workers)
         self.state = RunState(folder, plan, task, self.data, runtime)
-        learner = Learner(self.model, self.ema, self.optimizer)
+        learner = TrainedModels(self.model, self.ema, self.optimizer)
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
         self.stopping = False  # set by a signal
 
@@ -84,7 +84,7 @@ class Trainer:
         """
         begin, state = time.perf_counter(), self.state
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.explained())
+            stack.enter_context(self.with_advice())
             self.prepare()
             if started is not None:
                 started(state)
@@ -119,7 +119,7 @@ class Trainer:
         if best is not None:  # may be newer than the checkpoint that the run resumes from
             self.state.best = best
         if kept is not None:
-            self.state.announce(kept)
+            self.state.log_resume(kept)
 
     def open_log(self) -> RunLog | NoLog:
         state = self.state
@@ -130,7 +130,7 @@ class Trainer:
 
     def train(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> bool:
         """Run the training loop; return False if a signal stopped the loop."""
-        state, timer, owed = self.state, SaveTimer(self.plan.save_seconds), False
+        state, timer, save_due = self.state, SaveTimer(self.plan.save_seconds), False
         complete = self.evaluate_if_due(out)  # a signal may have interrupted the last evaluation
         clock = TrainingClock(compiles=state.compiled)
         while complete and not state.finished:
@@ -147,15 +147,15 @@ class Trainer:
                 complete = self.evaluate_if_due(out)
                 monitor.restart()
                 clock.restart()
-            stop, late = self.runtime.any(self.stopping, timer.due)
+            stop, timer_due = self.runtime.any(self.stopping, timer.due)
             last = stop or not complete or state.finished
-            owed = owed or late or state.due(self.plan.save_every)
-            if last or (owed and not state.guard.read()[1]):
+            save_due = save_due or timer_due or state.due(self.plan.save_every)
+            if last or (save_due and not state.guard.read()[1]):
                 with out.pause("saving"):
                     self.save(out)  # a periodic save waits while steps are being skipped
                 timer.restart()
                 clock.restart()
-                owed = False
+                save_due = False
             if stop and not state.finished:
                 complete = False
         return complete
@@ -269,12 +269,12 @@ class Trainer:
         raise RunError(f"{what}; {self.checkpoints.kept}. {advice}")
 
     @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
+    def with_advice(self) -> Iterator[None]:
         """Replace known errors (out of memory, full disk ..) by errors with advice and the kept checkpoint."""
         try:
             yield
         except Exception as error:
-            better = explain(error, step=self.state.step, micro=self.plan.micro, kept=self.checkpoints.kept)
+            better = advised_error(error, step=self.state.step, micro=self.plan.micro, kept=self.checkpoints.kept)
             if better is None:
                 raise
             raise better from error

@@ -78,7 +78,7 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-class Learner:
+class TrainedModels:
     """Model, averaged model and optimizer, saved and restored together in the same way for DDP and FSDP2."""
 
     def __init__(self, model: nn.Module, ema: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
@@ -116,20 +116,20 @@ def is_sharded(tensors: dict[str, Tensor]) -> bool:
 
 
 def save_shards(folder: Path, tensors: dict[str, Any]) -> None:
-    """Write the shards of every process into `folder`; if one process fails, all raise as in `_plainly`."""
-    with _plainly():
+    """Write the shards of every process into `folder`; if one process fails, all raise as in `_ordinary_errors`."""
+    with _ordinary_errors():
         dcp.save(tensors, checkpoint_id=folder)
 
 
 def load_shards(folder: Path, into: dict[str, Any]) -> dict[str, Any]:
-    """Load shards of any number of processes into tensors of any sharding; errors are raised as in `_plainly`."""
-    with _plainly():
+    """Load shards of any number of processes into tensors of any sharding; raise errors as in `_ordinary_errors`."""
+    with _ordinary_errors():
         dcp.load(into, checkpoint_id=folder)
     return into
 
 
 @contextlib.contextmanager
-def _plainly() -> Iterator[None]:
+def _ordinary_errors() -> Iterator[None]:
     """Convert a CheckpointException into an ordinary error.
 
     Raises:

@@ -150,7 +150,7 @@ class RunState:
         else:
             seed_everything(derive(self.plan.seed, self.step, self.runtime.rank))
         if (upcoming := self.upcoming()) != kept["next"] and self.runtime.main:  # the launcher stops the others
-            then, now = (in_words(place) for place in (kept["next"], upcoming))
+            then, now = (upcoming_text(place) for place in (kept["next"], upcoming))
             raise self.changed(self.step, f"the next were {then}, and are {now} now")
 
     def changed(self, step: int, how: str) -> ConfigError:
@@ -163,24 +163,24 @@ class RunState:
     def same_world(self, kept: dict[str, Any]) -> bool:
         return len(kept["random"]) == self.runtime.world
 
-    def announce(self, kept: dict[str, Any]) -> None:
+    def log_resume(self, kept: dict[str, Any]) -> None:
         """Log where the run resumes, and whether the result will be reproducible."""
         drawn = "" if self.same_world(kept) else ", random states reseeded for another number of processes"
-        log.info("resuming at %s: exact state%s", self.told(), drawn)
+        log.info("resuming at %s: exact state%s", self.progress_text(), drawn)
         if (upcoming := self.upcoming()) is not None:
-            log.info("next: %s", in_words(upcoming))
+            log.info("next: %s", upcoming_text(upcoming))
         if self.plan.seconds is None:
-            log.info("%s", promise(kept["made"], self.conditions()))
+            log.info("%s", reproducibility_text(kept["made"], self.conditions()))
         else:
             log.info(
                 "from here on: same data order, not the same bits (time-limited runs are not bitwise reproducible)"
             )
 
-    def told(self) -> str:
+    def progress_text(self) -> str:
         """Return the progress as text."""
         if self.plan.seconds is None:
             return f"step {self.step} of {self.plan.total}"
-        return f"step {self.step}, {in_time(self.seconds)} of {self.plan.trainer.time}"
+        return f"step {self.step}, {time_text(self.seconds)} of {self.plan.trainer.time}"
 
     def conditions(self) -> dict[str, Any]:
         """Return the conditions that must be equal for bitwise equal results."""
@@ -192,7 +192,7 @@ class RunState:
         }
 
 
-def in_words(upcoming: dict[str, Any] | None) -> str:
+def upcoming_text(upcoming: dict[str, Any] | None) -> str:
     """Format `RunState.upcoming` for a message."""
     if upcoming is None:
         return "none, the run is complete"
@@ -234,12 +234,12 @@ class SaveTimer:
         return self.seconds is not None and time.monotonic() - self.started >= self.seconds
 
 
-def in_time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     """Format seconds as a time in recipes: "1.5h", "2.3min"."""
     return f"{seconds / 3600:.4g}h" if seconds >= 3600 else f"{seconds / 60:.3g}min"
 
 
-def promise(then: dict[str, Any], now: dict[str, Any]) -> str:
+def reproducibility_text(then: dict[str, Any], now: dict[str, Any]) -> str:
     """Return a message on how far a resumed run reproduces a run without a stop, by the conditions of both."""
     changed = [f"{k} {then.get(k)} -> {v}" for k, v in now.items() if then.get(k) != v]
     if changed:

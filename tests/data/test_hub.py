@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from data.hub import approach_hub, out_of_reach
+from data.hub import configure_hub, hub_unreachable
 
 
 def away(*args):
@@ -22,8 +22,8 @@ def test_where_its_name_leads_nowhere_nothing_is_tried(monkeypatch, look_up, pro
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(urllib.request, "getproxies", lambda: proxies)
-    out_of_reach.cache_clear()
-    approach_hub()
-    out_of_reach.cache_clear()
+    hub_unreachable.cache_clear()
+    configure_hub()
+    hub_unreachable.cache_clear()
     assert os.environ.get("HF_HUB_OFFLINE") == offline
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

@@ -741,7 +741,7 @@ def test_the_largest_discs_stay_in_their_pictures():
 
 
 def test_contours_without_room_are_given_up(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(drawing, "HOPELESS", 2000)
+    monkeypatch.setattr(drawing, "MAX_ATTEMPTS", 2000)
     file = recipe(tmp_path, name="pathfinder", **{**SMALL, "contour_length": 12})
     line = refuse(capsys, "prepare", file)
     assert "no room in 16 x 16 pixels for two contours of 12 dashes" in line and "data.margins" in line

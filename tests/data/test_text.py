@@ -22,7 +22,7 @@ import yaml
 import data
 from data import pool
 from data.text import corpus as corpora
-from data.text.prepare import settle
+from data.text.prepare import load_or_make_tokenizer
 from data.text.store import Tokens, Writer, id_type
 from data.text.tokenizers import make_tokenizer, open_tokenizer
 from lion.config import ConfigError, build
@@ -436,7 +436,7 @@ def test_what_is_no_finished_part_is_named(tmp_path):
     source = lines_set(tmp_path, sentences(20))
     parts = source.folder.with_name(f"{source.folder.name}.parts")
     parts.parent.mkdir()
-    settle(parts, source.corpus(), source.make_tokenizer)
+    load_or_make_tokenizer(parts, source.corpus(), source.make_tokenizer)
     part = parts / "0.npz"
     np.savez(part, other=np.zeros(3))
     for odd in (b"", b"no archive", b"PK\3\4" + bytes(99), part.read_bytes()):

@@ -10,7 +10,7 @@ from lion.layers.mixers import HippoAttention, make_mixer
 from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.hippo import HippoConfig
-from lion.layers.mixers.spectra import SPECTRA, TURNING, legs, s4d_lin, s4d_real
+from lion.layers.mixers.spectra import ROTATING, SPECTRA, legs, s4d_lin, s4d_real
 
 DIM, HEADS = 16, 2
 MIXERS = ("lion_d_hippo", "lion_s_hippo")
@@ -77,7 +77,7 @@ def complex_oracle(layer: HippoAttention, x: torch.Tensor) -> torch.Tensor:
 
 
 @both
-@pytest.mark.parametrize("spectrum", TURNING)
+@pytest.mark.parametrize("spectrum", ROTATING)
 @torch.inference_mode()
 def test_spectra_that_turn_are_complex_states_in_every_form(mixer, spectrum):
     layer, x = make(mixer, spectrum=spectrum), tokens(37)

@@ -51,7 +51,7 @@ def test_a_step_at_a_time_is_the_closed_form(schedule, count):
 
 
 def test_schedules_are_the_published_ones():
-    linear, cosine = (Process(name, 1000).kept for name in ("linear", "cosine"))
+    linear, cosine = (Process(name, 1000).alphas_cumprod for name in ("linear", "cosine"))
     torch.testing.assert_close(SCHEDULES["linear"](1000)[[0, -1]], torch.tensor([1e-4, 0.02]).double())
     assert linear[-1].item() == pytest.approx(4.04e-5, rel=1e-2)  # DDPM's value
     for t in (0, 250, 500, 900):
@@ -70,7 +70,7 @@ def test_ddim_undoes_exact_noise(schedule, steps, bound):
 
     def predict(y, times):
         seen.append(times[0].item())
-        kept = process.kept[times][:, None, None]
+        kept = process.alphas_cumprod[times][:, None, None]
         return (y - kept.sqrt() * x) / (1 - kept).sqrt()
 
     found = process.denoise(predict, process.noisy(x, noise, last), steps=steps, bound=bound)
@@ -84,7 +84,7 @@ def test_fresh_noise_keeps_the_distribution():
     process = Process("cosine", 200)
 
     def predict(x, times):  # x_0 ~ N(0, 0.25)
-        kept = process.kept[times][:, None]
+        kept = process.alphas_cumprod[times][:, None]
         return x * (1 - kept).sqrt() / (0.25 * kept + 1 - kept)
 
     start = torch.randn(20_000, 1, dtype=torch.double)
@@ -138,12 +138,12 @@ def test_the_loss_is_of_the_noise_and_some_labels_are_not_told():
     assert (sums.loss / sums.weight).item() == pytest.approx(1, rel=0.02) and sums.weight == 5000
     assert (model.labels == 3).float().mean().item() == pytest.approx(0.3, abs=0.03)
     assert model.times.min() == 0 and model.times.max() == 999
-    kept = t.process.kept[model.times].float()
+    kept = t.process.alphas_cumprod[model.times].float()
     white = t.loss(
         model, {"image": torch.full((5000, 1, 4, 4), 255, dtype=torch.uint8), "label": torch.zeros(5000).long()}
     )
     assert white.weight == 5000
-    kept = t.process.kept[model.times].float()
+    kept = t.process.alphas_cumprod[model.times].float()
     early = model.times < 200
     torch.testing.assert_close(model.x[early].mean(), kept[early].sqrt().mean(), rtol=0, atol=0.01)
 
@@ -201,7 +201,7 @@ def test_guidance():
     assert asked == [[0, 1, 2, 0], [3] * 4, [0, 1, 2, 0, 3, 3, 3, 3]]
     torch.testing.assert_close(found(1.0), found(1 + 1e-9))  # 1 + 1e-9 runs the model twice
     torch.testing.assert_close(found(0.0), found(5.0, torch.full((4,), 3)))
-    kept = t.process.kept[-1].item()
+    kept = t.process.alphas_cumprod[-1].item()
     times = torch.full((4,), 19)
     with torch.no_grad():
         told, untold = model(x[0], times, classes), model(x[0], times, torch.full((4,), 3))

@@ -63,7 +63,7 @@ def batch(size=4, begin=0, data=None):
 
 
 def hidden_of(own, data, rate):
-    return own.hide(data, rate, torch.rand(*data["tokens"].shape, 3))
+    return own.mask_tokens(data, rate, torch.rand(*data["tokens"].shape, 3))
 
 
 def test_shares_of_what_is_hidden():
@@ -116,7 +116,7 @@ def test_loss_is_per_hidden_token_of_the_global_batch():
     own, net, data = task(rate=0.9), model().double(), batch(6)
     torch.manual_seed(3)
     draws = torch.rand(6, 20, 3)
-    masked = own.hide(data, 0.9, draws)
+    masked = own.mask_tokens(data, 0.9, draws)
     targets = torch.full((6, 20), -100)
     for row in range(6):
         for place, chosen in zip(masked.places[row], masked.chosen[row]):
@@ -126,7 +126,7 @@ def test_loss_is_per_hidden_token_of_the_global_batch():
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     parts = []
     for rows in (slice(0, 1), slice(1, 6)):
-        own.hide = lambda data, rate, _, rows=rows: MaskedLM.hide(own, data, rate, draws[rows])
+        own.mask_tokens = lambda data, rate, _, rows=rows: MaskedLM.mask_tokens(own, data, rate, draws[rows])
         parts.append(own.loss(net, {name: x[rows] for name, x in data.items()}))
     assert parts[0].weight != parts[1].weight / 5
     total = sum(p.loss for p in parts) / sum(p.weight for p in parts)
@@ -264,9 +264,9 @@ def test_parts_of_a_row_are_hidden_as_rows():
     tokens, keys = torch.randint(5, 30, (2, 60)), torch.tensor([[1, 2, 3], [4, 5, 6]])
     segments = torch.zeros_like(tokens)
     segments[0, 50:] = -1
-    long = task().hide_by_key({"tokens": tokens, "key": keys, "segments": segments})
+    long = task().mask_by_key({"tokens": tokens, "key": keys, "segments": segments})
     rows = {"tokens": tokens.view(6, 20), "key": keys.flatten(), "segments": segments.view(6, 20)}
-    short = task().hide_by_key(rows)
+    short = task().mask_by_key(rows)
     assert torch.equal(long.tokens.view(6, 20), short.tokens) and not torch.equal(long.tokens, tokens)
     assert torch.equal(long.targets.view(6, -1), short.targets) and torch.equal(long.chosen.view(6, -1), short.chosen)
     assert torch.equal(tokens.gather(1, long.places), long.targets)

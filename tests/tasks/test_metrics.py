@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lion.tasks.image_classification import LOSS, TOP1, ImageClassification, ImageClassificationConfig
-from lion.tasks.metrics import Mean, OfAll, OfMeans
+from lion.tasks.metrics import Mean, MetricOfMeans, MetricOfRows
 
-PERPLEXITY = OfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False)
+PERPLEXITY = MetricOfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False)
 
 
 def test_a_metric_writes_its_values():
@@ -29,7 +29,7 @@ def test_what_a_metric_is_made_of():
     assert LOSS.value({"top1": 0.5, "loss": 2.0}, {}) == 2 and not LOSS.higher_is_better
     assert PERPLEXITY.value({"loss": 2.0}, {}) == math.exp(2)
     assert PERPLEXITY.value({"loss": 1e4}, {}) == math.inf  # a run that diverges gets an error message, not a traceback
-    both = OfAll("agreement", function=lambda p, y: (p == y).double().mean(), of=("prediction", "label"))
+    both = MetricOfRows("agreement", function=lambda p, y: (p == y).double().mean(), of=("prediction", "label"))
     rows = {"prediction": torch.tensor([1, 2, 3]), "label": torch.tensor([1, 2, 4])}
     assert both.rows == ("prediction", "label") and both.value({}, rows) == pytest.approx(2 / 3)
 

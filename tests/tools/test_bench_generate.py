@@ -39,7 +39,7 @@ def test_bytes_of_states(measured):
     A cache holds keys, values and a mask of every token; a recurrent state holds a matrix and a vector per head.
     """
     for row in measured[0]:
-        batch, room = row["batch"], row["length"] + generate.SPARE
+        batch, room = row["batch"], row["length"] + generate.FREE_SLOTS
         expected = {
             "attention": 8 * row["length"],
             "kv": 4 * (2 * 4 * 128 * room + row["length"]) + 8,
@@ -73,7 +73,7 @@ def test_what_is_timed_is_what_generation_does(mixer):
     for _ in range(2):  # repeated calls give the same logits
         logits = generate.go_on(model, tokens[:, 20:].expand(2, -1), state)
         torch.testing.assert_close(logits[:, -1], text.logits, rtol=0, atol=1e-10)
-    anew = generate.read_anew(model, tokens.expand(2, -1))
+    anew = generate.recompute_logits(model, tokens.expand(2, -1))
     torch.testing.assert_close(anew[:, -1], text.logits, rtol=0, atol=1e-10)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import lion
 from data.text.tokenizers import open_tokenizer
-from lion.evaluation.choices import interval, log_likelihoods, share_right
+from lion.evaluation.choices import accuracy_of_choices, interval, log_likelihoods
 from lion.evaluation.questions import Choices, encode, joined, read_questions
 from lion.samples.text import TextInfo
 from tests.helpers import here, refuse
@@ -125,10 +125,10 @@ def test_the_best_of_each_question_wherever_its_rows_stand():
     order = torch.randperm(5, generator=torch.Generator().manual_seed(0))
     for index in (torch.arange(5), order):
         columns = (question[index], choice[index], right[index])
-        assert share_right(score[index], one, *columns) == 1  # -4 of question 7 and -1 of question 3
-        assert share_right(score[index], size[index], *columns) == 1  # -1, -3, -4, and -3, -1
-    assert share_right(-score, one, question, choice, right) == 0
-    tie = share_right(torch.zeros(5), one, question[order], choice[order], right[order])
+        assert accuracy_of_choices(score[index], one, *columns) == 1  # -4 of question 7 and -1 of question 3
+        assert accuracy_of_choices(score[index], size[index], *columns) == 1  # -1, -3, -4, and -3, -1
+    assert accuracy_of_choices(-score, one, question, choice, right) == 0
+    tie = accuracy_of_choices(torch.zeros(5), one, question[order], choice[order], right[order])
     assert tie == 0.5  # a tie selects the first choice, which is right in question 7 alone
 
 

@@ -24,7 +24,7 @@ from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
 from tools import predict, programs, train
 from tools.cli import one_line, run_command
-from tools.commands import COMMANDS, called_by
+from tools.commands import COMMANDS, parse_command
 from tools.compose import build_data, loader_workers, resolve
 from tools.listing import listing, recipe_names
 from tools.show import activation_bytes, mixer_rows, mixer_table, show
@@ -376,7 +376,7 @@ def test_every_command_of_the_table_is_there():
     ],
 )
 def test_what_a_line_calls(line, name, rest):
-    assert called_by(line.split()) == (name, rest)
+    assert parse_command(line.split()) == (name, rest)
 
 
 def test_quick_runs_in_two_processes(monkeypatch):

@@ -15,8 +15,8 @@ from lion.trainer.runtime import Runtime
 from tests.helpers import here, pictures, refuse, tiny_recipe
 from tests.tools.test_sample import changed
 from tools.compose import build_data, resolve
-from tools.distance import Own
-from tools.pictures import of_path, of_split
+from tools.distance import ClassifierFeatures
+from tools.pictures import images_of_path, images_of_split
 
 pytest.importorskip("sklearn")
 CPU = Runtime(torch.device("cpu"))
@@ -87,7 +87,7 @@ def test_what_is_not_real_is_farther(classifier, real, tmp_path, capsys):
 def test_features_are_what_the_head_is_given(classifier, real):
     model = open_run(classifier).model
     args = type("Args", (), {"features": classifier, "eager": True})
-    own = Own(args, CPU)
+    own = ClassifierFeatures(args, CPU)
     for some in (real[1][:7], real[1][7:10]):
         images = torch.from_numpy(some)
         with torch.inference_mode():
@@ -103,11 +103,13 @@ def test_training_pictures_are_read_without_augmentation(tmp_path):
     for more in ({}, {"pad": 2, "cache": "device"}):
         recipe = resolve(tiny_recipe(tmp_path, data={**changes, **more}))
         splits = build_data(recipe, cached=True)
-        first, again = (torch.cat(list(of_split(recipe, splits, "train", 100, 3, seed).batches)) for seed in (0, 0))
+        first, again = (
+            torch.cat(list(images_of_split(recipe, splits, "train", 100, 3, seed).batches)) for seed in (0, 0)
+        )
         assert first.shape == (8, 3, 8, 8) and torch.equal(first, again)
         held = {x["image"].numpy().tobytes() for x in splits.val}
         assert held < {x.numpy().tobytes() for x in first}  # the first images of the helper are the same in both splits
-        assert of_split(recipe, splits, "train", 5, 3, 0).count == 5
+        assert images_of_split(recipe, splits, "train", 5, 3, 0).count == 5
 
 
 def test_folders_and_arrays_hold_the_same(real, tmp_path):
@@ -119,12 +121,12 @@ def test_folders_and_arrays_hold_the_same(real, tmp_path):
     np.savez(tmp_path / "last.npz", real[0][:30].transpose(0, 2, 3, 1))
     found = []
     for name in ("folder", "first.npz", "last.npz"):
-        read = of_path(tmp_path / name, 100, 7, 0, channels=1)
+        read = images_of_path(tmp_path / name, 100, 7, 0, channels=1)
         batches = list(read.batches)
         assert read.count == 30 and [len(b) for b in batches] == [7, 7, 7, 7, 2]
         found.append(sorted(x.numpy().tobytes() for x in torch.cat(batches)))
         assert len(set(found[-1])) > 25 and found[-1] == found[0]
-        few = torch.cat(list(of_path(tmp_path / name, 20, 7, 0, channels=1).batches))
+        few = torch.cat(list(images_of_path(tmp_path / name, 20, 7, 0, channels=1).batches))
         assert len(few) == 20 and {x.numpy().tobytes() for x in few} <= set(found[0])
 
 
@@ -190,7 +192,7 @@ def test_features_of_torchscript_and_of_a_file(real, tmp_path, capsys):
 
 def test_pictures_against_features_of_a_file(classifier, real, tmp_path, capsys):
     """Check that the row of images has one more score than the row of a features file, which has no classes."""
-    own = Own(type("Args", (), {"features": classifier, "eager": True}), CPU)
+    own = ClassifierFeatures(type("Args", (), {"features": classifier, "eager": True}), CPU)
     with torch.inference_mode():
         values = own(torch.from_numpy(real[0][:90]))[0]
     np.savez(tmp_path / "seen.npz", values.numpy()), np.savez(tmp_path / "some.npz", real[0][:90])

@@ -13,7 +13,7 @@ from lion.evaluation import forms as forms_module
 from lion.evaluation.forms import measure
 from lion.runs import open_run
 from lion.tasks.base import Outcome
-from lion.tasks.metrics import OwnPass
+from lion.tasks.metrics import MetricOfPass
 from lion.trainer.checkpoint import STATE, load_state, newest, prune, scratch_folder, seal
 from lion.trainer.evaluate import evaluate as evaluate_model
 from lion.trainer.loader import eval_batches
@@ -78,7 +78,7 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
     found = measure(loaded.model, loaded.task, batches, len(batches), forms, cpu, "fp32")
     assert list(found) == forms and max(alive) <= 3
     assert counter.frame_count == len(forms)  # one graph per form, however often the forms alternate
-    own = OwnPass("pass", measure=lambda task, model, batches, _: float(model(next(iter(batches))["image"])[0, 0]))
+    own = MetricOfPass("pass", measure=lambda task, model, batches, _: float(model(next(iter(batches))["image"])[0, 0]))
     monkeypatch.setattr(loaded.task, "metrics", (own,))
     passes = measure(loaded.model, loaded.task, batches[:1], 1, forms, cpu, "fp32")
     assert all(passes[form]["value"] == pytest.approx(outputs[form][0, 0].item(), abs=2e-6) for form in forms)

@@ -10,7 +10,7 @@ import pytest
 
 import data
 from lion.config import ConfigError
-from lion.tasks.metrics import OfMeans
+from lion.tasks.metrics import MetricOfMeans
 from tests.helpers import here, refuse, tiny_recipe
 from tools.report.paper import claimed, read_paper
 from tools.report.runs import group, load, place
@@ -91,7 +91,7 @@ def test_claims_compare_runs_of_one_seed(runs):
 
 def test_a_metric_that_falls(runs):
     """Check a metric for which lower is better: a curve's value is its minimum, and nothing is in percent."""
-    metric = OfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False)
+    metric = MetricOfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False)
     curves = {"lion_s": [(1.0, 18.5), (2.0, 17.25), (3.0, 19.0)], "softmax": [(1.0, 21.0), (2.0, 20.0), (3.0, 20.5)]}
     groups = {
         name: [r._replace(metric=metric, curve=curves[name], test=None) for r in some]

@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def as_it_was(runs):
+def restore_files(runs):
     """Restore the distance files after each test, so that tests can run in any order."""
     first = (runs[0] / FIGURES).read_text()
     yield

@@ -168,7 +168,11 @@ def test_the_time_that_is_used_up_stays_used_up(tmp_path, monkeypatch, caplog):
     straight = toys.trainer(tmp_path / "a", **SECOND)
     assert straight.fit() and straight.state.step == 6
     stopped = stopped_at(toys.trainer(tmp_path / "b", **SECOND), 4)
-    assert not stopped.fit() and stopped.state.seconds == 4 and stopped.state.told() == "step 4, 0.0667min of 0.1min"
+    assert (
+        not stopped.fit()
+        and stopped.state.seconds == 4
+        and stopped.state.progress_text() == "step 4, 0.0667min of 0.1min"
+    )
     resumed = toys.trainer(tmp_path / "b", **SECOND)
     with caplog.at_level(logging.INFO, "lion"):
         assert resumed.fit()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lion.samples.seeds import derive
-from lion.tasks.metrics import OwnPass
+from lion.tasks.metrics import MetricOfPass
 from lion.trainer.checkpoint import newest
 from lion.trainer.evaluate import Totals, evaluate
 from lion.trainer.runtime import Runtime
@@ -54,7 +54,7 @@ class Sampler(toys.Sides):
 
     def __init__(self, config, info):
         super().__init__(config, info)
-        self.metrics = (*self.metrics, OwnPass("drawn", measure=self.measure))
+        self.metrics = (*self.metrics, MetricOfPass("drawn", measure=self.measure))
         self.draws = {"rows": [], "pass": [], "shown": []}
 
     def measure(self, task, model, batches, gather):

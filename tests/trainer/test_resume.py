@@ -11,7 +11,7 @@ from lion.trainer.checkpoint import (
     FOLDER,
     MANIFEST,
     STATE,
-    Unusable,
+    UnusableCheckpoint,
     load_state,
     newest,
     prune,
@@ -21,7 +21,7 @@ from lion.trainer.checkpoint import (
     verified,
 )
 from lion.trainer.faults import RunError
-from lion.trainer.state import KEPT, RunState, promise
+from lion.trainer.state import KEPT, RunState, reproducibility_text
 from tests.helpers import state_of, tiny_recipe
 from tests.trainer import toys
 from tests.trainer.helpers import lines, same, train, trainer
@@ -69,11 +69,11 @@ def test_workers_may_change_at_every_stop(tmp_path):
 
 def test_what_is_promised_depends_on_what_is_the_same():
     now = {"torch": "2.15", "device": "AVX512", "processes": 1, "threads": 2, "deterministic": True}
-    assert "bit for bit" in promise(now, now)
-    line = promise({**now, "threads": 1}, now)
+    assert "bit for bit" in reproducibility_text(now, now)
+    line = reproducibility_text({**now, "threads": 1}, now)
     assert "same data order, not the same bits (threads 1 -> 2)" in line
     gpu = {**now, "deterministic": False}
-    assert "trainer.deterministic=true" in promise(gpu, gpu)
+    assert "trainer.deterministic=true" in reproducibility_text(gpu, gpu)
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "delete", "manifest"])
@@ -172,7 +172,7 @@ def test_a_checkpoint_replaced_while_it_is_read_is_looked_for_again(tmp_path):
     listing = steps_of(run, "best")
     save(5)
     assert [step for step, _ in listing] == [4]  # a listed checkpoint may be deleted before it is opened
-    with pytest.raises(Unusable):
+    with pytest.raises(UnusableCheckpoint):
         verified(*listing[0])
 
 

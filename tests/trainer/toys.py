@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from lion.layers.marks import Marks
 from lion.samples import base as data
 from lion.tasks.base import Outcome, Sums, Task
-from lion.tasks.metrics import Mean, OfAll, OfMeans, OwnPass
+from lion.tasks.metrics import Mean, MetricOfMeans, MetricOfPass, MetricOfRows
 from lion.trainer.config import TrainerConfig
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer
@@ -110,11 +110,11 @@ def sum_of_first(task, model, batches, gather):
 
 
 METRICS = {
-    "perplexity": OfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False),
-    "matthews": OfAll("matthews", function=matthews, of=("prediction", "label")),
-    "order": OfAll("order", function=lambda x: (x * torch.arange(1, 1 + len(x))).sum(), of=("first",)),
+    "perplexity": MetricOfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False),
+    "matthews": MetricOfRows("matthews", function=matthews, of=("prediction", "label")),
+    "order": MetricOfRows("order", function=lambda x: (x * torch.arange(1, 1 + len(x))).sum(), of=("first",)),
     "loss": Mean("loss", higher_is_better=False),
-    "pass": OwnPass("pass", measure=sum_of_first),
+    "pass": MetricOfPass("pass", measure=sum_of_first),
 }
 
 

@@ -46,7 +46,7 @@ from tools.store import Row, Store, digits, pipes
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 CALLS = 8  # calls of a step per measured time
-SPARE = 2  # free places in a cache: one for the timed token, and one as in `Continuation.generate`
+FREE_SLOTS = 2  # free places in a cache: one for the timed token, and one as in `Continuation.generate`
 SETTING = ("device", "threads", "shape", "vocabulary", "compiled")
 HEADER = ["batch", "tokens", "mixer", "mode", "ms", "x shortest", "x kv", "state MiB", "x less", "peak MiB"]
 STYLES = {"attention": (":", "^"), "kv": ("--", "s"), "rnn": ("-", "o")}
@@ -170,7 +170,7 @@ def measure(job: Job, send: Send) -> None:
             for length, state in states.items():
                 variant, text = Variant(label, mode, length), tokens[:, :length].expand(job.batch, -1)
                 if mode == "attention":
-                    once = anew[variant] = partial(read_anew, model, text)
+                    once = anew[variant] = partial(recompute_logits, model, text)
                 else:
                     once = streams[variant] = partial(go_on, model, text[:, -1:], state)
                 warm_up(once, device)
@@ -206,13 +206,13 @@ def states_of(model: GPT, tokens: Tensor, job: Job) -> dict[int, Any]:
         for length in job.lengths:
             for piece in tokens[:, done:length].split(PIECE, 1):
                 _, state = model.encode_next(piece, state)
-            states[length] = reserve(tree_map(lambda x: x.repeat_interleave(job.batch, 0), state), SPARE)
+            states[length] = reserve(tree_map(lambda x: x.repeat_interleave(job.batch, 0), state), FREE_SLOTS)
             done = length
     return states
 
 
 @torch.inference_mode()
-def read_anew(model: GPT, text: Tensor) -> Tensor:
+def recompute_logits(model: GPT, text: Tensor) -> Tensor:
     """Return the logits after texts (B, L), recomputed from the whole text as in mode attention."""
     return model.logits(model.encode(text)[:, -1:])
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout, grid_layout
+from lion.layers.layout import PLAIN, ROW_MAJOR, Layout, grid_layout
 from lion.layers.mixers import LINEAR, LionAttention
 from lion.layers.mixers.lightnet import LIGHTNET, KeySoftmax
 from lion.ops import (
@@ -34,7 +34,7 @@ class Operator:
 
     mixer: str
     direction: str = "both"
-    scans: tuple[str, ...] = AS_THEY_STAND
+    scans: tuple[str, ...] = ROW_MAJOR
 
     @property
     def one_scan(self) -> bool:
@@ -82,7 +82,7 @@ class Operator:
                 given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
             if self.one_scan or self.of_keys:
                 given |= dict(q=apply_feature_map(layer.config.feature_map, q), k=k, log_decay=None, prefix=None)
-            if self.scans != AS_THEY_STAND:
+            if self.scans != ROW_MAJOR:
                 layout = grid(length, self.scans)
                 given["orders"] = layout.orders.to(device)
                 given |= {f"{SCAN}{i}": decay(x, k, layout).log_decay for i, decay in enumerate(layer.decays)}
@@ -99,7 +99,7 @@ class Operator:
         if self.one_scan:
             return one_scan_attention(**tensors, **how)
         how["direction"] = self.direction
-        if self.scans == AS_THEY_STAND:
+        if self.scans == ROW_MAJOR:
             return linear_attention(**{"feature_map": None} | self.gated(tensors, fixed), **how)
         q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
         return multi_scan_attention(q, k, v, log_decays, **fixed, **how, feature_map=None)
@@ -108,7 +108,7 @@ class Operator:
         """Compute the operator token by token, by its definition."""
         if self.one_scan:
             return reference_one_scan_attention(**tensors)
-        if self.scans == AS_THEY_STAND:
+        if self.scans == ROW_MAJOR:
             given = self.gated(tensors, fixed)
             given.pop("prefix", None)  # used only for gradients
             return reference_attention(**given, direction=self.direction)

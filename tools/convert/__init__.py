@@ -34,7 +34,7 @@ from tools.cli import Parser
 from tools.compose import make_task, metric_of, resolve
 from tools.convert.base import Converter, Setting
 from tools.convert.bert import BertConverter
-from tools.convert.files import Held, read_checkpoint
+from tools.convert.files import CheckpointContents, read_checkpoint
 from tools.convert.gpt import GPTConverter
 from tools.convert.vit import ViTConverter
 
@@ -90,7 +90,7 @@ def converter_of(recipe: Recipe) -> Converter:
     return CONVERTERS[name]()
 
 
-def compare(settings: Iterable[Setting], held: Held, recipe: Recipe, path: Path) -> set[str]:
+def compare(settings: Iterable[Setting], held: CheckpointContents, recipe: Recipe, path: Path) -> set[str]:
     """Check a recipe against the settings that a checkpoint shows.
 
     Returns:

@@ -14,7 +14,7 @@ from lion.config import ConfigError
 from lion.recipe import Recipe
 from lion.samples.base import Info
 from tools.compose import describe_data
-from tools.convert.files import Held
+from tools.convert.files import CheckpointContents
 
 
 class Setting(NamedTuple):
@@ -46,14 +46,14 @@ class Converter(ABC):
     trusted: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def rename(self, held: Held) -> dict[str, Tensor]:
+    def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
         """Return the weights of the checkpoint under the names of our model, in float32.
 
         Raises:
             ConfigError: A required weight is missing, our model has no place for a weight, or a weight is not finite.
         """
 
-    def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
+    def adopted(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
         """Return settings of the checkpoint that override the recipe, unless the command line sets them.
 
         Raises:
@@ -66,14 +66,16 @@ class Converter(ABC):
         return describe_data(recipe, look=False)[0]
 
     @abstractmethod
-    def settings(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Iterator[Setting]:
+    def settings(
+        self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: Info
+    ) -> Iterator[Setting]:
         """Yield the settings shown by shapes, names, and metadata stored with the weights.
 
         A setting is computed only if all settings before it agree with the recipe.
         """
 
     @abstractmethod
-    def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Info:
+    def fit(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Info:
         """Fit the recipe and the weights to each other, in place.
 
         Settings that only the checkpoint determines are set in the recipe. Weights whose size the recipe determines are
@@ -86,12 +88,12 @@ class Converter(ABC):
             ConfigError: Recipe and weights cannot be fitted to each other.
         """
 
-    def keep(self, held: Held, recipe: Recipe) -> dict[str, str]:
+    def keep(self, held: CheckpointContents, recipe: Recipe) -> dict[str, str]:
         """Return text files to store in the run folder, by name; their paths are set in the recipe."""
         return {}
 
     @abstractmethod
-    def describe(self, held: Held, recipe: Recipe, info: Info) -> str:
+    def describe(self, held: CheckpointContents, recipe: Recipe, info: Info) -> str:
         """Describe the converted model, except mixer and number of parameters."""
 
 

@@ -20,7 +20,7 @@ CONFIG = "config.json"
 FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-class Held(NamedTuple):
+class CheckpointContents(NamedTuple):
     """Contents of a checkpoint.
 
     Attributes:
@@ -43,7 +43,7 @@ class Held(NamedTuple):
         return (self.path if self.path.is_dir() else self.path.parent).resolve()
 
 
-def read_checkpoint(path: Path, ema: bool) -> Held:
+def read_checkpoint(path: Path, ema: bool) -> CheckpointContents:
     """Read a checkpoint: a file of weights, or a folder that contains one of the files `FOLDER`.
 
     Raises:
@@ -66,7 +66,7 @@ def read_checkpoint(path: Path, ema: bool) -> Held:
     elif ema:
         raise ConfigError(f"{path}: --ema: a checkpoint of transformers holds no averaged weights")
     plain = (re.sub(r"^(module\.)+", "", str(name).replace("_orig_mod.", "")) for name in weights)  # DDP, torch.compile
-    return Held(path, dict(zip(plain, weights.values())), said, {f.name: digest(f) for f in files})
+    return CheckpointContents(path, dict(zip(plain, weights.values())), said, {f.name: digest(f) for f in files})
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from lion.config import ConfigError
 from lion.models.gpt import GPT
 from lion.recipe import Recipe
 from lion.samples.text import TextInfo
-from tools.convert.files import Held
+from tools.convert.files import CheckpointContents
 from tools.convert.language import PLAIN, Format, LanguageConverter
 
 FIRST = "transformer.h.0.attn.c_attn.weight"
@@ -82,21 +82,24 @@ class GPTConverter(LanguageConverter):
         """Return whether a weight may be missing: biases, if there are none at all, as in some models of nanoGPT."""
         return name.endswith("bias") and "transformer.ln_f.bias" not in theirs
 
-    def told(self, held: Held) -> dict[str, Any]:
+    def metadata(self, held: CheckpointContents) -> dict[str, Any]:
         """Return the metadata, with the activation that the layout of the weights implies.
 
         Weights that are not of Conv1D come from nanoGPT, whose GELU is exact.
         """
-        return {self.format.keys["activation"]: "gelu_new" if conv1d(held.weights) else "gelu", **super().told(held)}
+        return {
+            self.format.keys["activation"]: "gelu_new" if conv1d(held.weights) else "gelu",
+            **super().metadata(held),
+        }
 
     def more(self, ours: dict[str, Tensor]) -> dict[str, Any]:
         return {"bias": "encoder.norm.bias" in ours}
 
-    def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
+    def adopted(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
         """Return the settings, with a sample length of all positions and one more token, which is predicted."""
         return {**super().adopted(held, ours, recipe), "data.length": len(ours["positions.weight"]) + 1}
 
-    def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo) -> TextInfo:
+    def fit(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo) -> TextInfo:
         """Fit as in the base class; for shorter samples, the last position embeddings are dropped."""
         positions = ours["positions.weight"]
         if info.length - 1 > len(positions):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.text.tokenizers import MADE, Tokenizer, local_files, open_tokenizer
+from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, open_tokenizer
 from lion.config import ConfigError, flatten, to_dict
 from lion.layers.mixers import SOFTMAX
 from lion.layers.rotations import NO_ROTATION
@@ -22,7 +22,7 @@ from lion.recipe import Recipe
 from lion.samples.text import TextInfo
 from tools.compose import open_data
 from tools.convert.base import Converter, Setting, checked, no_place
-from tools.convert.files import Held
+from tools.convert.files import CheckpointContents
 
 PLAIN = {  # our settings for the attention and the blocks of these models
     "attention.feature_map": None,
@@ -82,7 +82,7 @@ class LanguageConverter(Converter):
         """Return whether the checkpoint `theirs` may lack a weight of our model."""
         return False
 
-    def rename(self, held: Held) -> dict[str, Tensor]:
+    def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
         self.check_kind(held)
         theirs = {k: v for k, v in self.cleaned(held.weights).items() if not re.fullmatch(self.format.unused, k)}
         for kept, other in self.format.tied.items():
@@ -113,7 +113,7 @@ class LanguageConverter(Converter):
                 )
         return ours
 
-    def check_kind(self, held: Held) -> None:
+    def check_kind(self, held: CheckpointContents) -> None:
         """Check that our model supports the model of `config.json`.
 
         Raises:
@@ -138,18 +138,18 @@ class LanguageConverter(Converter):
         hidden, positions = (len(ours[n]) for n in ("encoder.blocks.0.mlp.fc1.weight", "positions.weight"))
         return {"rows": rows, "dim": dim, "depth": depth, "hidden": hidden, "positions": positions}
 
-    def facts(self, held: Held, ours: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
+    def facts(self, held: CheckpointContents, ours: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
         """Return (value, source) of the settings of the model that the checkpoint shows, by key of the recipe."""
-        keys, told, sizes = self.format.keys, self.told(held), self.sizes(ours)
+        keys, metadata, sizes = self.format.keys, self.metadata(held), self.sizes(ours)
         for name, size in sizes.items():
-            if (wanted := told.get(keys[name])) not in (None, size):
+            if (wanted := metadata.get(keys[name])) not in (None, size):
                 raise ConfigError(f"{held.path}: {keys[name]} is {wanted} in its config, {size} by its weights")
         shown = {"dim": sizes["dim"], "depth": sizes["depth"], "mlp_ratio": ratio(sizes["hidden"], sizes["dim"])}
         found = {k: (value, "its weights") for k, value in {**shown, **self.format.plain, **self.more(ours)}.items()}
         for name, key in (("heads", "num_heads"), ("eps", "norm_eps")):
-            if keys[name] in told:
-                found[key] = told[keys[name]], "its config"
-        if (activation := told.get(keys["activation"])) is not None:
+            if keys[name] in metadata:
+                found[key] = metadata[keys[name]], "its config"
+        if (activation := metadata.get(keys["activation"])) is not None:
             known = self.format.activations
             if activation not in known:
                 raise ConfigError(
@@ -158,7 +158,7 @@ class LanguageConverter(Converter):
             found["mlp"] = known[activation], "its config"
         return {f"model.{key}": value for key, value in found.items()}
 
-    def told(self, held: Held) -> dict[str, Any]:
+    def metadata(self, held: CheckpointContents) -> dict[str, Any]:
         """Return the metadata stored with the weights, with defaults for missing keys."""
         return {**{self.format.keys[k]: v for k, v in self.format.assumed.items()}, **held.said} if held.said else {}
 
@@ -166,7 +166,7 @@ class LanguageConverter(Converter):
         """Return further settings of the model that shapes show."""
         return {}
 
-    def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
+    def adopted(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
         if recipe.model.mixer != SOFTMAX:
             raise ConfigError(
                 f"{held.path}: softmax attention, but the recipe has mixer {recipe.model.mixer!r}: convert it with "
@@ -178,17 +178,19 @@ class LanguageConverter(Converter):
 
     def info(self, recipe: Recipe) -> TextInfo:
         name = recipe.data.tokenizer
-        found = open_data(recipe).tokenizer if name in MADE[1:] else open_tokenizer(name)
+        found = open_data(recipe).tokenizer if name in BUILT_IN[1:] else open_tokenizer(name)
         return TextInfo(found.vocabulary, recipe.data.length, found.name, found.fingerprint, found.special)
 
-    def settings(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo) -> Iterator[Setting]:
+    def settings(
+        self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo
+    ) -> Iterator[Setting]:
         mine = flatten({"model": to_dict(recipe.model.resolved())})
         for key, (value, seen) in self.facts(held, ours).items():
             yield Setting(key, value, mine[key], seen)
         if held.folder is not None and recipe.data.tokenizer == str(held.folder):
             yield Setting("data.tokenizer", str(held.folder), recipe.data.tokenizer, "its folder")
 
-    def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo) -> TextInfo:
+    def fit(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: TextInfo) -> TextInfo:
         """Resize the embeddings to the vocabulary, padded as in the recipe. Rows beyond the vocabulary belong to no
         token, and are replaced by zeros.
         """
@@ -205,7 +207,7 @@ class LanguageConverter(Converter):
                 ours[name] = F.pad(ours[name][:ids], missing)
         return info
 
-    def keep(self, held: Held, recipe: Recipe) -> dict[str, str]:
+    def keep(self, held: CheckpointContents, recipe: Recipe) -> dict[str, str]:
         """Return the tokenizer of the folder, so that the folder may be deleted."""
         if held.folder is None or recipe.data.tokenizer != str(held.folder):
             return {}
@@ -213,7 +215,7 @@ class LanguageConverter(Converter):
         recipe.data.tokenizer = str(recipe.folder.absolute() / f"{found.name}.json")
         return {f"{found.name}.json": found.inner.to_str(pretty=True)}
 
-    def describe(self, held: Held, recipe: Recipe, info: TextInfo) -> str:
+    def describe(self, held: CheckpointContents, recipe: Recipe, info: TextInfo) -> str:
         c = recipe.model
         unused = (name for name in self.cleaned(held.weights) if re.fullmatch(self.format.unused, name))
         unused = dict.fromkeys(re.sub(r"\d+", "*", name) for name in unused)  # each name once for all blocks

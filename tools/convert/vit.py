@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lion.config import ConfigError
-from lion.layers.layout import AS_THEY_STAND
+from lion.layers.layout import ROW_MAJOR
 from lion.layers.mixers import SOFTMAX
 from lion.recipe import Recipe
 from lion.samples.images import ImageInfo, numbered
 from tools.convert.base import Converter, Setting, checked, no_place
-from tools.convert.files import Held
+from tools.convert.files import CheckpointContents
 
 NAMES = (  # their name, our name, sign; their selective decay is 1 - sigmoid(W x + b), ours is sigmoid(W x + b)
     (r"patch_embed\.proj\.(\w+)", r"patch.\1", 1),
@@ -48,7 +48,7 @@ class ViTConverter(Converter):
 
     trusted = ("model.mixer", "model.num_heads", "model.readout", "data.mean", "data.std")
 
-    def rename(self, held: Held) -> dict[str, Tensor]:
+    def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
         theirs, ours = held.weights, {}
         for name, axes in NEEDED.items():
             if not torch.is_tensor(theirs.get(name)) or theirs[name].dim() != axes:
@@ -62,11 +62,13 @@ class ViTConverter(Converter):
             ours[match.expand(our)] = sign * checked(name, value, held.path)
         return ours
 
-    def adopted(self, held: Held, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
+    def adopted(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
         """Select the preset of the authors' code: it differs from their paper, and the weights were trained with it."""
         return {"model.preset": "released"}
 
-    def settings(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> Iterator[Setting]:
+    def settings(
+        self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo
+    ) -> Iterator[Setting]:
         theirs = held.weights
         c, patch = recipe.model.resolved(), theirs["patch_embed.proj.weight"]
         a, a2 = ([n for n in theirs if n.startswith(f"blocks.0.attn.{name}")] for name in ("a_i", "a2_i"))
@@ -75,7 +77,7 @@ class ViTConverter(Converter):
         elif c.mixer not in (SOFTMAX, "lion_lit"):  # their weights have the same names
             yield Setting("model.mixer", f"{SOFTMAX} or lion_lit", c.mixer, "there is no blocks.0.attn.a_i")
         seen = a2[0] if a2 else "there is no blocks.0.attn.a2_i"
-        yield Setting("model.attention.scans", ORDER_S if a2 else AS_THEY_STAND, c.attention.scans, seen)
+        yield Setting("model.attention.scans", ORDER_S if a2 else ROW_MAJOR, c.attention.scans, seen)
         yield Setting("model.dim", len(patch), c.dim, "patch_embed.proj.weight")
         if a:
             yield Setting("model.num_heads", len(theirs[a[0]]), c.num_heads, a[0])
@@ -104,12 +106,12 @@ class ViTConverter(Converter):
         if size := re.match(rf"(?:deit|lion)_({'|'.join(HEADS)})_", name):
             yield Setting("model.num_heads", HEADS[size[1]], c.num_heads, f"its args have model {name}")
 
-    def fit(self, held: Held, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> ImageInfo:
+    def fit(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> ImageInfo:
         recipe.model.position_embedding = "position" in ours
         classes = len(ours["head.weight"])
         return info if classes == len(info.classes) else dataclasses.replace(info, classes=numbered(classes))
 
-    def describe(self, held: Held, recipe: Recipe, info: ImageInfo) -> str:
+    def describe(self, held: CheckpointContents, recipe: Recipe, info: ImageInfo) -> str:
         c = recipe.model.resolved()
         embedding = f"{'with' if c.position_embedding else 'without'} position embedding"
         return f"{len(info.classes)} classes, {embedding}, {c.num_heads} heads, readout {c.readout}"

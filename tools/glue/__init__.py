@@ -87,7 +87,7 @@ def names(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-class Held(NamedTuple):
+class TaskData(NamedTuple):
     """Data of a task and their size.
 
     Attributes:
@@ -105,7 +105,7 @@ class Held(NamedTuple):
     made: Task
 
 
-def read(job: Job, pretrained: Pretrained) -> Held:
+def read(job: Job, pretrained: Pretrained) -> TaskData:
     """Read all data of a task, so that errors are reported before hours of training.
 
     Raises:
@@ -118,10 +118,10 @@ def read(job: Job, pretrained: Pretrained) -> Held:
     lengths = np.random.default_rng(0).permutation(np.diff(splits.train.ends, prepend=0))
     rows = lengths[: plan.steps_per_epoch * recipe.trainer.batch_size].reshape(-1, plan.micro).max(1)
     tokens = plan.micro * plan.accumulation * statistics.mean(splits.train.padding.to(int(n)) for n in rows)
-    return Held(len(splits.train), plan.total, tokens, splits.train, task)
+    return TaskData(len(splits.train), plan.total, tokens, splits.train, task)
 
 
-def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, Held]) -> str:
+def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, TaskData]) -> str:
     """Return a table of the runs to train: settings, start, and seeds of each task."""
     header = [
         "task",
@@ -180,7 +180,7 @@ def decay(optim: OptimConfig, cell: Cell) -> str:
     return f"{optim.weight_decay * optim.lr:g}"
 
 
-def cost(jobs: Sequence[Job], held: Mapping[str, Held]) -> str:
+def cost(jobs: Sequence[Job], held: Mapping[str, TaskData]) -> str:
     """Describe the cost of all unfinished runs: tokens, and hours estimated from steps that are timed now."""
     left = [job for job in jobs if not job.finished]
     if not left:
@@ -196,7 +196,7 @@ def cost(jobs: Sequence[Job], held: Mapping[str, Held]) -> str:
     )
 
 
-def measure(job: Job, held: Held) -> tuple[float, float]:
+def measure(job: Job, held: TaskData) -> tuple[float, float]:
     """Return the seconds of the forward and backward pass per token, and of an update of the weights."""
     recipe = job.recipe
     runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)

@@ -64,7 +64,7 @@ def trace_step(recipe: Recipe, task: Task, batch: int) -> Step:
     example = tree_map(mode.from_tensor, task.example(batch, device))
     model = fake_module(task.build_model(recipe.model), mode)
     with mode, softmax_as_one_operator():
-        with recorded(model) as calls, as_on_gpu(model):
+        with recorded(model) as calls, gpu_behaviour(model):
             step = training_step(model, task, recipe, example, precision, device)
             with Counter() as around:
                 step()  # the first step allocates the optimizer's state
@@ -155,7 +155,7 @@ class Counter(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def as_on_gpu(model: nn.Module) -> Iterator[None]:
+def gpu_behaviour(model: nn.Module) -> Iterator[None]:
     """Compute the norms of all gradients in one operator, as on a GPU, and keep fake parameters on their device."""
     with mock.patch("torch.nn.utils.clip_grad._has_foreach_support", lambda *_: True):
         with mock.patch.object(model, "to", lambda *_: model):

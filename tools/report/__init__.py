@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lion.config import ConfigError
 from tools.cli import Parser, file_name, table
-from tools.report.paper import OWN_FILES, read_paper
+from tools.report.paper import USER_FILES, read_paper
 from tools.report.runs import group, load
 from tools.report.section import Section, as_rows, as_section, curves, markdown
 from tools.store import Store
@@ -85,7 +85,7 @@ def asked_for(runs: list[str], sections: list[list[str]]) -> list[tuple[str, lis
 def default_name(sections: list[Section]) -> str:
     """Return the name of the task's report; if all runs use user files as data, the name of the first run."""
     runs = [run for section in sections for run in section.runs]
-    own = all(run.recipe.data.name in OWN_FILES for run in runs)
+    own = all(run.recipe.data.name in USER_FILES for run in runs)
     return runs[0].folder.name if own else sections[0].paper.name
 
 

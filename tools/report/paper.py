@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-from lion.recipe import NO_NUMBER, Recipe
+from lion.recipe import NO_RESULT, Recipe
 from lion.tasks import TASKS
 from tools.compose import metric_of, resolve
 from tools.listing import recipe_files
 
 PAPERS = Path(__file__).parent / "papers"
-OWN_FILES = ("hf", "imagefolder", "text")  # data sets of user files, for which no paper has numbers
+USER_FILES = ("hf", "imagefolder", "text")  # data sets of user files, for which no paper has numbers
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def claimed(paper: Paper, data: str = "") -> dict[str, dict[str, str]]:
     If some columns belong to the data set `data`, only these columns are returned, because the others belong to other
     tasks. For data sets of user files, the result is empty.
     """
-    if data in OWN_FILES:
+    if data in USER_FILES:
         return {}
     columns = {
         name: [r for p in ([patterns] if isinstance(patterns, str) else patterns) for r in recipes(p)]
@@ -82,7 +82,7 @@ def claimed(paper: Paper, data: str = "") -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for column, each in (own or columns).items():
         for recipe in each:
-            if recipe.about.expected == NO_NUMBER:
+            if recipe.about.expected == NO_RESULT:
                 continue
             number = recipe.about.expected.removesuffix(f" {metric_of(recipe).title}")
             found.setdefault(recipe.model.label(), {})[column] = number

@@ -13,7 +13,7 @@ from lion.recipe import Recipe, free_keys
 from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_run
 from lion.samples.base import Info
 from lion.tasks import Task
-from lion.tasks.metrics import Metric, OfMeans
+from lion.tasks.metrics import Metric, MetricOfMeans
 from lion.trainer.schedule import to_seconds
 from tools.compose import open_data, resolve_run
 from tools.report.paper import Paper
@@ -83,7 +83,7 @@ def load(name: str) -> Run:
         curve = [(line[unit], line[metric.name]) for line in held_out]
         top = metric.best(value for _, value in curve)
         best = next(line for line in reversed(held_out) if line[metric.name] == top)  # of equal values, the latest
-        beside = [(m, best[m.name]) for m in others if not isinstance(m, OfMeans)]
+        beside = [(m, best[m.name]) for m in others if not isinstance(m, MetricOfMeans)]
         environment = json.loads((folder / ENVIRONMENT).read_text())
         summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else None
         test = summary["value"] if summary and summary["split"] == "test" else None
@@ -92,7 +92,7 @@ def load(name: str) -> Run:
         raise ConfigError(f"{folder}: its metrics cannot be read ({error})") from None
     parameters = count_parameters(build_on_meta(task, recipe.model))
     rates = [line[key] for line in trained if (key := f"{task.unit}_per_second") in line]
-    of_sample = pieces_of(recipe, task)
+    of_sample = units_per_sample(recipe, task)
     seen = of_sample and of_sample * samples_of(recipe, held_out[-1])
     speed = of_sample and of_sample * statistics.median(rates) if rates else None
     measured = (metric, curve, beside, test, seen, speed, parameters)
@@ -113,7 +113,7 @@ def samples_of(recipe: Recipe, last: dict[str, Any]) -> int:
     return last["step"] * c.batch_size if c.batch_ramp is None else last["samples"]
 
 
-def pieces_of(recipe: Recipe, task: Task) -> float | None:
+def units_per_sample(recipe: Recipe, task: Task) -> float | None:
     """Return the average number of `task.speed_unit`s per training sample, without padding; None without the data."""
     try:
         return task.pieces * open_data(recipe).filled()

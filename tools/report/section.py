@@ -12,7 +12,7 @@ from typing import Any
 from tools.distance import FIGURES
 from tools.report.distance import distance_table, frechet
 from tools.report.glue import glue_table
-from tools.report.paper import OWN_FILES, Paper, quoted
+from tools.report.paper import USER_FILES, Paper, quoted
 from tools.report.runs import Run, settings_of
 from tools.report.tables import Groups, Table, asked_table, claim_table, own_metric, result_table
 from tools.store import Row, pipes, widen
@@ -113,7 +113,7 @@ def as_section(section: Section) -> Row:
     return {
         "section": section.title,
         "paper": section.paper.title,
-        "quoted": any(run.recipe.data.name not in OWN_FILES for run in section.runs),
+        "quoted": any(run.recipe.data.name not in USER_FILES for run in section.runs),
         "parts": [list(part) for part in parts],
         "x": "step" if first.recipe.trainer.epochs is None else "epoch",
         "y": f"val {first.metric.heading}",

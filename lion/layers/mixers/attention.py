@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import nearest, setting
-from lion.layers.layout import AS_THEY_STAND, PLAIN, SCANS, Layout
+from lion.layers.layout import PLAIN, ROW_MAJOR, SCANS, Layout
 from lion.layers.mixers.base import Mixer
 from lion.layers.norms import NO_NORM, NORMS, check_causal, over_tokens
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
@@ -37,7 +37,7 @@ class AttentionConfig:
     normalize: str | None = setting(None, choices=NORMALIZE)
     decay_convention: str | None = setting(None, choices=DECAY_CONVENTIONS)
     direction: str = setting("both", choices=(*DIRECTIONS, ALTERNATING))
-    scans: tuple[str, ...] = AS_THEY_STAND
+    scans: tuple[str, ...] = ROW_MAJOR
     scan_merge: str = setting("masks", choices=SCAN_MERGES)
     rotation: str | None = setting(None, choices=(NO_ROTATION, *ROTATIONS))
     form: str = setting("auto", choices=("auto", *FORMS), free=True)

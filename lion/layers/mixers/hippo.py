@@ -16,7 +16,7 @@ from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.lion import LION
 from lion.layers.mixers.registry import MIXERS, Entry
-from lion.layers.mixers.spectra import RANDOM, SPECTRA, TURNING
+from lion.layers.mixers.spectra import RANDOM, ROTATING, SPECTRA
 from lion.ops import rotary_angles
 
 USUAL_SPECTRUM = {"vector": "legs", "scalar": "s4d_real"}  # legs as in S5; a scalar decay cannot rotate
@@ -51,7 +51,7 @@ class HippoDecay(Decay):
     ) -> None:
         super().__init__(dim, num_heads)
         head_dim, frequencies = dim // num_heads, None
-        self.width, self.pairs = head_dim if shape == "vector" else 1, spectrum in TURNING
+        self.width, self.pairs = head_dim if shape == "vector" else 1, spectrum in ROTATING
         if self.pairs and (shape == "scalar" or head_dim % 2):
             have = (
                 "a scalar decay has none"
@@ -183,7 +183,7 @@ class HippoAttention(LionAttention):
             config = HippoConfig(**vars(config))
         c = fill(config, {"decay_shape": "vector"})
         c = fill(c, {"spectrum": USUAL_SPECTRUM[c.decay_shape]})
-        if c.spectrum in TURNING and c.decay_shape == "scalar":
+        if c.spectrum in ROTATING and c.decay_shape == "scalar":
             raise ValueError(
                 f"spectrum: {c.spectrum!r} rotates pairs of key dimensions, a scalar decay has none: use s4d_real or "
                 "random"

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import check_settings, fill
-from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
+from lion.layers.layout import PLAIN, ROW_MAJOR, Layout
 from lion.layers.mixers.attention import ALTERNATING, Attention, AttentionConfig, check_rotation, check_scan_names
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.rotations import NO_ROTATION
-from lion.ops import FORMS, State, counts_own, linear_attention, multi_scan_attention, prefill, step
+from lion.ops import FORMS, State, includes_query_decay, linear_attention, multi_scan_attention, prefill, step
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 from lion.ops.settings import hint
 
@@ -138,7 +138,7 @@ class LionAttention(Attention):
         check_settings(config)
         check_scan_names(config)
         linear = linear_mixers()
-        entry, several = linear[name], config.scans != AS_THEY_STAND
+        entry, several = linear[name], config.scans != ROW_MAJOR
         if several and config.rotation not in (None, NO_ROTATION):
             raise ValueError(f"rotation {config.rotation!r} needs one order of the tokens, not several scans")
         if several and not (entry.decay and entry.decay.scans):
@@ -182,11 +182,11 @@ class LionAttention(Attention):
 
     @property
     def causal(self) -> bool:
-        return super().causal and self.config.scans == AS_THEY_STAND
+        return super().causal and self.config.scans == ROW_MAJOR
 
     def check_causal(self) -> None:
         super().check_causal()
-        if self.config.scans != AS_THEY_STAND:
+        if self.config.scans != ROW_MAJOR:
             raise ValueError("scans: a stream has one order, in which its tokens arrive")
 
     def check_form(self, form: str) -> None:
@@ -204,7 +204,7 @@ class LionAttention(Attention):
             chunk_size=self.chunk_size,
             dropout_p=self.config.score_dropout if self.training else 0.0,
         )
-        if self.config.scans != AS_THEY_STAND:
+        if self.config.scans != ROW_MAJOR:
             return self.mix_scans(x, q, k, v, layout, how)
         return linear_attention(**self.arguments(x, q, k, v, layout), **how, segments=layout.segments)
 
@@ -241,7 +241,7 @@ class LionAttention(Attention):
         gating = self.decays[0](x, k, layout, state) if self.decays else Gating(k)
         given = {name: tensor for name, tensor in gating._asdict().items() if tensor is not None}
         state = given.pop("state")
-        if not counts_own(c.decay_convention, c.direction):
+        if not includes_query_decay(c.decay_convention, c.direction):
             given.pop("prefix", None)  # these are the sums of a different mask
         given["angles"] = self.angles(x, layout, gating.angles)
         how = dict(feature_map=feature_map, normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
-from lion.layers.layout import AS_THEY_STAND, PLAIN, Layout
+from lion.layers.layout import PLAIN, ROW_MAJOR, Layout
 from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.registry import Entry
@@ -99,7 +99,7 @@ class SoftmaxAttention(Attention):
         for setting in ("normalize", "decay_convention"):
             if getattr(config, setting) is not None:
                 raise ValueError(f"{setting} belongs to linear mixers, {name!r} has none")
-        if config.scans != AS_THEY_STAND:
+        if config.scans != ROW_MAJOR:
             raise ValueError(f"scans: not available with mixer {name!r}, which has no scan order")
         return config
 
@@ -111,12 +111,12 @@ class SoftmaxAttention(Attention):
         return super().prepare(x, layout).with_pairs(self.causal)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        q, k = self.turned(x, q, k, layout)
+        q, k = self.map_and_rotate(x, q, k, layout)
         mask = layout.with_pairs(self.causal).readable(self.causal)
         y = self.attend(q, k, v, mask, causal=self.causal and mask is None)
         return y if mask is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
 
-    def turned(self, x: Tensor, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    def map_and_rotate(self, x: Tensor, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Apply the feature map to q and k, then rotate them by the positions of their tokens."""
         q, k = (apply_feature_map(self.config.feature_map, x) for x in (q, k))
         return rotate_pair(q, k, self.angles(x, layout), layout.valid)
@@ -136,7 +136,7 @@ class SoftmaxAttention(Attention):
         read = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if layout.valid is None else layout.valid
         if layout.segment_index is not None:
             read = layout.in_last_segment()
-        cache = KeyValueCache(self.turned(x, q, k, layout)[1], v, read)
+        cache = KeyValueCache(self.map_and_rotate(x, q, k, layout)[1], v, read)
         return self.merge(x, self.mix(x, q, k, v, layout), layout), cache
 
     def step(self, x: Tensor, state: KeyValueCache, valid: Tensor | None = None) -> tuple[Tensor, KeyValueCache]:
@@ -145,7 +145,7 @@ class SoftmaxAttention(Attention):
         layout = Layout.after(x, state.valid.sum(1), valid)
         x = layout.clean(x)
         q, k, v = self.heads(x)
-        q, k = self.turned(x, q, k, layout)
+        q, k = self.map_and_rotate(x, q, k, layout)
         new, before = x.shape[1], state.valid.shape[1]
         state = state.append(k, v, state.valid.new_ones(x.shape[0], new) if valid is None else valid)
         read = state.valid[:, None, None]  # (B, 1, 1, T)

@@ -43,4 +43,4 @@ SPECTRA: dict[str, Callable[[int], tuple[Tensor, Tensor | None]]] = {
     "s4d_lin": s4d_lin,
     "legs": legs,
 }
-TURNING = ("s4d_lin", "legs")
+ROTATING = ("s4d_lin", "legs")

@@ -87,7 +87,7 @@ def test_the_state_of_rnn_mode_does_not_grow():
 
 
 def test_what_remains_to_draw_from():
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[[2, 0, 3, 1]][None]  # ids, the likeliest first: 1, 3, 0, 2
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[[2, 0, 3, 1]][None]  # ids, most likely first: 1, 3, 0, 2
 
     def counts(**settings):
         chance = (torch.arange(1000) + 0.5) / 1000

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lion.samples import order as orders
-from lion.samples.order import LISTED, Drawn, Shuffled, permutation, permute
+from lion.samples.order import MAX_STORED, Drawn, Shuffled, permutation, permute
 from lion.samples.seeds import derive
 
 HUGE = 365_000_000  # number of documents in C4
@@ -18,12 +18,12 @@ def whole(order, size, seed=1, epoch=2):
     return order.samples(range(size), size=size, seed=seed, epoch=epoch)
 
 
-@pytest.mark.parametrize(("size", "repeats"), [(1, 1), (10, 1), (10, 3), (1000, 4), (LISTED, 1)])
+@pytest.mark.parametrize(("size", "repeats"), [(1, 1), (10, 1), (10, 3), (1000, 4), (MAX_STORED, 1)])
 def test_sets_that_fit_a_list_keep_their_order(size, repeats):
     """Check that the order never changes, because stored runs resume in it."""
     expected = torch.randperm(size, generator=torch.Generator().manual_seed(derive(5, 7)))
     expected = expected.repeat_interleave(repeats)[:size]
-    positions = range(size) if size < LISTED else range(3, size, 999)
+    positions = range(size) if size < MAX_STORED else range(3, size, 999)
     got = Shuffled(repeats).samples(positions, size=size, seed=5, epoch=7)
     assert got == expected[list(positions)].tolist()
 
@@ -44,8 +44,8 @@ def test_a_list_is_drawn_once_an_epoch(monkeypatch):
 
 
 def test_order_depends_on_seed_and_epoch_alone(monkeypatch):
-    for listed in (LISTED, 0):
-        monkeypatch.setattr(orders, "LISTED", listed)
+    for listed in (MAX_STORED, 0):
+        monkeypatch.setattr(orders, "MAX_STORED", listed)
         for order in (Shuffled(), Drawn()):
             found = [whole(order, 50, *at) for at in ((1, 2), (2, 1), (1, 1), (1, 2))]
             assert found[0] == found[3] and len(set(map(tuple, found))) == 3
@@ -58,7 +58,7 @@ def test_a_permutation_without_a_list_is_one(size):
 
 
 def test_above_the_bound_every_sample_comes_once_and_repeats_stand_in_a_row(monkeypatch):
-    monkeypatch.setattr(orders, "LISTED", 99)
+    monkeypatch.setattr(orders, "MAX_STORED", 99)
     assert sorted(whole(Shuffled(), 100)) == list(range(100))
     order = whole(Shuffled(3), 100)
     assert order[:3] == [order[0]] * 3 and len(order) == 100 and len(set(order)) == 34
@@ -109,7 +109,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("order", [Shuffled(), Shuffled(3), Drawn()], ids=str)
-@pytest.mark.parametrize("size", [LISTED + 1, HUGE, 2**61])
+@pytest.mark.parametrize("size", [MAX_STORED + 1, HUGE, 2**61])
 def test_a_batch_costs_what_a_batch_costs(order, size):
     order.samples(range(8), size=size, seed=1, epoch=0)
     tracemalloc.start()
