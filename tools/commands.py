@@ -140,11 +140,11 @@ COMMANDS = {
         "tools.soak",
         "--recipe --kills --seed --processes --report",
     ),
-    "logs": Command("[TensorBoard's options]", "show the curves of runs/ in TensorBoard", "tools.programs:logs", None),
+    "logs": Command("[TensorBoard's options]", "show the curves of runs/ in TensorBoard", "tools.external:logs", None),
     "test": Command(
         "[--quick] [pytest's options]",
         "run the test suite; --quick: a part of it, in two minutes",
-        "tools.programs:test",
+        "tools.external:test",
         None,
     ),
 }

@@ -48,7 +48,7 @@ from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import device_name, stamp
 from tools.cli import Parser, check_folder, count, number, run_command, say, table
 from tools.compose import build_data, check_finite, digest, resolve_run
-from tools.pictures import SPLITS, Pictures, images_of_path, images_of_run, images_of_split, open_diffusion
+from tools.image_sources import SPLITS, Pictures, images_of_path, images_of_run, images_of_split, open_diffusion
 
 FIGURES = "distance.json"
 FEWEST = 2 * GROUPS  # smallest number of images in a set

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from data.text.layouts import Layout
+from data.text.layouts import TokenLayout
 from lion.config import ConfigError
 from lion.evaluation.forms import Form, forms_to_measure, measure
 from lion.evaluation.lengths import HeldOut, Windows
 from lion.layers.mixers.base import forms_of
-from lion.models.language import LanguageModel
 from lion.runs import LoadedRun, find_run, open_run
 from lion.samples.seeds import derive
+from lion.tasks.language import LanguageTask
 from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
 from tools.bench.probe import Variant, device_name, stamp
 from tools.cli import choose_form, say, table
@@ -42,7 +42,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     recipe = resolve_run(find_run(args.run), args.overrides)
     loaded = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
     model = loaded.model
-    if not isinstance(model, LanguageModel):
+    if not isinstance(loaded.task, LanguageTask):
         raise ConfigError(f"--lengths: {loaded.folder} reads samples of one size, expected a run on text")
     if args.form != "all":
         choose_form(model, args.form)
@@ -52,7 +52,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     check_data(splits.info, loaded.task.info, loaded.folder)
     split = args.split or ("val" if splits.test is None else "test")
     held = getattr(splits, split)
-    if not isinstance(held, Layout):
+    if not isinstance(held, TokenLayout):
         raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such split of text")
     store = (
         Store(args.out / "extrapolation.json", rows=(*SETTING, "length", "form", "chunk_size")) if args.out else None

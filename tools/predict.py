@@ -3,8 +3,8 @@
 python -m tools.predict RUN FILE|SENTENCE ... [--form full|chunk|rnn] [--top K]
 
 Image classifiers read image files. Runs on GLUE read sentences; for tasks of sentence pairs, sentences are taken two by
-two. A masked language model predicts the masked tokens of texts, see `tools.fill`. A file that cannot be read is named
-on stderr; the others are still predicted, and the exit code is 2.
+two. A masked language model predicts the masked tokens of texts (`tools.fill_mask`). A file that cannot be read is
+named on stderr; the others are still predicted, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from data.base import DataSet
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import LoadedRun, open_run
-from lion.tasks.causal_lm import CausalLM
-from lion.tasks.masked_lm import MaskedLM
 from lion.trainer.runtime import compile_blocks
 from tools.cli import Parser, choose_form, count, run_command, table
 from tools.compose import check_finite, open_data, resolve_run
-from tools.fill import fill
+from tools.fill_mask import fill
 
 Sample = dict[str, Any]
 SIZES = (1, 8, 64)  # batch sizes: few, so that compiled code is found in Inductor's cache
@@ -41,12 +39,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
-    if isinstance(loaded.task, MaskedLM):
+    if loaded.task.fills_masks:
         return fill(loaded, args.files, args.top)
-    if isinstance(loaded.task, CausalLM):
-        raise ConfigError(
-            f"{loaded.folder}: a causal language model only generates text, use ./run.sh generate RUN --prompt TEXT"
-        )
+    loaded.task.check_prediction()
     recipe = resolve_run(loaded.folder)
     source = open_data(recipe, loaded.folder)
     asked, files, read = grouped(args.files, source.asks), [], []

@@ -29,7 +29,7 @@ from lion.tasks.diffusion import to_bytes
 from lion.trainer.runtime import compile_blocks, start_runtime
 from tools.cli import Parser, check_folder, choose_form, count, number, run_command, say
 from tools.compose import check_finite
-from tools.pictures import open_diffusion
+from tools.image_sources import open_diffusion
 
 FEW = 10  # number of classes in the grid without --classes
 SIDE = 64  # smallest side of an image in the grid, in pixels

@@ -18,7 +18,7 @@ from data.lra.dashes import DISC_EDGE, Shape
 from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey
 from data.lra.sequences import GeneratedConfig, stamps
 from data.lra.store import Arrays, Part, Source, in_parts
-from data.vision.pictures import open_or_explain
+from data.vision.images import open_or_explain
 from lion.config import ConfigError, setting
 from lion.samples.seeds import derive
 from lion.samples.sequences import SequenceInfo

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from data.lra.sequences import SequenceConfig, SequenceSet
-from data.vision.pictures import open_or_explain
+from data.vision.images import open_or_explain
 from lion.config import ConfigError, setting
 from lion.samples.sequences import SequenceInfo
 

@@ -13,7 +13,7 @@ from data.text.store import Tokens
 from lion.samples.base import Batch, DeviceDataset
 
 
-class Layout(DeviceDataset):
+class TokenLayout(DeviceDataset):
     """Deterministic samples {tokens (L,)}, with {segments (L,)} in layouts that separate documents."""
 
     def __init__(self, tokens: Tokens, length: int) -> None:
@@ -39,7 +39,7 @@ class Layout(DeviceDataset):
         return {name: torch.from_numpy(values.astype(np.int64)).to(device) for name, values in rows.items()}
 
 
-class Windows(Layout):
+class Windows(TokenLayout):
     """Windows of `length` tokens over the concatenated documents; a window begins at every `stride`-th token."""
 
     def __init__(self, tokens: Tokens, length: int, stride: int = 1) -> None:
@@ -53,7 +53,7 @@ class Windows(Layout):
         return {"tokens": self.tokens.take(samples[:, None] * self.stride + np.arange(self.length))}
 
 
-class Packed(Layout):
+class Packed(TokenLayout):
     """The concatenated documents, cut into consecutive samples without overlap or loss; the last sample is padded.
 
     A document that does not fit continues in the next sample, as a separate segment.
@@ -77,7 +77,7 @@ class Packed(Layout):
         }
 
 
-class Padded(Layout):
+class Padded(TokenLayout):
     """Documents, one per sample, padded or truncated; a truncated sample ends with the token `close`, as in BERT."""
 
     def __init__(self, tokens: Tokens, length: int, pad: int, close: int | None) -> None:

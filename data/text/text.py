@@ -13,7 +13,7 @@ from typing import Any, Self
 from data.base import DataConfig, DataSet, data_root, user_path
 from data.manifest import FORMAT, MANIFEST, fingerprint_of, short_hash
 from data.text.corpus import BORDERS, Corpus, open_corpus
-from data.text.layouts import Layout, Packed, Padded, Windows
+from data.text.layouts import Packed, Padded, TokenLayout, Windows
 from data.text.prepare import prepare
 from data.text.store import SPLITS, TOKENIZER, Tokens, check_sums, files_of, id_type, read_manifest, read_tokenizer
 from data.text.tokenizers import (
@@ -173,7 +173,7 @@ class Text(DataSet):
         train = self.build().train if self.config.pack == "padded" else None
         return 1.0 if train is None else train.filled()
 
-    def layout(self, tokens: Tokens, info: TextInfo, split: str) -> Layout:
+    def layout(self, tokens: Tokens, info: TextInfo, split: str) -> TokenLayout:
         """Return the samples of a split.
 
         Windows of the held-out split overlap by one token, so that a causal model predicts every token once.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from data.base import DataConfig, DataSet
-from data.vision.pictures import open_or_explain
+from data.vision.images import open_or_explain
 from data.vision.sources import Images, split_indices
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits

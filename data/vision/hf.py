@@ -13,7 +13,7 @@ import datasets
 from PIL import Image
 
 from data.base import user_path
-from data.vision.pictures import PictureConfig, Pictures, build_pictures, open_picture
+from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Splits
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from data.base import find_root, walk
-from data.vision.pictures import PictureConfig, Pictures, build_pictures, open_picture
+from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError
 from lion.samples.base import Splits
 

@@ -9,7 +9,7 @@ from torchvision.models import ResNet18_Weights
 
 from data.base import find_root
 from data.vision.imagefolder import build_folders
-from data.vision.pictures import PictureConfig, Pictures, published_info
+from data.vision.images import PictureConfig, Pictures, published_info
 from lion.samples.base import Splits
 from lion.samples.images import ImageInfo
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.marks import Marks
+from lion.layers.optim_factors import OptimFactors
 from lion.ops import no_autocast
 
 # tokens summed by one matrix; with at most as many states, the states between chunks are no larger than the tokens
@@ -52,7 +52,7 @@ class TPE(nn.Module):
         self.weight = nn.Parameter(torch.zeros_like(forgets))
         nn.init.constant_(self.weight[..., 0], 1 / (axes * MOST))
         self.decay = nn.Parameter(-torch.logit(forgets))
-        self.marks = dict.fromkeys(("weight", "decay"), Marks(weight_decay=0))
+        self.optim_factors = dict.fromkeys(("weight", "decay"), OptimFactors(weight_decay=0))
 
     def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
         """Sum tokens x (B, L, dim) along the axes of `layout`.

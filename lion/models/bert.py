@@ -16,7 +16,7 @@ from lion.layers.norms import NO_NORM
 from lion.layers.positions import POSITIONS
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
-from lion.models.language import LanguageModel, drop_biases
+from lion.models.tokens import TokenModel, drop_biases
 
 PLAIN_SCORES = {"attention": {"feature_map": "identity", "normalize": "none"}}  # scale 1/sqrt(d)
 
@@ -81,7 +81,7 @@ class MaskedHead(nn.Module):
         return F.linear(x, embeddings, self.bias)
 
 
-class BertEncoder(LanguageModel):
+class BertEncoder(TokenModel):
     """Embeddings with a norm, and an encoder.
 
     A subclass adds a head, and then initialises all weights by `config.init`.

@@ -16,7 +16,7 @@ from lion.layers.mixers.base import state_type
 from lion.layers.norms import check_causal
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
-from lion.models.language import LanguageModel, drop_biases
+from lion.models.tokens import TokenModel, drop_biases
 
 
 @cache
@@ -79,7 +79,7 @@ class GPTState(NamedTuple):
     blocks: list[Any]
 
 
-class GPT(LanguageModel):
+class GPT(TokenModel):
     """A causal language model: embeddings, an encoder, and a head tied to the token embeddings.
 
     Args:

@@ -15,15 +15,15 @@ from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import MLPS
 from lion.layers.blocks.s5 import ACTIVATIONS
 from lion.layers.layout import ROW_MAJOR, Layout
-from lion.layers.marks import Marks
 from lion.layers.mixers.decay import Decay
 from lion.layers.mixers.hippo import USUAL_SPECTRUM
 from lion.layers.norms import NORMS, BatchNorm
+from lion.layers.optim_factors import OptimFactors
 from lion.models.base import Model
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
-from lion.models.language import LanguageModel
 from lion.models.positions import interpolated
+from lion.models.tokens import TokenModel
 
 
 @dataclass
@@ -78,7 +78,7 @@ class LRAConfig(EncoderConfig):
 LABEL_WORDS = {"spectrum": "start", "decay_shape": "decay", "decay_gate": "gate"}
 
 
-class SequenceEncoder(LanguageModel):
+class SequenceEncoder(TokenModel):
     """An encoder from ids or pixels to tokens (B, L, dim). A subclass adds a head, and then calls `start`.
 
     Args:
@@ -101,23 +101,23 @@ class SequenceEncoder(LanguageModel):
         self.encoder = Encoder(c)
 
     def start(self) -> None:
-        """Initialise all weights, and apply the settings of the config to norms and to marks for the optimizer."""
+        """Initialise all weights, and apply the settings of the config to norms and to factors for the optimizer."""
         c = self.config
         INITS[c.init](self, c.init_std)
         if self.positions is not None:
             nn.init.normal_(self.positions.weight, std=0.02)
-        self.marks = {}
+        self.optim_factors = {}
         for path, module in self.named_modules():
             if isinstance(module, BatchNorm):
                 module.momentum = c.norm_momentum
             if isinstance(module, (Decay, *NORMS.values())):
                 own = (f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
-                self.marks |= dict.fromkeys(own, Marks(lr=c.memory_lr, weight_decay=0))
+                self.optim_factors |= dict.fromkeys(own, OptimFactors(lr=c.memory_lr, weight_decay=0))
 
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return `weights` with position embeddings adapted to this model.
 
-        Pixel positions are interpolated for images of another size; token positions are as in `LanguageModel`.
+        Pixel positions are interpolated for images of another size; token positions are as in `TokenModel`.
         """
         if self.vocabulary is not None or self.positions is None or "positions.weight" not in weights:
             return super().adapt(weights, source)

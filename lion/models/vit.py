@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lion.config import setting
 from lion.layers.layout import Layout, grid_layout
-from lion.layers.marks import Marks
 from lion.layers.mixers import SOFTMAX
+from lion.layers.optim_factors import OptimFactors
 from lion.models.base import ImageClassifier
 from lion.models.encoder import Encoder
 from lion.models.init import INITS
@@ -77,7 +77,7 @@ class ViT(ImageClassifier):
         std: Sequence[float] = (1.0,),
     ) -> None:
         super().__init__(image_size=image_size, channels=channels, classes=classes, mean=mean, std=std)
-        self.marks = {name: Marks(weight_decay=0) for name in ("cls", "position")}
+        self.optim_factors = {name: OptimFactors(weight_decay=0) for name in ("cls", "position")}
         self.config = c = config.resolved()
         self.patches = height, width = grid_of(image_size, c.patch_size)
         self.length = c.cls + height * width

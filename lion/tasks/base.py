@@ -52,6 +52,7 @@ class Task(ABC):
     default_model: ClassVar[str]  # name of the model if the recipe has no `model.name`
     Info: ClassVar[type[Info]]  # class that describes this task's data
     unit: ClassVar[str]  # name of the samples
+    fills_masks: ClassVar[bool] = False  # whether predictions are tokens for the masks of a text
 
     def __init__(self, config: Any, info: Info) -> None:
         self.config, self.info = config, info
@@ -103,15 +104,20 @@ class Task(ABC):
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the model's outputs (B, ..) for a batch; the labels are not used."""
 
-    def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
-        """Describe the outputs (B, ..) of each sample in words: at most `count` answers, most likely first.
+    def check_prediction(self) -> None:
+        """Check that `describe` expresses the outputs of this task in words.
 
         Raises:
-            ConfigError: The outputs of this task cannot be described in words.
+            ConfigError: It does not; the message says what to use.
         """
-        raise ConfigError(
-            f"task {self.config.name!r} cannot describe its outputs in words; lion.load returns them as tensors"
-        )
+        if type(self).describe is Task.describe:
+            raise ConfigError(
+                f"task {self.config.name!r} cannot describe its outputs in words; lion.load returns them as tensors"
+            )
+
+    def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
+        """Describe the outputs (B, ..) of each sample in words: at most `count` answers, most likely first."""
+        raise NotImplementedError
 
     @abstractmethod
     def example(self, size: int, device: torch.device | str) -> Batch:

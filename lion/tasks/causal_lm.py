@@ -60,6 +60,9 @@ class CausalLM(LanguageTask):
         losses = token_losses(self.outputs(model, batch), *target_mask(batch))
         return Sums(losses.sum(), target_mask_of(batch).sum().to(losses.dtype))
 
+    def check_prediction(self) -> None:
+        raise ConfigError("a causal language model only generates text, use ./run.sh generate RUN --prompt TEXT")
+
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         logits = self.outputs(model, batch)
         real = batch["mask"][:, None]

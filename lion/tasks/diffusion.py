@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from lion.models.dit import DiT
 from lion.samples.base import Batch
 from lion.samples.images import ImageInfo
 from lion.samples.seeds import mix, normal, place_keys, uniform
+from lion.tasks import metrics
 from lion.tasks.base import Outcome, Sums, Task, build_or_explain
 from lion.tasks.metrics import Mean, Metric
 
-LOSS = Mean("loss", higher_is_better=False, digits=4)
+LOSS = replace(metrics.LOSS, digits=4)
 TIME_RANGES = 4  # of the range of times, each with a loss: the first has the finest detail, the last nearly only noise
 PART_LOSSES = tuple(
     Mean(f"loss_part{i}", f"loss, part {i} of {TIME_RANGES} of times", higher_is_better=False, digits=4)
@@ -133,7 +134,7 @@ class Diffusion(Task):
         )
         return model(x, half, none).float()
 
-    def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
+    def check_prediction(self) -> None:
         raise ConfigError("a run of task 'diffusion' generates images and classifies none: ./run.sh sample RUN")
 
     def example(self, size: int, device: torch.device | str) -> Batch:

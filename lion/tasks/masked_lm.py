@@ -68,6 +68,7 @@ class MaskedLM(LanguageTask):
     sample's `key`, so that all models, forms and batch sizes predict the same tokens; see `mask_by_key`.
     """
 
+    fills_masks = True
     Config = MaskedLMConfig
     Model = Bert
     default_model = "bert"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lion.config import setting
-from lion.layers.marks import Marks, marks_of
+from lion.layers.optim_factors import OptimFactors, optim_factors
 
 
 @dataclass
@@ -48,14 +48,14 @@ class Factors(NamedTuple):
 
 
 def factors(model: nn.Module, no_decay: str) -> dict[str, Factors]:
-    """Return the factors of every trained parameter by name, from `no_decay` and the marks of `lion.layers.marks`."""
-    marked = marks_of(model)
+    """Return the factors of every trained parameter by name, from `no_decay` and `lion.layers.optim_factors`."""
+    marked = optim_factors(model)
     marks = {id(p): marked[name] for name, p in model.named_parameters(remove_duplicate=False) if name in marked}
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        own = marks.get(id(parameter), Marks())
+        own = marks.get(id(parameter), OptimFactors())
         spared = {
             "deit": parameter.dim() <= 1 or name.endswith("bias"),
             "gpt": parameter.dim() < 2,

@@ -18,7 +18,7 @@ from torchvision.transforms import v2
 import data
 from data.base import DataConfig, DataSet, data_root
 from data.vision.imagefolder import ClassFolders
-from data.vision.pictures import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
+from data.vision.images import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
 from data.vision.sources import split_indices
 from lion.config import ConfigError, build
 from lion.samples.base import Info

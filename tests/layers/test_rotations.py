@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lion.layers.layout import Layout, grid_layout
-from lion.layers.marks import marks_of
 from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig, make_mixer, resolve_mixer
+from lion.layers.optim_factors import optim_factors
 from lion.layers.rotations import ROTATIONS, LearnedLrpe, Lrpe, Rope
 from lion.ops import rope_frequencies, rotary_angles
 
@@ -107,4 +107,4 @@ def test_learned_angles_learn_and_are_not_decayed():
     grid = grid_layout(2, 3)
     layer(X.float(), grid).square().sum().backward()
     assert layer.rotation.log_scale.shape == (3, 2) and layer.rotation.log_scale.grad.abs().min() > 0
-    assert marks_of(layer)["rotation.log_scale"].weight_decay == 0
+    assert optim_factors(layer)["rotation.log_scale"].weight_decay == 0

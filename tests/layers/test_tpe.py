@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lion.layers.layout import Layout, grid_layout
-from lion.layers.marks import marks_of
+from lion.layers.optim_factors import optim_factors
 from lion.layers.tpe import CHUNK, TPE
 from tests.layers.test_attention import PACKED, PADDED, check_padding
 
@@ -162,7 +162,7 @@ def test_parameters_of_the_paper():
     for dim, millions in ((384, 0.10), (768, 0.20)):
         module = TPE(dim, 64, (14, 14))
         assert round(sum(p.numel() for p in module.parameters()) / 1e6, 2) == millions
-    assert {name: mark.weight_decay for name, mark in marks_of(module).items()} == {"weight": 0, "decay": 0}
+    assert {name: mark.weight_decay for name, mark in optim_factors(module).items()} == {"weight": 0, "decay": 0}
 
 
 def test_long_and_extreme_sums_stay_finite():

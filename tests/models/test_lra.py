@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lion.layers.blocks.s5 import ACTIVATIONS
-from lion.layers.marks import marks_of
 from lion.layers.mixers import MIXERS as ENTRIES
 from lion.layers.mixers import Attention, AttentionConfig
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.hippo import HippoConfig
+from lion.layers.optim_factors import optim_factors
 from lion.models.lra import LRA, LRAConfig, LRAMasked, LRAMaskedConfig
 from lion.trainer.optim import OptimConfig, make_optimizer
 from lion.trainer.runtime import compile_blocks
@@ -201,7 +201,7 @@ def test_where_weights_start():
 def test_groups_of_the_optimizer():
     """Check S5's groups: decays, rotations, steps and norms have a separate learning rate and no weight decay."""
     made = model(memory_lr=0.25)
-    own = {name.rpartition("encoder.blocks.0.")[2] for name in marks_of(made) if "blocks.0." in name}
+    own = {name.rpartition("encoder.blocks.0.")[2] for name in optim_factors(made) if "blocks.0." in name}
     decays = {f"attention.decays.0.{name}" for name in ("log_rate", "log_dt", "frequency")}
     assert own == {"norm1.weight", "norm1.bias"} | decays
     optimizer, factors = make_optimizer(made, OptimConfig(lr=1e-3, weight_decay=0.05))

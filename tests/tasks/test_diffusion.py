@@ -240,7 +240,7 @@ def test_tensorboard_shows_the_same_noise_and_the_data_beside_it():
 def test_it_judges_no_pictures():
     t = task()
     with pytest.raises(ConfigError, match=r"generates images and classifies none: \./run\.sh sample RUN"):
-        t.describe(t.outputs(model_of(t), batch()), 1)
+        t.check_prediction()
     assert t.outputs(model_of(t), {"image": batch()["image"]}).shape == (6, 1, 4, 4)
 
 

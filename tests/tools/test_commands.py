@@ -22,7 +22,7 @@ from lion.config import ConfigError
 from lion.evaluation.forms import forms_to_measure
 from lion.trainer.checkpoint import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
-from tools import predict, programs, train
+from tools import external, predict, train
 from tools.cli import one_line, run_command
 from tools.commands import COMMANDS, parse_command
 from tools.compose import build_data, loader_workers, resolve
@@ -138,7 +138,10 @@ class Letters:
 class Spelling:
     """A task whose outputs (B, L, 128) are the letters themselves."""
 
-    info = None
+    info, fills_masks = None, False
+
+    def check_prediction(self):
+        pass
 
     def outputs(self, model, batch):
         return torch.nn.functional.one_hot(batch["tokens"], 128)
@@ -382,8 +385,8 @@ def test_what_a_line_calls(line, name, rest):
 def test_quick_runs_in_two_processes(monkeypatch):
     called = []
     monkeypatch.setattr(os, "execv", lambda path, argv: called.append(argv[1:]))
-    programs.test(["--quick", "tests/ops", "-x"])
-    programs.test(["-k", "quick"])
+    external.test(["--quick", "tests/ops", "-x"])
+    external.test(["-k", "quick"])
     assert called == [
         ["-m", "pytest", "-n", "2", "--dist", "worksteal", "--quick", "tests/ops", "-x"],
         ["-m", "pytest", "-k", "quick"],

@@ -16,7 +16,7 @@ from tests.helpers import here, pictures, refuse, tiny_recipe
 from tests.tools.test_sample import changed
 from tools.compose import build_data, resolve
 from tools.distance import ClassifierFeatures
-from tools.pictures import images_of_path, images_of_split
+from tools.image_sources import images_of_path, images_of_split
 
 pytest.importorskip("sklearn")
 CPU = Runtime(torch.device("cpu"))

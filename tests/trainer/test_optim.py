@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lion.layers.marks import Marks, marks_of
+from lion.layers.optim_factors import OptimFactors, optim_factors
 from lion.models.vit import ViT, ViTConfig
 from lion.trainer.optim import OptimConfig, factors, make_optimizer
 
@@ -42,7 +42,7 @@ class Marked(nn.Module):
         self.step = nn.Parameter(torch.ones(2, 2))
         self.rest = nn.Parameter(torch.ones(2, 2))
         self.absent = None
-        self.marks = {"step": Marks(lr=0.1, weight_decay=0.5), "absent": Marks(lr=3)}
+        self.optim_factors = {"step": OptimFactors(lr=0.1, weight_decay=0.5), "absent": OptimFactors(lr=3)}
 
 
 class Tied(nn.Module):
@@ -56,7 +56,7 @@ class Tied(nn.Module):
 
 def test_modules_mark_their_parameters():
     net = copy.deepcopy(nn.Sequential(nn.Linear(2, 2), Marked()))
-    assert marks_of(net) == {"1.step": Marks(0.1, 0.5)}
+    assert optim_factors(net) == {"1.step": OptimFactors(0.1, 0.5)}
     for rule in ("deit", "gpt"):
         found = factors(net, rule)
         assert found["1.step"] == (0.5, 0.1) and found["1.rest"] == found["0.weight"] == (1, 1)
@@ -69,11 +69,11 @@ def test_modules_mark_their_parameters():
 def test_a_mark_of_what_is_no_parameter_is_refused(wrong):
     net = nn.Sequential(nn.Linear(2, 2), Marked())
     net[1].gate = nn.Linear(2, 2, bias=False)
-    net[1].marks = {"gate.weight": Marks(lr=2), "gate.bias": Marks(lr=3)}
-    assert marks_of(net) == {"1.gate.weight": Marks(lr=2)} and factors(net, "gpt")["1.gate.weight"].lr == 2
-    net[1].marks[wrong] = Marks(lr=2)
-    with pytest.raises(ValueError, match=f"Marked marks '{wrong}', which is not one of its parameters"):
-        marks_of(net)
+    net[1].optim_factors = {"gate.weight": OptimFactors(lr=2), "gate.bias": OptimFactors(lr=3)}
+    assert optim_factors(net) == {"1.gate.weight": OptimFactors(lr=2)} and factors(net, "gpt")["1.gate.weight"].lr == 2
+    net[1].optim_factors[wrong] = OptimFactors(lr=2)
+    with pytest.raises(ValueError, match=f"Marked.optim_factors: '{wrong}' is not one of its parameters"):
+        optim_factors(net)
 
 
 def test_groups_by_factor():

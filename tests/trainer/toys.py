@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
-from lion.layers.marks import Marks
+from lion.layers.optim_factors import OptimFactors
 from lion.samples import base as data
 from lion.tasks.base import Outcome, Sums, Task
 from lion.tasks.metrics import Mean, MetricOfMeans, MetricOfPass, MetricOfRows
@@ -60,7 +60,7 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.step = nn.Parameter(torch.full((4, 4), 0.1))
-        self.marks = {"step": Marks(lr=0.1, weight_decay=0)}
+        self.optim_factors = {"step": OptimFactors(lr=0.1, weight_decay=0)}
 
     def forward(self, x):
         return x + F.silu(self.linear(x)) @ self.step

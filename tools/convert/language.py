@@ -17,7 +17,7 @@ from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, open_tokenize
 from lion.config import ConfigError, flatten, to_dict
 from lion.layers.mixers import SOFTMAX
 from lion.layers.rotations import NO_ROTATION
-from lion.models.language import LanguageModel
+from lion.models.tokens import TokenModel
 from lion.recipe import Recipe
 from lion.samples.text import TextInfo
 from tools.compose import open_data
@@ -223,7 +223,7 @@ class LanguageConverter(Converter):
         shape = f"{c.depth} blocks of width {c.dim}, {c.num_heads} heads"
         return f"{shape}, {info.vocabulary:,} ids of tokenizer {info.tokenizer!r}{left}"
 
-    def restored(self, model: LanguageModel) -> dict[str, Tensor]:
+    def restored(self, model: TokenModel) -> dict[str, Tensor]:
         """Return the weights of our model under their names; weights that our model lacks are zero.
 
         Raises:
@@ -248,7 +248,7 @@ class LanguageConverter(Converter):
             found |= zip(parts, value.chunk(len(parts)))
         return found
 
-    def config(self, model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    def config(self, model: TokenModel, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the `config.json` of a model.
 
         Raises:

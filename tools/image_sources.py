@@ -20,7 +20,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from data.base import walk
-from data.vision.pictures import open_or_explain
+from data.vision.images import open_or_explain
 from data.vision.sources import Images
 from lion.config import ConfigError
 from lion.files import save_json, write_atomic

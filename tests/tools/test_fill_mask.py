@@ -9,7 +9,7 @@ from lion.samples.text import TextInfo
 from tests.helpers import here, refuse
 from tools.compose import make_task, resolve
 from tools.convert import write_run
-from tools.fill import shown
+from tools.fill_mask import shown
 
 
 @pytest.fixture(scope="module")

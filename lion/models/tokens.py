@@ -9,7 +9,7 @@ from lion.models.base import Model
 from lion.models.encoder import Encoder
 
 
-class LanguageModel(Model):
+class TokenModel(Model):
     """A model of tokens (B, L) below `vocabulary`; its constructor is `Kind(config, vocabulary=.., length=..)`.
 
     A subclass sets `tokens`, `positions` (None: no position embeddings) and `encoder`.
