@@ -1,7 +1,7 @@
 """Configuration of all tests: no network access, and selection of cases.
 
 The tests of operators, layers and models have large grids of cases (forms x directions x decays x ..). By default each
-of these tests runs `GRID` cases, spread evenly; `--every` runs all cases. `--quick` gives fast feedback: it runs one
+of these tests runs `GRID` cases, spread evenly; `--every` runs all cases, and the tests marked `every`. `--quick` gives fast feedback: it runs one
 case of every test that is not slow, does not compile and starts no processes. That case is the last one, because
 parameters are listed from plain to special. The limits below bound a quick run on any processor.
 """
@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(config, items):
         return
     cases, chosen = defaultdict(list), set()
     for item in items:
+        if item.get_closest_marker("every"):
+            continue
         if not (quick and any(item.get_closest_marker(name) for name in OUTSIDE)):
             cases[item.location[0], getattr(item, "originalname", item.name)].append(item)
     for (file, _), several in cases.items():

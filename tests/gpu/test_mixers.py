@@ -2,7 +2,8 @@
 
 The generated kernels run in Triton's interpreter on CPU tensors, forward and backward. Their results are compared with
 the same graph on the CPU. Sizes are small: 16 features, 2 heads, 24 tokens in the full form, and 40 tokens in chunks of
-16. `./run.sh bench gpu --compile` compiles all forms for sm_80 and sm_90.
+16. By default one mixer runs for each kind of operator, with `--every` all mixers.
+`./run.sh bench gpu --compile` compiles all forms for sm_80 and sm_90.
 """
 
 import json
@@ -17,22 +18,30 @@ from tools.gpu.kernels import compile_kernels
 from tools.gpu.targets import TARGETS
 
 TOLERANCE = 1e-4  # relative to the largest value, float32; gradients of decays are sums over all pairs
-FULL, CHUNK = ("full", 24), ("chunk", 40)
-CASES = {mixer: [(*FULL, "both")] for mixer in LINEAR}
-for mixer in ("lion_lit", "lion_s", "gla", "deltanet"):  # one per operator: other mixers differ in gates only
-    CASES[mixer].append((*CHUNK, "both"))
-for mixer in ("lion_s", "lightnet"):
-    CASES[mixer].append((*FULL, "forward"))
-
-
-GROUPS = [tuple(LINEAR)[i::3] for i in range(3)]  # importing PyTorch takes longer than a case
+FULL, CHUNK, ONE_WAY = ("full", "both", 24), ("chunk", "both", 40), ("full", "forward", 24)
+KINDS = {  # a mixer for each kind of operator
+    "lion_lit": [FULL],  # no decay
+    "lion_s": [FULL, CHUNK, ONE_WAY],  # scalar decays, row sums
+    "gla": [FULL, CHUNK],  # vector decays
+    "lion_s_hippo": [FULL],  # vector decays and a rotation
+    "rwkv6": [FULL],  # decays between tokens, a bonus
+    "xlstm": [FULL],  # division by the largest of |row sum| and 1
+    "lightnet": [FULL],  # normalised keys, one scan
+    "deltanet": [FULL, CHUNK],  # delta rule
+}
+OTHERS = {mixer: [FULL] for mixer in LINEAR if mixer not in KINDS}  # differ from these in gates only
+OTHERS |= {"lightnet": [ONE_WAY], "lion_lit": [CHUNK]}
+GROUPS = [  # importing PyTorch takes longer than a case
+    *(dict([*KINDS.items()][i::2]) for i in range(2)),
+    *(pytest.param(dict([*OTHERS.items()][i::2]), marks=pytest.mark.every) for i in range(2)),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("mixers", GROUPS, ids=lambda group: f"{group[0]} and others")
-def test_generated_kernels_are_right_and_compile(mixers, tmp_path):
-    cases = [f"{m},{form},{direction},{tokens}" for m in mixers for form, tokens, direction in CASES[m]]
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{next(iter(group))} and others")
+def test_generated_kernels_are_right_and_compile(group, tmp_path):
+    cases = [",".join((mixer, *map(str, case))) for mixer, cases in group.items() for case in cases]
     command = [sys.executable, "-m", "tools.gpu.interpret", str(tmp_path), *cases]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
