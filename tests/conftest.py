@@ -1,9 +1,9 @@
 """Configuration of all tests: no network access, and selection of cases.
 
 The tests of operators, layers and models have large grids of cases (forms x directions x decays x ..). By default each
-of these tests runs `GRID` cases, spread evenly; `--every` runs all cases, and the tests marked `every`. `--quick` gives fast feedback: it runs one
-case of every test that is not slow, does not compile and starts no processes. That case is the last one, because
-parameters are listed from plain to special. The limits below bound a quick run on any processor.
+of these tests runs `GRID` cases, spread evenly; `--every` runs all cases, and the tests marked `every`. `--quick` gives
+fast feedback: it runs one case of every test that is not slow, does not compile and starts no processes. That case is
+the last one, because parameters are listed from plain to special. The limits below bound a quick run on any processor.
 """
 
 import os
