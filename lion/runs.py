@@ -17,7 +17,7 @@ from lion.recipe import Recipe, load_recipe, read_layers
 from lion.samples.base import Info
 from lion.tasks import TASKS, Task
 from lion.trainer.checkpoint import Checkpoint, UnusableCheckpoint, load_state, newest, steps_of
-from lion.trainer.runtime import compile_blocks
+from lion.trainer.compilation import compile_blocks
 
 log = logging.getLogger("lion")
 

@@ -20,7 +20,8 @@ from lion.evaluation.questions import Choices, Question, encode, read_questions
 from lion.layers.mixers.base import forms_of
 from lion.runs import find_run, open_run
 from lion.tasks.causal_lm import CausalLM
-from lion.trainer.runtime import compile_blocks, start_runtime
+from lion.trainer.compilation import compile_blocks
+from lion.trainer.runtime import start_runtime
 from tools.bench.probe import Variant
 from tools.cli import choose_form, table
 from tools.compose import check_finite, check_tokenizer, open_data, resolve_run

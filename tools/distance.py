@@ -44,7 +44,8 @@ from lion.files import save_json
 from lion.progress import progress
 from lion.runs import RECIPE, LoadedRun, find_run, open_run
 from lion.tasks.image_classification import ImageClassification
-from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
+from lion.trainer.compilation import compile_blocks
+from lion.trainer.runtime import Runtime, start_runtime
 from tools.bench.probe import device_name, stamp
 from tools.cli import Parser, check_folder, count, number, run_command, say, table
 from tools.compose import build_data, check_finite, digest, resolve_run

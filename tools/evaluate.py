@@ -22,8 +22,9 @@ from lion.progress import rate
 from lion.runs import count_parameters, find_run, open_run
 from lion.samples.seeds import derive
 from lion.tasks.metrics import Metric
+from lion.trainer.compilation import compile_blocks
 from lion.trainer.loader import eval_batches
-from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
+from lion.trainer.runtime import Runtime, start_runtime
 from tools.choices import evaluate_choices
 from tools.cli import Parser, choose_form, count, counts, run_command, say, table
 from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run

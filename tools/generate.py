@@ -30,7 +30,8 @@ from lion.inference.text import MODES, Continuation, Sampling, streaming_mode
 from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.runs import LoadedRun, open_run
-from lion.trainer.runtime import catch_signals, compile_blocks, compile_steps, start_runtime
+from lion.trainer.compilation import compile_blocks, compile_steps
+from lion.trainer.runtime import catch_signals, start_runtime
 from tools.cli import Parser, count, number, run_command, say
 from tools.compose import check_finite, check_tokenizer, digest, open_data, resolve_run
 

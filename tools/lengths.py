@@ -27,7 +27,8 @@ from lion.layers.mixers.base import forms_of
 from lion.runs import LoadedRun, find_run, open_run
 from lion.samples.seeds import derive
 from lion.tasks.language import LanguageTask
-from lion.trainer.runtime import Runtime, compile_blocks, start_runtime
+from lion.trainer.compilation import compile_blocks
+from lion.trainer.runtime import Runtime, start_runtime
 from tools.bench.probe import Variant, device_name, stamp
 from tools.cli import choose_form, say, table
 from tools.compose import build_data, check_data, resolve_run

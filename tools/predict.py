@@ -18,7 +18,7 @@ from data.base import DataSet
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import LoadedRun, open_run
-from lion.trainer.runtime import compile_blocks
+from lion.trainer.compilation import compile_blocks
 from tools.cli import Parser, choose_form, count, run_command, table
 from tools.compose import check_finite, open_data, resolve_run
 from tools.fill_mask import fill

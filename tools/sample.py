@@ -26,7 +26,8 @@ from lion.progress import progress
 from lion.runs import LoadedRun, find_run
 from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import to_bytes
-from lion.trainer.runtime import compile_blocks, start_runtime
+from lion.trainer.compilation import compile_blocks
+from lion.trainer.runtime import start_runtime
 from tools.cli import Parser, check_folder, choose_form, count, number, run_command, say
 from tools.compose import check_finite
 from tools.image_sources import open_diffusion

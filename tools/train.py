@@ -35,6 +35,7 @@ from lion.runs import (
 from lion.samples.base import Info
 from lion.tasks import Task
 from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, steps_of
+from lion.trainer.compilation import prepare_compiler
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import Plan, make_plan
 from lion.trainer.runtime import (
@@ -139,6 +140,8 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     Returns:
         The exit code: 0, or 130 if training was stopped before its end.
     """
+    if recipe.trainer.compile and not torch.cuda.is_available():
+        prepare_compiler()
     begun = recipe.folder if not fresh and steps_of(recipe.folder, "last") else None
     source = open_data(recipe, begun)
     if needs_preparing(source) and (known := source.published()) is not None:

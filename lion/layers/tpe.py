@@ -152,11 +152,11 @@ class TPE(nn.Module):
             place, inside = place * length + coord, inside & (coord >= 0) & (coord < length)
         place = torch.where(inside, place, size)
         alone = torch.zeros(size + 1, dtype=torch.long, device=x.device).index_add(0, place, torch.ones_like(place)) < 2
-        wrong = ~special & ~(inside & alone[place])
+        right = special | (inside & alone[place])
         if x.device.type != "cpu" or torch.compiler.is_compiling():
-            torch._assert_async(~wrong.any(), f"layout: coords do not fit a grid of {grid}")
-        elif wrong.any():
-            found = wrong.nonzero()[0, 0]
+            torch._assert_async(right.all(), f"layout: coords do not fit a grid of {grid}")
+        elif not right.all():
+            found = (~right).nonzero()[0, 0]
             why = "two tokens at one position" if inside[found] else "outside"
             raise ValueError(f"layout: coords {tuple(coords[:, found].tolist())} do not fit a grid of {grid}: {why}")
         return place

@@ -23,10 +23,10 @@ UNUSED = ("form", "direction", "dropout_p", "scan_merge")  # a prompt is process
 
 
 def step(
-    state: State,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    state: State,
     log_decay: Tensor | None = None,
     *,
     beta: Tensor | None = None,
@@ -39,9 +39,9 @@ def step(
     """Compute one causal step: the output of `direction="forward"` for the next C tokens, and the state after them.
 
     Args:
+        q, k, v: Tokens, q and k (B, H, C, D), v (B, H, C, E); C = 1 for streaming.
         state: State from `initial_state(k, v)`, `prefill` or the last step. Under the `source` convention, the state is
             stored already decayed by the last token.
-        q, k, v: Tokens, q and k (B, H, C, D), v (B, H, C, E); C = 1 for streaming.
         log_decay, beta, bonus, angles: Gates, as in `linear_attention`, with C for L.
         valid: Boolean (B, C), False for padding, which leaves the state unchanged.
         settings, fields: See `Settings`. `form`, `direction`, `chunk_size`, `dropout_p` and `scan_merge` have no effect

@@ -18,6 +18,7 @@ from lion.samples.base import Batch, Splits
 from lion.samples.seeds import derive
 from lion.tasks.base import Task, to_device
 from lion.trainer.checkpointer import Checkpointer
+from lion.trainer.compilation import compile_blocks
 from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, progress_of
 from lion.trainer.ema import Average, Buffers
 from lion.trainer.evaluate import FirstBatchKept, evaluate
@@ -27,7 +28,7 @@ from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import TrainedModels, full, local, replicate, shard, synchronise
 from lion.trainer.plan import Plan
 from lion.trainer.run_data import RunData
-from lion.trainer.runtime import Runtime, catch_signals, compile_blocks
+from lion.trainer.runtime import Runtime, catch_signals
 from lion.trainer.state import RunState, SaveTimer, TrainingClock
 
 log = logging.getLogger("lion")

@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.metadata
-import itertools
 import logging
 import os
 import platform
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lion.config import ConfigError
-from lion.layers.mixers import LionAttention
-from lion.ops import flex
 from lion.samples.seeds import derive
 
 log = logging.getLogger("lion")
@@ -189,83 +183,6 @@ def restore_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-
-
-def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool | None = False) -> bool:
-    """Compile every block of the model in place, with static shapes; return False if there is no compiler.
-
-    Without a compiler the model stays eager, and a warning is logged. Compilation in place (`Module.compile`) keeps the
-    names in checkpoints. Equal blocks share their graphs. With `dynamic=None`, a size that changes between calls
-    becomes symbolic, for callers with batches of different sizes.
-    """
-    if not can_compile(backend):
-        return False
-    device = next(model.parameters()).device
-    avoid_wrong_gradients(model, device.type, torch.__version__)
-    if device.type == "cuda" and backend == "inductor":
-        check_fused(model, device)
-    for unit in model.units():
-        unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
-    return True
-
-
-def check_fused(model: nn.Module, device: torch.device) -> None:
-    """Check the fused form of attention on a few tokens, once per process, for every head dimension that supports it.
-
-    If the check fails, a warning is logged and the fused form is not used.
-    """
-    layers = [part for part in model.modules() if isinstance(part, LionAttention)]
-    heads = {part.head_dim for part in layers if part.config.normalize == "sum" and 16 <= part.head_dim <= 256}
-    if flex.switched_on():
-        for dim, dtype in itertools.product(sorted(heads), flex.TOLERANCES):
-            flex.checked(device, dtype, dim, dim)
-
-
-def avoid_wrong_gradients(model: nn.Module, device: str, version: str) -> None:
-    """Disable the fusion `mix_order_reduction`, which may silently compute wrong gradients of adaLN on a GPU.
-
-    The bug is in Inductor before 2.15, for micro-batches of one sample of about 16,000 tokens or more
-    (pytorch#193061).
-    """
-    modulated = any(getattr(unit, "conditional", False) for unit in model.units())
-    if modulated and device == "cuda" and tuple(map(int, version.split(".")[:2])) < (2, 15):
-        from torch._inductor import config
-
-        config.triton.mix_order_reduction = False
-
-
-def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
-    """Compile `step` of every block of a streaming model in place; return False if there is no compiler.
-
-    Without a compiler the model stays eager, and a warning is logged. One graph serves all blocks and tokens. A growing
-    cache must reserve memory for that, see `lion.layers.mixers.softmax.reserve`.
-    """
-    if not can_compile(backend):
-        return False
-    for unit in model.units():
-        unit.step = torch.compile(unit.step, backend=backend, fullgraph=True, dynamic=False)
-    return True
-
-
-def can_compile(backend: Any) -> bool:
-    """Return whether this machine can compile, after configuring torch.compile; log a warning if not."""
-    missing = missing_compiler() if backend == "inductor" else None
-    if missing:
-        log.warning("running eager, without torch.compile: %s", missing)
-        return False
-    warnings.filterwarnings("ignore", message=".*_prims_common.check.*", category=FutureWarning)  # from torch 2.14
-    torch._dynamo.config.recompile_limit = 32  # training, evaluation and each form need separate graphs
-    return True
-
-
-def missing_compiler() -> str | None:
-    """Return which requirement of Inductor is missing on this machine, or None."""
-    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[0]
-    if shutil.which(name) is None:
-        return f"no C++ compiler found ({name}); install g++"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        return f"no Python headers in {sysconfig.get_path('include')}; install python3-dev"
-    return None
 
 
 def conditions(runtime: Runtime) -> dict[str, Any]:

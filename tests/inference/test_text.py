@@ -9,7 +9,7 @@ from lion.inference import text as generation
 from lion.inference.text import Continuation, Sampling, streaming_mode
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.models.gpt import GPT, GPTConfig
-from lion.trainer.runtime import compile_blocks, compile_steps
+from lion.trainer.compilation import compile_blocks, compile_steps
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7], [8, 9, 1]]
 GREEDY = Sampling(temperature=0)

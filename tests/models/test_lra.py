@@ -12,8 +12,8 @@ from lion.layers.mixers.base import set_form
 from lion.layers.mixers.hippo import HippoConfig
 from lion.layers.optim_factors import optim_factors
 from lion.models.lra import LRA, LRAConfig, LRAMasked, LRAMaskedConfig
+from lion.trainer.compilation import compile_blocks
 from lion.trainer.optim import OptimConfig, make_optimizer
-from lion.trainer.runtime import compile_blocks
 
 DIM, HEADS, VOCABULARY, LENGTH = 16, 2, 11, 40
 MIXERS = ("softmax", "lion_lit", "lion_d_hippo", "lion_s_hippo")

@@ -242,6 +242,6 @@ def test_a_step_leaves_the_state_that_it_was_given():
         before = [x.clone() for x in state]
         with torch.no_grad():
             cut(inputs, SPLIT, SPLIT + 1).on(
-                lambda *x, state=state, **y: step(state, *x, **y, feature_map=None), **arguments
+                lambda *x, state=state, **y: step(*x[:3], state, *x[3:], **y, feature_map=None), **arguments
             )
         assert all(torch.equal(x, y) for x, y in zip(state, before)), name

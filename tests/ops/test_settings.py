@@ -29,7 +29,7 @@ VALID = torch.arange(LENGTH).expand(2, -1) % 5 != 2
 
 
 def one_step(*x, **arguments):
-    return step(initial_state(INPUTS.k, INPUTS.v), *x, **arguments)
+    return step(*x[:3], initial_state(INPUTS.k, INPUTS.v), *x[3:], **arguments)
 
 
 def scans(q, k, v, log_decay, **arguments):

@@ -28,7 +28,7 @@ def stream(inputs: Inputs | Case, pieces: list[int], state: State | None = None,
     out = []
     for size in pieces:
         y, state = cut(inputs, start, start + size).on(
-            lambda *x, state=state, **y: step(state, *x, **y, feature_map=None), **arguments
+            lambda *x, state=state, **y: step(*x[:3], state, *x[3:], **y, feature_map=None), **arguments
         )
         out.append(y)
         start += size

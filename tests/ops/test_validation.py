@@ -159,7 +159,7 @@ def test_step_and_prefill():
     state = initial_state(tensors["k"], tensors["v"])
 
     def one(*x, **y):
-        return step(state, *x, **y)
+        return step(*x[:3], state, *x[3:], **y)
 
     for function, names in ((one, STEP_TENSORS), (prefill, BAD_TENSORS)):
         for name in names:
@@ -179,7 +179,7 @@ def test_state_of_other_tokens():
     state = initial_state(tensors["k"], tensors["v"])
     for bad in (state._replace(S=state.S[:1]), state._replace(S=state.S[..., :1]), state._replace(z=state.z[..., :1])):
         with pytest.raises(ValueError, match=r"^state: "):
-            call(lambda *x, bad=bad, **y: step(bad, *x, **y), good())
+            call(lambda *x, bad=bad, **y: step(*x[:3], bad, *x[3:], **y), good())
 
 
 @pytest.mark.parametrize("size", (0, -1))

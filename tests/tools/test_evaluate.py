@@ -15,9 +15,10 @@ from lion.runs import open_run
 from lion.tasks.base import Outcome
 from lion.tasks.metrics import MetricOfPass
 from lion.trainer.checkpoint import STATE, load_state, newest, prune, scratch_folder, seal
+from lion.trainer.compilation import compile_blocks, missing_compiler
 from lion.trainer.evaluate import evaluate as evaluate_model
 from lion.trainer.loader import eval_batches
-from lion.trainer.runtime import Runtime, compile_blocks, missing_compiler
+from lion.trainer.runtime import Runtime
 from tests.helpers import here, tiny_recipe
 from tools import evaluate
 from tools.compose import build_data, resolve_run

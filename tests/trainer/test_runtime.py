@@ -11,15 +11,8 @@ from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig
 from lion.models.dit import DiT, DiTConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.trainer.checkpoint import load_state
-from lion.trainer.runtime import (
-    avoid_wrong_gradients,
-    compile_blocks,
-    missing_compiler,
-    random_state,
-    restore_random_state,
-    seed_everything,
-    start_runtime,
-)
+from lion.trainer.compilation import avoid_wrong_gradients, compile_blocks, missing_compiler, prepare_compiler
+from lion.trainer.runtime import random_state, restore_random_state, seed_everything, start_runtime
 
 
 def test_random_states_survive_a_checkpoint(tmp_path):
@@ -110,3 +103,17 @@ def test_blocks_compile_whole_and_share_their_graph(mixer, form):
         for _ in range(2):
             m(torch.randn(2, 1, 8, 8))
     assert counter.frame_count == 2
+
+
+@pytest.mark.compiled
+@pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
+def test_the_compiler_is_prepared_in_a_thread(caplog, monkeypatch):
+    caplog.set_level("DEBUG", "lion")
+    thread = prepare_compiler()
+    thread.join()
+    assert "not prepared" not in caplog.text
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: 1 / 0)
+    prepare_compiler().join()  # internals of Inductor may change: training goes on
+    assert "compiler not prepared: division by zero" in caplog.text
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert prepare_compiler() is None

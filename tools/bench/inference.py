@@ -37,10 +37,11 @@ from lion.runs import LoadedRun, build_on_meta, open_run
 from lion.samples.base import Batch, Splits
 from lion.samples.seeds import derive
 from lion.tasks.base import Task
+from lion.trainer.compilation import compile_blocks
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
 from lion.trainer.memory import tensor_peak
-from lion.trainer.runtime import compile_blocks, start_runtime
+from lion.trainer.runtime import start_runtime
 from tools.bench.collect import collect
 from tools.bench.floors import published_flops
 from tools.bench.probe import (

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lion.config import ConfigError
 from lion.evaluation.timing import seconds
+from lion.trainer.compilation import missing_compiler
 from lion.trainer.memory import free_bytes
-from lion.trainer.runtime import cpu_name, missing_compiler
+from lion.trainer.runtime import cpu_name
 
 WARM_UP, FEWEST = 3, 3  # calls of a warm-up; least number of rounds, whatever their duration
 LONG = 10.0  # seconds; after a longer call, warm-up stops

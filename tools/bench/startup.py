@@ -29,8 +29,8 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import compilation_time_metrics, counters
 
+from lion.trainer.compilation import compile_blocks, prepare_compiler
 from lion.trainer.optim import make_optimizer
-from lion.trainer.runtime import compile_blocks
 from tools.bench.probe import device_name, stamp
 from tools.cli import Parser, count, run_command, say, table
 from tools.compose import describe_data, make_task, resolve
@@ -104,6 +104,8 @@ def measure(name: str, state: str, batch: int, artifacts: Path) -> Row:
     imported, begun = time.process_time(), time.perf_counter()
     if state == "carried":
         torch.compiler.load_cache_artifacts(artifacts.read_bytes())
+    if state != "eager":
+        prepare_compiler()
     recipe = resolve(name)
     task = make_task(recipe, describe_data(recipe, look=False)[0])
     model = task.build_model(recipe.model).train()

@@ -36,11 +36,12 @@ from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.samples.base import Batch, Splits
 from lion.tasks import Task
+from lion.trainer.compilation import compile_blocks
 from lion.trainer.log import NoLog
 from lion.trainer.loop import Trainer
 from lion.trainer.memory import process_peak
 from lion.trainer.plan import make_plan
-from lion.trainer.runtime import MATMUL, Runtime, compile_blocks
+from lion.trainer.runtime import MATMUL, Runtime
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.cli import Parser, count, say, table

@@ -261,7 +261,7 @@ class LionAttention(Attention):
         layout = Layout.after(x, state.position, valid)
         x = layout.clean(x)
         inputs, decay = self.arguments_and_state(x, *self.heads(x), layout, state.decay)
-        y, new = step(State(state.S, state.z), **inputs, valid=valid)
+        y, new = step(**inputs, state=State(state.S, state.z), valid=valid)
         return self.merge(x, y, layout), LinearState(*new, state.position + layout.count(x), decay)
 
     def initial_state(self, batch: int) -> LinearState:

@@ -1,0 +1,123 @@
+"""Compilation of a model's blocks by torch.compile, and the checks before it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lion.layers.mixers import LionAttention
+from lion.ops import flex
+
+log = logging.getLogger("lion")
+EMPTY_KERNEL = 'extern "C" void kernel(float* x) {}'
+
+
+def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool | None = False) -> bool:
+    """Compile every block of the model in place, with static shapes; return False if there is no compiler.
+
+    Without a compiler the model stays eager, and a warning is logged. Compilation in place (`Module.compile`) keeps the
+    names in checkpoints. Equal blocks share their graphs. With `dynamic=None`, a size that changes between calls
+    becomes symbolic, for callers with batches of different sizes.
+    """
+    if not can_compile(backend):
+        return False
+    device = next(model.parameters()).device
+    avoid_wrong_gradients(model, device.type, torch.__version__)
+    if device.type == "cuda" and backend == "inductor":
+        check_fused(model, device)
+    for unit in model.units():
+        unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
+    return True
+
+
+def check_fused(model: nn.Module, device: torch.device) -> None:
+    """Check the fused form of attention on a few tokens, once per process, for every head dimension that supports it.
+
+    If the check fails, a warning is logged and the fused form is not used.
+    """
+    layers = [part for part in model.modules() if isinstance(part, LionAttention)]
+    heads = {part.head_dim for part in layers if part.config.normalize == "sum" and 16 <= part.head_dim <= 256}
+    if flex.switched_on():
+        for dim, dtype in itertools.product(sorted(heads), flex.TOLERANCES):
+            flex.checked(device, dtype, dim, dim)
+
+
+def avoid_wrong_gradients(model: nn.Module, device: str, version: str) -> None:
+    """Disable the fusion `mix_order_reduction`, which may silently compute wrong gradients of adaLN on a GPU.
+
+    The bug is in Inductor before 2.15, for micro-batches of one sample of about 16,000 tokens or more
+    (pytorch#193061).
+    """
+    modulated = any(getattr(unit, "conditional", False) for unit in model.units())
+    if modulated and device == "cuda" and tuple(map(int, version.split(".")[:2])) < (2, 15):
+        from torch._inductor import config
+
+        config.triton.mix_order_reduction = False
+
+
+def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
+    """Compile `step` of every block of a streaming model in place; return False if there is no compiler.
+
+    Without a compiler the model stays eager, and a warning is logged. One graph serves all blocks and tokens. A growing
+    cache must reserve memory for that, see `lion.layers.mixers.softmax.reserve`.
+    """
+    if not can_compile(backend):
+        return False
+    for unit in model.units():
+        unit.step = torch.compile(unit.step, backend=backend, fullgraph=True, dynamic=False)
+    return True
+
+
+def can_compile(backend: Any) -> bool:
+    """Return whether this machine can compile, after configuring torch.compile; log a warning if not."""
+    missing = missing_compiler() if backend == "inductor" else None
+    if missing:
+        log.warning("running eager, without torch.compile: %s", missing)
+        return False
+    warnings.filterwarnings("ignore", message=".*_prims_common.check.*", category=FutureWarning)  # from torch 2.14
+    torch._dynamo.config.recompile_limit = 32  # training, evaluation and each form need separate graphs
+    return True
+
+
+def missing_compiler() -> str | None:
+    """Return which requirement of Inductor is missing on this machine, or None."""
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[0]
+    if shutil.which(name) is None:
+        return f"no C++ compiler found ({name}); install g++"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return f"no Python headers in {sysconfig.get_path('include')}; install python3-dev"
+    return None
+
+
+def prepare_compiler() -> threading.Thread | None:
+    """Start a thread in which Inductor tests the vector instructions and precompiles its C++ headers.
+
+    Both are needed once per machine and take seconds. Started early, they run beside the reading of data and the
+    construction of the model, instead of before the first compiled graph. Returns None without a compiler.
+    """
+    if missing_compiler():
+        return None
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    def prepare() -> None:
+        try:
+            pick_vec_isa()
+            CppPythonBindingsCodeCache.load_pybinding(["float*"], EMPTY_KERNEL)
+        except Exception as error:  # internals of Inductor; without them the first graph takes longer
+            log.debug("compiler not prepared: %s", error)
+
+    thread = threading.Thread(target=prepare, name="prepare_compiler", daemon=True)
+    thread.start()
+    return thread

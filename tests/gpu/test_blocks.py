@@ -1,0 +1,36 @@
+"""Blocks of every kind of model: their training graphs lower to GPU code without graph breaks, and compile."""
+
+import pytest
+
+from tools.compose import describe_data, make_task, resolve
+from tools.gpu.kernels import compile_kernels
+from tools.gpu.lower import lower
+from tools.gpu.step import trace_step
+from tools.gpu.targets import TARGETS
+
+SMALL = ["model.depth=1", "model.dim=64", "model.num_heads=2", "trainer.batch_size=2", "trainer.micro_batch=2", "optim.lr_batch=null"]
+RECIPES = {
+    "deit_tiny_lion_s": ["data.image_size=[64, 64]"],
+    "dit_tiny_lightnet": [],
+}
+OTHERS = {
+    "mlm_tiny_lion_d": [],
+    "gpt2_tiny_lion_s": [],
+    "lra_image_lion_s": ["data.side=8"],
+    "lightnet_tiny": ["data.image_size=[64, 64]"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, changes", [*RECIPES.items(), *(pytest.param(*item, marks=pytest.mark.every) for item in OTHERS.items())]
+)
+def test_training_graphs_of_a_block_compile(name, changes):
+    recipe = resolve(name, [*SMALL, *changes])
+    step = trace_step(recipe, make_task(recipe, describe_data(recipe, look=False)[0]), batch=2)
+    assert {graph.stage for graph in step.graphs} == {"forward", "backward"}
+    for graph in step.graphs:
+        for target in ("a100", "h100"):
+            program = lower(graph, TARGETS[target])
+            assert program.kernels and not program.fallbacks, program.fallbacks
+            compile_kernels(program.kernels, TARGETS[target])
