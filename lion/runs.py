@@ -16,7 +16,7 @@ from lion.models import Model
 from lion.recipe import Recipe, load_recipe, read_layers
 from lion.samples.base import Info
 from lion.tasks import TASKS, Task
-from lion.trainer.checkpoint import Checkpoint, UnusableCheckpoint, load_state, newest, steps_of
+from lion.trainer.checkpoint_files import Checkpoint, UnusableCheckpoint, load_state, newest, steps_of
 from lion.trainer.compilation import compile_blocks
 
 log = logging.getLogger("lion")

@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from lion.config import merge
-from lion.trainer.checkpoint import load_state, newest
+from lion.trainer.checkpoint_files import load_state, newest
 from tools import __main__ as commands
 from tools.cli import run_command
 

@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from lion.config import ConfigError, merge
-from lion.trainer.checkpoint import MANIFEST, STATE, load_state, write_manifest
+from lion.trainer.checkpoint_files import MANIFEST, STATE, load_state, write_manifest
 from tests.helpers import refuse, tiny_recipe
 from tools import predict, train
 

@@ -23,7 +23,7 @@ from lion.layers.mixers.lion import FixedDecay, SelectiveDecay, SelectiveVectorD
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.samples.base import Splits
-from lion.trainer.checkpoint import newest
+from lion.trainer.checkpoint_files import newest
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime

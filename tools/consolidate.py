@@ -12,7 +12,7 @@ import torch
 from lion.config import ConfigError
 from lion.files import write_atomic
 from lion.runs import find_run, lock_run
-from lion.trainer.checkpoint import CONSOLIDATED, MANIFEST, load_state, newest, write_manifest
+from lion.trainer.checkpoint_files import CONSOLIDATED, MANIFEST, load_state, newest, write_manifest
 from lion.trainer.parallel import join_shards
 from tools.cli import Parser, run_command
 

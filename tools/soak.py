@@ -23,7 +23,7 @@ import torch
 from lion.config import ConfigError
 from lion.files import save_text
 from lion.progress import progress
-from lion.trainer.checkpoint import FOLDER, load_state, newest
+from lion.trainer.checkpoint_files import FOLDER, load_state, newest
 from tools.cli import Parser, count, run_command
 from tools.compose import resolve
 from tools.processes import kill_tree, start_command

@@ -34,7 +34,7 @@ from lion.runs import (
 )
 from lion.samples.base import Info
 from lion.tasks import Task
-from lion.trainer.checkpoint import Checkpoint, check_space, load_state, newest, steps_of
+from lion.trainer.checkpoint_files import Checkpoint, check_space, load_state, newest, steps_of
 from lion.trainer.compilation import prepare_compiler
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import Plan, make_plan

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from data.base import user_path
-from data.lra.contours import Contours, draw
-from data.lra.dashes import DISC_EDGE, Shape
+from data.lra.pathfinder_contours import Contours, draw
+from data.lra.pathfinder_dashes import DISC_EDGE, Shape
 from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey
 from data.lra.sequences import GeneratedConfig, stamps
 from data.lra.store import Arrays, Part, Source, in_parts

@@ -1,7 +1,7 @@
 """Linear attention with a decay mask: one entry point to several exact forms."""
 
 from lion.ops.api import linear_attention, linear_attention_parts
-from lion.ops.arguments import no_autocast
+from lion.ops.arguments import NO_GATES, Gates, no_autocast
 from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS, includes_query_decay
 from lion.ops.logcumsumexp import logcumsumexp
 from lion.ops.multiscan import multi_scan_attention
@@ -18,7 +18,9 @@ __all__ = [
     "DIRECTIONS",
     "FORMS",
     "NORMALIZE",
+    "NO_GATES",
     "SCAN_MERGES",
+    "Gates",
     "SegmentIndex",
     "Settings",
     "State",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype
+from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype, take_gates
 from lion.ops.blockwise import blockwise_parts
 from lion.ops.delta import delta_parts
 from lion.ops.flex import fused_applies, fused_attention
@@ -25,12 +25,8 @@ def linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_decay: Tensor | None = None,
+    gates: Gates | Tensor | None = None,
     *,
-    beta: Tensor | None = None,
-    bonus: Tensor | None = None,
-    angles: Tensor | None = None,
-    prefix: Tensor | None = None,
     valid: Tensor | None = None,
     segments: Tensor | SegmentIndex | None = None,
     settings: Settings = DEFAULTS,
@@ -46,18 +42,8 @@ def linear_attention(
         q, k: Queries and keys (B, H, L, D). The feature map must be applied before the call, unless `feature_map` names
             one. Gates on the keys must be multiplied into k before the call.
         v: Values (B, H, L, E). Float16 is computed in float32, because its sums would overflow; bfloat16 is not.
-        log_decay: Logarithms log lambda <= 0. None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with one lambda for
-            each key dimension, (H, D) or (B, H, L, D). Values above 0 count as 0, because a lambda is at most 1.
-        beta: Writing strengths (B, H, L) in [0, 1] of the delta rule (see `lion.ops.delta`), which replaces decays. The
-            keys should have norm 1. Requires `normalize="none"`.
-        bonus: Weights (H,) or (H, D) of each token's own key: `sum_d bonus_d q_id k_id` on the diagonal. Without a
-            bonus, the weight is 1.
-        angles: Rotation of q and k (`lion.ops.rotary`) in radians: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2). Row
-            sums are those of the unrotated scores. For row sums of the rotated scores, rotate q and k before the call.
-        prefix: Prefix sums s (B, H, L, D) of a `log_decay` of the same shape, `M_ij = exp(s_i - s_j)` within a segment.
-            Pass `prefix` if the sums exist already and need a gradient: the gradient of the decays then goes to
-            `prefix` alone, at less cost (`lion.ops.prefix`). Requires a single direction and `normalize="none"`; not
-            with a bonus or the convention "between".
+        gates: `Gates` with decays, the delta rule's beta, a bonus, a rotation; or `log_decay` alone, a tensor. Its
+            fields may also be passed by name.
         valid: Boolean mask (B, L), False for padding. Invalid tokens behave as if deleted, whatever values they hold.
             Their output is 0.
         segments: Integer segment ids (B, L). Tokens interact only within their segment; -1 marks padding. The tokens of
@@ -72,12 +58,12 @@ def linear_attention(
         ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
         RuntimeError: A call under `torch.jit.trace`.
     """
+    gates = take_gates(gates, fields)
     settings = with_fields(settings, fields, unused=("scan_merge",))
-    gates = Gates(log_decay, beta, bonus, angles, prefix)
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
     if fused_applies(q, v, gates, settings):
-        return fused_attention(q, k, v, log_decay, valid, segments, settings)
+        return fused_attention(q, k, v, gates.log_decay, valid, segments, settings)
     numerator, rowsum = _attention_parts(q, k, v, gates, valid, segments, settings)
     return normalized(numerator, rowsum, settings, q.shape[-1]).to(v.dtype)
 
@@ -86,11 +72,8 @@ def linear_attention_parts(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_decay: Tensor | None = None,
+    gates: Gates | Tensor | None = None,
     *,
-    beta: Tensor | None = None,
-    bonus: Tensor | None = None,
-    angles: Tensor | None = None,
     valid: Tensor | None = None,
     segments: Tensor | SegmentIndex | None = None,
     settings: Settings = DEFAULTS,
@@ -99,11 +82,11 @@ def linear_attention_parts(
     """Compute the numerator (B, H, L, E) and the row sum (B, H, L), float32 or wider, without dividing them.
 
     Several scans can therefore be added up before the division. The arguments are those of `linear_attention` except
-    `prefix`, `scale` and `eps`. With `normalize="none"` the row sum is None. For float16 tokens the numerator is
-    float32.
+    the gate `prefix`, and `scale` and `eps`. With `normalize="none"` the row sum is None. For float16 tokens the
+    numerator is float32.
     """
+    gates = take_gates(gates, fields, prefix=False)
     settings = with_fields(settings, fields, unused=("scale", "eps", "scan_merge"))
-    gates = Gates(log_decay, beta, bonus, angles)
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
     return _attention_parts(q, k, v, gates, valid, segments, settings)

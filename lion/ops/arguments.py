@@ -33,13 +33,49 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class Gates(NamedTuple):
-    """Arguments that determine the mask of q and k, in the shapes of `lion.ops.linear_attention`."""
+    """The tensors that make the mask of an operator, and rotate its queries and keys.
 
-    log_decay: Tensor | None
+    Attributes:
+        log_decay: Logarithms log lambda <= 0. None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with one lambda for
+            each key dimension, (H, D) or (B, H, L, D). Values above 0 count as 0, because a lambda is at most 1.
+        beta: Writing strengths (B, H, L) in [0, 1] of the delta rule (see `lion.ops.delta`), which replaces decays. The
+            keys should have norm 1. Requires `normalize="none"`.
+        bonus: Weights (H,) or (H, D) of each token's own key: `sum_d bonus_d q_id k_id` on the diagonal. Without a
+            bonus, the weight is 1.
+        angles: Rotation of q and k (`lion.ops.rotary`) in radians: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2). Row
+            sums are those of the unrotated scores. For row sums of the rotated scores, rotate q and k before the call.
+        prefix: Prefix sums s (B, H, L, D) of a `log_decay` of the same shape, `M_ij = exp(s_i - s_j)` within a segment.
+            Pass `prefix` if the sums exist already and need a gradient: the gradient of the decays then goes to
+            `prefix` alone, at less cost (`lion.ops.prefix`). Requires a single direction and `normalize="none"`; not
+            with a bonus or the convention "between". Not for `step` and `linear_attention_parts`.
+    """
+
+    log_decay: Tensor | None = None
     beta: Tensor | None = None
     bonus: Tensor | None = None
     angles: Tensor | None = None
     prefix: Tensor | None = None
+
+
+NO_GATES = Gates()
+
+
+def take_gates(gates: Gates | Tensor | None, fields: dict[str, Any], *, prefix: bool = True) -> Gates:
+    """Return the gates of a call, and remove those passed by name from its `fields`. A tensor is `log_decay` alone.
+
+    Raises:
+        ValueError: A gate that is passed twice, or a `prefix` where none is taken.
+    """
+    by_name = {name: fields.pop(name) for name in Gates._fields if name in fields}
+    if not isinstance(gates, Gates):
+        gates = Gates(gates)
+    for name in by_name:
+        if getattr(gates, name) is not None:
+            raise ValueError(f"{name}: passed twice, in gates and by name")
+    gates = gates._replace(**by_name)
+    if gates.prefix is not None and not prefix:
+        raise ValueError("prefix: only linear_attention and prefill take it")
+    return gates
 
 
 def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:

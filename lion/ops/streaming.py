@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lion.ops.api import linear_attention, normalized, separate_rowsum
-from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, mismatch, no_autocast
+from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, mismatch, no_autocast, take_gates
 from lion.ops.decay import CumulativeDecay, decay, prefix_sums, query_and_key
 from lion.ops.delta import delta_advance, delta_scan
 from lion.ops.features import apply_feature_map
@@ -27,11 +27,8 @@ def step(
     k: Tensor,
     v: Tensor,
     state: State,
-    log_decay: Tensor | None = None,
+    gates: Gates | Tensor | None = None,
     *,
-    beta: Tensor | None = None,
-    bonus: Tensor | None = None,
-    angles: Tensor | None = None,
     valid: Tensor | None = None,
     settings: Settings = DEFAULTS,
     **fields: Any,
@@ -42,7 +39,7 @@ def step(
         q, k, v: Tokens, q and k (B, H, C, D), v (B, H, C, E); C = 1 for streaming.
         state: State from `initial_state(k, v)`, `prefill` or the last step. Under the `source` convention, the state is
             stored already decayed by the last token.
-        log_decay, beta, bonus, angles: Gates, as in `linear_attention`, with C for L.
+        gates: As in `linear_attention`, with C for L; without `prefix`.
         valid: Boolean (B, C), False for padding, which leaves the state unchanged.
         settings, fields: See `Settings`. `form`, `direction`, `chunk_size`, `dropout_p` and `scan_merge` have no effect
             here, and are refused by name.
@@ -53,9 +50,11 @@ def step(
     Raises:
         ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
     """
+    gates = take_gates(gates, fields, prefix=False)
     settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
     check_tokens(q, k, v)
-    check_gates(q, Gates(log_decay, beta, bonus, angles), settings)
+    check_gates(q, gates, settings)
+    log_decay, beta, bonus, angles, _ = gates
     check_masks(q, valid, None)
     q, k = apply_feature_map(settings.feature_map, q), apply_feature_map(settings.feature_map, k)
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
@@ -89,12 +88,8 @@ def prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_decay: Tensor | None = None,
+    gates: Gates | Tensor | None = None,
     *,
-    beta: Tensor | None = None,
-    bonus: Tensor | None = None,
-    angles: Tensor | None = None,
-    prefix: Tensor | None = None,
     valid: Tensor | None = None,
     segments: Tensor | SegmentIndex | None = None,
     settings: Settings = DEFAULTS,
@@ -105,10 +100,12 @@ def prefill(
     Arguments and outputs are those of `linear_attention`. `form`, `direction`, `dropout_p` and `scan_merge` have no
     effect here, and are refused by name. With `segments`, the state is that of the last segment.
     """
+    gates = take_gates(gates, fields)
     settings = with_fields(settings, fields, unused=UNUSED)
     settings = replace(settings, form="chunk", direction="forward", dropout_p=0.0)
     check_tokens(q, k, v)
-    check_gates(q, Gates(log_decay, beta, bonus, angles, prefix), settings)
+    check_gates(q, gates, settings)
+    log_decay, beta, _, angles, _ = gates
     with no_autocast(q):
         segments = prepared(q, valid, segments)
         index, valid = segments
@@ -125,8 +122,7 @@ def prefill(
         S = _decayed_keys(keys, decays, index, settings).mT @ values
         undecayed = settings.normalize == "pre"
         z = _decayed_keys(summed, torch.zeros_like(decays) if undecayed else decays, index, settings).sum(2)
-    gates = dict(log_decay=log_decay, bonus=bonus, angles=angles, prefix=prefix)
-    return linear_attention(q, k, v, **gates, segments=segments, settings=settings), State(S, z)
+    return linear_attention(q, k, v, gates, segments=segments, settings=settings), State(S, z)
 
 
 def _decayed_keys(k: Tensor, log_decay: Tensor, segment_index: Tensor | None, settings: Settings) -> Tensor:

@@ -11,7 +11,7 @@ from lion.samples.base import Info
 
 @dataclass(frozen=True)
 class ImageInfo(Info):
-    """MixerInfo about image data that a model must know.
+    """Facts about image data that a model must know.
 
     Attributes:
         size: (height, width).

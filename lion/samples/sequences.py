@@ -13,7 +13,7 @@ PIXELS = 256  # number of intensities
 
 @dataclass(frozen=True)
 class SequenceInfo(Info):
-    """MixerInfo about long sequences with a class each that a model must know.
+    """Facts about long sequences with a class each that a model must know.
 
     A sample is {"tokens": int64 (L,), "label": int} or {"pixels": uint8 (L,), "label": int}. A pair of documents is
     {"tokens": int64 (L,), "second": int64 (L2,), "label": int}.

@@ -14,7 +14,7 @@ SPECIAL = ("pad", "mask", "cls", "sep", "unk", "end")  # names of special tokens
 
 @dataclass(frozen=True)
 class TextInfo(Info):
-    """MixerInfo about text that a model must know.
+    """Facts about text that a model must know.
 
     A sample is {"tokens": int64 (L,)}. Where documents are packed or padded it also holds {"segments": int64 (L,)}: the
     number of the token's document within the row, -1 for padding.
@@ -89,7 +89,7 @@ class TextInfo(Info):
 
 @dataclass(frozen=True)
 class LabelledTextInfo(TextInfo):
-    """MixerInfo about labelled sequences that a model must know.
+    """Facts about labelled sequences that a model must know.
 
     A batch is {"tokens", "types", "segments": int64 (B, L), "label": int64 or float32 (B,)}. A row is one document,
     padded; `types` are 1 in the second of two parts.

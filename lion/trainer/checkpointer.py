@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lion.config import ConfigError
-from lion.trainer.checkpoint import (
+from lion.trainer.checkpoint_files import (
     STATE,
     Checkpoint,
     UnusableCheckpoint,

@@ -16,12 +16,12 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 import data
-from data.lra import contours as drawing
 from data.lra import lines, store
-from data.lra.contours import Canvas, Chance, Targets, draw
-from data.lra.dashes import TOUCH, dashes
+from data.lra import pathfinder_contours as drawing
 from data.lra.listops import IDS, TOKENS, Generator, ListOpsConfig, evaluate, expression, parse
 from data.lra.pathfinder import PathfinderConfig, PathXConfig, is_empty
+from data.lra.pathfinder_contours import Canvas, Chance, Targets, draw
+from data.lra.pathfinder_dashes import TOUCH, dashes
 from data.lra.sequences import END, PAD, UNKNOWN
 from lion.config import ConfigError, build
 from lion.samples.seeds import derive

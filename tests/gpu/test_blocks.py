@@ -3,12 +3,19 @@
 import pytest
 
 from tools.compose import describe_data, make_task, resolve
-from tools.gpu.kernels import compile_kernels
+from tools.gpu.cubins import compile_kernels
 from tools.gpu.lower import lower
 from tools.gpu.step import trace_step
 from tools.gpu.targets import TARGETS
 
-SMALL = ["model.depth=1", "model.dim=64", "model.num_heads=2", "trainer.batch_size=2", "trainer.micro_batch=2", "optim.lr_batch=null"]
+SMALL = [
+    "model.depth=1",
+    "model.dim=64",
+    "model.num_heads=2",
+    "trainer.batch_size=2",
+    "trainer.micro_batch=2",
+    "optim.lr_batch=null",
+]
 RECIPES = {
     "deit_tiny_lion_s": ["data.image_size=[64, 64]"],
     "dit_tiny_lightnet": [],

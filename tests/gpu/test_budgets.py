@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 
-from tools.gpu.kernels import compile_kernels
+from tools.gpu.cubins import compile_kernels
 from tools.gpu.lower import lower
 from tools.gpu.operator import operator_graphs
 from tools.gpu.targets import TARGETS

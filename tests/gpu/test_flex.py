@@ -19,8 +19,8 @@ from lion.ops.arguments import Gates
 from lion.ops.settings import Settings
 from tests.gpu.test_budgets import SHAPE, VERSION
 from tests.helpers import ROOT
+from tools.gpu.cubins import compile_kernels
 from tools.gpu.fused import FUSED
-from tools.gpu.kernels import compile_kernels
 from tools.gpu.lower import lower
 from tools.gpu.operator import operator_graphs
 from tools.gpu.targets import TARGETS

@@ -14,7 +14,7 @@ import pytest
 
 from lion.layers.mixers import LINEAR
 from tests.helpers import ROOT
-from tools.gpu.kernels import compile_kernels
+from tools.gpu.cubins import compile_kernels
 from tools.gpu.targets import TARGETS
 
 TOLERANCE = 1e-4  # relative to the largest value, float32; gradients of decays are sums over all pairs

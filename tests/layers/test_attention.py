@@ -16,6 +16,7 @@ from lion.layers.mixers import (
 )
 from lion.layers.mixers.base import forms_of, set_form
 from lion.layers.mixers.decay import Decay, Gating
+from lion.ops import Gates
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
 GRID = grid_layout(3, 2)
@@ -272,7 +273,7 @@ class Turning(Decay):
         share = x.new_full((*x.shape[:2],), 0.1) if layout.valid is None else 0.1 * layout.valid.to(x.dtype)
         total = share.cumsum(1) + (state[0] if state else 0)  # (B, L)
         angles = total[:, None, :, None] * torch.arange(1, k.shape[-1] // 2 + 1)
-        return Gating(k, F.logsigmoid(x[..., :3].mT), angles=angles, state=(total[:, -1:],))
+        return Gating(k, Gates(F.logsigmoid(x[..., :3].mT), angles=angles), (total[:, -1:],))
 
     def initial_state(self, z):
         return (z.new_zeros(len(z), 1),)
@@ -289,7 +290,7 @@ def test_angles_of_a_decay_and_a_rotation_add_up():
     x = torch.randn(1, 4, 12, dtype=torch.double)
     plain, both = (turning(**settings) for settings in ({}, {"rotation": "rope"}))
     heads = plain.heads(x)
-    angles = [layer.arguments(x, *heads, Layout())["angles"] for layer in (plain, both)]
+    angles = [layer.arguments(x, *heads, Layout())["gates"].angles for layer in (plain, both)]
     torch.testing.assert_close(angles[1], angles[0] + both.rotation(x, Layout()))
 
 

@@ -191,7 +191,12 @@ def test_gradients_under_every_convention(direction, convention, monkeypatch):
     grads, gating = [], KeySoftmax.gating
     for by_sums in (True, False):
         if not by_sums:
-            monkeypatch.setattr(KeySoftmax, "gating", lambda *given: gating(*given)._replace(prefix=None))
+
+            def without_sums(*given):
+                made = gating(*given)
+                return made._replace(gates=made.gates._replace(prefix=None))
+
+            monkeypatch.setattr(KeySoftmax, "gating", without_sums)
         layer.zero_grad()
         layer(x).square().sum().backward()
         grads.append(layer.qkv.weight.grad.clone())
@@ -209,7 +214,7 @@ def test_gradients_by_sums_are_no_less_exact(turned):
     def gradient(dtype: torch.dtype, by_sums: bool) -> torch.Tensor:
         leaf = k.to(dtype).requires_grad_()
         gates = KeySoftmax(16, 2)(leaf, leaf)
-        given = dict(log_decay=gates.log_decay, prefix=gates.prefix if by_sums else None, angles=angles)
+        given = dict(log_decay=gates.log_decay, prefix=gates.gates.prefix if by_sums else None, angles=angles)
         how = dict(direction="forward", decay_convention="target", normalize="none", form="chunk")
         y = linear_attention(q.to(dtype), gates.k, v.to(dtype), **given, **how, feature_map=None)
         return torch.autograd.grad(y.square().sum(), leaf)[0].double()

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lion.ops import (
+    Gates,
     SegmentIndex,
     Settings,
     initial_state,
@@ -265,3 +266,16 @@ def test_prepared_masks_of_other_tokens(entry):
         MASKED[entry](*INPUTS, segments=segment_index(None, SEGMENTS[:, :9]), feature_map=None)
     with pytest.raises(ValueError, match=r"^valid: prepared segments already contain it"):
         MASKED[entry](*INPUTS, valid=VALID, segments=segment_index(None, SEGMENTS), feature_map=None)
+
+
+def test_gates_are_one_object_a_tensor_or_names():
+    """Check that all ways to pass gates agree, that a gate is passed once, and that a prefix is refused elsewhere."""
+    q, k, v, log_decay = INPUTS
+    bonus, how = torch.full((q.shape[1],), 0.5, dtype=q.dtype), dict(feature_map="relu")
+    want = linear_attention(q, k, v, Gates(log_decay, bonus=bonus), **how)
+    assert torch.equal(want, linear_attention(q, k, v, log_decay, bonus=bonus, **how))
+    assert torch.equal(want, linear_attention(q, k, v, bonus=bonus, log_decay=log_decay, **how))
+    with pytest.raises(ValueError, match="bonus: passed twice, in gates and by name"):
+        linear_attention(q, k, v, Gates(log_decay, bonus=bonus), bonus=bonus, **how)
+    with pytest.raises(ValueError, match="prefix: only linear_attention and prefill take it"):
+        linear_attention_parts(q, k, v, prefix=q, **how)

@@ -83,7 +83,7 @@ def test_lion_lit_under_decays_of_one(tmp_path):
         _, model = inference.build(loaded, 24, variant)
         (layer, *_) = (m for m in model.modules() if isinstance(m, Attention))
         x = torch.randn(2, 37, 16)
-        shapes.append(layer.arguments(x, *layer.heads(x), Layout()).get("log_decay"))
+        shapes.append(layer.arguments(x, *layer.heads(x), Layout())["gates"].log_decay)
         with torch.inference_mode():
             found.append(model(images))
     assert shapes[0] is None and shapes[1].shape == (2,) and (shapes[1].exp() == 1).all()

@@ -20,7 +20,7 @@ import lion
 from data.vision.digits import INFO, Digits
 from lion.config import ConfigError
 from lion.evaluation.forms import forms_to_measure
-from lion.trainer.checkpoint import load_state
+from lion.trainer.checkpoint_files import load_state
 from tests.helpers import ROOT, command, here, pictures, refuse, state_of, tiny_recipe
 from tools import external, predict, train
 from tools.cli import one_line, run_command

@@ -14,7 +14,7 @@ from lion.evaluation.forms import measure
 from lion.runs import open_run
 from lion.tasks.base import Outcome
 from lion.tasks.metrics import MetricOfPass
-from lion.trainer.checkpoint import STATE, load_state, newest, prune, scratch_folder, seal
+from lion.trainer.checkpoint_files import STATE, load_state, newest, prune, scratch_folder, seal
 from lion.trainer.compilation import compile_blocks, missing_compiler
 from lion.trainer.evaluate import evaluate as evaluate_model
 from lion.trainer.loader import eval_batches

@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from lion.runs import open_run
-from lion.trainer.checkpoint import STATE, load_state, write_manifest
+from lion.trainer.checkpoint_files import STATE, load_state, write_manifest
 from lion.trainer.compilation import missing_compiler
 from tests.helpers import here, refuse, tiny_recipe
 from tools import generate

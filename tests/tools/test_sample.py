@@ -9,7 +9,7 @@ import yaml
 from PIL import Image
 
 from lion.runs import open_run
-from lion.trainer.checkpoint import STATE, load_state, write_manifest
+from lion.trainer.checkpoint_files import STATE, load_state, write_manifest
 from tests.helpers import here, refuse, tiny_recipe
 
 pytest.importorskip("sklearn")

@@ -11,7 +11,7 @@ import torch
 
 from lion.samples.seeds import derive
 from lion.tasks.metrics import MetricOfPass
-from lion.trainer.checkpoint import newest
+from lion.trainer.checkpoint_files import newest
 from lion.trainer.evaluate import Totals, evaluate
 from lion.trainer.runtime import Runtime
 from tests.helpers import ROOT, state_of

@@ -20,7 +20,7 @@ from lion.config import ConfigError
 from lion.samples.base import Unreadable
 from lion.samples.order import Shuffled
 from lion.trainer import checkpointer, parallel
-from lion.trainer.checkpoint import check_space, newest, steps_of
+from lion.trainer.checkpoint_files import check_space, newest, steps_of
 from lion.trainer.faults import FaultsConfig, RunError, memory_advice
 from lion.trainer.loader import StepSampler, eval_batches, train_batches
 from lion.trainer.log import RunLog

@@ -15,7 +15,7 @@ import yaml
 
 from lion.config import ConfigError, to_dict
 from lion.runs import open_run
-from lion.trainer.checkpoint import newest, steps_of
+from lion.trainer.checkpoint_files import newest, steps_of
 from lion.trainer.compilation import missing_compiler
 from tests.helpers import ROOT, command, refuse, state_of, tiny_recipe
 from tests.trainer.helpers import lines, train

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lion.config import ConfigError
-from lion.trainer.checkpoint import (
+from lion.trainer.checkpoint_files import (
     FOLDER,
     MANIFEST,
     STATE,

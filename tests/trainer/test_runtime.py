@@ -10,7 +10,7 @@ from lion.files import write_atomic
 from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig
 from lion.models.dit import DiT, DiTConfig
 from lion.models.vit import ViT, ViTConfig
-from lion.trainer.checkpoint import load_state
+from lion.trainer.checkpoint_files import load_state
 from lion.trainer.compilation import avoid_wrong_gradients, compile_blocks, missing_compiler, prepare_compiler
 from lion.trainer.runtime import random_state, restore_random_state, seed_everything, start_runtime
 

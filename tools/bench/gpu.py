@@ -194,7 +194,7 @@ def compiled(graphs: list[Any]) -> dict[str, int]:
     Raises:
         Exception: Any error of the compiler.
     """
-    from tools.gpu.kernels import compile_kernels
+    from tools.gpu.cubins import compile_kernels
     from tools.gpu.lower import lower
 
     found = {}

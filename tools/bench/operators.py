@@ -77,11 +77,13 @@ class Operator:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             q, k, v = layer.heads(x)
             given = layer.arguments(x, q, k, v, Layout())
+            given |= {name: gate for name, gate in given.pop("gates")._asdict().items() if gate is not None}
             if featurized:
                 phi = given.pop("feature_map")
                 given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
             if self.one_scan or self.of_keys:
-                given |= dict(q=apply_feature_map(layer.config.feature_map, q), k=k, log_decay=None, prefix=None)
+                given |= dict(q=apply_feature_map(layer.config.feature_map, q), k=k)
+                given = {name: value for name, value in given.items() if name not in ("log_decay", "prefix")}
             if self.scans != ROW_MAJOR:
                 layout = grid(length, self.scans)
                 given["orders"] = layout.orders.to(device)
@@ -128,7 +130,7 @@ class Operator:
             return {**tensors, **fixed}
         k = tensors["k"]
         gates = KeySoftmax(k.shape[1] * k.shape[3], k.shape[1])(k, k, PLAIN)
-        return {**fixed, **tensors, "k": gates.k, "log_decay": gates.log_decay, "prefix": gates.prefix}
+        return {**fixed, **tensors, "k": gates.k, "log_decay": gates.log_decay, "prefix": gates.gates.prefix}
 
     def scanned(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> tuple:
         """Return q, k, v, one decay for each scan, and the settings."""

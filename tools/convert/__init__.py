@@ -28,7 +28,7 @@ from lion.config import ConfigError, flatten, to_dict
 from lion.files import save_json, save_text, sync
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import ENVIRONMENT, RECIPE, build_on_meta, check_weights
-from lion.trainer.checkpoint import STATE, scratch_folder, seal
+from lion.trainer.checkpoint_files import STATE, scratch_folder, seal
 from lion.trainer.runtime import environment
 from tools.cli import Parser
 from tools.compose import make_task, metric_of, resolve

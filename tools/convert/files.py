@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lion.config import ConfigError
 from lion.files import digest
-from lion.trainer.checkpoint import load_state
+from lion.trainer.checkpoint_files import load_state
 
 CONFIG = "config.json"
 FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

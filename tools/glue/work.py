@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import torch
 
 from lion.progress import progress
-from lion.trainer.checkpoint import steps_of
+from lion.trainer.checkpoint_files import steps_of
 from tools.cli import say
 from tools.glue.plan import Job
 from tools.glue.results import read

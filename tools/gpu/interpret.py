@@ -28,9 +28,9 @@ from torch import Tensor
 from torch._inductor import config
 
 from lion.layers.mixers import LionAttention
+from tools.gpu.cubins import load
 from tools.gpu.fused import FUSED, taken
 from tools.gpu.graphs import Graph, trace
-from tools.gpu.kernels import load
 from tools.gpu.lower import Program, call_of, lower
 from tools.gpu.targets import TARGETS
 

@@ -9,28 +9,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
-from lion.ops import no_autocast
+from lion.ops import NO_GATES, Gates, no_autocast
 
 
 class Gating(NamedTuple):
-    """Arguments of `lion.ops.linear_attention` that a decay computes.
+    """Keys and gates that a decay computes.
 
     Attributes:
-        k: Keys, with their gates folded in.
-        log_decay, beta: Log decays, or beta of the delta rule; None without decay.
-        bonus: Weight of a token's own key.
-        angles: Angles that rotate queries and keys.
-        prefix: Inclusive prefix sums of the log decays, if the decay computes them before the log decays.
-        state: The state of the decay after these tokens; empty if the decay has no state.
+        k: Keys (B, H, L, D), multiplied by their gates.
+        gates: Gates of the operator.
+        state: State of the decay after these tokens; empty if the decay has no state.
     """
 
     k: Tensor
-    log_decay: Tensor | None = None
-    beta: Tensor | None = None
-    bonus: Tensor | None = None
-    angles: Tensor | None = None
-    prefix: Tensor | None = None
+    gates: Gates = NO_GATES
     state: tuple[Tensor, ...] = ()
+
+    @property
+    def log_decay(self) -> Tensor | None:
+        return self.gates.log_decay
 
 
 class Decay(nn.Module):

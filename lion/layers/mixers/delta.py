@@ -9,6 +9,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
+from lion.ops import Gates
 
 
 class DeltaRule(Decay):
@@ -21,7 +22,7 @@ class DeltaRule(Decay):
         self.gate = nn.Linear(dim, num_heads, bias=False)
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
-        return Gating(k, beta=torch.sigmoid(linear(self.gate, x)).mT)
+        return Gating(k, Gates(beta=torch.sigmoid(linear(self.gate, x)).mT))
 
 
 FAMILY = {

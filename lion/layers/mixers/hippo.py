@@ -17,7 +17,7 @@ from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.lion import LION
 from lion.layers.mixers.registry import MIXERS, Entry
 from lion.layers.mixers.spectra import RANDOM, ROTATING, SPECTRA
-from lion.ops import rotary_angles
+from lion.ops import Gates, rotary_angles
 
 USUAL_SPECTRUM = {"vector": "legs", "scalar": "s4d_real"}  # legs as in S5; a scalar decay cannot rotate
 VALUE_STARTS = ("zoh", "zoh_per_step", "dense")
@@ -99,7 +99,7 @@ class HippoDecay(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         rates, steps = self.steps(x)
-        return Gating(k, self.of_keys(rates), angles=self.angles(x, steps, layout))
+        return Gating(k, Gates(self.of_keys(rates), angles=self.angles(x, steps, layout)))
 
     @torch.no_grad()
     def zero_order_hold(self, *, per_step: bool = False) -> Tensor:
@@ -144,7 +144,7 @@ class SelectiveHippoDecay(HippoDecay):
         if layout.special is not None:
             special = layout.special_of_heads()
             log_decay = log_decay.masked_fill(special if self.width == 1 else special[..., None], 0)
-        return Gating(k, log_decay, angles=self.angles(x, steps, layout))
+        return Gating(k, Gates(log_decay, angles=self.angles(x, steps, layout)))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from lion.layers.mixers.base import MixerInfo
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
-from lion.ops import logcumsumexp, one_scan_attention
+from lion.ops import Gates, logcumsumexp, one_scan_attention
 
 
 @dataclass
@@ -70,7 +70,8 @@ class KeySoftmax(Decay):
             logits.append(self.by_head(linear(self.gate[1], linear(self.gate[0], x))))
         given = zip(logits, *((state,) if state else ()))
         keys, log_decays, totals, last = zip(*(self.shares(y, layout, *before) for y, *before in given))
-        return Gating(keys[0].to(k.dtype), log_decays[-1], prefix=None if state else -totals[-1], state=last)
+        gates = Gates(log_decays[-1], prefix=None if state else -totals[-1])
+        return Gating(keys[0].to(k.dtype), gates, last)
 
     def shares(self, logits: Tensor, layout: Layout, before: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return p, log(1 - p) and LSE, all (B, H, L, D), and the last LSE (B, H, D), of tokens after `before`.

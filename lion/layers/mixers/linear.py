@@ -239,13 +239,11 @@ class LionAttention(Attention):
             q, k = apply_feature_map(feature_map, q), apply_feature_map(m.key_map or feature_map, k)
             feature_map = None
         gating = self.decays[0](x, k, layout, state) if self.decays else Gating(k)
-        given = {name: tensor for name, tensor in gating._asdict().items() if tensor is not None}
-        state = given.pop("state")
+        gates = gating.gates._replace(angles=self.angles(x, layout, gating.gates.angles))
         if not includes_query_decay(c.decay_convention, c.direction):
-            given.pop("prefix", None)  # these are the sums of a different mask
-        given["angles"] = self.angles(x, layout, gating.angles)
+            gates = gates._replace(prefix=None)  # these are the sums of a different mask
         how = dict(feature_map=feature_map, normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
-        return dict(q=q, v=v, **how, **given), state
+        return dict(q=q, k=gating.k, v=v, gates=gates, **how), gating.state
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, LinearState]:
         self.check_causal()

@@ -15,6 +15,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay, Gating, fold, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
+from lion.ops import Gates
 
 
 class RetentionDecay(Decay):
@@ -26,7 +27,7 @@ class RetentionDecay(Decay):
         head = torch.arange(
             self.num_heads, device=x.device, dtype=x.dtype
         )  # not a buffer, because `.bfloat16()` would round it
-        return Gating(k, torch.log1p(-(2.0 ** (-5 - head))))
+        return Gating(k, Gates(torch.log1p(-(2.0 ** (-5 - head)))))
 
 
 class RandomFeatureGate(Decay):
@@ -38,7 +39,7 @@ class RandomFeatureGate(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         logits = linear(self.gate, x).mT  # (B, H, L)
-        return Gating(fold(k, torch.sigmoid(-logits)), F.logsigmoid(logits))
+        return Gating(fold(k, torch.sigmoid(-logits)), Gates(F.logsigmoid(logits)))
 
 
 class DiscreteDecay(Decay):
@@ -61,7 +62,7 @@ class DiscreteDecay(Decay):
         dt = F.softplus(linear(self.step, x) + self.step_bias.to(x.dtype)).mT  # (B, H, L)
         A = -self.a.to(x.dtype).exp().view(self.num_heads, 1, -1)  # (H, 1, D or 1)
         log_decay = A * dt[..., None]
-        return Gating(fold(k, dt), log_decay.squeeze(-1) if A.shape[-1] == 1 else log_decay)
+        return Gating(fold(k, dt), Gates(log_decay.squeeze(-1) if A.shape[-1] == 1 else log_decay))
 
 
 class DiscreteVectorDecay(DiscreteDecay):
@@ -96,7 +97,7 @@ class ReceptanceDecay(Decay):
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         w = self.w.to(x.dtype) + linear(self.up, torch.tanh(linear(self.down, x)))
         log_decay = -torch.exp(w.clamp(max=7))  # exp(-exp(7)) is 0 in float64
-        return Gating(k, self.by_head(log_decay), bonus=self.u.view(self.num_heads, -1))
+        return Gating(k, Gates(self.by_head(log_decay), bonus=self.u.view(self.num_heads, -1)))
 
 
 class LowRankDecay(Decay):
@@ -111,7 +112,8 @@ class LowRankDecay(Decay):
         self.temperature = temperature
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
-        return Gating(k, self.by_head(F.logsigmoid(linear(self.up, linear(self.down, x)))) / self.temperature)
+        log_decay = F.logsigmoid(linear(self.up, linear(self.down, x))) / self.temperature
+        return Gating(k, Gates(self.by_head(log_decay)))
 
 
 class BoundedDecay(Decay):
@@ -132,7 +134,7 @@ class BoundedDecay(Decay):
         logits = k.to(x.dtype)
         rest = F.logsigmoid(-bound)  # log(1 - b)
         log_decay = torch.logaddexp(F.logsigmoid(bound).expand_as(logits), rest + F.logsigmoid(logits))
-        return Gating((rest + F.logsigmoid(-logits)).exp().to(k.dtype), log_decay)
+        return Gating((rest + F.logsigmoid(-logits)).exp().to(k.dtype), Gates(log_decay))
 
 
 class InputAndForgetGate(Decay):
@@ -150,7 +152,7 @@ class InputAndForgetGate(Decay):
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         i, f = linear(self.gates, x).chunk(2, -1)
         i, f = (i + self.input_bias.to(x.dtype)).mT, (f + self.forget_bias.to(x.dtype)).mT  # (B, H, L)
-        return Gating(fold(k, torch.sigmoid(i)), F.logsigmoid(f))
+        return Gating(fold(k, torch.sigmoid(i)), Gates(F.logsigmoid(f)))
 
 
 LINEAR_TRANSFORMERS = {

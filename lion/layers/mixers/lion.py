@@ -10,6 +10,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
+from lion.ops import Gates
 
 LION = {"feature_map": "silu_shifted", "normalize": "sum", "decay_convention": "source", "source": "LION, 2502.16249"}
 
@@ -25,7 +26,7 @@ class FixedDecay(Decay):
         self.a = nn.Parameter(torch.randn(num_heads))
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
-        return Gating(k, F.logsigmoid(self.a.to(x.dtype)))
+        return Gating(k, Gates(F.logsigmoid(self.a.to(x.dtype))))
 
 
 class SelectiveDecay(Decay):
@@ -42,7 +43,9 @@ class SelectiveDecay(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         log_decay = F.logsigmoid(linear(self.gate, x)).mT  # (B, H, L)
-        return Gating(k, log_decay if layout.special is None else log_decay.masked_fill(layout.special_of_heads(), 0))
+        if layout.special is not None:
+            log_decay = log_decay.masked_fill(layout.special_of_heads(), 0)
+        return Gating(k, Gates(log_decay))
 
 
 class SelectiveVectorDecay(Decay):
@@ -57,9 +60,9 @@ class SelectiveVectorDecay(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         log_decay = self.by_head(F.logsigmoid(linear(self.gate, x)))
-        return Gating(
-            k, log_decay if layout.special is None else log_decay.masked_fill(layout.special_of_heads()[..., None], 0)
-        )
+        if layout.special is not None:
+            log_decay = log_decay.masked_fill(layout.special_of_heads()[..., None], 0)
+        return Gating(k, Gates(log_decay))
 
 
 FAMILY = {

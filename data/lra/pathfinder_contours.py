@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.lra.dashes import SEEDS, SOLID, TOUCH, Copies, Dashes, Shape, dashes, dilated, disc
+from data.lra.pathfinder_dashes import SEEDS, SOLID, TOUCH, Copies, Dashes, Shape, dashes, dilated, disc
 from lion.config import ConfigError
 from lion.samples.seeds import GOLDEN, mix, uniform
 
