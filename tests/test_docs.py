@@ -11,7 +11,7 @@ from tools.bench.lengths import LINES, PASSES, panels
 from tools.bench.report import Report
 from tools.commands import COMMANDS, parse_command
 from tools.listing import recipe_names
-from tools.show import mixer_rows
+from tools.mixers import mixer_rows
 
 FOLDERS = ("lion", "data", "tools", "recipes")
 DOCS = [

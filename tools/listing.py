@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--mixers", action="store_true", help="list the mixers of layers instead of the recipes")
     args = parser.parse_args(argv)
     if args.mixers:
-        from tools.show import mixer_table
+        from tools.mixers import mixer_table
 
         print(mixer_table())
         return 0

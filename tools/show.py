@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,21 +15,18 @@ from torch.overrides import TorchFunctionMode
 
 from data.base import data_root
 from lion.config import flatten, to_dict
-from lion.layers.mixers import LINEAR, MIXERS
 from lion.models import Model
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from lion.trainer.plan import Plan, make_plan
 from tools.bench.floors import published_flops
-from tools.cli import Parser, aligned, count, run_command
+from tools.cli import Parser, count, run_command
 from tools.compose import describe_data, describe_warmup, make_task, open_data, process_count, resolve
 from tools.cost import describe_time
 from tools.listing import claim
 from tools.store import digits
 from tools.train import checkpoint_bytes
-
-MIXER_COLUMNS = ("published in", "decay", "normalised by", "left out of the block")
 
 
 def main(argv: list[str]) -> int:
@@ -41,16 +37,6 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     print(show(args.recipe, args.overrides, args.processes))
     return 0
-
-
-def mixer_table() -> str:
-    """Return a table of all values of `model.mixer`: name, publication, decay and normalisation of each mixer."""
-    return "\n".join(aligned([["model.mixer", *MIXER_COLUMNS[:-1]], *(row[:-1] for row in mixer_rows(MIXERS))]))
-
-
-def mixer_rows(names: Iterable[str] = LINEAR) -> list[list[str]]:
-    """Return rows of the table in lion/layers/README.md: name and facts of each mixer (default: all linear mixers)."""
-    return [[name, *MIXERS[name].layer.info(name)[: len(MIXER_COLUMNS)]] for name in names]
 
 
 def show(path: str, overrides: list[str], processes: int | None = None) -> str:

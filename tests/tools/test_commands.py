@@ -27,7 +27,8 @@ from tools.cli import one_line, run_command
 from tools.commands import COMMANDS, parse_command
 from tools.compose import build_data, loader_workers, resolve
 from tools.listing import listing, recipe_names
-from tools.show import activation_bytes, mixer_rows, mixer_table, show
+from tools.mixers import mixer_rows, mixer_table
+from tools.show import activation_bytes, show
 
 pytest.importorskip("sklearn")
 

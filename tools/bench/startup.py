@@ -146,7 +146,7 @@ def parts_of_compilation() -> Row:
 
 
 def cells(row: Row) -> list[str]:
-    seconds = [row[k] for k in ("import", "build", "first", "dynamo", "aot", "inductor", "compiler", "second")]
+    seconds = [max(row[k], 0) for k in ("import", "build", "first", "dynamo", "aot", "inductor", "compiler", "second")]
     counts = [str(row["graphs"]), str(row["files"]), row["cache"]]
     return [row["recipe"], row["state"], *(f"{s:.2f}" for s in seconds), *counts]
 
