@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import zipfile
@@ -17,8 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.base import locked
 from lion.config import ConfigError
 from lion.progress import progress
+
+log = logging.getLogger("lion")
 
 
 class InvalidPart(ConfigError):
@@ -36,6 +41,52 @@ def beside(folder: Path) -> tuple[Path, Path]:
         if os.path.lexists(path) and not path.is_dir():
             raise ConfigError(f"{path}: exists and is not a folder; remove it")
     return parts, partial
+
+
+def create(folder: Path, fill: Callable[[Path, Path], str]) -> None:
+    """Create a folder of prepared data if it is missing; one process creates it, and others that need it wait.
+
+    Args:
+        folder: The folder, which appears complete or not at all.
+        fill: Function of two folders. It keeps finished parts in the first, so that a killed process can resume, writes
+            the content of `folder` into the second (see `emptied`), and returns a summary for the log.
+
+    Raises:
+        ConfigError: One of the paths exists and is not a folder.
+    """
+    parts, partial = beside(folder)
+    with locked(folder.with_name(f"{folder.name}.lock")):
+        if not folder.exists():
+            summary = fill(parts, partial)
+            os.replace(partial, folder)
+            log.info("%s: %s", folder, summary)
+        shutil.rmtree(parts, ignore_errors=True)
+
+
+def emptied(folder: Path) -> Path:
+    """Return the folder, new and empty."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def make_missing(
+    work: Callable[[Any], None],
+    parts: Sequence[Any],
+    path: Callable[[Any], Path],
+    *,
+    workers: int,
+    place: Path,
+    unit: str,
+    desc: str,
+) -> None:
+    """Call `work` for every part whose file `path(part)` in the folder `place` is missing, in `workers` processes."""
+    place.mkdir(exist_ok=True)
+    todo = [part for part in parts if not path(part).exists()]
+    if todo and len(todo) < len(parts):
+        log.info("%s: %d of %d %ss are finished, resuming", place, len(parts) - len(todo), len(parts), unit)
+    bar = {"total": len(parts), "initial": len(parts) - len(todo), "unit": unit, "desc": desc}
+    each(work, todo, workers=workers, place=place, **bar)
 
 
 def read_part(path: Path, make: Callable[..., Any] = dict) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -18,13 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.base import locked
 from data.manifest import FORMAT, MANIFEST, FileRecord, compare_sums, open_manifest
-from data.pool import beside, each, read_part
+from data.pool import create, emptied, make_missing, read_part
 from lion.config import ConfigError
 from lion.files import save_json, write_atomic
-
-log = logging.getLogger("lion")
 
 Arrays = dict[str, np.ndarray]
 
@@ -88,30 +84,23 @@ def prepare(folder: Path, open_source: Callable[[], Source], identity: Any, *, w
     Raises:
         ConfigError: A sample cannot be read or generated, or a split has no samples.
     """
-    kept, partial = beside(folder)
-    with locked(folder.with_name(f"{folder.name}.lock")):
-        if not folder.exists():
-            source = open_source()
-            kept.mkdir(exist_ok=True)
-            parts = source.parts()
-            todo = [part for part in parts if not part_path(kept, part).exists()]
-            if todo and len(todo) < len(parts):
-                log.info("%s: %d of %d parts are finished, resuming", kept, len(parts) - len(todo), len(parts))
-            bar = {"total": len(parts), "initial": len(parts) - len(todo), "unit": "part", "desc": folder.name}
-            each(functools.partial(make_part, kept, source), todo, workers=workers, place=kept, **bar)
-            source.finish(functools.partial(part_path, kept))
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            arrays = join(partial, kept, parts)
-            samples = {part.split: arrays[f"{part.split}.label"]["shape"][0] for part in parts}
-            if empty := [split for split, size in samples.items() if not size]:
-                shutil.rmtree(partial)
-                raise ConfigError(f"{source.origin(empty[0])}: no samples, none is left for {empty[0]}")
-            manifest = {"format": FORMAT, "samples": samples, "arrays": arrays, **source.describe()}
-            save_json(partial / MANIFEST, {**manifest, "of": identity})
-            os.replace(partial, folder)
-            log.info("%s: %s samples", folder, ", ".join(f"{n:,} {split}" for split, n in samples.items()))
-        shutil.rmtree(kept, ignore_errors=True)
+
+    def fill(kept: Path, partial: Path) -> str:
+        source = open_source()
+        parts, path = source.parts(), functools.partial(part_path, kept)
+        work = functools.partial(make_part, kept, source)
+        make_missing(work, parts, path, workers=workers, place=kept, unit="part", desc=folder.name)
+        source.finish(path)
+        arrays = join(emptied(partial), kept, parts)
+        samples = {part.split: arrays[f"{part.split}.label"]["shape"][0] for part in parts}
+        if empty := [split for split, size in samples.items() if not size]:
+            shutil.rmtree(partial)
+            raise ConfigError(f"{source.origin(empty[0])}: no samples, none is left for {empty[0]}")
+        manifest = {"format": FORMAT, "samples": samples, "arrays": arrays, **source.describe()}
+        save_json(partial / MANIFEST, {**manifest, "of": identity})
+        return f"{', '.join(f'{n:,} {split}' for split, n in samples.items())} samples"
+
+    create(folder, fill)
 
 
 def part_path(kept: Path, part: Part) -> Path:

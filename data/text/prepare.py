@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data.base import locked
 from data.manifest import FORMAT, MANIFEST
-from data.pool import InvalidPart, beside, each, read_part
+from data.pool import InvalidPart, create, emptied, make_missing, read_part
 from data.text.corpus import Corpus
 from data.text.store import SPLITS, TOKENIZER, Writer, id_type, read_tokenizer
 from data.text.tokenizers import Tokenizer
@@ -64,36 +62,37 @@ def prepare(
     Raises:
         ConfigError: The corpus cannot be read or cannot be split.
     """
-    parts, partial = beside(folder)
-    with locked(folder.with_name(f"{folder.name}.lock")):
-        if not folder.exists():
-            corpus = open_corpus()
-            tokenizer = load_or_make_tokenizer(parts, corpus, make)
-            tokenize(parts, corpus, tokenizer, workers)
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            try:
-                made = [parts / f"{i}.npz" for i in range(len(corpus))]
-                splits, tail = assemble(partial, made, tokenizer, held_out, tail)
-            except InvalidPart:
-                raise
-            except ConfigError:  # an error of the whole corpus: its remedy leads to another folder
-                for made in (parts, partial):
-                    shutil.rmtree(made, ignore_errors=True)
-                raise
-            shutil.copy(parts / TOKENIZER, partial / TOKENIZER)
-            described = {"name": tokenizer.name, "vocabulary": tokenizer.vocabulary, "special": tokenizer.special}
-            manifest = {
-                "format": FORMAT,
-                "tokenizer": {**described, "fingerprint": tokenizer.fingerprint},
-                **splits,
-                "held_out": {"share": held_out, "by": "tail" if tail else "documents", "seed": SEED},
-                "corpus": corpus.identity,
-            }
-            save_json(partial / MANIFEST, manifest)
-            os.replace(partial, folder)
-            log.info("%s: %s", folder, ", ".join(f"{splits[s]['tokens']:,} {s}" for s in SPLITS) + " tokens")
-        shutil.rmtree(parts, ignore_errors=True)
+
+    def fill(parts: Path, partial: Path) -> str:
+        corpus = open_corpus()
+        tokenizer = load_or_make_tokenizer(parts, corpus, make)
+        shards = [parts / f"{i}.npz" for i in range(len(corpus))]
+        work = functools.partial(make_part, parts, corpus, tokenizer)
+        make_missing(
+            work, range(len(corpus)), shards.__getitem__, workers=workers, place=parts, unit="shard", desc="tokenizing"
+        )
+        try:
+            splits, by_tail = assemble(emptied(partial), shards, tokenizer, held_out, tail)
+        except InvalidPart:
+            raise
+        except ConfigError:  # an error of the whole corpus: its remedy leads to another folder
+            for made in (parts, partial):
+                shutil.rmtree(made, ignore_errors=True)
+            raise
+        shutil.copy(parts / TOKENIZER, partial / TOKENIZER)
+        described = {"name": tokenizer.name, "vocabulary": tokenizer.vocabulary, "special": tokenizer.special}
+        manifest = {
+            "format": FORMAT,
+            "tokenizer": {**described, "fingerprint": tokenizer.fingerprint},
+            **splits,
+            "held_out": {"share": held_out, "by": "tail" if by_tail else "documents", "seed": SEED},
+            "corpus": corpus.identity,
+        }
+        save_json(partial / MANIFEST, manifest)
+        counts = ", ".join(f"{splits[s]['tokens']:,} {s}" for s in SPLITS)
+        return f"{counts} tokens"
+
+    create(folder, fill)
 
 
 def load_or_make_tokenizer(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> Tokenizer:
@@ -105,15 +104,6 @@ def load_or_make_tokenizer(parts: Path, corpus: Corpus, make: Callable[[Corpus],
         save_text(parts / TOKENIZER, tokenizer.inner.to_str())
         save_text(name, tokenizer.name)
     return read_tokenizer(parts, name.read_text())
-
-
-def tokenize(parts: Path, corpus: Corpus, tokenizer: Tokenizer, workers: int) -> None:
-    """Create the missing parts."""
-    todo = [i for i in range(len(corpus)) if not (parts / f"{i}.npz").exists()]
-    if todo and len(todo) < len(corpus):
-        log.info("%s: %d of %d shards are finished, resuming", parts, len(corpus) - len(todo), len(corpus))
-    bar = {"total": len(corpus), "initial": len(corpus) - len(todo), "unit": "shard", "desc": "tokenizing"}
-    each(functools.partial(make_part, parts, corpus, tokenizer), todo, workers=workers, place=parts, **bar)
 
 
 def make_part(parts: Path, corpus: Corpus, tokenizer: Tokenizer, shard: int) -> None:
