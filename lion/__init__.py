@@ -6,21 +6,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lion.evaluation.run import evaluate_run
+    from lion.inference.text import generate
     from lion.layers.layout import Layout
     from lion.layers.mixers import LionAttention
     from lion.layers.mixers.base import set_form
     from lion.ops import linear_attention
     from lion.recipe import load_recipe
-    from lion.runs import load
+    from lion.runs import load, open_run
 
 __version__ = "0.1.0"
-__all__ = ["Layout", "LionAttention", "linear_attention", "load", "load_recipe", "set_form"]
+__all__ = [
+    "Layout",
+    "LionAttention",
+    "evaluate_run",
+    "generate",
+    "linear_attention",
+    "load",
+    "load_recipe",
+    "open_run",
+    "set_form",
+]
 HOMES = {
     "Layout": "lion.layers.layout",
     "LionAttention": "lion.layers.mixers",
+    "evaluate_run": "lion.evaluation.run",
+    "generate": "lion.inference.text",
     "linear_attention": "lion.ops",
     "load": "lion.runs",
     "load_recipe": "lion.recipe",
+    "open_run": "lion.runs",
     "set_form": "lion.layers.mixers.base",
 }
 

@@ -16,9 +16,9 @@ FLOORS = [
     "inference",
     "tasks",
     "trainer",
-    "evaluation",
     "recipe",
     "runs",
+    "evaluation",
 ]  # each module may import the modules before it
 COMPILING = {
     "lion/trainer/compilation.py",

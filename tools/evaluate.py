@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from lion.config import ConfigError
-from lion.evaluation.forms import form_label, forms_to_measure, measure
-from lion.layers.mixers.base import forms_of
+from lion.evaluation.forms import form_label
+from lion.evaluation.run import evaluate_run
 from lion.ops import FORMS
 from lion.progress import rate
-from lion.runs import count_parameters, find_run, open_run
-from lion.samples.seeds import derive
+from lion.runs import find_run, open_run
 from lion.tasks.metrics import Metric
-from lion.trainer.compilation import compile_blocks
-from lion.trainer.loader import eval_batches
-from lion.trainer.runtime import Runtime, start_runtime
+from lion.trainer.runtime import Runtime
 from tools.choices import evaluate_choices
-from tools.cli import Parser, choose_form, count, counts, run_command, say, table
+from tools.cli import Parser, choose_form, count, counts, run_command, table
 from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
 from tools.lengths import evaluate_lengths
 
@@ -82,48 +79,19 @@ def measure_forms(
     eager: bool = False,
     runtime: Runtime | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure a run in one form, or in all forms of its mixer.
+    """Evaluate a run on the data of its recipe (`lion.evaluation.run`).
 
-    The deviation is measured from the full form, or from the chunk form if samples are longer than `LONG`. All forms
-    use one checkpoint and one model, because a run that is still training may replace its checkpoints meanwhile.
+    All forms use one checkpoint and one model, because a run that is still training may replace its checkpoints
+    meanwhile.
     """
     recipe = resolve_run(find_run(run), overrides)
     loaded = open_run(run, checkpoint=checkpoint, ema=ema)
     if form != "all":
         choose_form(loaded.model, form)
-    available, length = forms_of(loaded.model), loaded.model.length
-    forms = forms_to_measure(form, chunk_size, available, length)
-    reference = forms_to_measure("all", chunk_size, available, length)[0]
-    wanted = [*forms] if reference in forms else [reference, *forms]  # the deviation is measured from `reference`
     splits = build_data(recipe, loaded.folder)
     check_data(splits.info, loaded.task.info, loaded.folder)
-    split = split or ("val" if splits.test is None else "test")
-    dataset = getattr(splits, split)
-    if dataset is None:
-        raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such split, use val")
-    runtime = runtime or start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
-    batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
-    how = {"workers": loader_workers(recipe), "faults": recipe.trainer.faults, "device": runtime.device}
-    how |= {"collate": splits.collate, "seed": recipe.seed, "split": split}
-    batches = eval_batches(dataset, batch=batch, rank=0, world=1, pin=False, **how)
-    compiled = recipe.trainer.compile and not eager and compile_blocks(loaded.model)
-    about = {
-        "metric": loaded.task.metric.name,
-        "split": split,
-        "best_step": loaded.checkpoint["step"],
-        "weight_bytes": 4 * count_parameters(loaded.model),
-        "batch": batch,
-        "precision": recipe.trainer.precision,
-        "compiled": compiled,
-    }
-    loaded.model.to(runtime.device)
-    rounds = -(-len(dataset) // batch)
-    which = ", ".join(form_label(*form) for form in wanted)
-    compiling = ", compiling first" if compiled else ""
-    say(f"evaluating on {split}, {len(dataset):,} {loaded.task.unit} in batches of {batch}: {which}{compiling}")
-    seed = derive(recipe.seed, split)
-    results = measure(loaded.model, loaded.task, batches, rounds, wanted, runtime, recipe.trainer.precision, seed)
-    return [{"form": form, "chunk_size": size, **about, **results[form, size]} for form, size in forms]
+    settings = {"split": split, "workers": loader_workers(recipe), "eager": eager, "runtime": runtime}
+    return evaluate_run(loaded, splits, form, chunk_size, **settings)
 
 
 def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:

@@ -131,6 +131,34 @@ class Continuation:
         self.logits, self.room = logits[:, -1], max(0, self.room - 1)
 
 
+def generate(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    mode: str | None = None,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+) -> list[list[int]]:
+    """Continue prompts of token ids by `count` tokens each; return the prompts with their continuations.
+
+    Args:
+        model: Causal model in evaluation mode (`lion.load`).
+        prompts: Token ids of each prompt, of any lengths.
+        count: Number of new tokens.
+        mode: One of `MODES`; by default the mode that streams, "rnn" or, for softmax, "kv".
+        sampling: Temperature, `top_k` and `top_p`.
+        seed: Seed of the draws.
+
+    Raises:
+        ValueError: An empty prompt, a mode that the model does not have, or too few position embeddings.
+    """
+    continuation = Continuation.of(model, mode or streaming_mode(model), prompts)
+    for _ in continuation.generate(count, sampling, seed):
+        pass
+    return continuation.rows
+
+
 def check_room(model: GPT, rows: list[list[int]], count: int) -> None:
     """Check that the position embeddings suffice for `count` more tokens.
 

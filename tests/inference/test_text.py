@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lion
 from lion.inference import text as generation
 from lion.inference.text import Continuation, Sampling, streaming_mode
 from lion.layers.mixers import MIXERS, SOFTMAX
@@ -29,10 +30,7 @@ def gpt(mixer=SOFTMAX, length=40):
 
 
 def generated(model, mode, count=20, sampling=GREEDY, seed=0, prompts=PROMPTS):
-    text = Continuation.of(model, mode, prompts)
-    for _ in text.generate(count, sampling, seed):
-        pass
-    return text.rows
+    return lion.generate(model, prompts, count, mode=mode, sampling=sampling, seed=seed)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

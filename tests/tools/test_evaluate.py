@@ -52,6 +52,16 @@ def test_all_forms_are_of_one_checkpoint(run, monkeypatch):
     assert chunk["best_step"] == first and chunk["deviation"] < 1e-4
 
 
+def test_a_program_evaluates_a_run_on_data_of_its_own(run):
+    """Check that the library gives the rows of the command, on data that are passed."""
+    splits = build_data(resolve_run(run))
+    (row,) = lion.evaluate_run(lion.open_run(run), splits, "rnn", 3, split="val")
+    (same,) = evaluate.measure_forms(run, "rnn", 3, split="val")
+    measured = {"samples_per_second", "peak_bytes"}
+    assert {k: v for k, v in row.items() if k not in measured} == {k: v for k, v in same.items() if k not in measured}
+    assert (row["form"], row["chunk_size"], row["split"]) == ("rnn", 3, "val") and row["deviation"] < 1e-4
+
+
 @pytest.mark.slow
 def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
     """Compare with each form alone over the whole split; outputs of at most one batch exist at any time."""

@@ -1,0 +1,84 @@
+"""Evaluation of a run in every form, on data that the caller passes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lion.config import ConfigError
+from lion.evaluation.forms import form_label, forms_to_measure, measure
+from lion.layers.mixers import forms_of
+from lion.runs import LoadedRun, count_parameters
+from lion.samples.base import Splits
+from lion.samples.seeds import derive
+from lion.trainer.compilation import compile_blocks
+from lion.trainer.loader import eval_batches
+from lion.trainer.runtime import Runtime, start_runtime
+
+log = logging.getLogger("lion")
+
+
+def evaluate_run(
+    loaded: LoadedRun,
+    splits: Splits,
+    form: str = "all",
+    chunk_size: int | None = None,
+    *,
+    split: str | None = None,
+    workers: int = 0,
+    eager: bool = False,
+    runtime: Runtime | None = None,
+) -> list[dict[str, Any]]:
+    """Measure a run in one form, or in all forms of its mixer: metrics, speed, memory, deviation.
+
+    The deviation is measured from the full form, or from the chunk form if samples are longer than `LONG`.
+
+    Args:
+        loaded: The run (`lion.runs.open_run`); one model serves all forms.
+        splits: The data; their `info` should be that of the run.
+        form: A form, or "all".
+        chunk_size: Tokens per chunk or step.
+        split: "val" or "test"; default "test", or "val" without a test split.
+        workers: Processes that load the data.
+        eager: Whether not to compile, even if the recipe does.
+        runtime: Device and process; by default those of the recipe.
+
+    Returns:
+        One row per form: `form`, `chunk_size`, `value`, `values`, `samples_per_second`, `peak_bytes`, `deviation`, and
+        the conditions of the measurement.
+
+    Raises:
+        ConfigError: The data have no such split.
+    """
+    recipe, model, task = loaded.recipe, loaded.model, loaded.task
+    available = forms_of(model)
+    forms = forms_to_measure(form, chunk_size, available, model.length)
+    reference = forms_to_measure("all", chunk_size, available, model.length)[0]
+    wanted = [*forms] if reference in forms else [reference, *forms]  # the deviation is measured from `reference`
+    split = split or ("val" if splits.test is None else "test")
+    dataset = getattr(splits, split)
+    if dataset is None:
+        raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such split, use val")
+    runtime = runtime or start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
+    how = {"workers": workers, "faults": recipe.trainer.faults, "device": runtime.device}
+    how |= {"collate": splits.collate, "seed": recipe.seed, "split": split}
+    batches = eval_batches(dataset, batch=batch, rank=0, world=1, pin=False, **how)
+    compiled = recipe.trainer.compile and not eager and compile_blocks(model)
+    about = {
+        "metric": task.metric.name,
+        "split": split,
+        "best_step": loaded.checkpoint["step"],
+        "weight_bytes": 4 * count_parameters(model),
+        "batch": batch,
+        "precision": recipe.trainer.precision,
+        "compiled": compiled,
+    }
+    model.to(runtime.device)
+    which, compiling = ", ".join(form_label(*form) for form in wanted), ", compiling first" if compiled else ""
+    log.info(
+        "evaluating on %s, %s %s in batches of %d: %s%s", split, f"{len(dataset):,}", task.unit, batch, which, compiling
+    )
+    rounds, seed = -(-len(dataset) // batch), derive(recipe.seed, split)
+    results = measure(model, task, batches, rounds, wanted, runtime, recipe.trainer.precision, seed)
+    return [{"form": form, "chunk_size": size, **about, **results[form, size]} for form, size in forms]
