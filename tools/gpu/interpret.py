@@ -1,6 +1,6 @@
 """Run Inductor's GPU code on CPU tensors: Triton's interpreter runs every kernel, program by program, in numpy.
 
-    python -m tools.gpu.interpret FOLDER MIXER,FORM,DIRECTION,TOKENS ...
+    python -m tools.gpu.interpret FOLDER MIXER,FORM,DIRECTION,TOKENS[,bfloat16] ...
 
 For each stage of a mixer's layer, the command prints one line of JSON with the largest error of the output or of the
 gradients, divided by the largest value of the same graph run on the CPU. It writes the kernels into the folder. FORM
@@ -132,19 +132,22 @@ def laid_out(x: Any, how: Any) -> Any:
     return torch.empty_strided(held, stride, dtype=dtype).copy_(part).expand(size)
 
 
-def verify(mixer: str, form: str, direction: str, length: int, folder: Path) -> Iterator[dict[str, Any]]:
+def verify(
+    mixer: str, form: str, direction: str, length: int, folder: Path, dtype: str = "float32"
+) -> Iterator[dict[str, Any]]:
     """Check a mixer's layer on one sequence of `length` tokens; yield one row per stage."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     width = max(WIDTH, 16 * HEADS) if form == FUSED else WIDTH  # fused kernels need a head dimension of at least 16
     with taken(form) as name:
         layer = LionAttention(width, HEADS, mixer, form=name, direction=direction, chunk_size=CHUNK)
-        graphs = trace(layer, torch.randn(1, length, width, requires_grad=True))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            graphs = trace(layer, torch.randn(1, length, width, requires_grad=True))
     for graph in graphs:
         with config.patch(split_reductions=False):  # programs of a split reduction wait for each other
             program = lower(graph, TARGETS["h100"])
-        (folder / f"{mixer} {form} {direction} {graph.stage}.json").write_text(json.dumps(program.kernels))
-        row = {"case": f"{mixer} {form} {direction}", "stage": graph.stage, "kernels": len(program.kernels)}
+        (folder / f"{mixer} {form} {direction} {dtype} {graph.stage}.json").write_text(json.dumps(program.kernels))
+        row = {"case": f"{mixer} {form} {direction} {dtype}", "stage": graph.stage, "kernels": len(program.kernels)}
         try:
             yield {**row, "fallbacks": program.fallbacks, "error": largest_error(graph, program)}
         except Unsupported as error:
@@ -153,6 +156,6 @@ def verify(mixer: str, form: str, direction: str, length: int, folder: Path) -> 
 
 if __name__ == "__main__":
     for case in sys.argv[2:]:
-        mixer, form, direction, length = case.split(",")
-        for row in verify(mixer, form, direction, int(length), Path(sys.argv[1])):
+        mixer, form, direction, length, *dtype = case.split(",")
+        for row in verify(mixer, form, direction, int(length), Path(sys.argv[1]), *dtype):
             print(json.dumps(row), flush=True)
