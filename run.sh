@@ -9,7 +9,7 @@ install() {
   stamp="$("$python" -c 'import hashlib, sys; print(sys.version, hashlib.sha256(open("setup.py", "rb").read()).hexdigest())')"
   if [ "$(cat .venv/stamp 2>/dev/null)" = "$stamp" ]; then return; fi
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed, PYTHON=... names one" >&2; exit 2; }
-  echo "installing into .venv (first use; PyTorch is large) ..." >&2
+  echo "installing into .venv (first use: about 5 GB, minutes without a further line) ..." >&2
   "$python" -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
   printf '%s\n' "$stamp" >.venv/stamp # last: an interrupted install is repaired, a finished one never repeated

@@ -25,6 +25,11 @@ class Progress(tqdm):
         self.start_t += lost
         self.last_print_t += lost
 
+    def display(self, *args: Any, **how: Any) -> Any:
+        """Show the bar; from now on `close` ends its line, also after `restart_clock`."""
+        self.delay = 0
+        return super().display(*args, **how)
+
     def restart_clock(self) -> None:
         """Measure the rate from now on, because the work so far was not steady (compilation)."""
         self.initial = self.n

@@ -134,7 +134,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
     for name, reason in (("latin", "'utf-8' codec can't decode"), ("folder", "Is a directory)")):
         line = refuse(capsys, "show", f"{name}.yaml")
         assert f"{name}.yaml: cannot be read ({reason}" in line and "did you mean" not in line
-    assert "tinny.yaml: no such file, did you mean 'tiny.yaml'?" in refuse(capsys, "show", "tinny.yaml")
+    assert "tinny.yaml: no such recipe, did you mean 'tiny.yaml'?" in refuse(capsys, "show", "tinny.yaml")
     assert "there are none under runs/ yet" in refuse(capsys, "eval", "nothing")
     assert "--chunk-size: expected at least 1" in refuse(capsys, "eval", "nothing", "--chunk-size", "0")
     assert "no recipe.yaml" in refuse(capsys, "predict", "nothing", "x.png")
@@ -232,11 +232,11 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("train x.yaml --processes two", "--processes: expected a whole number, got 'two'"),
         ("train x.yaml --processes -1", "--processes: expected at least 1, got -1"),
         ("train x.yaml --fresh=yes", "--fresh: ignored explicit argument 'yes'"),
-        ("train x.yaml more", "x.yaml: no such file"),
-        ("show x.yaml", "x.yaml: no such file"),
-        ("show zz", "zz: no such file, ./run.sh list prints the recipes"),
-        ("show deit_tiny_lions", "deit_tiny_lions: no such file, did you mean 'deit_tiny_lion_s'?"),
-        ("train cifar10_mni.yaml", "cifar10_mni.yaml: no such file, did you mean 'cifar10_mini'?"),
+        ("train x.yaml more", "x.yaml: no such recipe"),
+        ("show x.yaml", "x.yaml: no such recipe"),
+        ("show zz", "zz: no such recipe, ./run.sh list prints the recipes"),
+        ("show deit_tiny_lions", "deit_tiny_lions: no such recipe, did you mean 'deit_tiny_lion_s'?"),
+        ("train cifar10_mni.yaml", "cifar10_mni.yaml: no such recipe, did you mean 'cifar10_mini'?"),
         ("show x.yaml --processes 0", "--processes: expected at least 1, got 0"),
         ("show --from 3", "unknown option --from: "),
         ("list --all", "unknown option --all: "),
@@ -261,11 +261,11 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("bench", "unknown command 'bench', did you mean 'bench ops'?"),
         ("bench op", "unknown command 'bench op', did you mean 'bench ops'?"),
         ("bench train", "required: recipes"),
-        ("bench train x.yaml --eager", "x.yaml: no such file"),
+        ("bench train x.yaml --eager", "x.yaml: no such recipe"),
         ("bench inference x", "run 'x': no recipe.yaml"),
         ("bench inference x --sizes 8,", "--sizes: expected a whole number, got ''"),
         ("convert x.pth y.yaml", "required: out\n"),
-        ("convert x.pth y.yaml z", "y.yaml: no such file"),
+        ("convert x.pth y.yaml z", "y.yaml: no such recipe"),
         ("report", "expected runs, --section TITLE RUN"),
         ("report x", "run 'x': no recipe.yaml"),
         ("report x --name ../x", "--name: expected a name without folders, got '../x'"),

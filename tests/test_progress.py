@@ -46,3 +46,19 @@ def test_a_run_of_a_time_shows_its_steps_and_the_time_left(tmp_path, capsys, mon
 
 def test_rates_below_one_are_not_nought():
     assert [rate(*x) for x in ((3175, 1), (12.4, 1), (1, 2), (1, 300), (5, 0))] == ["3175", "12", "0.5", "0.0033", "0"]
+
+
+def test_a_bar_that_was_shown_ends_its_line(monkeypatch, capsys):
+    """Check that `close` ends the line of a bar in a file, even if its clock was restarted just before."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    bar = progress(total=3)
+    bar._time = time.time  # tqdm has already bound its clock
+    bar.start_t = bar.last_print_t = now[0]
+    for _ in range(2):
+        now[0] += 30
+        bar.update()
+    bar.restart_clock()
+    bar.update()
+    bar.close()
+    assert capsys.readouterr().err.endswith("\n")

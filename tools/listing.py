@@ -67,7 +67,7 @@ def recipe_path(name: str | Path) -> Path:
     if shipped is not None:
         return shipped
     names = [*ours, *(p.name for p in Path().glob("*.yaml"))]
-    raise ConfigError(f"{name}: no such file, {nearest(str(name), names, './run.sh list prints the recipes')}")
+    raise ConfigError(f"{name}: no such recipe, {nearest(str(name), names, './run.sh list prints the recipes')}")
 
 
 def main(argv: list[str]) -> int:

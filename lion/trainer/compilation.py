@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +106,26 @@ def prepare_compiler() -> threading.Thread | None:
 
     Both are needed once per machine and take seconds. Started early, they run beside the reading of data and the
     construction of the model, instead of before the first compiled graph. Returns None without a compiler.
+
+    It calls internals of Inductor. Where they have changed, nothing is prepared, and the first graph takes longer.
     """
     if missing_compiler():
         return None
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    try:  # imported here: two threads that import the compiler at once may see half of it
+        import torch._dynamo  # noqa: F401
+        from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
+    except ImportError as error:
+        log.debug("compiler not prepared: %s", error)
+        return None
 
     def prepare() -> None:
         try:
-            pick_vec_isa()
-            CppPythonBindingsCodeCache.load_pybinding(["float*"], EMPTY_KERNEL)
-        except Exception as error:  # internals of Inductor; without them the first graph takes longer
+            flags = cpu_vec_isa.x86_isa_checker()
+            sets = [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(f in flags for f in str(isa).split())]
+            with ThreadPoolExecutor() as pool:  # each test compiles and loads small libraries
+                list(pool.map(bool, sets))
+            codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], EMPTY_KERNEL)
+        except Exception as error:
             log.debug("compiler not prepared: %s", error)
 
     thread = threading.Thread(target=prepare, name="prepare_compiler", daemon=True)

@@ -187,7 +187,10 @@ def leave_signals(_: int) -> None:
 def steps_per_epoch(size: int, batch: int) -> int:
     """Return the number of whole batches in an epoch; the remainder is dropped so that all batches have one shape."""
     if size < batch:
-        raise ConfigError(f"trainer.batch_size: {batch} is more than the {size} training samples, nearest: {size}")
+        raise ConfigError(
+            f"trainer.batch_size: {batch} is more than the {size} training samples, nearest: {size} "
+            "(with trainer.micro_batch=null, or a divisor of it)"
+        )
     return size // batch
 
 

@@ -325,6 +325,13 @@ def test_bad_rotations():
         make_mixer("none", 12, 3, AttentionConfig(rotation="rope"))
 
 
+def test_unknown_mixers_are_named():
+    with pytest.raises(ValueError, match=r"mixer: expected one of .*, got 'lightnt', did you mean 'lightnet'\?"):
+        LionAttention(64, 2, "lightnt")
+    with pytest.raises(ValueError, match="got 'softmax', a class of its own"):
+        LionAttention(64, 2, "softmax")
+
+
 @pytest.mark.parametrize("mixer", ["lion_s", "softmax"])
 def test_bad_tokens_and_states_are_named(mixer):
     layer = make_mixer(mixer, 12, 3, AttentionConfig(direction="forward"))

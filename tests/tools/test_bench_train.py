@@ -169,7 +169,7 @@ def test_models_must_be_alike(capsys):
     paths = [ROOT / f"recipes/deit_{size}_lion_s.yaml" for size in ("tiny", "small")]
     assert "dim 384, depth 12, 6 heads" in refuse(capsys, "bench", "train", *paths, "--eager")
     assert "no such file" in refuse(capsys, "bench", "train", "recipes/deit_tiny_lion_x.yaml", "--eager")
-    assert "no such file" in refuse(capsys, "bench", "train", paths[0], "--eager", "--against", "lightnet_none")
+    assert "no such recipe" in refuse(capsys, "bench", "train", paths[0], "--eager", "--against", "lightnet_none")
     line = refuse(capsys, "bench", "train", paths[0], "--eager", "--size", "30")
     assert "model.patch_size: 16 does not divide image height 30" in line
     twins = [ROOT / f"recipes/cifar100/cifar100_lion_s{more}.yaml" for more in ("", "_multiscan")]

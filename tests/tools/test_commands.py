@@ -292,7 +292,7 @@ def test_options_are_checked_before_anything_is_loaded(capsys):
     for words, message in (
         (["eval", "run", "--fromat"], "run.sh eval: unknown option --fromat: did you mean '--form'?"),
         (["lst"], "unknown command 'lst', did you mean 'list'?"),
-        (["show", "quickstrat"], "quickstrat: no such file, did you mean 'quickstart'?"),
+        (["show", "quickstrat"], "quickstrat: no such recipe, did you mean 'quickstart'?"),
         (["show", "quickstart", "--process=3", "--x"], "run.sh show: unknown option --x"),
     ):
         code = f"import sys; from tools.__main__ import main\ntry: main({words!r})\n"

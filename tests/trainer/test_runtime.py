@@ -112,7 +112,7 @@ def test_the_compiler_is_prepared_in_a_thread(caplog, monkeypatch):
     thread = prepare_compiler()
     thread.join()
     assert "not prepared" not in caplog.text
-    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: 1 / 0)
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.x86_isa_checker", lambda: 1 / 0)
     prepare_compiler().join()  # internals of Inductor may change: training goes on
     assert "compiler not prepared: division by zero" in caplog.text
     monkeypatch.setenv("CXX", "no-such-compiler")

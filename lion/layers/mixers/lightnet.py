@@ -1,8 +1,7 @@
 """LightNet (arXiv 2405.21022): attention with keys that are normalised over the tokens.
 
 In both directions, LightNet is one scan without decay (Eq. 6 and 7, `lion.ops.one_scan`). Forward or backward, it is a
-vector decay (Eq. 5, `KeySoftmax`). The state of this decay after the last token equals the state of
-the one scan.
+vector decay (Eq. 5, `KeySoftmax`), whose state after the last token equals the state of the one scan.
 
 A rotation applies to queries and normalised keys (Eq. 10 to 14). The decays act on the dimensions of rotated keys, and
 the two decays of one pair may differ. The same rotation therefore has different effects in one direction and in both.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lion.config import check_settings, fill
+from lion.config import check_settings, fill, nearest
 from lion.layers.layout import PLAIN, ROW_MAJOR, Layout
 from lion.layers.mixers.attention import ALTERNATING, Attention, AttentionConfig, check_rotation, check_scan_names
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
@@ -114,7 +114,8 @@ class LionAttention(Attention):
     ) -> None:
         linear = linear_mixers()
         if mixer not in linear:
-            raise ValueError(f"mixer: expected one of {', '.join(linear)}, got {mixer!r}")
+            other = "a class of its own, see lion.layers.mixers" if mixer in MIXERS else nearest(mixer, linear, "")
+            raise ValueError(f"mixer: expected one of {', '.join(linear)}, got {mixer!r}{other and f', {other}'}")
         config, names = config or self.Config(), [field.name for field in fields(self.Config)]
         for name in settings:
             if name not in names:
