@@ -49,13 +49,13 @@ class Factors(NamedTuple):
 
 def factors(model: nn.Module, no_decay: str) -> dict[str, Factors]:
     """Return the factors of every trained parameter by name, from `no_decay` and `lion.layers.optim_factors`."""
-    marked = optim_factors(model)
-    marks = {id(p): marked[name] for name, p in model.named_parameters(remove_duplicate=False) if name in marked}
+    named = optim_factors(model)
+    own_factors = {id(p): named[name] for name, p in model.named_parameters(remove_duplicate=False) if name in named}
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        own = marks.get(id(parameter), OptimFactors())
+        own = own_factors.get(id(parameter), OptimFactors())
         spared = {
             "deit": parameter.dim() <= 1 or name.endswith("bias"),
             "gpt": parameter.dim() < 2,

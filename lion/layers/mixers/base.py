@@ -43,6 +43,7 @@ class Mixer(nn.Module):
 
     Config: ClassVar[type]  # the recipe's `model.attention` section, `AttentionConfig` or a subclass
     forms: ClassVar[tuple[str, ...]] = ("full",)  # in which the mixer can run; the first is the default
+    unlisted_forms: ClassVar[tuple[str, ...]] = ()  # in which it can run, too, on request alone
 
     @staticmethod
     def resolve(name: str, config: Any) -> Any:
@@ -108,7 +109,7 @@ class Mixer(nn.Module):
         Raises:
             ValueError: The mixer does not have this form.
         """
-        if form not in ("auto", *self.forms):
+        if form not in ("auto", *self.forms, *self.unlisted_forms):
             raise ValueError(f"form: {type(self).__name__} has only {', '.join(self.forms)}, got {form!r}")
 
 

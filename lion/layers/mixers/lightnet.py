@@ -105,6 +105,7 @@ class LightNetAttention(LionAttention):
     """Linear attention whose keys are normalised over the tokens."""
 
     Config = LightNetConfig
+    unlisted_forms = ()
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> LightNetConfig:
@@ -137,9 +138,6 @@ class LightNetAttention(LionAttention):
 
     def make_decays(self, dim: int) -> list[Decay]:
         return [] if self.one_scan else [KeySoftmax(dim, self.num_heads, share=self.config.share)]
-
-    def check_form(self, form: str) -> None:
-        super(LionAttention, self).check_form(form)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         if not self.one_scan:

@@ -102,7 +102,7 @@ class LionAttention(Attention):
     different decay conventions in one direction and in both (`AttentionConfig`).
     """
 
-    forms = FORMS
+    forms, unlisted_forms = FORMS, ("blockwise",)
 
     def __new__(cls, dim: int = 0, num_heads: int = 0, mixer: str = "lion_s", *_: Any, **__: Any) -> LionAttention:
         """Return a layer of the mixer's class: `LionAttention(dim, num_heads, "lightnet")` is a `LightNetAttention`."""
@@ -138,12 +138,11 @@ class LionAttention(Attention):
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
         check_settings(config)
         check_scan_names(config)
-        linear = linear_mixers()
-        entry, several = linear[name], config.scans != ROW_MAJOR
+        entry, several = MIXERS[name].fields, config.scans != ROW_MAJOR
         if several and config.rotation not in (None, NO_ROTATION):
             raise ValueError(f"rotation {config.rotation!r} needs one order of the tokens, not several scans")
         if several and not (entry.decay and entry.decay.scans):
-            fits = ", ".join(n for n, other in linear.items() if other.decay and other.decay.scans)
+            fits = ", ".join(n for n, other in linear_mixers().items() if other.decay and other.decay.scans)
             raise ValueError(f"scans: not available with mixer {name!r}, only with {fits}")
         if config.score_dropout and config.form in ("chunk", "rnn"):
             raise ValueError(
@@ -189,10 +188,6 @@ class LionAttention(Attention):
         super().check_causal()
         if self.config.scans != ROW_MAJOR:
             raise ValueError("scans: a stream has one order, in which its tokens arrive")
-
-    def check_form(self, form: str) -> None:
-        if form != "blockwise":
-            super().check_form(form)
 
     def set_form(self, form: str, chunk_size: int | None = None) -> None:
         self.form = form

@@ -1,4 +1,4 @@
-"""The table of mixers by name, the recipe's `model.mixer`. A family of mixers fills it in its own file."""
+"""The table of mixers by name, the recipe's `model.mixer`; `mixers/__init__.py` fills it from each file's `FAMILY`."""
 
 from __future__ import annotations
 
