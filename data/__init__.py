@@ -28,6 +28,8 @@ DATASETS = {
     "pathx": "data.lra.pathfinder.PathX",
     "pile": "data.text.sets.Pile",
     "python_source": "data.text.sets.PythonSource",
+    "recall": "data.synthetic.recall.Recall",
+    "selective_copy": "data.synthetic.selective_copy.SelectiveCopy",
     "text": "data.text.text.Text",
     "tiny_shakespeare": "data.text.shakespeare.TinyShakespeare",
     "wikitext103": "data.text.sets.WikiText103",

@@ -202,6 +202,22 @@ def to_dict(config: Any) -> Any:
     return config
 
 
+def changed(config: Any) -> dict[str, Any]:
+    """Return the settings that differ from the defaults of their dataclasses, as plain values by dotted key.
+
+    Settings without a default, and all names of sections (`name`), are always included.
+    """
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        usual = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        if dataclasses.is_dataclass(value):
+            found |= {join(f.name, key): inner for key, inner in changed(value).items()}
+        elif f.name == "name" or value != usual:
+            found[f.name] = to_dict(value)
+    return found
+
+
 def fill(config: Any, values: dict[str, Any]) -> Any:
     """Return a copy of a dataclass in which fields that are None are filled from `values`, section by section."""
     filled = copy.copy(config)

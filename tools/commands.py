@@ -133,6 +133,12 @@ COMMANDS = {
         "tools.report",
         "--out --name --section --notes --fresh",
     ),
+    "paper": Command(
+        "[--table NAME ...]",
+        "run the papers' tables, with verdicts on their claims",
+        "tools.paper",
+        "--table --scale --jobs --data --out --dry-run --no-runs",
+    ),
     "consolidate": Command("RUN", "turn a sharded checkpoint into one file", "tools.consolidate"),
     "soak": Command(
         "[--kills N] [key=value ...]",

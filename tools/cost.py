@@ -55,18 +55,25 @@ def describe_time(task: Task, recipe: Recipe, plan: Plan, state: int, activation
     runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     if runtime.device.type == "cpu" and state + activations / plan.micro > available_memory() / 2:
         return "not measured: training does not fit into the memory of this machine"
-    on_gpu, threads, size, most = runtime.device.type == "cuda", torch.get_num_threads(), 1, min(LARGEST, plan.micro)
-    step = EagerStep(task, recipe, runtime, recipe.trainer.precision if on_gpu else "fp32")  # many CPUs emulate bf16
-    while (passes := step.passes(task.example(size, "cpu"))) < ENOUGH and size < most:
-        size = min(most, size * 4)
-    sample, update, batch = passes / size, step.update(), recipe.trainer.batch_size
-    where = "1 GPU" if on_gpu else f"{threads} CPU thread{'s' * (threads > 1)}, float32"
+    sample, update = time_step(task, recipe, plan, runtime)
+    batch, threads = recipe.trainer.batch_size, torch.get_num_threads()
+    where = "1 GPU" if runtime.device.type == "cuda" else f"{threads} CPU thread{'s' * (threads > 1)}, float32"
     parts = f"{duration_text(sample)} per sample, {duration_text(update)} per update, measured now"
     how = f"{where}, eager: {parts}; without compilation and evaluation"
     if plan.total is None:
         steps = plan.seconds / (sample * batch + update)
         return f"as specified; about {steps:,.0f} steps fit here ({how})"
     return f"about {duration_text(plan.samples * sample + plan.total * update)} here ({how})"
+
+
+def time_step(task: Task, recipe: Recipe, plan: Plan, runtime: Runtime) -> tuple[float, float]:
+    """Return the seconds of the forward and backward pass per sample, and of an update of the weights; eager."""
+    size, most = 1, min(LARGEST, plan.micro)
+    precision = recipe.trainer.precision if runtime.device.type == "cuda" else "fp32"  # many CPUs emulate bf16
+    step = EagerStep(task, recipe, runtime, precision)
+    while (passes := step.passes(task.example(size, "cpu"))) < ENOUGH and size < most:
+        size = min(most, size * 4)
+    return passes / size, step.update()
 
 
 def duration_text(seconds: float) -> str:

@@ -5,6 +5,7 @@ from lion.models.bert import Bert, BertClassifier
 from lion.models.dit import DiT
 from lion.models.gpt import GPT
 from lion.models.lra import LRA, LRAMasked
+from lion.models.token_classifier import TokenClassifier
 from lion.models.vit import ViT
 
 MODELS: dict[str, type[Model]] = {
@@ -14,5 +15,6 @@ MODELS: dict[str, type[Model]] = {
     "gpt": GPT,
     "lra": LRA,
     "lra_masked": LRAMasked,
+    "token_classifier": TokenClassifier,
     "vit": ViT,
 }

@@ -8,6 +8,7 @@ from lion.tasks.lra import LRATask
 from lion.tasks.lra_masked import LRAMaskedTask
 from lion.tasks.masked_lm import MaskedLM
 from lion.tasks.sequence_classification import SequenceClassification
+from lion.tasks.token_classification import TokenClassification
 
 TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
@@ -17,4 +18,5 @@ TASKS: dict[str, type[Task]] = {
     "lra_masked": LRAMaskedTask,
     "masked_lm": MaskedLM,
     "sequence_classification": SequenceClassification,
+    "token_classification": TokenClassification,
 }

@@ -8,7 +8,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,11 +20,14 @@ from lion.config import ConfigError
 from lion.runs import SUMMARY, init_from, lock_run, open_run
 from tests.helpers import glue_folder, here, refuse
 from tools import __main__ as commands
+from tools import jobs as queue
 from tools.cli import run_command
 from tools.compose import resolve
 from tools.glue.plan import PUBLISHED_SEEDS, SEEDS, TABLE_8, make_jobs, read_pretrained, read_table
 from tools.glue.results import best_rate, changes, collect, enters, mean_of_tasks, paper_rows, rate_rows
 from tools.processes import kill_tree, start_command
+
+QUEUE = {"title": "glue", "result": lambda job: ""}  # arguments of every queue here
 
 # recipes.md 4.1: learning rate / weight decay / epochs, "a" for AdamW, in this order
 ORDER = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
@@ -370,7 +372,7 @@ def test_one_that_fails_does_not_keep_the_others(trained):
     ("cores", "gpus", "tasks", "threads"), [(8, 0, 6, 2), (8, 0, 2, 4), (1, 0, 2, 1), (8, 1, 2, 8)]
 )
 def test_jobs_share_the_cores(run, monkeypatch, cores, gpus, tasks, threads):
-    work, seen = sys.modules["tools.glue.work"], []  # the package has a function of the same name
+    seen = []
 
     def end_at_once(*argv, out, env):
         seen.append(env["OMP_NUM_THREADS"])
@@ -379,16 +381,16 @@ def test_jobs_share_the_cores(run, monkeypatch, cores, gpus, tasks, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(work, "PAUSE", 0.02)
-    monkeypatch.setattr(work, "start_command", end_at_once)
+    monkeypatch.setattr(queue, "PAUSE", 0.02)
+    monkeypatch.setattr(queue, "start_command", end_at_once)
     jobs = jobs_of(run, [task for task in TASKS if task != "mnli"][:tasks], name="shared", from_mnli=False)
-    assert work.work(jobs, {job.name: 1 for job in jobs}, work.at_once()) == 1
+    assert queue.work(jobs, {job.name: 1 for job in jobs}, queue.at_once(), **QUEUE) == 1
     assert seen == [str(threads)] * tasks
 
 
 @pytest.mark.parametrize("ends", ["finished", "failed"])
 def test_what_another_command_trains_is_waited_for(run, monkeypatch, ends):
-    work, seen = sys.modules["tools.glue.work"], []
+    seen = []
     jobs = jobs_of(run, ["qnli", "sst2", "cola"], name=f"twice_{ends}", from_mnli=False)
     theirs, *ours = (job.name for job in jobs)
 
@@ -403,12 +405,12 @@ def test_what_another_command_trains_is_waited_for(run, monkeypatch, ends):
                 (jobs[0].folder / SUMMARY).write_text("{}")
             log.close()
 
-    monkeypatch.setattr(work.time, "sleep", they_end)
-    monkeypatch.setattr(work, "start_command", end_at_once)
-    log = work.claim(jobs[0])
-    assert work.claim(jobs[0]) is None
+    monkeypatch.setattr(queue.time, "sleep", they_end)
+    monkeypatch.setattr(queue, "start_command", end_at_once)
+    log = queue.claim(jobs[0])
+    assert queue.claim(jobs[0]) is None
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        assert work.work(jobs, {job.name: 1 for job in jobs}, 2) == 1
+        assert queue.work(jobs, {job.name: 1 for job in jobs}, 2, **QUEUE) == 1
     assert seen == ours + [theirs] * (ends == "failed")
     assert said.getvalue().count(f"waiting for {theirs}: another command is training them") == 1
 

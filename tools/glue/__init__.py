@@ -28,8 +28,9 @@ from tools.cli import table as columns
 from tools.compose import build_data
 from tools.cost import EagerStep
 from tools.glue.plan import SEEDS, Cell, Job, Pretrained, make_jobs, read_pretrained, read_table
+from tools.glue.results import read as read_result
 from tools.glue.results import summarise
-from tools.glue.work import at_once, work
+from tools.jobs import at_once, work
 from tools.store import digits
 from tools.train import check_settings
 
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
         print(cost(jobs, held))
         return 0
     steps = {job.name: held[job.task].steps for job in jobs}
-    code = work(jobs, steps, args.jobs or at_once())
+    code = work(jobs, steps, args.jobs or at_once(), title="glue", result=score_text)
     if code != 130:
         print(summarise(pretrained.folder / "glue" / name, pretrained.recipe, name, table))
     return code
@@ -85,6 +86,10 @@ def names(text: str) -> list[str]:
     if not all(found := [name.strip() for name in text.split(",")]):
         raise argparse.ArgumentTypeError(f"expected tasks separated by commas, got {text!r}")
     return list(dict.fromkeys(found))
+
+
+def score_text(job: Job) -> str:
+    return f"{read_result(job.folder)['score']:.2f}"
 
 
 class TaskData(NamedTuple):

@@ -32,6 +32,7 @@ class Run(NamedTuple):
         metric: The metric that chose the checkpoint `best`.
         curve: (epoch, value) of every validation; (step, value) if the recipe does not count in epochs.
         beside: Other metrics, with their values at the step where `metric` was best.
+        more: All metrics on further held-out sets at that step, by the name of the set.
         test: The test metric, if it was evaluated.
         seen: Number of `task.speed_unit`s in training, without padding; None if the data are missing.
         speed: `task.speed_unit`s per second; None if the data are missing or the log has no rates.
@@ -48,6 +49,7 @@ class Run(NamedTuple):
     metric: Metric
     curve: list[tuple[float, float]]
     beside: list[tuple[Metric, float]]
+    more: dict[str, dict[str, float]]
     test: float | None
     seen: float | None
     speed: float | None
@@ -84,6 +86,11 @@ def load(name: str) -> Run:
         top = metric.best(value for _, value in curve)
         best = next(line for line in reversed(held_out) if line[metric.name] == top)  # of equal values, the latest
         beside = [(m, best[m.name]) for m in others if not isinstance(m, MetricOfMeans)]
+        more = {
+            line["kind"].removeprefix("val_"): {m.name: line[m.name] for m in task.metrics}
+            for line in lines
+            if line["kind"].startswith("val_") and not line["kind"].endswith("_ema") and line["step"] == best["step"]
+        }
         environment = json.loads((folder / ENVIRONMENT).read_text())
         summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else None
         test = summary["value"] if summary and summary["split"] == "test" else None
@@ -95,7 +102,7 @@ def load(name: str) -> Run:
     of_sample = units_per_sample(recipe, task)
     seen = of_sample and of_sample * samples_of(recipe, held_out[-1])
     speed = of_sample and of_sample * statistics.median(rates) if rates else None
-    measured = (metric, curve, beside, test, seen, speed, parameters)
+    measured = (metric, curve, beside, more, test, seen, speed, parameters)
     return Run(folder, recipe, task, *measured, environment, task.info, remark, checkpoint.get("data"))
 
 

@@ -1,4 +1,4 @@
-"""Parallel execution of the jobs, each in a separate process."""
+"""A queue of training runs, each in a separate process, several at a time."""
 
 from __future__ import annotations
 
@@ -10,21 +10,46 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Protocol, Self
 
 import torch
 
 from lion.progress import progress
 from lion.trainer.checkpoint_files import steps_of
 from tools.cli import say
-from tools.glue.plan import Job
-from tools.glue.results import read
 from tools.processes import ending, kill_tree, start_command
 
 PAUSE = 0.5  # seconds between two checks of the processes
 PATIENCE = 60  # seconds that a process has to save and end after SIGTERM
+
+
+class Job(Protocol):
+    """A run of the trainer.
+
+    Attributes:
+        name: Name of the run; jobs with the same folder of logs have different names.
+        folder: Folder of the run.
+        argv: Arguments of `./run.sh train`.
+        finished: Whether the run needs no more work.
+        after: A job that must be finished first, or None.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def argv(self) -> tuple[str, ...]: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def after(self) -> Self | None: ...
 
 
 class Running(NamedTuple):
@@ -39,7 +64,7 @@ def at_once() -> int:
     return torch.cuda.device_count() or max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
+def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int, *, title: str, result: Callable[[Job], str]) -> int:
     """Train all unfinished jobs.
 
     A failed job is reported, and the other jobs continue. A job that another command is training is waited for.
@@ -48,6 +73,8 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
         jobs: All jobs.
         steps: Number of steps of each job, by its name.
         most: Number of jobs at a time.
+        title: Title of the progress bar.
+        result: Function that stores the result of a finished job, and describes the result in a few words.
 
     Returns:
         0, the exit code of the first job that failed, or 130 after an interrupt, when all jobs have saved their state.
@@ -55,7 +82,7 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
     waiting, running, code = [job for job in jobs if not job.finished], list[Running](), 0
     slots, told = list(range(min(most, len(waiting)))), False
     share = max(1, len(os.sched_getaffinity(0)) // max(1, len(slots)))
-    shown = {"total": sum(steps.values()), "unit": "step", "desc": "glue", "leave": True}
+    shown = {"total": sum(steps.values()), "unit": "step", "desc": title, "leave": True}
     with progress(**shown) as bar, interruptible():
         try:
             while waiting or running:
@@ -80,7 +107,7 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int) -> int:
                 for each in [r for r in running if r.process.poll() is not None]:
                     running.remove(each)
                     slots.append(each.slot)
-                    say(end(each))
+                    say(end(each, result))
                     code = code or each.process.returncode
                 left = {job.name for job in (*waiting, *(r.job for r in running))}
                 for job in [j for j in waiting if j.after and not j.after.finished and j.after.name not in left]:
@@ -126,14 +153,14 @@ def start(job: Job, slot: int, threads: int, log: IO[str]) -> Running:
     return Running(job, process, slot, log)
 
 
-def end(running: Running) -> str:
+def end(running: Running, result: Callable[[Job], str]) -> str:
     """Describe in one line how a job ended. A finished run keeps only its best weights, because it is never resumed."""
     job, code = running.job, running.process.returncode
     running.log.close()
     if code == 0 and job.finished:
         for _, path in steps_of(job.folder, "last"):
             shutil.rmtree(path, ignore_errors=True)
-        return f"{job.name}: finished, {read(job.folder)['score']:.2f}"
+        return f"{job.name}: finished, {result(job)}"
     lines = Path(running.log.name).read_text(encoding="utf-8", errors="replace").splitlines()
     reason = next((line for line in reversed(lines) if line.startswith("error: ")), ending(code))
     return f"{job.name}: failed, {reason.removeprefix('error: ')} ({running.log.name})"

@@ -1,0 +1,190 @@
+"""Run the tables of the papers, and write them beside the published values with verdicts on all claims.
+
+    ./run.sh paper [--table lion-16 recall ..] [--scale mini|published] [--jobs N] [--data NAME key=value ..] ..
+        [--dry-run] [--no-runs]
+
+Every row and seed of a table is a run in runs/paper. Finished runs are not repeated; stopped runs are resumed. The raw
+results of a run are added to reports/paper.json when it ends, so its folder may be deleted. The command ends by writing
+reports/paper.md and the figures in reports/paper. --data replaces the data set NAME of the recipes by other data, such
+as `--data cifar10 data.name=hf data.path=FOLDER`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lion.config import ConfigError
+from lion.recipe import Recipe
+from lion.runs import SUMMARY
+from lion.trainer.plan import make_plan
+from lion.trainer.runtime import start_runtime
+from tools.cli import Parser, count, say
+from tools.cli import table as columns
+from tools.compose import build_data, describe_data, make_task, open_data, resolve
+from tools.cost import duration_text, time_step
+from tools.jobs import at_once, work
+from tools.paper.figures import draw
+from tools.paper.page import markdown
+from tools.paper.results import collect, open_store
+from tools.paper.tables import SCALES, Cell, Table, cells, choose, read_tables
+from tools.store import Store
+
+RUNS = Path("runs") / "paper"
+
+
+class PaperJob(NamedTuple):
+    """A run of the queue; cells with equal settings share it."""
+
+    cell: Cell
+    recipe: Recipe
+    argv: tuple[str, ...]
+    after: None = None
+
+    @property
+    def name(self) -> str:
+        return self.recipe.run.name
+
+    @property
+    def folder(self) -> Path:
+        return self.recipe.folder
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / SUMMARY).is_file()
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="run.sh paper", description=__doc__.splitlines()[0])
+    parser.add_argument("--table", nargs="+", default=[], metavar="NAME", help="some tables (default: all)")
+    parser.add_argument("--scale", choices=SCALES, default="mini", help="small runs, or the recipes of the papers")
+    parser.add_argument(
+        "--jobs", type=count, help="runs at a time (default: one per visible GPU; without GPUs, one per two cores)"
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "key=value"),
+        help="other data in place of the data set NAME of the recipes",
+    )
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of paper.md and paper.json")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost, without training")
+    parser.add_argument("--no-runs", action="store_true", help="only write the page from the stored results")
+    args = parser.parse_args(argv)
+    tables, store = read_tables(), open_store(args.out / "paper.json")
+    chosen = choose(tables, args.table)
+    jobs = make_jobs(chosen, args.scale, store, {name: overrides for name, *overrides in args.data})
+    if args.dry_run:
+        print(plan(chosen, args.scale, store, jobs))
+        write(tables, store)
+        return 0
+    code = 0 if args.no_runs else run(jobs, store, args.jobs or at_once())
+    write(tables, store)
+    return code
+
+
+def make_jobs(
+    tables: Mapping[str, Table], scale: str, store: Store, data: Mapping[str, Sequence[str]]
+) -> list[PaperJob]:
+    """List the runs that are missing in the store, each once, in the order of the tables.
+
+    Args:
+        tables: The tables.
+        scale: Scale of the runs.
+        store: The raw results.
+        data: By the name of a data set, overrides that replace it.
+
+    Raises:
+        ConfigError: Settings cannot be combined.
+    """
+    jobs: dict[tuple[str, int], PaperJob] = {}
+    for name, table in tables.items():
+        for cell in cells(name, table, scale):
+            place = cell.key, cell.seed
+            if place not in store.rows and place not in jobs:
+                jobs[place] = make_job(cell, data.get(cell.recipe.data.name, ()))
+    return list(jobs.values())
+
+
+def make_job(cell: Cell, data: Sequence[str]) -> PaperJob:
+    name = f"{re.sub(r'[^A-Za-z0-9]+', '_', cell.row).strip('_')}_{cell.key[:6]}_{cell.seed}"
+    argv = (*cell.argv, *data, f"seed={cell.seed}", f"run.name={name}", f"run.root={RUNS}")
+    return PaperJob(cell, resolve(argv[0], argv[1:]), argv)
+
+
+def run(jobs: Sequence[PaperJob], store: Store, most: int) -> int:
+    """Train all missing runs, and store the result of each when it ends; returns the exit code."""
+
+    def keep(job: PaperJob) -> str:
+        found = collect(store, job.cell, job.folder)
+        save(store)
+        return found.metric.text(found.val if found.test is None else found.test)
+
+    for job in jobs:
+        if job.finished:  # by a command that was stopped before it stored the result
+            say(f"{job.name}: was finished, {keep(job)}")
+    left = [job for job in jobs if not job.finished]
+    if not left:
+        return 0
+    sizes = {name: describe_data(first_of(left, name).recipe) for name in {job.recipe.data.name for job in left}}
+    steps = {job.name: make_plan(job.recipe, samples=sizes[job.recipe.data.name][1], world=1).total for job in left}
+    return work(left, {name: total or 1 for name, total in steps.items()}, most, title="paper", result=keep)
+
+
+def first_of(jobs: Sequence[PaperJob], data: str) -> PaperJob:
+    return next(job for job in jobs if job.recipe.data.name == data)
+
+
+def save(store: Store) -> None:
+    """Write the raw results; `write` adds the page."""
+    page = store.path.with_suffix(".md")
+    store.save(page.read_text(encoding="utf-8") if page.exists() else "")
+
+
+def write(tables: Mapping[str, Table], store: Store) -> None:
+    """Write the raw results, the figures and the page."""
+    figures = draw(tables, store)
+    store.save(markdown(tables, store, figures))
+    print(store.files())
+
+
+def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[PaperJob]) -> str:
+    """Return a table of the runs that are left, with their time on this machine, and what is missing."""
+    rows, notes, total = [], [], 0.0
+    for name, table in tables.items():
+        left = [job for job in jobs if job.cell.table == name]
+        every = cells(name, table, scale)
+        if not every:
+            continue
+        each = estimate(left[0]) if left else 0.0
+        if isinstance(each, str):
+            notes.append(f"{name}: {each}")
+            rows.append([name, str(len(every)), str(len(left)), "-", "-"])
+            continue
+        if left:
+            store.add({"table": name, "scale": scale, "seconds": each}, "estimates")
+        total += each * len(left)
+        rows.append([name, str(len(every)), str(len(left)), duration_text(each), duration_text(each * len(left))])
+    header = ["table", "runs", "left, own", "a run", "all that are left"]
+    text = [columns(header, rows), *notes]
+    text.append(
+        f"about {duration_text(total)} one after the other, eager, without evaluation; measured now on first rows"
+    )
+    return "\n".join(text)
+
+
+def estimate(job: PaperJob) -> float | str:
+    """Return the seconds of a run on this machine by a step that is timed now, or why they are unknown."""
+    recipe = job.recipe
+    try:
+        splits = build_data(recipe) if job.cell.scale == "mini" else open_data(recipe).build()
+    except ConfigError as error:
+        return str(error)
+    made = make_plan(recipe, samples=len(splits.train), world=1)
+    runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    sample, update = time_step(make_task(recipe, splits.info), recipe, made, runtime)
+    return made.seconds if made.total is None else made.samples * sample + made.total * update

@@ -1,0 +1,208 @@
+"""The page `reports/paper.md`: tables beside the papers' values, and verdicts on all claims."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from lion.tasks.metrics import Metric
+from tools.compose import metric_of
+from tools.paper.results import Results, results_of
+from tools.paper.tables import Cell, Table, cells
+from tools.statistics import LEVEL, POWER, Difference, holm, interval, paired, power, seeds_needed, two_way
+from tools.store import Store, digits, pipes
+
+CLAIM, QUESTION = "claim", "question"
+VERDICTS = {CLAIM: ("confirmed", "contradicted"), QUESTION: ("yes", "no, the other way round")}
+UNDECIDED, NOT_RUN = "undecided", "not run"
+TEXT = ("row", "claim", "question", "verdict", "table")  # columns of text
+RULE = f"""\
+Values are means over seeds ± half of the 95 % interval of the mean (Student's t), and in brackets the number of seeds.
+The papers' columns are as printed. Differences between rows are positive where the first row is better.
+
+The rule for verdicts, fixed before the runs. Where runs of one seed are alike because they share the order of the data
+(text, digits), two rows are compared by the differences of runs of the same seed. Elsewhere, a linear model of rows and
+seeds is fitted to all runs of the table, and its residuals estimate the noise. A claim is decided if p is below
+{LEVEL} after Holm's correction for all claims and questions of this page; the intervals are not corrected. For an
+undecided claim, the last column is the smallest difference that its runs would have shown with a probability of
+{POWER:.0%}, without the correction. By this calculation, three paired seeds show a difference of two standard
+deviations in {power(3, 2):.0%} of all cases; {seeds_needed(2)} seeds are needed for {POWER:.0%}.
+
+Runs at scale `mini` are small, on the data named above each table: they test the order of rows, not the values.
+A row is bound to its runs by a hash of all settings that are not default, and of the data. `./run.sh paper --table NAME`
+makes the runs of a table that are missing, and writes this page."""
+
+
+class Comparison(NamedTuple):
+    """A claim of a paper or an open question (pair of rows), and the difference that runs show.
+
+    Attributes:
+        table: Name of the table.
+        kind: `CLAIM` or `QUESTION`.
+        pair: The rows, (better, worse).
+        found: The difference, in favour of the first row; None: too few runs.
+        missing: Whether a row has no runs.
+    """
+
+    table: str
+    kind: str
+    pair: tuple[str, str]
+    found: Difference | None
+    missing: bool
+
+
+class Part(NamedTuple):
+    """A table at one scale, with its results."""
+
+    name: str
+    table: Table
+    scale: str
+    cells: list[Cell]
+    metric: Metric
+    results: Results
+
+
+def parts_of(tables: Mapping[str, Table], store: Store) -> list[Part]:
+    """Return all tables at scale `mini`, and those that have runs at scale `published`."""
+    found = []
+    for name, table in tables.items():
+        for scale in ("mini", "published"):
+            own = cells(name, table, scale)
+            results = results_of(table, own, store)
+            if own and (scale == "mini" or any(results.values.values())):
+                found.append(Part(name, table, scale, own, metric_of(own[0].recipe), results))
+    return found
+
+
+def comparisons(part: Part) -> list[Comparison]:
+    """Compare the rows of all claims and questions of a table."""
+    compare, values, found = paired if part.table.paired else two_way, part.results.values, []
+    for kind, pairs in ((CLAIM, part.table.claims), (QUESTION, part.table.open)):
+        for pair in pairs:
+            missing = not all(values[name] for name in pair)
+            made = None if missing else compare(values, *pair)
+            if made and not part.metric.higher_is_better:
+                made = made._replace(mean=-made.mean)
+            found.append(Comparison(part.name, kind, tuple(pair), made, missing))
+    return found
+
+
+def verdicts(found: Sequence[Comparison]) -> list[str]:
+    """Return the verdict on each comparison, after Holm's correction for all of them."""
+    decided = [i for i, each in enumerate(found) if each.found]
+    corrected = dict(zip(decided, holm([found[i].found.p for i in decided])))
+    return [
+        NOT_RUN
+        if each.missing
+        else UNDECIDED
+        if i not in corrected or corrected[i] >= LEVEL
+        else VERDICTS[each.kind][each.found.mean < 0]
+        for i, each in enumerate(found)
+    ]
+
+
+def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, str]) -> str:
+    """Return the page; `figures` are the file names of plots, by table."""
+    parts = parts_of(tables, store)
+    compared = {id(part): comparisons(part) for part in parts}
+    every = [each for part in parts for each in compared[id(part)]]
+    judged = dict(zip(map(id, every), verdicts(every)))
+    text = ["# The papers' tables, run again", "Written by `./run.sh paper`; raw results of every run: `paper.json`."]
+    text += [RULE, summary(parts, compared, judged)]
+    for part in parts:
+        text += section(part, compared[id(part)], judged)
+        if part.name in figures:
+            text.append(f"![{part.name}]({figures[part.name]})")
+    return "\n\n".join(text) + "\n"
+
+
+def summary(parts: Sequence[Part], compared: Mapping[int, list[Comparison]], judged: Mapping[int, str]) -> str:
+    """Return a table of the numbers of runs and verdicts by table."""
+    words = (*VERDICTS[CLAIM], UNDECIDED, NOT_RUN)
+    rows = []
+    for part in parts:
+        claims = [judged[id(each)] for each in compared[id(part)] if each.kind == CLAIM]
+        made = sum(map(len, part.results.values.values()))
+        runs = f"{made} of {len(part.cells)}"
+        rows.append([f"{part.name}, {part.scale}", runs, *(str(claims.count(word)) for word in words)])
+    return pipes(["table", "runs", *words], rows, text=TEXT)
+
+
+def section(part: Part, compared: Sequence[Comparison], judged: Mapping[int, str]) -> list[str]:
+    """Return the Markdown of a table: its text, its rows, and its verdicts."""
+    table, results, metric = part.table, part.results, part.metric
+    text = [f"## {table.title} ({part.scale})", table.text.strip()]
+    text.append(facts(part))
+    shapes = shapes_of(results) if table.more else []
+    header = ["row", *table.columns, f"{results.split} {metric.heading}", *shapes, "parameters", "minutes"]
+    text.append(pipes(header, [row_of(part, name, shapes) for name in table.rows], text=TEXT))
+    unit = "points" if metric.percent else metric.title
+    for kind in (CLAIM, QUESTION):
+        rows = [comparison_row(each, judged[id(each)]) for each in compared if each.kind == kind]
+        if rows:
+            header = [kind, f"difference, {unit}", "p", "verdict", "smallest visible"]
+            text.append(pipes(header, rows, text=TEXT))
+    return [each for each in text if each]
+
+
+def facts(part: Part) -> str:
+    """Return what the runs of a table share, as a Markdown list."""
+    results, lines = part.results, []
+    if part.scale == "mini" and part.table.mini.note:
+        lines.append(f"- Differences from the paper: {part.table.mini.note}")
+    rows = [row for own in results.runs.values() for row in own.values()]
+    if results.data:
+        lines.append(f"- Data: {part.cells[0].recipe.data.describe()}, fingerprint {results.data}")
+    if results.left_out:
+        lines.append(f"- Left out: {results.left_out} runs on other data")
+    for where in sorted(
+        {f"{r['device']}, {r['threads']} thread(s), Python {r['python']}, torch {r['torch']}" for r in rows}
+    ):
+        lines.append(f"- Ran on: {where}")
+    commits = sorted({str(r["commit"])[:9] + "+" * bool(r["changed"]) for r in rows})
+    if commits:
+        lines.append(f"- Commits (+: with changes): {', '.join(commits)}")
+    data = "" if part.scale == "mini" else f" --scale {part.scale}"
+    lines.append(f"- Made by: `./run.sh paper --table {part.name}{data}`")
+    return "\n".join(lines)
+
+
+def shapes_of(results: Results) -> list[str]:
+    """Return the names of the further held-out sets."""
+    rows = [row for own in results.runs.values() for row in own.values()]
+    return list(dict.fromkeys(name for row in rows for name in row["more"]))
+
+
+def row_of(part: Part, name: str, shapes: Sequence[str]) -> list[str]:
+    results, metric = part.results, part.metric
+    published = [str(part.table.rows[name].published.get(column, "-")) for column in part.table.columns]
+    runs = list(results.runs[name].values())
+    if not runs:
+        return [name, *published, NOT_RUN, *("-" for _ in shapes), "-", "-"]
+    more = [
+        spread(metric, [metric.scaled(run["more"][s][metric.name]) for run in runs if s in run["more"]]) for s in shapes
+    ]
+    minutes = digits(statistics.median(run["seconds"] for run in runs) / 60)
+    own = spread(metric, list(results.values[name].values()), count=True)
+    return [name, *published, own, *more, f"{runs[0]['parameters']:,}", minutes]
+
+
+def spread(metric: Metric, values: Sequence[float], count: bool = False) -> str:
+    """Format the mean of values and half of its 95 % interval, and their number if `count` is set."""
+    if not values:
+        return "-"
+    half = interval(values)
+    text = f"{statistics.mean(values):.{metric.digits}f}"
+    text += "" if math.isinf(half) else f" ± {half:.{metric.digits}f}"
+    return f"{text} ({len(values)})" if count else text
+
+
+def comparison_row(each: Comparison, verdict: str) -> list[str]:
+    name, found = f"{each.pair[0]} > {each.pair[1]}", each.found
+    if found is None:
+        return [name, "-", "-", verdict, "-"]
+    p = f"{found.p:.3f}" if found.p >= 0.001 else f"{found.p:.0e}"
+    smallest = digits(found.smallest) if verdict == UNDECIDED else "-"
+    return [name, f"{found.mean:+.2f} ± {found.half:.2f}", p, verdict, smallest]

@@ -1,0 +1,95 @@
+"""Raw results of the runs: one row of `reports/paper.json` for each run, with all that made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from lion.runs import SUMMARY
+from tools.compose import metric_of
+from tools.paper.tables import Cell, Table, settings_of, short_hash
+from tools.report.runs import Run, load
+from tools.store import Row, Store
+
+MADE_BY = ("commit", "changed", "python", "torch", "device", "threads", "command")  # keys of environment.json
+
+
+class Results(NamedTuple):
+    """Values of a table at one scale, as shown (percent, perplexity, ..), from runs on one data set.
+
+    Attributes:
+        values: By row and seed, on `split`.
+        split: `test` if all runs were tested, else `val`.
+        data: Fingerprint of the data of these runs.
+        left_out: Number of runs on other data.
+        runs: The raw rows, by row and seed.
+    """
+
+    values: dict[str, dict[int, float]]
+    split: str
+    data: str | None
+    left_out: int
+    runs: dict[str, dict[int, Row]]
+
+
+def open_store(path: Path) -> Store:
+    return Store(path, rows=("key", "seed"), estimates=("table", "scale")).load()
+
+
+def raw_row(key: str, seed: int, run: Run) -> Row:
+    """Return the raw row of a finished run: its settings, data, values and environment."""
+    settings = settings_of(run.recipe)
+    last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    return {
+        "key": key,
+        "seed": seed,
+        "settings": settings,
+        "data": run.data,
+        "made": hash_of(settings, run.data),
+        "metric": run.metric.name,
+        "val": run.val,
+        "test": run.test,
+        "beside": {metric.name: value for metric, value in run.beside},
+        "more": run.more,
+        "curve": run.curve,
+        "parameters": run.parameters,
+        "step": last["step"],
+        "seconds": seconds(run.folder),
+        "remark": run.remark,
+        **{name: run.environment.get(name) for name in MADE_BY},
+    }
+
+
+def hash_of(settings: Mapping[str, object], data: str | None) -> str:
+    """Return the hash that binds a raw row to its settings and its data."""
+    return short_hash([settings, data])
+
+
+def seconds(folder: Path) -> float:
+    """Return the seconds from the start of a run to its end, by the times of its files; interruptions count."""
+    return round((folder / SUMMARY).stat().st_mtime - (folder / "recipe.yaml").stat().st_mtime, 1)
+
+
+def results_of(table: Table, cells: Iterable[Cell], store: Store) -> Results:
+    """Select the raw rows of a table's cells. If they have several data sets, the one with the most runs counts."""
+    cells = list(cells)
+    found = [(cell, row) for cell in cells if (row := store.rows.get((cell.key, cell.seed)))]
+    marks = [row["data"] for _, row in found]
+    data = max(marks, key=marks.count, default=None)
+    chosen = [(cell, row) for cell, row in found if row["data"] == data]
+    split = "test" if all(row["test"] is not None for _, row in chosen) else "val"
+    runs: dict[str, dict[int, Row]] = {name: {} for name in table.rows}
+    for cell, row in chosen:
+        runs[cell.row][cell.seed] = row
+    metric = metric_of(cells[0].recipe) if cells else None
+    values = {name: {seed: metric.scaled(row[split]) for seed, row in own.items()} for name, own in runs.items()}
+    return Results(values, split, data, len(found) - len(chosen), runs)
+
+
+def collect(store: Store, cell: Cell, folder: Path) -> Run:
+    """Add the raw row of a finished run to the store."""
+    run = load(str(folder))
+    store.add(raw_row(cell.key, cell.seed, run))
+    return run

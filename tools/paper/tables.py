@@ -1,0 +1,183 @@
+"""Tables and figures of the papers as data: rows with their published values, the runs of each row, and claims.
+
+A table is a file `tools/paper/tables/NAME.yaml`. At scale `published` its runs are the recipes of its rows; at scale
+`mini` they are small runs of one recipe, with the settings of each row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lion.config import ConfigError, build, changed, nearest, parse_yaml, setting
+from lion.recipe import Recipe, free_keys
+from tools.compose import resolve
+
+TABLES = Path(__file__).parent / "tables"
+SCALES = ("mini", "published")
+
+
+@dataclass
+class Row:
+    """A row of a table.
+
+    Args:
+        published: The values of the paper by column, as printed.
+        recipe: Recipe of the runs at scale `published`; empty: not run at that scale.
+        set: Overrides of the runs at scale `mini`, by key; None: not run at that scale.
+    """
+
+    published: dict = field(default_factory=dict)
+    recipe: str = ""
+    set: dict | None = field(default_factory=dict)
+
+
+@dataclass
+class Frame:
+    """Runs of a table at scale `mini`: what all rows share.
+
+    Args:
+        recipe: The recipe of all rows.
+        set: Overrides for all rows, by key.
+        seeds: Number of seeds.
+        note: The differences from the runs of the paper.
+    """
+
+    recipe: str
+    set: dict = field(default_factory=dict)
+    seeds: int = setting(3, min=1)
+    note: str = ""
+
+
+@dataclass
+class Table:
+    """A table or figure of a paper, or a question of our own.
+
+    Args:
+        title: Title, with the number of the table in its paper.
+        order: Place in the queue; smaller numbers run first.
+        rows: The rows by name.
+        mini: The runs at scale `mini`; None: no such runs.
+        columns: Columns of the published values.
+        paired: Whether runs of one seed are alike, see `tools.statistics`.
+        more: Whether to report the values on further held-out sets.
+        claims: Pairs of rows (better, worse), as claimed by the paper.
+        open: Pairs of rows to compare, about which the paper makes no claim.
+        published_seeds: Number of seeds at scale `published`.
+        text: Sentences above the table.
+    """
+
+    title: str
+    order: int = setting(min=0)
+    rows: dict = field(default_factory=dict)
+    mini: Frame | None = None
+    columns: tuple[str, ...] = ()
+    paired: bool = False
+    more: bool = False
+    claims: tuple[tuple[str, str], ...] = ()
+    open: tuple[tuple[str, str], ...] = ()
+    published_seeds: int = setting(1, min=1)
+    text: str = ""
+
+
+class Cell(NamedTuple):
+    """A run that a table asks for: a row at one scale with one seed.
+
+    Attributes:
+        table, row, scale, seed: Place of the cell.
+        argv: Recipe and overrides, as on the command line.
+        recipe: The recipe, with the seed, and without the location of data.
+        key: Hash of all settings that are not default, without the seed: cells of equal keys share their runs.
+    """
+
+    table: str
+    row: str
+    scale: str
+    seed: int
+    argv: tuple[str, ...]
+    recipe: Recipe
+    key: str
+
+
+def read_tables() -> dict[str, Table]:
+    """Read all tables, in the order of the queue.
+
+    Raises:
+        ConfigError: A file is invalid.
+    """
+    tables = {path.stem: read_table(path) for path in sorted(TABLES.glob("*.yaml"))}
+    return dict(sorted(tables.items(), key=lambda item: item[1].order))
+
+
+def read_table(path: Path) -> Table:
+    source = lambda _: str(path)  # noqa: E731
+    table = build(Table, parse_yaml(path.read_text(encoding="utf-8"), source=str(path)), source=source)
+    for name, row in table.rows.items():
+        table.rows[name] = build(Row, row or {}, source=source, key=f"rows.{name}")
+        if unknown := [column for column in table.rows[name].published if column not in table.columns]:
+            raise ConfigError(
+                f"{path}: rows.{name}: unknown column {unknown[0]!r}, {nearest(unknown[0], table.columns)}"
+            )
+    for kind in ("claims", "open"):
+        for name in (name for pair in getattr(table, kind) for name in pair):
+            if name not in table.rows:
+                raise ConfigError(f"{path}: {kind}: unknown row {name!r}, {nearest(name, table.rows)}")
+    return table
+
+
+def choose(tables: Mapping[str, Table], names: Sequence[str]) -> dict[str, Table]:
+    """Return the tables of these names, or all tables without names.
+
+    Raises:
+        ConfigError: An unknown name.
+    """
+    for name in names:
+        if name not in tables:
+            raise ConfigError(f"--table: unknown table {name!r}, {nearest(name, tables, ', '.join(tables))}")
+    return {name: table for name, table in tables.items() if not names or name in names}
+
+
+def cells(name: str, table: Table, scale: str) -> list[Cell]:
+    """List the runs of a table: all rows with the first seed, then all rows with the next seed.
+
+    Raises:
+        ConfigError: A recipe is unknown, or its settings cannot be combined.
+    """
+    found, seeds = [], table.published_seeds if scale == "published" else table.mini.seeds if table.mini else 0
+    for row, each in table.rows.items():
+        if scale == "published" and each.recipe:
+            found.append((row, each.recipe, []))
+        elif scale == "mini" and table.mini and each.set is not None:
+            found.append((row, table.mini.recipe, as_overrides({**table.mini.set, **each.set})))
+    made = []
+    for row, recipe, overrides in found:
+        try:
+            resolved = resolve(recipe, overrides)
+        except ConfigError as error:
+            raise ConfigError(f"table {name}, row {row!r}: {error}") from None
+        key = short_hash(settings_of(resolved))
+        made += [Cell(name, row, scale, seed, (recipe, *overrides), resolved, key) for seed in range(seeds)]
+    return sorted(made, key=lambda cell: cell.seed)
+
+
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that are not default, except the seed and those that do not change the results."""
+    free = free_keys(recipe) | {"seed"}
+    return {k: v for k, v in changed(recipe).items() if k not in free and not k.startswith("about.")}
+
+
+def short_hash(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def all_cells(tables: Mapping[str, Table], scale: str) -> Iterable[Cell]:
+    for name, table in tables.items():
+        yield from cells(name, table, scale)
