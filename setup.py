@@ -4,6 +4,7 @@ EXTRAS = {
     "convert": ["safetensors"],
     "digits": ["scikit-learn", "scipy"],
     "glue": ["scikit-learn", "scipy"],
+    "paper": ["matplotlib", "scipy"],
     "plots": ["matplotlib"],
     "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm", "transformers"],
 }

@@ -34,6 +34,7 @@ EXTRAS = {  # optional packages, imported where they are used
     "tools/gpu/cubins.py": {"triton"},  # comes with torch for GPUs
     "tools/gpu/targets.py": {"triton"},
     "lion/tasks/sequence_classification.py": {"scipy", "sklearn"},
+    "tools/statistics.py": {"scipy"},
 }
 SOURCES = sorted(p for folder in ("lion", "data", "tools") for p in (ROOT / folder).rglob("*.py"))
 

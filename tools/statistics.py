@@ -14,7 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+
+from lion.config import ConfigError
+
+try:
+    from scipy import stats
+except ImportError:
+    raise ConfigError("statistics of runs need SciPy: pip install scipy") from None
 
 LEVEL = 0.05  # probability of deciding any claim by chance
 POWER = 0.8  # probability with which the smallest visible difference would be seen

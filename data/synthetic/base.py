@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from data.base import DataConfig, DataSet
-from lion.config import ConfigError, setting
+from lion.config import setting
 from lion.samples.base import Batch, DeviceDataset, Splits
 from lion.samples.labels import UNLABELLED, TokenLabelsInfo
 from lion.samples.seeds import derive
 
 SIDES = ("both", "before")
+LONGEST = 2**16  # tokens of a sample
 
 
 class Shape(NamedTuple):
@@ -44,7 +45,7 @@ class SyntheticConfig(DataConfig):
     seed: Seed of the samples, independent of the seed of a run.
     """
 
-    length: int = setting(128, min=4, max=2**16)
+    length: int = setting(128, min=4, max=LONGEST)
     items: tuple[int, ...] = (4, 8, 16)
     sides: str = setting("both", choices=SIDES)
     shapes: tuple[str, ...] = ()
@@ -60,6 +61,8 @@ class SyntheticConfig(DataConfig):
         for text in self.shapes:
             if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", text):
                 raise ValueError(f"shapes: expected LENGTHxITEMS, such as 256x16, got {text!r}")
+        if (longest := self.longest()) > LONGEST:
+            raise ValueError(f"shapes: {longest:,} tokens, at most {LONGEST:,}")
         for shape in (*(Shape(self.length, n) for n in self.items), *self.held_out_shapes()):
             if not 1 <= shape.items <= shape.length // self.per_item:
                 raise ValueError(
@@ -78,7 +81,7 @@ class SyntheticConfig(DataConfig):
 
 
 class LabelledTokens(DeviceDataset):
-    """Rows of tokens (N, L, ids) with labels (N, L), both int16."""
+    """Rows of tokens (N, L, ids) with labels (N, L), both int16: vocabularies are smaller than 2**15."""
 
     def __init__(self, tokens: np.ndarray, labels: np.ndarray) -> None:
         self.tokens, self.labels = tokens, labels
@@ -150,13 +153,3 @@ def places(rng: np.random.Generator, count: int, room: int, chosen: int) -> np.n
 
 def unlabelled(count: int, length: int) -> np.ndarray:
     return np.full((count, length), UNLABELLED)
-
-
-def check_ids(vocabulary: int) -> None:
-    """Check that ids fit into int16.
-
-    Raises:
-        ConfigError: They do not.
-    """
-    if vocabulary > np.iinfo(np.int16).max:
-        raise ConfigError(f"data: {vocabulary:,} different tokens, at most {np.iinfo(np.int16).max:,}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.synthetic.base import Shape, SyntheticConfig, SyntheticSet, check_ids, places, unlabelled
+from data.synthetic.base import Shape, SyntheticConfig, SyntheticSet, places, unlabelled
 from lion.config import setting
 from lion.samples.labels import TokenLabelsInfo
 
@@ -41,7 +41,6 @@ class Recall(SyntheticSet):
     @property
     def info(self) -> TokenLabelsInfo:
         c = self.config
-        check_ids(1 + c.keys + c.values)
         return TokenLabelsInfo(
             classes=c.values, length=c.length, longest=c.longest(), vocabulary=1 + c.keys + c.values, ids=2
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.synthetic.base import Shape, SyntheticConfig, SyntheticSet, check_ids, places, unlabelled
+from data.synthetic.base import Shape, SyntheticConfig, SyntheticSet, places, unlabelled
 from lion.config import setting
 from lion.samples.labels import TokenLabelsInfo
 
@@ -33,7 +33,6 @@ class SelectiveCopy(SyntheticSet):
     @property
     def info(self) -> TokenLabelsInfo:
         c = self.config
-        check_ids(2 + c.symbols)
         return TokenLabelsInfo(classes=c.symbols, length=c.length, longest=c.longest(), vocabulary=2 + c.symbols)
 
     def draw(self, rng: np.random.Generator, count: int, shape: Shape) -> tuple[np.ndarray, np.ndarray]:

@@ -14,8 +14,8 @@ UNLABELLED = -100  # label of tokens without a class, which PyTorch's cross-entr
 class TokenLabelsInfo(Info):
     """Facts about labelled tokens that a model must know.
 
-    A sample is {"tokens": int64 (L, ids), "labels": int64 (L,)}; a label is a class, or `UNLABELLED`. The embedding of a
-    token is the sum of the embeddings of its ids.
+    A sample is {"tokens": int64 (L, ids), "labels": int64 (L,)}; a label is a class, or `UNLABELLED`. The embedding of
+    a token is the sum of the embeddings of its ids.
 
     Args:
         classes: Number of classes; labels are smaller.

@@ -31,8 +31,8 @@ undecided claim, the last column is the smallest difference that its runs would 
 deviations in {power(3, 2):.0%} of all cases; {seeds_needed(2)} seeds are needed for {POWER:.0%}.
 
 Runs at scale `mini` are small, on the data named above each table: they test the order of rows, not the values.
-A row is bound to its runs by a hash of all settings that are not default, and of the data. `./run.sh paper --table NAME`
-makes the runs of a table that are missing, and writes this page."""
+A row is bound to its runs by a hash of all settings that are not default, and of the data.
+`./run.sh paper --table NAME` makes the runs of a table that are missing, and writes this page."""
 
 
 class Comparison(NamedTuple):

@@ -1,0 +1,253 @@
+"""`paper`: statistics against SciPy, tables as data, raw results bound to their runs, the page, and the queue."""
+
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from lion.config import ConfigError, build, changed
+from tests.helpers import ROOT, TINY, here, refuse
+from tools import paper
+from tools import statistics as ours
+from tools.compose import resolve
+from tools.paper import page, tables
+from tools.paper.results import hash_of, open_store, results_of
+from tools.paper.tables import SCALES, Table, cells, read_tables
+from tools.report.runs import load
+
+TABLES = read_tables()
+
+
+# statistics
+
+
+def test_paired_differences_are_students_t():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(1, 1, 5), rng.normal(0, 1, 5)
+    values = {"a": dict(enumerate(a)), "b": {**dict(enumerate(b)), 9: 100.0}}  # seed 9 has no partner
+    found, known = ours.paired(values, "a", "b"), stats.ttest_rel(a, b)
+    low, high = known.confidence_interval()
+    assert found.p == pytest.approx(known.pvalue) and found.mean == pytest.approx((a - b).mean())
+    assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))
+    assert ours.paired({"a": {0: 1.0}, "b": {0: 0.0}}, "a", "b") is None
+
+
+def test_two_rows_without_gaps_agree_with_paired_differences():
+    """Compare both methods on two complete rows, where the linear model is the paired test."""
+    rng = np.random.default_rng(1)
+    values = {row: dict(enumerate(rng.normal(i, 1, 4))) for i, row in enumerate("ab")}
+    for one, other in zip(ours.paired(values, "a", "b"), ours.two_way(values, "a", "b")):
+        assert one == pytest.approx(other)
+
+
+def test_the_two_way_model_is_the_analysis_of_variance():
+    rng = np.random.default_rng(2)
+    y = rng.normal(0, 1, (3, 4)) + np.array([[0], [1], [3]])
+    values = {row: dict(enumerate(y[i])) for i, row in enumerate("abc")}
+    residual = y - y.mean(1, keepdims=True) - y.mean(0) + y.mean()
+    error = np.sqrt(2 / 4 * (residual**2).sum() / 6)  # balanced: (3 - 1) (4 - 1) degrees of freedom
+    found = ours.two_way(values, "c", "a")
+    assert found.mean == pytest.approx(y[2].mean() - y[0].mean())
+    assert found.p == pytest.approx(2 * stats.t(6).sf(found.mean / error))
+    del values["b"][2], values["c"][0]  # with gaps the means are adjusted for the seeds
+    assert ours.two_way(values, "c", "a").mean != pytest.approx(np.mean([*values["c"].values()]) - y[0].mean())
+    assert ours.two_way({"a": {0: 1.0}, "b": {1: 2.0}}, "a", "b") is None  # row and seed cannot be separated
+    assert ours.two_way({"a": {0: 1.0, 1: 2.0}, "b": {}}, "a", "b") is None
+
+
+def test_holm_corrects_in_order():
+    assert ours.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert ours.holm([0.9, 0.8]) == [1.0, 1.0] and ours.holm([]) == []
+    rng, wrong = np.random.default_rng(3), 0
+    for _ in range(2000):  # no true difference: any claim is decided in 5 % of all reports
+        wrong += min(ours.holm(rng.random(10))) < ours.LEVEL
+    assert wrong / 2000 == pytest.approx(0.05, abs=0.015)
+
+
+def test_power_is_that_of_simulated_runs():
+    rng = np.random.default_rng(4)
+    gaps = rng.normal(2, 1, (20_000, 3))
+    seen = (stats.ttest_1samp(gaps, 0, axis=1).pvalue < 0.05).mean()
+    assert ours.power(3, 2) == pytest.approx(seen, abs=0.01) == pytest.approx(0.47, abs=0.01)
+    assert ours.seeds_needed(2) == 5 and ours.power(4, 2) < 0.8 <= ours.power(5, 2) and ours.power(1, 2) == 0
+
+
+# tables
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", TABLES)
+def test_the_runs_of_every_table_resolve(name, scale):
+    """Resolve all rows; the settings of different rows differ."""
+    found = cells(name, TABLES[name], scale)
+    keys = {cell.row: cell.key for cell in found}
+    assert len(set(keys.values())) == len(keys)
+    if scale == "published":  # the value of the table is the claim of its recipe
+        for cell in found:
+            value = TABLES[name].rows[cell.row].published.get(TABLES[name].columns[0])
+            claim = cell.recipe.about.expected
+            assert value is None or claim.startswith((value, value.rstrip("0"))), (cell.row, claim)
+
+
+def test_equal_settings_share_their_runs():
+    names = ["lion-13", "lion-14"]
+    jobs = paper.make_jobs({n: TABLES[n] for n in names}, "mini", open_store(Path("none.json")), {})
+    every = [cell for n in names for cell in cells(n, TABLES[n], "mini")]
+    assert len(jobs) == len({(cell.key, cell.seed) for cell in every}) < len(every)  # lion_s is in both
+    assert [job.cell.seed for job in jobs[:3]] == [0, 0, 0]  # all rows of a seed first
+
+
+def test_the_key_ignores_what_does_not_change_results():
+    key = lambda *overrides: tables.short_hash(tables.settings_of(resolve("quickstart", overrides)))  # noqa: E731
+    assert key() == key("seed=3") == key("run.name=x") == key("trainer.log_every=7") == key("data.root=/x")
+    assert len({key(), key("optim.lr=1"), key("model.mixer=gla"), key("data.val_split=0.2")}) == 4
+
+
+def test_settings_that_are_default_are_left_out():
+    recipe = resolve("quickstart")
+    found = changed(recipe)
+    assert "model.norm" not in found and found["model.mixer"] == "lion_s" and found["data.name"] == "digits"
+    assert "model.norm" in changed(resolve("quickstart", ["model.norm=rmsnorm"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"claims": [["a", "c"]]}, "claims: unknown row 'c'"),
+        ({"rows": {"a": {"published": {"top-2": "1"}}, "b": {}}}, "unknown column 'top-2'"),
+        ({"ordre": 3}, "ordre"),
+        ({"mini": {"recipe": "quickstart", "seeds": 0}}, "seeds"),
+    ],
+)
+def test_a_table_with_errors_is_refused(tmp_path, change, message):
+    good = {"title": "T", "order": 1, "columns": ["top-1"], "rows": {"a": {}, "b": {}}}
+    path = tmp_path / "t.yaml"
+    path.write_text(yaml.safe_dump({**good, **change}))
+    with pytest.raises(ConfigError, match=message):
+        tables.read_table(path)
+
+
+# the page
+
+
+def table(**changes):
+    values = {"title": "T", "order": 1, "rows": {"a": tables.Row(), "b": tables.Row(set={"model.mixer": "lion_d"})}}
+    return build(Table, {**values, "mini": {"recipe": "quickstart", "seeds": 3}, **changes}, source=lambda _: "test")
+
+
+def raw(cell, value, data="d1"):
+    settings = tables.settings_of(cell.recipe)
+    return {
+        **{name: None for name in ("remark", "curve", "step", *paper.results.MADE_BY)},
+        **{"key": cell.key, "seed": cell.seed, "settings": settings, "data": data, "made": hash_of(settings, data)},
+        **{"metric": "top1", "val": value, "test": value, "beside": {}, "more": {}, "parameters": 7, "seconds": 60.0},
+    }
+
+
+def filled(tmp_path, made, values):
+    """Return a store with values by row and seed."""
+    store = open_store(tmp_path / "paper.json")
+    for cell in cells("t", made, "mini"):
+        if cell.seed in values.get(cell.row, {}):
+            store.add(raw(cell, values[cell.row][cell.seed]))
+    return store
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind", "verdict"),
+    [
+        ([0.9, 0.91, 0.92], [0.5, 0.51, 0.53], "claims", "confirmed"),
+        ([0.5, 0.51, 0.53], [0.9, 0.91, 0.92], "claims", "contradicted"),
+        ([0.5, 0.7, 0.6], [0.6, 0.5, 0.7], "claims", "undecided"),
+        ([0.5], [0.9], "claims", "undecided"),
+        ([0.9, 0.91, 0.92], [], "claims", "not run"),
+        ([0.9, 0.91, 0.92], [0.5, 0.51, 0.53], "open", "yes"),
+    ],
+)
+def test_verdicts(tmp_path, a, b, kind, verdict):
+    made = table(**{kind: [["a", "b"]]})
+    store = filled(tmp_path, made, {"a": dict(enumerate(a)), "b": dict(enumerate(b))})
+    text = page.markdown({"t": made}, store, {})
+    (line,) = (line for line in text.splitlines() if line.startswith("| a > b |"))
+    assert f"| {verdict} |" in line
+    (row,) = (line for line in text.splitlines() if line.startswith("| b |"))
+    half = f" ± {100 * ours.interval(b):.2f}" if len(b) > 1 else ""
+    assert row.split(" | ")[1] == (f"{100 * statistics.mean(b):.2f}{half} ({len(b)})" if b else "not run")
+
+
+def test_all_claims_are_corrected_together(tmp_path):
+    """Add claims until one that was decided alone is not decided any more."""
+    rows = {"a": tables.Row(), "b": tables.Row(set={"model.mixer": "lion_d"})}
+    values = {"a": dict(enumerate([0.60, 0.64, 0.66])), "b": dict(enumerate([0.58, 0.60, 0.63]))}
+    verdict = {}
+    for others in (0, 9):
+        made = table(rows=rows, paired=True, claims=[["a", "b"]] * (1 + others))
+        text = page.markdown({"t": made}, filled(tmp_path, made, values), {})
+        verdict[others] = next(line for line in text.splitlines() if line.startswith("| a > b |")).split(" | ")[3]
+    assert verdict == {0: "confirmed", 9: "undecided"}
+
+
+def test_runs_on_other_data_are_left_out(tmp_path):
+    made = table()
+    store = filled(tmp_path, made, {"a": {0: 0.5, 1: 0.6}, "b": {0: 0.7}})
+    other = next(cell for cell in cells("t", made, "mini") if (cell.row, cell.seed) == ("b", 1))
+    store.add(raw(other, 0.9, data="d2"))
+    found = results_of(made, cells("t", made, "mini"), store)
+    assert found.values == {"a": {0: 50.0, 1: 60.0}, "b": {0: 70.0}} and found.left_out == 1 and found.data == "d1"
+    assert "Left out: 1 runs on other data" in page.markdown({"t": made}, store, {})
+
+
+def test_the_report_is_what_its_raw_rows_say():
+    """Check the stored report: every row is bound to its settings and data, and the page was not edited by hand."""
+    store = open_store(ROOT / "reports" / "paper.json")
+    assert store.rows
+    for row in store.rows.values():
+        assert row["made"] == hash_of(row["settings"], row["data"]) and row["commit"]
+    figures = {path.stem: f"paper/{path.name}" for path in (ROOT / "reports" / "paper").glob("*.png")}
+    assert (ROOT / "reports" / "paper.md").read_text() == page.markdown(TABLES, store, figures)
+
+
+# the command
+
+
+@pytest.fixture
+def own_tables(tmp_path, monkeypatch):
+    """Replace the tables by one of two rows, with runs of a few steps."""
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    held = {"title": "T", "order": 1, "rows": {"lion_s": {}, "lion_d": {"set": {"model.mixer": "lion_d"}}}}
+    held |= {"mini": {"recipe": str(tmp_path / "tiny.yaml"), "seeds": 1}, "claims": [["lion_s", "lion_d"]]}
+    (tmp_path / "tables" / "own.yaml").write_text(yaml.safe_dump(held))
+    monkeypatch.setattr(tables, "TABLES", tmp_path / "tables")
+    monkeypatch.setattr(paper, "RUNS", tmp_path / "runs")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_runs_are_made_once_and_stored_when_they_end(own_tables, capsys):
+    out = own_tables / "reports"
+    assert here("paper", "--dry-run", "--out", str(out)) == 0
+    assert "own" in capsys.readouterr().out and not (own_tables / "runs").exists()
+    assert here("paper", "--jobs", "2", "--out", str(out)) == 0
+    rows = json.loads((out / "paper.json").read_text())["rows"]
+    assert len(rows) == 2 and {row["settings"]["model.mixer"] for row in rows} == {"lion_s", "lion_d"}
+    folder = next(p for p in (own_tables / "runs").iterdir() if p.name.startswith("lion_d"))
+    (row,) = (row for row in rows if row["settings"]["model.mixer"] == "lion_d")
+    assert row["test"] == load(str(folder)).test and row["made"] == hash_of(row["settings"], row["data"])
+    before = (out / "paper.md").read_text()
+    assert "| lion_s > lion_d |" in before and "undecided" in before
+    for path in (own_tables / "runs").rglob("summary.json"):
+        path.unlink()  # the runs are not needed any more
+    assert here("paper", "--out", str(out)) == 0
+    assert (out / "paper.md").read_text() == before
+
+
+def test_bad_input_is_one_line(capsys, tmp_path):
+    assert "did you mean 'lion-16'?" in refuse(capsys, "paper", "--table", "lion-161", "--dry-run")
+    (tmp_path / "paper.json").write_text("[]")
+    assert "not a report" in refuse(capsys, "paper", "--no-runs", "--out", tmp_path)
