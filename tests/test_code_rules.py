@@ -18,6 +18,7 @@ FLOORS = [
     "trainer",
     "recipe",
     "runs",
+    "teachers",
     "evaluation",
 ]  # each module may import the modules before it
 COMPILING = {

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lion.samples.base import Info, Splits
 from lion.samples.text import TextInfo
 from lion.tasks import TASKS, Task
 from lion.tasks.metrics import Metric
+from lion.teachers import open_teacher
 from lion.trainer.plan import Plan
 from lion.trainer.state import time_text
 from tools.listing import RECIPES, recipe_path
@@ -146,8 +148,20 @@ def needs_preparing(source: DataSet) -> bool:
     return type(source).prepare is not DataSet.prepare
 
 
-def make_task(recipe: Recipe, info: Info) -> Task:
-    return TASKS[recipe.task.name](recipe.task, info)
+def make_task(recipe: Recipe, info: Info, *, teacher: bool = False) -> Task:
+    """Return the task of a recipe.
+
+    If `task.teacher` names a teacher, `teacher` opens it on the CPU. Otherwise a stand-in answers with zeros, for
+    measurements of the student alone.
+    """
+    task = TASKS[recipe.task.name](recipe.task, info)
+    if (name := getattr(recipe.task, "teacher", None)) is not None:
+        task.teacher = open_teacher(name, info) if teacher else partial(no_teacher, classes=len(info.classes))
+    return task
+
+
+def no_teacher(pixels: Tensor, classes: int) -> Tensor:
+    return pixels.new_zeros(len(pixels), classes)
 
 
 def metric_of(recipe: Recipe) -> Metric:

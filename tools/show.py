@@ -52,10 +52,12 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
     softmax, rnn = (flops / 1e6 for flops in published_flops(model.length, recipe.model.dim))
     state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
     activations = activation_bytes(task, recipe, plan.micro)
+    teacher = getattr(recipe.task, "teacher", None)
     flops = f"{digits(softmax)} MFLOP per layer, head and sample with softmax, {digits(rnn)} as an RNN (C.12)"
     facts = [
         ("recipe", f"{recipe.run.name}: {claim(recipe.about.row)}, {recipe.about.expected}"),
         ("model", f"{recipe.model.mixer}, {parameters:,} parameters"),
+        *([("teacher", f"{teacher}; its time and memory are not counted")] if teacher else []),
         ("data", describe_store(recipe, note)),
         ("training samples", f"{samples:,}{'' if note is None else ' (published, or an estimate)'}"),
         length(plan),

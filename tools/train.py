@@ -157,6 +157,8 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     runtime = start_runtime(
         recipe.trainer.device, deterministic=recipe.trainer.deterministic, matmul=recipe.trainer.matmul
     )
+    if isinstance(teacher := getattr(task, "teacher", None), nn.Module):
+        teacher.to(runtime.device)
     lock = None
     if runtime.main:
         if fresh:  # by now every process has passed all checks
@@ -207,7 +209,7 @@ def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room
         ConfigError: Settings contradict each other or the data; or, if `room` is set, the disk has too little space for
             the checkpoints.
     """
-    plan, task = make_plan(recipe, samples=samples, world=world), make_task(recipe, info)
+    plan, task = make_plan(recipe, samples=samples, world=world), make_task(recipe, info, teacher=True)
     model = build_on_meta(task, recipe.model)
     if room:
         check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)

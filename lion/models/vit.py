@@ -30,10 +30,14 @@ class ViTConfig(PatchedConfig):
     The readout of softmax is cls by convention (DeiT). The readout of linear mixers is the mean of all tokens, cls
     included (released code). It is also the mean if all layers go forward, because cls comes first and then sees no
     other token. `cls: false` removes the cls token.
+
+    `distilled` adds DeiT's distillation token after cls, and a second head that reads it. A readout by the mean leaves
+    this token out. LION does not publish the tokens of its distilled model.
     """
 
     name: str = "vit"
     cls: bool = True
+    distilled: bool = False
     readout: str | None = setting(None, choices=("cls", "mean"))
 
     released: ClassVar[dict[str, dict[str, Any]]] = {"lion_lit": {"attention": {"feature_map": "elu1"}}}
@@ -47,6 +51,8 @@ class ViTConfig(PatchedConfig):
             raise ValueError("readout 'cls' needs the cls token; use 'mean', or cls: true")
         if c.readout == "cls" and blind:
             raise ValueError("readout 'cls' sees no patch, because cls is first and all layers go forward; use 'mean'")
+        if c.distilled and blind:
+            raise ValueError("distilled: its token sees no patch, because it is first and all layers go forward")
         return c
 
 
@@ -64,6 +70,7 @@ class ViT(ImageClassifier):
     """
 
     Config = ViTConfig
+    heads = ("head.", "head_distill.")
 
     def __init__(
         self,
@@ -77,21 +84,24 @@ class ViT(ImageClassifier):
         std: Sequence[float] = (1.0,),
     ) -> None:
         super().__init__(image_size=image_size, channels=channels, classes=classes, mean=mean, std=std)
-        self.optim_factors = {name: OptimFactors(weight_decay=0) for name in ("cls", "position")}
+        self.optim_factors = {name: OptimFactors(weight_decay=0) for name in ("cls", "distill", "position")}
         self.config = c = config.resolved()
         self.patches = height, width = grid_of(image_size, c.patch_size)
-        self.length = c.cls + height * width
+        special = int(c.cls) + int(c.distilled)
+        self.length = special + height * width
         self.patch = nn.Conv2d(channels, c.dim, c.patch_size, c.patch_size)
         self.cls = nn.Parameter(torch.zeros(1, 1, c.dim)) if c.cls else None
+        self.distill = nn.Parameter(torch.zeros(1, 1, c.dim)) if c.distilled else None
         self.position = nn.Parameter(torch.zeros(1, self.length, c.dim)) if c.position_embedding else None
         self.encoder = Encoder(c, self.patches)
         self.head = nn.Linear(c.dim, num_classes)
-        layout = grid_layout(height, width, c.attention.scans, special=int(c.cls))
+        self.head_distill = nn.Linear(c.dim, num_classes) if c.distilled else None
+        layout = grid_layout(height, width, c.attention.scans, special=special)
         for name in ("coords", "special", "orders"):
             self.register_buffer(name, getattr(layout, name), persistent=False)
 
         INITS[c.init](self, c.init_std)
-        for parameter in (self.cls, self.position):
+        for parameter in (self.cls, self.distill, self.position):
             if parameter is not None:
                 nn.init.trunc_normal_(parameter, std=c.init_std)
 
@@ -107,16 +117,24 @@ class ViT(ImageClassifier):
     def units(self) -> list[nn.Module]:
         return list(self.encoder.blocks)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, classes) of images (B, channels, height, width), see `ImageClassifier.normalised`."""
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits (B, classes) of images (B, channels, height, width), see `ImageClassifier.normalised`.
+
+        In training, a distilled model returns the logits of both heads, as a tuple; otherwise their mean.
+        """
         images = self.normalised(images, self.patch.weight.dtype)
         x = self.patch(images).flatten(2).mT  # (B, H W, dim)
-        if self.cls is not None:
-            x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1)
+        if special := [token.expand(x.shape[0], -1, -1) for token in (self.cls, self.distill) if token is not None]:
+            x = torch.cat([*special, x], 1)
         if self.position is not None:
             x = x + self.position
         x = self.encoder(x, self.layout)
-        return self.head(x[:, 0] if self.config.readout == "cls" else x.mean(1))
+        if self.distill is None:
+            return self.head(x[:, 0] if self.config.readout == "cls" else x.mean(1))
+        distilled = x[:, int(self.config.cls)]
+        own = x[:, 0] if self.config.readout == "cls" else (x.sum(1) - distilled) / (x.shape[1] - 1)
+        both = self.head(own), self.head_distill(distilled)
+        return both if self.training else (both[0] + both[1]) / 2
 
     def adapt(self, weights: dict[str, Tensor], source: ViT) -> dict[str, Tensor]:
         """Return the weights of `source`, a model for images of another size, adapted to this model.

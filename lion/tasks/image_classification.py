@@ -5,6 +5,7 @@ torchvision is imported inside functions, because the table of tasks imports thi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import setting
+from lion.config import ConfigError, setting
 from lion.models import MODELS
 from lion.models.base import ImageClassifier
 from lion.samples.base import Batch
@@ -31,6 +32,12 @@ class ImageClassificationConfig:
 
     `mixup` and `cutmix` are the alphas of their Beta distributions (0: off). With both on, a batch uses cutmix with
     probability `switch`. `random_erasing` is the share of images in which noise replaces a rectangle.
+
+    `teacher` is a trained run, or `timm:NAME[:FILE]`, whose predictions are learned, too (DeiT's distillation,
+    2012.12877). Its loss has the weight `teacher_share`, and the labels the rest. `distillation: hard` is the
+    cross-entropy with the teacher's most likely class. `soft` is T^2 KL(teacher | student) of the distributions at
+    temperature T, divided by the number of classes as in DeiT's code. A model with `distilled: true` learns the
+    teacher's predictions with its second head, other models with their only head.
     """
 
     name: str = "image_classification"
@@ -39,6 +46,10 @@ class ImageClassificationConfig:
     cutmix: float = setting(0.0, min=0, max=1000)
     switch: float = setting(0.5, min=0, max=1)
     random_erasing: float = setting(0.0, min=0, max=1)
+    teacher: str | None = None
+    distillation: str = setting("hard", choices=("hard", "soft"))
+    teacher_share: float = setting(0.5, min=0, max=1)
+    temperature: float = setting(1.0, above=0, max=1000)
 
     def __post_init__(self) -> None:
         for name in ("mixup", "cutmix"):
@@ -52,6 +63,10 @@ class ImageClassification(Task):
     Batches hold `image`, uint8 (B, C, H, W), and `label` (B,). Evaluation batches also hold `mask` (B,).
 
     Training transforms whole batches here, on the device: the model's normalisation, random erasing, mixup and cutmix.
+
+    Attributes:
+        teacher: A function from pixels in [0, 1], (B, C, H, W), to logits (B, classes), on the device of the batches.
+            The caller sets it before training if `config.teacher` names one (`lion.teachers.open_teacher`).
     """
 
     Config = ImageClassificationConfig
@@ -64,6 +79,7 @@ class ImageClassification(Task):
         from torchvision.transforms import v2
 
         super().__init__(config, info)
+        self.teacher: Callable[[Tensor], Tensor] | None = None
         classes = len(info.classes)
         choices = [(v2.MixUp, config.mixup, 1 - config.switch), (v2.CutMix, config.cutmix, config.switch)]
         active = [(kind(alpha=alpha, num_classes=classes), p) for kind, alpha, p in choices if alpha]
@@ -76,6 +92,8 @@ class ImageClassification(Task):
 
     def build_model(self, config: Any) -> ImageClassifier:
         info = self.info
+        if getattr(config, "distilled", False) and self.config.teacher is None:
+            raise ConfigError("model.distilled: its second head learns from a teacher, set task.teacher")
         return build_or_explain(
             MODELS[config.name],
             config,
@@ -94,9 +112,22 @@ class ImageClassification(Task):
         if self.mix is not None:  # shuffle: mixing pairs neighbours, under repeated augmentation views of one image
             order = torch.randperm(len(images), device=images.device)
             images, labels = self.mix(images[order], labels[order])  # labels become (B, classes) shares
-        logits = model(images).float()
+        outputs = model(images)
+        logits, distilled = (x.float() for x in (outputs if isinstance(outputs, tuple) else (outputs, outputs)))
         loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing, reduction="sum")
+        if self.config.teacher is not None:
+            own = unwrapped(model)
+            share, taught = self.config.teacher_share, self.teacher(images * own.std + own.mean)
+            loss = (1 - share) * loss + share * self.distillation_loss(distilled, taught)
         return Sums(loss, loss.new_full((), len(images)))
+
+    def distillation_loss(self, logits: Tensor, taught: Tensor) -> Tensor:
+        """Return the summed loss of logits (B, classes) against the logits of the teacher, see the settings."""
+        if self.config.distillation == "hard":
+            return F.cross_entropy(logits, taught.argmax(-1), reduction="sum")
+        t = self.config.temperature
+        own, theirs = ((x / t).log_softmax(-1) for x in (logits, taught))
+        return t**2 * F.kl_div(own, theirs, reduction="sum", log_target=True) / logits.shape[-1]
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         logits = self.outputs(model, batch)

@@ -223,7 +223,7 @@ def own_tables(tmp_path, monkeypatch):
     held |= {"mini": {"recipe": str(tmp_path / "tiny.yaml"), "seeds": 1}, "claims": [["lion_s", "lion_d"]]}
     (tmp_path / "tables" / "own.yaml").write_text(yaml.safe_dump(held))
     monkeypatch.setattr(tables, "TABLES", tmp_path / "tables")
-    monkeypatch.setattr(paper, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(tables, "RUNS", tmp_path / "runs")
     return tmp_path
 
 

@@ -11,7 +11,6 @@ as `--data cifar10 data.name=hf data.path=FOLDER`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,8 +31,6 @@ from tools.paper.results import collect, open_store
 from tools.paper.tables import SCALES, Cell, Table, cells, choose, read_tables
 from tools.store import Store
 
-RUNS = Path("runs") / "paper"
-
 
 class PaperJob(NamedTuple):
     """A run of the queue; cells with equal settings share it."""
@@ -41,7 +38,7 @@ class PaperJob(NamedTuple):
     cell: Cell
     recipe: Recipe
     argv: tuple[str, ...]
-    after: None = None
+    after: PaperJob | None = None
 
     @property
     def name(self) -> str:
@@ -82,8 +79,9 @@ def main(argv: list[str]) -> int:
         print(plan(chosen, args.scale, store, jobs))
         write(tables, store)
         return 0
-    code = 0 if args.no_runs else run(jobs, store, args.jobs or at_once())
+    code = 0 if args.no_runs else run(jobs, tables, store, args.jobs or at_once())
     write(tables, store)
+    print(store.files())
     return code
 
 
@@ -102,26 +100,30 @@ def make_jobs(
         ConfigError: Settings cannot be combined.
     """
     jobs: dict[tuple[str, int], PaperJob] = {}
+
+    def job(cell: Cell) -> PaperJob:
+        """Return the job of a cell; a run that another one needs is made again if its folder is gone."""
+        place = cell.key, cell.seed
+        if place not in jobs:
+            after = job(cell.after) if cell.after else None
+            own = f"seed={cell.seed}", f"run.name={cell.run.name}", f"run.root={cell.run.parent}"
+            argv = (*cell.argv, *data.get(cell.recipe.data.name, ()), *own)
+            jobs[place] = PaperJob(cell, resolve(argv[0], argv[1:]), argv, after)
+        return jobs[place]
+
     for name, table in tables.items():
         for cell in cells(name, table, scale):
-            place = cell.key, cell.seed
-            if place not in store.rows and place not in jobs:
-                jobs[place] = make_job(cell, data.get(cell.recipe.data.name, ()))
+            if (cell.key, cell.seed) not in store.rows:
+                job(cell)
     return list(jobs.values())
 
 
-def make_job(cell: Cell, data: Sequence[str]) -> PaperJob:
-    name = f"{re.sub(r'[^A-Za-z0-9]+', '_', cell.row).strip('_')}_{cell.key[:6]}_{cell.seed}"
-    argv = (*cell.argv, *data, f"seed={cell.seed}", f"run.name={name}", f"run.root={RUNS}")
-    return PaperJob(cell, resolve(argv[0], argv[1:]), argv)
-
-
-def run(jobs: Sequence[PaperJob], store: Store, most: int) -> int:
-    """Train all missing runs, and store the result of each when it ends; returns the exit code."""
+def run(jobs: Sequence[PaperJob], tables: Mapping[str, Table], store: Store, most: int) -> int:
+    """Train all missing runs, and write the page with the result of each when it ends; returns the exit code."""
 
     def keep(job: PaperJob) -> str:
         found = collect(store, job.cell, job.folder)
-        save(store)
+        write(tables, store)
         return found.metric.text(found.val if found.test is None else found.test)
 
     for job in jobs:
@@ -139,17 +141,9 @@ def first_of(jobs: Sequence[PaperJob], data: str) -> PaperJob:
     return next(job for job in jobs if job.recipe.data.name == data)
 
 
-def save(store: Store) -> None:
-    """Write the raw results; `write` adds the page."""
-    page = store.path.with_suffix(".md")
-    store.save(page.read_text(encoding="utf-8") if page.exists() else "")
-
-
 def write(tables: Mapping[str, Table], store: Store) -> None:
     """Write the raw results, the figures and the page."""
-    figures = draw(tables, store)
-    store.save(markdown(tables, store, figures))
-    print(store.files())
+    store.save(markdown(tables, store, draw(tables, store)))
 
 
 def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[PaperJob]) -> str:

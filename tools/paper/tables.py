@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from tools.compose import resolve
 
 TABLES = Path(__file__).parent / "tables"
 SCALES = ("mini", "published")
+RUNS = Path("runs") / "paper"
+RUN_OF = "run of "  # value of a setting: the run of another row
 
 
 @dataclass
@@ -28,7 +31,8 @@ class Row:
     Args:
         published: The values of the paper by column, as printed.
         recipe: Recipe of the runs at scale `published`; empty: not run at that scale.
-        set: Overrides of the runs at scale `mini`, by key; None: not run at that scale.
+        set: Overrides of the runs at scale `mini`, by key; None: not run at that scale. The value `run of ROW` is the
+            run of another row with the same seed, which is trained first.
     """
 
     published: dict = field(default_factory=dict)
@@ -92,6 +96,7 @@ class Cell(NamedTuple):
         argv: Recipe and overrides, as on the command line.
         recipe: The recipe, with the seed, and without the location of data.
         key: Hash of all settings that are not default, without the seed: cells of equal keys share their runs.
+        after: The cell whose run this one needs, if any.
     """
 
     table: str
@@ -101,6 +106,13 @@ class Cell(NamedTuple):
     argv: tuple[str, ...]
     recipe: Recipe
     key: str
+    after: Cell | None = None
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run."""
+        words = re.sub(r"[^A-Za-z0-9]+", "_", self.row).strip("_")
+        return RUNS / f"{words}_{self.key[:6]}_{self.seed}"
 
 
 def read_tables() -> dict[str, Table]:
@@ -147,21 +159,36 @@ def cells(name: str, table: Table, scale: str) -> list[Cell]:
     Raises:
         ConfigError: A recipe is unknown, or its settings cannot be combined.
     """
-    found, seeds = [], table.published_seeds if scale == "published" else table.mini.seeds if table.mini else 0
-    for row, each in table.rows.items():
-        if scale == "published" and each.recipe:
-            found.append((row, each.recipe, []))
-        elif scale == "mini" and table.mini and each.set is not None:
-            found.append((row, table.mini.recipe, as_overrides({**table.mini.set, **each.set})))
-    made = []
-    for row, recipe, overrides in found:
+    made: dict[tuple[str, int], Cell] = {}
+    if scale == "published":
+        rows, seeds = {row: (each.recipe, {}) for row, each in table.rows.items() if each.recipe}, table.published_seeds
+    elif table.mini is None:
+        return []
+    else:
+        own = {row: each.set for row, each in table.rows.items() if each.set is not None}
+        rows, seeds = (
+            {row: (table.mini.recipe, {**table.mini.set, **more}) for row, more in own.items()},
+            table.mini.seeds,
+        )
+
+    def cell(row: str, seed: int) -> Cell:
+        (recipe, settings), after = rows[row], None
+        for key, value in settings.items():
+            if isinstance(value, str) and value.startswith(RUN_OF):
+                after = made[value.removeprefix(RUN_OF), seed]
+                settings = {**settings, key: str(after.run)}
+        overrides = as_overrides(settings)
         try:
             resolved = resolve(recipe, overrides)
         except ConfigError as error:
             raise ConfigError(f"table {name}, row {row!r}: {error}") from None
         key = short_hash(settings_of(resolved))
-        made += [Cell(name, row, scale, seed, (recipe, *overrides), resolved, key) for seed in range(seeds)]
-    return sorted(made, key=lambda cell: cell.seed)
+        return Cell(name, row, scale, seed, (recipe, *overrides), resolved, key, after)
+
+    for seed in range(seeds):
+        for row in rows:
+            made[row, seed] = cell(row, seed)
+    return list(made.values())
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,151 @@
+"""Distillation: its losses by hand and against DeiT's formulas, teachers, and a distilled run in all forms."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lion
+from lion.config import ConfigError
+from lion.samples.images import ImageInfo
+from lion.tasks import TASKS
+from lion.tasks.base import unwrapped
+from lion.teachers import open_teacher
+from tests.helpers import here, refuse, tiny_recipe
+from tools.compose import build_data, make_task, resolve
+
+INFO = ImageInfo((8, 8), 1, ("a", "b", "c"), mean=(0.3,), std=(0.4,))
+LABELS, LOGITS = torch.tensor([0, 2]), torch.tensor([[1.0, 0.0, -1.0], [0.5, 0.2, 0.1]])
+TAUGHT = torch.tensor([[0.0, 3.0, 0.0], [0.0, 0.0, 2.0]])
+
+
+class Student(torch.nn.Module):
+    """A model with given outputs that normalises like a classifier."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.outputs = outputs
+        self.mean, self.std = torch.full((1, 1, 1), 0.3), torch.full((1, 1, 1), 0.4)
+
+    def normalise(self, pixels):
+        return (pixels.float() / 255 - self.mean) / self.std
+
+    def forward(self, images):
+        return self.outputs
+
+
+def loss(outputs, **settings):
+    kind = TASKS["image_classification"]
+    task, seen = kind(kind.Config(teacher="x", **settings), INFO), []
+    task.teacher = lambda pixels: seen.append(pixels) or TAUGHT
+    image = torch.randint(256, (2, 1, 8, 8), dtype=torch.uint8)
+    found = task.loss(Student(outputs), {"image": image, "label": LABELS})
+    torch.testing.assert_close(seen[0], image / 255)  # the teacher sees the student's images, before normalisation
+    return found.loss
+
+
+def test_hard_distillation_is_a_second_label():
+    plain = F.cross_entropy(LOGITS, LABELS, reduction="sum")
+    second = F.cross_entropy(LOGITS, torch.tensor([1, 2]), reduction="sum")
+    torch.testing.assert_close(loss(LOGITS), 0.5 * plain + 0.5 * second)
+    torch.testing.assert_close(loss(LOGITS, teacher_share=0.25), 0.75 * plain + 0.25 * second)
+    torch.testing.assert_close(loss((LOGITS, LOGITS.flip(0))), 0.5 * plain + 0.5 * hard(LOGITS.flip(0)))
+
+
+def hard(logits):
+    return F.cross_entropy(logits, torch.tensor([1, 2]), reduction="sum")
+
+
+def test_soft_distillation_is_a_divergence_at_a_temperature():
+    t = 3.0
+    p, q = (TAUGHT / t).softmax(-1), (LOGITS / t).softmax(-1)
+    divergence = t**2 * (p * (p.log() - q.log())).sum() / 3  # classes
+    plain = F.cross_entropy(LOGITS, LABELS, reduction="sum")
+    torch.testing.assert_close(loss(LOGITS, distillation="soft", temperature=t), 0.5 * plain + 0.5 * divergence)
+    assert loss(TAUGHT, distillation="soft", teacher_share=1.0).item() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("mixer", ["lion_s", "softmax"])
+def test_a_distilled_model_has_a_second_token_and_head(mixer):
+    recipe = resolve("quickstart", [f"model.mixer={mixer}", "model.distilled=true", "task.teacher=x"])
+    model = make_task(recipe, build_data(recipe).info).build_model(recipe.model).double()
+    plain = resolve("quickstart", [f"model.mixer={mixer}"])
+    other = make_task(plain, build_data(plain).info).build_model(plain.model)
+    assert model.length == other.length + 1
+    for head in (model.head, model.head_distill):
+        torch.nn.init.normal_(head.weight)
+    images = torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8)
+    model.eval()
+    mean = model(images)
+    alone = []
+    for name in ("head", "head_distill"):
+        muted = copy.deepcopy(model)
+        torch.nn.init.zeros_(getattr(muted, name).weight)
+        alone.append(muted(images))
+    torch.testing.assert_close(mean, alone[0] + alone[1])
+    first, second = model.train()(images)
+    torch.testing.assert_close((first + second) / 2, mean)
+    assert not torch.allclose(first, second)
+
+
+def test_settings_that_cannot_be_combined_are_refused():
+    with pytest.raises(ConfigError, match="set task.teacher"):
+        recipe = resolve("quickstart", ["model.distilled=true"])
+        make_task(recipe, INFO).build_model(recipe.model)
+    with pytest.raises(ConfigError, match="sees no patch"):
+        resolve("quickstart", ["model.distilled=true", "model.attention.direction=forward", "task.teacher=x"])
+    with pytest.raises(ConfigError, match="valid: hard, soft|did you mean"):
+        resolve("quickstart", ["task.distillation=sof"])
+
+
+@pytest.mark.slow
+def test_a_run_is_distilled_from_a_run_and_evaluated_in_all_forms(tmp_path, capsys):
+    teacher = tiny_recipe(tmp_path, "teacher", model={"mixer": "softmax"})
+    assert here("train", teacher, "--no-eval") == 0
+    where = [f"task.teacher={tmp_path / 'runs' / 'teacher'}", "model.distilled=true"]
+    student = tiny_recipe(tmp_path, "student")
+    assert "; its time and memory are not counted" in shown(capsys, student, *where)
+    assert here("train", student, *where) == 0
+    forms = json.loads((tmp_path / "runs" / "student" / "summary.json").read_text())["forms"]
+    assert {"full", "chunk", "rnn"} <= set(forms) and all(form["deviation"] < 1e-4 for form in forms.values())
+    model = lion.load(tmp_path / "runs" / "student", compile=False)
+    assert model(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape == (2, 10)
+
+
+def shown(capsys, *argv):
+    assert here("show", *argv) == 0
+    return capsys.readouterr().out
+
+
+def refuse_teacher(capsys, student, tmp_path, name):
+    return refuse(capsys, "train", student, "run.name=other", f"task.teacher={tmp_path / 'runs' / name}")
+
+
+def test_a_teacher_of_other_data_is_refused(tmp_path, capsys):
+    assert here("train", tiny_recipe(tmp_path, "teacher"), "--no-eval") == 0
+    capsys.readouterr()
+    folder = str(tmp_path / "runs" / "teacher")
+    with pytest.raises(ConfigError, match="trained on 10 other classes"):
+        open_teacher(folder, INFO)
+    info = build_data(resolve("quickstart")).info
+    with pytest.raises(ConfigError, match=r"has images \(1, 8, 8\), expected \(1, 16, 8\)"):
+        open_teacher(folder, ImageInfo((16, 8), 1, info.classes, mean=info.mean, std=info.std))
+    assert "no recipe.yaml in" in refuse_teacher(capsys, tiny_recipe(tmp_path, "student"), tmp_path, "nobody")
+    teacher = open_teacher(folder, info)
+    assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
+    pixels = torch.rand(2, 1, 8, 8)
+    own = unwrapped(teacher.model)
+    torch.testing.assert_close(teacher(pixels), own((pixels - own.mean) / own.std))
+
+
+def test_teachers_of_timm(tmp_path):
+    timm = pytest.importorskip("timm")
+    made = timm.create_model("resnet10t", num_classes=3, in_chans=1)
+    torch.save(made.state_dict(), tmp_path / "w.pth")
+    teacher = open_teacher(f"timm:resnet10t:{tmp_path / 'w.pth'}", INFO)
+    assert teacher(torch.rand(2, 1, 32, 32)).shape == (2, 3)
+    for name in ("timm:resnet10z", "timm:resnet10t:/nowhere.pth", "timm:resnet10t"):  # unknown, missing, no network
+        with pytest.raises(ConfigError, match=r"task.teacher: 'timm:.*' (cannot be loaded|has 1000 classes)"):
+            open_teacher(name, INFO)
