@@ -91,12 +91,12 @@ def test_a_distilled_model_has_a_second_token_and_head(mixer):
 
 
 def test_settings_that_cannot_be_combined_are_refused():
-    with pytest.raises(ConfigError, match="set task.teacher"):
+    with pytest.raises(ConfigError, match=r"set task\.teacher"):
         recipe = resolve("quickstart", ["model.distilled=true"])
         make_task(recipe, INFO).build_model(recipe.model)
     with pytest.raises(ConfigError, match="sees no patch"):
         resolve("quickstart", ["model.distilled=true", "model.attention.direction=forward", "task.teacher=x"])
-    with pytest.raises(ConfigError, match="valid: hard, soft|did you mean"):
+    with pytest.raises(ConfigError, match=r"valid: hard, soft|did you mean"):
         resolve("quickstart", ["task.distillation=sof"])
 
 

@@ -119,15 +119,18 @@ def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, st
 
 
 def summary(parts: Sequence[Part], compared: Mapping[int, list[Comparison]], judged: Mapping[int, str]) -> str:
-    """Return a table of the numbers of runs and verdicts by table."""
+    """Return a table of the numbers of runs, of verdicts on claims, and of answered questions, by table."""
     words = (*VERDICTS[CLAIM], UNDECIDED, NOT_RUN)
     rows = []
     for part in parts:
-        claims = [judged[id(each)] for each in compared[id(part)] if each.kind == CLAIM]
+        claims, questions = ([judged[id(e)] for e in compared[id(part)] if e.kind == kind] for kind in VERDICTS)
+        answered = sum(word in VERDICTS[QUESTION] for word in questions)
         made = sum(map(len, part.results.values.values()))
         runs = f"{made} of {len(part.cells)}"
-        rows.append([f"{part.name}, {part.scale}", runs, *(str(claims.count(word)) for word in words)])
-    return pipes(["table", "runs", *words], rows, text=TEXT)
+        counts = (str(claims.count(word)) if claims else "-" for word in words)
+        asked = f"{answered} of {len(questions)}" if questions else "-"
+        rows.append([f"{part.name}, {part.scale}", runs, *counts, asked])
+    return pipes(["table", "runs", *words, "questions answered"], rows, text=TEXT)
 
 
 def section(part: Part, compared: Sequence[Comparison], judged: Mapping[int, str]) -> list[str]:
