@@ -12,10 +12,11 @@ import data
 from lion.config import ConfigError
 from lion.tasks.metrics import MetricOfMeans
 from tests.helpers import here, refuse, tiny_recipe
+from tools.claims import CLAIM, QUESTION, verdicts
 from tools.report.paper import claimed, read_paper
 from tools.report.runs import group, load, place
-from tools.report.section import Section, as_section, markdown
-from tools.report.tables import ASKED, asked_table, claim_table, result_table, verdict
+from tools.report.section import Section, as_section, judged, markdown
+from tools.report.tables import comparisons, result_table
 
 PAPER = read_paper("image_classification")
 KINDS = {
@@ -77,16 +78,19 @@ def test_every_claim_of_the_cifar100_recipes_has_a_name_of_its_own():
     assert {"lion_lit without positions", "softmax silu_shifted feature map", "lion_s_vector"} <= found.keys()
 
 
+def pairs_of(groups, kind, paper=PAPER):
+    return [each.pair for each in comparisons(groups, paper) if each.kind == kind]
+
+
 def test_claims_compare_runs_of_one_seed(runs):
     groups = group(of(runs, "lion_s", "lion_s_forward", "softmax"), PAPER)
-    rows = claim_table(groups, PAPER)[1]
-    assert [row[0] for row in rows] == ["lion_s > lion_s forward"]
-    assert [row[0] for row in asked_table(groups, PAPER)[1]] == ["lion_s > softmax"]  # its tables disagree
+    assert pairs_of(groups, CLAIM) == [("lion_s", "lion_s forward")]
+    assert pairs_of(groups, QUESTION) == [("lion_s", "softmax")]  # its tables disagree
     gaps = [a.val - b.val for a, b in zip(groups["lion_s"], groups["lion_s forward"])]  # not all runs have a test value
-    assert rows[0][1:4] == ["val", f"{100 * statistics.mean(gaps):.2f} ± {100 * statistics.stdev(gaps):.2f}", "2"]
-    groups["lion_s forward"] = [r._replace(test=0.3) for r in groups["lion_s forward"]]
-    assert claim_table(groups, PAPER)[1][0][1:3] == ["test", "25.00 ± 7.07"]
-    assert not claim_table(group(of(runs, "softmax"), PAPER), PAPER)[1]
+    assert comparisons(groups, PAPER)[0].found.mean == pytest.approx(100 * statistics.mean(gaps))
+    groups = {name: [r._replace(test=r.test or 0.3) for r in some] for name, some in groups.items()}
+    assert comparisons(groups, PAPER)[0].found.mean == pytest.approx(25)
+    assert not comparisons(group(of(runs, "softmax"), PAPER), PAPER)
 
 
 def test_a_metric_that_falls(runs):
@@ -100,9 +104,9 @@ def test_a_metric_that_falls(runs):
     header, rows = result_table(groups, PAPER)
     assert header[:2] == ["model", "val perplexity"], "nothing was tested"
     assert [row[1] for row in rows] == ["20.00 ± 0.00", "17.25 ± 0.00"]
-    header, rows = asked_table(groups, PAPER)
-    assert rows == [["lion_s > softmax", "val", "2.75 ± 0.00", "2", "yes"]]
-    assert header[2] == "difference, perplexity"
+    (asked,) = (each for each in comparisons(groups, PAPER) if each.kind == QUESTION)
+    assert asked.found.mean == pytest.approx(2.75) and asked.unit == "perplexity"
+    assert verdicts([asked]) == ["yes"]
 
 
 def test_a_run_that_is_not_finished(runs, tmp_path):
@@ -114,15 +118,18 @@ def test_a_run_that_is_not_finished(runs, tmp_path):
         load(str(tmp_path / "run"))
 
 
-def test_students_t_decides():
-    assert verdict([0.02, 0.03]) == "undecided, within the noise"  # 5 standard errors, from two runs
-    assert verdict([0.0299, 0.03]) == "so here, too"
-    assert verdict([0.01, 0.02] * 10) == "so here, too"
-    assert verdict([0.02, 0.03, 0.025]) == "so here, too"
-    assert verdict([-0.02, -0.03, -0.025]) == "the other way round here"
-    assert verdict([-0.02, 0.03, 0.01]) == "undecided, within the noise"
-    assert verdict([0.5]) == "one seed decides nothing"
-    assert [verdict(gaps, ASKED) for gaps in ([0.02, 0.03, 0.025], [-0.02, -0.03, -0.025])] == [*ASKED]
+def test_all_sections_are_corrected_together(runs, tmp_path):
+    """Check that verdicts of a section depend on the other sections of the report, and are made from its JSON."""
+    where = ("--out", tmp_path, "--name", "two")
+    sections = [x for title in "ab" for x in ("--section", title, runs / "lion_s0", runs / "lion_s1")]
+    one = [*sections[:4], runs / "softmax0", runs / "softmax1", *sections[4:], runs / "softmax0", runs / "softmax1"]
+    assert here("report", *one, *where) == 0
+    held = json.loads((tmp_path / "two.json").read_text())["sections"]
+    for row in held:
+        (claim,) = row["comparisons"]
+        claim["found"] |= {"p": 0.03, "mean": 1.0}
+    assert [verdict for ((_, verdict),) in judged(held)] == ["undecided", "undecided"]
+    assert [verdict for ((_, verdict),) in judged(held[:1])] == ["yes"]
 
 
 def test_rows_stand_in_the_papers_order():
@@ -237,7 +244,7 @@ def test_tables_of_other_runs_stay(runs, tmp_path):
 def test_a_task_of_which_the_paper_says_nothing(runs):
     paper, groups = read_paper("chess"), group(of(runs, "lion_s", "softmax"), PAPER)
     header, rows = result_table(groups, paper)
-    assert header[-1] == "images/s" and len(rows) == 2 and not claim_table(groups, paper)[1]
+    assert header[-1] == "images/s" and len(rows) == 2 and not comparisons(groups, paper)
     assert markdown([as_section(Section("", paper, groups))], "Chess", None).startswith("# chess: runs at one budget\n")
 
 

@@ -10,7 +10,7 @@ from tools.distance import FIGURES
 from tools.report.distance import distance_table, frechet
 from tools.report.paper import read_paper
 from tools.report.runs import group, load
-from tools.report.tables import CLAIMED, claim_table
+from tools.report.tables import comparisons
 
 pytest.importorskip("sklearn")
 PAPER = read_paper("diffusion")
@@ -74,17 +74,14 @@ def test_rows_by_patches_and_claims_by_distance(runs, tmp_path, capsys):
     groups = group([load(str(run)) for run in runs], PAPER)
     assert list(groups) == ["lightnet patch 2", "lightnet patch 4", "lightnet without TPE patch 2"]
     assert [row[2] for row in distance_table(groups)[1][:3]] == ["3.10 ± 0.14", "5.15 ± 0.21", "2.05 ± 0.07"]
-    header, rows = claim_table(groups, PAPER, frechet)
-    assert header == ["the paper: ", "on", "difference, FD-own", "n", "here"]
-    assert rows == [
-        ["lightnet patch 2 > lightnet patch 4", "samples", "2.05 ± 0.07", "2", CLAIMED[0]],
-        ["lightnet patch 2 > lightnet without TPE patch 2", "samples", "-1.05 ± 0.07", "2", CLAIMED[1]],
-    ]
+    first, second = comparisons(groups, PAPER, frechet)
+    assert first.pair == ("lightnet patch 2", "lightnet patch 4") and first.unit == second.unit == "FD-own"
+    assert first.found.mean == pytest.approx(2.05) and second.found.mean == pytest.approx(-1.05)
     metric, _, values = frechet(groups["lightnet patch 4"])
     assert not metric.higher_is_better and list(values.values()) == [5.0, 5.3]
     assert here("report", *runs, "--out", tmp_path) == 0
     text = (tmp_path / "generation.md").read_text()
-    assert "| lightnet patch 2 > lightnet patch 4 | samples | 2.05" in text and "Distance from real pictures" in text
+    assert "| lightnet patch 2 > lightnet patch 4 | +2.05 ± " in text and "Distance from real pictures" in text
     assert "patches of 2 x 2 or dim 16, depth 2, 2 heads, patches of 4 x 4" in text
     assert "difference, loss" not in text  # the papers make no claims about the loss
     capsys.readouterr()

@@ -8,11 +8,12 @@ import pytest
 
 from lion.config import ConfigError
 from tests.helpers import here, refuse, tiny_recipe
+from tools.claims import QUESTION
 from tools.compose import open_data
 from tools.report.glue import glue_table
 from tools.report.paper import claimed, quoted, read_paper
 from tools.report.runs import group, load
-from tools.report.tables import asked_table, claim_table, result_table
+from tools.report.tables import comparisons, result_table
 
 PAPER = read_paper("masked_lm")
 LAYOUTS = {"packed": "pack: documents", "borderless": "document_mask: false", "padded": "pack: padded"}
@@ -55,9 +56,9 @@ def test_layouts_judged_by_the_same_samples_are_rows(runs):
     ]
     losses = [line["loss"] for line in lines]
     assert packed["val loss"] == f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}"
-    asked = asked_table(groups, PAPER)[1]
-    assert [row[0] for row in asked] == ["lion_s packed > lion_s borderless", "lion_s packed > lion_s padded"]
-    assert not claim_table(groups, PAPER)[1]
+    found = comparisons(groups, PAPER)
+    assert [each.pair for each in found] == [("lion_s packed", f"lion_s {so}") for so in ("borderless", "padded")]
+    assert {each.kind for each in found} == {QUESTION}
 
 
 def better(line):

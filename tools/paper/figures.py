@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ from tools.colours import colour_of
 from tools.paper.page import Part, parts_of, shapes_of
 from tools.paper.tables import Table
 from tools.statistics import interval
-from tools.store import Store
+from tools.store import Row, Store
 
+DECAYS = "decays"  # name of the plot of the decays of Lion-D
 MARKERS = "os^DvP*X"  # of the rows of one mixer
 
 
@@ -33,7 +34,23 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
         size = (9, 4.6) if by_size else (9, 1.4 + 0.28 * len(part.table.rows))
         if store.draw(path, size, partial(sizes if by_size else ends, part=part)):
             found[part.name] = f"paper/{path.name}"
+    with_decays = [row for row in store.rows.values() if row.get("decays")]
+    path = store.path.parent / "paper" / f"{DECAYS}.png"
+    if with_decays and store.draw(path, (7, 3), partial(decays, rows=with_decays)):
+        found[DECAYS] = f"paper/{path.name}"
     return found
+
+
+def decays(fig: Any, rows: Sequence[Row]) -> None:
+    """Plot the decays of the heads of all Lion-D models by layer."""
+    ax = fig.subplots()
+    for layer, values in enumerate(zip(*(row["decays"] for row in rows))):
+        heads = [value for each in values for value in each]
+        ax.plot([layer + 1] * len(heads), heads, "o", color=colour_of("lion_d"), alpha=0.4, markersize=5)
+    ax.set(xlabel="layer", ylabel="lambda", ylim=(0, 1), title=f"Decays of the heads of {len(rows)} Lion-D models")
+    ax.set_xticks(range(1, 1 + max(len(row["decays"]) for row in rows)))
+    ax.grid(True, axis="y", color="0.9")
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 def ends(fig: Any, part: Part) -> None:

@@ -5,52 +5,30 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from lion.tasks.metrics import Metric
+from tools.claims import CLAIM, NOT_RUN, QUESTION, UNDECIDED, VERDICTS, Comparison, compare, table_of, verdicts
 from tools.compose import metric_of
 from tools.paper.results import Results, results_of
 from tools.paper.tables import Cell, Table, cells
-from tools.statistics import LEVEL, POWER, Difference, holm, interval, paired, power, seeds_needed, two_way
+from tools.statistics import RULE, interval
 from tools.store import Store, digits, pipes
 
-CLAIM, QUESTION = "claim", "question"
-VERDICTS = {CLAIM: ("confirmed", "contradicted"), QUESTION: ("yes", "no, the other way round")}
-UNDECIDED, NOT_RUN = "undecided", "not run"
 TEXT = ("row", "claim", "question", "verdict", "table")  # columns of text
-RULE = f"""\
+FIGURES = Path(__file__).parent / "figures_of_papers.yaml"
+LEGEND = f"""\
 Values are means over seeds ± half of the 95 % interval of the mean (Student's t), and in brackets the number of seeds.
-The papers' columns are as printed. Differences between rows are positive where the first row is better.
+The papers' columns are as printed.
 
-The rule for verdicts, fixed before the runs. Where runs of one seed are alike because they share the order of the data
-(text, digits), two rows are compared by the differences of runs of the same seed. Elsewhere, a linear model of rows and
-seeds is fitted to all runs of the table, and its residuals estimate the noise. A claim is decided if p is below
-{LEVEL} after Holm's correction for all claims and questions of this page; the intervals are not corrected. For an
-undecided claim, the last column is the smallest difference that its runs would have shown with a probability of
-{POWER:.0%}, without the correction. By this calculation, three paired seeds show a difference of two standard
-deviations in {power(3, 2):.0%} of all cases; {seeds_needed(2)} seeds are needed for {POWER:.0%}.
+{RULE} The rule was fixed before the runs.
 
 Runs at scale `mini` are small, on the data named above each table: they test the order of rows, not the values.
 A row is bound to its runs by a hash of all settings that are not default, and of the data.
 `./run.sh paper --table NAME` makes the runs of a table that are missing, and writes this page."""
-
-
-class Comparison(NamedTuple):
-    """A claim of a paper or an open question (pair of rows), and the difference that runs show.
-
-    Attributes:
-        table: Name of the table.
-        kind: `CLAIM` or `QUESTION`.
-        pair: The rows, (better, worse).
-        found: The difference, in favour of the first row; None: too few runs.
-        missing: Whether a row has no runs.
-    """
-
-    table: str
-    kind: str
-    pair: tuple[str, str]
-    found: Difference | None
-    missing: bool
 
 
 class Part(NamedTuple):
@@ -78,28 +56,10 @@ def parts_of(tables: Mapping[str, Table], store: Store) -> list[Part]:
 
 def comparisons(part: Part) -> list[Comparison]:
     """Compare the rows of all claims and questions of a table."""
-    compare, values, found = paired if part.table.paired else two_way, part.results.values, []
-    for kind, pairs in ((CLAIM, part.table.claims), (QUESTION, part.table.open)):
-        for pair in pairs:
-            missing = not all(values[name] for name in pair)
-            made = None if missing else compare(values, *pair)
-            if made and not part.metric.higher_is_better:
-                made = made._replace(mean=-made.mean)
-            found.append(Comparison(part.name, kind, tuple(pair), made, missing))
-    return found
-
-
-def verdicts(found: Sequence[Comparison]) -> list[str]:
-    """Return the verdict on each comparison, after Holm's correction for all of them."""
-    decided = [i for i, each in enumerate(found) if each.found]
-    corrected = dict(zip(decided, holm([found[i].found.p for i in decided])))
     return [
-        NOT_RUN
-        if each.missing
-        else UNDECIDED
-        if i not in corrected or corrected[i] >= LEVEL
-        else VERDICTS[each.kind][each.found.mean < 0]
-        for i, each in enumerate(found)
+        each
+        for kind, pairs in ((CLAIM, part.table.claims), (QUESTION, part.table.open))
+        for each in compare(kind, pairs, part.results.values, part.metric, alike=part.table.paired)
     ]
 
 
@@ -110,12 +70,21 @@ def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, st
     every = [each for part in parts for each in compared[id(part)]]
     judged = dict(zip(map(id, every), verdicts(every)))
     text = ["# The papers' tables, run again", "Written by `./run.sh paper`; raw results of every run: `paper.json`."]
-    text += [RULE, summary(parts, compared, judged)]
+    text += [LEGEND, summary(parts, compared, judged)]
     for part in parts:
         text += section(part, compared[id(part)], judged)
         if part.name in figures:
             text.append(f"![{part.name}]({figures[part.name]})")
+    text += ["## Figures of the papers", figure_table(figures)]
     return "\n\n".join(text) + "\n"
+
+
+def figure_table(figures: Mapping[str, str]) -> str:
+    """Return a table of the papers' figures, and of what shows the same here."""
+    found = yaml.safe_load(FIGURES.read_text(encoding="utf-8"))
+    plots = {f"plot of {name}": f"[plot]({file})" for name, file in figures.items()}
+    rows = [[name, plots.get(text, NOT_RUN if text.startswith("plot of ") else text)] for name, text in found.items()]
+    return pipes(["figure", "here"], rows, text=("figure", "here"))
 
 
 def summary(parts: Sequence[Part], compared: Mapping[int, list[Comparison]], judged: Mapping[int, str]) -> str:
@@ -141,11 +110,9 @@ def section(part: Part, compared: Sequence[Comparison], judged: Mapping[int, str
     shapes = shapes_of(results) if table.more else []
     header = ["row", *table.columns, f"{results.split} {metric.heading}", *shapes, "parameters", "minutes"]
     text.append(pipes(header, [row_of(part, name, shapes) for name in table.rows], text=TEXT))
-    unit = "points" if metric.percent else metric.title
-    for kind in (CLAIM, QUESTION):
-        rows = [comparison_row(each, judged[id(each)]) for each in compared if each.kind == kind]
+    for kind in VERDICTS:
+        header, rows = table_of(kind, [(each, judged[id(each)]) for each in compared])
         if rows:
-            header = [kind, f"difference, {unit}", "p", "verdict", "smallest visible"]
             text.append(pipes(header, rows, text=TEXT))
     return [each for each in text if each]
 
@@ -200,12 +167,3 @@ def spread(metric: Metric, values: Sequence[float], count: bool = False) -> str:
     text = f"{statistics.mean(values):.{metric.digits}f}"
     text += "" if math.isinf(half) else f" ± {half:.{metric.digits}f}"
     return f"{text} ({len(values)})" if count else text
-
-
-def comparison_row(each: Comparison, verdict: str) -> list[str]:
-    name, found = f"{each.pair[0]} > {each.pair[1]}", each.found
-    if found is None:
-        return [name, "-", "-", verdict, "-"]
-    p = f"{found.p:.3f}" if found.p >= 0.001 else f"{found.p:.0e}"
-    smallest = digits(found.smallest) if verdict == UNDECIDED else "-"
-    return [name, f"{found.mean:+.2f} ± {found.half:.2f}", p, verdict, smallest]

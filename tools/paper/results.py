@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from lion.runs import SUMMARY
+from lion.layers.mixers.lion import FixedDecay
+from lion.runs import SUMMARY, open_run
 from tools.compose import metric_of
 from tools.paper.tables import Cell, Table, settings_of, short_hash
 from tools.report.runs import Run, load
@@ -58,8 +59,15 @@ def raw_row(key: str, seed: int, run: Run) -> Row:
         "step": last["step"],
         "seconds": seconds(run.folder),
         "remark": run.remark,
+        "decays": decays_of(run.folder),
         **{name: run.environment.get(name) for name in MADE_BY},
     }
+
+
+def decays_of(folder: Path) -> list[list[float]]:
+    """Return lambda of every head by layer, for models with fixed decays (Lion-D); an empty list for other models."""
+    decays = [part for part in open_run(folder).model.modules() if isinstance(part, FixedDecay)]
+    return [decay.a.sigmoid().tolist() for decay in decays]
 
 
 def hash_of(settings: Mapping[str, object], data: str | None) -> str:

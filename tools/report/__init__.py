@@ -19,10 +19,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from lion.config import ConfigError
+from tools.claims import VERDICTS, table_of
 from tools.cli import Parser, file_name, table
 from tools.report.paper import USER_FILES, read_paper
 from tools.report.runs import group, load
-from tools.report.section import Section, as_rows, as_section, curves, markdown
+from tools.report.section import Section, as_rows, as_section, curves, judged, markdown
 from tools.store import Store
 
 
@@ -59,8 +60,11 @@ def main(argv: list[str]) -> int:
     of = {row["paper"] for row in held}
     title = of.pop() if len(of) == 1 else name.replace("_", " ").capitalize()
     store.save(markdown(held, title, picture and picture.name, notes))
+    compared = dict(zip((row["section"] for row in held), judged(held)))
     for section in sections:
-        parts = [section.title, *(table(*t) for t in section.tables()), section.remarks()]
+        claims = [table_of(kind, compared[section.title]) for kind in VERDICTS]
+        tables = [*section.tables(), *((header, rows) for header, rows in claims if rows)]
+        parts = [section.title, *(table(*t) for t in tables), section.remarks()]
         print(*filter(None, parts), sep="\n\n", end="\n\n")
     print(store.files_and(picture))
     return 0

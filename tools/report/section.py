@@ -9,22 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.claims import CLAIM, QUESTION, Comparison, table_of, verdicts
 from tools.distance import FIGURES
 from tools.report.distance import distance_table, frechet
 from tools.report.glue import glue_table
 from tools.report.paper import USER_FILES, Paper, quoted
 from tools.report.runs import Run, settings_of
-from tools.report.tables import Groups, Table, asked_table, claim_table, own_metric, result_table
+from tools.report.tables import Groups, Table, comparisons, own_metric, result_table
+from tools.statistics import RULE
 from tools.store import Row, pipes, widen
 
 JUDGES = {"metric": own_metric, "distance": frechet}
-TEXT = ("model", "the paper: ", "asked: ", "on", "here", "fine-tuned as")  # columns of text
+TEXT = ("model", CLAIM, QUESTION, "verdict", "fine-tuned as")  # columns of text
+HEADINGS = {CLAIM: "What the paper claims", QUESTION: "What it leaves open"}
 LEGEND = (
     "Values are mean ± sample standard deviation over n seeds. `test` is measured with the weights that were best on "
     "`val`; other metrics on `val` are from the same step. Speed is the median training speed in the log, without "
     "padding; other jobs on the machine may have reduced it. The papers' columns are their numbers on their data, so "
-    "only the order of rows is comparable. Differences are between runs of the same seed, positive where the first row "
-    "is better. Student's t at 95 % decides whether a difference is more than noise, separately for each comparison."
+    f"only the order of rows is comparable. Rows are compared on test if all runs were tested.\n\n{RULE}"
 )
 
 
@@ -45,18 +47,18 @@ class Section:
         told = [(name, run) for name, runs in self.groups.items() for run in runs if run.remark]
         return "\n".join(f"- {name}, seed {run.recipe.seed}: {run.remark}" for name, run in told)
 
+    def comparisons(self) -> list[Comparison]:
+        return comparisons(self.groups, self.paper, JUDGES[self.paper.judged_by])
+
     def tables(self) -> list[Table]:
         """Return the tables that have rows."""
         return [rows for _, rows in self.parts()]
 
     def parts(self) -> list[tuple[str, Table]]:
         """Return the tables that have rows, each with its heading."""
-        judge = JUDGES[self.paper.judged_by]
         found = [
             ("", result_table(self.groups, self.paper)),
             ("Distance from real pictures", distance_table(self.groups)),
-            ("What the paper claims", claim_table(self.groups, self.paper, judge)),
-            ("What it leaves open", asked_table(self.groups, self.paper, judge)),
             ("GLUE", glue_table(self.groups)),
         ]
         return [(heading, rows) for heading, rows in found if rows[1]]
@@ -67,9 +69,11 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
     only = len(sections) == 1
     title = (sections[0]["section"] or sections[0]["paper"]) if only else title
     parts = [f"# {title}: runs at one budget{'' if only else ' each'}", "Written by `./run.sh report`.", LEGEND]
-    for section in sections:
+    for section, compared in zip(sections, judged(sections)):
         parts += [f"## {section['section'] or section['paper']}"] if not only else []
-        for heading, text in section["parts"]:
+        tables = [(HEADINGS[kind], *table_of(kind, compared)) for kind in HEADINGS]
+        claims = [(heading, pipes(header, rows, text=TEXT)) for heading, header, rows in tables if rows]
+        for heading, text in [*section["parts"], *claims]:
             parts += [f"{'##' if only else '###'} {heading}"] if heading else []
             parts.append(text)
     if picture:
@@ -79,6 +83,13 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
     if notes:
         parts += ["## Notes", notes]
     return "\n\n".join(parts) + "\n"
+
+
+def judged(sections: list[Row]) -> list[list[tuple[Comparison, str]]]:
+    """Return the comparisons of each section with their verdicts, which are corrected for those of all sections."""
+    found = [[Comparison.of(row) for row in section["comparisons"]] for section in sections]
+    every = iter(verdicts([each for some in found for each in some]))
+    return [[(each, next(every)) for each in some] for some in found]
 
 
 def budget(runs: list[Run]) -> str:
@@ -115,6 +126,7 @@ def as_section(section: Section) -> Row:
         "paper": section.paper.title,
         "quoted": any(run.recipe.data.name not in USER_FILES for run in section.runs),
         "parts": [list(part) for part in parts],
+        "comparisons": [each.as_row() for each in section.comparisons()],
         "x": "step" if first.recipe.trainer.epochs is None else "epoch",
         "y": f"val {first.metric.heading}",
     }

@@ -1,0 +1,93 @@
+"""Claims and questions about pairs of rows: differences of runs, and verdicts that are corrected for their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from lion.tasks.metrics import Metric
+from tools.statistics import LEVEL, Difference, Values, holm, paired, two_way
+from tools.store import digits
+
+CLAIM, QUESTION = "claim", "question"
+VERDICTS = {CLAIM: ("confirmed", "contradicted"), QUESTION: ("yes", "no, the other way round")}
+UNDECIDED, NOT_RUN = "undecided", "not run"
+
+
+class Comparison(NamedTuple):
+    """A claim of a paper or an open question (pair of rows), and the difference that runs show.
+
+    Attributes:
+        kind: `CLAIM` or `QUESTION`.
+        pair: The rows, (better, worse).
+        found: The difference, in favour of the first row; None: too few runs.
+        missing: Whether a row has no runs.
+        unit: Unit of the difference.
+    """
+
+    kind: str
+    pair: tuple[str, str]
+    found: Difference | None
+    missing: bool
+    unit: str
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Comparison:
+        """Return the comparison that `as_row` made a row of JSON."""
+        found = None if row["found"] is None else Difference(**row["found"])
+        return cls(row["kind"], tuple(row["pair"]), found, row["missing"], row["unit"])
+
+    def as_row(self) -> dict[str, Any]:
+        return {**self._asdict(), "found": self.found and self.found._asdict()}
+
+
+def compare(
+    kind: str, pairs: Iterable[tuple[str, str]], values: Values, metric: Metric, *, alike: bool
+) -> list[Comparison]:
+    """Compare pairs of rows by values as shown.
+
+    Args:
+        kind: `CLAIM` or `QUESTION`.
+        pairs: Names of rows, (better, worse).
+        values: Values by row and seed.
+        metric: The metric of the values.
+        alike: Whether runs of one seed are alike, see `tools.statistics`.
+    """
+    unit, found = "points" if metric.percent else metric.title, []
+    for first, second in pairs:
+        missing = not (values.get(first) and values.get(second))
+        made = None if missing else (paired if alike else two_way)(values, first, second)
+        if made and not metric.higher_is_better:
+            made = made._replace(mean=-made.mean)
+        found.append(Comparison(kind, (first, second), made, missing, unit))
+    return found
+
+
+def verdicts(found: Sequence[Comparison]) -> list[str]:
+    """Return the verdict on each comparison, after Holm's correction for all of them."""
+    decided = [i for i, each in enumerate(found) if each.found]
+    corrected = dict(zip(decided, holm([found[i].found.p for i in decided])))
+    return [
+        NOT_RUN
+        if each.missing
+        else UNDECIDED
+        if i not in corrected or corrected[i] >= LEVEL
+        else VERDICTS[each.kind][each.found.mean < 0]
+        for i, each in enumerate(found)
+    ]
+
+
+def table_of(kind: str, found: Sequence[tuple[Comparison, str]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table of the comparisons of a kind, with their verdicts."""
+    own = [(each, verdict) for each, verdict in found if each.kind == kind]
+    unit = own[0][0].unit if own else ""
+    return [kind, f"difference, {unit}", "p", "verdict", "smallest visible"], [row_of(*each) for each in own]
+
+
+def row_of(each: Comparison, verdict: str) -> list[str]:
+    name, found = f"{each.pair[0]} > {each.pair[1]}", each.found
+    if found is None:
+        return [name, "-", "-", verdict, "-"]
+    p = f"{found.p:.3f}" if found.p >= 0.001 else f"{found.p:.0e}"
+    smallest = digits(found.smallest) if verdict == UNDECIDED else "-"
+    return [name, f"{found.mean:+.2f} ± {found.half:.2f}", p, verdict, smallest]
