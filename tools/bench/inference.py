@@ -20,6 +20,7 @@ Results are added to `reports/inference.md`, `inference.json` and `inference_RUN
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import statistics
 from collections.abc import Callable
@@ -27,12 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lion.config import ConfigError
-from lion.layers.mixers import LINEAR, SOFTMAX, Attention
-from lion.layers.mixers.base import set_form
+from lion.layers.layout import ROW_MAJOR, Layout
+from lion.layers.mixers import LINEAR, SOFTMAX, Attention, LionAttention
+from lion.layers.mixers.base import Mixer, mixers_of, set_form
 from lion.layers.mixers.lion import FixedDecay
 from lion.models.base import Model
+from lion.ops import blockwise_attention
 from lion.runs import LoadedRun, build_on_meta, open_run
 from lion.samples.base import Batch, Splits
 from lion.samples.seeds import derive
@@ -61,7 +65,8 @@ from tools.compose import build_data, resolve_run
 from tools.processes import Send, first_line
 from tools.store import Row, Store, digits, pipes
 
-FORMS = ("full", "blockwise", "chunk", "rnn")
+BLOCKWISE = "blockwise"  # the paper's Lion-chunk, which is a function and not a form of the layers
+FORMS = ("full", BLOCKWISE, "chunk", "rnn")
 QUADRATIC = "quadratic"
 SETTING = ("device", "threads", "run", "batch", "compiled")
 HEADER = ["tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix"]
@@ -187,9 +192,24 @@ def build(loaded: LoadedRun, size: int, variant: Variant) -> tuple[Task, Model]:
             fixed = {name: part for name, part in model.named_modules() if isinstance(part, FixedDecay)}
             weights |= {f"{name}.a": torch.full_like(part.a, LAMBDA_1) for name, part in fixed.items()}
         model.load_state_dict(weights)
-        form = "full" if variant.form in (QUADRATIC, SOFTMAX) else variant.form
+        form = "full" if variant.form in (QUADRATIC, SOFTMAX, BLOCKWISE) else variant.form
         set_form(model, form, variant.chunk_size)
+        for layer in mixers_of(model) if variant.form == BLOCKWISE else ():
+            layer.mix = functools.partial(mix_blockwise, layer)
     return task, model
+
+
+def mix_blockwise(layer: Mixer, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    """Mix tokens as `LionAttention.mix` does, by `blockwise_attention`.
+
+    Raises:
+        ValueError: The layer has several scans, a decay per key dimension, the delta rule, or LightNet's keys.
+    """
+    if type(layer) is not LionAttention or layer.config.scans != ROW_MAJOR:
+        raise ValueError("only for one scan, without decay or with a decay per head or token")
+    inputs = layer.arguments(x, q, k, v, layout)
+    direction, size = layer.config.direction, layer.chunk_size
+    return blockwise_attention(**inputs, direction=direction, chunk_size=size, segments=layout.segments)
 
 
 def measure(job: Job, send: Send) -> None:
@@ -214,7 +234,7 @@ def measure(job: Job, send: Send) -> None:
             with torch.inference_mode():
                 return task.outputs(model, batch)
 
-        compiled = not job.eager and variant.form != "blockwise"
+        compiled = not job.eager and variant.form != BLOCKWISE
         send({"kind": "note", "text": f"{variant}: {'compiling' if compiled else 'warming up'}"})
         try:
             row = {"mixer_bytes": mixer_peak(model, once, device, compiled)}
@@ -225,7 +245,7 @@ def measure(job: Job, send: Send) -> None:
             if job.samples and variant == trained:
                 value = value_of(loaded, job.size, task, model, job.samples)
                 row |= {"value": value, "shown": task.metric.number(value), "metric": task.metric.heading}
-        except (RuntimeError, ConfigError) as error:
+        except (RuntimeError, ValueError, ConfigError) as error:
             send({"kind": "note", "text": f"{variant}: {first_line(error)}"})
             continue
         runs[variant] = once

@@ -102,7 +102,7 @@ class LionAttention(Attention):
     different decay conventions in one direction and in both (`AttentionConfig`).
     """
 
-    forms, unlisted_forms = FORMS, ("blockwise",)
+    forms = FORMS
 
     def __new__(cls, dim: int = 0, num_heads: int = 0, mixer: str = "lion_s", *_: Any, **__: Any) -> LionAttention:
         """Return a layer of the mixer's class: `LionAttention(dim, num_heads, "lightnet")` is a `LightNetAttention`."""
