@@ -106,7 +106,7 @@ def test_inputs_are_what_the_layer_hands_over():
 @pytest.mark.slow
 def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
     def off(*args, **kwargs):
-        return linear_attention(*args, **kwargs) * (wrong if kwargs["form"] == "chunk" else 1)
+        return linear_attention(*args, **kwargs) * (wrong if kwargs["settings"].form == "chunk" else 1)
 
     monkeypatch.setattr(operators, "linear_attention", off)
     rows, (note,) = measure(passes=("forward",))

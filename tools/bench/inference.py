@@ -324,8 +324,7 @@ def value_of(loaded: LoadedRun, size: int, task: Task, model: Model, limit: int)
     split, splits = held_out(loaded, size)
     data = getattr(splits, split)
     some = torch.utils.data.Subset(data, range(min(limit, len(data))))
-    how = {"seed": loaded.recipe.seed, "split": split, "batch": min(16, len(some)), "collate": splits.collate}
-    batches = eval_batches(some, rank=0, world=1, workers=0, pin=False, **how)
+    batches = eval_batches(some, seed=loaded.recipe.seed, split=split, batch=min(16, len(some)), collate=splits.collate)
     runtime, seed = start_runtime(str(pick_device())), derive(loaded.recipe.seed, split)
     return evaluate(model, batches, task, runtime, seed=seed)[task.metric.name]
 
