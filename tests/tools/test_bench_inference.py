@@ -14,6 +14,7 @@ from lion.layers.mixers import Attention, LionAttention
 from lion.runs import open_run
 from tests.helpers import here, refuse, tiny_recipe
 from tools.bench import collect, inference, probe
+from tools.bench.blockwise import mix_blockwise
 from tools.bench.probe import Variant
 
 
@@ -80,7 +81,7 @@ def test_what_blockwise_cannot_measure(tmp_path):
     assert not rows and "blockwise 8: blockwise_attention: takes neither beta nor decays" in note
     for layer in (LionAttention(8, 2, "lightnet"), LionAttention(8, 2, "lion_s", scans=("row_snake", "column_snake"))):
         with pytest.raises(ValueError, match="only for one scan"):
-            inference.mix_blockwise(layer, *[torch.zeros(1)] * 4, Layout())
+            mix_blockwise(layer, *[torch.zeros(1)] * 4, Layout())
 
 
 def test_lion_lit_under_decays_of_one(tmp_path):

@@ -20,7 +20,6 @@ Results are added to `reports/inference.md`, `inference.json` and `inference_RUN
 from __future__ import annotations
 
 import dataclasses
-import functools
 import shlex
 import statistics
 from collections.abc import Callable
@@ -28,15 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lion.config import ConfigError
-from lion.layers.layout import ROW_MAJOR, Layout
-from lion.layers.mixers import LINEAR, SOFTMAX, Attention, LionAttention
-from lion.layers.mixers.base import Mixer, mixers_of, set_form
+from lion.layers.mixers import LINEAR, SOFTMAX, Attention
+from lion.layers.mixers.base import set_form
 from lion.layers.mixers.lion import FixedDecay
 from lion.models.base import Model
-from lion.ops import blockwise_attention
 from lion.runs import LoadedRun, build_on_meta, open_run
 from lion.samples.base import Batch, Splits
 from lion.samples.seeds import derive
@@ -46,6 +42,7 @@ from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
 from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import start_runtime
+from tools.bench.blockwise import use_blockwise
 from tools.bench.collect import collect
 from tools.bench.floors import published_flops
 from tools.bench.probe import (
@@ -194,22 +191,9 @@ def build(loaded: LoadedRun, size: int, variant: Variant) -> tuple[Task, Model]:
         model.load_state_dict(weights)
         form = "full" if variant.form in (QUADRATIC, SOFTMAX, BLOCKWISE) else variant.form
         set_form(model, form, variant.chunk_size)
-        for layer in mixers_of(model) if variant.form == BLOCKWISE else ():
-            layer.mix = functools.partial(mix_blockwise, layer)
+        if variant.form == BLOCKWISE:
+            use_blockwise(model)
     return task, model
-
-
-def mix_blockwise(layer: Mixer, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    """Mix tokens as `LionAttention.mix` does, by `blockwise_attention`.
-
-    Raises:
-        ValueError: The layer has several scans, a decay per key dimension, the delta rule, or LightNet's keys.
-    """
-    if type(layer) is not LionAttention or layer.config.scans != ROW_MAJOR:
-        raise ValueError("only for one scan, without decay or with a decay per head or token")
-    inputs = layer.arguments(x, q, k, v, layout)
-    direction, size = layer.config.direction, layer.chunk_size
-    return blockwise_attention(**inputs, direction=direction, chunk_size=size, segments=layout.segments)
 
 
 def measure(job: Job, send: Send) -> None:
