@@ -15,13 +15,7 @@ install() {
   printf '%s\n' "$stamp" >.venv/stamp # last: an interrupted install is repaired, a finished one never repeated
 }
 
-# Threads that wait for each other spin briefly, then sleep: left to spin, sharing the cores with one other process
-# slows small models down fifty times over.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
-# Steps of one shape free and take the same buffers: keep them instead of asking the kernel for new pages.
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1073741824}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-4294967296}"
-
 case "${1:-}" in -h | --help | help) exec "${PYTHON:-python3}" -m tools --help ;; esac
 install
 if [ -z "${LION_NO_INSTALL:-}" ]; then export PATH="$PWD/.venv/bin:$PATH"; fi
-exec python -m tools "$@"
+exec python -m lion "$@"

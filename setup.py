@@ -9,13 +9,23 @@ EXTRAS = {
     "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm", "transformers"],
 }
 
+# What a wheel holds in the folder `lion/clone`, so that site-packages gets no top-level `data` or `tools`.
+CLONE = ("data", "tools", "recipes")
+
 setup(
     name="lion",
     version="0.1.0",
     description="Linear attention for bidirectional sequence modelling: full attention, chunks and an RNN",
     license="MIT",
     python_requires=">=3.11",
-    packages=find_packages(include=["lion", "lion.*"]),  # `data` and `tools` work in a clone only
+    packages=[
+        *find_packages(include=["lion", "lion.*"]),
+        *(f"lion.clone.{name}" for name in find_packages(include=["data", "data.*", "tools", "tools.*"])),
+        "lion.clone.recipes",
+    ],
+    package_dir={f"lion.clone.{name}": name for name in CLONE},
+    package_data={f"lion.clone.{name}": ["**/*.yaml"] for name in CLONE},
+    entry_points={"console_scripts": ["lion = lion.__main__:main"]},
     install_requires=["torch>=2.11", "torchvision", "datasets", "tokenizers", "numpy", "pyyaml", "tensorboard", "tqdm"],
     extras_require={**EXTRAS, "all": sorted({name for names in EXTRAS.values() for name in names})},
 )

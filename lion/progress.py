@@ -25,10 +25,10 @@ class Progress(tqdm):
         self.start_t += lost
         self.last_print_t += lost
 
-    def display(self, *args: Any, **how: Any) -> Any:
+    def display(self, *args: Any, **options: Any) -> Any:
         """Show the bar; from now on `close` ends its line, also after `restart_clock`."""
         self.delay = 0
-        return super().display(*args, **how)
+        return super().display(*args, **options)
 
     def restart_clock(self) -> None:
         """Measure the rate from now on, because the work so far was not steady (compilation)."""
@@ -42,12 +42,12 @@ class Progress(tqdm):
             self.set_postfix(shown(), refresh=sys.stderr.isatty())
 
 
-def progress(items: Iterable[Any] | None = None, **how: Any) -> Progress:
-    """Return a bar over `items`, or over a `total` that `update` counts; `how` are arguments of tqdm."""
+def progress(items: Iterable[Any] | None = None, **options: Any) -> Progress:
+    """Return a bar over `items`, or over a `total` that `update` counts; `options` are arguments of tqdm."""
     usual = dict(dynamic_ncols=True, mininterval=0.1, smoothing=0, leave=False)
     if not sys.stderr.isatty():  # shorter work leaves no line
         usual |= dict(mininterval=IN_A_FILE, maxinterval=IN_A_FILE, delay=IN_A_FILE, leave=True)
-    return Progress(items, **usual | how)
+    return Progress(items, **usual | options)
 
 
 def rate(count: float, seconds: float) -> str:

@@ -221,7 +221,6 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "recipes/quickstart.yaml: no such file"),
         ("--from full", "unknown option --from full: did you mean '--form'?"),
         ("trian x.yaml", "unknown command 'trian', did you mean 'train'?"),
         ("quickstrt", "unknown command 'quickstrt', did you mean 'quickstart'?"),

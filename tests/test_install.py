@@ -1,6 +1,7 @@
-"""Installation with `pip install .`: the complete library alone, working outside the clone."""
+"""Installation with `pip install .`: the library and its command, working outside the clone."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 import lion
 from tests.helpers import ROOT, here, tiny_recipe
 
+FOLDERS = ("lion", "data", "tools", "recipes")
 PROGRAM = """
 import json, sys
 site, run = sys.argv[1:]
@@ -30,19 +32,26 @@ print(json.dumps([recipe.model.mixer, model(torch.ones(1, 1, 8, 8)).tolist()]))
 """
 
 
-def run(*command, cwd):
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=300)
+def run(*command, cwd, env=None):
+    line = [sys.executable, *map(str, command)]
+    done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+def in_a_wheel(path):
+    """Return the place of a file of the repository in a wheel."""
+    place = path.relative_to(ROOT).as_posix()
+    return place if place.startswith("lion/") else f"lion/clone/{place}"
+
+
 @pytest.mark.slow
-def test_an_installed_library_works_away_from_the_clone(tmp_path):
+def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
     pytest.importorskip("setuptools")
     pytest.importorskip("pip")
     pytest.importorskip("sklearn")
     clone, site, empty = (tmp_path / name for name in ("clone", "site", "empty"))
-    for folder in ("lion", "data", "tools", "tests", "recipes"):
+    for folder in (*FOLDERS, "tests"):
         shutil.copytree(ROOT / folder, clone / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, clone)
@@ -50,7 +59,8 @@ def test_an_installed_library_works_away_from_the_clone(tmp_path):
     run("-m", "pip", "wheel", *offline, "--no-build-isolation", "--wheel-dir", tmp_path, clone, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     held = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    assert held == {str(path.relative_to(ROOT)) for path in (ROOT / "lion").rglob("*.py")}
+    kept = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".yaml")]
+    assert held == {in_a_wheel(path) for path in kept}
     run("-m", "pip", "install", *offline, "--target", site, wheel, cwd=tmp_path)
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     folder = tmp_path / "runs" / "tiny"
@@ -61,3 +71,10 @@ def test_an_installed_library_works_away_from_the_clone(tmp_path):
     assert mixer == "lion_s"
     torch.testing.assert_close(torch.tensor(logits), model(torch.ones(1, 1, 8, 8)), rtol=0, atol=1e-5)
     assert not list(empty.iterdir())
+
+    (empty / "tools.py").write_text("raise ImportError('not these tools')\n")
+    env = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "", "OMP_NUM_THREADS": "1"}
+    assert "98 top-1" in run(site / "bin" / "lion", "list", "quickstart", cwd=empty, env=env)
+    run("-m", "lion", "trainer.steps=2", "trainer.compile=false", "--no-eval", cwd=empty, env=env)
+    written = json.loads((empty / "runs" / "quickstart" / "environment.json").read_text())
+    assert written["commit"] is None and list((empty / "runs" / "quickstart" / "checkpoints").iterdir())

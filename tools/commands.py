@@ -154,13 +154,13 @@ COMMANDS = {
         None,
     ),
 }
-DEFAULT = ("train", "recipes/quickstart.yaml")  # for a line without a command, or with settings alone
+DEFAULT = ("train", "quickstart")  # for a line without a command, or with settings alone
 HELP = ("-h", "--help", "help")
 NOTES = """\
 A RECIPE without a command is trained: ./run.sh quickstart optim.lr=1e-3. A recipe in recipes/ needs only its name.
 Options of every command: --help, --debug (show tracebacks). Options of train: --fresh (rename the folder of an earlier
 run of this name, and start anew), --no-eval (train only), --processes N. Several visible GPUs are used with torchrun.
-Relative paths start at the folder of run.sh.
+Relative paths start at the folder of run.sh. The command `lion`, which pip installs, does the same in any folder.
 Environment: LION_DATA (data root), PYTHON (interpreter for .venv), CUDA_VISIBLE_DEVICES,
              LION_NO_INSTALL=1 (use the python on PATH, and install nothing)"""
 

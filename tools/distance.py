@@ -182,14 +182,14 @@ class TorchScriptFeatures:
             raise ConfigError(f"--features: {path} is not a TorchScript module") from None
         self.name, self.about, self.digest = path.stem, str(path), hashlib.blake2b(path.read_bytes()).hexdigest()[:32]
         named = {argument.name for argument in self.module.forward.schema.arguments}
-        self.how = {"return_features": True} if "return_features" in named else {}
+        self.options = {"return_features": True} if "return_features" in named else {}
 
     def check(self, pictures: tuple[int, ...], whose: str) -> None:
         """Accept all shapes: the module itself reports images that it cannot read."""
 
     def __call__(self, pictures: Tensor) -> tuple[Tensor, None]:
         try:
-            found = self.module(pictures.expand(-1, 3, -1, -1), **self.how)
+            found = self.module(pictures.expand(-1, 3, -1, -1), **self.options)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1]
             raise ConfigError(f"--features: {self.about} cannot read {tuple(pictures.shape)} ({reason})") from None

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
+
+from lion.config import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def logs(argv: list[str]) -> NoReturn:
@@ -12,6 +17,14 @@ def logs(argv: list[str]) -> NoReturn:
 
 
 def test(argv: list[str]) -> NoReturn:
+    """Run the test suite.
+
+    Raises:
+        ConfigError: There is no clone.
+    """
+    if not (ROOT / "tests").is_dir():
+        raise ConfigError("run.sh test: the tests are not installed, use a clone of the repository")
+    os.chdir(ROOT)
     if "--quick" in argv:  # two processes with one thread each
         argv = ["-n", "2", "--dist", "worksteal", *argv]
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -70,8 +70,15 @@ def images_of_split(recipe: Recipe, splits: Splits, split: str, most: int, batch
         raise ConfigError(f"--reference: data set {recipe.data.name!r} has no {split} split")
     dataset = plain(dataset, splits)
     chosen = Subset(dataset, drawn(len(dataset), most, seed))
-    how = {"workers": loader_workers(recipe), "collate": splits.collate, "faults": recipe.trainer.faults}
-    read = eval_batches(chosen, seed=seed, split=split, batch=batch, rank=0, world=1, pin=False, **how)
+    read = eval_batches(
+        chosen,
+        seed=seed,
+        split=split,
+        batch=batch,
+        collate=splits.collate,
+        workers=loader_workers(recipe),
+        faults=recipe.trainer.faults,
+    )
     shape = (splits.info.channels, *splits.info.size)
     return Pictures(split, len(chosen), shape, (x["image"][x["mask"]] for x in read))
 
@@ -193,10 +200,9 @@ def images_of_run(loaded: LoadedRun, args: Any, runtime: Runtime) -> Pictures:
     def make(start: int) -> Tensor:
         places = torch.arange(start, start + args.batch, device=runtime.device)
         given = (places % len(task.info.classes), place_keys(args.seed, places))
-        how = {"steps": args.steps, "guidance": args.guidance}
         try:
             with torch.inference_mode(), runtime.autocast(loaded.recipe.trainer.precision):
-                return task.sample(loaded.model, *given, **how).cpu()
+                return task.sample(loaded.model, *given, steps=args.steps, guidance=args.guidance).cpu()
         except ValueError as error:
             raise ConfigError(f"--{error}") from None
 

@@ -83,10 +83,10 @@ def start_command(*argv: str, out: Any = subprocess.PIPE, env: Mapping[str, str]
     On Linux, the process receives SIGTERM (save and stop) when this process dies.
     """
     command = [sys.executable, "-m", "tools", *argv]
-    how = {"stdout": out, "stderr": subprocess.STDOUT, "text": True, "env": env}
+    options: dict[str, Any] = {"stdout": out, "stderr": subprocess.STDOUT, "text": True, "env": env}
     if sys.platform == "linux":
-        how["preexec_fn"] = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
-    return subprocess.Popen(command, start_new_session=True, **how)
+        options["preexec_fn"] = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    return subprocess.Popen(command, start_new_session=True, **options)
 
 
 def kill_tree(process: subprocess.Popen) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,12 @@ def make(loaded: LoadedRun, labels: list[int], args: Any) -> Tensor:
     batches = math.ceil(len(labels) / size)
     padded = torch.tensor(labels + labels[:1] * (batches * size - len(labels)), device=runtime.device)
     keys = place_keys(args.seed, torch.arange(len(padded), device=runtime.device))
-    how = {"steps": args.steps, "guidance": args.guidance, "eta": args.eta}
+    generate = partial(loaded.task.generate, model, steps=args.steps, guidance=args.guidance, eta=args.eta)
     with progress(total=batches * args.steps, desc="sampling", unit="step") as bar:
         try:
             with runtime.autocast(trainer.precision):
                 pairs = zip(padded.split(size), keys.split(size))
-                parts = [loaded.task.generate(model, *pair, **how, after_step=bar.update) for pair in pairs]
+                parts = [generate(*pair, after_step=bar.update) for pair in pairs]
         except ValueError as error:
             raise ConfigError(f"--{error}") from None
     return torch.cat(parts)[: len(labels)].cpu()

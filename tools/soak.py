@@ -35,7 +35,7 @@ STEPS_A_KILL = 40
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default="recipes/quickstart.yaml")
+    parser.add_argument("--recipe", default="quickstart")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="overrides of the recipe; trainer.steps sets the length"
     )

@@ -209,8 +209,8 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
     try:
         if files:
             # the default batch size fails for files without rows
-            how = {"split": "train", "streaming": True, "batch_size": ROWS}
-            stream = datasets.load_dataset("parquet", data_files=list(files), **how)
+            options = {"split": "train", "streaming": True, "batch_size": ROWS}
+            stream = datasets.load_dataset("parquet", data_files=list(files), **options)
         else:
             stream = datasets.load_dataset(path, subset, split=split, streaming=True)
         return stream.reshard() if files else stream

@@ -244,9 +244,9 @@ class Glue(DataSet):
             if isinstance(source, Path):
                 if not source.stat().st_size:
                     return
-                how = {"data_files": {split: str(source)}, "split": split, "streaming": True}
-                how |= {"keep_default_na": False} if source.suffix == ".csv" else {}  # "None" and "NA" are words
-                table: Iterable[dict[str, Any]] = datasets.load_dataset(READERS[source.suffix], **how)
+                options = {"data_files": {split: str(source)}, "split": split, "streaming": True}
+                options |= {"keep_default_na": False} if source.suffix == ".csv" else {}  # "None" and "NA" are words
+                table: Iterable[dict[str, Any]] = datasets.load_dataset(READERS[source.suffix], **options)
             else:
                 table = datasets.load_dataset(source, self.config.task, split=split)
             for number, row in enumerate(table, 1):

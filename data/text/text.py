@@ -138,10 +138,9 @@ class Text(DataSet):
         config = self.config
         if self.made_before is not None:
             return
-        how = {"held_out": config.val_split, "tail": config.split == "tail"}
-        how["workers"] = config.workers or len(os.sched_getaffinity(0))
+        tail, count = config.split == "tail", config.workers or len(os.sched_getaffinity(0))
         try:
-            prepare(self.folder, self.corpus, self.make_tokenizer, **how)
+            prepare(self.folder, self.corpus, self.make_tokenizer, held_out=config.val_split, tail=tail, workers=count)
         except ConfigError as error:
             own = f"; the tokenizer comes from {self.kept}" if self.own_tokenizer else ""
             raise ConfigError(f"{error}{own}") from None
@@ -270,9 +269,8 @@ class Text(DataSet):
         return self.corpus().identity if user_path(self.config.path).exists() else self.config.path
 
     def corpus(self) -> Corpus:
-        config = self.config
-        how = {"document": config.document, "column": config.column}
-        return open_corpus(config.path, **how, subset=config.subset, split=config.source)
+        c = self.config
+        return open_corpus(c.path, document=c.document, column=c.column, subset=c.subset, split=c.source)
 
     def make_tokenizer(self, corpus: Corpus) -> Tokenizer:
         name = self.config.tokenizer

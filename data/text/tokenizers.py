@@ -174,8 +174,13 @@ def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenize
         train_wordpiece(inner, texts, vocabulary)
     else:
         inner, special = in_bytes(tokenizers.Tokenizer(models.BPE())), ["<|endoftext|>"]
-        how = {"special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-        inner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, **how))
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            show_progress=False,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+        inner.train_from_iterator(texts, trainer)
     return Tokenizer(name, plain(inner))
 
 

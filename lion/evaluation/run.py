@@ -61,9 +61,16 @@ def evaluate_run(
         raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such split, use val")
     runtime = runtime or start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
-    how = {"workers": workers, "faults": recipe.trainer.faults, "device": runtime.device}
-    how |= {"collate": splits.collate, "seed": recipe.seed, "split": split}
-    batches = eval_batches(dataset, batch=batch, rank=0, world=1, pin=False, **how)
+    batches = eval_batches(
+        dataset,
+        seed=recipe.seed,
+        split=split,
+        batch=batch,
+        collate=splits.collate,
+        workers=workers,
+        faults=recipe.trainer.faults,
+        device=runtime.device,
+    )
     compiled = recipe.trainer.compile and not eager and compile_blocks(model)
     about = {
         "metric": task.metric.name,

@@ -142,8 +142,8 @@ class Bert(BertEncoder):
     def __init__(self, config: BertConfig, *, vocabulary: int, length: int) -> None:
         super().__init__(config, vocabulary=vocabulary, length=length)
         c = self.config
-        rows, how = self.tokens.num_embeddings, {"transform": c.head_transform, "bias": c.bias}
-        self.head = MaskedHead(c.dim, rows, c.norm_eps, **how)
+        rows = self.tokens.num_embeddings
+        self.head = MaskedHead(c.dim, rows, c.norm_eps, transform=c.head_transform, bias=c.bias)
         INITS[c.init](self, c.init_std)
 
     def forward(

@@ -2,6 +2,7 @@
 
 from lion.ops.api import linear_attention, linear_attention_parts
 from lion.ops.arguments import NO_GATES, Gates, no_autocast
+from lion.ops.blockwise import blockwise_attention
 from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS, includes_query_decay
 from lion.ops.logcumsumexp import logcumsumexp
 from lion.ops.multiscan import multi_scan_attention
@@ -24,6 +25,7 @@ __all__ = [
     "SegmentIndex",
     "Settings",
     "State",
+    "blockwise_attention",
     "check_masks",
     "includes_query_decay",
     "initial_state",

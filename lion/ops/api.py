@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype, take_gates
-from lion.ops.blockwise import blockwise_parts
 from lion.ops.delta import delta_parts
 from lion.ops.flex import fused_applies, fused_attention
 from lion.ops.full import add_diagonal, masked_parts, product_parts, undecayed_parts
@@ -174,12 +173,8 @@ def _score_parts(
     q, k, v, log_decay = tokens[:4]
     if product:
         return product_parts(q, k, v, rowsum=how.rowsum)
-    if how.form == "full":
-        decayed = full_vector_parts if log_decay.shape[-1] > 1 else masked_parts
-        parts = undecayed_parts if undecayed else decayed
-        numerator, total = parts(tokens, how, dropout_p)
-    else:
-        numerator, total = blockwise_parts(tokens, how)
+    decayed = full_vector_parts if log_decay.shape[-1] > 1 else masked_parts
+    numerator, total = (undecayed_parts if undecayed else decayed)(tokens, how, dropout_p)
     if not how.include_diagonal:
         numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype)
     return numerator, total

@@ -113,9 +113,6 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
                 raise ValueError(f"prefix: cannot be combined with {name}={value!r}")
         if bonus is not None:
             raise ValueError("prefix: cannot be combined with a bonus")
-    vectors = log_decay is not None and log_decay.dim() in (2, 4)
-    if settings.form == "blockwise" and (beta is not None or vectors):
-        raise ValueError("form: 'blockwise' takes neither beta nor decays per key dimension, use 'chunk'")
 
 
 def is_integer_tensor(x: Any) -> bool:

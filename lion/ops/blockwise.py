@@ -1,8 +1,9 @@
-"""Blockwise form, the Lion-chunk of the paper (Eq. 81, 216-220): quadratic in L, memory of O(L C).
+"""Blockwise attention, the Lion-chunk of the paper (Eq. 81, 216-220): quadratic in L, memory of O(L C).
 
 The masked product is computed one block of keys at a time. Every query meets C keys, and the numerators and row sums of
-all blocks are added up. This saves memory, not arithmetic: `chunk` computes the same function in time linear in L. The
-blockwise form is kept for Figures 1 and 4 of the paper, and as a check.
+all blocks are added up. This saves memory, not arithmetic: the form "chunk" computes the same function in time linear
+in L. Blockwise attention is therefore not a form of the layers. It is kept for Figures 1 and 4 of the paper, and as a
+check.
 
 Under a fixed decay, block (i, j) of the mask is `lambda^(C |i-j|) L (1/L)^T` with `L_c = lambda^c`, transposed above
 the diagonal of blocks. The printed versions are different. Eq. 82 is transposed, and has `lambda^|i-j|` in place of
@@ -14,28 +15,81 @@ cumulative decays.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lion.ops.api import normalized, separate_rowsum
+from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype, take_gates
 from lion.ops.decay import decay_mask, make_directions
-from lion.ops.tokens import ScoreSettings, TokenBlock
+from lion.ops.full import add_diagonal
+from lion.ops.rotary import rotate_pair
+from lion.ops.segments import SegmentIndex, prepared
+from lion.ops.settings import DEFAULTS, Settings, with_fields
+from lion.ops.tokens import TokenBlock
 
 
-def blockwise_parts(tokens: TokenBlock, how: ScoreSettings) -> tuple[Tensor, Tensor | None]:
+def blockwise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | Tensor | None = None,
+    *,
+    valid: Tensor | None = None,
+    segments: Tensor | SegmentIndex | None = None,
+    settings: Settings = DEFAULTS,
+    **fields: Any,
+) -> Tensor:
+    """Compute `lion.ops.linear_attention` with `chunk_size` keys at a time.
+
+    The arguments are those of `linear_attention` except `form`, `dropout_p`, beta and decays per key dimension.
+
+    Raises:
+        ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
+    """
+    gates = take_gates(gates, fields)
+    settings = with_fields(settings, fields, unused=("form", "dropout_p", "scan_merge"))
+    check_tokens(q, k, v)
+    check_gates(q, gates, settings)
+    log_decay, beta, bonus, angles, _ = gates
+    if beta is not None or (log_decay is not None and log_decay.dim() in (2, 4)):
+        raise ValueError("blockwise_attention: takes neither beta nor decays per key dimension, use form 'chunk'")
+    with no_autocast(q):
+        index, valid = prepared(q, valid, segments)
+        wide = (x.to(sum_dtype(x)) for x in (q, k, v))
+        tokens = TokenBlock(*wide, expand_decay(log_decay, q), valid, index, settings.feature_map).masked()
+        q, k = rotate_pair(*tokens[:2], angles, valid)
+        numerator, rowsum = block_sums(tokens._replace(q=q, k=k), bonus, settings)
+        if separate_rowsum(settings.normalize, angles):  # other scores for the row sum, with values of width 0
+            tokens = tokens._replace(v=tokens.v[..., :0])
+            if settings.normalize == "pre":
+                tokens, bonus = tokens._replace(gate=torch.zeros_like(tokens.gate)), None
+            rowsum = block_sums(tokens, bonus, settings)[1]
+        rowsum = None if settings.normalize == "none" else rowsum
+        return normalized(numerator, rowsum, settings, q.shape[-1]).to(v.dtype)
+
+
+def block_sums(tokens: TokenBlock, bonus: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor]:
     """Compute the numerator (B, H, L, E) and the row sum (B, H, L) under a decay (b, H, L, 1)."""
     q, k, v, log_decay, _, index, _ = tokens
-    directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
+    convention, size = settings.decay_convention, settings.chunk_size
+    diagonal = bonus is None and convention != "between"
+    directions = make_directions(log_decay, index, decay_convention=convention, direction=settings.direction)
 
     def block(start: int) -> tuple[Tensor, Tensor]:
-        keys = slice(start, start + how.chunk_size)
-        scores = (q @ k[:, :, keys].mT).to(directions[0].key.terms[0].dtype)
-        weights = scores * decay_mask(directions, how.include_diagonal, keys).squeeze(-1)  # (B, H, L, C)
+        keys = slice(start, start + size)
+        scores = (q @ k[:, :, keys].mT).to(log_decay.dtype)
+        weights = scores * decay_mask(directions, diagonal, keys).squeeze(-1)  # (B, H, L, C)
         return weights.to(v.dtype) @ v[:, :, keys], weights.sum(-1)
 
     numerator, total = 0, 0
-    for start in range(0, q.shape[2], how.chunk_size):
+    for start in range(0, q.shape[2], size):
         # recomputed in the backward pass: if stored, the blocks would add up to the L x L matrix
         y, row = checkpoint(block, start, use_reentrant=False) if torch.is_grad_enabled() else block(start)
         numerator, total = numerator + y, total + row
-    return numerator, total if how.rowsum else None
+    if diagonal:
+        return numerator, total
+    own = None if bonus is None else bonus.to(log_decay.dtype).reshape(bonus.shape[0], 1, -1)  # (H, 1, D or 1)
+    return add_diagonal(numerator, total, q, k, v, own, log_decay.dtype)

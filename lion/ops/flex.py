@@ -113,8 +113,8 @@ def fused_attention(
             side = settings.direction
             outputs, log_sums = scan(tokens, None, side, index, include_diagonal=True)
         else:
-            how = dict(decay_convention=settings.decay_convention, direction=settings.direction)
-            first, *rest = make_directions(tokens.gate, None, **how)
+            convention, gate = settings.decay_convention, tokens.gate
+            first, *rest = make_directions(gate, None, decay_convention=convention, direction=settings.direction)
             outputs, log_sums = scan(tokens, first, side_of(first), index, include_diagonal=True)
             for direction in rest:
                 others, log_others = scan(tokens, direction, side_of(direction), index, include_diagonal=False)

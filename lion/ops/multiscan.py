@@ -115,7 +115,7 @@ def mean_mask_parts(
     The tokens stay in their original order. Only their cumulative decays are reordered.
     """
     masks, length = [], q.shape[2]
-    how = dict(decay_convention=settings.decay_convention, direction=settings.direction)
+    convention = settings.decay_convention
     with no_autocast(q):
         tokens = TokenBlock(q, k, v, expand_decay(None, q), valid).masked()
         q, k, v, padding = aligned(*(x.to(sum_dtype(x)) for x in tokens[:3]))
@@ -123,7 +123,8 @@ def mean_mask_parts(
             positions, decays = positions_in(order), expand_decay(log_decay, tokens.q)
             if valid is not None:
                 decays = decays.masked_fill(~valid[:, None, :, None], 0)
-            directions = make_directions(decays.index_select(2, order), None, **how)
+            decays = decays.index_select(2, order)
+            directions = make_directions(decays, None, decay_convention=convention, direction=settings.direction)
             directions = tuple(d.map(lambda t, back=positions: t.index_select(2, back)) for d in directions)
             if padding:
                 directions = tuple(d.map(lambda t: pad_with_last(t, padding)) for d in directions)

@@ -57,8 +57,6 @@ def one_scan_attention(
         RuntimeError: A call under `torch.jit.trace`.
     """
     settings = Settings(form=form, chunk_size=chunk_size, feature_map=feature_map, normalize="none")
-    if form == "blockwise":
-        raise ValueError("form: 'blockwise' exists only for attention with decays, use 'chunk'")
     check_tokens(q, k, v)
     check_gates(q, Gates(None, angles=angles), settings)
     form, length = resolve_form(form, q.shape[2], decays=False), q.shape[2]

@@ -63,10 +63,9 @@ class Settings:
     """Settings of linear attention, `Y = scale(Q K^T * M) V` with a decay mask M.
 
     Attributes:
-        form: Form of the computation: "full", "chunk", "rnn", "auto" (by length) or "blockwise" (`lion.ops.blockwise`).
-            All compute the same function, at different cost. "full" is dense in L (without decay it is the product
-            `Q (K^T V)`). "chunk" is linear in L and parallel. "rnn" is linear and sequential, with memory that does not
-            grow with L.
+        form: Form of the computation: "full", "chunk", "rnn" or "auto" (by length). All compute the same function, at
+            different cost. "full" is dense in L (without decay it is the product `Q (K^T V)`). "chunk" is linear in L
+            and parallel. "rnn" is linear and sequential, with memory that does not grow with L.
         direction: "both", "forward" (token i attends to j <= i) or "backward" (j >= i); each counts the diagonal once.
         normalize: Divisor of each row. "sum" divides by the row sum c (at least `eps`), for positive feature maps.
             "max" divides by `max(|c|, 1)` (xLSTM), where c includes `scale` and both directions are added up first.
@@ -100,7 +99,7 @@ class Settings:
     scan_merge: str = "masks"
 
     def __post_init__(self) -> None:
-        choice("form", self.form, (*FORMS, "blockwise", "auto"))
+        choice("form", self.form, (*FORMS, "auto"))
         choice("direction", self.direction, DIRECTIONS)
         choice("normalize", self.normalize, NORMALIZE)
         choice("decay_convention", self.decay_convention, DECAY_CONVENTIONS)

@@ -29,7 +29,7 @@ class ScoreSettings(NamedTuple):
     """Settings of one set of scores and of its sums.
 
     Attributes:
-        form: "full", "chunk", "rnn", "blockwise", "delta_rnn" (the rnn form of the delta rule) or "one_scan".
+        form: "full", "chunk", "rnn", "delta_rnn" (the rnn form of the delta rule) or "one_scan".
         decay_convention: Decay convention (`lion.ops.decay`).
         direction: "both", "forward" or "backward".
         include_diagonal: Whether a token's own key is included like other keys. If not, `lion.ops.full.add_diagonal`

@@ -150,10 +150,10 @@ class Diffusion(Task):
         images, classes = batch["image"][: self.config.shown], batch["label"][: self.config.shown]
         if not len(images):
             return {}
-        how = {"steps": self.config.shown_steps, "guidance": self.config.shown_guidance}
+        c = self.config
         with torch.compiler.set_stance("force_eager"):  # do not compile: no other call has this batch size
             keys = place_keys(0, torch.arange(len(classes), device=classes.device))
-            samples = self.sample(model, classes, keys, **how)
+            samples = self.sample(model, classes, keys, steps=c.shown_steps, guidance=c.shown_guidance)
         return {**self.grid("data", images), **self.grid("samples", samples)}
 
     def grid(self, name: str, pictures: Tensor) -> dict[str, Tensor]:
@@ -162,9 +162,11 @@ class Diffusion(Task):
 
         return {name: make_grid(pictures, nrow=8)} if self.pictures else {}
 
-    def sample(self, model: nn.Module, classes: Tensor, keys: Tensor, **how: Any) -> Tensor:
+    def sample(
+        self, model: nn.Module, classes: Tensor, keys: Tensor, *, steps: int = 50, guidance: float = 1.0
+    ) -> Tensor:
         """Run `generate` and return uint8 images (N, channels, height, width); latents are returned unchanged."""
-        x = self.generate(model, classes, keys, **how)
+        x = self.generate(model, classes, keys, steps=steps, guidance=guidance)
         return to_bytes(x) if self.pictures else x
 
     @torch.no_grad()
@@ -210,14 +212,10 @@ class Diffusion(Task):
             conditional, unconditional = both.float().chunk(2)
             return unconditional + guidance * (conditional - unconditional)
 
-        how = {
-            "steps": steps,
-            "eta": eta,
-            "draw": draw,
-            "bound": 1.0 if self.pictures else None,
-            "after_step": after_step,
-        }
-        return self.process.denoise(predict, draw(0), **how)
+        bound = 1.0 if self.pictures else None
+        return self.process.denoise(
+            predict, draw(0), steps=steps, eta=eta, draw=draw, bound=bound, after_step=after_step
+        )
 
 
 def scaled(images: Tensor) -> Tensor:

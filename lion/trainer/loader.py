@@ -286,8 +286,9 @@ def train_batches(
     device: torch.device | str = "cpu",
 ) -> Batches:
     """Return the micro-batches of this process that the sampler selects, across epochs."""
-    how = {"collate": collate, "workers": workers, "pin": pin, "faults": faults or FaultsConfig(), "device": device}
-    return Batches(SeededDataset(dataset, sampler.seed), sampler, **how)
+    faults = faults or FaultsConfig()
+    dataset = SeededDataset(dataset, sampler.seed)
+    return Batches(dataset, sampler, collate=collate, workers=workers, pin=pin, faults=faults, device=device)
 
 
 def eval_batches(
@@ -296,11 +297,11 @@ def eval_batches(
     seed: int,
     split: str,
     batch: int,
-    rank: int,
-    world: int,
+    rank: int = 0,
+    world: int = 1,
     collate: Callable[[list[Any]], Batch] = default_collate,
-    workers: int,
-    pin: bool,
+    workers: int = 0,
+    pin: bool = False,
     faults: FaultsConfig | None = None,
     device: torch.device | str = "cpu",
 ) -> Batches:
@@ -308,5 +309,6 @@ def eval_batches(
     rounds = -(-len(dataset) // (batch * world))
     first = rank * batch * rounds
     share = [range(start, start + batch) for start in range(first, first + batch * rounds, batch)]
-    how = {"collate": collate, "workers": workers, "pin": pin, "faults": faults or FaultsConfig(), "device": device}
-    return Batches(PaddedDataset(dataset, seed, split), share, **how)
+    faults = faults or FaultsConfig()
+    dataset = PaddedDataset(dataset, seed, split)
+    return Batches(dataset, share, collate=collate, workers=workers, pin=pin, faults=faults, device=device)

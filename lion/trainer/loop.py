@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -223,11 +224,11 @@ class Trainer:
         state = self.state
         splits, results = self.data.held_out(), {}
         val = splits["val"] = FirstBatchKept(splits["val"])
-        how = {"precision": self.config.precision, "stop": lambda: self.runtime.any(self.stopping)[0]}
+        compute = partial(evaluate, precision=self.config.precision, stop=lambda: self.runtime.any(self.stopping)[0])
         for split, batches in splits.items():
             seed = derive(self.plan.seed, split)
             for kind, model in zip((split, f"{split}_ema"), self.models):
-                results[kind] = evaluate(model, batches, self.task, self.runtime, seed=seed, **how)
+                results[kind] = compute(model, batches, self.task, self.runtime, seed=seed)
                 if results[kind] is None:
                     return False
         for kind, values in results.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lion.samples.base import Splits
@@ -45,5 +46,5 @@ class RunData:
     def held_out(self) -> dict[str, Batches]:
         """Return the held-out splits: first `val`, which selects the best checkpoint, then `more` as `val_NAME`."""
         more = {f"val_{name}": dataset for name, dataset in self.splits.more.items()}
-        how = {"batch": self.plan.micro, "seed": self.plan.seed, **self.place, **self.loading}
-        return {name: eval_batches(each, split=name, **how) for name, each in {"val": self.splits.val, **more}.items()}
+        batches = partial(eval_batches, batch=self.plan.micro, seed=self.plan.seed, **self.place, **self.loading)
+        return {name: batches(each, split=name) for name, each in {"val": self.splits.val, **more}.items()}

@@ -234,11 +234,14 @@ def cpu_name() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, device and git commit, to be stored in the run folder."""
+    """Return versions, device and git commit (None without a clone), to be stored in the run folder."""
+    clone = Path(__file__).resolve().parents[2]
 
     def git(*args: str) -> str | None:
+        if not (clone / ".git").exists():  # an installed wheel, perhaps inside the repository of another project
+            return None
         try:
-            out = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+            out = subprocess.run(["git", *args], cwd=clone, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return out.stdout.strip() if out.returncode == 0 else None

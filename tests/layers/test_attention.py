@@ -192,7 +192,7 @@ def test_softmax_has_one_form():
     set_form(layer, "full")
     with pytest.raises(ValueError, match="SoftmaxAttention has only full, got 'rnn'"):
         set_form(layer, "rnn")
-    with pytest.raises(ValueError, match="expected one of auto, full, chunk, rnn, blockwise, got 'chunks'"):
+    with pytest.raises(ValueError, match="expected one of auto, full, chunk, rnn, got 'chunks'"):
         set_form(layer, "chunks")
 
 

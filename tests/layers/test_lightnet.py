@@ -244,8 +244,6 @@ def test_what_does_not_go_together():
     for call in (lambda: layer.prefill(x), lambda: layer.step(x, make("forward").initial_state(2))):
         with pytest.raises(ValueError, match="only 'forward' streams, this layer has 'both'"):
             call()
-    with pytest.raises(ValueError, match="LightNetAttention has only full, chunk, rnn, got 'blockwise'"):
-        set_form(layer, "blockwise")
 
 
 def test_settings_of_any_attention_do():

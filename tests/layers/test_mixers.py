@@ -150,7 +150,8 @@ def test_form_and_chunk_size_reach_the_operators(monkeypatch):
         operator = getattr(linear_module, name)
 
         def spy(operator=operator, **arguments):
-            seen.append((arguments.get("form"), arguments["chunk_size"]))
+            given = vars(arguments["settings"]) if "settings" in arguments else arguments
+            seen.append((given.get("form"), given["chunk_size"]))
             return operator(**arguments)
 
         monkeypatch.setattr(linear_module, name, spy)

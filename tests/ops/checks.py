@@ -46,35 +46,35 @@ def definition(inputs: Inputs | Case, **arguments) -> tuple[Tensor, dict[str, Te
     return _known[key]
 
 
-def check_outputs(inputs: Inputs | Case, forms, **arguments) -> None:
+def check_outputs(inputs: Inputs | Case, forms, function=linear_attention, **arguments) -> None:
     expected = inputs.on(reference_attention, **arguments)
     for form, how in forms.items():
         for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
-            got = inputs.to(dtype).on(linear_attention, **how, **arguments, feature_map=None)
+            got = inputs.to(dtype).on(function, **how, **arguments, feature_map=None)
             assert got.dtype == dtype
             assert_close(got, expected, tolerance, f"{form} {dtype} {arguments}")
 
 
-def check_gradients(inputs: Inputs | Case, forms, **arguments) -> None:
+def check_gradients(inputs: Inputs | Case, forms, function=linear_attention, **arguments) -> None:
     """Check outputs and gradients of `forms` against the definition."""
     expected, expected_grads = definition(inputs, **arguments)
     for form, how in forms.items():
         for dtype, tolerance, of_gradients in ((torch.float64, 1e-12, 1e-10), (torch.float32, 2e-5, 5e-5)):
             leaves, what = inputs.to(dtype).leaves(), f"{form} {dtype} {arguments}"
-            got = leaves.on(linear_attention, **how, **arguments, feature_map=None)
+            got = leaves.on(function, **how, **arguments, feature_map=None)
             assert got.dtype == dtype
             assert_close(got, expected, tolerance, what)
             for name, grad in backward(got, leaves).items():  # gradients of a single token are 0: hence the floor
                 assert_close(grad, expected_grads[name], of_gradients, f"d{name} {what}", floor=0.1)
 
 
-def gradcheck(leaves: Inputs | Case, **arguments) -> None:
+def gradcheck(leaves: Inputs | Case, function=linear_attention, **arguments) -> None:
     """Check the gradients against finite differences of the outputs."""
 
     def attention(*given: Tensor) -> Tensor:
         some = iter(given)
         return type(leaves)(*(None if x is None else next(some) for x in leaves)).on(
-            linear_attention, **arguments, feature_map=None
+            function, **arguments, feature_map=None
         )
 
     assert torch.autograd.gradcheck(attention, [x for x in leaves if x is not None])
@@ -92,13 +92,13 @@ def poisoned(inputs: Inputs | Case, valid: Tensor) -> Inputs | Case:
     return type(inputs)(*out)
 
 
-def alone(inputs: Inputs | Case, sequences: list[list[Tensor]], **arguments) -> Tensor:
+def alone(inputs: Inputs | Case, sequences: list[list[Tensor]], function=linear_attention, **arguments) -> Tensor:
     """Run every sequence (token indices, listed for each batch row) separately; all other outputs are 0."""
     rows = []
     for row, places in enumerate(sequences):
         y = torch.zeros_like(inputs.v[:1])
         for index in places:
-            y = y.index_add(2, index, inputs.tokens(row, index).on(linear_attention, **arguments, feature_map=None))
+            y = y.index_add(2, index, inputs.tokens(row, index).on(function, **arguments, feature_map=None))
         rows.append(y)
     return torch.cat(rows)
 
@@ -111,14 +111,16 @@ def by_segments(segments: Tensor, valid: Tensor) -> list[list[Tensor]]:
     return [[((row == i) & ok).nonzero()[:, 0] for i in row[ok].unique() if i >= 0] for row, ok in zip(segments, valid)]
 
 
-def check_masked(inputs: Inputs | Case, sequences, present: Tensor, how: dict, **masks) -> None:
+def check_masked(
+    inputs: Inputs | Case, sequences, present: Tensor, how: dict, function=linear_attention, **masks
+) -> None:
     """Check a masked batch with poisoned padding against separate clean sequences: values, gradients, exact zeros."""
     leaves = inputs.leaves()
-    expected = alone(leaves, sequences, **how)
+    expected = alone(leaves, sequences, function, **how)
     expected_grads = backward(expected, leaves) if expected.requires_grad else leaves.grads()
 
     leaves = poisoned(inputs, present).leaves()
-    got = leaves.on(linear_attention, **how, **masks, feature_map=None)
+    got = leaves.on(function, **how, **masks, feature_map=None)
     absent = (~present)[:, None]
     assert_close(got, expected, 1e-12, f"{how}")
     assert (got[absent.expand(got.shape[:3])] == 0).all()
@@ -130,8 +132,8 @@ def check_masked(inputs: Inputs | Case, sequences, present: Tensor, how: dict, *
             assert (grad[absent.expand(grad.shape[:3])] == 0).all(), f"d{name} {how}"
 
 
-def check_masks(inputs: Inputs | Case, how: dict) -> None:
+def check_masks(inputs: Inputs | Case, how: dict, function=linear_attention) -> None:
     """Check padding, and padding with segments."""
-    check_masked(inputs, by_valid(VALID), VALID, how, valid=VALID)
+    check_masked(inputs, by_valid(VALID), VALID, how, function, valid=VALID)
     present = VALID & (SEGMENTS >= 0)
-    check_masked(inputs, by_segments(SEGMENTS, VALID), present, how, segments=SEGMENTS, valid=VALID)
+    check_masked(inputs, by_segments(SEGMENTS, VALID), present, how, function, segments=SEGMENTS, valid=VALID)

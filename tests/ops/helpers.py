@@ -32,10 +32,6 @@ SMALL_FORMS = {  # forms with chunk borders inside about twenty tokens
 }
 
 
-SCALARS = ("lit", "D", "S", "extreme")  # decays that "blockwise" supports
-BLOCKWISE = {"blockwise4": dict(form="blockwise", chunk_size=4), "blockwise64": dict(form="blockwise", chunk_size=64)}
-
-
 def pairwise(*factors: tuple) -> list[tuple[Any, ...]]:
     """Choose few combinations that cover all pairs of values of two factors, if no three factors interact."""
     every = {row: set(itertools.combinations(enumerate(row), 2)) for row in itertools.product(*factors)}
@@ -44,10 +40,6 @@ def pairwise(*factors: tuple) -> list[tuple[Any, ...]]:
         rows.append(max(every, key=lambda row: len(every[row] & missing)))
         missing -= every[rows[-1]]
     return rows
-
-
-def forms_for(decay: str) -> dict[str, dict]:
-    return SMALL_FORMS | (BLOCKWISE if decay in SCALARS else {})
 
 
 class Inputs(NamedTuple):

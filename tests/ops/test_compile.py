@@ -87,11 +87,6 @@ def test_one_graph_with_all_else(name, form):
     check(cases, "aot_eager", **FORMS[form], **arguments, **masks)
 
 
-@pytest.mark.parametrize("decay_convention", ("source", "between"))
-def test_one_graph_in_blocks(decay_convention):
-    check(some("S", LITTLE), "aot_eager", form="blockwise", chunk_size=8, decay_convention=decay_convention)
-
-
 def test_one_graph_with_two_levels_of_chunks():
     length = 2 * lion.ops.chunk.GROUP + 1
     check(some("S", length), "aot_eager", form="chunk", chunk_size=1)

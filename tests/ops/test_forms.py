@@ -17,7 +17,6 @@ from .helpers import (
     Inputs,
     assert_close,
     case,
-    forms_for,
     make,
     pairwise,
 )
@@ -119,7 +118,7 @@ def test_bonus(decay, direction, decay_convention):
         ("bonus HD", "sum", check_gradients if between else check_outputs),
         ("bonus HD", "none", check_gradients if decay_convention == "source" else check_outputs),
     ):
-        check(case(make(decay, 11, batch=1, heads=2), what), forms_for(decay), **arguments, normalize=normalize)
+        check(case(make(decay, 11, batch=1, heads=2), what), SMALL_FORMS, **arguments, normalize=normalize)
 
 
 @pytest.mark.parametrize("decay", ("S", "vector"))

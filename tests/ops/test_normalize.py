@@ -15,7 +15,6 @@ from .helpers import (
     Inputs,
     assert_close,
     case,
-    forms_for,
     make,
     oracle_attention,
     oracle_masks,
@@ -38,10 +37,10 @@ def features(decay: str, length: int, normalize: str, **shape) -> Inputs:
 def test_forms(decay, direction, decay_convention, normalize):
     inputs = features(decay, 11, normalize, batch=1, heads=2)
     arguments = dict(direction=direction, decay_convention=decay_convention, normalize=normalize)
-    check_outputs(inputs, forms_for(decay), **arguments)
+    check_outputs(inputs, SMALL_FORMS, **arguments)
     if decay_convention in ("source", "between"):
         what = "bonus H" if direction == "both" else "bonus HD"
-        check_gradients(case(inputs, what), forms_for(decay), **arguments)
+        check_gradients(case(inputs, what), SMALL_FORMS, **arguments)
 
 
 @pytest.mark.parametrize("normalize", ("max", "pre"))

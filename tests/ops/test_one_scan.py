@@ -207,9 +207,7 @@ def test_no_square(length=512):
 
 def test_bad_arguments():
     given = inputs(5)
-    with pytest.raises(ValueError, match="form: 'blockwise' exists only for attention with decays, use 'chunk'"):
-        given.on(one_scan, form="blockwise")
-    with pytest.raises(ValueError, match="form: expected one of full, chunk, rnn, blockwise, auto, got 'chunks'"):
+    with pytest.raises(ValueError, match="form: expected one of full, chunk, rnn, auto, got 'chunks'"):
         given.on(one_scan, form="chunks")
     with pytest.raises(ValueError, match="chunk_size: expected at least 1, got 0"):
         given.on(one_scan, form="rnn", chunk_size=0)

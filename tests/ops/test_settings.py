@@ -129,7 +129,7 @@ def test_row_sums_ask_for_a_feature_map(entry):
         (dict(feature_map="elu"), "feature_map: expected one of .*, got 'elu', did you mean 'elu1'"),
         (
             dict(form="recurrent"),
-            "form: expected one of full, chunk, rnn, blockwise, auto, got 'recurrent', did you mean 'rnn'",
+            "form: expected one of full, chunk, rnn, auto, got 'recurrent', did you mean 'rnn'",
         ),
     ],
     ids=str,

@@ -14,20 +14,17 @@ from lion.ops import (
 
 from .checks import definition
 from .helpers import (
-    BLOCKWISE,
     DECAY_CONVENTIONS,
     DECAYS,
     DIRECTIONS,
     FORMS,
     NORMALIZE,
-    SCALARS,
     SMALL_FORMS,
     Denormals,
     Inputs,
     assert_close,
     backward,
     error,
-    forms_for,
     make,
     oracle_attention,
 )
@@ -58,14 +55,12 @@ def test_gates_below_every_float(closed_gate, form):
         check_closed("S", closed_gate, share, FORMS[form])
 
 
-@pytest.mark.parametrize("form", (*FORMS, *BLOCKWISE))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", ("S", "vector"))
 def test_gates_of_zero_between_others(decay, form):
     """Check that a closed gate separates the tokens on both sides, but not its own token, read before the decay."""
-    if form in FORMS or decay in SCALARS:
-        for direction in DIRECTIONS:
-            how = (FORMS | BLOCKWISE)[form] | dict(decay_convention="between", direction=direction)
-            check_closed(decay, -float("inf"), 0.3, how)
+    for direction in DIRECTIONS:
+        check_closed(decay, -float("inf"), 0.3, FORMS[form] | dict(decay_convention="between", direction=direction))
 
 
 def check_closed(decay: str, closed_gate: float, share: float, how: dict) -> None:
@@ -82,7 +77,7 @@ def check_closed(decay: str, closed_gate: float, share: float, how: dict) -> Non
             assert_close(grad, expected_grads[name], tolerance, f"d{name} {dtype}", floor=0.1)
 
 
-@pytest.mark.parametrize("form", (*FORMS, *BLOCKWISE))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("lanes", (1, 8), ids=("scalar", "vector"))
 @pytest.mark.slow
 def test_no_denormal_numbers(lanes, form):
@@ -90,8 +85,6 @@ def test_no_denormal_numbers(lanes, form):
 
     Products of decays of 0.3 to 0.7 reach every magnitude within a few hundred tokens.
     """
-    if form in BLOCKWISE and (lanes > 1 or form == "blockwise4"):
-        return
     length = {"full": 512, "chunk64": 512, "rnn1": 150}.get(form, 197)
     rng = torch.Generator().manual_seed(0)
     q, k, v, gates = (torch.rand(1, 2, length, size, generator=rng) for size in (8, 8, 8, lanes))
@@ -99,7 +92,7 @@ def test_no_denormal_numbers(lanes, form):
     for decay_convention, normalize in zip(DECAY_CONVENTIONS, ("none", "sum", "sum", "none")):
         signs = 0.5 if normalize == "none" else 0.0
         leaves = Inputs(q - signs, k - signs, v - 0.5, log_decay).leaves()
-        how = (FORMS | BLOCKWISE)[form] | dict(decay_convention=decay_convention, normalize=normalize)
+        how = FORMS[form] | dict(decay_convention=decay_convention, normalize=normalize)
         with Denormals() as denormals:
             backward(linear_attention(*leaves, **how, feature_map=None), leaves)
             with torch.no_grad():
@@ -136,7 +129,7 @@ def test_gates_above_zero_count_as_zero(decay_convention, decay):
         expected = oracle_attention(cut, direction=direction, **how)
         assert_close(reference_attention(*inputs, direction=direction, **how), expected, 1e-12, "reference")
         grads = definition(cut, direction=direction, **how)[1]
-        for form, more in forms_for(decay).items():
+        for form, more in SMALL_FORMS.items():
             leaves = inputs.leaves()
             got = linear_attention(*leaves, direction=direction, **how, **more, feature_map=None)
             assert_close(got, expected, 1e-12, f"{form} {direction}")
@@ -227,9 +220,9 @@ def test_float16_sums_beyond_its_range(decay, normalize):
         assert numerator.abs().max() > 1e5
         expected = linear_attention(*exact, **how, feature_map=None)
         grads = backward(expected, exact)
-        for form in ("full", "chunk64", "rnn64", *(["blockwise64"] if decay in SCALARS else [])):
+        for form in ("full", "chunk64", "rnn64"):
             leaves = inputs.leaves()
-            got = linear_attention(*leaves, **(FORMS | BLOCKWISE)[form], **how, feature_map=None)
+            got = linear_attention(*leaves, **FORMS[form], **how, feature_map=None)
             assert got.dtype == torch.float16
             assert_close(got, expected, 2 * FP16, f"{form} {how}")
             for name, grad in backward(got, leaves).items():
@@ -237,12 +230,8 @@ def test_float16_sums_beyond_its_range(decay, normalize):
                     assert_close(grad, grads[name], 8 * FP16, f"d{name} {form} {how}")
                 assert grad.isfinite().all()
             with torch.inference_mode():
-                assert_close(
-                    linear_attention(*inputs, **(FORMS | BLOCKWISE)[form], **how, feature_map=None),
-                    expected,
-                    2 * FP16,
-                    form,
-                )
+                got = linear_attention(*inputs, **FORMS[form], **how, feature_map=None)
+                assert_close(got, expected, 2 * FP16, form)
     with torch.inference_mode():
         expected = linear_attention(
             *inputs.to(torch.float64), direction="forward", normalize=normalize, feature_map=None

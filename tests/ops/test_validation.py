@@ -80,14 +80,10 @@ BAD_PAIRS = [  # the argument named first in the message, tensors, other argumen
     ("beta", DELTA, dict(normalize="max")),
     ("beta", DELTA, dict(normalize="pre")),
     ("dropout_p", DELTA, dict(normalize="none", dropout_p=0.1)),
-    ("form", DELTA, dict(normalize="none", form="blockwise")),
-    ("form", dict(log_decay=-torch.rand(H, D)), dict(form="blockwise")),
-    ("form", dict(log_decay=-torch.rand(B, H, L, D)), dict(form="blockwise")),
-    ("dropout_p", {}, dict(form="blockwise", dropout_p=0.1)),
     ("form", {}, dict(form="blocks")),
     ("decay_convention", {}, dict(decay_convention="before")),
     ("normalize", {}, dict(normalize="mean")),
-    ("chunk_size", {}, dict(form="blockwise", chunk_size=0)),
+    ("chunk_size", {}, dict(form="chunk", chunk_size=0)),
     ("chunk_size", DELTA, dict(form="chunk", normalize="none", chunk_size=0)),
 ]
 

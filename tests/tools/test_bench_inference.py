@@ -10,10 +10,11 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from lion.layers.layout import Layout
-from lion.layers.mixers import Attention
+from lion.layers.mixers import Attention, LionAttention
 from lion.runs import open_run
 from tests.helpers import here, refuse, tiny_recipe
 from tools.bench import collect, inference, probe
+from tools.bench.blockwise import mix_blockwise
 from tools.bench.probe import Variant
 
 
@@ -72,6 +73,15 @@ def test_every_variant_is_the_same_function(run):
             found[variant] = model(images)
     for logits in found.values():
         torch.testing.assert_close(logits, found[Variant("full")])
+
+
+def test_what_blockwise_cannot_measure(tmp_path):
+    here("train", tiny_recipe(tmp_path, model={"mixer": "gla"}), "--no-eval")
+    rows, (note,) = measured(tmp_path / "runs" / "tiny", Variant("blockwise", 8), sizes=(8,))
+    assert not rows and "blockwise 8: blockwise_attention: takes neither beta nor decays" in note
+    for layer in (LionAttention(8, 2, "lightnet"), LionAttention(8, 2, "lion_s", scans=("row_snake", "column_snake"))):
+        with pytest.raises(ValueError, match="only for one scan"):
+            mix_blockwise(layer, *[torch.zeros(1)] * 4, Layout())
 
 
 def test_lion_lit_under_decays_of_one(tmp_path):

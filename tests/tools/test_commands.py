@@ -369,9 +369,9 @@ def test_every_command_of_the_table_is_there():
 @pytest.mark.parametrize(
     ("line", "name", "rest"),
     [
-        ("", "train", ["recipes/quickstart.yaml"]),
-        ("seed=1 --no-eval", "train", ["recipes/quickstart.yaml", "seed=1", "--no-eval"]),
-        ("--fresh", "train", ["recipes/quickstart.yaml", "--fresh"]),
+        ("", "train", ["quickstart"]),
+        ("seed=1 --no-eval", "train", ["quickstart", "seed=1", "--no-eval"]),
+        ("--fresh", "train", ["quickstart", "--fresh"]),
         ("my.yaml seed=1", "train", ["my.yaml", "seed=1"]),
         ("recipes/my", "train", ["recipes/my"]),
         ("eval runs/x", "eval", ["runs/x"]),

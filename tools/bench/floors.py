@@ -91,12 +91,7 @@ def delta(n: Size, tokens: int, solved: int) -> int:
     return one // 2 + one + one * solved // n.dim + one
 
 
-def blockwise(n: Size, kind: str) -> int:
-    """Return the FLOPs of the blockwise form: those of the full form with decay, for every block size."""
-    return 2 * n.pairs(n.length)
-
-
-FORWARD = {"sdpa": sdpa, "full": full, "chunk": chunk, "rnn": chunk, "blockwise": blockwise}
+FORWARD = {"sdpa": sdpa, "full": full, "chunk": chunk, "rnn": chunk}
 
 
 def flops(form: str, kind: str, which: str, n: Size) -> int:

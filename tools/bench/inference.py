@@ -42,6 +42,7 @@ from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
 from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import start_runtime
+from tools.bench.blockwise import use_blockwise
 from tools.bench.collect import collect
 from tools.bench.floors import published_flops
 from tools.bench.probe import (
@@ -61,7 +62,8 @@ from tools.compose import build_data, resolve_run
 from tools.processes import Send, first_line
 from tools.store import Row, Store, digits, pipes
 
-FORMS = ("full", "blockwise", "chunk", "rnn")
+BLOCKWISE = "blockwise"  # the paper's Lion-chunk, which is a function and not a form of the layers
+FORMS = ("full", BLOCKWISE, "chunk", "rnn")
 QUADRATIC = "quadratic"
 SETTING = ("device", "threads", "run", "batch", "compiled")
 HEADER = ["tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix"]
@@ -187,8 +189,10 @@ def build(loaded: LoadedRun, size: int, variant: Variant) -> tuple[Task, Model]:
             fixed = {name: part for name, part in model.named_modules() if isinstance(part, FixedDecay)}
             weights |= {f"{name}.a": torch.full_like(part.a, LAMBDA_1) for name, part in fixed.items()}
         model.load_state_dict(weights)
-        form = "full" if variant.form in (QUADRATIC, SOFTMAX) else variant.form
+        form = "full" if variant.form in (QUADRATIC, SOFTMAX, BLOCKWISE) else variant.form
         set_form(model, form, variant.chunk_size)
+        if variant.form == BLOCKWISE:
+            use_blockwise(model)
     return task, model
 
 
@@ -214,7 +218,7 @@ def measure(job: Job, send: Send) -> None:
             with torch.inference_mode():
                 return task.outputs(model, batch)
 
-        compiled = not job.eager and variant.form != "blockwise"
+        compiled = not job.eager and variant.form != BLOCKWISE
         send({"kind": "note", "text": f"{variant}: {'compiling' if compiled else 'warming up'}"})
         try:
             row = {"mixer_bytes": mixer_peak(model, once, device, compiled)}
@@ -225,7 +229,7 @@ def measure(job: Job, send: Send) -> None:
             if job.samples and variant == trained:
                 value = value_of(loaded, job.size, task, model, job.samples)
                 row |= {"value": value, "shown": task.metric.number(value), "metric": task.metric.heading}
-        except (RuntimeError, ConfigError) as error:
+        except (RuntimeError, ValueError, ConfigError) as error:
             send({"kind": "note", "text": f"{variant}: {first_line(error)}"})
             continue
         runs[variant] = once
@@ -304,8 +308,7 @@ def value_of(loaded: LoadedRun, size: int, task: Task, model: Model, limit: int)
     split, splits = held_out(loaded, size)
     data = getattr(splits, split)
     some = torch.utils.data.Subset(data, range(min(limit, len(data))))
-    how = {"seed": loaded.recipe.seed, "split": split, "batch": min(16, len(some)), "collate": splits.collate}
-    batches = eval_batches(some, rank=0, world=1, workers=0, pin=False, **how)
+    batches = eval_batches(some, seed=loaded.recipe.seed, split=split, batch=min(16, len(some)), collate=splits.collate)
     runtime, seed = start_runtime(str(pick_device())), derive(loaded.recipe.seed, split)
     return evaluate(model, batches, task, runtime, seed=seed)[task.metric.name]
 

@@ -13,6 +13,7 @@ from lion.layers.layout import PLAIN, ROW_MAJOR, Layout, grid_layout
 from lion.layers.mixers import LINEAR, LionAttention
 from lion.layers.mixers.lightnet import LIGHTNET, KeySoftmax
 from lion.ops import (
+    Settings,
     linear_attention,
     multi_scan_attention,
     one_scan_attention,
@@ -71,8 +72,7 @@ class Operator:
             Contiguous leaf tensors by name, and the other (fixed) arguments.
         """
         torch.manual_seed(0)
-        how = dict(direction=self.direction, scans=self.scans)
-        layer = LionAttention(heads * dim, heads, self.mixer, **how).to(device)
+        layer = LionAttention(heads * dim, heads, self.mixer, direction=self.direction, scans=self.scans).to(device)
         x = torch.randn(batch, length, heads * dim, device=device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             q, k, v = layer.heads(x)
@@ -97,14 +97,13 @@ class Operator:
         return tensors, {name: value for name, value in given.items() if name not in tensors}
 
     def run(self, tensors: dict[str, Tensor], fixed: dict[str, Any], form: str, chunk_size: int) -> Tensor:
-        how = dict(form=form, chunk_size=chunk_size)
         if self.one_scan:
-            return one_scan_attention(**tensors, **how)
-        how["direction"] = self.direction
+            return one_scan_attention(**tensors, form=form, chunk_size=chunk_size)
+        settings = Settings(form=form, chunk_size=chunk_size, direction=self.direction)
         if self.scans == ROW_MAJOR:
-            return linear_attention(**{"feature_map": None} | self.gated(tensors, fixed), **how)
+            return linear_attention(**{"feature_map": None} | self.gated(tensors, fixed), settings=settings)
         q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
-        return multi_scan_attention(q, k, v, log_decays, **fixed, **how, feature_map=None)
+        return multi_scan_attention(q, k, v, log_decays, **fixed, settings=settings, feature_map=None)
 
     def definition(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> Tensor:
         """Compute the operator token by token, by its definition."""
@@ -120,8 +119,8 @@ class Operator:
             values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
             moved = (x[:, :, order] for x in (q, k, values))
             a = log_decay if log_decay.dim() < 3 else log_decay[:, :, order]
-            how = dict(decay_convention=fixed["decay_convention"], normalize="none", scale=1.0)
-            sums = sums + reference_attention(*moved, a, direction=self.direction, **how)[:, :, order.argsort()]
+            settings = dict(decay_convention=fixed["decay_convention"], normalize="none", scale=1.0)
+            sums = sums + reference_attention(*moved, a, direction=self.direction, **settings)[:, :, order.argsort()]
         return sums[..., :-1] / sums[..., -1:]
 
     def gated(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> dict[str, Any]:

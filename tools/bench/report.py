@@ -13,7 +13,7 @@ from tools.bench.operators import OPERATORS
 from tools.cli import table
 from tools.store import Row, Store, digits, pipes
 
-FORMS = ("full", "chunk", "rnn", "blockwise")
+FORMS = ("full", "chunk", "rnn")
 PASSES = {"forward": "Forward", "both": "Forward and backward"}
 SETTING = ("device", "threads", "dtype", "heads", "dim", "tokens", "eager")  # equal within one table
 KEY = (*SETTING, "mixer", "form", "chunk_size", "length", "pass")
@@ -34,7 +34,7 @@ CROSSOVER = (
 COLOURS = (
     "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #e377c2 #8c564b #7f9a00 #003f8a #c2a000 #5c5c5c #00a878 #a3004f"
 ).split()
-STYLES = {"full": ("-", "o"), "chunk": ((0, (5, 2)), "s"), "rnn": (":", "^"), "blockwise": ("-.", "D")}
+STYLES = {"full": ("-", "o"), "chunk": ((0, (5, 2)), "s"), "rnn": (":", "^")}
 
 
 class Report(Store):

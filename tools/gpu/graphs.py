@@ -78,11 +78,11 @@ def trace(fn: Callable[..., Tensor], *args: Any) -> list[Graph]:
     return graphs
 
 
-def partition(joint: GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph into the forward and the backward graph, as Inductor does."""
+def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
+    """Split a joint graph into the forward and the backward graph, as Inductor does with these `options`."""
     with V.set_fake_mode(detect_fake_mode(inputs)):
         joint = _recursive_joint_graph_passes(joint)
-    return min_cut_rematerialization_partition(joint, inputs, **how)
+    return min_cut_rematerialization_partition(joint, inputs, **options)
 
 
 def described(x: Any) -> Any:

@@ -116,17 +116,17 @@ def largest_error(graph: Graph, program: Program) -> float:
     """
     with tempfile.TemporaryDirectory() as folder:
         call = runner(program, Path(folder))
-        found = call([laid_out(x, how) for x, how in zip(graph.given, graph.inputs)])
+        found = call([laid_out(x, description) for x, description in zip(graph.given, graph.inputs)])
     expected = graph.results[:1] if graph.stage == "forward" else graph.results
     pairs = [(x, y) for x, y in zip(found, expected) if isinstance(y, Tensor) and y.is_floating_point()]
     return max(((x - y).abs().max() / y.abs().max().clamp_min(1e-6)).item() for x, y in pairs)
 
 
-def laid_out(x: Any, how: Any) -> Any:
+def laid_out(x: Any, description: Any) -> Any:
     """Return a copy of an input with the strides that the graph was lowered for; other inputs unchanged."""
     if not isinstance(x, Tensor):
         return x
-    size, stride, dtype = how
+    size, stride, dtype = description
     held = [1 if s == 0 else n for n, s in zip(size, stride)]
     part = x[tuple(slice(0, n) for n in held)]
     return torch.empty_strided(held, stride, dtype=dtype).copy_(part).expand(size)

@@ -43,7 +43,6 @@ class Mixer(nn.Module):
 
     Config: ClassVar[type]  # the recipe's `model.attention` section, `AttentionConfig` or a subclass
     forms: ClassVar[tuple[str, ...]] = ("full",)  # in which the mixer can run; the first is the default
-    unlisted_forms: ClassVar[tuple[str, ...]] = ()  # in which it can run, too, on request alone
 
     @staticmethod
     def resolve(name: str, config: Any) -> Any:
@@ -109,7 +108,7 @@ class Mixer(nn.Module):
         Raises:
             ValueError: The mixer does not have this form.
         """
-        if form not in ("auto", *self.forms, *self.unlisted_forms):
+        if form not in ("auto", *self.forms):
             raise ValueError(f"form: {type(self).__name__} has only {', '.join(self.forms)}, got {form!r}")
 
 
@@ -133,14 +132,12 @@ def mixers_of(model: nn.Module) -> list[Mixer]:
 
 
 def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
-    """Run every mixer of `model` in this form from now on; weights are unchanged.
-
-    The forms are "auto", those in `FORMS`, and "blockwise", the paper's Lion-chunk (`lion.ops.blockwise`).
+    """Run every mixer of `model` in this form, "auto" or one of `FORMS`, from now on; weights are unchanged.
 
     Raises:
         ValueError: An unknown form, a form that a mixer does not have, or a chunk size below 1.
     """
-    known = ("auto", *FORMS, "blockwise")
+    known = ("auto", *FORMS)
     if form not in known:
         raise ValueError(f"form: expected one of {', '.join(known)}, got {form!r}")
     mixers = mixers_of(model)

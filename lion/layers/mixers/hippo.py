@@ -198,9 +198,11 @@ class HippoAttention(LionAttention):
 
     def make_decays(self, dim: int) -> list[Decay]:
         c = self.config
-        own = {"gate": c.decay_gate} if c.decay_gate is not None else {}
-        how = {"spectrum": c.spectrum, "shape": c.decay_shape, "dt_min": c.dt_min, "dt_max": c.dt_max}
-        return [self.mixer.decay(dim, self.num_heads, **how, **own)]
+        gate = {"gate": c.decay_gate} if c.decay_gate is not None else {}
+        decay = self.mixer.decay(
+            dim, self.num_heads, spectrum=c.spectrum, shape=c.decay_shape, dt_min=c.dt_min, dt_max=c.dt_max, **gate
+        )
+        return [decay]
 
 
 FAMILY = {

@@ -105,7 +105,6 @@ class LightNetAttention(LionAttention):
     """Linear attention whose keys are normalised over the tokens."""
 
     Config = LightNetConfig
-    unlisted_forms = ()
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> LightNetConfig:

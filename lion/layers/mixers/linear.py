@@ -15,7 +15,7 @@ from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.rotations import NO_ROTATION
-from lion.ops import FORMS, State, includes_query_decay, linear_attention, multi_scan_attention, prefill, step
+from lion.ops import FORMS, Settings, State, includes_query_decay, linear_attention, multi_scan_attention, prefill, step
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 from lion.ops.settings import hint
 
@@ -102,7 +102,7 @@ class LionAttention(Attention):
     different decay conventions in one direction and in both (`AttentionConfig`).
     """
 
-    forms, unlisted_forms = FORMS, ("blockwise",)
+    forms = FORMS
 
     def __new__(cls, dim: int = 0, num_heads: int = 0, mixer: str = "lion_s", *_: Any, **__: Any) -> LionAttention:
         """Return a layer of the mixer's class: `LionAttention(dim, num_heads, "lightnet")` is a `LightNetAttention`."""
@@ -194,17 +194,17 @@ class LionAttention(Attention):
         self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        how = dict(
+        settings = Settings(
             form=self.form,
             direction=self.config.direction,
             chunk_size=self.chunk_size,
             dropout_p=self.config.score_dropout if self.training else 0.0,
         )
         if self.config.scans != ROW_MAJOR:
-            return self.mix_scans(x, q, k, v, layout, how)
-        return linear_attention(**self.arguments(x, q, k, v, layout), **how, segments=layout.segments)
+            return self.mix_scans(x, q, k, v, layout, settings)
+        return linear_attention(**self.arguments(x, q, k, v, layout), settings=settings, segments=layout.segments)
 
-    def mix_scans(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, how: dict) -> Tensor:
+    def mix_scans(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, settings: Settings) -> Tensor:
         """Mix tokens by several scans, each with separate decays (B, H, L) or (H,), in sequence order."""
         c = self.config
         if layout.orders is None or len(layout.orders) != len(c.scans):
@@ -212,7 +212,8 @@ class LionAttention(Attention):
         if layout.segment_index is not None:
             raise ValueError("segments: several scans need one image per row, without segments")
         q, k = apply_feature_map(c.feature_map, q), apply_feature_map(c.feature_map, k)
-        how |= dict(
+        settings = replace(
+            settings,
             feature_map=None,
             scan_merge=c.scan_merge,
             normalize=c.normalize,
@@ -220,7 +221,7 @@ class LionAttention(Attention):
             scale=self.mixer.scale,
         )
         log_decays = [decay(x, k, layout).log_decay for decay in self.decays]
-        return multi_scan_attention(q, k, v, log_decays, layout.orders, valid=layout.valid, **how)
+        return multi_scan_attention(q, k, v, log_decays, layout.orders, valid=layout.valid, settings=settings)
 
     def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> dict[str, Any]:
         """Return the arguments of the operator for tokens x (B, L, dim)."""
@@ -238,8 +239,8 @@ class LionAttention(Attention):
         gates = gating.gates._replace(angles=self.angles(x, layout, gating.gates.angles))
         if not includes_query_decay(c.decay_convention, c.direction):
             gates = gates._replace(prefix=None)  # these are the sums of a different mask
-        how = dict(feature_map=feature_map, normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
-        return dict(q=q, k=gating.k, v=v, gates=gates, **how), gating.state
+        settings = dict(normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
+        return dict(q=q, k=gating.k, v=v, gates=gates, feature_map=feature_map, **settings), gating.state
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, LinearState]:
         self.check_causal()
