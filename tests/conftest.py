@@ -6,6 +6,7 @@ fast feedback: it runs one case of every test that is not slow, does not compile
 the last one, because parameters are listed from plain to special. The limits below bound a quick run on any processor.
 """
 
+import gc
 import os
 import sys
 from collections import defaultdict
@@ -41,6 +42,11 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item in chosen]
     if quick and len(items) > MOST_CASES:
         raise pytest.UsageError(f"--quick: {len(items):,} cases, at most {MOST_CASES:,}; mark slow tests as slow")
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # modules and cases live to the end: each later `gc.collect` would take a second to visit them
 
 
 def spread(cases: list, most: int) -> list:
