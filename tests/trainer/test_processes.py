@@ -107,7 +107,7 @@ def test_what_all_processes_refuse_is_said_once_and_before_anything_is_set_aside
     flags = ("--fresh", "--no-eval")
     (runs / "tiny").mkdir(parents=True)
     (runs / "tiny" / "mine.txt").touch()
-    gone = command("train", path, *flags, "--processes", 4, "data.name=imagefolder", f"data.root={tmp_path / 'gone'}")
+    gone = command("train", path, *flags, "--processes", 2, "data.name=imagefolder", f"data.root={tmp_path / 'gone'}")
     assert gone.returncode == 2 and gone.stdout == ""
     assert gone.stderr.count("\n") == 1 and gone.stderr.startswith("error: data set 'imagefolder': no folder")
     assert [f.name for f in runs.iterdir()] == ["tiny"] and (runs / "tiny" / "mine.txt").exists()
