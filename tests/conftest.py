@@ -61,6 +61,7 @@ def compiled() -> int:
 
 
 def pytest_sessionfinish(session):
+    gc.unfreeze()  # else nanobind counts what is left at the end as leaked
     if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
         session.config.workeroutput["graphs"] = compiled()
 
