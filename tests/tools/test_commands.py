@@ -178,6 +178,7 @@ def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path, capsys):
     refuse(capsys, "train", path, "--fresh", "trainer.device=cuda:77")
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["tiny"]  # refused before anything was moved
     assert here("train", path, "--fresh", "trainer.steps=4") == 0
+    capsys.readouterr()
     assert (tmp_path / "runs" / "tiny.old1" / "summary.json").exists()
     summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
     assert summary["forms"].keys() == {"full"}
