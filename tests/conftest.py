@@ -6,6 +6,7 @@ fast feedback: it runs one case of every test that is not slow, does not compile
 the last one, because parameters are listed from plain to special. The limits below bound a quick run on any processor.
 """
 
+import gc
 import os
 import sys
 from collections import defaultdict
@@ -43,6 +44,11 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(f"--quick: {len(items):,} cases, at most {MOST_CASES:,}; mark slow tests as slow")
 
 
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # modules and cases live to the end: each later `gc.collect` would take a second to visit them
+
+
 def spread(cases: list, most: int) -> list:
     """Return `most` cases at even distances, including the last case."""
     return cases if len(cases) <= most else [cases[(i + 1) * len(cases) // most - 1] for i in range(most)]
@@ -55,6 +61,7 @@ def compiled() -> int:
 
 
 def pytest_sessionfinish(session):
+    gc.unfreeze()  # else nanobind counts what is left at the end as leaked
     if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
         session.config.workeroutput["graphs"] = compiled()
 

@@ -31,7 +31,6 @@ COMPILING = {
 }
 EXTRAS = {  # optional packages, imported where they are used
     "tools/convert/files.py": {"safetensors"},
-    "data/vision/digits.py": {"sklearn"},
     "tools/gpu/cubins.py": {"triton"},  # comes with torch for GPUs
     "tools/gpu/targets.py": {"triton"},
     "lion/tasks/sequence_classification.py": {"scipy", "sklearn"},

@@ -220,7 +220,7 @@ def test_weights_without_finite_outputs(trained, tmp_path, capsys):
     torch.save(state, file)
     write_manifest(file.parent, [file], sharded=False)
     Image.new("L", (8, 8)).save(picture)
-    assert "the outputs of its model are not finite" in refuse(capsys, "predict", tmp_path / "tiny", picture)
+    assert "the outputs of its model are not finite" in refuse(capsys, "predict", tmp_path / "tiny", picture, "--eager")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "{", '{"forms": 3}', "\0"], ids=repr)

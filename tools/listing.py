@@ -56,9 +56,10 @@ def recipe_path(name: str | Path) -> Path:
     Raises:
         ConfigError: A bare name that no recipe has.
     """
-    path, ours = Path(name), recipe_files()
+    path = Path(name)
     if os.path.lexists(path):
         return path
+    ours = recipe_files()
     shipped = ours.get(path.stem) if path.suffix in ("", ".yaml") else None
     if path.name != str(name):
         if shipped is not None and path.suffix:

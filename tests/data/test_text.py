@@ -467,7 +467,7 @@ def test_a_file_where_a_folder_is_to_be_is_named(tmp_path, kind):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_a_killed_preparation_goes_on(tmp_path):
     """After kill -9 there is no partial file, finished shards are kept, and the result equals an undisturbed one."""
-    lines = sentences(60_000, longest=60)
+    lines = sentences(40_000, longest=60)
     texts = tmp_path / "texts"
     texts.mkdir()
     for i in range(6):

@@ -1,4 +1,7 @@
-"""Blocks of every kind of model: their training graphs lower to GPU code without graph breaks, and compile."""
+"""Blocks of every kind of model: their training graphs lower to GPU code without graph breaks, and compile.
+
+By default each of two blocks is compiled for one target, with `--every` all blocks for both targets.
+"""
 
 import pytest
 
@@ -16,10 +19,9 @@ SMALL = [
     "trainer.micro_batch=2",
     "optim.lr_batch=null",
 ]
-RECIPES = {
-    "deit_tiny_lion_s": ["data.image_size=[64, 64]"],
-    "dit_tiny_lightnet": [],
-}
+DEIT = "deit_tiny_lion_s", ["data.image_size=[64, 64]"]
+DIT = "dit_tiny_lightnet", []
+BOTH = ("a100", "h100")
 OTHERS = {
     "mlm_tiny_lion_d": [],
     "gpt2_tiny_lion_s": [],
@@ -30,14 +32,19 @@ OTHERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, changes", [*RECIPES.items(), *(pytest.param(*item, marks=pytest.mark.every) for item in OTHERS.items())]
+    "name, changes, targets",
+    [
+        (*DEIT, BOTH[:1]),
+        (*DIT, BOTH[1:]),
+        *(pytest.param(*item, BOTH, marks=pytest.mark.every) for item in (DEIT, DIT, *OTHERS.items())),
+    ],
 )
-def test_training_graphs_of_a_block_compile(name, changes):
+def test_training_graphs_of_a_block_compile(name, changes, targets):
     recipe = resolve(name, [*SMALL, *changes])
     step = trace_step(recipe, make_task(recipe, describe_data(recipe, look=False)[0]), batch=2)
     assert {graph.stage for graph in step.graphs} == {"forward", "backward"}
     for graph in step.graphs:
-        for target in ("a100", "h100"):
+        for target in targets:
             program = lower(graph, TARGETS[target])
             assert program.kernels and not program.fallbacks, program.fallbacks
             compile_kernels(program.kernels, TARGETS[target])

@@ -1,12 +1,9 @@
 """The fused form: its values and gradients, and its GPU code.
 
 On a CPU, flex_attention's dense operator is compared with the full form. The code that Inductor generates for a GPU
-must be correct in Triton's interpreter, compile, and move few bytes.
+must move few bytes; test_mixers.py runs it in Triton's interpreter and compiles it.
 """
 
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +15,6 @@ from lion.ops import linear_attention, reference_attention
 from lion.ops.arguments import Gates
 from lion.ops.settings import Settings
 from tests.gpu.test_budgets import SHAPE, VERSION
-from tests.helpers import ROOT
-from tools.gpu.cubins import compile_kernels
 from tools.gpu.fused import FUSED
 from tools.gpu.lower import lower
 from tools.gpu.operator import operator_graphs
@@ -79,7 +74,7 @@ def test_values_and_gradients_are_those_of_the_full_form(decay, direction):
     for convention in ("source", "target", "symmetric"):
         settings = Settings(form="full", feature_map="silu_shifted", direction=direction, decay_convention=convention)
         against_full(inputs(decay), settings)
-        against_full(inputs(decay, torch.float32), settings, tolerance=2e-4)
+    against_full(inputs(decay, torch.float32), settings, tolerance=2e-4)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -185,22 +180,6 @@ def test_the_check_falls_back_with_a_line(monkeypatch, caplog):
         return x * 2 if fused.usable(x.device, x.dtype, D, E) else x * 3
 
     assert torch.compile(graph, backend="eager", fullgraph=True)(torch.ones(1)) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_generated_kernels_are_right_and_compile(tmp_path):
-    # Lion-D for two blocks: the interpreter cannot run a cumulative sum over more than 128 tokens (programs wait)
-    cases = [f"lion_d,{FUSED},both,150", f"lion_s,{FUSED},both,24"]
-    command = [sys.executable, "-m", "tools.gpu.interpret", str(tmp_path), *cases]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["stage"] for row in rows] == ["forward", "backward"] * len(cases)
-    for row in rows:
-        assert "unsupported" not in row and not row["fallbacks"] and row["error"] <= 3e-4, row
-    for path in sorted(tmp_path.glob("*.json")):
-        compile_kernels(json.loads(path.read_text()), TARGETS["h100"])
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 The generated kernels run in Triton's interpreter on CPU tensors, forward and backward. Their results are compared with
 the same graph on the CPU. Sizes are small: 16 features, 2 heads, 24 tokens in the full form, and 40 tokens in chunks of
-16. By default one mixer runs for each kind of operator, with `--every` all mixers.
+16. The fused form takes 32 features, and Lion-D has two blocks of it. By default one mixer runs for each kind of
+operator, with `--every` all mixers.
 `./run.sh bench gpu --compile` compiles all forms for sm_80 and sm_90.
 """
 
@@ -15,24 +16,29 @@ import pytest
 from lion.layers.mixers import LINEAR
 from tests.helpers import ROOT
 from tools.gpu.cubins import compile_kernels
+from tools.gpu.fused import FUSED
 from tools.gpu.targets import TARGETS
 
 TOLERANCE = 1e-4  # relative to the largest value, float32; gradients of decays are sums over all pairs
+FUSED_TOLERANCE = 3e-4
 BF16_TOLERANCE = 0.1  # the graph on the CPU rounds every intermediate result to bfloat16, fused kernels do not
 FULL, CHUNK, ONE_WAY = ("full", "both", 24), ("chunk", "both", 40), ("full", "forward", 24)
 FULL_BF16, CHUNK_BF16 = (*FULL, "bfloat16"), (*CHUNK, "bfloat16")
 KINDS = {  # a mixer for each kind of operator
     "lion_lit": [FULL],  # no decay
-    "lion_s": [FULL, CHUNK, ONE_WAY, FULL_BF16],  # scalar decays, row sums
-    "gla": [FULL, CHUNK],  # vector decays
+    "lion_s": [FULL, CHUNK, ONE_WAY, FULL_BF16, (FUSED, "both", 24)],  # scalar decays, row sums
+    "gla": [CHUNK],  # vector decays
     "lion_s_hippo": [FULL],  # vector decays and a rotation
+    # Lion-D for two blocks: the interpreter cannot run a cumulative sum over more than 128 tokens (programs wait)
+    "lion_d": [(FUSED, "both", 150)],
     "rwkv6": [FULL],  # decays between tokens, a bonus
     "xlstm": [FULL],  # division by the largest of |row sum| and 1
     "lightnet": [FULL],  # normalised keys, one scan
     "deltanet": [FULL, CHUNK],  # delta rule
 }
 OTHERS = {mixer: [FULL] for mixer in LINEAR if mixer not in KINDS}  # differ from these in gates only
-OTHERS |= {"lightnet": [ONE_WAY], "lion_lit": [CHUNK], "lion_s": [CHUNK_BF16], "gla": [FULL_BF16]}
+OTHERS |= {"lightnet": [ONE_WAY], "lion_lit": [CHUNK], "lion_s": [CHUNK_BF16], "gla": [FULL, FULL_BF16]}
+OTHERS |= {"lion_d": [FULL]}
 GROUPS = [  # importing PyTorch takes longer than a case
     *(dict([*KINDS.items()][i::2]) for i in range(2)),
     *(pytest.param(dict([*OTHERS.items()][i::2]), marks=pytest.mark.every) for i in range(2)),
@@ -51,8 +57,10 @@ def test_generated_kernels_are_right_and_compile(group, tmp_path):
     assert [row["stage"] for row in rows] == ["forward", "backward"] * len(cases)
     for case, row in zip([case for case in cases for _ in range(2)], rows):
         assert "unsupported" not in row, (case, row)
-        assert row["error"] <= (BF16_TOLERANCE if case.endswith("bfloat16") else TOLERANCE), (case, row)
+        tolerance = FUSED_TOLERANCE if FUSED in case else BF16_TOLERANCE if case.endswith("bfloat16") else TOLERANCE
+        assert row["error"] <= tolerance, (case, row)
         assert all("linalg_solve_triangular" in name for name in row["fallbacks"]), (case, row)  # the delta rule's
+        assert FUSED not in case or not row["fallbacks"], (case, row)
     kernels = sorted(tmp_path.glob("*.json"))
     assert len(kernels) == len(rows)
     for path in kernels:

@@ -243,9 +243,9 @@ def test_the_run_serves_every_command(tmp_path, capsys):
     init_from(fresh, run, loaded.task.info)
     assert apart(fresh.eval(), model) < 1e-4
     picture = data / "val" / "n3" / "0.png"
-    assert here("predict", run, picture, "--top", CLASSES) == 0
+    assert here("predict", run, picture, "--top", CLASSES, "--eager") == 0
     assert capsys.readouterr().out.count("class ") == CLASSES
-    assert here("eval", run, "--form", "full") == 0
+    assert here("eval", run, "--form", "full", "--eager") == 0
     assert "top-1 %" in capsys.readouterr().out
 
 

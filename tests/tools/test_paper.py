@@ -238,7 +238,7 @@ def test_runs_are_made_once_and_stored_when_they_end(own_tables, capsys):
     assert len(rows) == 2 and {row["settings"]["model.mixer"] for row in rows} == {"lion_s", "lion_d"}
     folder = next(p for p in (own_tables / "runs").iterdir() if p.name.startswith("lion_d"))
     (row,) = (row for row in rows if row["settings"]["model.mixer"] == "lion_d")
-    assert [len(layer) for layer in row["decays"]] == [2, 2] and all(0 < x < 1 for x in sum(row["decays"], []))
+    assert [len(layer) for layer in row["decays"]] == [2, 2] and all(0 < x < 1 for each in row["decays"] for x in each)
     assert row["test"] == load(str(folder)).test and row["made"] == hash_of(row["settings"], row["data"])
     before = (out / "paper.md").read_text()
     assert "| lion_s > lion_d |" in before and "undecided" in before

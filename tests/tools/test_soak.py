@@ -12,7 +12,7 @@ pytest.importorskip("sklearn")
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_where_the_other_does(tmp_path):
     path = tiny_recipe(tmp_path, trainer={"ema": 0.9})
-    report, kills = tmp_path / "soak.md", 5
+    report, kills = tmp_path / "soak.md", 3
     flags = ["--kills", kills, "--seed", 1, "--report", report]
     done = command("soak", "--recipe", path, *flags, "trainer.steps=150", timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
