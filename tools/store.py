@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+from PIL import Image
 
 from lion.config import ConfigError
 from lion.files import save_text, write_atomic
@@ -99,7 +102,8 @@ class Store:
             return None
         draw(figure)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, lambda file: figure.savefig(file, format="png", dpi=120))
+        figure.savefig(drawn := io.BytesIO(), format="png", dpi=120)
+        write_atomic(path, lambda file: Image.open(drawn).quantize(256).save(file, format="png", optimize=True))
         return path
 
     def files(self) -> str:

@@ -37,8 +37,9 @@ from lion.tasks import Task
 from lion.trainer.memory import tensor_peak
 from tools.bench.collect import collect
 from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
-from tools.bench.report import COLOURS, by_length
+from tools.bench.report import by_length
 from tools.cli import Parser, count, counts
+from tools.colours import colour_of
 from tools.compose import describe_data, make_task, resolve
 from tools.generate import compile_mode
 from tools.processes import Send
@@ -277,8 +278,7 @@ def draw(report: Store) -> Path | None:
 
 def curves(fig: Any, rows: list[Row]) -> None:
     """Plot latency and memory over length, with a row of panels for each batch size."""
-    batches, mixers = sorted({row["batch"] for row in rows}), list(dict.fromkeys(row["mixer"] for row in rows))
-    colours = {mixer: "black" if mixer == SOFTMAX else COLOURS[i] for i, mixer in enumerate(mixers)}
+    batches = sorted({row["batch"] for row in rows})
     handles = {}
     for axes, batch in zip(fig.subplots(len(batches), 2, squeeze=False), batches):
         for ax, what in zip(axes, ("latency of a token, ms", "memory beyond weights, MiB")):
@@ -290,7 +290,7 @@ def curves(fig: Any, rows: list[Row]) -> None:
                 memory = [(r["state_bytes"] + (r["peak_bytes"] or 0)) / 2**20 for r in own]
                 y = [r["ms"] for r in own] if what.startswith("latency") else memory
                 (dashes, marker), label = STYLES[mode], f"{mixer}, {mode}"
-                look = {"color": colours[mixer], "linestyle": dashes, "marker": marker, "markersize": 4}
+                look = {"color": colour_of(mixer), "linestyle": dashes, "marker": marker, "markersize": 4}
                 handles[label] = ax.plot([r["length"] for r in own], y, **look)[0]
             ticks = sorted({row["length"] for row in rows})
             ax.set(xlabel="tokens so far", title=f"{what} (batch {batch})")

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from lion.config import ConfigError
-from tools.bench.report import COLOURS, STYLES, Report
+from tools.bench.report import STYLES, Report
 from tools.cli import Parser
+from tools.colours import colour_of
 from tools.store import Row
 
 LINES = {  # (mixer, form): label in the plot, and colour
-    ("sdpa", "sdpa"): ("softmax (SDPA)", "black"),
-    ("lion_lit", "full"): ("Lion-lit, full", COLOURS[1]),
-    ("lion_s", "full"): ("Lion-S, full", COLOURS[0]),
-    ("lion_s", "chunk"): ("Lion-S, chunk", COLOURS[0]),
-    ("lion_s", "rnn"): ("Lion-S, rnn", COLOURS[0]),
+    ("sdpa", "sdpa"): ("softmax (SDPA)", colour_of("sdpa")),
+    ("lion_lit", "full"): ("Lion-lit, full", colour_of("lion_lit")),
+    ("lion_s", "full"): ("Lion-S, full", colour_of("lion_s")),
+    ("lion_s", "chunk"): ("Lion-S, chunk", colour_of("lion_s")),
+    ("lion_s", "rnn"): ("Lion-S, rnn", colour_of("lion_s")),
 }
 PASSES = {"both": "Training", "forward": "Inference"}
 

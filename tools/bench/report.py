@@ -11,6 +11,7 @@ from typing import Any
 
 from tools.bench.operators import OPERATORS
 from tools.cli import table
+from tools.colours import colour_of
 from tools.store import Row, Store, digits, pipes
 
 FORMS = ("full", "chunk", "rnn")
@@ -31,9 +32,6 @@ CROSSOVER = (
     "The length, in tokens, at which the time of a form crosses the time of SDPA, interpolated linearly in logarithms "
     "between the two nearest measured lengths."
 )
-COLOURS = (
-    "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #e377c2 #8c564b #7f9a00 #003f8a #c2a000 #5c5c5c #00a878 #a3004f"
-).split()
 STYLES = {"full": ("-", "o"), "chunk": ((0, (5, 2)), "s"), "rnn": (":", "^")}
 
 
@@ -237,15 +235,13 @@ def picture(fig: Any, rows: list[Row]) -> None:
             for form, size in [("sdpa", None)] if mixer == "sdpa" else forms:
                 own = [r for r in some if (r["mixer"], r["form"], r["chunk_size"]) == (mixer, form, size)]
                 style = {"color": "black", "linewidth": 2.2} if mixer == "sdpa" else look(form, size)
-                style.setdefault("color", COLOURS[rank(OPERATORS, mixer) % len(COLOURS) - 1])
+                style.setdefault("color", colour_of(mixer))
                 ax.plot([r["length"] for r in own], [r[value] / scale for r in own], **style)
         ax.set(title=text, xlabel="tokens")
         by_length(ax, lengths)
         ax.spines[["top", "right"]].set_visible(False)
     handles = [line([], [], color="black", linewidth=2.2, label="SDPA")]
-    handles += [
-        line([], [], color=COLOURS[rank(OPERATORS, m) % len(COLOURS) - 1], linewidth=4, label=m) for m in mixers
-    ]
+    handles += [line([], [], color=colour_of(m), linewidth=4, label=m) for m in mixers]
     handles += [line([], [], linestyle="none", label="")]
     names = [f if c is None else f"{f} {c}" for f, c in forms]
     handles += [line([], [], color="0.3", label=name, **look(*f)) for name, f in zip(names, forms)]

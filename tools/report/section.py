@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.claims import CLAIM, QUESTION, Comparison, table_of, verdicts
+from tools.colours import colour_of
 from tools.distance import FIGURES
 from tools.report.distance import distance_table, frechet
 from tools.report.glue import glue_table
@@ -21,6 +22,7 @@ from tools.store import Row, pipes, widen
 
 JUDGES = {"metric": own_metric, "distance": frechet}
 TEXT = ("model", CLAIM, QUESTION, "verdict", "fine-tuned as")  # columns of text
+STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")
 HEADINGS = {CLAIM: "What the paper claims", QUESTION: "What it leaves open"}
 LEGEND = (
     "Values are mean ± sample standard deviation over n seeds. `test` is measured with the weights that were best on "
@@ -174,15 +176,17 @@ def curves(fig: Any, sections: list[Row], rows: Iterable[Row]) -> None:
     panels = fig.subplots(len(sections), squeeze=False)[:, 0]
     for ax, section in zip(panels, sections):
         own = [(name, runs) for (title, name), runs in groups.items() if title == section["section"]]
-        for i, (name, runs) in enumerate(own):
+        seen: dict[str, int] = {}
+        for name, runs in own:
             lines = [dict(map(tuple, run["curve"])) for run in runs]
             places = sorted(set.intersection(*map(set, lines)))
             columns = [[line[x] for line in lines] for x in places]
-            style = {"color": "black"} if name == "softmax" else {}
-            line = "o-" if i <= 10 else "o--"  # matplotlib's cycle has ten colours
-            (drawn,) = ax.plot(places, [statistics.mean(c) for c in columns], line, markersize=3, label=name, **style)
-            low, high = list(map(min, columns)), list(map(max, columns))
-            ax.fill_between(places, low, high, alpha=0.15, color=drawn.get_color())
+            colour, mixer = colour_of(name), name.split()[0]
+            style = STYLES[seen.get(mixer, 0) % len(STYLES)]  # rows of one mixer have one colour
+            seen[mixer] = seen.get(mixer, 0) + 1
+            means = [statistics.mean(c) for c in columns]
+            ax.plot(places, means, style, color=colour, markersize=3, label=name)
+            ax.fill_between(places, list(map(min, columns)), list(map(max, columns)), alpha=0.15, color=colour)
         ax.set(title=section["section"], xlabel=section["x"], ylabel=section["y"])
         widen(ax)
         ax.grid(True, color="0.9")
