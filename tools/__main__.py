@@ -31,8 +31,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"unknown command {name!r}, {nearest(name, [*COMMANDS, *recipes], otherwise)}")
     if (unknown := unknown_option(name, rest)) is not None:
         text, option, options = unknown
-        settings = "; settings are written key=value, without --" * ("key=value" in COMMANDS[name].synopsis)
-        raise ConfigError(f"run.sh {name}: unknown option {text}: {nearest(option, options)}{settings}")
+        settings = " (settings are key=value)" * ("key=value" in COMMANDS[name].synopsis)
+        raise ConfigError(f"run.sh {name}: unknown option {text}{settings}: {nearest(option, options)}")
     if COMMANDS[name].synopsis.startswith("RECIPE") and rest and rest[0].replace("_", "").isalnum():  # a bare name
         recipe_path(rest[0])
     module, _, function = COMMANDS[name].where.partition(":")

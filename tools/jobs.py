@@ -113,8 +113,8 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int, *, title: str
                 for job in [j for j in waiting if j.after and not j.after.finished and j.after.name not in left]:
                     waiting.remove(job)
                     say(f"{job.name}: not run, because {job.after.name} failed")
-                bar.n = sum(min(step_of(job), steps[job.name]) for job in jobs)
-                bar.set_postfix_str(", ".join(r.job.name for r in running))
+                bar.set_postfix_str(", ".join(r.job.name for r in running), refresh=False)
+                bar.update(sum(min(step_of(job), steps[job.name]) for job in jobs) - bar.n)
         except KeyboardInterrupt:
             stop(running)
             say("stopped: the same command resumes from here")

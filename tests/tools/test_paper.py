@@ -251,4 +251,30 @@ def test_runs_are_made_once_and_stored_when_they_end(own_tables, capsys):
 def test_bad_input_is_one_line(capsys, tmp_path):
     assert "did you mean 'lion-16'?" in refuse(capsys, "paper", "--table", "lion-161", "--dry-run")
     (tmp_path / "paper.json").write_text("[]")
+    assert "did you mean 'cifar10'?" in refuse(capsys, "paper", "--data", "cifar", "data.name=hf", "--dry-run")
     assert "not a report" in refuse(capsys, "paper", "--no-runs", "--out", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own_tables, capsys):
+    (own_tables / "book.txt").write_text("\n".join(f"line {i} of a text" for i in range(3000)))
+    values = {"data": {"name": "text", "path": str(own_tables / "book.txt"), "tokenizer": "bytes", "length": 16}}
+    values |= {"data": values["data"] | {"root": str(own_tables / "text")}}
+    values |= {"task": {"name": "causal_lm"}, "model": {"mixer": "lion_s", "dim": 16, "depth": 1, "num_heads": 2}}
+    (own_tables / "tiny.yaml").write_text(yaml.safe_dump({**TINY, **values}))
+    held = yaml.safe_load((own_tables / "tables" / "own.yaml").read_text())
+    held |= {"lengths": [15, 30], "rows": {"lion_s": {}, "softmax": {"set": {"model.mixer": "softmax"}}}}
+    (own_tables / "tables" / "own.yaml").write_text(yaml.safe_dump({**held, "claims": [["lion_s", "softmax"]]}))
+    out = own_tables / "reports"
+    assert here("paper", "--jobs", "2", "--out", str(out)) == 0
+    rows = json.loads((out / "paper.json").read_text())["rows"]
+    more = {row["settings"]["model.mixer"]: row["more"] for row in rows}
+    assert set(more["lion_s"]) == {"15 tokens", "30 tokens"} and set(more["softmax"]) == {"15 tokens"}  # positions
+    assert "|30 tokens|" in (out / "paper.md").read_text()
+    (own_tables / "tables" / "own.yaml").write_text(
+        yaml.safe_dump({**held, "claims": [], "mini": {"recipe": "cifar10_mini"}, "lengths": []})
+    )
+    capsys.readouterr()
+    assert here("paper", "--out", str(out), "--data", "cifar10", f"data.root={own_tables}") == 0
+    assert "6 runs are left out, --data cifar10 key=value .." in capsys.readouterr().err

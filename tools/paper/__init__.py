@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from data import dataset
 from lion.config import ConfigError
 from lion.recipe import Recipe
 from lion.runs import SUMMARY
@@ -74,6 +75,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     tables, store = read_tables(), open_store(args.out / "paper.json")
     chosen = choose(tables, args.table)
+    for name, *_ in args.data:
+        dataset(name)
     jobs = make_jobs(chosen, args.scale, store, {name: overrides for name, *overrides in args.data})
     if args.dry_run:
         print(plan(chosen, args.scale, store, jobs))
@@ -122,23 +125,32 @@ def run(jobs: Sequence[PaperJob], tables: Mapping[str, Table], store: Store, mos
     """Train all missing runs, and write the page with the result of each when it ends; returns the exit code."""
 
     def keep(job: PaperJob) -> str:
-        found = collect(store, job.cell, job.folder)
+        found = collect(store, job.cell, tables[job.cell.table].lengths)
         write(tables, store)
         return found.metric.text(found.val if found.test is None else found.test)
 
     for job in jobs:
         if job.finished:  # by a command that was stopped before it stored the result
             say(f"{job.name}: was finished, {keep(job)}")
-    left = [job for job in jobs if not job.finished]
-    if not left:
-        return 0
-    sizes = {name: describe_data(first_of(left, name).recipe) for name in {job.recipe.data.name for job in left}}
-    steps = {job.name: make_plan(job.recipe, samples=sizes[job.recipe.data.name][1], world=1).total for job in left}
-    return work(left, {name: total or 1 for name, total in steps.items()}, most, title="paper", result=keep)
+    left, steps = [job for job in jobs if not job.finished], dict[str, int]()
+    for name in dict.fromkeys(job.recipe.data.name for job in left):
+        own = [job for job in left if job.recipe.data.name == name]
+        try:
+            samples = samples_of(own[0])
+            steps |= {job.name: make_plan(job.recipe, samples=samples, world=1).total or 1 for job in own}
+        except ConfigError as error:
+            say(f"{len(own)} runs are left out, --data {name} key=value .. names other data: {error}")
+            left = [job for job in left if job not in own]
+    return work(left, steps, most, title="paper", result=keep) if left else 0
 
 
-def first_of(jobs: Sequence[PaperJob], data: str) -> PaperJob:
-    return next(job for job in jobs if job.recipe.data.name == data)
+def samples_of(job: PaperJob) -> int:
+    """Return the number of training samples; at scale `mini` the data are prepared for it.
+
+    Raises:
+        ConfigError: The data are missing.
+    """
+    return len(build_data(job.recipe).train) if job.cell.scale == "mini" else describe_data(job.recipe)[1]
 
 
 def write(tables: Mapping[str, Table], store: Store) -> None:

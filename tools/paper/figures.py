@@ -30,7 +30,7 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
         if part.scale != "mini" or sum(map(bool, part.results.values.values())) < 2:
             continue
         path = store.path.parent / "paper" / f"{part.name}.png"
-        by_size = part.table.more and bool(shapes_of(part.results))
+        by_size = part.table.more and all("x" in name for name in shapes_of(part.results))
         size = (9, 4.6) if by_size else (9, 1.4 + 0.28 * len(part.table.rows))
         if store.draw(path, size, partial(sizes if by_size else ends, part=part)):
             found[part.name] = f"paper/{path.name}"

@@ -107,7 +107,7 @@ def section(part: Part, compared: Sequence[Comparison], judged: Mapping[int, str
     table, results, metric = part.table, part.results, part.metric
     text = [f"## {table.title} ({part.scale})", table.text.strip()]
     text.append(facts(part))
-    shapes = shapes_of(results) if table.more else []
+    shapes = shapes_of(results) if table.more or table.lengths else []
     header = ["row", *table.columns, f"{results.split} {metric.heading}", *shapes, "parameters", "minutes"]
     text.append(pipes(header, [row_of(part, name, shapes) for name in table.rows], text=TEXT))
     for kind in VERDICTS:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from lion.layers.mixers.lion import FixedDecay
 from lion.runs import SUMMARY, open_run
+from tools import evaluate
 from tools.compose import metric_of
 from tools.paper.tables import Cell, Table, settings_of, short_hash
 from tools.report.runs import Run, load
 from tools.store import Row, Store
 
+TOKENS = 40_000  # of held-out text, in windows of each length
 MADE_BY = ("commit", "changed", "python", "torch", "device", "threads", "command")  # keys of environment.json
 
 
@@ -96,8 +100,19 @@ def results_of(table: Table, cells: Iterable[Cell], store: Store) -> Results:
     return Results(values, split, data, len(found) - len(chosen), runs)
 
 
-def collect(store: Store, cell: Cell, folder: Path) -> Run:
-    """Add the raw row of a finished run to the store."""
-    run = load(str(folder))
-    store.add(raw_row(cell.key, cell.seed, run))
+def collect(store: Store, cell: Cell, lengths: Sequence[int]) -> Run:
+    """Add the raw row of a finished run to the store, with its values on windows of other lengths of text."""
+    run = load(str(cell.run))
+    more = run.more | (by_length(run, lengths) if lengths else {})
+    store.add(raw_row(cell.key, cell.seed, run._replace(more=more)))
     return run
+
+
+def by_length(run: Run, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Evaluate a run on windows of these numbers of tokens, without those that exceed its position embeddings."""
+    out = run.folder / "lengths"
+    options = ["--lengths", ",".join(map(str, lengths)), "--form", "full", "--tokens", str(TOKENS), "--eager"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        evaluate.main([str(run.folder), *options, "--out", str(out)])
+    rows = json.loads((out / "extrapolation.json").read_text())["rows"]
+    return {f"{row['length']} tokens": {run.metric.name: row["value"]} for row in rows if "value" in row}

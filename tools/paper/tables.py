@@ -69,6 +69,7 @@ class Table:
         columns: Columns of the published values.
         paired: Whether runs of one seed are alike, see `tools.statistics`.
         more: Whether to report the values on further held-out sets.
+        lengths: Numbers of tokens of windows of held-out text on which every run is evaluated, too.
         claims: Pairs of rows (better, worse), as claimed by the paper.
         open: Pairs of rows to compare, about which the paper makes no claim.
         published_seeds: Number of seeds at scale `published`.
@@ -82,6 +83,7 @@ class Table:
     columns: tuple[str, ...] = ()
     paired: bool = False
     more: bool = False
+    lengths: tuple[int, ...] = ()
     claims: tuple[tuple[str, str], ...] = ()
     open: tuple[tuple[str, str], ...] = ()
     published_seeds: int = setting(1, min=1)
