@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from tools.claims import NOT_RUN
 from tools.colours import colour_of
 from tools.paper.page import Part, parts_of, shapes_of
 from tools.paper.tables import Table
@@ -62,6 +63,8 @@ def ends(fig: Any, part: Part) -> None:
     for place, name in enumerate(rows):
         values = list(part.results.values[name].values())
         colour = colour_of(name)
+        if published[name] is not None:
+            axes[-1].plot(published[name], place, "D", color=colour, markerfacecolor="white")
         if values:
             half = interval(values)
             axes[0].plot(values, [place] * len(values), "o", color=colour, alpha=0.35, markersize=4)
@@ -73,10 +76,9 @@ def ends(fig: Any, part: Part) -> None:
                 color=colour,
                 capsize=3,
             )
-        if published[name] is not None:
-            axes[-1].plot(published[name], place, "D", color=colour, markerfacecolor="white")
-    axes[0].set_yticks(range(len(rows)), rows)
-    axes[0].invert_yaxis()
+        else:
+            axes[0].annotate(NOT_RUN, (0.01, place), xycoords=("axes fraction", "data"), color="0.5", va="center")
+    axes[0].set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
     axes[0].set_title(f"here: {part.results.split} {part.metric.heading}, 95 % intervals", fontsize=9)
     if columns == 2:
         axes[1].set_title(f"paper: {part.table.columns[0]}", fontsize=9)
@@ -90,10 +92,10 @@ def sizes(fig: Any, part: Part) -> None:
     """Plot the values of each row on the further held-out sets, LENGTHxITEMS: a panel for each series of sets."""
     shapes = {name: tuple(map(int, name.split("x"))) for name in shapes_of(part.results)}
     axes = fig.subplots(1, 2, sharey=True)
-    own = part.table.mini.set.get("data.length", max(length for length, _ in shapes.values()))
+    own, common = part.cells[0].recipe.data.length, most_common([items for _, items in shapes.values()])
     series = (
-        ("items in samples of the training length", [n for n, s in shapes.items() if s[0] == own], 1),
-        ("tokens, at the fewest items", fewest(shapes), 0),
+        (f"items in {own} tokens, the length of training", [n for n, s in shapes.items() if s[0] == own], 1),
+        (f"tokens with {common} items", [n for n, s in shapes.items() if s[1] == common], 0),
     )
     count: dict[str, int] = {}
     for row, runs in part.results.runs.items():
@@ -119,11 +121,9 @@ def sizes(fig: Any, part: Part) -> None:
     fig.suptitle(f"{part.table.title}: means over seeds", fontsize=10)
 
 
-def fewest(shapes: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return the sets with the number of items that occurs at the most lengths; the smallest of several."""
-    counts = [items for _, items in shapes.values()]
-    items = max(sorted(set(counts)), key=counts.count)
-    return [name for name, shape in shapes.items() if shape[1] == items]
+def most_common(counts: Sequence[int]) -> int:
+    """Return the number that occurs most often; the smallest of several."""
+    return max(sorted(set(counts)), key=counts.count)
 
 
 def number_of(part: Part, name: str) -> float | None:
