@@ -9,14 +9,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lion.layers.mixers import SOFTMAX
+from lion.layers.mixers import SoftmaxAttention, mixers_of
 from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.samples.seeds import derive, uniform
 
 MODES = {
     "attention": "recompute the whole sequence for each token",
-    "kv": "keep the keys and values of all tokens (softmax)",
+    "kv": "keep the keys and values of all tokens (softmax, fox)",
     "rnn": "keep a state of constant size (linear mixers)",
 }
 
@@ -27,7 +27,7 @@ ROOM = 256  # tokens by which a KV cache grows at once, at most
 
 def streaming_mode(model: GPT) -> str:
     """Return the mode in which a model continues from a state."""
-    return "kv" if model.config.mixer == SOFTMAX else "rnn"
+    return "kv" if isinstance(mixers_of(model)[0], SoftmaxAttention) else "rnn"
 
 
 @dataclass(frozen=True)

@@ -146,14 +146,21 @@ class SoftmaxAttention(Attention):
         x = layout.clean(x)
         q, k, v = self.heads(x)
         q, k = self.map_and_rotate(x, q, k, layout)
-        new, before = x.shape[1], state.valid.shape[1]
-        state = state.append(k, v, state.valid.new_ones(x.shape[0], new) if valid is None else valid)
-        read = state.valid[:, None, None]  # (B, 1, 1, T)
+        state, read = self.extended(state, k, v, valid)
+        return self.merge(x, self.attend(q, *state.read(), read), layout), state
+
+    def extended(
+        self, cache: KeyValueCache, k: Tensor, v: Tensor, valid: Tensor | None
+    ) -> tuple[KeyValueCache, Tensor]:
+        """Return the cache with C more tokens, and the mask (B, 1, C or 1, T) of keys that each of them attends to."""
+        new, before = k.shape[2], cache.valid.shape[1]
+        cache = cache.append(k, v, cache.valid.new_ones(k.shape[0], new) if valid is None else valid)
+        read = cache.valid[:, None, None]
         if new > 1:
-            read = read & torch.ones(new, before + new, dtype=torch.bool, device=x.device).tril(before)  # (C, T)
+            read = read & torch.ones(new, before + new, dtype=torch.bool, device=k.device).tril(before)
         if valid is not None:
             read = read | ~valid[:, None, :, None]  # padding attends to anything, so that its output is finite
-        return self.merge(x, self.attend(q, *state.read(), read), layout), state
+        return cache, read
 
 
 class NoMixing(Attention):

@@ -1,0 +1,99 @@
+"""FoX, the forgetting transformer (2503.02130): softmax attention with a forget gate per token and head.
+
+The mask of Lion-S is a bias of the scores: `softmax(q_i k_j / sqrt(D) + log M_ij) v_j`. In one direction
+`log M_ij = sum_{j < l <= i} log f_l`; in both directions the sum runs over the tokens after the earlier one of i and j,
+up to the later one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lion.layers.layout import PLAIN, Layout
+from lion.layers.mixers.attention import AttentionConfig
+from lion.layers.mixers.base import MixerInfo, check_state, state_type
+from lion.layers.mixers.lion import SelectiveDecay
+from lion.layers.mixers.registry import Entry
+from lion.layers.mixers.softmax import KeyValueCache, SoftmaxAttention
+
+FOX = "fox"
+
+
+@state_type
+class ForgettingCache(NamedTuple):
+    """A cache of keys and values, and the sums (B, H, T) of the log forget gates of the tokens so far."""
+
+    cache: KeyValueCache
+    sums: Tensor
+
+
+class ForgettingAttention(SoftmaxAttention):
+    """Softmax attention with forget gates `f_i = sigmoid(W x_i + b)` per token and head.
+
+    With `direction="forward"` the layer streams; its state is a KV cache with a number per token and head.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, mixer: str = FOX, config: AttentionConfig | None = None, **settings: Any
+    ) -> None:
+        super().__init__(dim, num_heads, mixer, config, **settings)
+        self.decay = SelectiveDecay(dim, num_heads)
+
+    @staticmethod
+    def info(name: str) -> MixerInfo:
+        left_out = "convolution and norm of keys and values, output gate and norm"
+        return MixerInfo("FoX, 2503.02130", "a token and head", "softmax", left_out)
+
+    @staticmethod
+    def knows_order(name: str, config: AttentionConfig) -> bool:
+        return True
+
+    def log_gates(self, x: Tensor, k: Tensor, layout: Layout) -> Tensor:
+        """Return the log forget gates (B, H, L) in float32 or wider, 0 for padding."""
+        gates = self.decay(x, k, layout).log_decay
+        return gates if layout.valid is None else gates.masked_fill(~layout.valid[:, None], 0)
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        q, k = self.map_and_rotate(x, q, k, layout)
+        sums = self.log_gates(x, k, layout).cumsum(-1)
+        mask = layout.with_pairs(self.causal).readable(self.causal)
+        if mask is None and self.causal:
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        y = self.attend(q, k, v, self.bias(sums, sums, mask).to(q.dtype))
+        return y if layout.valid is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
+
+    def bias(self, by_query: Tensor, by_key: Tensor, mask: Tensor | None) -> Tensor:
+        """Return log M (B, H, L, T) from sums (B, H, L) and (B, H, T); minus infinity where `mask` is False."""
+        bias = -(by_query[..., None] - by_key[..., None, :]).abs()
+        return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+
+    def initial_state(self, batch: int) -> ForgettingCache:
+        cache = super().initial_state(batch)
+        dtype = torch.promote_types(cache.k.dtype, torch.float32)
+        return ForgettingCache(cache, cache.k.new_zeros(batch, self.num_heads, 0, dtype=dtype))
+
+    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, ForgettingCache]:
+        y, cache = super().prefill(x, layout)
+        x = layout.clean(x)
+        return y, ForgettingCache(cache, self.log_gates(x, cache.k, layout).cumsum(-1))
+
+    def step(self, x: Tensor, state: ForgettingCache, valid: Tensor | None = None) -> tuple[Tensor, ForgettingCache]:
+        self.check_causal()
+        check_state(state, ForgettingCache)
+        layout = Layout.after(x, state.cache.valid.sum(1), valid)
+        x = layout.clean(x)
+        q, k, v = self.heads(x)
+        q, k = self.map_and_rotate(x, q, k, layout)
+        sums = self.log_gates(x, k, layout).cumsum(-1)
+        if state.sums.shape[-1]:
+            sums = sums + state.sums[..., -1:]
+        cache, read = self.extended(state.cache, k, v, valid)
+        every = torch.cat([state.sums, sums], -1)
+        y = self.attend(q, *cache.read(), self.bias(sums, every, read).to(q.dtype))
+        return self.merge(x, y, layout), ForgettingCache(cache, every)
+
+
+FAMILY = {FOX: Entry(ForgettingAttention)}
