@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype, take_gates
 from lion.ops.delta import delta_parts
 from lion.ops.flex import fused_applies, fused_attention
-from lion.ops.full import add_diagonal, masked_parts, product_parts, undecayed_parts
+from lion.ops.full import Scale, add_diagonal, masked_parts, product_parts, undecayed_parts
 from lion.ops.piecewise import in_pieces
 from lion.ops.prefix import gradients_to
 from lion.ops.rotary import rotate_pair
@@ -63,8 +64,8 @@ def linear_attention(
     check_gates(q, gates, settings)
     if fused_applies(q, v, gates, settings):
         return fused_attention(q, k, v, gates.log_decay, valid, segments, settings)
-    numerator, rowsum = _attention_parts(q, k, v, gates, valid, segments, settings)
-    return normalized(numerator, rowsum, settings, q.shape[-1]).to(v.dtype)
+    scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1])
+    return _attention_parts(q, k, v, gates, valid, segments, settings, scale)[0].to(v.dtype)
 
 
 def linear_attention_parts(
@@ -94,15 +95,23 @@ def linear_attention_parts(
 def normalized(numerator: Tensor, rowsum: Tensor | None, settings: Settings, dim: int) -> Tensor:
     """Divide the numerator (B, H, L, E) by the row sum (B, H, L) as `normalize` specifies, or scale it.
 
-    The forms share this division. Without gradients the result reuses the memory of the numerator.
+    Without gradients the result reuses the memory of the numerator.
     """
+    return scaled(numerator, row_scale(rowsum, settings, dim))
+
+
+def row_scale(rowsum: Tensor | None, settings: Settings, dim: int) -> Tensor | float:
+    """Return the factor of each row (B, H, L, 1) that `normalize` specifies, or of all rows; the forms share it."""
     scale = settings.scale_of(dim)
     if rowsum is None:
-        factor = scale
-    elif settings.normalize == "max":
-        factor = (scale / (scale * rowsum).abs().clamp_min(1))[..., None]
-    else:  # an empty row and its gradient are 0, even where 1 / eps overflows
-        factor = rowsum.clamp_min(settings.eps).reciprocal().masked_fill(rowsum == 0, 0)[..., None]
+        return scale
+    if settings.normalize == "max":
+        return (scale / (scale * rowsum).abs().clamp_min(1))[..., None]
+    # an empty row and its gradient are 0, even where 1 / eps overflows
+    return rowsum.clamp_min(settings.eps).reciprocal().masked_fill(rowsum == 0, 0)[..., None]
+
+
+def scaled(numerator: Tensor, factor: Tensor | float) -> Tensor:
     if not torch.is_grad_enabled():
         return numerator.mul_(factor)  # in place: inference in the rnn form keeps a single copy of its outputs
     return (numerator * factor).to(numerator.dtype)
@@ -121,7 +130,9 @@ def _attention_parts(
     valid: Tensor | None,
     segments: Tensor | SegmentIndex | None,
     settings: Settings,
+    scale: Scale | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """Compute the numerator, multiplied by `scale` of the row sum if that is given, and the row sum."""
     log_decay, beta, bonus, angles, prefix = gates
     no_decay = log_decay is None and beta is None
     form = resolve_form(settings.form, q.shape[2], not no_decay, settings.dropout_p)
@@ -141,25 +152,29 @@ def _attention_parts(
         if beta is not None:
             tokens = TokenBlock(*rotated, v, beta[..., None], valid, index, feature_map)
             if form == "rnn":
-                return in_pieces(tokens, None, how._replace(form="delta_rnn"))
-            return delta_parts(tokens, how)
+                return finished(in_pieces(tokens, None, how._replace(form="delta_rnn")), scale)
+            return finished(delta_parts(tokens, how), scale)
         decays = expand_decay(log_decay, q, clamp=form != "rnn")
         tokens = TokenBlock(*rotated, v, decays, valid, index, feature_map)
-        separate = separate_rowsum(settings.normalize, angles)
-        rowsum = how.rowsum and not separate
-        numerator, total = _score_parts(tokens, bonus, no_decay, how._replace(rowsum=rowsum), settings.dropout_p)
-        if separate:  # compute other scores for the row sum, with values of width 0
-            tokens = tokens._replace(q=q, k=k, v=v[..., :0])
-            if settings.normalize == "pre":
-                tokens, bonus, no_decay = tokens._replace(gate=expand_decay(None, q)), None, True
-            total = _score_parts(tokens, bonus, no_decay, how, 0.0)[1]
-        return numerator, total
+        if not separate_rowsum(settings.normalize, angles):
+            return _score_parts(tokens, bonus, no_decay, how, settings.dropout_p, scale)
+        others, plain = tokens._replace(q=q, k=k, v=v[..., :0]), settings.normalize == "pre"
+        if plain:
+            others = others._replace(gate=expand_decay(None, q))
+        total = _score_parts(others, None if plain else bonus, plain or no_decay, how, 0.0)[1]
+        own = scale and (lambda _: scale(total))
+        return _score_parts(tokens, bonus, no_decay, how._replace(rowsum=False), settings.dropout_p, own)[0], total
 
 
 def _score_parts(
-    tokens: TokenBlock, bonus: Tensor | None, no_decay: bool, how: ScoreSettings, dropout_p: float
+    tokens: TokenBlock,
+    bonus: Tensor | None,
+    no_decay: bool,
+    how: ScoreSettings,
+    dropout_p: float,
+    scale: Scale | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator and the row sum of one set of scores."""
+    """Compute the numerator and the row sum of one set of scores; see `_attention_parts`."""
     if bonus is not None:
         bonus = bonus.to(tokens.gate.dtype).reshape(bonus.shape[0], 1, -1)  # (H, 1, D or 1)
     how = how._replace(include_diagonal=bonus is None and (no_decay or how.decay_convention != "between"))
@@ -168,13 +183,17 @@ def _score_parts(
     if product and not (how.direction == "both" and tokens.segment_index is None):
         how = how._replace(form="chunk")  # one direction or segments: chunks, never an L x L matrix
     if how.form in ("chunk", "rnn"):
-        return in_pieces(tokens, bonus, how)
+        return finished(in_pieces(tokens, bonus, how), scale)
     tokens = tokens.masked()
     q, k, v, log_decay = tokens[:4]
     if product:
-        return product_parts(q, k, v, rowsum=how.rowsum)
+        return product_parts(q, k, v, rowsum=how.rowsum, scale=scale)
     decayed = full_vector_parts if log_decay.shape[-1] > 1 else masked_parts
     numerator, total = (undecayed_parts if undecayed else decayed)(tokens, how, dropout_p)
     if not how.include_diagonal:
         numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype)
-    return numerator, total
+    return finished((numerator, total), scale)
+
+
+def finished(parts: tuple[Tensor, Tensor | None], scale: Scale | None) -> tuple[Tensor, Tensor | None]:
+    return parts if scale is None else (scaled(parts[0], scale(parts[1])), parts[1])

@@ -42,24 +42,12 @@ def chunk_parts(
     If the tokens are a part of a sequence, `entering` holds the states at the `start` of each direction. The third
     result then holds the states at the `end` of each direction.
     """
-    q, k, v, log_decay, _, index, _ = tokens
-    directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
-    length = q.shape[2]
-    size, count = chunk_grid(length, how.chunk_size)
-    padding = size * count - length
-
-    def chunked(x: Tensor) -> Tensor:  # (B, H, L, D) -> (B, H, N, C, D); zero keys at the end add nothing
-        return (F.pad(x, (0, 0, 0, padding)) if padding else x).unflatten(2, (count, size))
-
-    def chunked_decay(t: Tensor) -> Tensor:  # padding does not decay
-        return (pad_with_last(t, padding) if padding else t).unflatten(2, (count, size))
-
-    q, k, v = chunked(q), chunked(k), chunked(v)
-    directions = tuple(d.map(chunked_decay) for d in directions)
+    length = tokens.q.shape[2]
+    q, k, v, directions = in_chunks(tokens, how, *chunk_grid(length, how.chunk_size))
 
     numerator, total = within_chunks(q, k, v, directions, how)
     leaving = []
-    for direction, state in zip_longest(directions if entering or count > 1 else (), entering):
+    for direction, state in zip_longest(directions if entering or q.shape[2] > 1 else (), entering):
         more, row, state = between_chunks(q, k, v, direction, how, state)
         numerator = numerator + more
         total = total + row if how.rowsum else None
@@ -68,6 +56,23 @@ def chunk_parts(
 
     numerator = numerator.to(v.dtype).flatten(2, 3)[:, :, :length]
     return numerator, total.flatten(2, 3)[..., :length] if how.rowsum else None, leaving
+
+
+def in_chunks(
+    tokens: TokenBlock, how: ScoreSettings, size: int, count: int
+) -> tuple[Tensor, Tensor, Tensor, tuple[Direction, ...]]:
+    """Split tokens into `count` chunks of `size` tokens: q, k, v (B, H, N, C, D) and their cumulative decays."""
+    q, k, v, log_decay, _, index, _ = tokens
+    directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
+    padding = size * count - q.shape[2]
+
+    def chunked(x: Tensor) -> Tensor:  # zero keys at the end add nothing
+        return (F.pad(x, (0, 0, 0, padding)) if padding else x).unflatten(2, (count, size))
+
+    def chunked_decay(t: Tensor) -> Tensor:  # padding does not decay
+        return (pad_with_last(t, padding) if padding else t).unflatten(2, (count, size))
+
+    return chunked(q), chunked(k), chunked(v), tuple(d.map(chunked_decay) for d in directions)
 
 
 def within_chunks(

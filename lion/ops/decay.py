@@ -167,8 +167,8 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
             rest = F.pad((log_decay - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
         else:
             rest = (total - total.float().double()).float()
-    terms = materialized(torch.stack([total.to(log_decay.dtype), rest]))
-    return terms[..., 1:, :].unbind(), terms[..., :-1, :].unbind()
+    terms = [materialized(t) for t in (total.to(log_decay.dtype), rest)]
+    return tuple(t[..., 1:, :] for t in terms), tuple(t[..., :-1, :] for t in terms)
 
 
 def multiples(log_decay: Tensor) -> Tensor:

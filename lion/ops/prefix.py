@@ -6,7 +6,8 @@ the loss l and each key dimension,
 
     dl/ds_i = q_i dl/dq_i - k_i dl/dk_i
 
-These two products replace a derivative through every decay between two tokens.
+A prefix sum that all key dimensions share has the sum of their gradients. These two products replace a derivative
+through every decay between two tokens.
 """
 
 from __future__ import annotations
@@ -17,23 +18,34 @@ from torch.autograd.function import once_differentiable
 
 
 def gradients_to(prefix: Tensor, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return q and k (B, H, L, D) unchanged; their gradients determine that of `prefix` (B, H, L, D)."""
-    return _GradientsTo.apply(prefix, q, k, valid)
+    """Return q and k (B, H, L, D) unchanged; their gradients determine that of `prefix` (B, H, L, D or 1)."""
+    return gradient_to(prefix, q, 1, valid), gradient_to(prefix, k, -1, valid)
 
 
-class _GradientsTo(torch.autograd.Function):
+def gradient_to(prefix: Tensor, x: Tensor, sign: int, valid: Tensor | None = None, start: int = 0) -> Tensor:
+    """Return queries (sign 1) or keys (sign -1) unchanged; `prefix` also receives their part of its gradient.
+
+    `prefix` belongs to as many tokens as it has, from token `start`.
+    """
+    return _GradientTo.apply(prefix, x, sign, valid, start)
+
+
+class _GradientTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, prefix: Tensor, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, valid)
-        ctx.dtype = prefix.dtype
-        return q.view_as(q), k.view_as(k)
+    def forward(ctx, prefix: Tensor, x: Tensor, sign: int, valid: Tensor | None, start: int) -> Tensor:
+        ctx.save_for_backward(x, valid)
+        ctx.sign, ctx.start, ctx.dtype, (ctx.length, width) = sign, start, prefix.dtype, prefix.shape[-2:]
+        ctx.scalar = width == 1
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, valid = ctx.saved_tensors
-        by_query, by_key = (x.to(ctx.dtype) * dx.to(ctx.dtype) for x, dx in ((q, dq), (k, dk)))
-        prefix = by_query - by_key
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, valid = ctx.saved_tensors
+        part, gradient = (t.narrow(-2, ctx.start, ctx.length).to(ctx.dtype) for t in (x, dx))
+        prefix = part * gradient
+        if ctx.scalar:
+            prefix = prefix.sum(-1, keepdim=True)
         if valid is not None:  # padding may hold NaN
             prefix = prefix.masked_fill(~valid[:, None, :, None], 0)
-        return prefix, dq, dk, None
+        return prefix if ctx.sign > 0 else -prefix, dx, None, None, None

@@ -52,11 +52,16 @@ def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex
     ordered = ids.sort(1).values
     distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(1) + (ordered[:, 0] >= 0)
     together, message = (starts.sum(1) == distinct).all(), "segments: the tokens of a segment must be contiguous"
-    if torch.compiler.is_compiling() or ids.device.type != "cpu":
+    if not may_wait(ids.device):
         torch._assert_async(together, message)  # does not wait for the GPU, or split the graph
     elif not together:
         raise ValueError(f"{message}, got an id that occurs again after another segment")
     return SegmentIndex(starts.cumsum(1), valid)
+
+
+def may_wait(device: torch.device) -> bool:
+    """Return whether a check may read its result: outside of graphs, on a CPU."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def prepared(q: Tensor, valid: Tensor | None, segments: Tensor | SegmentIndex | None) -> SegmentIndex:

@@ -26,7 +26,20 @@ BUDGETS = {
         ("lion_lit", "chunk", 1024): (24, 23, 101.0),
         ("lion_s", "chunk", 1024): (27, 38, 118.0),
         ("lion_s_vector", "full", 64): (23, 20, 293.0),
-    }
+        ("lion_lit", "fused", 197): (6, 4, 26.5),
+        ("lion_d", "fused", 197): (13, 11, 52.5),
+        ("lion_s", "fused", 197): (14, 9, 49.0),
+    },
+    "2.15": {
+        ("lion_lit", "full", 197): (6, 8, 26.5),
+        ("lion_lit", "full", 1024): (6, 8, 25.0),
+        ("lion_s", "full", 197): (13, 16, 84.0),
+        ("lion_s", "chunk", 1024): (25, 39, 117.5),
+        ("lion_lit", "fused", 197): (6, 4, 26.5),
+        ("lion_d", "fused", 197): (13, 8, 48.5),
+        ("lion_s", "fused", 197): (14, 8, 49.0),
+        ("lion_s", "fused", 4096): (32, 31, 78.0),
+    },
 }
 CASES = BUDGETS.get(VERSION, {})
 

@@ -16,7 +16,7 @@ import pytest
 from lion.layers.mixers import LINEAR
 from tests.helpers import ROOT
 from tools.gpu.cubins import compile_kernels
-from tools.gpu.fused import FUSED
+from tools.gpu.fused import FUSED, FUSED_CHUNKS
 from tools.gpu.targets import TARGETS
 
 TOLERANCE = 1e-4  # relative to the largest value, float32; gradients of decays are sums over all pairs
@@ -26,7 +26,8 @@ FULL, CHUNK, ONE_WAY = ("full", "both", 24), ("chunk", "both", 40), ("full", "fo
 FULL_BF16, CHUNK_BF16 = (*FULL, "bfloat16"), (*CHUNK, "bfloat16")
 KINDS = {  # a mixer for each kind of operator
     "lion_lit": [FULL],  # no decay
-    "lion_s": [FULL, CHUNK, ONE_WAY, FULL_BF16, (FUSED, "both", 24)],  # scalar decays, row sums
+    # scalar decays, row sums
+    "lion_s": [FULL, CHUNK, ONE_WAY, FULL_BF16, (FUSED, "both", 24), (FUSED_CHUNKS, "both", 72)],
     "gla": [CHUNK],  # vector decays
     "lion_s_hippo": [FULL],  # vector decays and a rotation
     # Lion-D for two blocks: the interpreter cannot run a cumulative sum over more than 128 tokens (programs wait)

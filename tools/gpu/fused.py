@@ -7,7 +7,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-FUSED = "fused"  # name of the fused full form, in place of a form of the library
+FUSED = "fused"  # name of the fused form, in place of a form of the library
+FUSED_CHUNKS = "fused_chunks"  # the same, in chunks of `SMALL` tokens
+SMALL = 32
 
 
 def gradients_on_a_cpu() -> Any:
@@ -26,25 +28,27 @@ def as_checked() -> Iterator[None]:
 
 @contextmanager
 def taken(form: str) -> Iterator[str]:
-    """Trace graphs in `form`, which may be `FUSED`; yield the name of the form to pass to the library.
+    """Trace graphs in `form`, which may be fused; yield the name of the form to pass to the library.
 
     Raises:
         ValueError: The traced operator has no fused form.
     """
-    if form != FUSED:
+    if form not in (FUSED, FUSED_CHUNKS):
         yield form
         return
-    from lion.ops.flex import expressible
+    from lion.ops import flex
 
     answers: list[bool] = []
 
     def applies(q: Any, v: Any, gates: Any, settings: Any) -> bool:
-        answers.append(expressible(gates, settings))
+        answers.append(flex.expressible(gates, settings))
         return answers[-1]
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch("lion.ops.api.fused_applies", applies))
         stack.enter_context(gradients_on_a_cpu())
-        yield "full"
+        if form == FUSED_CHUNKS:
+            stack.enter_context(mock.patch.multiple(flex, WHOLE_UP_TO=SMALL, CHUNK=SMALL))
+        yield "auto"
     if not answers or not all(answers):
         raise ValueError("no fused form: it requires a row sum of positive scores and one decay per token and head")

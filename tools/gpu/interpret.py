@@ -4,8 +4,8 @@
 
 For each stage of a mixer's layer, the command prints one line of JSON with the largest error of the output or of the
 gradients, divided by the largest value of the same graph run on the CPU. It writes the kernels into the folder. FORM
-may also be `fused`. Sizes are small: 16 features (32 if fused), 2 heads, chunks of 16 tokens. A separate process is
-needed, because Triton reads TRITON_INTERPRET when it is imported.
+may also be `fused` or `fused_chunks`. Sizes are small: 16 features (32 if fused), 2 heads, chunks of 16 tokens (fused:
+32). A separate process is needed, because Triton reads TRITON_INTERPRET when it is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch._inductor import config
 
 from lion.layers.mixers import LionAttention
 from tools.gpu.cubins import load
-from tools.gpu.fused import FUSED, taken
+from tools.gpu.fused import FUSED, FUSED_CHUNKS, taken
 from tools.gpu.graphs import Graph, trace
 from tools.gpu.lower import Program, call_of, lower
 from tools.gpu.targets import TARGETS
@@ -138,7 +138,9 @@ def verify(
     """Check a mixer's layer on one sequence of `length` tokens; yield one row per stage."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    width = max(WIDTH, 16 * HEADS) if form == FUSED else WIDTH  # fused kernels need a head dimension of at least 16
+    width = (
+        max(WIDTH, 16 * HEADS) if form in (FUSED, FUSED_CHUNKS) else WIDTH
+    )  # fused kernels need a head dimension of at least 16
     with taken(form) as name:
         layer = LionAttention(width, HEADS, mixer, form=name, direction=direction, chunk_size=CHUNK)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
