@@ -1,0 +1,128 @@
+"""Checks of equal results however a layer is called: batches, compiled, in steps, in chunks, twice, other layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from lion.trainer.compilation import missing_compiler
+from tools.conform.masks import LENGTH
+from tools.conform.measure import SAME, Measure, case, difference, differences, gradients, not_finite
+from tools.conform.subject import NotOffered, Subject
+
+LENGTHS = (1, 2, 31, 32, 33)  # also a prime, 2^k, 2^k + 1
+SEEN, BEYOND = 16, 300  # tokens of the first call, and of a later, longer one
+CHUNKS = (1, 5, 16, 64)
+
+
+def batch(subject: Subject) -> Iterator[Measure]:
+    """Compare the rows of a batch with the same rows alone."""
+    run, x = subject.fresh(), subject.tokens(3, LENGTH)
+    with torch.no_grad():
+        y = run(x)
+        for i in range(len(x)):
+            yield Measure(difference(y[i], run(x[i : i + 1])[0]), SAME, f"row {i + 1} of {len(x)}")
+
+
+def compiled(subject: Subject) -> Iterator[Measure]:
+    """Compare outputs and gradients of the compiled layer with those of the eager one."""
+    if (missing := missing_compiler()) is not None:
+        raise NotOffered(missing)
+    x, run = subject.tokens(2, LENGTH), subject.fresh()
+    y, grads = gradients(subject.fresh(), x)
+    run.layer.compile(dynamic=False)
+    found, found_grads = gradients(run, x)
+    yield Measure(difference(found, y), SAME, "outputs")
+    value, name = differences(found_grads, grads)
+    yield Measure(value, SAME, f"gradient of {name}")
+
+
+def steps(subject: Subject) -> Iterator[Measure]:
+    """Compare a prompt and the steps after it with one call on all tokens."""
+    run, x = subject.fresh(), subject.tokens(2, LENGTH)
+    with torch.no_grad():
+        whole = run(x)
+        for prompt in (1, LENGTH // 2):
+            with case(f"prompt of {prompt} tokens"):
+                y, state = run.adapted.prefill(x[:, :prompt].clone())
+                outputs = [y]
+                for i in range(prompt, LENGTH):
+                    y, state = run.adapted.step(x[:, i : i + 1].clone(), state)
+                    outputs.append(y)
+                value = difference(torch.cat(outputs, 1), whole)
+            yield Measure(value, SAME, f"a prompt of {prompt} tokens, then {LENGTH - prompt} steps")
+
+
+def chunk_sizes(subject: Subject) -> Iterator[Measure]:
+    """Compare outputs and gradients in chunks of several sizes with those of the layer as constructed."""
+    x = subject.tokens(2, LENGTH)
+    y, grads = gradients(subject.fresh(), x)
+    for size in CHUNKS:
+        run = subject.fresh()
+        with case(f"chunks of {size}"):
+            run.adapted.set_chunk_size(size)
+            found, found_grads = gradients(run, x)
+        yield Measure(difference(found, y), SAME, f"outputs, chunks of {size}")
+        value, name = differences(found_grads, grads)
+        yield Measure(value, SAME, f"gradient of {name}, chunks of {size}")
+
+
+def lengths(subject: Subject) -> Iterator[Measure]:
+    """Count numbers that are not finite, in outputs and gradients, at lengths that tiles and chunks do not expect."""
+    run = subject.fresh()
+    for length in LENGTHS:
+        with case(f"length {length}"):
+            y, grads = gradients(run, subject.tokens(2, length))
+        yield Measure(not_finite(y, *grads.values()), 0, f"length {length}")
+
+
+def positions(subject: Subject) -> Iterator[Measure]:
+    """Compare a long call after a short one with the same call of a new copy: tables of positions must grow."""
+    x, run = subject.tokens(1, BEYOND), subject.fresh()
+    with torch.no_grad(), case(f"{BEYOND} tokens"):
+        run(x[:, :SEEN])
+        value = difference(run(x), subject.fresh()(x))
+    yield Measure(value, SAME, f"{BEYOND} tokens after a call of {SEEN}")
+
+
+def contiguity(subject: Subject) -> Iterator[Measure]:
+    """Compare the outputs for inputs of other strides with those for a contiguous input."""
+    run, x = subject.fresh(), subject.tokens(2, LENGTH)
+    row = x[:1].expand(2, -1, -1)
+    views = {
+        "tokens and channels transposed": x.mT.contiguous().mT,
+        "batch and tokens transposed": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "every other channel of a tensor": torch.stack([x, x], -1).flatten(2)[..., ::2],
+        "one row expanded": row,
+    }
+    with torch.no_grad():
+        for kind, view in views.items():
+            with case(kind):
+                value = difference(run.direct(view), run(view.contiguous()))
+            yield Measure(value, SAME, kind)
+
+
+def inputs_unchanged(subject: Subject) -> Iterator[Measure]:
+    """Compare the arguments after a call with copies made before."""
+    run, x = subject.fresh(), subject.tokens(2, LENGTH)
+    masks = {
+        "valid": torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 5]]),
+        "segments": (torch.arange(LENGTH) >= LENGTH // 2).long().expand(2, -1).contiguous(),
+    }
+    for name in (None, *(name for name in masks if name in run.offers)):
+        given = {"x": x.clone()} | ({} if name is None else {name: masks[name].clone()})
+        before = {key: tensor.clone() for key, tensor in given.items()}
+        with torch.no_grad():
+            run.direct(**given)
+        for key, tensor in given.items():
+            yield Measure(int((tensor != before[key]).sum()), 0, f"numbers changed in {key}")
+
+
+def deterministic(subject: Subject) -> Iterator[Measure]:
+    """Compare two equal calls, in outputs and gradients, bit for bit."""
+    run, x = subject.fresh(), subject.tokens(2, LENGTH)
+    (y, grads), (again, again_grads) = gradients(run, x), gradients(run, x)
+    yield Measure(difference(again, y), 0, "outputs")
+    value, name = differences(again_grads, grads)
+    yield Measure(value, 0, f"gradient of {name}")

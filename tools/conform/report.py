@@ -1,0 +1,51 @@
+"""Results of a layer as a table for people and as JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tools.cli import aligned
+from tools.conform.measure import Measure
+from tools.conform.subject import Subject
+from tools.conform.suite import ABSENTEE, CHECKS, FAILS, HOLDS, Result
+
+
+def as_text(subject: Subject, results: list[Result]) -> str:
+    """Return a table of all checks, then what each failure means."""
+    count = sum(parameter.numel() for parameter in subject.layer.parameters())
+    title = f"{subject.name}: width {subject.dim}, {count:,} parameters, torch {torch.__version__}"
+    rows = [["check", "result", "measured", "limit", "worst case"]]
+    for result in results:
+        numbers = [f"{n:.2g}" for n in result.worst[:2]] if result.worst else ["-", "-"]
+        rows.append([result.name, result.status, *numbers, result.detail])
+    tally = ", ".join(f"{sum(r.status == s for r in results)} {words}" for s, words in TALLY.items())
+    failures = [f"FAILS {r.name}: {CHECKS[r.name].meaning} ({r.detail})" for r in results if r.status == FAILS]
+    return "\n".join([title, "", *aligned(rows), "", *failures, tally])
+
+
+TALLY = {HOLDS: "hold", FAILS: "fail", ABSENTEE: "not offered"}
+
+
+def as_json(subject: Subject, results: list[Result]) -> dict[str, Any]:
+    """Return all measurements; a value that is not finite becomes null."""
+    checks = [
+        {
+            "name": r.name,
+            "result": r.status,
+            "detail": r.detail,
+            "meaning": CHECKS[r.name].meaning if r.status == FAILS else None,
+            "measures": [number(measure) for measure in r.measures],
+            **(number(r.worst) if r.worst else {"value": None, "limit": None}),
+        }
+        for r in results
+    ]
+    settings = {"layer": subject.name, "dim": subject.dim, "causal": subject.causal, "torch": torch.__version__}
+    return {**settings, "checks": checks}
+
+
+def number(measure: Measure) -> dict[str, Any]:
+    value = float(measure.value)
+    return {"value": value if math.isfinite(value) else None, "limit": measure.limit, "where": measure.where}
