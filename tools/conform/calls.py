@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,7 @@ from tools.conform.subject import NotOffered, Subject
 LENGTHS = (1, 2, 31, 32, 33)  # also a prime, 2^k, 2^k + 1
 SEEN, BEYOND = 16, 300  # tokens of the first call, and of a later, longer one
 CHUNKS = (1, 5, 16, 64)
+SCALES = (1.0, 30.0)  # of activations; the second one saturates gates
 
 
 def batch(subject: Subject) -> Iterator[Measure]:
@@ -40,32 +42,32 @@ def compiled(subject: Subject) -> Iterator[Measure]:
 
 def steps(subject: Subject) -> Iterator[Measure]:
     """Compare a prompt and the steps after it with one call on all tokens."""
-    run, x = subject.fresh(), subject.tokens(2, LENGTH)
-    with torch.no_grad():
-        whole = run(x)
-        for prompt in (1, LENGTH // 2):
-            with case(f"prompt of {prompt} tokens"):
-                y, state = run.adapted.prefill(x[:, :prompt].clone())
-                outputs = [y]
-                for i in range(prompt, LENGTH):
-                    y, state = run.adapted.step(x[:, i : i + 1].clone(), state)
-                    outputs.append(y)
-                value = difference(torch.cat(outputs, 1), whole)
-            yield Measure(value, SAME, f"a prompt of {prompt} tokens, then {LENGTH - prompt} steps")
+    run = subject.fresh()
+    for scale, prompt in itertools.product(SCALES, (1, LENGTH // 2)):
+        x, where = scale * subject.tokens(2, LENGTH), f"prompt of {prompt} tokens, activations times {scale:g}"
+        with torch.no_grad(), case(where):
+            y, state = run.adapted.prefill(x[:, :prompt].clone())
+            outputs = [y]
+            for i in range(prompt, LENGTH):
+                y, state = run.adapted.step(x[:, i : i + 1].clone(), state)
+                outputs.append(y)
+            value = difference(torch.cat(outputs, 1), run(x))
+        yield Measure(value, SAME, where)
 
 
 def chunk_sizes(subject: Subject) -> Iterator[Measure]:
     """Compare outputs and gradients in chunks of several sizes with those of the layer as constructed."""
-    x = subject.tokens(2, LENGTH)
-    y, grads = gradients(subject.fresh(), x)
-    for size in CHUNKS:
-        run = subject.fresh()
-        with case(f"chunks of {size}"):
-            run.adapted.set_chunk_size(size)
-            found, found_grads = gradients(run, x)
-        yield Measure(difference(found, y), SAME, f"outputs, chunks of {size}")
-        value, name = differences(found_grads, grads)
-        yield Measure(value, SAME, f"gradient of {name}, chunks of {size}")
+    for scale in SCALES:
+        x = scale * subject.tokens(2, LENGTH)
+        y, grads = gradients(subject.fresh(), x)
+        for size in CHUNKS:
+            run, where = subject.fresh(), f"chunks of {size}, activations times {scale:g}"
+            with case(where):
+                run.adapted.set_chunk_size(size)
+                found, found_grads = gradients(run, x)
+            yield Measure(difference(found, y), SAME, f"outputs, {where}")
+            value, name = differences(found_grads, grads)
+            yield Measure(value, SAME, f"gradient of {name}, {where}")
 
 
 def lengths(subject: Subject) -> Iterator[Measure]:

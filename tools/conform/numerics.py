@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from tools.conform.calls import BEYOND
 from tools.conform.masks import LENGTH
 from tools.conform.measure import Measure, case, error_line, gradients, loss_weights, not_finite
 from tools.conform.subject import NotOffered, Subject
@@ -38,17 +39,24 @@ def error(y: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def extremes(subject: Subject) -> Iterator[Measure]:
-    """Count numbers that are not finite, in outputs and gradients, for very small and large inputs."""
-    run, x = subject.fresh(), subject.tokens(2, LENGTH)
-    spike = x.clone()
-    spike[:, LENGTH // 2] *= SCALES[-1]
-    inputs = {f"all activations times {scale:g}": scale * x for scale in SCALES}
-    for kind, extreme in {**inputs, f"one token times {SCALES[-1]:g}": spike}.items():
-        with case(kind):
-            y, grads = gradients(run, extreme)
-        yield Measure(not_finite(y), 0, f"outputs, {kind}")
-        for name, grad in grads.items():
-            yield Measure(not_finite(grad), 0, f"gradient of {name}, {kind}")
+    """Count numbers that are not finite, in outputs and gradients, for very small and large inputs.
+
+    Equal large tokens saturate each gate in one direction along the whole sequence.
+    """
+    run = subject.fresh()
+    for length in (LENGTH, BEYOND):
+        x, half = subject.tokens(1, length), torch.arange(length)[:, None] < length // 2
+        inputs = {f"activations times {scale:g}": scale * x for scale in SCALES}
+        inputs["equal tokens"] = (SCALES[-1] * x[:, :1]).expand_as(x)
+        inputs["equal tokens, the second half negated"] = inputs["equal tokens"] * torch.where(half, 1, -1)
+        inputs["one large token"] = torch.where(torch.arange(length)[:, None] == length // 2, SCALES[-1], 1) * x
+        for kind, extreme in inputs.items():
+            where = f"{length} tokens, {kind}"
+            with case(where):
+                y, grads = gradients(run, extreme)
+            yield Measure(not_finite(y), 0, f"outputs, {where}")
+            for name, grad in grads.items():
+                yield Measure(not_finite(grad), 0, f"gradient of {name}, {where}")
 
 
 def slopes(subject: Subject) -> Iterator[Measure]:
