@@ -10,23 +10,44 @@ import torch
 from tools.cli import aligned
 from tools.conform.measure import Measure
 from tools.conform.subject import Subject
-from tools.conform.suite import ABSENTEE, CHECKS, FAILS, HOLDS, Result
+from tools.conform.suite import ABSENT, CHECKS, FAILS, HOLDS, Result
+
+TALLY = {HOLDS: "hold", FAILS: "fail", ABSENT: "not offered"}
 
 
 def as_text(subject: Subject, results: list[Result]) -> str:
     """Return a table of all checks, then what each failure means."""
     count = sum(parameter.numel() for parameter in subject.layer.parameters())
     title = f"{subject.name}: width {subject.dim}, {count:,} parameters, torch {torch.__version__}"
-    rows = [["check", "result", "measured", "limit", "worst case"]]
+    rows = [["check", "result", "measured", "limit", ""]]
     for result in results:
-        numbers = [f"{n:.2g}" for n in result.worst[:2]] if result.worst else ["-", "-"]
-        rows.append([result.name, result.status, *numbers, result.detail])
+        numbers = [f"{number:.2g}" for number in result.worst[:2]] if result.worst else ["-", "-"]
+        rows.append([result.name, result.status, *numbers, remark(result)])
+    failures = [f"{r.name} fails: {CHECKS[r.name].meaning}: {extent(r)}" for r in results if r.status == FAILS]
+    failures += [""] if failures else []
     tally = ", ".join(f"{sum(r.status == s for r in results)} {words}" for s, words in TALLY.items())
-    failures = [f"FAILS {r.name}: {CHECKS[r.name].meaning} ({r.detail})" for r in results if r.status == FAILS]
     return "\n".join([title, "", *aligned(rows), "", *failures, tally])
 
 
-TALLY = {HOLDS: "hold", FAILS: "fail", ABSENTEE: "not offered"}
+def remark(result: Result) -> str:
+    """Return the case of the largest value if it is not 0, or why there is no value."""
+    if result.worst:
+        return result.worst.where if result.worst.value else ""
+    return "raises an error" if result.status == FAILS else result.detail
+
+
+def extent(result: Result) -> str:
+    """Return how much and where a check fails, in words."""
+    if result.worst is None:
+        return result.detail
+    value, counted = result.worst.value, CHECKS[result.name].counted
+    if math.isinf(value):
+        size = "not finite"
+    elif counted:
+        size = f"{value} {counted}"
+    else:
+        size = f"largest difference {100 * value:.2g} %"
+    return f"{size} ({result.worst.where})"
 
 
 def as_json(subject: Subject, results: list[Result]) -> dict[str, Any]:

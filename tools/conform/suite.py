@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import torch
+
 from tools.conform import calls, masks, numerics
 from tools.conform.measure import LayerError, Measure, error_line
 from tools.conform.subject import NotOffered, Subject
@@ -17,14 +19,17 @@ class Check(NamedTuple):
         run: Function that measures a layer.
         meaning: What a failure means.
         needs: What an adapter must offer (`Calls.offers`), or "causal".
+        counted: What the measured values count; "" for differences relative to the largest value.
     """
 
     run: Callable[[Subject], Iterable[Measure]]
     meaning: str
     needs: str = ""
+    counted: str = ""
 
 
 COMPILE = "compiled equals eager"
+NUMBERS = "numbers"
 CHECKS = {
     "padding": Check(masks.padding, "padding changes the outputs of valid tokens", "valid"),
     "nan in padding": Check(masks.nan_in_padding, "NaN in padding reaches valid outputs or gradients", "valid"),
@@ -35,24 +40,26 @@ CHECKS = {
     COMPILE: Check(calls.compiled, "torch.compile changes the result"),
     "steps equal whole": Check(calls.steps, "steps with a state differ from one call on all tokens", "streaming"),
     "chunk sizes": Check(calls.chunk_sizes, "the result depends on the chunk size", "chunk sizes"),
-    "ragged lengths": Check(calls.lengths, "some lengths raise errors or are not finite"),
+    "ragged lengths": Check(calls.lengths, "some lengths raise errors or are not finite", counted=NUMBERS),
     "longer than seen": Check(calls.positions, "sequences longer than an earlier call are computed wrongly"),
     "non-contiguous input": Check(calls.contiguity, "the result depends on the strides of the input"),
-    "inputs unchanged": Check(calls.inputs_unchanged, "the layer writes to its inputs"),
+    "inputs unchanged": Check(calls.inputs_unchanged, "the layer writes to its inputs", counted=NUMBERS),
     "deterministic": Check(calls.deterministic, "two equal calls in evaluation differ"),
     "bfloat16": Check(numerics.bf16, "bfloat16 is further from float32 than rounding explains"),
-    "extreme inputs": Check(numerics.extremes, "small or large inputs lead to NaN or infinity"),
+    "extreme inputs": Check(numerics.extremes, "small or large inputs lead to NaN or infinity", counted=NUMBERS),
     "gradients": Check(numerics.slopes, "a gradient is not the slope of the loss"),
-    "no dead parameter": Check(numerics.alive, "a parameter gets no gradient, so that it cannot be trained"),
+    "no dead parameter": Check(
+        numerics.alive, "a parameter gets no gradient and cannot be trained", counted="parameters"
+    ),
 }
-ABSENT = {
+REASONS = {
     "valid": "forward has no argument `valid`",
     "segments": "forward has no argument `segments`",
     "streaming": "no methods `prefill` and `step`",
     "chunk sizes": "no method `set_chunk_size`",
     "causal": "checked with --causal",
 }
-HOLDS, FAILS, ABSENTEE = "holds", "fails", "not offered"
+HOLDS, FAILS, ABSENT = "holds", "fails", "not offered"
 
 
 class Result(NamedTuple):
@@ -60,7 +67,7 @@ class Result(NamedTuple):
 
     Attributes:
         name: Name of the check, a key of `CHECKS`.
-        status: `HOLDS`, `FAILS` or `ABSENTEE`.
+        status: `HOLDS`, `FAILS` or `ABSENT`.
         detail: The worst case, the error of the layer, or the reason why the check does not apply.
         worst: The measurement that exceeds its limit most, or comes nearest to it.
         measures: All measurements.
@@ -82,11 +89,13 @@ def examine(subject: Subject, names: Iterable[str] = CHECKS) -> list[Result]:
 def examine_one(subject: Subject, name: str, offers: set[str]) -> Result:
     check = CHECKS[name]
     if check.needs and check.needs not in offers:
-        return Result(name, ABSENTEE, ABSENT[check.needs])
+        return Result(name, ABSENT, REASONS[check.needs])
     try:
-        measures = tuple(check.run(subject))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            measures = tuple(check.run(subject))
     except NotOffered as reason:
-        return Result(name, ABSENTEE, str(reason))
+        return Result(name, ABSENT, str(reason))
     except Exception as error:  # the layer may raise anything
         return Result(name, FAILS, str(error) if isinstance(error, LayerError) else error_line(error))
     worst = max(measures, key=lambda measure: measure.excess)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
@@ -15,10 +16,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
-from lion.config import ConfigError, nearest
+from lion.config import ConfigError, nearest, parse_yaml
 from lion.layers.mixers.base import Mixer
 from tools.conform.measure import error_line
 from tools.conform.subject import Adapt, Calls, Subject, adapt_mixer, adapt_plain
@@ -31,8 +31,8 @@ def open_subject(
 ) -> Subject:
     """Construct the layer `MODULE:CLASS` or `FILE.py:CLASS` with the arguments "name=value,..", and find its adapter.
 
-    The adapter is `adapt` of the file `adapter`, else of the module of the layer, else the one of `lion`'s mixers, else
-    the layer itself.
+    The adapter is `adapt` of the file `adapter`, else of the file of the layer, else the adapter of `lion`'s mixers,
+    else the layer itself.
 
     Raises:
         ConfigError: An unknown module, class or argument, a class that is no layer, a constructor or an adapter that
@@ -41,11 +41,13 @@ def open_subject(
     module, make = find_maker(place)
     settings = parse_init(init)
     layer = construct(place, make, settings)
-    adapt = getattr(load_file(adapter, "--adapter: ") if adapter else module, "adapt", None)
-    if adapter and not callable(adapt):
-        raise ConfigError(f"--adapter: {adapter} defines no function or class `adapt`")
-    if not callable(adapt):
-        adapt = adapt_mixer if isinstance(layer, Mixer) else adapt_plain
+    adapt = adapt_mixer if isinstance(layer, Mixer) else adapt_plain
+    if adapter:
+        adapt = getattr(load_file(adapter, "--adapter: "), "adapt", None)
+        if not callable(adapt):
+            raise ConfigError(f"--adapter: {adapter} defines no function or class `adapt`")
+    elif place.rpartition(":")[0].endswith(".py"):
+        adapt = getattr(module, "adapt", adapt)
     width = find_width(place, layer, adapt, [dim] if dim else widths(layer, settings))
     name = f"{place}({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
     return Subject(name, layer, adapt, width, causal)
@@ -57,18 +59,21 @@ def find_maker(place: str) -> tuple[ModuleType, Callable[..., Any]]:
     if not source or not name:
         raise ConfigError(f"{place}: expected MODULE:CLASS or FILE.py:CLASS, such as lion:LionAttention")
     module = load_file(Path(source)) if source.endswith(".py") else load_module(source)
-    layers = [n for n in dir(module) if is_layer(getattr(module, n, None)) and not n.startswith("_")]
-    others = f"layers there: {', '.join(layers[:8])}{', ..' if len(layers) > 8 else ''}" if layers else "no layer there"
+    makers = [n for n in dir(module) if not n.startswith("_") and makes_layers(getattr(module, n, None), module)]
+    others = f"layers there: {', '.join(makers[:8])}{', ..' if len(makers) > 8 else ''}" if makers else "no layer there"
     if not hasattr(module, name):
-        raise ConfigError(f"{place}: {source} has no {name}, {nearest(name, layers, others)}")
+        raise ConfigError(f"{place}: {source} has no {name}, {nearest(name, makers, others)}")
     make = getattr(module, name)
-    if not callable(make) or (isinstance(make, type) and not is_layer(make)):
-        raise ConfigError(f"{place}: {name} is no layer, expected a torch.nn.Module; {nearest(name, layers, others)}")
+    if not callable(make) or (isinstance(make, type) and not issubclass(make, nn.Module)):
+        raise ConfigError(f"{place}: {name} is not a layer, a torch.nn.Module; {nearest(name, makers, others)}")
     return module, make
 
 
-def is_layer(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
+def makes_layers(value: Any, module: ModuleType) -> bool:
+    """Return whether a value of a module is a class of layers, or a function of that module, which may return one."""
+    if isinstance(value, type):
+        return issubclass(value, nn.Module)
+    return inspect.isfunction(value) and value.__module__ == module.__name__
 
 
 def load_module(name: str) -> ModuleType:
@@ -88,14 +93,12 @@ def load_module(name: str) -> ModuleType:
 
 
 def load_file(path: Path, option: str = "") -> ModuleType:
-    """Import a file, which may import its neighbours."""
+    """Import a file, which may import other files of its folder."""
     if not path.is_file():
         names = [str(p) for p in path.parent.glob("*.py")]
-        raise ConfigError(
-            f"{option}{path}: no such file, {nearest(str(path), names, f'no such name in {path.parent}')}"
-        )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
+        raise ConfigError(f"{option}{path}: no such file, {nearest(str(path), names, 'expected a Python file')}")
+    spec = importlib.util.spec_from_file_location(f"conform_{path.stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.append(str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
@@ -111,16 +114,17 @@ def parse_init(text: str) -> dict[str, Any]:
         name, sign, value = (piece.strip() for piece in part.partition("="))
         if not sign or not name.isidentifier():
             raise ConfigError(f"--init: expected NAME=VALUE,.. such as dim=64,num_heads=4, got {part!r}")
-        try:
-            settings[name] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"--init: {name}: {value!r} is no value") from None
+        settings[name] = parse_yaml(value, source=f"--init: {name}")
+        if isinstance(settings[name], str):
+            with contextlib.suppress(ValueError):  # YAML reads 1e-3 as text
+                settings[name] = float(value)
     return settings
 
 
 def construct(place: str, make: Callable[..., Any], settings: dict[str, Any]) -> nn.Module:
     """Construct the layer from a fixed seed."""
-    parameters = inspect.signature(make).parameters.values()
+    signature = inspect.signature(make.__init__ if isinstance(make, type) else make)
+    parameters = list(signature.parameters.values())[isinstance(make, type) :]  # without self
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in settings:
@@ -129,9 +133,10 @@ def construct(place: str, make: Callable[..., Any], settings: dict[str, Any]) ->
     missing = [p.name for p in parameters if p.name in named and p.default is p.empty and p.name not in settings]
     if missing:
         raise ConfigError(f"--init: {place} needs {', '.join(f'{name}=..' for name in missing)}")
-    torch.manual_seed(0)
     try:
-        layer = make(**settings)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layer = make(**settings)
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise ConfigError(f"--init: {place}({given}) raises {error_line(error)}") from None
