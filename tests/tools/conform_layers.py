@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Streaming(Attention):
-    """The same with a cache of keys and values."""
+    """Attention with a cache of keys and values."""
 
     def prefill(self, x):
         return self(x), self.qkv(x).chunk(3, -1)[1:]
@@ -53,7 +53,7 @@ class Streaming(Attention):
 
 
 class PaddingLeak(Attention):
-    """Padding is set to zero, but its keys take part in the softmax."""
+    """Keys of padding are those of zeros, but take part in the softmax."""
 
     def mask(self, x, valid, segments):
         return super().mask(x, None, segments)
@@ -116,7 +116,7 @@ class LengthFault(Attention):
 
 
 class LongFault(Attention):
-    """Wrong far beyond the longest sequence so far."""
+    """Outputs are wrong for sequences much longer than the one before."""
 
     longest = 300
 
@@ -153,7 +153,7 @@ class OverflowFault(Attention):
 
 
 class GradientFault(Attention):
-    """The gradient has the wrong sign."""
+    """Gradients have the wrong sign."""
 
     def forward(self, x, valid=None, segments=None):
         y = super().forward(x, valid, segments)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lion.layers.mixers import LINEAR, MIXERS
+from lion.layers.mixers import LINEAR, MIXERS, LionAttention
 from tests.helpers import ROOT, here, refuse
 from tests.tools.conform_layers import FAULTS, Attention, CompileFault, Streaming
-from tools.conform.subject import Subject, adapt_plain
+from tools.conform.subject import Subject, adapt_mixer, adapt_plain
 from tools.conform.suite import ABSENT, CHECKS, COMPILE, FAILS, HOLDS, examine
 from tools.conform.target import open_subject, parse_init
 
@@ -64,6 +64,22 @@ def test_a_fault_of_the_compiled_layer_is_found():
     assert result.status == FAILS and 0.005 < result.worst.value < 0.02
 
 
+def test_dropout_in_training_is_no_leak():
+    layer = LionAttention(16, 2, "lion_s", direction="forward", score_dropout=0.5)
+    causal = ("causal in evaluation", "causal in training")
+    assert all(r.status == HOLDS for r in examine(Subject("", layer, adapt_mixer, 16, causal=True), causal))
+
+
+def test_counts_are_printed_with_what_they_count(capsys):
+    for kind, line in (
+        ("DeadFault", "a parameter gets no gradient and cannot be trained: parameters: 1 (unused)"),
+        ("WriteFault", r"the layer writes to its inputs: changed numbers: \d+ (x, in a call with valid)"),
+        ("LengthFault", r"not finite: numbers that are not finite: \d+ (length 33)"),
+    ):
+        assert here("conform", f"{LAYERS}:{kind}", "--eager") == 1
+        assert re.search(line.replace("(", r"\(").replace(")", r"\)"), capsys.readouterr().out), kind
+
+
 def test_every_check_has_a_layer_that_fails_in_it():
     assert sorted(FAULTS.values()) == sorted(CHECKS)
 
@@ -113,6 +129,11 @@ def test_attention_of_pytorch_passes_with_the_adapter_of_the_readme(adapter, cap
     call = ("conform", "torch.nn:MultiheadAttention", "--init", "embed_dim=16,num_heads=2,batch_first=true", "--eager")
     assert here(*call, "--adapter", adapter) == 0
     assert "12 hold, 0 fail, 5 not offered" in capsys.readouterr().out
+    adapter.write_text(
+        adapter.read_text() + "\n\nlayer = lambda: torch.nn.MultiheadAttention(16, 2, batch_first=True)\n"
+    )
+    assert here("conform", f"{adapter}:layer", "--eager") == 0  # the adapter is in the file of the layer
+    assert "12 hold, 0 fail, 5 not offered" in capsys.readouterr().out
     adapter.write_text(re.sub(r".*masked_fill.*\n", "", adapter.read_text()))
     assert here(*call, "--adapter", adapter) == 1  # a weight of zero times NaN is NaN
     assert "nan in padding fails" in capsys.readouterr().out
@@ -138,7 +159,7 @@ class Masked:
 
 
 class MaskedAlone(Masked):
-    """The same without zeros for padding."""
+    """Adapter that leaves the content of padding unchanged."""
 
     def clean(self, x, valid):
         return x
@@ -166,13 +187,15 @@ def test_attention_of_transformers(implementation):
         (["tortch:Layer"], "no module 'tortch', did you mean 'torch'?"),
         (["lion.layers.mixer:X"], "no module 'lion.layers.mixer', did you mean 'mixers'?"),
         (["lion:LionAttentio"], "lion has no LionAttentio, did you mean 'LionAttention'?"),
-        (["collections:OrderedDict"], "OrderedDict is not a layer"),
+        (["collections:OrderedDict"], "OrderedDict is not a class of torch.nn.Module, no layer there"),
         (["json:dumps", "--init", "obj=3"], "json:dumps: returned str, expected a torch.nn.Module"),
         (["lion:LionAttention", "--init", "dim=16"], "--init: lion:LionAttention needs num_heads=.."),
         (["lion:LionAttention", "--init", "dim=16,num_heads=3"], "raises ValueError: dim: expected a multiple of"),
         (["torch.nn:Linear", "--init", "in_features=4,out_feature=4"], "did you mean 'out_features'?"),
         (["torch.nn:Linear", "--init", "in_features=4,out_features=8"], "no width works; tokens (1, 8, 4) TypeError"),
+        (["torch:add"], "add is not a class of torch.nn.Module"),
         (["torch.nn:Linear", "--init", "in_features"], "--init: expected NAME=VALUE,.."),
+        (["torch.nn:Linear", "--init", "in_features=[4"], "--init: in_features"),
         (["torch.nn:GRU", "--init", "input_size=8,hidden_size=8"], "returned tuple, expected a tensor (B, L, D)"),
         ([f"{LAYERS}:Atention"], "has no Atention, did you mean 'Attention'?"),
         ([f"{LAYERS[:-3]}x.py:Attention"], f"no such file, did you mean '{LAYERS}'?"),

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tools.conform.measure import LEAK, SAME, Measure, case, difference, differences, gradients
+from tools.conform.measure import LEAK, LENGTH, SAME, Measure, case, difference, differences, gradients
 from tools.conform.subject import Calls, Subject
 
-LENGTH = 24
 LOUD = 10.0  # scale of the content of padding and of replaced tokens, so that a small leak shows
 SIDES = {"left": (5, 0), "right": (0, 5), "left and right": (3, 2)}  # tokens of padding before and after
 

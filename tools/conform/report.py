@@ -44,7 +44,7 @@ def extent(result: Result) -> str:
     if math.isinf(value):
         size = "not finite"
     elif counted:
-        size = f"{value} {counted}"
+        size = f"{counted}: {value}"
     else:
         size = f"largest difference {100 * value:.2g} %"
     return f"{size} ({result.worst.where})"

@@ -81,7 +81,7 @@ class Subject:
 
     Attributes:
         name: The layer as the command line names it, with its arguments.
-        layer: The layer; checks work on copies.
+        layer: A copy of the layer, with noise on its parameters.
         adapt: Adapter.
         dim: Width D of the tokens.
         causal: Whether the layer claims to be causal.
@@ -94,7 +94,7 @@ class Subject:
     causal: bool = False
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
+        self.layer, generator = copy.deepcopy(self.layer), torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.layer.parameters():
                 if parameter.is_floating_point():

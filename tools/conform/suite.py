@@ -29,7 +29,7 @@ class Check(NamedTuple):
 
 
 COMPILE = "compiled equals eager"
-NUMBERS = "numbers"
+INFINITE = "numbers that are not finite"
 CHECKS = {
     "padding": Check(masks.padding, "padding changes the outputs of valid tokens", "valid"),
     "nan in padding": Check(masks.nan_in_padding, "NaN in padding reaches valid outputs or gradients", "valid"),
@@ -40,13 +40,13 @@ CHECKS = {
     COMPILE: Check(calls.compiled, "torch.compile changes the result"),
     "steps equal whole": Check(calls.steps, "steps with a state differ from one call on all tokens", "streaming"),
     "chunk sizes": Check(calls.chunk_sizes, "the result depends on the chunk size", "chunk sizes"),
-    "ragged lengths": Check(calls.lengths, "some lengths raise errors or are not finite", counted=NUMBERS),
+    "ragged lengths": Check(calls.lengths, "some lengths raise errors or are not finite", counted=INFINITE),
     "longer than seen": Check(calls.positions, "sequences longer than an earlier call are computed wrongly"),
     "non-contiguous input": Check(calls.contiguity, "the result depends on the strides of the input"),
-    "inputs unchanged": Check(calls.inputs_unchanged, "the layer writes to its inputs", counted=NUMBERS),
+    "inputs unchanged": Check(calls.inputs_unchanged, "the layer writes to its inputs", counted="changed numbers"),
     "deterministic": Check(calls.deterministic, "two equal calls in evaluation differ"),
     "bfloat16": Check(numerics.bf16, "bfloat16 is further from float32 than rounding explains"),
-    "extreme inputs": Check(numerics.extremes, "small or large inputs lead to NaN or infinity", counted=NUMBERS),
+    "extreme inputs": Check(numerics.extremes, "small or large inputs lead to NaN or infinity", counted=INFINITE),
     "gradients": Check(numerics.slopes, "a gradient is not the slope of the loss"),
     "no dead parameter": Check(
         numerics.alive, "a parameter gets no gradient and cannot be trained", counted="parameters"

@@ -35,7 +35,7 @@ def open_subject(
     else the layer itself.
 
     Raises:
-        ConfigError: An unknown module, class or argument, a class that is no layer, a constructor or an adapter that
+        ConfigError: An unknown module, class or argument, a class that is not a layer, a constructor or an adapter that
             fails, or a layer for which no width D is found.
     """
     module, make = find_maker(place)
@@ -58,22 +58,22 @@ def find_maker(place: str) -> tuple[ModuleType, Callable[..., Any]]:
     source, _, name = place.rpartition(":")
     if not source or not name:
         raise ConfigError(f"{place}: expected MODULE:CLASS or FILE.py:CLASS, such as lion:LionAttention")
-    module = load_file(Path(source)) if source.endswith(".py") else load_module(source)
-    makers = [n for n in dir(module) if not n.startswith("_") and makes_layers(getattr(module, n, None), module)]
+    file = source.endswith(".py")
+    module = load_file(Path(source)) if file else load_module(source)
+    public = [n for n in dir(module) if not n.startswith("_")]
+    makers = [n for n in public if is_layer(vars(module).get(n)) or (file and inspect.isfunction(vars(module).get(n)))]
     others = f"layers there: {', '.join(makers[:8])}{', ..' if len(makers) > 8 else ''}" if makers else "no layer there"
     if not hasattr(module, name):
-        raise ConfigError(f"{place}: {source} has no {name}, {nearest(name, makers, others)}")
+        raise ConfigError(f"{place}: {source} has no {name}, {nearest(name, makers or public, others)}")
     make = getattr(module, name)
-    if not callable(make) or (isinstance(make, type) and not issubclass(make, nn.Module)):
-        raise ConfigError(f"{place}: {name} is not a layer, a torch.nn.Module; {nearest(name, makers, others)}")
+    if not inspect.isfunction(make) and not is_layer(make):
+        raise ConfigError(f"{place}: {name} is not a class of torch.nn.Module, {nearest(name, makers, others)}")
     return module, make
 
 
-def makes_layers(value: Any, module: ModuleType) -> bool:
-    """Return whether a value of a module is a class of layers, or a function of that module, which may return one."""
-    if isinstance(value, type):
-        return issubclass(value, nn.Module)
-    return inspect.isfunction(value) and value.__module__ == module.__name__
+def is_layer(value: Any) -> bool:
+    """Return whether a value is a class of layers."""
+    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def load_module(name: str) -> ModuleType:
