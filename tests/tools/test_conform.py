@@ -70,6 +70,11 @@ def test_dropout_in_training_is_no_leak():
     assert all(r.status == HOLDS for r in examine(Subject("", layer, adapt_mixer, 16, causal=True), causal))
 
 
+def test_batch_norm_shows_the_future_in_training_alone():
+    layer = LionAttention(16, 2, "lion_s", direction="forward", out_norm="batchnorm")
+    assert failures(Subject("", layer, adapt_mixer, 16, causal=True)) == {"causal in training"}
+
+
 def test_counts_are_printed_with_what_they_count(capsys):
     for kind, line in (
         ("DeadFault", "a parameter gets no gradient and cannot be trained: parameters: 1 (unused)"),
