@@ -124,7 +124,7 @@ def test_errors_and_nan_of_a_layer_are_failures(tmp_path, capsys):
 @pytest.fixture
 def adapter(tmp_path):
     """Write the adapter of tools/README.md to a file."""
-    (code,) = re.findall(r"^```python\n(# ./run.sh conform.*?)^```", (ROOT / "tools/README.md").read_text(), re.S | re.M)
+    (code,) = re.findall(r"^```python\n(# ./run.sh con.*?)^```", (ROOT / "tools/README.md").read_text(), re.S | re.M)
     path = tmp_path / "adapter.py"
     path.write_text(code)
     return path
