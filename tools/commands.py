@@ -146,6 +146,12 @@ COMMANDS = {
         "tools.soak",
         "--recipe --kills --seed --processes --report",
     ),
+    "conform": Command(
+        "MODULE:CLASS|FILE.py:CLASS [--causal] [--init dim=64,..] [--adapter FILE.py]",
+        "check any (B, L, D) layer: padding, packing, causality, streams, precision, gradients",
+        "tools.conform",
+        "--causal --init --dim --adapter --eager --json",
+    ),
     "logs": Command("[TensorBoard's options]", "show the curves of runs/ in TensorBoard", "tools.external:logs", None),
     "test": Command(
         "[--quick] [pytest's options]",

@@ -1,0 +1,236 @@
+"""Tests of `conform`: our layers pass every check, layers with one fault fail in the check of that name alone."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lion.layers.mixers import LINEAR, MIXERS, LionAttention
+from tests.helpers import ROOT, here, refuse
+from tests.tools.conform_layers import FAULTS, Attention, CompileFault, Streaming
+from tools.conform.subject import Subject, adapt_mixer, adapt_plain
+from tools.conform.suite import ABSENT, CHECKS, COMPILE, FAILS, HOLDS, examine
+from tools.conform.target import open_subject, parse_init
+
+LAYERS = "tests/tools/conform_layers.py"
+EAGER = [name for name in CHECKS if name != COMPILE]
+COMPILED = (("lion_s", "both"), ("deltanet", "forward"))
+DIRECTIONS = [
+    (name, direction)
+    for name in MIXERS
+    for direction in ("both", "forward", "backward")
+    if name in LINEAR or direction != "backward"
+]
+
+
+def failures(subject, names=EAGER):
+    return {result.name for result in examine(subject, names) if result.status == FAILS}
+
+
+def mixer(name, direction):
+    kind = MIXERS[name].layer
+    init = f"dim=16,num_heads=2,mixer={name},direction={direction}"
+    return open_subject(f"lion.layers.mixers:{kind.__name__}", init, causal=direction == "forward")
+
+
+@pytest.mark.parametrize(("name", "direction"), DIRECTIONS, ids=str)
+def test_our_mixers_pass(name, direction):
+    results = examine(mixer(name, direction), EAGER)
+    assert not [(r.name, r.detail) for r in results if r.status == FAILS]
+    absent = {r.name for r in results if r.status == ABSENT}
+    streams = set() if direction == "forward" or name == "none" else {"steps equal whole"}
+    causal = set() if direction == "forward" else {"causal in evaluation", "causal in training"}
+    assert absent == causal | streams | (set() if name in LINEAR else {"chunk sizes"})
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("name", "direction"), COMPILED, ids=str)
+def test_our_mixers_compile(name, direction):
+    (result,) = examine(mixer(name, direction), [COMPILE])
+    assert result.status == HOLDS and result.worst.limit == 1e-4, result
+
+
+@pytest.mark.parametrize("kind", [Attention, Streaming, *FAULTS], ids=lambda kind: kind.__name__)
+def test_a_fault_is_found_by_the_check_of_its_name(kind):
+    subject = Subject(kind.__name__, kind(), adapt_plain, 8, causal=True)
+    assert failures(subject) == {FAULTS.get(kind)} - {None, COMPILE}
+
+
+@pytest.mark.compiled
+def test_a_fault_of_the_compiled_layer_is_found():
+    (result,) = examine(Subject("", CompileFault(), adapt_plain, 8), [COMPILE])
+    assert result.status == FAILS and 0.005 < result.worst.value < 0.02
+
+
+def test_dropout_in_training_is_no_leak():
+    layer = LionAttention(16, 2, "lion_s", direction="forward", score_dropout=0.5)
+    causal = ("causal in evaluation", "causal in training")
+    assert all(r.status == HOLDS for r in examine(Subject("", layer, adapt_mixer, 16, causal=True), causal))
+
+
+def test_batch_norm_shows_the_future_in_training_alone():
+    layer = LionAttention(16, 2, "lion_s", direction="forward", out_norm="batchnorm")
+    assert failures(Subject("", layer, adapt_mixer, 16, causal=True)) == {"causal in training"}
+
+
+def test_counts_are_printed_with_what_they_count(capsys):
+    for kind, line in (
+        ("DeadFault", "a parameter gets no gradient and cannot be trained: parameters: 1 (unused)"),
+        ("WriteFault", r"the layer writes to its inputs: changed numbers: \d+ (x, in a call with valid)"),
+        ("LengthFault", r"not finite: numbers that are not finite: \d+ (length 33)"),
+    ):
+        assert here("conform", f"{LAYERS}:{kind}", "--eager") == 1
+        assert re.search(line.replace("(", r"\(").replace(")", r"\)"), capsys.readouterr().out), kind
+
+
+def test_every_check_has_a_layer_that_fails_in_it():
+    assert sorted(FAULTS.values()) == sorted(CHECKS)
+
+
+def test_table_json_and_exit_code(tmp_path, capsys):
+    file = tmp_path / "results.json"
+    call = ("conform", f"{LAYERS}:PaddingLeak", "--init", "dim=12", "--causal", "--eager", "--json", file)
+    assert here(*call) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^padding +fails +0\.\d+ +0\.0001 +padding \w+", out, re.M)
+    assert re.search(
+        r"^padding fails: padding changes the outputs of valid tokens: largest difference \d+ % \(", out, re.M
+    )
+    assert re.search(r"^steps equal whole +not offered +- +- +no methods `prefill` and `step`$", out, re.M)
+    assert out.endswith("\n15 hold, 1 fail, 1 not offered\n") and "width 12, 624 parameters" in out
+    held = json.loads(file.read_text())
+    assert [check["name"] for check in held["checks"]] == EAGER and held["dim"] == 12 and held["causal"]
+    checks = {check["name"]: check for check in held["checks"]}
+    assert checks["padding"]["result"] == "fails" and checks["padding"]["value"] > checks["padding"]["limit"]
+    assert len(checks["padding"]["measures"]) == 3 and checks["steps equal whole"]["value"] is None
+    assert here("conform", f"{LAYERS}:Streaming", "--causal", "--eager") == 0
+    assert "17 hold, 0 fail, 0 not offered" in capsys.readouterr().out
+
+
+def test_errors_and_nan_of_a_layer_are_failures(tmp_path, capsys):
+    file = tmp_path / "results.json"
+    assert here("conform", f"{LAYERS}:StrideFault", "--eager", "--json", file) == 1
+    out = capsys.readouterr().out
+    line = "the result depends on the strides of the input: tokens and channels transposed: RuntimeError: view size is"
+    assert line in out and re.search(r"^non-contiguous input +fails +- +- +raises an error$", out, re.M)
+    assert here("conform", f"{LAYERS}:NanLeak", "--eager", "--json", file) == 1
+    assert "reaches valid outputs or gradients: not finite (outputs, padding left)" in capsys.readouterr().out
+    (check,) = (c for c in json.loads(file.read_text())["checks"] if c["result"] == "fails")
+    assert check["value"] is None and check["limit"] == 1e-4
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """Write the adapter of tools/README.md to a file."""
+    (code,) = re.findall(r"^```python\n(# ./run.sh con.*?)^```", (ROOT / "tools/README.md").read_text(), re.S | re.M)
+    path = tmp_path / "adapter.py"
+    path.write_text(code)
+    return path
+
+
+def test_attention_of_pytorch_passes_with_the_adapter_of_the_readme(adapter, capsys):
+    call = ("conform", "torch.nn:MultiheadAttention", "--init", "embed_dim=16,num_heads=2,batch_first=true", "--eager")
+    assert here(*call, "--adapter", adapter) == 0
+    assert "12 hold, 0 fail, 5 not offered" in capsys.readouterr().out
+    adapter.write_text(
+        adapter.read_text() + "\n\nlayer = lambda: torch.nn.MultiheadAttention(16, 2, batch_first=True)\n"
+    )
+    assert here("conform", f"{adapter}:layer", "--eager") == 0  # the adapter is in the file of the layer
+    assert "12 hold, 0 fail, 5 not offered" in capsys.readouterr().out
+    adapter.write_text(re.sub(r".*masked_fill.*\n", "", adapter.read_text()))
+    assert here(*call, "--adapter", adapter) == 1  # a weight of zero times NaN is NaN
+    assert "nan in padding fails" in capsys.readouterr().out
+
+
+class Masked:
+    """Adapter of attention that takes an additive mask (B, 1, L, L)."""
+
+    def __init__(self, layer):
+        self.layer, self.causal = layer, "GPT2" in type(layer).__name__
+
+    def forward(self, x, valid=None, segments=None):
+        mask = Attention.mask(self, x, valid, segments)
+        bias = torch.zeros(mask.shape, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
+        return self.layer(self.clean(x, valid), attention_mask=bias[:, None])[0]
+
+    def order(self, length):
+        mask = torch.ones(length, length, dtype=torch.bool)
+        return mask.tril() if self.causal else mask
+
+    def clean(self, x, valid):
+        return Attention.clean(self, x, valid)
+
+
+class MaskedAlone(Masked):
+    """Adapter that leaves the content of padding unchanged."""
+
+    def clean(self, x, valid):
+        return x
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_of_transformers(implementation):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.bert.modeling_bert import BertAttention
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    sizes = dict(hidden_size=16, num_attention_heads=2, attn_implementation=implementation)
+    bert = BertAttention(transformers.BertConfig(**sizes))
+    gpt2 = GPT2Attention(transformers.GPT2Config(n_embd=16, n_head=2, attn_implementation=implementation), layer_idx=0)
+    assert failures(Subject("bert", bert, Masked, 16)) == set()
+    assert failures(Subject("bert", bert, MaskedAlone, 16)) == {"nan in padding"}
+    assert failures(Subject("gpt2", gpt2, Masked, 16, causal=True)) == {"non-contiguous input"}  # Conv1D uses view
+    assert failures(Subject("gpt2", gpt2, MaskedAlone, 16, causal=True)) == {"nan in padding", "non-contiguous input"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lion"], "lion: expected MODULE:CLASS or FILE.py:CLASS"),
+        (["tortch:Layer"], "no module 'tortch', did you mean 'torch'?"),
+        (["lion.layers.mixer:X"], "no module 'lion.layers.mixer', did you mean 'mixers'?"),
+        (["lion:LionAttentio"], "lion has no LionAttentio, did you mean 'LionAttention'?"),
+        (["collections:OrderedDict"], "OrderedDict is not a class of torch.nn.Module, no layer there"),
+        (["json:dumps", "--init", "obj=3"], "json:dumps: returned str, expected a torch.nn.Module"),
+        (["lion:LionAttention", "--init", "dim=16"], "--init: lion:LionAttention needs num_heads=.."),
+        (["lion:LionAttention", "--init", "dim=16,num_heads=3"], "raises ValueError: dim: expected a multiple of"),
+        (["torch.nn:Linear", "--init", "in_features=4,out_feature=4"], "did you mean 'out_features'?"),
+        (["torch.nn:Linear", "--init", "in_features=4,out_features=8"], "no width works; tokens (1, 8, 4) TypeError"),
+        (["torch:add"], "add is not a class of torch.nn.Module"),
+        (["torch.nn:Linear", "--init", "in_features"], "--init: expected NAME=VALUE,.."),
+        (["torch.nn:Linear", "--init", "in_features=[4"], "--init: in_features"),
+        (["torch.nn:GRU", "--init", "input_size=8,hidden_size=8"], "returned tuple, expected a tensor (B, L, D)"),
+        ([f"{LAYERS}:Atention"], "has no Atention, did you mean 'Attention'?"),
+        ([f"{LAYERS[:-3]}x.py:Attention"], f"no such file, did you mean '{LAYERS}'?"),
+        ([f"{LAYERS}:Attention", "--adapter", "none.py"], "--adapter: none.py: no such file"),
+        ([f"{LAYERS}:Attention", "--adapter", LAYERS], f"--adapter: {LAYERS} defines no function or class `adapt`"),
+        ([f"{LAYERS}:Attention", "--dim", "9"], "no width works; tokens (1, 8, 9) RuntimeError"),
+        ([f"{LAYERS}:Attention", "--json", "none/x.json"], "--json: no folder none"),
+        ([f"{LAYERS}:Attention", "--casual"], "unknown option --casual: did you mean '--causal'?"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_bad_input_is_one_line(words, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert message in refuse(capsys, "conform", *words)
+
+
+def test_a_file_that_fails_is_bad_input(tmp_path, capsys):
+    for code, message in (("1 / 0", "ZeroDivisionError"), ("x = (", "SyntaxError"), ("import nonesuch", "nonesuch")):
+        path = tmp_path / f"{message}.py"
+        path.write_text(code)
+        assert message in refuse(capsys, "conform", f"{path}:Layer")
+
+
+def test_arguments_of_constructors():
+    values = parse_init("dim=64,sizes=[1, 2],name=gla,rate=1e-3, flag=true,none=null")
+    assert values == dict(dim=64, sizes=[1, 2], name="gla", rate=1e-3, flag=True, none=None)
+
+
+def test_parameters_of_the_layer_are_not_at_their_start():
+    layer = nn.Linear(4, 4)
+    nn.init.zeros_(layer.weight)
+    subject = Subject("", layer, adapt_plain, 4)
+    assert 0 < subject.layer.weight.abs().max() < 0.1 and failures(subject) == set()

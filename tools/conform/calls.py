@@ -1,0 +1,128 @@
+"""Checks of equal results of several calls: in batches, compiled, in steps, in chunks, with other strides, twice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from lion.trainer.compilation import can_compile, missing_compiler
+from tools.conform.measure import BEYOND, LENGTH, SAME, Measure, case, difference, differences, gradients, not_finite
+from tools.conform.subject import NotOffered, Subject
+
+LENGTHS = (1, 2, 31, 32, 33)  # also a prime, 2^k, 2^k + 1
+SEEN = 16  # tokens of a call before a longer one
+CHUNKS = (1, 5, 16, 64)
+SCALES = (1.0, 30.0)  # of activations; the second one saturates gates, and its limits grow with the rounding errors
+
+
+def batch(subject: Subject) -> Iterator[Measure]:
+    """Compare the rows of a batch with the same rows alone."""
+    run, x = subject.fresh(), subject.tokens(3, LENGTH)
+    with torch.no_grad():
+        y = run(x)
+        for i in range(len(x)):
+            yield Measure(difference(y[i], run(x[i : i + 1])[0]), SAME, f"row {i + 1} of {len(x)}")
+
+
+def compiled(subject: Subject) -> Iterator[Measure]:
+    """Compare outputs and gradients of the compiled layer with those of the eager one."""
+    if not can_compile("inductor"):
+        raise NotOffered(missing_compiler())
+    x, run = subject.tokens(2, LENGTH), subject.fresh()
+    y, grads = gradients(subject.fresh(), x)
+    run.layer.compile(dynamic=False)
+    found, found_grads = gradients(run, x)
+    yield Measure(difference(found, y), SAME, "outputs")
+    value, name = differences(found_grads, grads)
+    yield Measure(value, SAME, f"gradient of {name}")
+
+
+def steps(subject: Subject) -> Iterator[Measure]:
+    """Compare a prompt and the steps after it with one call on all tokens."""
+    run = subject.fresh()
+    for scale, prompt in itertools.product(SCALES, (1, LENGTH // 2)):
+        x, where = scale * subject.tokens(2, LENGTH), f"prompt of {prompt} tokens, activations times {scale:g}"
+        with torch.no_grad(), case(where):
+            y, state = run.adapted.prefill(x[:, :prompt].clone())
+            outputs = [y]
+            for i in range(prompt, LENGTH):
+                y, state = run.adapted.step(x[:, i : i + 1].clone(), state)
+                outputs.append(y)
+            value = difference(torch.cat(outputs, 1), run(x))
+        yield Measure(value, scale * SAME, where)
+
+
+def chunk_sizes(subject: Subject) -> Iterator[Measure]:
+    """Compare outputs and gradients in chunks of several sizes with those of the layer as constructed."""
+    for scale in SCALES:
+        x = scale * subject.tokens(2, LENGTH)
+        y, grads = gradients(subject.fresh(), x)
+        for size in CHUNKS:
+            run, where = subject.fresh(), f"chunks of {size}, activations times {scale:g}"
+            with case(where):
+                run.adapted.set_chunk_size(size)
+                found, found_grads = gradients(run, x)
+            yield Measure(difference(found, y), scale * SAME, f"outputs, {where}")
+            value, name = differences(found_grads, grads)
+            yield Measure(value, scale * SAME, f"gradient of {name}, {where}")
+
+
+def lengths(subject: Subject) -> Iterator[Measure]:
+    """Count numbers that are not finite, in outputs and gradients, at lengths that tiles and chunks do not expect."""
+    run = subject.fresh()
+    for length in LENGTHS:
+        with case(f"length {length}"):
+            y, grads = gradients(run, subject.tokens(2, length))
+        yield Measure(not_finite(y, *grads.values()), 0, f"length {length}")
+
+
+def positions(subject: Subject) -> Iterator[Measure]:
+    """Compare a long call after a short one with the same call of a new copy: tables of positions must grow."""
+    x, run = subject.tokens(1, BEYOND), subject.fresh()
+    with torch.no_grad(), case(f"{BEYOND} tokens"):
+        run(x[:, :SEEN])
+        value = difference(run(x), subject.fresh()(x))
+    yield Measure(value, SAME, f"{BEYOND} tokens after a call of {SEEN}")
+
+
+def contiguity(subject: Subject) -> Iterator[Measure]:
+    """Compare the outputs for inputs of other strides with those for a contiguous input."""
+    run, x = subject.fresh(), subject.tokens(2, LENGTH)
+    views = {
+        "tokens and channels transposed": x.mT.contiguous().mT,
+        "batch and tokens transposed": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "every other channel of a tensor": torch.stack([x, x], -1).flatten(2)[..., ::2],
+        "one row expanded": x[:1].expand(2, -1, -1),
+    }
+    with torch.no_grad():
+        for kind, view in views.items():
+            with case(kind):
+                value = difference(run.direct(view), run(view.contiguous()))
+            yield Measure(value, SAME, kind)
+
+
+def inputs_unchanged(subject: Subject) -> Iterator[Measure]:
+    """Compare the arguments after a call with copies made before."""
+    run, x = subject.fresh(), subject.tokens(2, LENGTH)
+    masks = {
+        "valid": torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 5]]),
+        "segments": (torch.arange(LENGTH) >= LENGTH // 2).long().expand(2, -1).contiguous(),
+    }
+    for name in (None, *(name for name in masks if name in run.offers)):
+        given, mask = x.clone(), {} if name is None else {name: masks[name].clone()}
+        with torch.no_grad():
+            run.direct(given, **mask)
+        yield Measure(int((given != x).sum()), 0, f"x, in a call with {name or 'x alone'}")
+        for key, tensor in mask.items():
+            yield Measure(int((tensor != masks[key]).sum()), 0, key)
+
+
+def deterministic(subject: Subject) -> Iterator[Measure]:
+    """Compare two equal calls, in outputs and gradients, bit for bit."""
+    run, x = subject.fresh(), subject.tokens(2, LENGTH)
+    (y, grads), (again, again_grads) = gradients(run, x), gradients(run, x)
+    yield Measure(difference(again, y), 0, "outputs")
+    value, name = differences(again_grads, grads)
+    yield Measure(value, 0, f"gradient of {name}")

@@ -1,0 +1,106 @@
+"""Measurements of checks: differences of outputs, gradients, and errors with their place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tools.conform.subject import Calls
+
+LENGTH, BEYOND = 24, 300  # tokens of most checks, and of a long sequence
+SAME = 1e-4  # limit of a difference between two computations of one result in float32
+LEAK = 1e-5  # limit of the influence of a token on an output that must not depend on it, at equal shapes
+
+
+class Measure(NamedTuple):
+    """A measured value, which holds up to its limit; `where` describes the case."""
+
+    value: float
+    limit: float
+    where: str
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.limit
+
+    @property
+    def excess(self) -> float:
+        """Return how many times the limit the value is."""
+        if self.limit:
+            return self.value / self.limit
+        return torch.inf if self.value else 0.0
+
+
+class LayerError(Exception):
+    """Error of a layer in a check; the message is one line with the case and the error."""
+
+
+@contextlib.contextmanager
+def case(where: str) -> Iterator[None]:
+    """Name the case in an error that the layer raises."""
+    try:
+        yield
+    except Exception as error:
+        raise LayerError(f"{where}: {error_line(error)}") from error
+
+
+def error_line(error: Exception) -> str:
+    """Return the type and the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+
+
+def difference(y: Tensor, reference: Tensor) -> float:
+    """Return the largest difference relative to the largest value of the reference.
+
+    A tensor that is not finite makes the difference infinite.
+    """
+    if y.numel() == 0:
+        return 0.0
+    y, reference = y.double(), reference.double()
+    if not (y.isfinite().all() and reference.isfinite().all()):
+        return torch.inf
+    scale = reference.abs().max().clamp_min(1e-30)
+    return ((y - reference).abs().max() / scale).item()
+
+
+def not_finite(*tensors: Tensor) -> int:
+    """Count the numbers that are NaN or infinite."""
+    return sum(int((~t.isfinite()).sum()) for t in tensors)
+
+
+def loss_weights(y: Tensor) -> Tensor:
+    """Return the fixed random weights by which a loss sums the outputs y (B, L, D)."""
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y)
+
+
+def gradients(run: Calls, x: Tensor, **masks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the output, and the gradients of a weighted sum of the valid outputs: of "x" and of every parameter.
+
+    A parameter without a gradient gets zeros.
+    """
+    x = x.detach().requires_grad_()
+    y = run(x, **masks)
+    weights = loss_weights(y)
+    if "valid" in masks:
+        loss = (y * weights)[masks["valid"]].sum()
+    else:
+        loss = (y * weights).sum()
+    tensors = {"x": x, **{n: p for n, p in run.layer.named_parameters() if p.requires_grad}}
+    found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+    grads = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(tensors.items(), found)}
+    return y.detach(), grads
+
+
+def differences(grads: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:
+    """Return the largest difference of gradients, and the name of the tensor; one scale serves all tensors."""
+    scale = max((t.abs().max().item() for t in reference.values() if t.numel()), default=0.0) or 1e-30
+    worst = 0.0, "x"
+    for name, wanted in reference.items():
+        if not_finite(grads[name], wanted):
+            return torch.inf, name
+        worst = max(worst, ((grads[name] - wanted).abs().max().item() / scale if wanted.numel() else 0.0, name))
+    return worst

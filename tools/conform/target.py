@@ -1,0 +1,166 @@
+"""Construction of the layer that a command line names, and its adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lion.config import ConfigError, nearest, parse_yaml
+from lion.layers.mixers.base import Mixer
+from tools.conform.measure import error_line
+from tools.conform.subject import Adapt, Calls, Subject, adapt_mixer, adapt_plain
+
+LARGEST = 4096  # largest width to try where it is not known
+
+
+def open_subject(
+    place: str, init: str = "", *, dim: int | None = None, causal: bool = False, adapter: Path | None = None
+) -> Subject:
+    """Construct the layer `MODULE:CLASS` or `FILE.py:CLASS` with the arguments "name=value,..", and find its adapter.
+
+    The adapter is `adapt` of the file `adapter`, else of the file of the layer, else the adapter of `lion`'s mixers,
+    else the layer itself.
+
+    Raises:
+        ConfigError: An unknown module, class or argument, a class that is not a layer, a constructor or an adapter that
+            fails, or a layer for which no width D is found.
+    """
+    module, make = find_maker(place)
+    settings = parse_init(init)
+    layer = construct(place, make, settings)
+    adapt = adapt_mixer if isinstance(layer, Mixer) else adapt_plain
+    if adapter:
+        adapt = getattr(load_file(adapter, "--adapter: "), "adapt", None)
+        if not callable(adapt):
+            raise ConfigError(f"--adapter: {adapter} defines no function or class `adapt`")
+    elif place.rpartition(":")[0].endswith(".py"):
+        adapt = getattr(module, "adapt", adapt)
+    width = find_width(place, layer, adapt, [dim] if dim else widths(layer, settings))
+    name = f"{place}({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
+    return Subject(name, layer, adapt, width, causal)
+
+
+def find_maker(place: str) -> tuple[ModuleType, Callable[..., Any]]:
+    """Return the module and the class, or the function that returns a layer, that `MODULE:CLASS` names."""
+    source, _, name = place.rpartition(":")
+    if not source or not name:
+        raise ConfigError(f"{place}: expected MODULE:CLASS or FILE.py:CLASS, such as lion:LionAttention")
+    file = source.endswith(".py")
+    module = load_file(Path(source)) if file else load_module(source)
+    public = [n for n in dir(module) if not n.startswith("_")]
+    makers = [n for n in public if is_layer(vars(module).get(n)) or (file and inspect.isfunction(vars(module).get(n)))]
+    others = f"layers there: {', '.join(makers[:8])}{', ..' if len(makers) > 8 else ''}" if makers else "no layer there"
+    if not hasattr(module, name):
+        raise ConfigError(f"{place}: {source} has no {name}, {nearest(name, makers or public, others)}")
+    make = getattr(module, name)
+    if not inspect.isfunction(make) and not is_layer(make):
+        raise ConfigError(f"{place}: {name} is not a class of torch.nn.Module, {nearest(name, makers, others)}")
+    return module, make
+
+
+def is_layer(value: Any) -> bool:
+    """Return whether a value is a class of layers."""
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name != missing and not name.startswith(f"{missing}."):  # a module that this module imports
+            raise ConfigError(f"{name}: cannot be imported: {error_line(error)}") from None
+        parent, _, leaf = missing.rpartition(".")
+        path = getattr(sys.modules.get(parent), "__path__", []) if parent else None
+        known = [module.name for module in pkgutil.iter_modules(path)]
+        hint = nearest(leaf, known, "is it installed in this Python?")
+        raise ConfigError(f"{name}: no module {missing!r}, {hint}") from None
+    except Exception as error:
+        raise ConfigError(f"{name}: cannot be imported: {error_line(error)}") from None
+
+
+def load_file(path: Path, option: str = "") -> ModuleType:
+    """Import a file, which may import other files of its folder."""
+    if not path.is_file():
+        names = [str(p) for p in path.parent.glob("*.py")]
+        raise ConfigError(f"{option}{path}: no such file, {nearest(str(path), names, 'expected a Python file')}")
+    spec = importlib.util.spec_from_file_location(f"conform_{path.stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.append(str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{option}{path}: cannot be imported: {error_line(error)}") from None
+    return module
+
+
+def parse_init(text: str) -> dict[str, Any]:
+    """Parse arguments such as "dim=64,scales=[1, 2],mixer=gla"; values are those of YAML."""
+    settings = {}
+    for part in re.split(r",(?=\s*\w+\s*=)", text) if text.strip() else []:
+        name, sign, value = (piece.strip() for piece in part.partition("="))
+        if not sign or not name.isidentifier():
+            raise ConfigError(f"--init: expected NAME=VALUE,.. such as dim=64,num_heads=4, got {part!r}")
+        settings[name] = parse_yaml(value, source=f"--init: {name}")
+        if isinstance(settings[name], str):
+            with contextlib.suppress(ValueError):  # YAML reads 1e-3 as text
+                settings[name] = float(value)
+    return settings
+
+
+def construct(place: str, make: Callable[..., Any], settings: dict[str, Any]) -> nn.Module:
+    """Construct the layer from a fixed seed."""
+    signature = inspect.signature(make.__init__ if isinstance(make, type) else make)
+    parameters = list(signature.parameters.values())[isinstance(make, type) :]  # without self
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in settings:
+            if name not in named:
+                raise ConfigError(f"--init: {place} has no argument {name!r}, {nearest(name, named)}")
+    missing = [p.name for p in parameters if p.name in named and p.default is p.empty and p.name not in settings]
+    if missing:
+        raise ConfigError(f"--init: {place} needs {', '.join(f'{name}=..' for name in missing)}")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layer = make(**settings)
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise ConfigError(f"--init: {place}({given}) raises {error_line(error)}") from None
+    if not isinstance(layer, nn.Module):
+        raise ConfigError(f"{place}: returned {type(layer).__name__}, expected a torch.nn.Module")
+    return layer
+
+
+def widths(layer: nn.Module, settings: dict[str, Any]) -> list[int]:
+    """Return the widths to try: whole numbers among the arguments, then sizes of parameters."""
+    given = [value for value in settings.values() if type(value) is int]
+    sizes = [size for parameter in layer.parameters() for size in reversed(parameter.shape)]
+    return list(dict.fromkeys(n for n in [*given, *sizes, 64] if 1 < n <= LARGEST))
+
+
+def find_width(place: str, layer: nn.Module, adapt: Adapt, candidates: list[int]) -> int:
+    """Return the first width D for which the layer maps (1, 8, D) to (1, 8, D)."""
+    first = None
+    for width in candidates:
+        try:
+            run = Calls(copy.deepcopy(layer).eval(), adapt)
+            with torch.no_grad():
+                run(torch.randn(1, 8, width))
+            return width
+        except Exception as error:
+            first = first or f"{(1, 8, width)} {error_line(error)}"
+    raise ConfigError(f"{place}: no width works; tokens {first}; --dim sets the width, --adapter how to call the layer")
