@@ -42,7 +42,7 @@ def chunk_parts(
     If the tokens are a part of a sequence, `entering` holds the states at the `start` of each direction. The third
     result then holds the states at the `end` of each direction.
     """
-    q, k, v, log_decay, _, index, _ = tokens
+    q, k, v, log_decay, _, index = tokens[:6]
     directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
     length = q.shape[2]
     size, count = chunk_grid(length, how.chunk_size)
