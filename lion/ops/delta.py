@@ -95,10 +95,11 @@ def delta_chunks(
             parts = (index[:, 1:, 0], index[:, -1:, -1]) if reverse else (index[:, :1, 0], index[:, :-1, -1])
             entering = torch.cat(parts, 1)
         chunk = transform(products, reverse, entering, stateless=count == 1 and not final)
+        new = chunk.U
         if count > 1 or final:
-            S, last = carry(*state_map(chunk), reverse)
+            S, new, last = carry(chunk, reverse)
             state = empty._replace(S=last)
-        y = y + outputs(chunk, S)[0]
+        y = y + outputs(chunk, S, new)
     return y.flatten(2, 3)[:, :, :length], state
 
 
@@ -106,9 +107,13 @@ def delta_advance(undecayed_erase: bool, state: State, segment: Tensor | None, t
     """Read and update a state by C tokens, with the arguments and results of `lion.ops.rnn.advance`."""
     tokens = tokens.masked().to(state.S.dtype)
     chunk = transform(pair_products(tokens, "forward", undecayed_erase), False, segment)
-    y, new = outputs(chunk, state.S)
-    S = chunk.kept * state.S + written(chunk, new)
-    return y, None, state._replace(S=S), None if segment is None else tokens.segment_index[:, -1]
+    S, new = update(state.S, chunk.A, chunk.U, chunk.erase, chunk.kept, chunk.S)
+    return (
+        outputs(chunk, state.S, new),
+        None,
+        state._replace(S=S),
+        None if segment is None else tokens.segment_index[:, -1],
+    )
 
 
 class PairProducts(NamedTuple):
@@ -118,9 +123,9 @@ class PairProducts(NamedTuple):
         q, read: Queries and vectors r, times the decay of their own token (r of an undecayed erase: without it).
         erase, write: Vectors e and w; w is None where it is e.
         v: Values (B, H, .., C, E).
-        pairs: Products of r and q (first axis) with e and w (second axis) under the decays of the tokens between each
-            pair, (2, 1 or 2, B, H, .., C, C); 0 for a token with itself.
-        own: Products of each token's q with its e and w, without decay (1 or 2, B, H, .., C, 1).
+        gram, scores: Products of r, and of q, with e and (unless it is e) w, under the decays of the tokens between
+            each pair (B, H, .., C, C); 0 for a token with itself.
+        own: Products of each token's q with its e and w, without decay (B, H, .., C, 1).
         before, after: Decays of all tokens before and after each token of the chunk (b, H, .., C, D or 1).
         kept: Decays of all tokens of the chunk (b, H, .., D or 1, 1).
         segment_index: Segment numbers (B, .., C), or None.
@@ -131,8 +136,9 @@ class PairProducts(NamedTuple):
     erase: Tensor
     write: Tensor | None
     v: Tensor
-    pairs: Tensor
-    own: Tensor
+    gram: tuple[Tensor, ...]
+    scores: tuple[Tensor, ...]
+    own: tuple[Tensor, ...]
     before: Tensor
     after: Tensor
     kept: Tensor
@@ -158,7 +164,8 @@ def pair_products(tokens: TokenBlock, direction: str, undecayed_erase: bool) -> 
     before, after = (exp_where(x, factors=FACTORS) for x in sums)
     kept = exp_where(log_decay.sum(-2))[..., None]
     vectors = (q, read, write, None) if erase is None else (q, read, erase, write)
-    return PairProducts(*vectors, tokens.v, pairs, own, before, after, kept, index)
+    gram, scores, own = *(row.unbind() for row in pairs.unbind()), own.unbind()
+    return PairProducts(*vectors, tokens.v, gram, scores, own, before, after, kept, index)
 
 
 class Chunk(NamedTuple):
@@ -208,58 +215,66 @@ def transform(p: PairProducts, reverse: bool, entering: Tensor | None, stateless
 
     right, y, S = p.v, None, None
     if write is not None:
-        right = -(triangle(p.pairs[0, 1]) @ p.v)
-        y = triangle(p.pairs[1, 1]) @ p.v + p.own[1] * p.v
+        right = -(triangle(p.gram[1]) @ p.v)
+        y = triangle(p.scores[1]) @ p.v + p.own[1] * p.v
         S = write.mT @ p.v
     U = torch.linalg.solve_triangular(  # reads one triangle, and takes the diagonal as 1
-        p.pairs[0, 0], right if stateless else torch.cat([read, right], -1), upper=reverse, unitriangular=True
+        p.gram[0], right if stateless else torch.cat([read, right], -1), upper=reverse, unitriangular=True
     )
     A, U = (None, U) if stateless else U.split([read.shape[-1], right.shape[-1]], -1)
-    return Chunk(q, A, U, triangle(p.pairs[1, 0]), p.own[0], erase, kept, y, S)
+    return Chunk(q, A, U, triangle(p.scores[0]), p.own[0], erase, kept, y, S)
 
 
-def outputs(chunk: Chunk, S: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the outputs (.., C, E) of chunks that states S (.., D, E) enter, and their new values (.., C, E)."""
-    new = chunk.U if S is None else chunk.U - chunk.A @ S
+def outputs(chunk: Chunk, S: Tensor | None, new: Tensor) -> Tensor:
+    """Return the outputs (.., C, E) of chunks that states S (.., D, E) enter, with their new values (.., C, E)."""
     y = chunk.scores @ new + chunk.own * new
     if chunk.y is not None:
         y = y + chunk.y
-    return (y if S is None else y + chunk.q @ S), new
+    return y if S is None else y + chunk.q @ S
 
 
-def written(chunk: Chunk, new: Tensor) -> Tensor:
-    """Return what the new values (.., C, E) of chunks leave in the state (.., D, E)."""
-    S = chunk.erase.mT @ new
-    return S if chunk.S is None else S + chunk.S
+def carry(chunk: Chunk, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the states (B, H, N, D, E) that enter N chunks, their new values (B, H, N, C, E), and the last state.
 
-
-def state_map(chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """Return M (.., D, D) and b (.., D, E): chunks take a state S to `M S + b`."""
-    once = torch.eye(chunk.q.shape[-1], dtype=chunk.q.dtype, device=chunk.q.device)
-    return chunk.kept * once - chunk.erase.mT @ chunk.A, written(chunk, chunk.U)
-
-
-def carry(M: Tensor, b: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Return the states (B, H, N, D, E) that enter chunks, and the last one, under `S <- M S + b` from S = 0.
-
-    Many chunks are carried in groups: first all groups at once, by products of their maps, then from group to group.
-    The number of steps grows with the root of the number of chunks.
+    The first state is 0. Many chunks are carried in groups: first the maps of states of all groups at once, then the
+    states from group to group. The number of steps grows with the root of the number of chunks.
     """
-    if M.shape[2] <= 2 * GROUP:
-        return steps(M, b, torch.zeros_like(b[:, :, 0]), reverse)
-    dim, grid = M.shape[-1], group_grid(M.shape[2])
-    M, b = M.unflatten(2, grid), b.unflatten(2, grid)  # (B, H, groups, G, D, ..)
-    nothing = torch.eye(dim, dim + b.shape[-1], dtype=b.dtype, device=b.device)  # the map that changes no state
-    within, whole = steps(M, F.pad(b, (dim, 0)), nothing.expand(*M.shape[:3], -1, -1), reverse)
-    states, last = steps(whole[..., :dim], whole[..., dim:], torch.zeros_like(whole[:, :, 0, :, dim:]), reverse)
-    states = within[..., :dim] @ states[:, :, :, None] + within[..., dim:]
-    return states.flatten(2, 3), last
-
-
-def steps(M: Tensor, b: Tensor, S: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Return all states (.., N, D, E) before the steps `S <- M S + b`, and the last one; S (.., D, E) is the first."""
-    order, states = -1 if reverse else 1, []
-    for m, add in [*zip(M.unbind(-3), b.unbind(-3))][::order]:
+    (*batch, count, _, width), dim = chunk.U.shape, chunk.q.shape[-1]
+    S = chunk.U.new_zeros(*batch, dim, width)
+    if count <= 2 * GROUP:
+        return steps(chunk, S, reverse)
+    grid = group_grid(count)
+    groups = Chunk(*(x if x is None else x.unflatten(2, grid) for x in chunk))  # (B, H, groups, G, ..)
+    values = (x if x is None else F.pad(x, (dim, 0)) for x in (groups.U, groups.S))  # the maps' D columns come first
+    groups = groups._replace(**dict(zip(("U", "S"), values)))
+    unchanged = torch.eye(dim, dim + width, dtype=S.dtype, device=S.device).expand(*batch, grid[0], -1, -1)
+    within, _, whole = steps(groups, unchanged, reverse)
+    states = []
+    for step in whole.unbind(2)[:: -1 if reverse else 1]:
         states.append(S)
-        S = m @ S + add
-    return torch.stack(states[::order], -3), S
+        S = step[..., :dim] @ S + step[..., dim:]
+    entering = torch.stack(states[:: -1 if reverse else 1], 2)[:, :, :, None]
+    states = (within[..., :dim] @ entering + within[..., dim:]).flatten(2, 3)
+    return states, chunk.U - chunk.A @ states, S
+
+
+def steps(chunk: Chunk, S: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Update a state S (.., D, E) by chunks (.., N, C, D), one after the other, with the results of `carry`."""
+    order, states, values = -1 if reverse else 1, [], []
+    for some in [*zip(*(x.unbind(-3) for x in (chunk.A, chunk.U, chunk.erase, chunk.kept)), written(chunk))][::order]:
+        states.append(S)
+        S, new = update(S, *some)
+        values.append(new)
+    return torch.stack(states[::order], -3), torch.stack(values[::order], -3), S
+
+
+def written(chunk: Chunk) -> list[Tensor] | list[None]:
+    """Return what each of the chunks writes into the state along w, where w is not e."""
+    return [None] * chunk.U.shape[-3] if chunk.S is None else [*chunk.S.unbind(-3)]
+
+
+def update(S: Tensor, A: Tensor, U: Tensor, erase: Tensor, kept: Tensor, write: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the state (.., D, E) after a chunk, and the new values (.., C, E) of the chunk."""
+    new = U - A @ S
+    S = kept * S + erase.mT @ new
+    return S if write is None else S + write, new
