@@ -21,6 +21,11 @@ COLOURS = {
     "rwkv6": "#5c5c9c",
     "hgrn2": "#b07aa1",
     "xlstm": "#6b8e6b",
+    "gated_deltanet": "#c49c94",
+    "kda": "#a65628",
+    "comba": "#d9a441",
+    "gdn2": "#6f4518",
+    "rwkv7": "#393b79",
 }
 OTHER = "#5c5c5c"
 

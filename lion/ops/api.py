@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype, take_gates
-from lion.ops.delta import delta_parts
+from lion.ops.delta import delta_parts, with_delta
 from lion.ops.flex import fused_applies, fused_attention
 from lion.ops.full import Scale, add_diagonal, masked_parts, product_parts, undecayed_parts
 from lion.ops.piecewise import in_pieces
 from lion.ops.prefix import gradients_to
-from lion.ops.rotary import rotate_pair
+from lion.ops.rotary import rotate_each
 from lion.ops.segments import SegmentIndex, prepared
 from lion.ops.settings import DEFAULTS, Settings, resolve_form, with_fields
 from lion.ops.tokens import ScoreSettings, TokenBlock
@@ -42,8 +42,8 @@ def linear_attention(
         q, k: Queries and keys (B, H, L, D). The feature map must be applied before the call, unless `feature_map` names
             one. Gates on the keys must be multiplied into k before the call.
         v: Values (B, H, L, E). Float16 is computed in float32, because its sums would overflow; bfloat16 is not.
-        gates: `Gates` with decays, the delta rule's beta, a bonus, a rotation; or `log_decay` alone, a tensor. Its
-            fields may also be passed by name.
+        gates: `Gates` with decays, the vectors of a delta rule, a bonus, a rotation; or `log_decay` alone, a tensor.
+            Its fields may also be passed by name.
         valid: Boolean mask (B, L), False for padding. Invalid tokens behave as if deleted, whatever values they hold.
             Their output is 0.
         segments: Integer segment ids (B, L). Tokens interact only within their segment; -1 marks padding. The tokens of
@@ -133,11 +133,12 @@ def _attention_parts(
     scale: Scale | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the numerator, multiplied by `scale` of the row sum if that is given, and the row sum."""
-    log_decay, beta, bonus, angles, prefix = gates
-    no_decay = log_decay is None and beta is None
-    form = resolve_form(settings.form, q.shape[2], not no_decay, settings.dropout_p)
+    log_decay, beta, bonus, angles, prefix, erase, read = gates
+    no_decay = log_decay is None
+    form = resolve_form(settings.form, q.shape[2], gates.delta or not no_decay, settings.dropout_p)
+    rowsum, undecayed = settings.normalize != "none", settings.undecayed_erase
     how = ScoreSettings(
-        form, settings.decay_convention, settings.direction, True, settings.normalize != "none", settings.chunk_size
+        form, settings.decay_convention, settings.direction, True, rowsum, settings.chunk_size, undecayed
     )
     feature_map = settings.feature_map
     with no_autocast(q):
@@ -146,16 +147,16 @@ def _attention_parts(
             q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
         if feature_map is not None and (angles is not None or prefix is not None):  # both apply to mapped q and k
             q, k, feature_map = *TokenBlock(q, k, v, v, valid, feature_map=feature_map).featurized()[:2], None
-        rotated = rotate_pair(q, k, angles, valid)
+        *rotated, erase, read = rotate_each(angles, valid, q, k, erase, read)
         if prefix is not None and prefix.requires_grad:
             rotated, log_decay = gradients_to(prefix, *rotated, valid), log_decay.detach()
-        if beta is not None:
-            tokens = TokenBlock(*rotated, v, beta[..., None], valid, index, feature_map)
+        decays = expand_decay(log_decay, q, clamp=form != "rnn" and not gates.delta)
+        tokens = TokenBlock(*rotated, v, decays, valid, index, feature_map)
+        if gates.delta:
+            tokens = with_delta(tokens, beta, erase, read)
             if form == "rnn":
                 return finished(in_pieces(tokens, None, how._replace(form="delta_rnn")), scale)
             return finished(delta_parts(tokens, how), scale)
-        decays = expand_decay(log_decay, q, clamp=form != "rnn")
-        tokens = TokenBlock(*rotated, v, decays, valid, index, feature_map)
         if not separate_rowsum(settings.normalize, angles):
             return _score_parts(tokens, bonus, no_decay, how, settings.dropout_p, scale)
         others, plain = tokens._replace(q=q, k=k, v=v[..., :0]), settings.normalize == "pre"

@@ -38,8 +38,8 @@ class Gates(NamedTuple):
     Attributes:
         log_decay: Logarithms log lambda <= 0. None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with one lambda for
             each key dimension, (H, D) or (B, H, L, D). Values above 0 count as 0, because a lambda is at most 1.
-        beta: Writing strengths (B, H, L) in [0, 1] of the delta rule (see `lion.ops.delta`), which replaces decays. The
-            keys should have norm 1. Requires `normalize="none"`.
+        beta: Writing strengths (B, H, L) of the delta rule (see `lion.ops.delta`), in [0, 1], or in [0, 2] for negative
+            eigenvalues. The keys should have norm 1. Requires `normalize="none"`; decays take the convention "target".
         bonus: Weights (H,) or (H, D) of each token's own key: `sum_d bonus_d q_id k_id` on the diagonal. Without a
             bonus, the weight is 1.
         angles: Rotation of q and k (`lion.ops.rotary`) in radians: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2). Row
@@ -48,6 +48,10 @@ class Gates(NamedTuple):
             Pass `prefix` if the sums exist already and need a gradient: the gradient of the decays then goes to
             `prefix` alone, at less cost (`lion.ops.prefix`). Requires a single direction and `normalize="none"`; not
             with a bonus or the convention "between". Not for `step` and `linear_attention_parts`.
+        erase: Vectors e (B, H, L, D) of the delta rule, `S_i = (I - e_i r_i^T) Diag(lambda_i) S_{i-1} + w_i v_i^T`. By
+            default e is w, which is beta k, or k without beta.
+        read: Vectors r (B, H, L, D) of the delta rule, which read what is erased. By default r is k. Any of `beta`,
+            `erase` and `read` selects the delta rule.
     """
 
     log_decay: Tensor | None = None
@@ -55,6 +59,13 @@ class Gates(NamedTuple):
     bonus: Tensor | None = None
     angles: Tensor | None = None
     prefix: Tensor | None = None
+    erase: Tensor | None = None
+    read: Tensor | None = None
+
+    @property
+    def delta(self) -> bool:
+        """Return whether these are gates of the delta rule."""
+        return any(x is not None for x in (self.beta, self.erase, self.read))
 
 
 NO_GATES = Gates()
@@ -81,11 +92,14 @@ def take_gates(gates: Gates | Tensor | None, fields: dict[str, Any], *, prefix: 
 def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
     """Check the shapes of the gates, and that they can be combined with each other and with the settings."""
     batch, heads, length, dim = q.shape
-    log_decay, beta, bonus, angles, prefix = gates
+    log_decay, beta, bonus, angles, prefix, erase, read = gates
     if log_decay is not None:
         check_floats("log_decay", log_decay, (heads,), (heads, dim), (batch, heads, length), tuple(q.shape))
     if beta is not None:
         check_floats("beta", beta, (batch, heads, length))
+    for name, x in (("erase", erase), ("read", read)):
+        if x is not None:
+            check_floats(name, x, tuple(q.shape))
     if bonus is not None:
         check_floats("bonus", bonus, (heads,), (heads, dim))
     if angles is not None:
@@ -93,13 +107,10 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
             raise ValueError(f"angles: rotation acts on pairs of key dimensions, got an odd D = {dim}")
         pairs = (length, dim // 2)
         check_floats("angles", angles, pairs, (heads, *pairs), (batch, 1, *pairs), (batch, heads, *pairs))
-    if beta is not None:
-        if log_decay is not None or bonus is not None:
-            raise ValueError("beta: the delta rule takes neither log_decay nor bonus")
-        if settings.normalize != "none":
-            raise ValueError(f"beta: the delta rule takes normalize='none', got {settings.normalize!r}")
-        if settings.dropout_p:
-            raise ValueError("dropout_p: the delta rule has no scores to drop")
+    if gates.delta:
+        check_delta(gates, settings)
+    elif settings.undecayed_erase:
+        raise ValueError("undecayed_erase: only the delta rule erases, pass beta, erase or read")
     if prefix is not None:
         check_floats("prefix", prefix, tuple(q.shape))
         if log_decay is None or log_decay.shape != prefix.shape:
@@ -113,6 +124,21 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
                 raise ValueError(f"prefix: cannot be combined with {name}={value!r}")
         if bonus is not None:
             raise ValueError("prefix: cannot be combined with a bonus")
+
+
+def check_delta(gates: Gates, settings: Settings) -> None:
+    """Check that the gates of a delta rule can be combined with the other gates and with the settings."""
+    name = next(name for name in ("beta", "erase", "read") if getattr(gates, name) is not None)
+    for other in ("bonus", "prefix"):
+        if getattr(gates, other) is not None:
+            raise ValueError(f"{name}: the delta rule takes no {other}")
+    if settings.normalize != "none":
+        raise ValueError(f"{name}: the delta rule takes normalize='none', got {settings.normalize!r}")
+    if gates.log_decay is not None and settings.decay_convention != "target":
+        got = settings.decay_convention
+        raise ValueError(f"decay_convention: decays of the delta rule take 'target', got {got!r}")
+    if settings.dropout_p:
+        raise ValueError("dropout_p: the delta rule has no scores to drop")
 
 
 def is_integer_tensor(x: Any) -> bool:

@@ -25,7 +25,7 @@ from lion.ops.api import normalized, separate_rowsum
 from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype, take_gates
 from lion.ops.decay import decay_mask, make_directions
 from lion.ops.full import add_diagonal
-from lion.ops.rotary import rotate_pair
+from lion.ops.rotary import rotate_each
 from lion.ops.segments import SegmentIndex, prepared
 from lion.ops.settings import DEFAULTS, Settings, with_fields
 from lion.ops.tokens import TokenBlock
@@ -44,7 +44,8 @@ def blockwise_attention(
 ) -> Tensor:
     """Compute `lion.ops.linear_attention` with `chunk_size` keys at a time.
 
-    The arguments are those of `linear_attention` except `form`, `dropout_p`, beta and decays per key dimension.
+    The arguments are those of `linear_attention` except `form`, `dropout_p`, the gates of a delta rule, and decays per
+    key dimension.
 
     Raises:
         ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
@@ -53,14 +54,16 @@ def blockwise_attention(
     settings = with_fields(settings, fields, unused=("form", "dropout_p", "scan_merge"))
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
-    log_decay, beta, bonus, angles, _ = gates
-    if beta is not None or (log_decay is not None and log_decay.dim() in (2, 4)):
-        raise ValueError("blockwise_attention: takes neither beta nor decays per key dimension, use form 'chunk'")
+    log_decay, bonus, angles = gates.log_decay, gates.bonus, gates.angles
+    if gates.delta or (log_decay is not None and log_decay.dim() in (2, 4)):
+        raise ValueError(
+            "blockwise_attention: takes neither the delta rule nor decays per key dimension, use form 'chunk'"
+        )
     with no_autocast(q):
         index, valid = prepared(q, valid, segments)
         wide = (x.to(sum_dtype(x)) for x in (q, k, v))
         tokens = TokenBlock(*wide, expand_decay(log_decay, q), valid, index, settings.feature_map).masked()
-        q, k = rotate_pair(*tokens[:2], angles, valid)
+        q, k = rotate_each(angles, valid, *tokens[:2])
         numerator, rowsum = block_sums(tokens._replace(q=q, k=k), bonus, settings)
         if separate_rowsum(settings.normalize, angles):  # other scores for the row sum, with values of width 0
             tokens = tokens._replace(v=tokens.v[..., :0])
@@ -73,7 +76,7 @@ def blockwise_attention(
 
 def block_sums(tokens: TokenBlock, bonus: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor]:
     """Compute the numerator (B, H, L, E) and the row sum (B, H, L) under a decay (b, H, L, 1)."""
-    q, k, v, log_decay, _, index, _ = tokens
+    q, k, v, log_decay, _, index = tokens[:6]
     convention, size = settings.decay_convention, settings.chunk_size
     diagonal = bonus is None and convention != "between"
     directions = make_directions(log_decay, index, decay_convention=convention, direction=settings.direction)

@@ -62,7 +62,7 @@ def in_chunks(
     tokens: TokenBlock, how: ScoreSettings, size: int, count: int
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Direction, ...]]:
     """Split tokens into `count` chunks of `size` tokens: q, k, v (B, H, N, C, D) and their cumulative decays."""
-    q, k, v, log_decay, _, index, _ = tokens
+    q, k, v, log_decay, _, index = tokens[:6]
     directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
     padding = size * count - q.shape[2]
 

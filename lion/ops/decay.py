@@ -223,11 +223,11 @@ def make_directions(
     """Return the active directions, forward first.
 
     Args:
-        log_decay: Decays (b, H, L, D or 1), float32 or float64.
-        segment_index: Segment numbers (B, L), non-decreasing, or None.
+        log_decay: Decays (b, H, .., L, D or 1), float32 or float64.
+        segment_index: Segment numbers (B, .., L), non-decreasing, or None.
     """
     inclusive, exclusive = prefix_sums(log_decay)
-    index = None if segment_index is None else segment_index[:, None, :, None]
+    index = None if segment_index is None else segment_index[:, None, ..., None]
     made = []
     for name in ("forward", "backward"):
         if direction not in (name, "both"):

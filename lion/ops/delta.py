@@ -1,19 +1,29 @@
-"""Delta rule (DeltaNet, arXiv 2406.06484): each token corrects the value that the state stores under its key.
+"""Delta rule: each token corrects the value that the state stores, with or without decays.
 
-    S_i = (I - beta_i k_i k_i^T) S_{i-1} + beta_i k_i v_i^T        y_i = q_i S_i
+    S_i = (I - e_i r_i^T) Diag(lambda_i) S_{i-1} + w_i v_i^T        y_i = q_i S_i
 
-With keys of norm 1 and beta in [0, 1], a step never enlarges the state. In both directions together,
-`beta_i (q_i . k_i) v_i` is subtracted once, so that a token's own value is counted once.
+The token reads the decayed state with r, erases along e, and writes its value along w. DeltaNet (arXiv 2406.06484) has
+no decay, r = k and e = w = beta k. With keys of norm 1 and beta in [0, 2], its steps never enlarge the state. With
+`undecayed_erase` (RWKV-7), r reads the state before the decay:
+`S_i = (Diag(lambda_i) - e_i r_i^T) S_{i-1} + w_i v_i^T`. In both directions together, `(q_i . w_i) v_i` is subtracted
+once, so that a token's own value is counted once.
 
-Over C tokens the corrections are a triangular system (the UT transform), `R = V - tril(K K^T, -1) B R - K S`. `R_i` is
-what token i writes, divided by its beta, and `N_i = beta_i R_i` are the new values. With `A = I + tril(B K K^T, -1)`,
+Inside a chunk that a state S enters, let `(R E)_ji` be the product of r_j and e_i under the decays of the tokens from i
+to j (i excluded; j included, except for an undecayed erase), and `R` the vectors r under the decays since the start of
+the chunk. What all tokens read, `P`, solves a triangular system (the UT transform):
 
-    W = A^-1 B K        U = A^-1 B V        N = U - W S
-    Y = Q S + tril(Q K^T) N                 S <- S + K^T N
+    P = (I + tril(R E, -1))^-1 (R S + tril(R W, -1) V)
+    Y = Q S + tril(Q W) V - tril(Q E) P             S <- Diag(kept) S + W^T V - E^T P
 
-Over a whole sequence S = 0, and the full form is `tril(Q K^T) T_F V + triu(Q K^T) T_B V - diag(beta q k) V` with
-`T = A^-1 B`, one T for each direction. The paper's versions are not this recurrence. Appendix B.7 subtracts `q_i . k_i`
-without its beta. `(Q K^T) T V` in Table 1 multiplies before it masks, and its `triu(., -1)` should be `triu(., +1)`.
+`N = -P` are the values that e writes. Where e = w, they are the new values `N = V - P`, at half the products. In both
+cases `N = U - A S` with `A = (I + tril(R E, -1))^-1 R`. U is the same inverse times `-tril(R W, -1) V`, or V.
+
+All exponents are sums of log decays over tokens between two others, so none is positive. Both directions share the
+products of all pairs of a chunk: the lower triangle is the forward scan, the upper one the backward scan. Over a whole
+sequence S = 0, and the full form without decays is `tril(Q K^T) T_F V + triu(Q K^T) T_B V - diag(beta q k) V` with one
+`T = (I + tril(R E, -1))^-1 B` for each direction. The paper of LION prints something else. Appendix B.7 subtracts
+`q_i . k_i` without its beta. `(Q K^T) T V` in Table 1 multiplies before it masks, and its `triu(., -1)` should be
+`triu(., +1)`.
 """
 
 from __future__ import annotations
@@ -25,108 +35,246 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.arguments import sum_dtype
+from lion.ops.chunk import GROUP, chunk_grid, group_grid
+from lion.ops.decay import LOG_ZERO, exp_where, make_directions
+from lion.ops.full import decayed_scores, pad_segments
 from lion.ops.rnn import Compiler, eager, scan
-from lion.ops.tokens import ScoreSettings, State, TokenBlock, flip, initial_state, scan_directions
+from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state, scan_directions
+from lion.ops.vector import exclusive_sum
+from lion.ops.vector_scores import FACTORS, lambdas, vector_scores
+
+
+def with_delta(tokens: TokenBlock, beta: Tensor | None, erase: Tensor | None, read: Tensor | None) -> TokenBlock:
+    """Return the tokens with beta (B, H, L), erase and read (B, H, L, D) of the delta rule."""
+    return tokens._replace(beta=None if beta is None else beta[..., None], erase=erase, read=read)
 
 
 def delta_parts(tokens: TokenBlock, how: ScoreSettings, compiler: Compiler = eager) -> tuple[Tensor, None]:
-    """Compute the numerator (B, H, L, E), without a row sum; `tokens.gate` is beta (B, H, L, 1)."""
-    names = scan_directions(how.direction)
+    """Compute the numerator (B, H, L, E), without a row sum."""
     if how.form == "delta_rnn":
-        steps = dict.fromkeys(names)
+        steps = dict.fromkeys(scan_directions(how.direction), how.undecayed_erase)
         y, _ = scan(steps, delta_advance, tokens, rowsum=False, size=how.chunk_size, compiler=compiler)
     else:
-        size = tokens.q.shape[2] if how.form == "full" else how.chunk_size  # one chunk is the full form
-        y = sum(delta_scan(tokens, size, name == "backward")[0] for name in names)
+        size = None if how.form == "full" else how.chunk_size
+        y, _ = delta_chunks(tokens, size, how.direction, how.undecayed_erase)
     if how.direction == "both":
-        q, k, v, beta, *_ = tokens.masked()
-        y = y - ((q * k).sum(-1, keepdim=True) * beta) * v
+        tokens = tokens.masked()
+        y = y - (tokens.q * write_vectors(tokens)).sum(-1, keepdim=True) * tokens.v
     return y.to(sum_dtype(tokens.v)), None
 
 
-def delta_scan(tokens: TokenBlock, size: int, reverse: bool) -> tuple[Tensor, State]:
-    """Scan the tokens in one direction, and return the outputs and the last state.
+def write_vectors(tokens: TokenBlock) -> Tensor:
+    """Return w (B, H, .., C, D), along which values are written."""
+    return tokens.k if tokens.beta is None else tokens.beta * tokens.k
 
-    The transform of all chunks is computed at once. A loop over chunks then updates the state.
+
+def delta_chunks(
+    tokens: TokenBlock, size: int | None, direction: str, undecayed_erase: bool, final: bool = False
+) -> tuple[Tensor, State | None]:
+    """Scan the tokens in chunks of at most `size`, and return the outputs, and with `final` the last state.
+
+    Without a size, one chunk holds all tokens, which is the full form. The transforms of all chunks are computed at
+    once. A loop over chunks then updates the state alone.
     """
     length = tokens.q.shape[2]
-    tokens = tokens.slice(0, length, reverse).masked()
-    state = initial_state(tokens.k, tokens.v)
-    size = min(size, length)
-    padding = -length % size
-    q, k, v, beta = (
-        F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in tokens.to(state.z.dtype)[:4]
-    )  # (B, H, N, C, D)
-    index = entering = None
-    if tokens.segment_index is not None:
-        last = tokens.segment_index[:, -1:].expand(-1, padding)
-        index = torch.cat([tokens.segment_index, last], 1).unflatten(1, (-1, size))  # (B, N, C)
-        entering = torch.cat([index[:, :1, 0], index[:, :-1, -1]], 1)  # (B, N), the segment of the state that enters
-    chunk = transform(q, k, v, beta, index, entering)
-    S, out = state.S, []
-    for n in range(q.shape[2]):
-        y, S = read_and_update(S, Chunk(*(x if x is None else x[:, :, n] for x in chunk)))
-        out.append(y)
-    return flip(torch.cat(out, 2)[:, :, :length], 2, reverse), state._replace(S=S)
+    empty = initial_state(tokens.k, tokens.v)
+    tokens = tokens.masked().to(empty.S.dtype)
+    size, count = (length, 1) if size is None else chunk_grid(length, size)
+    padding = size * count - length
+    index = pad_segments(tokens.segment_index, padding)
+    chunks = tokens.map(lambda x: (F.pad(x, (0, 0, 0, padding)) if padding else x).unflatten(2, (count, size)))
+    if index is not None:
+        index = index.unflatten(1, (count, size))  # (B, N, C)
+    products = pair_products(chunks._replace(segment_index=index), direction, undecayed_erase)
+
+    y, state = 0, None
+    for name in scan_directions(direction):
+        reverse, S = name == "backward", None
+        entering = index
+        if index is not None:  # the segments (B, N) of the states that enter
+            parts = (index[:, 1:, 0], index[:, -1:, -1]) if reverse else (index[:, :1, 0], index[:, :-1, -1])
+            entering = torch.cat(parts, 1)
+        chunk = transform(products, reverse, entering, stateless=count == 1 and not final)
+        new = chunk.U
+        if count > 1 or final:
+            S, new, last = carry(chunk, reverse)
+            state = empty._replace(S=last)
+        y = y + outputs(chunk, S, new)
+    return y.flatten(2, 3)[:, :, :length], state
 
 
-def delta_advance(_: None, state: State, segment: Tensor | None, tokens: TokenBlock):
+def delta_advance(undecayed_erase: bool, state: State, segment: Tensor | None, tokens: TokenBlock):
     """Read and update a state by C tokens, with the arguments and results of `lion.ops.rnn.advance`."""
-    q, k, v, beta, _, index, _ = tokens.masked().to(state.S.dtype)
-    y, S = read_and_update(state.S, transform(q, k, v, beta, index, segment))
-    return y, None, state._replace(S=S), None if index is None else index[:, -1]
+    tokens = tokens.masked().to(state.S.dtype)
+    chunk = transform(pair_products(tokens, "forward", undecayed_erase), False, segment)
+    S, new = update(state.S, chunk.A, chunk.U, chunk.erase, chunk.kept, chunk.S)
+    return (
+        outputs(chunk, state.S, new),
+        None,
+        state._replace(S=S),
+        None if segment is None else tokens.segment_index[:, -1],
+    )
 
 
-class Chunk(NamedTuple):
-    """A chunk as a map of states.
+class PairProducts(NamedTuple):
+    """Vectors of the tokens of chunks (B, H, .., C, D), and their products, which both directions share.
 
     Attributes:
-        q: Queries (.., C, D) that read the entering state.
-        W: Corrections (.., C, D): the new values are `U - W S` for the entering state S.
-        U: New values (.., C, E) without an entering state.
-        scores: Causal scores (.., C, C) that read the new values.
-        k: Keys (.., C, D) that write the new values into the state.
-        keep: Factor (.., 1, 1) on the entering state: 0 if the chunk ends in another segment. None without segments.
+        q, read: Queries and vectors r, times the decay of their own token (r of an undecayed erase: without it).
+        erase, write: Vectors e and w; w is None where it is e.
+        v: Values (B, H, .., C, E).
+        gram, scores: Products of r, and of q, with e and (unless it is e) w, under the decays of the tokens between
+            each pair (B, H, .., C, C); 0 for a token with itself.
+        own: Products of each token's q with its e and w, without decay (B, H, .., C, 1).
+        before, after: Decays of all tokens before and after each token of the chunk (b, H, .., C, D or 1).
+        kept: Decays of all tokens of the chunk (b, H, .., D or 1, 1).
+        segment_index: Segment numbers (B, .., C), or None.
     """
 
     q: Tensor
-    W: Tensor
+    read: Tensor
+    erase: Tensor
+    write: Tensor | None
+    v: Tensor
+    gram: tuple[Tensor, ...]
+    scores: tuple[Tensor, ...]
+    own: tuple[Tensor, ...]
+    before: Tensor
+    after: Tensor
+    kept: Tensor
+    segment_index: Tensor | None
+
+
+def pair_products(tokens: TokenBlock, direction: str, undecayed_erase: bool) -> PairProducts:
+    """Compute the products of all pairs of tokens inside chunks (B, H, .., C, D)."""
+    log_decay, index = tokens.gate.clamp(LOG_ZERO, 0), tokens.segment_index
+    read, write, erase = tokens.k if tokens.read is None else tokens.read, write_vectors(tokens), tokens.erase
+    targets = torch.stack([write] if erase is None else [erase, write])
+    own = (tokens.q * targets).sum(-1, keepdim=True)
+    lam = lambdas(log_decay)
+    q, read = lam * tokens.q, read if undecayed_erase else lam * read
+    readers = torch.stack([read, q])[:, None]
+    if log_decay.shape[-1] == 1:
+        between = make_directions(log_decay, index, decay_convention="between", direction=direction)
+        pairs = decayed_scores(readers, targets, between, include_diagonal=False)
+    else:
+        how = ScoreSettings("full", "between", direction, False, False, 0)
+        pairs = vector_scores(*torch.broadcast_tensors(readers, targets), log_decay, index, how)
+    sums = exclusive_sum(log_decay), exclusive_sum(log_decay.flip(-2)).flip(-2)
+    before, after = (exp_where(x, factors=FACTORS) for x in sums)
+    kept = exp_where(log_decay.sum(-2))[..., None]
+    vectors = (q, read, write, None) if erase is None else (q, read, erase, write)
+    gram, scores, own = *(row.unbind() for row in pairs.unbind()), own.unbind()
+    return PairProducts(*vectors, tokens.v, gram, scores, own, before, after, kept, index)
+
+
+class Chunk(NamedTuple):
+    """A chunk as a map of states, in one direction.
+
+    Attributes:
+        q: Queries (.., C, D) that read the entering state.
+        A: Corrections (.., C, D): the new values are `U - A S` for the entering state S. None without a state.
+        U: New values (.., C, E) without an entering state.
+        scores, own: Scores (.., C, C) of earlier tokens and (.., C, 1) of the token itself, which read the new values.
+        erase: Vectors (.., C, D) that write the new values into the state.
+        kept: Decays (.., D or 1, 1) of the entering state; 0 if the chunk ends in another segment.
+        y, S: Outputs (.., C, E) of the values along w, and the state (.., D, E) that they leave; None where w is e.
+    """
+
+    q: Tensor
+    A: Tensor | None
     U: Tensor
     scores: Tensor
-    k: Tensor
-    keep: Tensor | None
+    own: Tensor
+    erase: Tensor
+    kept: Tensor
+    y: Tensor | None
+    S: Tensor | None
 
 
-def transform(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, segment_index: Tensor | None, entering: Tensor | None
-) -> Chunk:
-    """Compute the UT transform of chunks (B, H, .., C, D).
+def transform(p: PairProducts, reverse: bool, entering: Tensor | None, stateless: bool = False) -> Chunk:
+    """Compute the UT transform of chunks in one direction.
 
     Args:
-        segment_index: Segment numbers of the tokens (B, .., C), or None.
-        entering: Segment numbers of the states that enter (B, ..), or None.
+        p: Products of the tokens of the chunks.
+        reverse: Whether the scan goes from right to left.
+        entering: Segment numbers (B, ..) of the states that enter, or None.
+        stateless: Whether no state enters.
     """
-    gram, scores = k @ k.mT, (q @ k.mT).tril()
-    keep = None
-    seen, kept = k, k
-    if segment_index is not None:  # tokens read their own segment only, and only the last segment is passed on
-        index = segment_index[:, None]  # (B, 1, .., C)
-        same = index[..., :, None] == index[..., None, :]
-        gram, scores = gram.masked_fill(~same, 0), scores.masked_fill(~same, 0)
+    triangle = torch.triu if reverse else torch.tril
+    near, far = (p.after, p.before) if reverse else (p.before, p.after)  # decays to the states that enter and leave
+    q, read, erase, kept = p.q * near, p.read * near, p.erase * far, p.kept
+    write = None if p.write is None else p.write * far
+    if p.segment_index is not None:  # tokens read their own segment only, and only the last segment is passed on
+        index = p.segment_index[:, None]  # (B, 1, .., C)
+        last = 0 if reverse else -1
         first = (index == entering[:, None, ..., None])[..., None]  # (B, 1, .., C, 1)
-        final = index[..., -1:, None] == index[..., None]
-        q, seen, kept = q * first, k * first, k * final
-        keep = first[..., -1:, :]
-    lower = (beta * gram).tril(-1)
-    solved = torch.linalg.solve_triangular(  # the diagonal is taken as 1
-        lower, torch.cat([beta * seen, beta * v], -1), upper=False, unitriangular=True
+        final = (index == index[..., last, None])[..., None]
+        q, read, erase, kept = q * first, read * first, erase * final, kept * first[..., last, None, :]
+        write = None if write is None else write * final
+
+    right, y, S = p.v, None, None
+    if write is not None:
+        right = -(triangle(p.gram[1]) @ p.v)
+        y = triangle(p.scores[1]) @ p.v + p.own[1] * p.v
+        S = write.mT @ p.v
+    U = torch.linalg.solve_triangular(  # reads one triangle, and takes the diagonal as 1
+        p.gram[0], right if stateless else torch.cat([read, right], -1), upper=reverse, unitriangular=True
     )
-    W, U = solved.split([k.shape[-1], v.shape[-1]], -1)
-    return Chunk(q, W, U, scores, kept, keep)
+    A, U = (None, U) if stateless else U.split([read.shape[-1], right.shape[-1]], -1)
+    return Chunk(q, A, U, triangle(p.scores[0]), p.own[0], erase, kept, y, S)
 
 
-def read_and_update(S: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """Return the outputs (B, H, C, E) of a chunk that a state S (B, H, D, E) enters, and the state after the chunk."""
-    new = chunk.U - chunk.W @ S
-    y = chunk.q @ S + chunk.scores @ new
-    return y, (S if chunk.keep is None else S * chunk.keep) + chunk.k.mT @ new
+def outputs(chunk: Chunk, S: Tensor | None, new: Tensor) -> Tensor:
+    """Return the outputs (.., C, E) of chunks that states S (.., D, E) enter, with their new values (.., C, E)."""
+    y = chunk.scores @ new + chunk.own * new
+    if chunk.y is not None:
+        y = y + chunk.y
+    return y if S is None else y + chunk.q @ S
+
+
+def carry(chunk: Chunk, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the states (B, H, N, D, E) that enter N chunks, their new values (B, H, N, C, E), and the last state.
+
+    The first state is 0. Many chunks are carried in groups: first the maps of states of all groups at once, then the
+    states from group to group. The number of steps grows with the root of the number of chunks.
+    """
+    (*batch, count, _, width), dim = chunk.U.shape, chunk.q.shape[-1]
+    S = chunk.U.new_zeros(*batch, dim, width)
+    if count <= 2 * GROUP:
+        return steps(chunk, S, reverse)
+    grid = group_grid(count)
+    groups = Chunk(*(x if x is None else x.unflatten(2, grid) for x in chunk))  # (B, H, groups, G, ..)
+    values = (x if x is None else F.pad(x, (dim, 0)) for x in (groups.U, groups.S))  # the maps' D columns come first
+    groups = groups._replace(**dict(zip(("U", "S"), values)))
+    unchanged = torch.eye(dim, dim + width, dtype=S.dtype, device=S.device).expand(*batch, grid[0], -1, -1)
+    within, _, whole = steps(groups, unchanged, reverse)
+    states = []
+    for step in whole.unbind(2)[:: -1 if reverse else 1]:
+        states.append(S)
+        S = step[..., :dim] @ S + step[..., dim:]
+    entering = torch.stack(states[:: -1 if reverse else 1], 2)[:, :, :, None]
+    states = (within[..., :dim] @ entering + within[..., dim:]).flatten(2, 3)
+    return states, chunk.U - chunk.A @ states, S
+
+
+def steps(chunk: Chunk, S: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Update a state S (.., D, E) by chunks (.., N, C, D), one after the other, with the results of `carry`."""
+    order, states, values = -1 if reverse else 1, [], []
+    for some in [*zip(*(x.unbind(-3) for x in (chunk.A, chunk.U, chunk.erase, chunk.kept)), written(chunk))][::order]:
+        states.append(S)
+        S, new = update(S, *some)
+        values.append(new)
+    return torch.stack(states[::order], -3), torch.stack(values[::order], -3), S
+
+
+def written(chunk: Chunk) -> list[Tensor] | list[None]:
+    """Return what each of the chunks writes into the state along w, where w is not e."""
+    return [None] * chunk.U.shape[-3] if chunk.S is None else [*chunk.S.unbind(-3)]
+
+
+def update(S: Tensor, A: Tensor, U: Tensor, erase: Tensor, kept: Tensor, write: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the state (.., D, E) after a chunk, and the new values (.., C, E) of the chunk."""
+    new = U - A @ S
+    S = kept * S + erase.mT @ new
+    return S if write is None else S + write, new

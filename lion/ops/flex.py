@@ -93,7 +93,7 @@ def expressible(gates: Gates, settings: Settings) -> bool:
 
     This requires one row sum, and no gate other than one log decay per token and head.
     """
-    others = (gates.beta, gates.bonus, gates.angles, gates.prefix)
+    others = (gates.bonus, gates.angles, gates.prefix)
     decay = gates.log_decay
     return (
         settings.normalize == "sum"
@@ -101,6 +101,7 @@ def expressible(gates: Gates, settings: Settings) -> bool:
         and settings.feature_map is not None
         and FEATURE_MAPS[settings.feature_map].positive
         and all(x is None for x in others)
+        and not gates.delta
         and (decay is None or (decay.dim() in (1, 3) and settings.decay_convention != "between"))
     )
 

@@ -64,7 +64,7 @@ def chunk_piece(
 
 def state_backward(tokens: TokenBlock, entering: EnteringState, how: ScoreSettings) -> State:
     """Return the state that leaves these tokens on the left."""
-    _, k, v, log_decay, _, index, _ = tokens.masked().to(entering.S.dtype)
+    _, k, v, log_decay, _, index = tokens.masked().to(entering.S.dtype)[:6]
     (backward,) = make_directions(log_decay, index, decay_convention=how.decay_convention, direction="backward")
     backward = backward._replace(start=backward.start.in_segment(entering.segment))
     return next_state(backward, k, v, State(entering.S, entering.z))
@@ -135,6 +135,9 @@ def loop(
     valid: Tensor | None,
     segment_index: Tensor | None,
     feature_map: str | None,
+    beta: Tensor | None,
+    erase: Tensor | None,
+    read: Tensor | None,
     bonus: Tensor | None,
     form: str,
     decay_convention: str,
@@ -142,10 +145,11 @@ def loop(
     include_diagonal: bool,
     rowsum: bool,
     chunk_size: int,
+    undecayed_erase: bool,
 ) -> tuple[Tensor, Tensor]:
     """Run a loop as one operator of a graph, without gradients; without row sums, the second result is empty."""
-    tokens = TokenBlock(q, k, v, gate, valid, segment_index, feature_map)
-    how = ScoreSettings(form, decay_convention, direction, include_diagonal, rowsum, chunk_size)
+    tokens = TokenBlock(q, k, v, gate, valid, segment_index, feature_map, beta, erase, read)
+    how = ScoreSettings(form, decay_convention, direction, include_diagonal, rowsum, chunk_size, undecayed_erase)
     with no_autocast(q):  # a graph runs this operator outside of its caller's `no_autocast`
         numerator, total = LOOPS[form](tokens, bonus, how, compiled)
     return numerator, k.new_empty(0) if total is None else total
@@ -160,6 +164,9 @@ def _(
     valid,
     segment_index,
     feature_map,
+    beta,
+    erase,
+    read,
     bonus,
     form,
     decay_convention,
@@ -167,6 +174,7 @@ def _(
     include_diagonal,
     rowsum,
     chunk_size,
+    undecayed_erase,
 ):
     total = k.new_empty(k.shape[:3] if rowsum else (0,), dtype=gate.dtype if rowsum else k.dtype)
     return torch.empty_like(v, dtype=sum_dtype(v), memory_format=torch.contiguous_format), total

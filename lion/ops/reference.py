@@ -19,12 +19,15 @@ def reference_attention(
     log_decay: Tensor | None = None,
     *,
     beta: Tensor | None = None,
+    erase: Tensor | None = None,
+    read: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
     direction: str = "both",
     normalize: str = "sum",
     decay_convention: str = "source",
     scale: float | None = None,
+    undecayed_erase: bool = False,
     valid: Tensor | None = None,
     segments: Tensor | None = None,
     eps: float = 1e-6,
@@ -37,7 +40,10 @@ def reference_attention(
     scale = dim**-0.5 if scale is None else scale
     log_decay = expand_decay(log_decay, q).to(q.dtype).expand(batch, heads, length, dim)
     bonus = q.new_ones(heads, dim) if bonus is None else bonus.reshape(heads, -1).expand(heads, dim)
+    delta = any(x is not None for x in (beta, erase, read))
     turned = (q, k) if angles is None else (_turn(q, angles), _turn(k, angles))
+    if angles is not None:
+        erase, read = (x if x is None else _turn(x, angles) for x in (erase, read))
     undecayed = torch.zeros_like(log_decay), torch.ones_like(bonus)
 
     rows = []
@@ -45,11 +51,11 @@ def reference_attention(
         out = [q.new_zeros(heads, v.shape[-1]) for _ in range(length)]
         for tokens in _sequences(b, length, valid, segments):
 
-            def cut(x: Tensor, b=b, tokens=tokens) -> Tensor:
-                return x[b][:, tokens]
+            def cut(x: Tensor | None, b=b, tokens=tokens) -> Tensor | None:
+                return None if x is None else x[b][:, tokens]
 
-            if beta is not None:
-                y = _delta(cut(turned[0]), cut(turned[1]), cut(v), cut(beta), direction) * scale
+            if delta:
+                y = _delta(*map(cut, (*turned, v, log_decay, beta, erase, read)), direction, undecayed_erase) * scale
             else:
                 numerator = _scan_all(*map(cut, (*turned, v, log_decay)), bonus, direction, decay_convention)
                 ones = v.new_ones(*v.shape[:3], 1)
@@ -147,18 +153,20 @@ def _scan(q, k, v, decays, order, read_first):
     return torch.stack([y[i] for i in range(q.shape[1])], 1)
 
 
-def _delta(q, k, v, beta, direction):
-    """Compute `S = (I - beta k k^T) S + beta k v^T` and `y = q S`, with `beta q k v` counted once."""
-    n = q.shape[1]
+def _delta(q, k, v, log_decay, beta, erase, read, direction, undecayed_erase):
+    """Compute `S = (I - e r^T) Diag(lambda) S + w v^T` and `y = q S`, with `(q . w) v` counted once."""
+    w = k if beta is None else beta[..., None] * k
+    e, r = w if erase is None else erase, k if read is None else read
     total = 0
-    for name, order in (("forward", range(n)), ("backward", range(n - 1, -1, -1))):
+    for name, order in (("forward", range(q.shape[1])), ("backward", range(q.shape[1] - 1, -1, -1))):
         if direction not in (name, "both"):
             continue
         S = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
         y = {}
         for i in order:
-            held = torch.einsum("hd,hde->he", k[:, i], S)
-            S = S + torch.einsum("hd,he->hde", beta[:, i, None] * k[:, i], v[:, i] - held)
+            decayed = log_decay[:, i].exp()[:, :, None] * S
+            held = torch.einsum("hd,hde->he", r[:, i], S if undecayed_erase else decayed)
+            S = decayed - e[:, i, :, None] * held[:, None] + w[:, i, :, None] * v[:, i, None]
             y[i] = torch.einsum("hd,hde->he", q[:, i], S)
-        total = total + torch.stack([y[i] for i in range(n)], 1)
-    return total - (beta * (q * k).sum(-1))[..., None] * v if direction == "both" else total
+        total = total + torch.stack([y[i] for i in range(q.shape[1])], 1)
+    return total - (q * w).sum(-1)[..., None] * v if direction == "both" else total

@@ -26,18 +26,18 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], -1).to(x.dtype)
 
 
-def rotate_pair(q: Tensor, k: Tensor, angles: Tensor | None, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return q and k (B, H, L, D), rotated if there are angles.
+def rotate_each(angles: Tensor | None, valid: Tensor | None, *xs: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return tokens xs, each (B, H, L, D) or None, rotated if there are angles.
 
     With `valid`, invalid tokens are zeroed first, so that their values do not reach the gradients of shared angles.
     """
     if angles is None:
-        return q, k
+        return xs
     if valid is not None:
         invalid = ~valid[:, None, :, None]
-        q, k = q.masked_fill(invalid, 0), k.masked_fill(invalid, 0)
+        xs = tuple(x if x is None else x.masked_fill(invalid, 0) for x in xs)
         angles = angles.masked_fill(invalid, 0) if angles.dim() == 4 else angles
-    return rotate(q, angles), rotate(k, angles)
+    return tuple(x if x is None else rotate(x, angles) for x in xs)
 
 
 def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from torch import Tensor
 from lion.ops.api import linear_attention, normalized, separate_rowsum
 from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, mismatch, no_autocast, take_gates
 from lion.ops.decay import CumulativeDecay, decay, prefix_sums, query_and_key
-from lion.ops.delta import delta_advance, delta_scan
+from lion.ops.delta import delta_advance, delta_chunks, with_delta
 from lion.ops.features import apply_feature_map
 from lion.ops.rnn import Recurrence, advance
-from lion.ops.rotary import rotate_pair
+from lion.ops.rotary import rotate_each
 from lion.ops.segments import SegmentIndex, check_masks, prepared
 from lion.ops.settings import DEFAULTS, Settings, with_fields
 from lion.ops.tokens import State, TokenBlock
@@ -54,7 +54,7 @@ def step(
     settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
-    log_decay, beta, bonus, angles, _ = gates
+    log_decay, beta, bonus, angles, _, erase, read = gates
     check_masks(q, valid, None)
     q, k = apply_feature_map(settings.feature_map, q), apply_feature_map(settings.feature_map, k)
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
@@ -62,9 +62,11 @@ def step(
         raise mismatch("state", f"S {shape}, z {shape[:-1]}", state.S)
     normalize = settings.normalize
     with no_autocast(q):
-        rotated = rotate_pair(q, k, angles)
-        if beta is not None:
-            y, row, state, _ = delta_advance(None, state, None, TokenBlock(*rotated, v, beta[..., None], valid))
+        *rotated, erase, read = rotate_each(angles, None, q, k, erase, read)
+        if gates.delta:
+            tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q, clamp=False), valid)
+            tokens = with_delta(tokens, beta, erase, read)
+            y, row, state, _ = delta_advance(settings.undecayed_erase, state, None, tokens)
         else:
             weight = 1.0 if bonus is None else bonus.to(state.z.dtype).reshape(bonus.shape[0], 1, -1)
             separate = separate_rowsum(normalize, angles)
@@ -105,20 +107,21 @@ def prefill(
     settings = replace(settings, form="chunk", direction="forward", dropout_p=0.0)
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
-    log_decay, beta, _, angles, _ = gates
+    log_decay, beta, _, angles, _, erase, read = gates
     with no_autocast(q):
         segments = prepared(q, valid, segments)
         index, valid = segments
         q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
         settings = replace(settings, feature_map=None)
-        rotated_q, rotated_k = rotate_pair(q, k, angles, valid)
-        if beta is not None:
-            tokens = TokenBlock(rotated_q, rotated_k, v, beta[..., None], valid, index)
-            y, state = delta_scan(tokens, settings.chunk_size, False)
+        rotated_q, rotated_k, erase, read = rotate_each(angles, valid, q, k, erase, read)
+        if gates.delta:
+            tokens = TokenBlock(rotated_q, rotated_k, v, expand_decay(log_decay, q, clamp=False), valid, index)
+            tokens = with_delta(tokens, beta, erase, read)
+            y, state = delta_chunks(tokens, settings.chunk_size, "forward", settings.undecayed_erase, final=True)
             return normalized(y, None, settings, q.shape[-1]).to(v.dtype), state
         summed = k if separate_rowsum(settings.normalize, angles) else rotated_k
         tokens = TokenBlock(rotated_k, summed, v, expand_decay(log_decay, q), valid, index).masked()
-        keys, summed, values, decays, _, index, _ = tokens.to(tokens.gate.dtype)
+        keys, summed, values, decays, _, index = tokens.to(tokens.gate.dtype)[:6]
         S = _decayed_keys(keys, decays, index, settings).mT @ values
         undecayed = settings.normalize == "pre"
         z = _decayed_keys(summed, torch.zeros_like(decays) if undecayed else decays, index, settings).sum(2)

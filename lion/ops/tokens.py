@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class ScoreSettings(NamedTuple):
             adds it.
         rowsum: Whether row sums are computed.
         chunk_size: Tokens per chunk or step.
+        undecayed_erase: Whether the delta rule's erase reads the state before the token's decay.
     """
 
     form: str
@@ -44,6 +46,7 @@ class ScoreSettings(NamedTuple):
     include_diagonal: bool
     rowsum: bool
     chunk_size: int
+    undecayed_erase: bool = False
 
 
 class TokenBlock(NamedTuple):
@@ -52,10 +55,12 @@ class TokenBlock(NamedTuple):
     Attributes:
         q, k: Queries and keys (B, H, C, D).
         v: Values (B, H, C, E).
-        gate: Log decay, beta of the delta rule, or angles of one scan (b, h, C, D or 1).
+        gate: Log decay, or angles of one scan (b, h, C, D or 1).
         valid: Mask (B, C), False for padding, or None.
         segment_index: Segment numbers (B, C) from left to right, or None.
         feature_map: Name of the feature map that is not yet applied to q and k, or None.
+        beta: Writing strengths of the delta rule (B, H, C, 1), or None.
+        erase, read: Vectors of the delta rule (B, H, C, D), or None (`lion.ops.delta`).
     """
 
     q: Tensor
@@ -65,19 +70,31 @@ class TokenBlock(NamedTuple):
     valid: Tensor | None = None
     segment_index: Tensor | None = None
     feature_map: str | None = None
+    beta: Tensor | None = None
+    erase: Tensor | None = None
+    read: Tensor | None = None
+
+    def map(self, of_tokens: Callable[[Tensor], Tensor], of_masks: Callable[[Tensor], Tensor] | None = None):
+        """Apply a function to each tensor of tokens (b, h, C, ..), and another one to each mask (B, C)."""
+        *tokens, valid, index, feature_map, beta, erase, read = self
+        tokens, deltas = ([x if x is None else of_tokens(x) for x in some] for some in (tokens, (beta, erase, read)))
+        masks = [x if x is None or of_masks is None else of_masks(x) for x in (valid, index)]
+        return TokenBlock(*tokens, *masks, feature_map, *deltas)
 
     def slice(self, start: int, size: int, reverse: bool = False) -> TokenBlock:
         """Return `size` tokens from `start`; with `reverse`, the last one comes first."""
-        dims = (2, 2, 2, 2, 1, 1)
-        parts = (x if x is None else flip(x.narrow(d, start, size), d, reverse) for x, d in zip(self, dims))
-        return TokenBlock(*parts, feature_map=self.feature_map)
+
+        def along(dim: int) -> Callable[[Tensor], Tensor]:
+            return lambda x: flip(x.narrow(dim, start, size), dim, reverse)
+
+        return self.map(along(2), along(1))
 
     def contiguous(self) -> TokenBlock:
         """Return the tokens with contiguous memory.
 
         Their strides then do not depend on the length of the whole sequence: a compiled step checks strides.
         """
-        return TokenBlock(*(x if x is None else x.contiguous() for x in self[:6]), feature_map=self.feature_map)
+        return self.map(Tensor.contiguous, Tensor.contiguous)
 
     def featurized(self) -> TokenBlock:
         """Return the tokens after the feature map; the values of invalid tokens are zeroed before it."""
@@ -98,17 +115,17 @@ class TokenBlock(NamedTuple):
         if self.valid is None:
             return tokens
         invalid = ~self.valid[:, None, :, None]  # select, never multiply: padding may hold NaN
-        return TokenBlock(*(x.masked_fill(invalid, 0) for x in tokens[:4]), segment_index=self.segment_index)
+        return tokens.map(lambda x: x.masked_fill(invalid, 0))._replace(valid=None)
 
     def padded(self, padding: int) -> TokenBlock:
         """Return the tokens with `padding` invalid tokens appended."""
         index = self.segment_index
         index = None if index is None else torch.cat([index, index[:, -1:].expand(-1, padding)], 1)
-        wide = (F.pad(x, (0, 0, 0, padding)) for x in self[:4])
-        return TokenBlock(*wide, F.pad(self.valid, (0, padding)), index, self.feature_map)
+        longer = self.map(lambda x: F.pad(x, (0, 0, 0, padding)))
+        return longer._replace(valid=F.pad(self.valid, (0, padding)), segment_index=index)
 
     def to(self, dtype: torch.dtype) -> TokenBlock:
-        return TokenBlock(*(x.to(dtype) for x in self[:4]), *self[4:])
+        return self.map(lambda x: x.to(dtype))
 
 
 def flip(x: Tensor, dim: int, reverse: bool) -> Tensor:

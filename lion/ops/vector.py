@@ -35,7 +35,7 @@ def chunk_vector_parts(
 
     Arguments and results are those of `lion.ops.chunk.chunk_parts`.
     """
-    q, k, v, log_decay, _, index, _ = tokens
+    q, k, v, log_decay, _, index = tokens[:6]
     length = q.shape[2]
     size, count = chunk.chunk_grid(length, how.chunk_size)
     size += padding_of(size)

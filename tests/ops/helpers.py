@@ -80,6 +80,8 @@ class Case(NamedTuple):
     beta: Tensor | None = None
     bonus: Tensor | None = None
     angles: Tensor | None = None
+    erase: Tensor | None = None
+    read: Tensor | None = None
 
     def on(self, function, **arguments):
         extras = {name: x for name, x in zip(self._fields[4:], self[4:]) if x is not None}
@@ -89,11 +91,11 @@ class Case(NamedTuple):
 
     def tokens(self, row: int, index: Tensor) -> Case:
         q, k, v, a = Inputs(*self[:4]).tokens(row, index)
-        beta, bonus, angles = self[4:]
-        beta = None if beta is None else beta[row : row + 1, :, index]
+        beta, bonus, angles, erase, read = self[4:]
+        beta, erase, read = (None if x is None else x[row : row + 1, :, index] for x in (beta, erase, read))
         if angles is not None:
             angles = (angles[row : row + 1] if angles.dim() == 4 else angles)[..., index, :]
-        return Case(q, k, v, a, beta, bonus, angles)
+        return Case(q, k, v, a, beta, bonus, angles, erase, read)
 
 
 def make(
@@ -137,6 +139,8 @@ def case(inputs: Inputs, what: str = "", seed: int = 3) -> Case:
     (batch, heads, length, dim), rng = inputs.q.shape, torch.Generator().manual_seed(seed)
     shapes = {
         "beta": (batch, heads, length),
+        "erase": (batch, heads, length, dim),
+        "read": (batch, heads, length, dim),
         "bonus H": (heads,),
         "bonus HD": (heads, dim),
         "angles L": (length, dim // 2),
@@ -147,7 +151,7 @@ def case(inputs: Inputs, what: str = "", seed: int = 3) -> Case:
     made = {}
     for one in filter(None, what.split(", ")):
         name, x = one.split()[0], torch.rand(shapes[one], generator=rng)
-        made[name] = {"beta": x, "bonus": 0.2 + 2 * x, "angles": 6 * x - 3}[name].to(inputs.q.dtype)
+        made[name] = {"beta": x, "bonus": 0.2 + 2 * x, "angles": 6 * x - 3}.get(name, x - 0.5).to(inputs.q.dtype)
     return Case(*inputs, **made)
 
 
@@ -245,23 +249,33 @@ def oracle_rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def oracle_delta(case: Case, direction: str) -> Tensor:
-    """Compute `S_i = (I - beta k k^T) S_{i-1} + beta k v^T`, `y = q S`; `both`: minus `beta (q . k) v` once."""
+def oracle_delta(case: Case, direction: str, undecayed_erase: bool = False) -> Tensor:
+    """Compute `S_i = (A - e r^T) S_{i-1} + w v^T`, `y = q S`; `both`: minus `(q . w) v` once.
+
+    A is `Diag(lambda)`, and r is multiplied by lambda, unless the erase is undecayed.
+    """
     q, k, v = (x.double() for x in case[:3])
+    e, r = (None if x is None else x.double() for x in (case.erase, case.read))
     if case.angles is not None:
         q, k = oracle_rotate(q, case.angles), oracle_rotate(k, case.angles)
-    beta = case.beta.double()[..., None]
-    once = torch.eye(q.shape[-1], dtype=torch.float64)
+        e, r = (None if x is None else oracle_rotate(x, case.angles) for x in (e, r))
+    w = k if case.beta is None else case.beta.double()[..., None] * k
+    e, r = w if e is None else e, k if r is None else r
+    log_decay = torch.zeros(q.shape[1]) if case.log_decay is None else case.log_decay
+    if log_decay.dim() <= 2:  # (H,) or (H, D)
+        log_decay = log_decay.reshape(1, q.shape[1], 1, -1)
+    lam = log_decay.double().exp().reshape(*log_decay.shape[:3], -1).expand(q.shape)
     out = torch.zeros_like(v)
     for name, places in (("forward", range(q.shape[2])), ("backward", reversed(range(q.shape[2])))):
         if direction not in (name, "both"):
             continue
         S = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
         for i in places:
-            row, b = k[:, :, i, None, :], beta[:, :, i, None]  # (B, H, 1, D), (B, H, 1, 1)
-            S = (once - b * row.mT @ row) @ S + b * row.mT @ v[:, :, i, None, :]
+            row = r[:, :, i, None, :] * (1 if undecayed_erase else lam[:, :, i, None, :])  # (B, H, 1, D)
+            A = torch.diag_embed(lam[:, :, i]) - e[:, :, i, :, None] @ row
+            S = A @ S + w[:, :, i, :, None] @ v[:, :, i, None, :]
             out[:, :, i] += (q[:, :, i, None, :] @ S).squeeze(2)
-    return out - (beta * (q * k).sum(-1, keepdim=True)) * v if direction == "both" else out
+    return out - (q * w).sum(-1, keepdim=True) * v if direction == "both" else out
 
 
 def oracle_attention(
@@ -272,11 +286,12 @@ def oracle_attention(
     normalize: str = "sum",
     scale: float | None = None,
     eps: float = 1e-6,
+    undecayed_erase: bool = False,
 ) -> Tensor:
     case = Case(*inputs)
     scale = 1 / math.sqrt(case.q.shape[-1]) if scale is None else scale
-    if case.beta is not None:
-        return oracle_delta(case, direction) * scale
+    if any(x is not None for x in (case.beta, case.erase, case.read)):
+        return oracle_delta(case, direction, undecayed_erase) * scale
     numerator, rowsum = oracle_parts(case, oracle_masks(case, decay_convention, direction))
     if normalize == "pre":  # row sums of the scores before the mask
         free = case._replace(log_decay=None, bonus=None)

@@ -105,7 +105,9 @@ def test_gates_of_zero_and_small_products(direction):
 def test_what_it_refuses():
     q, k, v, log_decay = make("vector", 5)
     for gates in (log_decay, log_decay[0, :, 0], Gates(beta=log_decay[..., 0].exp())):
-        with pytest.raises(ValueError, match="blockwise_attention: takes neither beta nor decays per key dimension"):
+        with pytest.raises(
+            ValueError, match="blockwise_attention: takes neither the delta rule nor decays per key dimension"
+        ):
             blockwise_attention(q, k, v, gates, normalize="none")
     for name in ("form", "dropout_p", "scan_merge"):
         with pytest.raises(ValueError, match=f"{name}: not a setting here"):

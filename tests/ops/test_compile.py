@@ -71,16 +71,22 @@ EXTRAS = {
     "pre": ("S", "", dict(normalize="pre")),
     "angles": ("S", "angles HL", dict(direction="forward")),
     "delta": ("lit", "beta, angles L", dict(normalize="none")),
+    "gated delta": ("S", "beta, read", dict(normalize="none", decay_convention="target")),
+    "undecayed delta": (
+        "vector",
+        "erase, read",
+        dict(normalize="none", decay_convention="target", undecayed_erase=True, direction="forward"),
+    ),
 }
 LITTLE = 19
 
 
-@pytest.mark.parametrize("name, form", list(zip(EXTRAS, ("full", "chunk") * 3)))
+@pytest.mark.parametrize("name, form", list(zip(EXTRAS, ("full", "chunk") * 4)))
 def test_one_graph_with_all_else(name, form):
     decay, what, arguments = EXTRAS[name]
     inputs = some(decay, LITTLE)
-    if name in ("max", "delta"):
-        inputs = [unit_keys(x) if name == "delta" else signed(x) for x in inputs]
+    if name == "max" or "delta" in name:
+        inputs = [signed(x) if name == "max" else unit_keys(x) for x in inputs]
     cases = [case(x, what, seed) for seed, x in enumerate(inputs)]
     segments = torch.tensor([[0] * 7 + [1] * (LITTLE - 7), [-1] * 5 + [7] * (LITTLE - 5)])
     masks = dict(segments=segments) if name in ("delta", "pre") else {}

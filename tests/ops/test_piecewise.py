@@ -97,6 +97,15 @@ def test_delta_rule(attention):
     assert_close(got, expected, 1e-12)
 
 
+def test_decays_of_the_delta_rule(attention):
+    given = case(unit_keys(make("vector", 75)), "beta, erase, read")
+    how = dict(normalize="none", decay_convention="target", undecayed_erase=True)
+    expected = given.on(reference_attention, **how, valid=VALID)
+    tensors = {name: x for name, x in given._asdict().items() if x is not None}
+    for form in ("rnn", "chunk"):
+        assert_close(attention(**tensors, form=form, chunk_size=8, valid=VALID, **how), expected, 1e-12, form)
+
+
 @pytest.mark.parametrize("form", ("full", "chunk", "rnn"))
 def test_feature_maps(attention, form):
     """Check elementwise and vector feature maps, applied by the operator piece by piece, or before the call."""

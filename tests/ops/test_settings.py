@@ -44,7 +44,7 @@ ENTRIES = {  # entry points, with the fields that do not apply to them
     "prefill": (prefill, {"form", "direction", "dropout_p", "scan_merge"}),
     "step": (one_step, {"form", "direction", "dropout_p", "scan_merge", "chunk_size"}),
 }
-OTHER = Settings(  # another value of every field
+OTHER = Settings(  # another value of every field, except of the delta rule
     form="full",
     direction="forward",
     normalize="max",
@@ -94,6 +94,10 @@ def test_every_field_matters_or_is_refused(entry):
         if name in ENTRIES[entry][1]:
             with pytest.raises(ValueError, match=f"^{name}: not a setting here, "):
                 run(entry, **{name: value})
+            continue
+        if name == "undecayed_erase":
+            with pytest.raises(ValueError, match=r"^undecayed_erase: only the delta rule erases"):
+                run(entry, undecayed_erase=True)
             continue
         some = Settings(eps=1e-6, feature_map=None) if name in ("eps", "scan_merge") else base
         assert not same(run(entry, settings=some), run(entry, settings=some, **{name: value})), name

@@ -38,11 +38,11 @@ def stream(inputs: Inputs | Case, pieces: list[int], state: State | None = None,
 
 def cut(inputs: Inputs | Case, start: int, stop: int) -> Case:
     """Return the tokens from `start` to `stop`."""
-    q, k, v, a, beta, bonus, angles = Case(*inputs)
+    q, k, v, a, beta, bonus, angles, erase, read = Case(*inputs)
     q, k, v = (x[:, :, start:stop] for x in (q, k, v))
     a = a[:, :, start:stop] if a is not None and a.dim() >= 3 else a
-    beta = None if beta is None else beta[:, :, start:stop]
-    return Case(q, k, v, a, beta, bonus, None if angles is None else angles[..., start:stop, :])
+    beta, erase, read = (None if x is None else x[:, :, start:stop] for x in (beta, erase, read))
+    return Case(q, k, v, a, beta, bonus, None if angles is None else angles[..., start:stop, :], erase, read)
 
 
 @pytest.mark.parametrize("normalize", NORMALIZE)

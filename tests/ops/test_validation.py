@@ -34,6 +34,10 @@ BAD_TENSORS = {
         torch.ones(B, H, L, dtype=torch.int64),
         torch.ones(B, H, L, dtype=torch.bool),
     ],
+    **{
+        name: [torch.rand(B, H, L), torch.rand(B, H, L, D + 1), torch.rand(1, H, L, D), torch.ones(B, H, L, D).bool()]
+        for name in ("erase", "read")
+    },
     "bonus": [
         torch.rand(D),
         torch.rand(1),
@@ -70,13 +74,18 @@ BAD_CHOICES = [
 ]
 
 
-STEP_TENSORS = ("q", "k", "v", "log_decay", "beta", "bonus", "angles")
+STEP_TENSORS = ("q", "k", "v", "log_decay", "beta", "erase", "read", "bonus", "angles")
 DELTA = dict(log_decay=None, beta=torch.rand(B, H, L))
 BAD_PAIRS = [  # the argument named first in the message, tensors, other arguments
-    ("beta", dict(beta=DELTA["beta"]), dict(normalize="none")),  # in addition to the log_decay of good()
+    # in addition to the log_decay of good(), under the default convention "source"
+    ("decay_convention", dict(beta=DELTA["beta"]), dict(normalize="none")),
+    ("decay_convention", dict(read=torch.rand(B, H, L, D)), dict(normalize="none", decay_convention="between")),
     ("beta", DELTA | dict(bonus=torch.rand(H)), dict(normalize="none")),
     ("beta", DELTA, dict(normalize="sum")),
     ("beta", DELTA, {}),
+    ("erase", dict(log_decay=None, erase=torch.rand(B, H, L, D)), {}),
+    ("read", dict(read=torch.rand(B, H, L, D), bonus=torch.rand(H)), dict(normalize="none")),
+    ("undecayed_erase", {}, dict(undecayed_erase=True)),
     ("beta", DELTA, dict(normalize="max")),
     ("beta", DELTA, dict(normalize="pre")),
     ("dropout_p", DELTA, dict(normalize="none", dropout_p=0.1)),
@@ -165,7 +174,7 @@ def test_step_and_prefill():
         for bad in (dict(decay_convention="eq14"), dict(normalize="softmax")):
             with pytest.raises(ValueError, match=f"^{next(iter(bad))}: "):
                 call(function, good(), **bad)
-        for name, changes, arguments in BAD_PAIRS[:6]:
+        for name, changes, arguments in BAD_PAIRS[:10]:
             with pytest.raises(ValueError, match=f"^{name}: "):
                 call(function, good(**changes), **arguments)
 

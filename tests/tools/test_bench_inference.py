@@ -78,7 +78,7 @@ def test_every_variant_is_the_same_function(run):
 def test_what_blockwise_cannot_measure(tmp_path):
     here("train", tiny_recipe(tmp_path, model={"mixer": "gla"}), "--no-eval")
     rows, (note,) = measured(tmp_path / "runs" / "tiny", Variant("blockwise", 8), sizes=(8,))
-    assert not rows and "blockwise 8: blockwise_attention: takes neither beta nor decays" in note
+    assert not rows and "blockwise 8: blockwise_attention: takes neither the delta rule nor decays" in note
     for layer in (LionAttention(8, 2, "lightnet"), LionAttention(8, 2, "lion_s", scans=("row_snake", "column_snake"))):
         with pytest.raises(ValueError, match="only for one scan"):
             mix_blockwise(layer, *[torch.zeros(1)] * 4, Layout())

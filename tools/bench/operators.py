@@ -142,7 +142,7 @@ class Operator:
         if self.one_scan:
             return "one_scan"
         decays = self.of_keys or any(name.startswith("log_decay") for name in tensors)
-        return "delta" if "beta" in tensors else "decay" if decays else "plain"
+        return "delta" if {"beta", "erase", "read"} & {*tensors} else "decay" if decays else "plain"
 
     def vectors(self, tensors: dict[str, Tensor]) -> bool:
         """Return whether a decay has one lambda for each key dimension."""

@@ -19,11 +19,15 @@ class Gating(NamedTuple):
         k: Keys (B, H, L, D), multiplied by their gates.
         gates: Gates of the operator.
         state: State of the decay after these tokens; empty if the decay has no state.
+        query_shift: Vectors (B, H, L, D) that are added to the queries, or None.
+        value_gate: Factors (B, H, L, D) of the values, or None.
     """
 
     k: Tensor
     gates: Gates = NO_GATES
     state: tuple[Tensor, ...] = ()
+    query_shift: Tensor | None = None
+    value_gate: Tensor | None = None
 
     @property
     def log_decay(self) -> Tensor | None:
@@ -39,7 +43,7 @@ class Decay(nn.Module):
     """
 
     per = "a token and head"  # what has a separate lambda
-    delta = False  # beta of the delta rule instead of a decay
+    delta = False  # whether the gates are those of a delta rule, with or without a decay
     scans = False  # whether several scans can share q, k and v, because only log_decay is computed
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -69,5 +73,5 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def fold(k: Tensor, gate: Tensor) -> Tensor:
-    """Return k (B, H, L, D) times a gate (B, H, L) or (B, H, L, D), in the dtype of k."""
+    """Return keys or values (B, H, L, D) times a gate (B, H, L) or (B, H, L, D), in their dtype."""
     return (k * (gate[..., None] if gate.dim() == 3 else gate)).to(k.dtype)

@@ -12,7 +12,7 @@ from lion.config import check_settings, fill, nearest
 from lion.layers.layout import PLAIN, ROW_MAJOR, Layout
 from lion.layers.mixers.attention import ALTERNATING, Attention, AttentionConfig, check_rotation, check_scan_names
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
-from lion.layers.mixers.decay import Decay, Gating
+from lion.layers.mixers.decay import Decay, Gating, fold
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.rotations import NO_ROTATION
 from lion.ops import FORMS, Settings, State, includes_query_decay, linear_attention, multi_scan_attention, prefill, step
@@ -35,6 +35,7 @@ class LinearMixer:
             (Theorem 3.1). RetNet's rotation is an exception: it depends on positions, so it rotates the other way in
             the backward direction.
         rotation: Entry of `ROTATIONS` that rotates q and k.
+        undecayed_erase: Whether the erase of a delta rule reads the undecayed state (`lion.ops.Settings`).
         out_norm, out_gate_rank: Norm and gate after the heads, as in `AttentionConfig`; None: the model decides.
         source: Publication.
         left_out: Parts of the published block, around its recurrence, that this entry leaves out.
@@ -48,6 +49,7 @@ class LinearMixer:
     decay_convention: str = "target"
     causal_decay_convention: str = "target"
     rotation: str = "none"
+    undecayed_erase: bool = False
     out_norm: str | None = None
     out_gate_rank: int = 0
     source: str = ""
@@ -87,7 +89,7 @@ class LionAttention(Attention):
         mixer: The decay that makes the mask M, with the gates and the feature map of its publication: "lion_lit",
             "lion_d", "lion_s" (LION), "lion_s_vector" (a decay for each key dimension), "lion_d_hippo",
             "lion_s_hippo" (long sequences), "linear_transformer", "retnet", "gated_rfa", "mamba2", "mamba", "rwkv6",
-            "gla", "hgrn2", "xlstm", "deltanet", "lightnet".
+            "gla", "hgrn2", "xlstm", "deltanet", "gated_deltanet", "kda", "comba", "gdn2", "rwkv7", "lightnet".
         config: Settings as one object, `AttentionConfig`; None selects the published settings of the mixer.
         **settings: Settings by name, which override `config`: `feature_map`, `normalize`, `decay_convention`,
             `rotation`, `out_norm`, `out_gate_rank` (by default those of the mixer), `direction` ("both", "forward",
@@ -158,6 +160,10 @@ class LionAttention(Attention):
                 raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
             if config.score_dropout:
                 raise ValueError("score_dropout is not available with the delta rule, which has no scores")
+            if out.decay_convention != "target":
+                raise ValueError(
+                    f"decay_convention {out.decay_convention!r} is not available with the delta rule, use 'target'"
+                )
         check_rotation(out)
         maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
         for phi in maps:
@@ -236,10 +242,15 @@ class LionAttention(Attention):
             q, k = apply_feature_map(feature_map, q), apply_feature_map(m.key_map or feature_map, k)
             feature_map = None
         gating = self.decays[0](x, k, layout, state) if self.decays else Gating(k)
+        if gating.query_shift is not None:
+            q = (q + gating.query_shift).to(q.dtype)
+        if gating.value_gate is not None:
+            v = fold(v, gating.value_gate)
         gates = gating.gates._replace(angles=self.angles(x, layout, gating.gates.angles))
         if not includes_query_decay(c.decay_convention, c.direction):
             gates = gates._replace(prefix=None)  # these are the sums of a different mask
         settings = dict(normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
+        settings["undecayed_erase"] = m.undecayed_erase
         return dict(q=q, k=gating.k, v=v, gates=gates, feature_map=feature_map, **settings), gating.state
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, LinearState]:

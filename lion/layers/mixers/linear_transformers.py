@@ -42,6 +42,12 @@ class RandomFeatureGate(Decay):
         return Gating(fold(k, torch.sigmoid(-logits)), Gates(F.logsigmoid(logits)))
 
 
+def inverse_softplus_steps(count: int) -> Tensor:
+    """Return biases (count,) whose softplus is log-uniform in [0.001, 0.1], as in Mamba."""
+    dt = torch.exp(torch.empty(count).uniform_(math.log(0.001), math.log(0.1)))
+    return dt + torch.log(-torch.expm1(-dt))
+
+
 class DiscreteDecay(Decay):
     """Mamba-2 (arXiv 2405.21060): step `dt_i = softplus(W x_i + b)`, `S = exp(A dt) S + dt k v^T` with a scalar A < 0.
 
@@ -51,18 +57,23 @@ class DiscreteDecay(Decay):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)
         self.step = nn.Linear(dim, num_heads, bias=False)
-        dt = torch.exp(torch.empty(num_heads).uniform_(math.log(0.001), math.log(0.1)))
-        self.step_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        self.step_bias = nn.Parameter(inverse_softplus_steps(num_heads))
         self.a = nn.Parameter(self.start().log().flatten())  # one-dimensional: exempt from weight decay
 
     def start(self) -> Tensor:
         return torch.empty(self.num_heads, 1).uniform_(1, 16)
 
-    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
-        dt = F.softplus(linear(self.step, x) + self.step_bias.to(x.dtype)).mT  # (B, H, L)
+    def steps(self, x: Tensor) -> Tensor:
+        """Return the steps dt (B, H, L)."""
+        return F.softplus(linear(self.step, x) + self.step_bias.to(x.dtype)).mT
+
+    def log_decay(self, x: Tensor) -> Tensor:
         A = -self.a.to(x.dtype).exp().view(self.num_heads, 1, -1)  # (H, 1, D or 1)
-        log_decay = A * dt[..., None]
-        return Gating(fold(k, dt), Gates(log_decay.squeeze(-1) if A.shape[-1] == 1 else log_decay))
+        log_decay = A * self.steps(x)[..., None]
+        return log_decay.squeeze(-1) if A.shape[-1] == 1 else log_decay
+
+    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        return Gating(fold(k, self.steps(x)), Gates(self.log_decay(x)))
 
 
 class DiscreteVectorDecay(DiscreteDecay):

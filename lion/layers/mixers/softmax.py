@@ -17,7 +17,7 @@ from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.registry import Entry
 from lion.layers.rotations import NO_ROTATION
 from lion.ops.features import apply_feature_map
-from lion.ops.rotary import rotate_pair
+from lion.ops.rotary import rotate_each
 
 SOFTMAX = "softmax"  # the baseline: no feature map, no decay, PyTorch's SDPA
 NONE = "none"  # the floor: values pass through unchanged
@@ -119,7 +119,7 @@ class SoftmaxAttention(Attention):
     def map_and_rotate(self, x: Tensor, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Apply the feature map to q and k, then rotate them by the positions of their tokens."""
         q, k = (apply_feature_map(self.config.feature_map, x) for x in (q, k))
-        return rotate_pair(q, k, self.angles(x, layout), layout.valid)
+        return rotate_each(self.angles(x, layout), layout.valid, q, k)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         dropout = self.config.score_dropout if self.training else 0.0
