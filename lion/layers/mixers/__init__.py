@@ -5,6 +5,7 @@ from __future__ import annotations
 from lion.layers.mixers import delta, fox, hippo, lightnet, linear_transformers, lion, softmax
 from lion.layers.mixers.attention import Attention, AttentionConfig
 from lion.layers.mixers.base import Mixer, forms_of, mixers_of, set_form
+from lion.layers.mixers.delta import DeltaAttention
 from lion.layers.mixers.fox import ForgettingAttention
 from lion.layers.mixers.hippo import HippoAttention
 from lion.layers.mixers.lightnet import LightNetAttention
@@ -22,6 +23,7 @@ __all__ = [
     "SOFTMAX",
     "Attention",
     "AttentionConfig",
+    "DeltaAttention",
     "ForgettingAttention",
     "HippoAttention",
     "LightNetAttention",
