@@ -11,12 +11,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol, Self
+from typing import IO, NamedTuple
 
 import torch
 
 from lion.progress import progress
+from lion.recipe import Recipe
+from lion.runs import SUMMARY
 from lion.trainer.checkpoint_files import steps_of
 from tools.cli import say
 from tools.processes import ending, kill_tree, start_command
@@ -25,31 +28,31 @@ PAUSE = 0.5  # seconds between two checks of the processes
 PATIENCE = 60  # seconds that a process has to save and end after SIGTERM
 
 
-class Job(Protocol):
+@dataclass(frozen=True)
+class Job:
     """A run of the trainer.
 
-    Attributes:
-        name: Name of the run; jobs with the same folder of logs have different names.
-        folder: Folder of the run.
-        argv: Arguments of `./run.sh train`.
-        finished: Whether the run needs no more work.
+    Args:
+        argv: Recipe and overrides, as on the command line.
+        recipe: The recipe that they resolve to; jobs with the same folder of logs have different names.
         after: A job that must be finished first, or None.
     """
 
-    @property
-    def name(self) -> str: ...
+    argv: tuple[str, ...]
+    recipe: Recipe
+    after: Job | None
 
     @property
-    def folder(self) -> Path: ...
+    def name(self) -> str:
+        return self.recipe.run.name
 
     @property
-    def argv(self) -> tuple[str, ...]: ...
+    def folder(self) -> Path:
+        return self.recipe.folder
 
     @property
-    def finished(self) -> bool: ...
-
-    @property
-    def after(self) -> Self | None: ...
+    def finished(self) -> bool:
+        return (self.folder / SUMMARY).is_file()
 
 
 class Running(NamedTuple):

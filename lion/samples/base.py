@@ -66,13 +66,13 @@ class Info(ABC):
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @classmethod
-    @abstractmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build the info from the result of `to_dict`.
 
         Raises:
             LookupError, TypeError, ValueError: `values` is not such a result.
         """
+        return cls(**values)
 
     @property
     def sample_size(self) -> int:

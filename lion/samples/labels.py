@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from lion.samples.base import Info
 
@@ -37,10 +37,6 @@ class TokenLabelsInfo(Info):
         counts = (self.classes, self.length, self.longest, self.vocabulary, self.ids)
         if not all(isinstance(n, int) and n > 0 for n in counts):
             raise ValueError(f"expected classes, length, longest, vocabulary and ids above 0, got {counts}")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**values)
 
     @property
     def sample_size(self) -> int:

@@ -51,10 +51,6 @@ class SequenceInfo(Info):
         if not self.std > 0:
             raise ValueError(f"std: expected more than 0, got {self.std}")
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**values)
-
     @property
     def sample_size(self) -> int:
         return self.length

@@ -14,10 +14,11 @@ from data.text.tokenizers import FILES, Tokenizer, open_tokenizer
 from lion.config import ConfigError, build, merge, nearest, setting, to_dict
 from lion.files import save_text
 from lion.recipe import Recipe, differences, read_layers
-from lion.runs import RECIPE, SUMMARY, find_run, read_run, stored_recipe
+from lion.runs import RECIPE, find_run, read_run, stored_recipe
 from lion.samples.text import TextInfo
 from lion.tasks.masked_lm import MaskedLM
 from tools.compose import check_tokenizer, open_data, resolve, resolve_run
+from tools.jobs import Job as Run
 from tools.listing import recipe_path
 
 TABLE_8 = Path(__file__).parent / "tables"
@@ -120,27 +121,16 @@ def read_table(name: str, cited: bool = False) -> Table:
     return table
 
 
-class Job(NamedTuple):
-    """A run of the trainer: one task with one seed and one learning rate."""
+@dataclass(frozen=True)
+class Job(Run):
+    """A run of the trainer: one task with one seed and one learning rate.
+
+    `after` is the run of MNLI from which this run starts; None: it starts from the pre-training run.
+    """
 
     task: str
     seed: int
     cell: Cell
-    argv: tuple[str, ...]  # recipe and overrides, as on the command line
-    recipe: Recipe
-    after: Job | None  # the run of MNLI from which this run starts; None: the pre-training run
-
-    @property
-    def name(self) -> str:
-        return self.recipe.run.name
-
-    @property
-    def folder(self) -> Path:
-        return self.recipe.folder
-
-    @property
-    def finished(self) -> bool:
-        return (self.folder / SUMMARY).is_file()
 
 
 class Pretrained(NamedTuple):
@@ -230,7 +220,7 @@ def make_jobs(
         shared += [f"seed={seed}", f"run.name={task}{f'_lr{rate:g}' if rate else ''}_seed{seed}"]
         shared += [f"run.root={json.dumps(str(pretrained.folder / 'glue' / name))}"]
         shared += [f"init_from={json.dumps(str(after.folder if after else pretrained.folder))}"]
-        return Job(task, seed, cell, (f"glue_{task}", *shared), resolve(path, shared), after)
+        return Job((f"glue_{task}", *shared), resolve(path, shared), after, task, seed, cell)
 
     for task in sorted(tasks, key=[*TASKS].index):
         for seed in SEEDS[: seeds or PUBLISHED_SEEDS[task]]:

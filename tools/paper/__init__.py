@@ -12,20 +12,18 @@ as `--data cifar10 data.name=hf data.path=FOLDER`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from data import dataset
 from lion.config import ConfigError
-from lion.recipe import Recipe
-from lion.runs import SUMMARY
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
 from tools.cli import Parser, count, say
 from tools.cli import table as columns
 from tools.compose import build_data, describe_data, make_task, open_data, resolve
 from tools.cost import duration_text, time_step
-from tools.jobs import at_once, work
+from tools.jobs import Job, at_once, work
 from tools.paper.figures import draw
 from tools.paper.page import markdown
 from tools.paper.results import collect, open_store
@@ -33,25 +31,11 @@ from tools.paper.tables import SCALES, Cell, Table, cells, choose, read_tables
 from tools.store import Store
 
 
-class PaperJob(NamedTuple):
+@dataclass(frozen=True)
+class PaperJob(Job):
     """A run of the queue; cells with equal settings share it."""
 
     cell: Cell
-    recipe: Recipe
-    argv: tuple[str, ...]
-    after: PaperJob | None = None
-
-    @property
-    def name(self) -> str:
-        return self.recipe.run.name
-
-    @property
-    def folder(self) -> Path:
-        return self.recipe.folder
-
-    @property
-    def finished(self) -> bool:
-        return (self.folder / SUMMARY).is_file()
 
 
 def main(argv: list[str]) -> int:
@@ -111,7 +95,7 @@ def make_jobs(
             after = job(cell.after) if cell.after else None
             own = f"seed={cell.seed}", f"run.name={cell.run.name}", f"run.root={cell.run.parent}"
             argv = (*cell.argv, *data.get(cell.recipe.data.name, ()), *own)
-            jobs[place] = PaperJob(cell, resolve(argv[0], argv[1:]), argv, after)
+            jobs[place] = PaperJob(argv, resolve(argv[0], argv[1:]), after, cell)
         return jobs[place]
 
     for name, table in tables.items():

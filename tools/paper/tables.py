@@ -6,10 +6,11 @@ A table is a file `tools/paper/tables/NAME.yaml`. At scale `published` its runs 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,7 +182,7 @@ def cells(name: str, table: Table, scale: str) -> list[Cell]:
                 settings = {**settings, key: str(after.run)}
         overrides = as_overrides(settings)
         try:
-            resolved = resolve(recipe, overrides)
+            resolved = resolve_once(recipe, tuple(overrides))
         except ConfigError as error:
             raise ConfigError(f"table {name}, row {row!r}: {error}") from None
         key = short_hash(settings_of(resolved))
@@ -191,6 +192,12 @@ def cells(name: str, table: Table, scale: str) -> list[Cell]:
         for row in rows:
             made[row, seed] = cell(row, seed)
     return list(made.values())
+
+
+@functools.cache
+def resolve_once(recipe: str, overrides: tuple[str, ...]) -> Recipe:
+    """Resolve a recipe; the page is written after every run, from the recipes of all tables and seeds."""
+    return resolve(recipe, overrides)
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[str]:
@@ -205,8 +212,3 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 def short_hash(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def all_cells(tables: Mapping[str, Table], scale: str) -> Iterable[Cell]:
-    for name, table in tables.items():
-        yield from cells(name, table, scale)
