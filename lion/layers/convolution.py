@@ -1,0 +1,143 @@
+"""Short convolutions over tokens, and neighbours of tokens, within segments and past padding."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.layers.layout import PLAIN, Layout
+from lion.ops import no_autocast
+
+
+class Row(NamedTuple):
+    """The tokens of each row without the padding between them: moved to the left, followed by the padding.
+
+    Attributes:
+        order: Integer (B, L), the index of the token at each place; None: there is no padding.
+        places: Integer (B, L), the place of each token; None: there is no padding.
+        segments: Integer (B, L), the segment at each place; None: one segment per row.
+    """
+
+    order: Tensor | None = None
+    places: Tensor | None = None
+    segments: Tensor | None = None
+
+    @staticmethod
+    def of(layout: Layout) -> Row:
+        if layout.valid is None:
+            return Row()
+        valid = layout.valid
+        count = valid.sum(1, keepdim=True)
+        places = torch.where(valid, valid.cumsum(1), count + (~valid).cumsum(1)) - 1
+        indices = torch.arange(valid.shape[1], device=valid.device).expand_as(places)
+        order = torch.zeros_like(places).scatter(1, places, indices)
+        index = layout.segment_index
+        return Row(order, places, None if index is None else index.gather(1, order))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return tokens x (B, L, C) by place."""
+        return x if self.order is None else x.gather(1, self.order[..., None].expand_as(x))
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Return x (B, L, C), which is sorted by place, in the order of the tokens; the inverse of `pack`."""
+        return x if self.places is None else x.gather(1, self.places[..., None].expand_as(x))
+
+    def neighbour(self, x: Tensor, offset: int) -> Tensor:
+        """Return the token `offset` places after each place of x (B, L, C); 0 outside the segment."""
+        if offset == 0:
+            return x
+        length = x.shape[1]
+        shifted = shift(x, offset)
+        if self.segments is None:
+            return shifted
+        same = shift(self.segments[..., None], offset) == self.segments[..., None]
+        outside = torch.arange(length, device=x.device) + offset
+        same = same & ((outside >= 0) & (outside < length))[:, None]
+        return shifted * same.to(x.dtype)
+
+
+def shift(x: Tensor, offset: int) -> Tensor:
+    """Return x (B, L, C) moved by `offset` tokens to the left, filled up with 0."""
+    length = x.shape[1]
+    if abs(offset) >= length:
+        return torch.zeros_like(x)
+    return F.pad(x[:, offset:] if offset > 0 else x[:, :offset], (0, 0, *((0, offset) if offset > 0 else (-offset, 0))))
+
+
+def neighbour(x: Tensor, offset: int, layout: Layout = PLAIN) -> Tensor:
+    """Return, for each of tokens x (B, L, C), the token `offset` tokens later (earlier if negative).
+
+    Padding is not counted. The result is 0 where the segment has no such token. The content of padding must be 0, as
+    `layout.clean` leaves it.
+    """
+    row = Row.of(layout)
+    return row.unpack(row.neighbour(row.pack(x), offset))
+
+
+class ShortConvolution(nn.Module):
+    """Depthwise convolution over tokens, `y_i = b + sum_s w_s * x_{i + s}`, for each channel.
+
+    The offsets s are -(width - 1) .. 0 in direction "forward", 0 .. width - 1 in "backward", and centred in "both":
+    -(width // 2) .. (width - 1) // 2. Padding is skipped, as if it were not there, and segments are independent. With
+    direction "forward" the module streams: the state is the `width - 1` tokens before the next one.
+
+    Args:
+        channels: Number of channels C.
+        width: Number of tokens that an output sees.
+        direction: "forward", "backward" or "both".
+        bias: Whether each channel has a bias b.
+
+    Weights start like those of a PyTorch convolution: uniform in +-1/sqrt(width).
+    """
+
+    def __init__(self, channels: int, width: int, direction: str = "forward", bias: bool = False) -> None:
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width: expected at least 1, got {width}")
+        before = {"forward": width - 1, "backward": 0, "both": width // 2}[direction]
+        self.offsets = range(-before, width - before)
+        bound = width**-0.5
+        # one weight vector per offset, in the order of the offsets
+        self.weight = nn.Parameter(torch.empty(width, channels).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound)) if bias else None
+
+    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
+        """Convolve tokens x (B, L, C), where padding is 0."""
+        row = Row.of(layout)
+        return row.unpack(self.convolve(row.pack(x), row))
+
+    def convolve(self, x: Tensor, row: Row) -> Tensor:
+        """Convolve x (B, L, C), sorted by place."""
+        with no_autocast(x):
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            y = sum(w.to(wide.dtype) * row.neighbour(wide, s) for s, w in zip(self.offsets, self.weight))
+            return (y if self.bias is None else y + self.bias.to(wide.dtype)).to(x.dtype)
+
+    def initial_state(self, batch: int) -> Tensor:
+        """Return the state (B, width - 1, C) before the first token."""
+        return self.weight.new_zeros(batch, len(self.offsets) - 1, self.weight.shape[1])
+
+    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, Tensor]:
+        """Convolve a prompt x (B, L, C). Return the output, and the state after the last segment."""
+        valid = layout.valid if layout.segment_index is None else layout.in_last_segment()
+        last = x if valid is None else x.masked_fill(~valid[..., None], 0)
+        return self(x, layout), self.after(self.initial_state(len(x)).to(x.dtype), last, layout.valid)
+
+    def step(self, x: Tensor, state: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Convolve the next tokens x (B, C', C); `valid` (B, C') is False for padding, which is 0 in x."""
+        before = state.shape[1]
+        row = Row.of(Layout(valid=valid))
+        y = self.convolve(torch.cat([state.to(x.dtype), row.pack(x)], 1), Row())
+        return row.unpack(y[:, before:]), self.after(state, x, valid)
+
+    def after(self, state: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
+        """Return the state after the tokens x (B, L, C), of which `valid` (B, L) are no padding."""
+        row, before = Row.of(Layout(valid=valid)), state.shape[1]
+        tokens = torch.cat([state.to(x.dtype), row.pack(x)], 1)
+        if valid is None:
+            return tokens[:, tokens.shape[1] - before :]
+        last = valid.sum(1, keepdim=True) + torch.arange(before, device=x.device)
+        return tokens.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
