@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from lion.layers.mixers import LINEAR, MIXERS
 from tools.cli import aligned
 
-MIXER_COLUMNS = ("published in", "decay", "normalised by", "left out of the block")
+MIXER_COLUMNS = ("published in", "decay", "normalised by", "`block: published` adds", "left out")
 
 
 def mixer_table() -> str:
     """Return a table of all values of `model.mixer`: name, publication, decay and normalisation of each mixer."""
-    return "\n".join(aligned([["model.mixer", *MIXER_COLUMNS[:-1]], *(row[:-1] for row in mixer_rows(MIXERS))]))
+    return "\n".join(aligned([["model.mixer", *MIXER_COLUMNS[:-2]], *(row[:-2] for row in mixer_rows(MIXERS))]))
 
 
 def mixer_rows(names: Iterable[str] = LINEAR) -> list[list[str]]:

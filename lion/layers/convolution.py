@@ -1,4 +1,4 @@
-"""Short convolutions over tokens, and neighbours of tokens, within segments and past padding."""
+"""Modules that read the neighbours of a token, within its segment and past padding: short convolution, token shift."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
+from lion.layers.optim_factors import OptimFactors
 from lion.ops import no_autocast
 
 
@@ -77,12 +78,62 @@ def neighbour(x: Tensor, offset: int, layout: Layout = PLAIN) -> Tensor:
     return row.unpack(row.neighbour(row.pack(x), offset))
 
 
-class ShortConvolution(nn.Module):
+class Window(nn.Module):
+    """A module that computes a token from the tokens around it, at fixed offsets.
+
+    Padding is skipped, as if it were not there, and segments are independent. If no offset is positive, the module
+    streams: the state is the tokens before the next one that it will read.
+
+    Args:
+        channels: Number of channels C of a token.
+        offsets: Offsets of the tokens that are read, from the first to the last, among them 0.
+    """
+
+    def __init__(self, channels: int, offsets: range) -> None:
+        super().__init__()
+        self.channels, self.offsets = channels, offsets
+
+    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
+        """Map tokens x (B, L, C), where padding is 0."""
+        row = Row.of(layout)
+        return row.unpack(self.combine(row.pack(x), row))
+
+    def combine(self, x: Tensor, row: Row) -> Tensor:
+        """Map x (B, L, C), sorted by place."""
+        raise NotImplementedError
+
+    def initial_state(self, batch: int) -> Tensor:
+        """Return the state (B, tokens before, C) before the first token."""
+        return next(self.parameters()).new_zeros(batch, -self.offsets[0], self.channels)
+
+    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, Tensor]:
+        """Map a prompt x (B, L, C). Return the output, and the state after the last segment."""
+        valid = layout.valid if layout.segment_index is None else layout.in_last_segment()
+        last = x if valid is None else x.masked_fill(~valid[..., None], 0)
+        return self(x, layout), self.after(self.initial_state(len(x)).to(x.dtype), last, layout.valid)
+
+    def step(self, x: Tensor, state: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map the next tokens x (B, C', C); `valid` (B, C') is False for padding, which is 0 in x."""
+        before = state.shape[1]
+        row = Row.of(Layout(valid=valid))
+        y = self.combine(torch.cat([state.to(x.dtype), row.pack(x)], 1), Row())
+        return row.unpack(y[:, before:]), self.after(state, x, valid)
+
+    def after(self, state: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
+        """Return the state after the tokens x (B, L, C), of which `valid` (B, L) are no padding."""
+        row, before = Row.of(Layout(valid=valid)), state.shape[1]
+        tokens = torch.cat([state.to(x.dtype), row.pack(x)], 1)
+        if valid is None:
+            return tokens[:, tokens.shape[1] - before :]
+        last = valid.sum(1, keepdim=True) + torch.arange(before, device=x.device)
+        return tokens.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
+
+
+class ShortConvolution(Window):
     """Depthwise convolution over tokens, `y_i = b + sum_s w_s * x_{i + s}`, for each channel.
 
     The offsets s are -(width - 1) .. 0 in direction "forward", 0 .. width - 1 in "backward", and centred in "both":
-    -(width // 2) .. (width - 1) // 2. Padding is skipped, as if it were not there, and segments are independent. With
-    direction "forward" the module streams: the state is the `width - 1` tokens before the next one.
+    -(width // 2) .. (width - 1) // 2.
 
     Args:
         channels: Number of channels C.
@@ -94,50 +145,35 @@ class ShortConvolution(nn.Module):
     """
 
     def __init__(self, channels: int, width: int, direction: str = "forward", bias: bool = False) -> None:
-        super().__init__()
         if width < 1:
             raise ValueError(f"width: expected at least 1, got {width}")
         before = {"forward": width - 1, "backward": 0, "both": width // 2}[direction]
-        self.offsets = range(-before, width - before)
+        super().__init__(channels, range(-before, width - before))
         bound = width**-0.5
         # one weight vector per offset, in the order of the offsets
         self.weight = nn.Parameter(torch.empty(width, channels).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound)) if bias else None
 
-    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
-        """Convolve tokens x (B, L, C), where padding is 0."""
-        row = Row.of(layout)
-        return row.unpack(self.convolve(row.pack(x), row))
-
-    def convolve(self, x: Tensor, row: Row) -> Tensor:
-        """Convolve x (B, L, C), sorted by place."""
+    def combine(self, x: Tensor, row: Row) -> Tensor:
         with no_autocast(x):
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             y = sum(w.to(wide.dtype) * row.neighbour(wide, s) for s, w in zip(self.offsets, self.weight))
             return (y if self.bias is None else y + self.bias.to(wide.dtype)).to(x.dtype)
 
-    def initial_state(self, batch: int) -> Tensor:
-        """Return the state (B, width - 1, C) before the first token."""
-        return self.weight.new_zeros(batch, len(self.offsets) - 1, self.weight.shape[1])
 
-    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, Tensor]:
-        """Convolve a prompt x (B, L, C). Return the output, and the state after the last segment."""
-        valid = layout.valid if layout.segment_index is None else layout.in_last_segment()
-        last = x if valid is None else x.masked_fill(~valid[..., None], 0)
-        return self(x, layout), self.after(self.initial_state(len(x)).to(x.dtype), last, layout.valid)
+class TokenShift(Window):
+    """RWKV's token shift, `y^m_i = x_i + mu^m * (x' - x_i)` for each of several outputs m, concatenated.
 
-    def step(self, x: Tensor, state: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Convolve the next tokens x (B, C', C); `valid` (B, C') is False for padding, which is 0 in x."""
-        before = state.shape[1]
-        row = Row.of(Layout(valid=valid))
-        y = self.convolve(torch.cat([state.to(x.dtype), row.pack(x)], 1), Row())
-        return row.unpack(y[:, before:]), self.after(state, x, valid)
+    x' is the token before (direction "forward"), the token after ("backward"), or the mean of both ("both"); a missing
+    token is 0. The weights mu (outputs, C) start at 1/2.
+    """
 
-    def after(self, state: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Return the state after the tokens x (B, L, C), of which `valid` (B, L) are no padding."""
-        row, before = Row.of(Layout(valid=valid)), state.shape[1]
-        tokens = torch.cat([state.to(x.dtype), row.pack(x)], 1)
-        if valid is None:
-            return tokens[:, tokens.shape[1] - before :]
-        last = valid.sum(1, keepdim=True) + torch.arange(before, device=x.device)
-        return tokens.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
+    def __init__(self, channels: int, outputs: int, direction: str = "forward") -> None:
+        super().__init__(channels, {"forward": range(-1, 1), "backward": range(2), "both": range(-1, 2)}[direction])
+        self.mix = nn.Parameter(torch.full((outputs, channels), 0.5))
+        self.optim_factors = {"mix": OptimFactors(weight_decay=0)}
+
+    def combine(self, x: Tensor, row: Row) -> Tensor:
+        others = [row.neighbour(x, s) for s in self.offsets if s]
+        before = sum(others) / len(others)
+        return torch.lerp(x[:, :, None], before[:, :, None], self.mix.to(x.dtype)).flatten(2)

@@ -128,7 +128,8 @@ class EncoderConfig(ModelConfig):
             if value != usual[path]:
                 how = "without" if not value or value == "none" else "with" if isinstance(value, int) else value
                 parts.append(f"{how} {words}")
-        return " ".join([*parts, attention.label()]).rstrip()
+        labels = [attention.label(), attention.block_label()]
+        return " ".join([*parts, *filter(None, labels)])
 
     def shape(self) -> str:
         """Return the settings that models must share if their mixers are to be compared."""

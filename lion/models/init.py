@@ -69,7 +69,7 @@ def lra(model: nn.Module, std: float) -> None:
     for m in model.modules():
         if not isinstance(m, Attention):
             continue
-        query, key, value = m.qkv.weight.chunk(3)
+        query, key, value = m.qkv.weight.split(m.widths)
         for weight in (query, key, *(gate.weight for gate in gates_of(m))):
             nn.init.normal_(weight, std=std)
         if isinstance(m, HippoAttention) and m.config.value_start != "dense":

@@ -43,15 +43,19 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool
 
 
 def check_fused(model: nn.Module, device: torch.device) -> None:
-    """Check the fused form of attention on a few tokens, once per process, for every head dimension that supports it.
+    """Check the fused form of attention on a few tokens, once per process, for all head dimensions that support it.
 
     If the check fails, a warning is logged and the fused form is not used.
     """
     layers = [part for part in model.modules() if isinstance(part, LionAttention)]
-    heads = {part.head_dim for part in layers if part.config.normalize == "sum" and 16 <= part.head_dim <= 256}
+    heads = {
+        (part.head_dim, part.value_dim)
+        for part in layers
+        if part.config.normalize == "sum" and 16 <= part.head_dim <= 256
+    }
     if flex.switched_on():
-        for dim, dtype in itertools.product(sorted(heads), flex.TOLERANCES):
-            flex.checked(device, dtype, dim, dim)
+        for (dim, width), dtype in itertools.product(sorted(heads), flex.TOLERANCES):
+            flex.checked(device, dtype, dim, width)
 
 
 def avoid_wrong_gradients(model: nn.Module, device: str, version: str) -> None:

@@ -26,7 +26,7 @@ GRID = grid_layout(3, 2)
 @pytest.mark.parametrize("direction", ["both", "forward"])
 def test_every_parameter_learns(mixer, direction):
     torch.manual_seed(0)
-    settings = AttentionConfig(direction=direction, out_norm="rmsnorm", out_gate_rank=2)
+    settings = AttentionConfig(direction=direction, out_norm="rmsnorm", out_gate="sigmoid", out_gate_rank=2)
     layer = make_mixer(mixer, 12, 3, settings)
     layer(torch.randn(2, 7, 12), GRID).square().sum().backward()
     for name, parameter in layer.named_parameters():
@@ -106,7 +106,7 @@ def check_padding(module, valid, segments, *gives) -> None:
 @pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
 def test_what_padding_holds_reaches_no_parameter(mixer, direction, valid, segments):
     torch.manual_seed(0)
-    config = AttentionConfig(direction=direction, out_norm="layernorm", out_gate_rank=2)
+    config = AttentionConfig(direction=direction, out_norm="layernorm", out_gate="sigmoid", out_gate_rank=2)
     layer = make_mixer(mixer, 12, 3, config).double()
     gives = [lambda x: layer(x, Layout.of(x, valid, segments))]
     if direction == "forward" and segments is None:

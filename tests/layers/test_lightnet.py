@@ -36,7 +36,7 @@ def test_settings_of_the_paper():
     assert len(layer.decays) == 0
     # the 22.54 M of Table 12 without TPE: these, a GLU without biases, norms, patches and head (recipes.md 7.1)
     assert sum(p.numel() for p in layer.parameters()) == 4 * 384**2 + 4 * 384 + 2 * 64 * 384 + 384
-    bare = LightNetAttention(384, 16, "lightnet", out_norm="none", out_gate_rank=0)
+    bare = LightNetAttention(384, 16, "lightnet", out_norm="none", out_gate="none")
     assert sum(p.numel() for p in bare.parameters()) == 4 * 384**2 + 4 * 384
 
 
@@ -236,7 +236,7 @@ def test_what_does_not_go_together():
         ({"score_dropout": 0.1}, "score_dropout is not available with mixer 'lightnet', which computes no scores"),
         ({"score_dropout": 0.1, "direction": "forward"}, "score_dropout is not available with mixer 'lightnet'"),
         ({"scans": ("row_snake", "column_snake")}, "scans: not available with mixer 'lightnet'"),
-        ({"out_gate_rank": -1}, "out_gate_rank: expected at least 0, got -1"),
+        ({"out_gate_rank": 0}, "out_gate_rank: expected at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=words):
             LightNetAttention(DIM, HEADS, "lightnet", **settings)

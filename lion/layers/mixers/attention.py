@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import nearest, setting
+from lion.config import fill, nearest, setting
+from lion.layers.convolution import ShortConvolution, TokenShift
 from lion.layers.layout import PLAIN, ROW_MAJOR, SCANS, Layout
-from lion.layers.mixers.base import Mixer
+from lion.layers.mixers.base import Mixer, check_state
+from lion.layers.mixers.parts import BLOCKS, HEAD_NORMS, NO_PART, OUT_GATES, PLAIN_BLOCK, BlockState, make_gate
 from lion.layers.norms import NO_NORM, NORMS, check_causal, over_tokens
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
-from lion.ops.features import FEATURE_MAPS
+from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
 ALTERNATING = "alternating"  # forward in the first block, backward in the second, and so on (Table 16)
 
@@ -29,8 +35,21 @@ class AttentionConfig:
     `scans` are the orders in which the patches of an image are visited (entries of `SCANS`). Each scan has a separate
     decay. `scan_merge` determines how several scans are merged (`lion.ops.multiscan`).
 
-    `out_norm` is a norm over the whole width, after the heads. Then comes a gate `sigmoid(x W1 W2)`, where W1 has
-    `out_gate_rank` columns (0: no gate).
+    `block="published"` adds the parts that the publication of the mixer has around its recurrence; the mixers of LION
+    have none. In any mixer, each part can be set by itself. In the order of the computation they are:
+
+    - `token_shift` mixes each token with the one before (`lion.layers.convolution.TokenShift`), with separate weights
+      for q, k, v, the decay and the output gate.
+    - `key_heads` is the number of heads of q and k, which a group of heads shares (1: all heads). None is the number
+      of heads. `value_ratio` is the head dimension of v divided by that of q and k.
+    - `conv_width` is the width of a depthwise convolution of q, k and v (0: none), centred in both directions. It has a
+      bias if the projections have one (`qkv_bias`).
+    - `value_map` is a feature map of v.
+    - `skip` adds `D_h v_i` to the output of head h.
+    - `head_norm` is a norm of each head, `out_norm` a norm over the whole width.
+    - `out_gate` multiplies by `silu(x W)` or `sigmoid(x W)`, after the norms, or before `out_norm` (`gate_first`). W
+      is a product of two matrices with `out_gate_rank` columns between them (None: the rank of the mixer, usually a
+      full matrix).
     """
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
@@ -44,12 +63,31 @@ class AttentionConfig:
     chunk_size: int = setting(64, min=1, free=True)
     qkv_bias: bool = True
     score_dropout: float = setting(0.0, min=0, max=1)
+    block: str = setting(BLOCKS[0], choices=BLOCKS)
+    token_shift: bool | None = None
+    key_heads: int | None = setting(None, min=1)
+    value_ratio: int | None = setting(None, min=1, max=8)
+    conv_width: int | None = setting(None, min=0, max=64)
+    value_map: str | None = setting(None, choices=FEATURE_MAPS)
+    skip: bool | None = None
+    head_norm: str | None = setting(None, choices=(NO_PART, *HEAD_NORMS))
     out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
-    out_gate_rank: int | None = setting(None, min=0)
+    out_gate: str | None = setting(None, choices=(NO_PART, *OUT_GATES))
+    out_gate_rank: int | None = setting(None, min=1)
+    gate_first: bool | None = None
 
     def label(self) -> str:
         """Return a label of the settings that only this kind of mixer has; "" if they have their defaults."""
         return ""
+
+    def block_label(self) -> str:
+        """Return a label of the parts around the heads that are set; "" if the block is plain."""
+        parts = ["published block"] * (self.block != BLOCKS[0])
+        for name in (*PLAIN_BLOCK, "key_heads"):
+            value = getattr(self, name)
+            if value is not None:
+                parts.append(f"{name.replace('_', ' ')} {str(value).lower()}")
+        return ", ".join(parts)
 
     def at(self, layer: int) -> AttentionConfig:
         """Return the settings of block `layer` of a model, where `alternating` becomes "forward" or "backward"."""
@@ -85,10 +123,50 @@ def check_rotation(config: AttentionConfig) -> None:
         )
 
 
+def with_block(config: AttentionConfig, usual: Mapping[str, Any], published: Mapping[str, Any]) -> AttentionConfig:
+    """Return `config` with the parts around the heads filled in, where they are None.
+
+    Args:
+        config: The settings.
+        usual: Settings of a mixer that differ from `PLAIN_BLOCK` in every block.
+        published: Settings of the mixer's published block that differ from these.
+
+    Raises:
+        ValueError: A rank of a gate without a gate.
+    """
+    out = fill(config, {**PLAIN_BLOCK, **usual, **(published if config.block == "published" else {})})
+    if out.out_gate != NO_PART:
+        return out
+    if config.out_gate_rank is not None:
+        raise ValueError(f"out_gate_rank: there is no gate, set out_gate to {' or '.join(OUT_GATES)}")
+    return replace(out, out_gate_rank=None)
+
+
+class Inputs(NamedTuple):
+    """Inputs of the mixing of heads.
+
+    Attributes:
+        x: Tokens (B, L, dim) that decays read.
+        q, k, v: Queries and keys (B, H, L, D), values (B, H, L, E).
+        gate: Tokens (B, L, dim) that the output gate reads.
+    """
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+
+
 class Attention(Mixer):
-    """Projections to q, k and v, a mixing of heads (`mix`, defined by the subclass), and the output projection."""
+    """Projections to q, k and v, a mixing of heads, and the output projection, with the parts of published blocks.
+
+    A subclass defines the mixing of heads: `mix`, and if it streams, `prefill_heads`, `step_heads` and `initial_heads`.
+    """
 
     Config = AttentionConfig
+    # Settings of the published block, for mixers whose entry in `MIXERS` has none.
+    published: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def __init__(self, dim: int, num_heads: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -96,18 +174,26 @@ class Attention(Mixer):
             raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
         if dim < 1 or dim % num_heads:
             raise ValueError(f"dim: expected a multiple of num_heads={num_heads}, got {dim}")
+        if config.direction == ALTERNATING:
+            raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
         self.num_heads, self.head_dim = num_heads, dim // num_heads
-        self.config = config
-        self.qkv = nn.Linear(dim, 3 * dim, bias=config.qkv_bias)
-        self.proj = nn.Linear(dim, dim)
+        self.config = c = config
+        self.key_heads, self.value_dim = c.key_heads or num_heads, self.head_dim * c.value_ratio
+        if num_heads % self.key_heads:
+            raise ValueError(f"key_heads: expected a divisor of num_heads={num_heads}, got {self.key_heads}")
+        keys, width = self.key_heads * self.head_dim, num_heads * self.value_dim
+        self.widths = (keys, keys, width)  # of q, k and v
+        self.token_shift = TokenShift(dim, 5, c.direction) if c.token_shift else None
+        self.qkv = nn.Linear(dim, sum(self.widths), bias=c.qkv_bias)
+        self.conv = ShortConvolution(sum(self.widths), c.conv_width, c.direction, c.qkv_bias) if c.conv_width else None
+        self.proj = nn.Linear(width, dim)
         self.rotation = None
         if config.rotation not in (None, NO_ROTATION):
             self.rotation = ROTATIONS[config.rotation](num_heads, self.head_dim)
-        self.out_norm = None if config.out_norm in (None, NO_NORM) else NORMS[config.out_norm](dim)
-        rank = config.out_gate_rank
-        self.out_gate = (
-            nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=False)) if rank else None
-        )
+        self.skip = nn.Parameter(torch.ones(num_heads)) if c.skip else None
+        self.head_norm = None if c.head_norm == NO_PART else HEAD_NORMS[c.head_norm](num_heads, self.value_dim)
+        self.out_norm = None if c.out_norm in (None, NO_NORM) else NORMS[c.out_norm](width)
+        self.out_gate = None if c.out_gate == NO_PART else make_gate(dim, width, c.out_gate_rank)
 
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
         """Mix tokens x (B, L, dim).
@@ -115,19 +201,91 @@ class Attention(Mixer):
         `layout` describes padding and segments. A mask (B, L) that is True for tokens is accepted as well.
         """
         layout = Layout.given(x, layout)
-        x = layout.clean(x)
-        q, k, v = self.heads(x)
-        return self.merge(x, self.mix(x, q, k, v, layout), layout)
+        inputs, _ = self.read(x, lambda part, tokens, _: (part(tokens, layout), None), layout)
+        return self.merge(inputs, self.mix(*inputs[:4], layout), layout)
+
+    def prefill(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> tuple[Tensor, Any]:
+        self.check_causal()
+        layout = Layout.given(x, layout)
+        inputs, tails = self.read(x, lambda part, tokens, _: part.prefill(tokens, layout), layout)
+        y, state = self.prefill_heads(*inputs[:4], layout)
+        return self.merge(inputs, y, layout), BlockState(state, *tails) if self.neighbours else state
+
+    def step(self, x: Tensor, state: Any, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        self.check_causal()
+        layout, before = Layout.of(x, valid), ()
+        if self.neighbours:
+            check_state(state, BlockState)
+            state, *before = state
+        inputs, tails = self.read(x, lambda part, tokens, i: part.step(tokens, before[i], valid), layout)
+        y, state = self.step_heads(*inputs[:4], state, valid)
+        return self.merge(inputs, y, layout), BlockState(state, *tails) if self.neighbours else state
+
+    def initial_state(self, batch: int) -> Any:
+        state = self.initial_heads(batch)
+        if not self.neighbours:
+            return state
+        none = self.proj.weight.new_zeros(batch, 0, 0)
+        return BlockState(state, *(p.initial_state(batch) if p else none for p in (self.token_shift, self.conv)))
+
+    @property
+    def neighbours(self) -> bool:
+        """Return whether the projections read neighbouring tokens, by a token shift or a convolution."""
+        return self.token_shift is not None or self.conv is not None
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Return the outputs (B, H, L, D) of the heads for tokens x (B, L, dim), where padding is 0."""
+        """Return the outputs (B, H, L, E) of the heads for tokens x (B, L, dim), where padding is 0."""
         raise NotImplementedError
 
-    def heads(self, x: Tensor) -> Tensor:
-        """Return q, k and v of x (B, L, dim), stacked as (3, B, H, L, D)."""
+    def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Any]:
+        """Return the outputs (B, H, L, E) of the heads, and the state after the last segment."""
+        raise NotImplementedError
+
+    def step_heads(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, valid: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Return the outputs (B, H, C, E) of the heads for the next tokens x (B, C, dim), and the new state."""
+        raise NotImplementedError
+
+    def initial_heads(self, batch: int) -> Any:
+        """Return the state of the heads before the first token."""
+        raise NotImplementedError
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q and k (B, H, L, D) and v (B, H, L, E) of tokens x (B, L, dim)."""
+        return self.read(x, lambda part, tokens, _: (part(tokens), None))[0][1:4]
+
+    def read(
+        self, x: Tensor, run: Callable[[nn.Module, Tensor, int], tuple[Tensor, Any]], layout: Layout = PLAIN
+    ) -> tuple[Inputs, list[Any]]:
+        """Return the inputs of the heads, and the states of token shift and convolution, for tokens x (B, L, dim).
+
+        `run(part, tokens, index)` returns the output and the state of one of these two parts, 0 or 1.
+        """
         if x.dim() != 3 or x.shape[-1] != self.qkv.in_features:
             raise ValueError(f"x: expected tokens (B, L, {self.qkv.in_features}), got shape {tuple(x.shape)}")
-        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        x = layout.clean(x)
+        tails, gate = [x[:, :0], x[:, :0]], x
+        if self.token_shift is None:
+            qkv = self.qkv(x)
+        else:
+            shifted, tails[0] = run(self.token_shift, x, 0)
+            *parts, x, gate = shifted.chunk(5, -1)
+            biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.split(self.widths)
+            weights = self.qkv.weight.split(self.widths)
+            qkv = torch.cat([F.linear(*part) for part in zip(parts, weights, biases)], -1)
+        if self.conv is not None:
+            qkv, tails[1] = run(self.conv, layout.clean(qkv), 1)
+        q, k, v = qkv.split(self.widths, -1)
+        q, k = (self.by_head(t, self.key_heads) for t in (q, k))
+        if self.config.value_map != "identity":
+            v = apply_feature_map(self.config.value_map, v)
+        return Inputs(x, q, k, self.by_head(v, self.num_heads), gate), tails
+
+    def by_head(self, x: Tensor, heads: int) -> Tensor:
+        """Return x (B, L, heads * D) as (B, H, L, D), where each of `heads` serves a group of the H heads."""
+        x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return x if heads == self.num_heads else x.repeat_interleave(self.num_heads // heads, 1)
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
         if self.rotation is None or not self.rotation.shared or layout.angles is not None:
@@ -143,14 +301,19 @@ class Attention(Mixer):
             angles = self.rotation(x, layout)
         return angles if more is None else angles + more
 
-    def merge(self, x: Tensor, y: Tensor, layout: Layout = PLAIN) -> Tensor:
-        """Map (B, H, L, D) to (B, L, dim): concatenate the heads, then apply norm, gate and output projection."""
+    def merge(self, inputs: Inputs, y: Tensor, layout: Layout = PLAIN) -> Tensor:
+        """Map the outputs y (B, H, L, E) of the heads to (B, L, dim): skip, norms, gate and output projection."""
+        if self.skip is not None:
+            y = y + (self.skip[:, None, None] * inputs.v).to(y.dtype)
+        if self.head_norm is not None:
+            y = self.head_norm(y)
         y = y.transpose(1, 2).flatten(2)
+        gate = None if self.out_gate is None else OUT_GATES[self.config.out_gate](self.out_gate(inputs.gate))
+        if gate is not None and self.config.gate_first:
+            y = y * gate
         if self.out_norm is not None:
             y = self.out_norm(y, layout)
-        if self.out_gate is not None:
-            y = y * torch.sigmoid(self.out_gate(x))
-        return self.proj(y)
+        return self.proj(y if gate is None or self.config.gate_first else y * gate)
 
     @property
     def causal(self) -> bool:

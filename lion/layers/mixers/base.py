@@ -19,6 +19,7 @@ class MixerInfo(NamedTuple):
         source: Publication.
         memory: What has a separate decay.
         divisor: What the rows are divided by.
+        block: Parts that `attention.block: published` adds.
         left_out: Parts of the published block that are left out.
         tpe: Number of hidden states of MD-TPE, which encodes the order of tokens in the published models; 0: none.
         rotation: Rotation that encodes the order of tokens in the published models, if it is not part of the mixer.
@@ -27,6 +28,7 @@ class MixerInfo(NamedTuple):
     source: str
     memory: str = "-"
     divisor: str = "-"
+    block: str = "-"
     left_out: str = "-"
     tpe: int = 0
     rotation: str | None = None

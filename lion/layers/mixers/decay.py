@@ -44,6 +44,7 @@ class Decay(nn.Module):
 
     per = "a token and head"  # what has a separate lambda
     delta = False  # whether the gates are those of a delta rule, with or without a decay
+    value_gates = False  # whether each value dimension has a gate, so that values are as wide as keys
     scans = False  # whether several scans can share q, k and v, because only log_decay is computed
 
     def __init__(self, dim: int, num_heads: int) -> None:

@@ -130,7 +130,7 @@ class ChannelDeltaRule(Decay):
     `b = sigmoid(W_b x)` and `w = sigmoid(W_w x)` are vectors per head, lambda is KDA's.
     """
 
-    per, delta = "a token and key dimension, delta rule", True
+    per, delta, value_gates = "a token and key dimension, delta rule", True, True
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)
@@ -169,33 +169,38 @@ class GeneralizedDeltaRule(Decay):
         return Gating((k * (1 + (a - 1) * k_a)).to(k.dtype), Gates(log_decay, erase=a * read, read=read))
 
 
-BLOCK = "short convolutions, SiLU on v, head norm with a gate, values twice as wide"
+BLOCK = {"conv_width": 4, "value_map": "silu", "head_norm": "rmsnorm"}
+LOW_RANK_GATE = {"out_gate": "sigmoid", "out_gate_rank": 64}  # the rank is the head dimension in the publications
 UNIT = {"feature_map": "silu_unit"}
 FAMILY = {
     "deltanet": Entry(
         DeltaAttention,
-        LinearMixer(
-            DeltaRule, **UNIT, scale=1.0, source="2406.06484", left_out="short convolution, SiLU on v, head norm"
-        ),
+        LinearMixer(DeltaRule, **UNIT, scale=1.0, source="2406.06484", block=BLOCK),
     ),
-    "gated_deltanet": Entry(DeltaAttention, LinearMixer(GatedDeltaRule, **UNIT, source="2412.06464", left_out=BLOCK)),
+    "gated_deltanet": Entry(
+        DeltaAttention,
+        LinearMixer(GatedDeltaRule, **UNIT, source="2412.06464", block={**BLOCK, "out_gate": "silu", "value_ratio": 2}),
+    ),
     "kda": Entry(
         DeltaAttention,
         LinearMixer(
             KimiDeltaRule,
             **UNIT,
             source="Kimi Linear, 2510.26692",
-            left_out="short convolutions, SiLU on v, head norm with a gate",
+            block={**BLOCK, **LOW_RANK_GATE},
         ),
     ),
-    "comba": Entry(DeltaAttention, LinearMixer(CombaRule, **UNIT, source="2506.02475", left_out=BLOCK)),
+    "comba": Entry(
+        DeltaAttention,
+        LinearMixer(CombaRule, **UNIT, source="2506.02475", block={**BLOCK, "out_gate": "sigmoid", "value_ratio": 2}),
+    ),
     "gdn2": Entry(
         LionAttention,
         LinearMixer(
             ChannelDeltaRule,
             **UNIT,
             source="Gated DeltaNet-2, 2605.22791",
-            left_out="short convolutions, SiLU on v, head norm with a gate",
+            block={**BLOCK, **LOW_RANK_GATE},
         ),
     ),
     "rwkv7": Entry(
@@ -205,7 +210,8 @@ FAMILY = {
             scale=1.0,
             undecayed_erase=True,
             source="2503.14456",
-            left_out="token shift, values of the first layer, bonus, group norm, output gate",
+            block={"token_shift": True, "head_norm": "groupnorm"},
+            left_out="values of the first layer, bonus, output gate",
         ),
     ),
 }

@@ -7,15 +7,17 @@ up to the later one.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lion.layers.layout import PLAIN, Layout
+from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.lion import SelectiveDecay
+from lion.layers.mixers.parts import describe
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.softmax import KeyValueCache, SoftmaxAttention
 
@@ -36,6 +38,8 @@ class ForgettingAttention(SoftmaxAttention):
     With `direction="forward"` the layer streams; its state is a KV cache with a number per token and head.
     """
 
+    published = MappingProxyType({"head_norm": "rmsnorm", "out_gate": "sigmoid"})
+
     def __init__(
         self, dim: int, num_heads: int, mixer: str = FOX, config: AttentionConfig | None = None, **settings: Any
     ) -> None:
@@ -44,8 +48,9 @@ class ForgettingAttention(SoftmaxAttention):
 
     @staticmethod
     def info(name: str) -> MixerInfo:
-        left_out = "convolution and norm of keys and values, output gate and norm"
-        return MixerInfo("FoX, 2503.02130", "a token and head", "softmax", left_out)
+        left_out = "shift and norm of keys, shift of values, norm of queries"
+        block = describe(ForgettingAttention.published)
+        return MixerInfo("FoX, 2503.02130", "a token and head", "softmax", block, left_out)
 
     @staticmethod
     def knows_order(name: str, config: AttentionConfig) -> bool:
@@ -70,22 +75,22 @@ class ForgettingAttention(SoftmaxAttention):
         bias = -(by_query[..., None] - by_key[..., None, :]).abs()
         return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
 
-    def initial_state(self, batch: int) -> ForgettingCache:
-        cache = super().initial_state(batch)
+    def initial_heads(self, batch: int) -> ForgettingCache:
+        cache = super().initial_heads(batch)
         dtype = torch.promote_types(cache.k.dtype, torch.float32)
         return ForgettingCache(cache, cache.k.new_zeros(batch, self.num_heads, 0, dtype=dtype))
 
-    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, ForgettingCache]:
-        y, cache = super().prefill(x, layout)
-        x = layout.clean(x)
+    def prefill_heads(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout
+    ) -> tuple[Tensor, ForgettingCache]:
+        y, cache = super().prefill_heads(x, q, k, v, layout)
         return y, ForgettingCache(cache, self.log_gates(x, cache.k, layout).cumsum(-1))
 
-    def step(self, x: Tensor, state: ForgettingCache, valid: Tensor | None = None) -> tuple[Tensor, ForgettingCache]:
-        self.check_causal()
+    def step_heads(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: ForgettingCache, valid: Tensor | None
+    ) -> tuple[Tensor, ForgettingCache]:
         check_state(state, ForgettingCache)
         layout = Layout.after(x, state.cache.valid.sum(1), valid)
-        x = layout.clean(x)
-        q, k, v = self.heads(x)
         q, k = self.map_and_rotate(x, q, k, layout)
         sums = self.log_gates(x, k, layout).cumsum(-1)
         if state.sums.shape[-1]:
@@ -93,7 +98,7 @@ class ForgettingAttention(SoftmaxAttention):
         cache, read = self.extended(state.cache, k, v, valid)
         every = torch.cat([state.sums, sums], -1)
         y = self.attend(q, *cache.read(), self.bias(sums, every, read).to(q.dtype))
-        return self.merge(x, y, layout), ForgettingCache(cache, every)
+        return y, ForgettingCache(cache, every)
 
 
 FAMILY = {FOX: Entry(ForgettingAttention)}

@@ -194,7 +194,10 @@ class HippoAttention(LionAttention):
             c = fill(c, {"decay_gate": "sigmoid"})
         elif c.decay_gate is not None:
             raise ValueError(f"decay_gate: mixer {name!r} has none, because its decays do not depend on the tokens")
-        return LionAttention.resolve(name, fill(c, {"value_start": "dense" if c.spectrum == RANDOM else "zoh"}))
+        c = fill(c, {"value_start": "dense" if c.spectrum == RANDOM else "zoh"})
+        if c.value_start != "dense" and (c.value_ratio or 1) != 1:
+            raise ValueError(f"value_start {c.value_start!r} makes a square matrix, use value_ratio 1 or 'dense'")
+        return LionAttention.resolve(name, c)
 
     def make_decays(self, dim: int) -> list[Decay]:
         c = self.config

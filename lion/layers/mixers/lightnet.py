@@ -155,6 +155,7 @@ FAMILY = {
             key_map="identity",
             scale=1.0,
             out_norm="rmsnorm",
+            out_gate="sigmoid",
             out_gate_rank=64,
             source="LightNet, 2405.21022",
             left_out="nothing",

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lion.config import check_settings, fill, nearest
-from lion.layers.layout import PLAIN, ROW_MAJOR, Layout
-from lion.layers.mixers.attention import ALTERNATING, Attention, AttentionConfig, check_rotation, check_scan_names
+from lion.layers.layout import ROW_MAJOR, Layout
+from lion.layers.mixers.attention import (
+    Attention,
+    AttentionConfig,
+    check_rotation,
+    check_scan_names,
+    with_block,
+)
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.decay import Decay, Gating, fold
+from lion.layers.mixers.parts import NO_PART, describe
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.rotations import NO_ROTATION
 from lion.ops import FORMS, Settings, State, includes_query_decay, linear_attention, multi_scan_attention, prefill, step
@@ -36,7 +44,9 @@ class LinearMixer:
             the backward direction.
         rotation: Entry of `ROTATIONS` that rotates q and k.
         undecayed_erase: Whether the erase of a delta rule reads the undecayed state (`lion.ops.Settings`).
-        out_norm, out_gate_rank: Norm and gate after the heads, as in `AttentionConfig`; None: the model decides.
+        out_norm, out_gate, out_gate_rank: Norm and gate after the heads of every block, as in `AttentionConfig`;
+            `out_norm` None: the model decides.
+        block: Settings of the published block that differ from `parts.PLAIN_BLOCK`.
         source: Publication.
         left_out: Parts of the published block, around its recurrence, that this entry leaves out.
     """
@@ -51,7 +61,9 @@ class LinearMixer:
     rotation: str = "none"
     undecayed_erase: bool = False
     out_norm: str | None = None
-    out_gate_rank: int = 0
+    out_gate: str = NO_PART
+    out_gate_rank: int | None = None
+    block: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     left_out: str = ""
 
@@ -92,9 +104,11 @@ class LionAttention(Attention):
             "gla", "hgrn2", "xlstm", "deltanet", "gated_deltanet", "kda", "comba", "gdn2", "rwkv7", "lightnet".
         config: Settings as one object, `AttentionConfig`; None selects the published settings of the mixer.
         **settings: Settings by name, which override `config`: `feature_map`, `normalize`, `decay_convention`,
-            `rotation`, `out_norm`, `out_gate_rank` (by default those of the mixer), `direction` ("both", "forward",
-            "backward"), `scans`, `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"),
-            `chunk_size`, `qkv_bias`, `score_dropout`.
+            `rotation` (by default those of the mixer), `direction` ("both", "forward", "backward"), `scans`,
+            `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"), `chunk_size`,
+            `qkv_bias`, `score_dropout`. `block` set to "published" adds the parts around the published recurrence; in
+            any mixer, each can be set by itself (`AttentionConfig`): `token_shift`, `key_heads`, `value_ratio`,
+            `conv_width`, `value_map`, `skip`, `head_norm`, `out_norm`, `out_gate`, `out_gate_rank`, `gate_first`.
 
     Raises:
         ValueError: An unknown mixer or value, or settings that cannot be combined.
@@ -123,8 +137,6 @@ class LionAttention(Attention):
             if name not in names:
                 raise ValueError(f"{name}: unknown setting of a layer, {hint(name, names)}")
         super().__init__(dim, num_heads, self.resolve(mixer, replace(config, **settings)))
-        if self.config.direction == ALTERNATING:
-            raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
         self.mixer = linear[mixer]
         self.decays = nn.ModuleList(self.make_decays(dim))
         for decay in self.decays:
@@ -150,11 +162,11 @@ class LionAttention(Attention):
             raise ValueError(
                 f"score_dropout exists in the full form only, use form 'auto' or 'full', got {config.form!r}"
             )
-        names = ("feature_map", "normalize", "rotation", "out_norm", "out_gate_rank")
-        filled = {name: getattr(entry, name) for name in names}
+        filled = {name: getattr(entry, name) for name in ("feature_map", "normalize", "rotation")}
         both = config.direction == "both"
         filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
-        out = fill(config, filled)
+        around = {name: getattr(entry, name) for name in ("out_norm", "out_gate", "out_gate_rank")}
+        out = with_block(fill(config, filled), around, entry.block)
         if entry.decay and entry.decay.delta:
             if out.normalize != "none":
                 raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
@@ -164,6 +176,8 @@ class LionAttention(Attention):
                 raise ValueError(
                     f"decay_convention {out.decay_convention!r} is not available with the delta rule, use 'target'"
                 )
+        if out.value_ratio != 1 and entry.decay and entry.decay.value_gates:
+            raise ValueError(f"value_ratio {out.value_ratio}: mixer {name!r} has a gate for each value, use 1")
         check_rotation(out)
         maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
         for phi in maps:
@@ -180,7 +194,7 @@ class LionAttention(Attention):
         entry: LinearMixer = MIXERS[name].fields
         memory = "none" if entry.decay is None else entry.decay.per
         divisor = {"sum": "row sum", "max": "max(abs(row sum), 1)", "none": "-"}[entry.normalize]
-        return MixerInfo(entry.source, memory, divisor, entry.left_out or "-")
+        return MixerInfo(entry.source, memory, divisor, describe(entry.block), entry.left_out or "-")
 
     @staticmethod
     def knows_order(name: str, config: AttentionConfig) -> bool:
@@ -253,28 +267,23 @@ class LionAttention(Attention):
         settings["undecayed_erase"] = m.undecayed_erase
         return dict(q=q, k=gating.k, v=v, gates=gates, feature_map=feature_map, **settings), gating.state
 
-    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, LinearState]:
-        self.check_causal()
-        layout = Layout.given(x, layout)
-        x = layout.clean(x)
-        inputs, decay = self.arguments_and_state(x, *self.heads(x), layout)
+    def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, LinearState]:
+        inputs, decay = self.arguments_and_state(x, q, k, v, layout)
         y, state = prefill(**inputs, chunk_size=self.chunk_size, segments=layout.segments)
-        return self.merge(x, y, layout), LinearState(*state, layout.next_position(x), decay)
+        return y, LinearState(*state, layout.next_position(x), decay)
 
-    def step(self, x: Tensor, state: LinearState, valid: Tensor | None = None) -> tuple[Tensor, LinearState]:
-        self.check_causal()
+    def step_heads(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LinearState, valid: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
         check_state(state, LinearState)
         layout = Layout.after(x, state.position, valid)
-        x = layout.clean(x)
-        inputs, decay = self.arguments_and_state(x, *self.heads(x), layout, state.decay)
+        inputs, decay = self.arguments_and_state(x, q, k, v, layout, state.decay)
         y, new = step(**inputs, state=State(state.S, state.z), valid=valid)
-        return self.merge(x, y, layout), LinearState(*new, state.position + layout.count(x), decay)
+        return y, LinearState(*new, state.position + layout.count(x), decay)
 
-    def initial_state(self, batch: int) -> LinearState:
-        weight, width = self.proj.weight, self.head_dim
-        S = weight.new_zeros(
-            batch, self.num_heads, width, width, dtype=torch.promote_types(weight.dtype, torch.float32)
-        )
+    def initial_heads(self, batch: int) -> LinearState:
+        weight, shape = self.proj.weight, (batch, self.num_heads, self.head_dim, self.value_dim)
+        S = weight.new_zeros(shape, dtype=torch.promote_types(weight.dtype, torch.float32))
         position = torch.zeros(batch, dtype=torch.long, device=weight.device)
         z = S[..., 0].clone()
         return LinearState(S, z, position, self.decays[0].initial_state(z) if self.decays else ())

@@ -166,12 +166,17 @@ class InputAndForgetGate(Decay):
         return Gating(fold(k, torch.sigmoid(i)), Gates(F.logsigmoid(f)))
 
 
+NORM_AND_GATE = {"head_norm": "groupnorm", "out_gate": "silu"}
 LINEAR_TRANSFORMERS = {
     "linear_transformer": LinearMixer(
         None, feature_map="elu1", normalize="sum", source="Katharopoulos et al., 2006.16236", left_out="nothing"
     ),
     "retnet": LinearMixer(
-        RetentionDecay, rotation="rope", source="2307.08621", left_out="group norm, output gate, normalised scores"
+        RetentionDecay,
+        rotation="rope",
+        source="2307.08621",
+        block=NORM_AND_GATE,
+        left_out="normalised scores",
     ),
     "gated_rfa": LinearMixer(
         RandomFeatureGate,
@@ -185,14 +190,24 @@ LINEAR_TRANSFORMERS = {
         feature_map="silu",
         scale=1.0,
         source="2405.21060",
-        left_out="short convolution, SiLU on v, B and C shared by heads, skip D, gated norm",
+        block={
+            "key_heads": 1,
+            "value_ratio": 2,
+            "conv_width": 4,
+            "value_map": "silu",
+            "skip": True,
+            "out_gate": "silu",
+            "gate_first": True,
+            "out_norm": "rmsnorm",
+        },
     ),
     "mamba": LinearMixer(
         DiscreteVectorDecay,
         scale=1.0,
         source="2312.00752",
-        left_out="short convolution, SiLU on v, A and a low-rank step for each channel and B, C for all (here for each "
-        "head), skip D, output gate",
+        block={"value_map": "silu", "skip": True, "out_gate": "silu"},
+        left_out="convolution before the gates, A and a low-rank step for each channel and B, C for all (here for each "
+        "head)",
     ),
     "rwkv6": LinearMixer(
         ReceptanceDecay,
@@ -200,22 +215,25 @@ LINEAR_TRANSFORMERS = {
         decay_convention="between",
         causal_decay_convention="between",
         source="2404.05892",
-        left_out="token shift, group norm, output gate",
+        block={"token_shift": True, **NORM_AND_GATE},
+        left_out="weights of the token shift that depend on the token",
     ),
-    "gla": LinearMixer(LowRankDecay, source="2312.06635", left_out="head norm, output gate"),
+    "gla": LinearMixer(LowRankDecay, source="2312.06635", block=NORM_AND_GATE),
     "hgrn2": LinearMixer(
         BoundedDecay,
         feature_map="silu",
         key_map="identity",
         scale=1.0,
         source="2404.07904",
-        left_out="bounds that rise over layers, activation of v, norm, output gate",
+        block={"out_norm": "rmsnorm"},
+        left_out="bounds that rise over layers, activation of v, output gate",
     ),
     "xlstm": LinearMixer(
         InputAndForgetGate,
         normalize="max",
         source="mLSTM, 2405.04517",
-        left_out="exponential input gate, short convolution, head norm, output gate, skip",
+        block={"head_norm": "groupnorm", "out_gate": "sigmoid"},
+        left_out="exponential input gate, short convolution of queries and keys, skip",
     ),
 }
 FAMILY = {name: Entry(LionAttention, fields) for name, fields in LINEAR_TRANSFORMERS.items()}

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
-from lion.layers.layout import PLAIN, ROW_MAJOR, Layout
-from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names
+from lion.layers.layout import ROW_MAJOR, Layout
+from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names, with_block
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
-from lion.layers.mixers.registry import Entry
+from lion.layers.mixers.registry import MIXERS, Entry
 from lion.layers.rotations import NO_ROTATION
 from lion.ops.features import apply_feature_map
 from lion.ops.rotary import rotate_each
@@ -95,7 +95,7 @@ class SoftmaxAttention(Attention):
             )
         if config.form not in ("auto", "full"):
             raise ValueError(f"form {config.form!r} is not available with mixer {name!r}, which has only 'full'")
-        config = fill(config, {"rotation": NO_ROTATION})
+        config = with_block(fill(config, {"rotation": NO_ROTATION}), {}, MIXERS[name].layer.published)
         for setting in ("normalize", "decay_convention"):
             if getattr(config, setting) is not None:
                 raise ValueError(f"{setting} belongs to linear mixers, {name!r} has none")
@@ -125,29 +125,24 @@ class SoftmaxAttention(Attention):
         dropout = self.config.score_dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
 
-    def initial_state(self, batch: int) -> KeyValueCache:
-        empty = self.proj.weight.new_zeros(batch, self.num_heads, 0, self.head_dim)
-        return KeyValueCache(empty, empty.clone(), torch.zeros(batch, 0, dtype=torch.bool, device=empty.device))
+    def initial_heads(self, batch: int) -> KeyValueCache:
+        k, v = (self.proj.weight.new_zeros(batch, self.num_heads, 0, n) for n in (self.head_dim, self.value_dim))
+        return KeyValueCache(k, v, torch.zeros(batch, 0, dtype=torch.bool, device=k.device))
 
-    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, KeyValueCache]:
-        self.check_causal()
-        x = layout.clean(x)
-        q, k, v = self.heads(x)
+    def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, KeyValueCache]:
         read = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if layout.valid is None else layout.valid
         if layout.segment_index is not None:
             read = layout.in_last_segment()
         cache = KeyValueCache(self.map_and_rotate(x, q, k, layout)[1], v, read)
-        return self.merge(x, self.mix(x, q, k, v, layout), layout), cache
+        return self.mix(x, q, k, v, layout), cache
 
-    def step(self, x: Tensor, state: KeyValueCache, valid: Tensor | None = None) -> tuple[Tensor, KeyValueCache]:
-        self.check_causal()
+    def step_heads(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache, valid: Tensor | None
+    ) -> tuple[Tensor, KeyValueCache]:
         check_state(state, KeyValueCache)
-        layout = Layout.after(x, state.valid.sum(1), valid)
-        x = layout.clean(x)
-        q, k, v = self.heads(x)
-        q, k = self.map_and_rotate(x, q, k, layout)
+        q, k = self.map_and_rotate(x, q, k, Layout.after(x, state.valid.sum(1), valid))
         state, read = self.extended(state, k, v, valid)
-        return self.merge(x, self.attend(q, *state.read(), read), layout), state
+        return self.attend(q, *state.read(), read), state
 
     def extended(
         self, cache: KeyValueCache, k: Tensor, v: Tensor, valid: Tensor | None
@@ -187,19 +182,25 @@ class NoMixing(Attention):
 
     @property
     def causal(self) -> bool:
-        return True
+        return not self.neighbours or super().causal
+
+    def check_causal(self) -> None:
+        if not self.causal:
+            super().check_causal()
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         return v
 
-    def initial_state(self, batch: int) -> tuple:
+    def initial_heads(self, batch: int) -> tuple:
         return ()
 
-    def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, tuple]:
-        return self(x, layout), ()
+    def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, tuple]:
+        return v, ()
 
-    def step(self, x: Tensor, state: tuple, valid: Tensor | None = None) -> tuple[Tensor, tuple]:
-        return self(x, Layout.of(x, valid)), ()
+    def step_heads(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: tuple, valid: Tensor | None
+    ) -> tuple[Tensor, tuple]:
+        return v, ()
 
 
 FAMILY = {SOFTMAX: Entry(SoftmaxAttention), NONE: Entry(NoMixing)}

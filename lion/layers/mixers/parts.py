@@ -1,0 +1,90 @@
+"""Parts of published blocks around the heads of a mixer, which any attention layer can have: `AttentionConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lion.layers.mixers.base import state_type
+from lion.layers.norms import RMSNorm
+
+NO_PART = "none"
+BLOCKS = ("plain", "published")
+# The settings of a plain block. Those of a published block override them by mixer (`LinearMixer.block`).
+PLAIN_BLOCK: Mapping[str, Any] = {
+    "token_shift": False,
+    "conv_width": 0,
+    "value_map": "identity",
+    "value_ratio": 1,
+    "skip": False,
+    "head_norm": NO_PART,
+    "out_gate": NO_PART,
+    "gate_first": False,
+}
+OUT_GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
+
+
+class HeadRMSNorm(RMSNorm):
+    """RMSNorm of each head of y (B, H, L, E), with weights (E) that all heads share."""
+
+    def __init__(self, num_heads: int, width: int) -> None:
+        super().__init__(width, eps=1e-5)
+
+
+class HeadGroupNorm(nn.Module):
+    """Layer norm of each head of y (B, H, L, E), with a weight and a bias for each channel: a group norm by heads."""
+
+    def __init__(self, num_heads: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_heads * width))
+        self.bias = nn.Parameter(torch.zeros(num_heads * width))
+
+    def forward(self, y: Tensor) -> Tensor:
+        y = y.to(torch.promote_types(y.dtype, self.weight.dtype))
+        weight, bias = (p.view(y.shape[1], 1, -1) for p in (self.weight, self.bias))
+        return F.layer_norm(y, y.shape[-1:], eps=1e-5) * weight + bias
+
+
+HEAD_NORMS: Mapping[str, Callable[[int, int], nn.Module]] = {"groupnorm": HeadGroupNorm, "rmsnorm": HeadRMSNorm}
+
+
+def make_gate(dim: int, width: int, rank: int | None) -> nn.Sequential:
+    """Return the logits of an output gate, (.., dim) -> (.., width); a rank of None is a full matrix."""
+    sizes = (dim, width) if rank is None else (dim, rank, width)
+    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
+
+
+@state_type
+class BlockState(NamedTuple):
+    """The state of a causal layer with a token shift or a convolution.
+
+    Attributes:
+        heads: State of the mixing of heads.
+        shift: The last token, (B, 1, dim); (B, 0, dim) without token shift.
+        conv: The tokens (B, width - 1, C) that the next convolution reads; (B, 0, C) without convolution.
+    """
+
+    heads: Any
+    shift: Tensor
+    conv: Tensor
+
+
+def describe(block: Mapping[str, Any]) -> str:
+    """Return the parts of a published block in words; "-" if there are none."""
+    words = {
+        "token_shift": "token shift",
+        "key_heads": "q and k shared by heads",
+        "value_ratio": f"values {block.get('value_ratio')} times as wide",
+        "conv_width": f"convolution of width {block.get('conv_width')}",
+        "value_map": f"{block.get('value_map')} on v",
+        "skip": "skip D",
+        "head_norm": f"head {block.get('head_norm')}",
+        "out_norm": f"{block.get('out_norm')}",
+        "out_gate": f"{block.get('out_gate')} gate",
+    }
+    return ", ".join(text for name, text in words.items() if name in block) or "-"
