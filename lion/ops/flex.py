@@ -50,7 +50,7 @@ LEAST_SUM = 1e-20
 LEAST_LOG = -1e30  # replaces the logarithm of an empty sum, so that differences are finite
 BLOCK = 128  # tokens; blocks of pairs on the wrong side of the diagonal are skipped
 WHOLE = 1 << 30  # one block for all pairs
-CHECK_LENGTH = 150  # tokens: two blocks, one of them not full
+CHECK_LENGTHS = (150, 1100)  # tokens: two blocks, one of them not full; three chunks with states between them
 TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # of the check, relative to the largest value; TF32 may be on
 
 log = logging.getLogger("lion")
@@ -345,8 +345,8 @@ def checked(device: torch.device, dtype: torch.dtype, dim: int, width: int) -> b
         Whether the check has passed.
     """
     try:
-        error = deviation(device, dtype, dim, width)
-        reason = "" if error <= TOLERANCES[dtype] else f"off by {error:.1e}"
+        errors = [deviation(device, dtype, dim, width, length) for length in CHECK_LENGTHS]
+        reason = next((f"off by {error:.1e}" for error in errors if not error <= TOLERANCES[dtype]), "")
     except Exception as failure:  # compilers raise errors of any kind
         reason = f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
     if not reason:
@@ -356,8 +356,10 @@ def checked(device: torch.device, dtype: torch.dtype, dim: int, width: int) -> b
     return not reason
 
 
-def deviation(device: torch.device, dtype: torch.dtype, dim: int, width: int, backend: str = "inductor") -> float:
-    """Return the largest error of the fused form against the full form of the same tokens in float32.
+def deviation(
+    device: torch.device, dtype: torch.dtype, dim: int, width: int, length: int, backend: str = "inductor"
+) -> float:
+    """Return the largest error of the fused form against the full form of the same `length` tokens in float32.
 
     The errors of the output and of each gradient are relative to the largest value of that tensor.
     """
@@ -373,7 +375,7 @@ def deviation(device: torch.device, dtype: torch.dtype, dim: int, width: int, ba
         numerator, total = masked_parts(TokenBlock(q, k, v, log_decay[..., None]), how, 0.0)
         return numerator / total[..., None]
 
-    rows = (2, 2, CHECK_LENGTH)
+    rows = (2, 2, length)
     with no_autocast(torch.empty(0, device=device)), torch.inference_mode(False), torch.enable_grad():
         rounded = [torch.rand(*rows, n, generator=rng).to(device, dtype) for n in (dim, dim, width)]
         log_decay, weights = (-torch.rand(rows, generator=rng)).to(device), torch.randn(*rows, width, generator=rng)
