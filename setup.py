@@ -6,7 +6,8 @@ EXTRAS = {
     "glue": ["scikit-learn", "scipy"],
     "paper": ["matplotlib", "scipy"],
     "plots": ["matplotlib"],
-    "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm", "transformers"],
+    "timm": ["timm>=1.0.26"],
+    "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm>=1.0.26", "transformers"],
 }
 
 # What a wheel holds in the folder `lion/clone`, so that site-packages gets no top-level `data` or `tools`.

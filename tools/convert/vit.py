@@ -1,4 +1,4 @@
-"""Converter of vision transformers: the authors' vision code (LIONS-EPFL/LION), DeiT, timm's ViT."""
+"""Converter of vision transformers: the authors' vision code (LIONS-EPFL/LION), DeiT, timm's ViT, `lion.timm`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ NAMES = (  # their name, our name, sign; their selective decay is 1 - sigmoid(W 
     (r"blocks\.(\d+)\.attn\.a2_i", r"encoder.blocks.\1.attention.decays.1.a", 1),
     (r"blocks\.(\d+)\.attn\.a_i\.(\w+)", r"encoder.blocks.\1.attention.decays.0.gate.\2", -1),
     (r"blocks\.(\d+)\.attn\.a2_i\.(\w+)", r"encoder.blocks.\1.attention.decays.1.gate.\2", -1),
+    (r"blocks\.(\d+)\.attn\.((decays|rotation|out_norm|out_gate)\.[\w.]+)", r"encoder.blocks.\1.attention.\2", 1),
+    (r"tpe\.(\w+)", r"encoder.tpe.\1", 1),
     (r"norm\.(\w+)", r"encoder.norm.\1", 1),
     (r"head\.(\w+)", r"head.\1", 1),
 )
 NEEDED = {"patch_embed.proj.weight": 4, "cls_token": 3, "blocks.0.norm1.weight": 1, "head.weight": 2}  # number of axes
+OPTIONAL = "cls_token"
+OWN = r"tpe\..*|blocks\.0\.attn\.(decays|rotation|out_norm|out_gate)\..*"  # names that only `lion.timm` has
+NAME = "vit_lion_"  # names of its models
 ORDER_S = ("row_snake", "column_snake")  # scans of a_i and a2_i
 MASKS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}  # the authors' --mask_type
 HEADS = {"tiny": 3, "small": 6, "base": 12}  # by the size in the names of their models and of DeiT's models
@@ -51,8 +56,10 @@ class ViTConverter(Converter):
     def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
         theirs, ours = held.weights, {}
         for name, axes in NEEDED.items():
+            if name == OPTIONAL and name not in theirs:
+                continue
             if not torch.is_tensor(theirs.get(name)) or theirs[name].dim() != axes:
-                whose = "a classifier of LION, DeiT or timm's ViT"
+                whose = "a classifier of LION, DeiT, timm's ViT or lion.timm"
                 raise ConfigError(f"{held.path}: no {name} with {axes} axes: not {whose}")
         for name, value in theirs.items():
             matches = ((re.fullmatch(pattern, name), our, sign) for pattern, our, sign in NAMES)
@@ -63,8 +70,11 @@ class ViTConverter(Converter):
         return ours
 
     def adopted(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
-        """Select the preset of the authors' code: it differs from their paper, and the weights were trained with it."""
-        return {"model.preset": "released"}
+        """Select the preset of the authors' code: it differs from their paper, and the weights were trained with it.
+
+        A file of plain Lion-lit weights may also come from `lion.timm`; it then needs `model.preset=paper`.
+        """
+        return {} if is_own(held) else {"model.preset": "released"}
 
     def settings(
         self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo
@@ -72,12 +82,15 @@ class ViTConverter(Converter):
         theirs = held.weights
         c, patch = recipe.model.resolved(), theirs["patch_embed.proj.weight"]
         a, a2 = ([n for n in theirs if n.startswith(f"blocks.0.attn.{name}")] for name in ("a_i", "a2_i"))
+        cls, own = OPTIONAL in theirs, is_own(held)
         if a:
             yield Setting("model.mixer", "lion_d" if a == ["blocks.0.attn.a_i"] else "lion_s", c.mixer, a[0])
-        elif c.mixer not in (SOFTMAX, "lion_lit"):  # their weights have the same names
+        elif not own and c.mixer not in (SOFTMAX, "lion_lit"):  # their weights have the same names
             yield Setting("model.mixer", f"{SOFTMAX} or lion_lit", c.mixer, "there is no blocks.0.attn.a_i")
-        seen = a2[0] if a2 else "there is no blocks.0.attn.a2_i"
-        yield Setting("model.attention.scans", ORDER_S if a2 else ROW_MAJOR, c.attention.scans, seen)
+        if not own:
+            seen = a2[0] if a2 else "there is no blocks.0.attn.a2_i"
+            yield Setting("model.attention.scans", ORDER_S if a2 else ROW_MAJOR, c.attention.scans, seen)
+        yield Setting("model.cls", cls, c.cls, OPTIONAL if cls else f"there is no {OPTIONAL}")
         yield Setting("model.dim", len(patch), c.dim, "patch_embed.proj.weight")
         if a:
             yield Setting("model.num_heads", len(theirs[a[0]]), c.num_heads, a[0])
@@ -87,7 +100,7 @@ class ViTConverter(Converter):
         last = max(blocks, key=blocks.get)
         yield Setting("model.depth", blocks[last] + 1, c.depth, last)
         if "pos_embed" in theirs:
-            places, grid = theirs["pos_embed"].numel() // c.dim - 1, [s // p for s, p in zip(info.size, c.patch_size)]
+            places, grid = theirs["pos_embed"].numel() // c.dim - cls, [s // p for s, p in zip(info.size, c.patch_size)]
             side = math.isqrt(max(places, 0))
             if side * side == places != math.prod(grid):
                 yield Setting("data.image_size", tuple(side * p for p in c.patch_size), info.size, "pos_embed")
@@ -114,4 +127,10 @@ class ViTConverter(Converter):
     def describe(self, held: CheckpointContents, recipe: Recipe, info: ImageInfo) -> str:
         c = recipe.model.resolved()
         embedding = f"{'with' if c.position_embedding else 'without'} position embedding"
-        return f"{len(info.classes)} classes, {embedding}, {c.num_heads} heads, readout {c.readout}"
+        preset = f", preset {c.preset}" if c.mixer in c.released else ""
+        return f"{len(info.classes)} classes, {embedding}, {c.num_heads} heads, readout {c.readout}{preset}"
+
+
+def is_own(held: CheckpointContents) -> bool:
+    """Return whether a checkpoint shows that it holds a model of `lion.timm`, by its names or its arguments."""
+    return str(held.said.get("model")).startswith(NAME) or any(re.fullmatch(OWN, name) for name in held.weights)

@@ -1,0 +1,193 @@
+"""The linear mixers as attention layers of timm: classes for the argument `attn_layer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from lion.config import nearest
+from lion.layers.layout import PLAIN
+from lion.layers.mixers import LINEAR, MIXERS
+from lion.layers.mixers.linear import LionAttention as Layer
+from lion.timm.grid import copy_own
+
+
+@register_notrace_module
+class TimmAttention(Layer):
+    """A linear mixer with the constructor and the `forward` of `timm.layers.Attention`; `attention` makes subclasses.
+
+    Names of weights are those of timm (`qkv`, `proj`), so softmax weights can be loaded; decays are in `decays`.
+
+    Args:
+        dim, num_heads: Width of the tokens, and number of heads.
+        qkv_bias, proj_bias: Whether the projections have biases.
+        qk_norm: Whether queries and keys are normalised by `norm_layer(head_dim)`, before the feature map.
+        scale_norm: Not available; the setting `out_norm` of `attention` normalises the output of the heads.
+        attn_drop: Dropout of scores. Only the full form has scores, and only mixers without a delta rule.
+        proj_drop: Dropout of the output.
+        norm_layer: Constructor of the norms of queries and keys.
+        device, dtype: Device and floating-point type of the parameters.
+
+    Raises:
+        ValueError: Arguments that the mixer does not support.
+    """
+
+    name: ClassVar[str]  # an entry of `LINEAR`
+    settings: ClassVar[dict[str, Any]]  # of `AttentionConfig`
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_layer: Callable[..., nn.Module] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if scale_norm:
+            raise ValueError("scale_norm: use the setting out_norm, as in lion.timm.attention(.., out_norm='rmsnorm')")
+        if qk_norm and norm_layer is None:
+            raise ValueError("qk_norm: needs norm_layer")
+        given = {"qkv_bias": qkv_bias, "score_dropout": attn_drop, **self.settings}
+        with torch.device(device or torch.get_default_device()):
+            super().__init__(dim, num_heads, self.name, **given)
+            self.q_norm, self.k_norm = (norm_layer(self.head_dim) if qk_norm else nn.Identity() for _ in range(2))
+        if not proj_bias:
+            self.proj.register_parameter("bias", None)
+        self.given, self.proj_drop = given, nn.Dropout(proj_drop)
+        self.register_module("place", None)  # the `Grid` of a model whose tokens have places
+        self.to(dtype=dtype)
+        self.__dict__["twin"] = self.in_direction_forward()  # not a registered module, whose weights would be saved
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Mix tokens x (B, L, dim).
+
+        Args:
+            attn_mask: A mask of padding, boolean (True for tokens) or added to scores (0 for tokens, minus infinity or
+                the smallest number of its type for padding): (B, 1, 1, L), or (B, 1, L, L) with the same keys in every
+                row. Rows of padding may also be empty. B and L may be 1 where they broadcast.
+            is_causal: Whether no token sees a later one: direction "forward" for this call, with its convention of
+                decays (`AttentionConfig`). Together with `attn_mask`, both apply.
+
+        Raises:
+            ValueError: A mask that linear attention cannot express. On a GPU and in a compiled graph, rows that differ
+                raise an asynchronous assertion instead.
+        """
+        if is_causal and self.config.direction != "forward":  # not `self.causal`, which Dynamo reads wrongly
+            return self.causal_layer()(x, attn_mask)
+        layout = PLAIN if self.place is None else self.place()
+        if attn_mask is not None:
+            layout = layout.masked(x, keys_of(attn_mask, x))
+        return self.proj_drop(super().forward(x, layout))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+    def causal_layer(self) -> TimmAttention:
+        """Return this layer in direction "forward", with the same parameters.
+
+        Raises:
+            ValueError: The layer has direction "backward", several scans, or a norm over tokens.
+        """
+        if self.config.direction == "backward" or len(self.config.scans) > 1:
+            what = "direction 'backward'" if self.config.direction == "backward" else "several scans"
+            raise ValueError(f"is_causal: not available with {what}")
+        self.twin.check_causal()
+        self.twin.form, self.twin.chunk_size, self.twin.training = self.form, self.chunk_size, self.training
+        return self.twin
+
+    def in_direction_forward(self) -> TimmAttention:
+        """Return a layer in direction "forward" that shares all modules with this one."""
+        twin = type(self).__new__(type(self))
+        config = self.resolve(self.name, self.Config(**{**self.given, "direction": "forward"}))
+        twin.__dict__.update(self.__dict__, config=config)
+        if not self.decays:  # LightNet has one in this direction only, without parameters
+            twin.__dict__["decays"] = twin.make_decays(self.qkv.in_features)
+        return twin
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, except those of linear layers, which timm initialises."""
+        with torch.device(self.qkv.weight.device):
+            fresh = type(self)(self.qkv.in_features, self.num_heads)
+        for part in ("decays", "rotation", "out_norm"):
+            copy_own(getattr(fresh, part), getattr(self, part))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the class by its arguments, because it has no place in a module."""
+        return new_layer, (self.name, self.settings), self.__dict__
+
+
+def new_layer(mixer: str, settings: dict[str, Any]) -> TimmAttention:
+    kind = attention(mixer, **settings)
+    return kind.__new__(kind)
+
+
+def attention(mixer: str = "lion_s", **settings: Any) -> type[TimmAttention]:
+    """Return the class of a linear mixer for the argument `attn_layer` of timm's models.
+
+    Args:
+        mixer: A linear mixer of `lion.LionAttention`: "lion_lit", "lion_d", "lion_s", "lightnet", "gla", ..
+        **settings: Settings of `AttentionConfig`, except `qkv_bias` and `score_dropout`, which timm passes: `form`,
+            `chunk_size`, `direction`, `feature_map`, ..
+
+    Raises:
+        ValueError: An unknown mixer.
+    """
+    if mixer not in LINEAR:
+        raise ValueError(f"mixer: unknown linear mixer {mixer!r}, {nearest(mixer, LINEAR)}")
+    return made(mixer, tuple(sorted(settings.items())))
+
+
+@cache
+def made(mixer: str, settings: tuple[tuple[str, Any], ...]) -> type[TimmAttention]:
+    layer = MIXERS[mixer].layer
+    bases = (TimmAttention,) if layer is Layer else (TimmAttention, layer)
+    return type(layer.__name__, bases, {"name": mixer, "settings": dict(settings)})
+
+
+LionAttention = attention("lion_s")
+
+
+def keys_of(mask: Tensor, x: Tensor) -> Tensor:
+    """Return the boolean mask (B, L) of the keys that a mask of pairs lets every token of x (B, L, dim) see.
+
+    Raises:
+        ValueError: A mask that is not one of padding.
+    """
+    batch, length = x.shape[:2]
+    fits = (1, batch), (1,), (1, length), (length,)
+    if mask.dim() == 2:
+        mask = mask[None, None]
+    if mask.dim() != 4 or any(size not in sizes for size, sizes in zip(mask.shape, fits)):
+        raise ValueError(
+            f"attn_mask: expected (B, 1, 1, L) or (B, 1, L, L) with B={batch} and L={length}, got {tuple(mask.shape)}; "
+            "linear attention has one mask for all heads"
+        )
+    pairs = mask[:, 0].expand(batch, -1, -1)
+    if mask.dtype != torch.bool:
+        pairs, added = pairs == 0, pairs
+        check((pairs | (added <= torch.finfo(mask.dtype).min)).all(), "a bias of scores")
+    keys = pairs.any(1)
+    if mask.shape[2] > 1:
+        empty = ~keys[:, :, None] & ~pairs.any(2, keepdim=True)
+        check(((pairs == keys[:, None]) | empty).all(), "different keys for different queries")
+    return keys
+
+
+def check(right: Tensor, what: str) -> None:
+    message = f"attn_mask: {what}, which linear attention cannot express; expected padding, or is_causal=True"
+    if right.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(right, message)
+    elif not right:
+        raise ValueError(message)

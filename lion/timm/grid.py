@@ -1,0 +1,52 @@
+"""The places of an image's tokens, shared by all layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lion.layers.layout import Layout, grid_layout
+
+
+class Grid(nn.Module):
+    """The layout of the tokens of every image: prefix tokens (cls, registers), then patches.
+
+    Args:
+        size: Number of patches, (height, width).
+        prefix: Number of prefix tokens.
+        scans: Orders in which the patches are visited, entries of `SCANS`.
+    """
+
+    def __init__(self, size: tuple[int, int], prefix: int, scans: Sequence[str]) -> None:
+        super().__init__()
+        self.prefix, self.scans = prefix, scans
+        self.resize(size)
+
+    def resize(self, size: tuple[int, int]) -> None:
+        """Place the tokens of images with another number of patches, (height, width)."""
+        self.size = tuple(size)
+        layout = grid_layout(*size, self.scans, special=self.prefix)
+        for name in ("coords", "special", "orders"):
+            self.register_buffer(name, getattr(layout, name), persistent=False)
+
+    def reset_parameters(self) -> None:
+        with torch.device(self.coords.device):
+            self.resize(self.size)
+
+    def forward(self) -> Layout:
+        return Layout(coords=self.coords, special=self.special, orders=self.orders)
+
+
+@torch.no_grad()
+def copy_own(source: nn.Module | None, target: nn.Module | None) -> None:
+    """Copy the parameters and buffers of a module, if there is one, to its twin, except those of linear layers."""
+    if source is None or target is None:
+        return
+    for pair in zip(source.modules(), target.modules()):
+        if not isinstance(pair[0], nn.Linear):
+            old, new = ({**m._parameters, **m._buffers} for m in pair)
+            for name, value in new.items():
+                if value is not None:
+                    value.copy_(old[name])

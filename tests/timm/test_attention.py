@@ -1,0 +1,190 @@
+"""Tests of the attention layers for timm: their values are those of our layers; masks that do not fit are refused."""
+
+import copy
+import importlib
+import pickle
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import lion
+from lion.layers.layout import Layout
+from lion.layers.mixers import LINEAR, set_form
+from tests.helpers import ROOT
+
+timm = pytest.importorskip("timm")
+room = pytest.importorskip("lion.timm")
+
+DIM, HEADS, LENGTH = 24, 3, 11
+VALID = torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
+
+
+def layers(mixer, seed=0, **settings):
+    """Return a layer for timm and ours, with the same weights, and tokens for both."""
+    torch.manual_seed(seed)
+    theirs = room.attention(mixer)(DIM, HEADS, qkv_bias=True)
+    ours = lion.LionAttention(DIM, HEADS, mixer, **settings)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours, torch.randn(2, LENGTH, DIM)
+
+
+@pytest.mark.parametrize("mixer", LINEAR)
+def test_the_values_are_those_of_our_layer(mixer):
+    theirs, ours, x = layers(mixer)
+    assert torch.equal(theirs(x), ours(x))
+    masked = theirs(x.masked_fill(~VALID[..., None], torch.nan), attn_mask=VALID[:, None, None])
+    assert torch.equal(masked[VALID], ours(x, Layout.of(x, VALID))[VALID])
+    theirs, ours, x = layers(mixer, direction="forward")
+    y = theirs(x, is_causal=True)
+    assert torch.equal(y, ours(x)) and not torch.allclose(y, theirs(x))
+    y = theirs(x, attn_mask=VALID[:, None, None], is_causal=True)
+    assert torch.equal(y[VALID], ours(x, Layout.of(x, VALID))[VALID])
+    y.square().sum().backward()
+    assert all(p.grad is not None for p in theirs.parameters())
+
+
+def added(mask, least=-torch.inf):
+    return torch.zeros(mask.shape).masked_fill(~mask, least)
+
+
+PAIRS = VALID[:, None, None] & VALID[:, None, :, None]
+MASKS = {  # of timm's models, and of PyTorch's SDPA
+    "keys": VALID[:, None, None],
+    "keys for each query": VALID[:, None, None].expand(-1, 1, LENGTH, -1),
+    "pairs": PAIRS,
+    "added keys": added(VALID[:, None, None]),
+    "added pairs": added(PAIRS, torch.finfo(torch.float32).min),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_every_form_of_a_padding_mask(kind):
+    theirs, ours, x = layers("lion_s")
+    y = theirs(x, attn_mask=MASKS[kind])
+    assert torch.equal(y[VALID], ours(x, Layout.of(x, VALID))[VALID]) and y.isfinite().all()
+    torch.testing.assert_close(y[1:, :7], theirs(x[1:, :7]), rtol=0, atol=1e-6)
+    everything = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    torch.testing.assert_close(theirs(x, attn_mask=everything), ours(x), rtol=0, atol=1e-6)
+
+
+def test_the_mask_of_timms_naflex_model():
+    naflex = pytest.importorskip("timm.models.naflexvit")
+    theirs, ours, x = layers("lion_d")
+    for symmetric in (True, False):
+        mask = naflex.create_attention_mask(VALID, symmetric=symmetric)
+        assert torch.equal(theirs(x, attn_mask=mask)[VALID], ours(x, Layout.of(x, VALID))[VALID])
+
+
+REFUSED = {
+    "expected (B, 1, 1, L) or (B, 1, L, L) with B=2 and L=11, got (2, 3, 11, 11); linear attention has one mask for": (
+        torch.ones(2, HEADS, LENGTH, LENGTH, dtype=torch.bool)
+    ),
+    "with B=2 and L=11, got (2, 1, 11, 9)": torch.ones(2, 1, LENGTH, 9, dtype=torch.bool),
+    "with B=2 and L=11, got (2, 11, 11)": torch.ones(2, LENGTH, LENGTH, dtype=torch.bool),
+    "attn_mask: a bias of scores, which linear attention cannot express; expected padding, or is_causal=True": (
+        torch.randn(LENGTH, LENGTH)
+    ),
+    "attn_mask: different keys for different queries, which linear": torch.ones(LENGTH, LENGTH).bool().tril(),
+    "attn_mask: different keys for different queries": torch.eye(LENGTH).bool(),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_mask_that_linear_attention_cannot_express_is_refused(message):
+    theirs, _, x = layers("lion_s")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        theirs(x, attn_mask=REFUSED[message])
+
+
+def test_bad_arguments_are_refused():
+    for message, made in {
+        "mixer: unknown linear mixer 'lion_q', did you mean 'lion_": lambda: room.attention("lion_q"),
+        "chunk_sise: unknown setting of a layer": lambda: room.attention("gla", chunk_sise=3)(DIM, HEADS),
+        "scale_norm: use the setting out_norm": lambda: room.LionAttention(DIM, HEADS, scale_norm=True),
+        "qk_norm: needs norm_layer": lambda: room.LionAttention(DIM, HEADS, qk_norm=True),
+        "dim: expected a multiple of num_heads=5": lambda: room.LionAttention(DIM, 5),
+        "score_dropout is not available": lambda: room.attention("deltanet")(DIM, HEADS, attn_drop=0.1),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            made()
+    x = torch.randn(1, LENGTH, DIM)
+    for message, settings in {
+        "is_causal: not available with direction 'backward'": {"direction": "backward"},
+        "is_causal: not available with several scans": {"scans": ("row_snake", "column_snake")},
+        "out_norm: 'batchnorm' averages over all tokens": {"out_norm": "batchnorm"},
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            room.attention("lion_s", **settings)(DIM, HEADS)(x, is_causal=True)
+
+
+def test_the_arguments_of_timms_attention():
+    torch.manual_seed(0)
+    layer = room.attention("lion_lit")(DIM, HEADS, qk_norm=True, norm_layer=nn.LayerNorm, proj_bias=False)
+    names = {"qkv.weight", "proj.weight", *(f"{n}_norm.{kind}" for n in "qk" for kind in ("weight", "bias"))}
+    assert set(layer.state_dict()) == names
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    x = torch.randn(2, LENGTH, DIM)
+    q, k, v = layer.qkv(x).view(2, LENGTH, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+    expected = lion.linear_attention(layer.q_norm(q), layer.k_norm(k), v, feature_map="silu_shifted", form="full")
+    torch.testing.assert_close(layer(x), expected.transpose(1, 2).flatten(2) @ layer.proj.weight.T)
+
+    layer = room.LionAttention(DIM, HEADS, proj_drop=1.0, attn_drop=0.5)
+    assert layer.config.score_dropout == 0.5 and layer.qkv.bias is None
+    assert not layer(x).any() and layer.eval()(x).any()
+    layer = room.LionAttention(DIM, HEADS, device="meta", dtype=torch.float64, qkv_bias=True)
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.float64)}
+
+
+def test_the_class_of_a_mixer_is_one_class_that_is_copied_and_pickled():
+    assert room.attention("lion_s") is room.LionAttention
+    assert room.attention("gla", form="chunk") is room.attention("gla", form="chunk") is not room.attention("gla")
+    layer = room.attention("gla", form="chunk")(DIM, HEADS)
+    x = torch.randn(1, LENGTH, DIM)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is type(layer) and other.form == "chunk" and torch.equal(other(x), layer(x))
+        assert torch.equal(other(x, is_causal=True), layer(x, is_causal=True))
+        nn.init.zeros_(other.qkv.weight)
+        assert layer.qkv.weight.any() and not other(x, is_causal=True).std(1).any()
+
+
+@pytest.mark.parametrize("mixer", ["lion_s", "lightnet"])
+def test_a_model_of_timm_with_our_layers(mixer):
+    """Check forms, directions and gradients in timm's ViT, with padding patches that change nothing."""
+    torch.manual_seed(0)
+    settings = dict(img_size=48, embed_dim=DIM, num_heads=HEADS, depth=2, num_classes=5, qk_norm=True)
+    model = timm.create_model("vit_small_patch16_224", attn_layer=room.attention(mixer), **settings).double()
+    images = torch.randn(2, 3, 48, 48, dtype=torch.float64)
+    expected = model(images)
+    expected.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    for form in ("chunk", "rnn"):
+        set_form(model, form, 4)
+        torch.testing.assert_close(model(images), expected, rtol=0, atol=1e-11)
+    changed = torch.cat([images[..., :32, :], torch.randn(2, 3, 16, 48)], 2)  # the last row of patches
+    keys = (torch.arange(10) < 7)[None, None, None]
+    tokens, others = (model.forward_features(x, attn_mask=keys) for x in (images, changed))
+    assert torch.equal(tokens[:, :7], others[:, :7])
+    tokens, others = (model.forward_features(x, is_causal=True) for x in (images, changed))
+    torch.testing.assert_close(tokens[:, :7], others[:, :7], rtol=0, atol=1e-11)
+    assert not torch.allclose(tokens[:, 7:], others[:, 7:])
+
+
+@pytest.mark.parametrize("mixer", ["lion_s", "lightnet"])
+def test_one_compiled_graph_serves_masks_and_causality(mixer):
+    layer, _, x = layers(mixer)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for arguments in ({}, {"is_causal": True}, {"attn_mask": VALID[:, None, None]}, {"attn_mask": PAIRS}):
+        assert torch.equal(compiled(x, **arguments), layer(x, **arguments))
+
+
+def test_without_timm_one_line_names_the_package(monkeypatch):
+    for name in [n for n in sys.modules if n == "lion.timm" or n.startswith("lion.timm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "timm.layers", None)
+    with pytest.raises(ImportError, match=r"^lion.timm needs timm 1.0.26 or newer: pip install -U 'timm>=1.0.26'$"):
+        importlib.import_module("lion.timm")
+    assert (ROOT / "setup.py").read_text().count("timm>=1.0.26") == 2
