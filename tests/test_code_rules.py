@@ -35,11 +35,9 @@ EXTRAS = {  # optional packages, imported where they are used
     "tools/gpu/cubins.py": {"triton"},  # comes with torch for GPUs
     "tools/gpu/targets.py": {"triton"},
     "lion/tasks/sequence_classification.py": {"scipy", "sklearn"},
-    "lion/timm/__init__.py": {"timm"},
-    "lion/timm/attention.py": {"timm"},
-    "lion/timm/vision_transformer.py": {"timm"},
     "tools/statistics.py": {"scipy"},
 }
+EXTRAS |= {f"lion/timm/{path.name}": {"timm"} for path in (ROOT / "lion/timm").glob("*.py")}
 SOURCES = sorted(p for folder in ("lion", "data", "tools") for p in (ROOT / folder).rglob("*.py"))
 
 

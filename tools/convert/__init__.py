@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     parameters = f"{sum(w.numel() for w in ours.values()):,} parameters"
     print(f"{args.out}: {recipe.model.mixer}, {parameters}, {converter.describe(held, recipe, info)}")
     values = flatten(to_dict(dataclasses.replace(recipe, model=recipe.model.resolved())))
-    trusted = [k if values[k] is None else f"{k}={values[k]}" for k in converter.trusted if k not in shown]
+    trusted = [k if values[k] is None else f"{k}={values[k]}" for k in converter.trusted if k in values.keys() - shown]
     if trusted:
         print(f"not shown by the checkpoint, taken from the recipe: {', '.join(trusted)}")
     return 0

@@ -1,0 +1,116 @@
+"""Tests of weights that go both ways between runs and models of timm: bit for bit, or refused with a line."""
+
+import argparse
+
+import pytest
+import torch
+
+import lion
+from lion.config import ConfigError
+from lion.runs import open_run
+from tests.helpers import ROOT, here, refuse, state_of, tiny_recipe
+from tests.timm.test_vision_transformer import randomise
+
+timm = pytest.importorskip("timm")
+room = pytest.importorskip("lion.timm")
+
+SIDE, CLASSES = 32, 7
+SMALL = ["model.depth=2", f"data.image_size=[{SIDE},{SIDE}]"]
+RUNS = {  # recipe of each registered model
+    "vit_lion_tiny_patch16_224": "deit_tiny_lion_s",
+    "vit_lion_d_tiny_patch16_224": "deit_tiny_lion_d",
+    "vit_lion_s_multiscan_tiny_patch16_224": "deit_tiny_lion_s_multiscan",
+    "vit_lion_lightnet_tiny_patch16_224": "lightnet/lightnet_tiny",
+    "vit_lion_lit_tiny_patch16_224": "deit_tiny_lion_lit",
+    "vit_tiny_patch16_224": "deit_tiny_softmax",
+}
+
+
+def saved(folder, name, arguments=True, **settings):
+    """Save a random model as timm's train.py does, and return it with the path of the file."""
+    model = randomise(timm.create_model(name, img_size=SIDE, num_classes=CLASSES, **{"depth": 2, **settings}))
+    said = {"arch": name, "args": argparse.Namespace(model=name)} if arguments else {}
+    torch.save({"epoch": 3, "state_dict": model.state_dict(), **said}, path := folder / "checkpoint.pth.tar")
+    return model, path
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_go_both_ways(name, tmp_path):
+    model, path = saved(tmp_path, name)
+    assert here("convert", path, ROOT / f"recipes/{RUNS[name]}.yaml", tmp_path / "run", *SMALL) == 0
+    ours, images = lion.load(tmp_path / "run", compile=False), torch.randn(2, 3, SIDE, SIDE)
+    with torch.no_grad():
+        assert torch.equal(ours(images), model(images))
+    again = room.from_run(tmp_path / "run")
+    assert again.state_dict().keys() == model.state_dict().keys() and not again.training
+    assert all(torch.equal(again.state_dict()[n], value) for n, value in model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(again(images), model(images))
+
+
+def test_a_trained_run_in_timm(tmp_path, capsys):
+    """Check the logits, the data, the averaged weights, and the way back, for a run on grey images of 8 x 8."""
+    pytest.importorskip("sklearn")
+    recipe = tiny_recipe(tmp_path, trainer={"ema": 0.5})
+    assert here("train", recipe, "--no-eval") == 0
+    run, x = tmp_path / "runs/tiny", torch.randn(3, 1, 8, 8)
+    with torch.no_grad():
+        for settings in ({}, {"checkpoint": "last"}, {"ema": True}):
+            assert torch.equal(room.from_run(run, **settings)(x), lion.load(run, compile=False, **settings)(x))
+    model, info = room.from_run(run), open_run(run).task.info
+    data = timm.data.resolve_model_data_config(model)
+    assert data["input_size"] == (1, 8, 8) and data["interpolation"] == "bicubic"
+    assert data["mean"] == pytest.approx(info.mean) and data["std"] == pytest.approx(info.std)
+    assert model.num_classes == 10 and model.pretrained_cfg["label_names"] == info.classes
+    assert model.blocks[1].drop_path1.drop_prob == pytest.approx(0.1)
+
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    assert here("convert", tmp_path / "weights.pth", recipe, tmp_path / "back") == 0
+    held, back = (state_of(folder, "best")["model"] for folder in (run, tmp_path / "back"))
+    assert held.keys() == back.keys() and all(torch.equal(back[n], held[n]) for n in held)
+    assert "preset" not in capsys.readouterr().out
+
+
+def test_plain_weights_of_lion_lit_name_their_preset(tmp_path, capsys):
+    """Check that weights without their training's arguments are read as the authors', unless the preset is given."""
+    model, path = saved(tmp_path, "vit_lion_lit_tiny_patch16_224", arguments=False)
+    recipe, images = ROOT / "recipes/deit_tiny_lion_lit.yaml", torch.randn(2, 3, SIDE, SIDE)
+    for preset, settings in {"released": [], "paper": ["model.preset=paper"]}.items():
+        assert here("convert", path, recipe, tmp_path / preset, *SMALL, *settings) == 0
+        assert f"readout mean, preset {preset}\n" in capsys.readouterr().out
+        with torch.no_grad():
+            assert torch.equal(room.from_run(tmp_path / preset)(images), model(images)) is (preset == "paper")
+
+
+def test_weights_that_do_not_fit_a_recipe_are_refused(tmp_path, capsys):
+    def refused(model, recipe, *settings, **changes):
+        path = saved(tmp_path, model, **changes)[1]
+        return refuse(capsys, "convert", path, ROOT / f"recipes/{recipe}.yaml", tmp_path / "run", *SMALL, *settings)
+
+    lion_s, lightnet = "vit_lion_s_tiny_patch16_224", "vit_lion_lightnet_tiny_patch16_224"
+    assert "blocks.0.attention.decays.0.a is none there" in refused(lion_s, "deit_tiny_lion_d")
+    assert "attention.decays.1.gate.weight is none there" in refused(lion_s, "deit_tiny_lion_s_multiscan")
+    assert "there is no cls_token: model.cls is False, not True" in refused(lightnet, "deit_tiny_lion_s")
+    line = refused(lion_s, "deit_tiny_lion_s", embed_dim=96)
+    assert "model.dim is 96, not 192; try model.dim=96 model.num_heads=1" in line
+    line = refused("vit_tiny_patch16_224", "deit_tiny_lion_s", attn_layer=room.attention("lion_s"), qk_norm=True)
+    assert "our model has no place for blocks.0.attn.q_norm.weight" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_runs_without_a_place_in_timm_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"run 'nowhere': no recipe.yaml in nowhere or"):
+        room.from_run("nowhere")
+    pytest.importorskip("sklearn")
+    changes = {"model": {"attention": {"direction": "alternating"}}, "trainer": {"steps": 1, "eval_every": 1}}
+    assert here("train", tiny_recipe(tmp_path, **changes), "--no-eval") == 0
+    with pytest.raises(ConfigError, match=r"runs/tiny: model.attention.direction: timm's VisionTransformer has no"):
+        room.from_run(tmp_path / "runs/tiny")
+    text = tmp_path / "text.txt"
+    text.write_text("some words of a text\n" * 400)
+    settings = [f"run.root={tmp_path}", "model.dim=16", "model.num_heads=2", "model.depth=1", "trainer.compile=false"]
+    settings += ["data.name=text", f"data.path={text}", "data.tokenizer=bytes", "data.length=32", "trainer.steps=1"]
+    settings += ["trainer.batch_size=4", "trainer.micro_batch=4", "trainer.precision=fp32", "schedule.warmup=0"]
+    assert here("train", ROOT / "recipes/gpt2/gpt2_tiny_lion_s.yaml", "--no-eval", *settings) == 0
+    with pytest.raises(ConfigError, match="gpt2_tiny_lion_s: a run of model 'gpt', expected 'vit'"):
+        room.from_run(tmp_path / "gpt2_tiny_lion_s")
