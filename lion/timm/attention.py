@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lion.config import nearest
 from lion.layers.layout import PLAIN
 from lion.layers.mixers import LINEAR, MIXERS
+from lion.layers.mixers.attention import Inputs
 from lion.layers.mixers.linear import LionAttention as Layer
-from lion.timm.grid import copy_own
+from lion.timm.grid import Grid, copy_own
 
 
 @register_notrace_module
@@ -58,16 +60,21 @@ class TimmAttention(Layer):
             raise ValueError("scale_norm: use the setting out_norm, as in lion.timm.attention(.., out_norm='rmsnorm')")
         if qk_norm and norm_layer is None:
             raise ValueError("qk_norm: needs norm_layer")
-        given = {"qkv_bias": qkv_bias, "score_dropout": attn_drop, **self.settings}
+        more = {"qkv_bias": qkv_bias, "score_dropout": attn_drop}
         with torch.device(device or torch.get_default_device()):
-            super().__init__(dim, num_heads, self.name, **given)
+            super().__init__(dim, num_heads, self.name, **{**more, **self.settings})
             self.q_norm, self.k_norm = (norm_layer(self.head_dim) if qk_norm else nn.Identity() for _ in range(2))
         if not proj_bias:
             self.proj.register_parameter("bias", None)
-        self.given, self.proj_drop = given, nn.Dropout(proj_drop)
+        self.proj_drop = nn.Dropout(proj_drop)
         self.register_module("place", None)  # the `Grid` of a model whose tokens have places
         self.to(dtype=dtype)
-        self.__dict__["twin"] = self.in_direction_forward()  # not a registered module, whose weights would be saved
+        twin = None
+        if self.config.direction == "both":
+            kind = attention(self.name, **{**self.settings, "direction": "forward"})
+            given = (dim, num_heads, qkv_bias, qk_norm, scale_norm, proj_bias, attn_drop, proj_drop, norm_layer)
+            twin = kind(*given, device="meta")
+        self.__dict__["causal_twin"] = twin  # without weights of its own, and not registered as a module
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Mix tokens x (B, L, dim).
@@ -84,18 +91,18 @@ class TimmAttention(Layer):
                 raise an asynchronous assertion instead.
         """
         if is_causal and self.config.direction != "forward":  # not `self.causal`, which Dynamo reads wrongly
-            return self.causal_layer()(x, attn_mask)
+            return self.causally(x, attn_mask)
         layout = PLAIN if self.place is None else self.place()
         if attn_mask is not None:
             layout = layout.masked(x, keys_of(attn_mask, x))
         return self.proj_drop(super().forward(x, layout))
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().heads(x)
-        return self.q_norm(q), self.k_norm(k), v
+    def read(self, *args: Any) -> tuple[Inputs, list[Any]]:
+        inputs, tails = super().read(*args)
+        return inputs._replace(q=self.q_norm(inputs.q), k=self.k_norm(inputs.k)), tails
 
-    def causal_layer(self) -> TimmAttention:
-        """Return this layer in direction "forward", with the same parameters.
+    def causally(self, x: Tensor, attn_mask: Tensor | None) -> Tensor:
+        """Mix tokens x (B, L, dim) in direction "forward", with the same parameters.
 
         Raises:
             ValueError: The layer has direction "backward", several scans, or a norm over tokens.
@@ -103,25 +110,30 @@ class TimmAttention(Layer):
         if self.config.direction == "backward" or len(self.config.scans) > 1:
             what = "direction 'backward'" if self.config.direction == "backward" else "several scans"
             raise ValueError(f"is_causal: not available with {what}")
-        self.twin.check_causal()
-        self.twin.form, self.twin.chunk_size, self.twin.training = self.form, self.chunk_size, self.training
-        return self.twin
+        self.causal_twin.check_causal()
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return functional_call(self.causal_twin, tensors, (x, attn_mask))
 
-    def in_direction_forward(self) -> TimmAttention:
-        """Return a layer in direction "forward" that shares all modules with this one."""
-        twin = type(self).__new__(type(self))
-        config = self.resolve(self.name, self.Config(**{**self.given, "direction": "forward"}))
-        twin.__dict__.update(self.__dict__, config=config)
-        if not self.decays:  # LightNet has one in this direction only, without parameters
-            twin.__dict__["decays"] = twin.make_decays(self.qkv.in_features)
-        return twin
+    def put(self, place: Grid) -> None:
+        """Set the layout of the tokens of all images."""
+        self.place = place
+        if self.causal_twin is not None:
+            self.causal_twin.place = place
+
+    def set_form(self, form: str, chunk_size: int | None = None) -> None:
+        super().set_form(form, chunk_size)
+        if self.causal_twin is not None:
+            self.causal_twin.set_form(form, chunk_size)
+
+    def train(self, mode: bool = True) -> TimmAttention:
+        if self.causal_twin is not None:
+            self.causal_twin.train(mode)
+        return super().train(mode)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, except those of linear layers, which timm initialises."""
         with torch.device(self.qkv.weight.device):
-            fresh = type(self)(self.qkv.in_features, self.num_heads)
-        for part in ("decays", "rotation", "out_norm"):
-            copy_own(getattr(fresh, part), getattr(self, part))
+            copy_own(type(self)(self.qkv.in_features, self.num_heads), self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the class by its arguments, because it has no place in a module."""

@@ -40,13 +40,10 @@ class Grid(nn.Module):
 
 
 @torch.no_grad()
-def copy_own(source: nn.Module | None, target: nn.Module | None) -> None:
-    """Copy the parameters and buffers of a module, if there is one, to its twin, except those of linear layers."""
-    if source is None or target is None:
-        return
-    for pair in zip(source.modules(), target.modules()):
-        if not isinstance(pair[0], nn.Linear):
-            old, new = ({**m._parameters, **m._buffers} for m in pair)
-            for name, value in new.items():
+def copy_own(source: nn.Module, target: nn.Module) -> None:
+    """Copy all parameters and buffers of a module to a module with the same parts, except those of linear layers."""
+    for path, part in source.named_modules():
+        if not isinstance(part, nn.Linear):
+            for name, value in {**part._parameters, **part._buffers}.items():
                 if value is not None:
-                    value.copy_(old[name])
+                    getattr(target.get_submodule(path), name).copy_(value)

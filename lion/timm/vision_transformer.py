@@ -97,7 +97,7 @@ class LionVisionTransformer(VisionTransformer):
             self.place = Grid(self.patch_embed.grid_size, self.num_prefix_tokens, scans)
             self.tpe = GridTPE(self.embed_dim, tpe, self.place).to(weight.dtype) if tpe else None
         for layer in layers:
-            layer.place = self.place
+            layer.put(self.place)
 
     def set_input_size(self, *args: Any, **settings: Any) -> None:
         super().set_input_size(*args, **settings)

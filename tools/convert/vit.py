@@ -19,6 +19,7 @@ from lion.samples.images import ImageInfo, numbered
 from tools.convert.base import Converter, Setting, checked, no_place
 from tools.convert.files import CheckpointContents
 
+PARTS = r"skip|(?:decays|rotation|token_shift|conv|head_norm|out_norm|out_gate)\.[\w.]+"  # only `lion.timm` has these
 NAMES = (  # their name, our name, sign; their selective decay is 1 - sigmoid(W x + b), ours is sigmoid(W x + b)
     (r"patch_embed\.proj\.(\w+)", r"patch.\1", 1),
     (r"cls_token", r"cls", 1),
@@ -29,15 +30,14 @@ NAMES = (  # their name, our name, sign; their selective decay is 1 - sigmoid(W 
     (r"blocks\.(\d+)\.attn\.a2_i", r"encoder.blocks.\1.attention.decays.1.a", 1),
     (r"blocks\.(\d+)\.attn\.a_i\.(\w+)", r"encoder.blocks.\1.attention.decays.0.gate.\2", -1),
     (r"blocks\.(\d+)\.attn\.a2_i\.(\w+)", r"encoder.blocks.\1.attention.decays.1.gate.\2", -1),
-    (r"blocks\.(\d+)\.attn\.((decays|rotation|out_norm|out_gate)\.[\w.]+)", r"encoder.blocks.\1.attention.\2", 1),
+    (rf"blocks\.(\d+)\.attn\.({PARTS})", r"encoder.blocks.\1.attention.\2", 1),
     (r"tpe\.(\w+)", r"encoder.tpe.\1", 1),
     (r"norm\.(\w+)", r"encoder.norm.\1", 1),
     (r"head\.(\w+)", r"head.\1", 1),
 )
 NEEDED = {"patch_embed.proj.weight": 4, "cls_token": 3, "blocks.0.norm1.weight": 1, "head.weight": 2}  # number of axes
 OPTIONAL = "cls_token"
-OWN = r"tpe\..*|blocks\.0\.attn\.(decays|rotation|out_norm|out_gate)\..*"  # names that only `lion.timm` has
-NAME = "vit_lion_"  # names of its models
+OWN = "vit_lion_"  # the names of its models
 ORDER_S = ("row_snake", "column_snake")  # scans of a_i and a2_i
 MASKS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}  # the authors' --mask_type
 HEADS = {"tiny": 3, "small": 6, "base": 12}  # by the size in the names of their models and of DeiT's models
@@ -133,4 +133,5 @@ class ViTConverter(Converter):
 
 def is_own(held: CheckpointContents) -> bool:
     """Return whether a checkpoint shows that it holds a model of `lion.timm`, by its names or its arguments."""
-    return str(held.said.get("model")).startswith(NAME) or any(re.fullmatch(OWN, name) for name in held.weights)
+    parts = rf"tpe\..*|blocks\.0\.attn\.({PARTS})"
+    return str(held.said.get("model")).startswith(OWN) or any(re.fullmatch(parts, name) for name in held.weights)
