@@ -19,25 +19,26 @@ timm = pytest.importorskip("timm")
 room = pytest.importorskip("lion.timm")
 
 DIM, HEADS, LENGTH = 24, 3, 11
+PUBLISHED = ("mamba2", "rwkv7", "gated_deltanet", "retnet")  # short convolution, token shift, head norm, ..
 VALID = torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
 
 
-def layers(mixer, seed=0, **settings):
+def layers(mixer, direction="both", **settings):
     """Return a layer for timm and ours, with the same weights, and tokens for both."""
-    torch.manual_seed(seed)
-    theirs = room.attention(mixer)(DIM, HEADS, qkv_bias=True)
-    ours = lion.LionAttention(DIM, HEADS, mixer, **settings)
+    torch.manual_seed(0)
+    theirs = room.attention(mixer, **settings)(DIM, HEADS, qkv_bias=True)
+    ours = lion.LionAttention(DIM, HEADS, mixer, direction=direction, **settings)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours, torch.randn(2, LENGTH, DIM)
 
 
-@pytest.mark.parametrize("mixer", LINEAR)
-def test_the_values_are_those_of_our_layer(mixer):
-    theirs, ours, x = layers(mixer)
+@pytest.mark.parametrize(("mixer", "block"), [*((m, "plain") for m in LINEAR), *((m, "published") for m in PUBLISHED)])
+def test_the_values_are_those_of_our_layer(mixer, block):
+    theirs, ours, x = layers(mixer, block=block)
     assert torch.equal(theirs(x), ours(x))
     masked = theirs(x.masked_fill(~VALID[..., None], torch.nan), attn_mask=VALID[:, None, None])
     assert torch.equal(masked[VALID], ours(x, Layout.of(x, VALID))[VALID])
-    theirs, ours, x = layers(mixer, direction="forward")
+    theirs, ours, x = layers(mixer, direction="forward", block=block)
     y = theirs(x, is_causal=True)
     assert torch.equal(y, ours(x)) and not torch.allclose(y, theirs(x))
     y = theirs(x, attn_mask=VALID[:, None, None], is_causal=True)
@@ -147,6 +148,10 @@ def test_the_class_of_a_mixer_is_one_class_that_is_copied_and_pickled():
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(other) is type(layer) and other.form == "chunk" and torch.equal(other(x), layer(x))
         assert torch.equal(other(x, is_causal=True), layer(x, is_causal=True))
+        other.eval()
+        set_form(other, "rnn", 2)
+        torch.testing.assert_close(other(x, is_causal=True), layer(x, is_causal=True))
+        assert not other.causal_twin.training and other.causal_twin.form == "rnn"
         nn.init.zeros_(other.qkv.weight)
         assert layer.qkv.weight.any() and not other(x, is_causal=True).std(1).any()
 
@@ -173,6 +178,7 @@ def test_a_model_of_timm_with_our_layers(mixer):
     assert not torch.allclose(tokens[:, 7:], others[:, 7:])
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("mixer", ["lion_s", "lightnet"])
 def test_one_compiled_graph_serves_masks_and_causality(mixer):
     layer, _, x = layers(mixer)

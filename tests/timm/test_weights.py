@@ -7,12 +7,15 @@ import torch
 
 import lion
 from lion.config import ConfigError
+from lion.layers.mixers import MIXERS
+from lion.models.vit import ViTConfig
 from lion.runs import open_run
 from tests.helpers import ROOT, here, refuse, state_of, tiny_recipe
 from tests.timm.test_vision_transformer import randomise
 
 timm = pytest.importorskip("timm")
 room = pytest.importorskip("lion.timm")
+LionVisionTransformer, arguments = room.LionVisionTransformer, room.vision_transformer.arguments
 
 SIDE, CLASSES = 32, 7
 SMALL = ["model.depth=2", f"data.image_size=[{SIDE},{SIDE}]"]
@@ -46,6 +49,20 @@ def test_weights_go_both_ways(name, tmp_path):
     assert all(torch.equal(again.state_dict()[n], value) for n, value in model.state_dict().items())
     with torch.no_grad():
         assert torch.equal(again(images), model(images))
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "rwkv7", "mamba2", "lion_s_hippo"])
+def test_parts_of_published_blocks_go_both_ways(mixer, tmp_path):
+    config = ViTConfig(mixer, 192, 2, 3, attention=MIXERS[mixer].layer.Config(block="published"))
+    model = LionVisionTransformer(img_size=SIDE, num_classes=CLASSES, **arguments(config))
+    torch.save(randomise(model).state_dict(), path := tmp_path / "weights.pth")
+    settings = [f"model.mixer={mixer}", "model.attention.block=published", *SMALL]
+    assert here("convert", path, ROOT / "recipes/deit_tiny_lion_s.yaml", tmp_path / "run", *settings) == 0
+    again, images = room.from_run(tmp_path / "run"), torch.randn(2, 3, SIDE, SIDE)
+    with torch.no_grad():
+        expected = model(images)
+        assert torch.equal(again(images), expected) and expected.isfinite().all()
+        assert torch.equal(lion.load(tmp_path / "run", compile=False)(images), expected)
 
 
 def test_a_trained_run_in_timm(tmp_path, capsys):
