@@ -29,15 +29,17 @@ def blocks(path, language):
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+def test_the_python_of_the_readmes_runs(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path, "quickstart"), "--no-eval") == 0
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lion.runs, "compile_blocks", lambda *args, **settings: None)
-    (code,) = blocks(ROOT / "README.md", "python")
+    pytest.importorskip("timm")
     held = {}
-    exec(code, held)
-    assert held["logits"].shape == (1, 10)
+    for path in (ROOT / "README.md", ROOT / "lion/timm/README.md"):
+        for code in blocks(path, "python"):
+            exec(code, held)
+    assert held["logits"].shape == (1, 10) and held["model"].num_classes == 10
 
 
 def test_no_report_names_a_folder_of_a_machine():

@@ -158,7 +158,8 @@ def attention(mixer: str = "lion_s", **settings: Any) -> type[TimmAttention]:
     """
     if mixer not in LINEAR:
         raise ValueError(f"mixer: unknown linear mixer {mixer!r}, {nearest(mixer, LINEAR)}")
-    return made(mixer, tuple(sorted(settings.items())))
+    hashable = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    return made(mixer, tuple(sorted(hashable.items())))
 
 
 @cache

@@ -143,6 +143,8 @@ def test_the_arguments_of_timms_attention():
 def test_the_class_of_a_mixer_is_one_class_that_is_copied_and_pickled():
     assert room.attention("lion_s") is room.LionAttention
     assert room.attention("gla", form="chunk") is room.attention("gla", form="chunk") is not room.attention("gla")
+    scans = ["row_snake", "column_snake"]
+    assert room.attention("lion_s", scans=scans) is room.attention("lion_s", scans=tuple(scans))
     layer = room.attention("gla", form="chunk")(DIM, HEADS)
     x = torch.randn(1, LENGTH, DIM)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
