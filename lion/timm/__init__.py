@@ -12,7 +12,7 @@ try:
 except ImportError:
     raise ImportError("lion.timm needs timm 1.0.26 or newer: pip install -U 'timm>=1.0.26'") from None
 
-from lion.timm.attention import LionAttention, attention
+from lion.timm.layers import LionAttention, attention
 from lion.timm.vision_transformer import LionVisionTransformer
 from lion.timm.weights import from_run
 

@@ -23,8 +23,8 @@ from lion.layers.norms import NORMS, over_tokens
 from lion.layers.optim_factors import optim_factors
 from lion.layers.tpe import TPE
 from lion.models.vit import ViTConfig
-from lion.timm.attention import TimmAttention, attention
 from lion.timm.grid import Grid, copy_own
+from lion.timm.layers import TimmAttention, attention
 
 __all__ = ["LionVisionTransformer", "arguments", "build"]
 

@@ -90,6 +90,7 @@ REFUSED = {
     ),
     "attn_mask: different keys for different queries, which linear": torch.ones(LENGTH, LENGTH).bool().tril(),
     "attn_mask: different keys for different queries": torch.eye(LENGTH).bool(),
+    "attn_mask: expected boolean or floating point, got int64": VALID[:, None, None].long(),
 }
 
 

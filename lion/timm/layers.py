@@ -180,6 +180,8 @@ def keys_of(mask: Tensor, x: Tensor) -> Tensor:
     """
     batch, length = x.shape[:2]
     fits = (1, batch), (1,), (1, length), (length,)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"attn_mask: expected boolean or floating point, got {str(mask.dtype)[6:]}")
     if mask.dim() == 2:
         mask = mask[None, None]
     if mask.dim() != 4 or any(size not in sizes for size, sizes in zip(mask.shape, fits)):
