@@ -78,6 +78,16 @@ def neighbour(x: Tensor, offset: int, layout: Layout = PLAIN) -> Tensor:
     return row.unpack(row.neighbour(row.pack(x), offset))
 
 
+def last_tokens(before: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the last tokens (B, N, C) of those `before` (B, N, C) and x (B, L, C), of which `valid` are no padding."""
+    row, count = Row.of(Layout(valid=valid)), before.shape[1]
+    tokens = torch.cat([before.to(x.dtype), row.pack(x)], 1)
+    if valid is None:
+        return tokens[:, tokens.shape[1] - count :].clone()  # not a view, which would keep all tokens in memory
+    last = valid.sum(1, keepdim=True) + torch.arange(count, device=x.device)
+    return tokens.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
+
+
 class Window(nn.Module):
     """A module that computes a token from the tokens around it, at fixed offsets.
 
@@ -110,23 +120,14 @@ class Window(nn.Module):
         """Map a prompt x (B, L, C). Return the output, and the state after the last segment."""
         valid = layout.valid if layout.segment_index is None else layout.in_last_segment()
         last = x if valid is None else x.masked_fill(~valid[..., None], 0)
-        return self(x, layout), self.after(self.initial_state(len(x)).to(x.dtype), last, layout.valid)
+        return self(x, layout), last_tokens(self.initial_state(len(x)).to(x.dtype), last, layout.valid)
 
     def step(self, x: Tensor, state: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map the next tokens x (B, C', C); `valid` (B, C') is False for padding, which is 0 in x."""
         before = state.shape[1]
         row = Row.of(Layout(valid=valid))
         y = self.combine(torch.cat([state.to(x.dtype), row.pack(x)], 1), Row())
-        return row.unpack(y[:, before:]), self.after(state, x, valid)
-
-    def after(self, state: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Return the state after the tokens x (B, L, C), of which `valid` (B, L) are no padding."""
-        row, before = Row.of(Layout(valid=valid)), state.shape[1]
-        tokens = torch.cat([state.to(x.dtype), row.pack(x)], 1)
-        if valid is None:
-            return tokens[:, tokens.shape[1] - before :]
-        last = valid.sum(1, keepdim=True) + torch.arange(before, device=x.device)
-        return tokens.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
+        return row.unpack(y[:, before:]), last_tokens(state, x, valid)
 
 
 class ShortConvolution(Window):
