@@ -47,8 +47,8 @@ class HydraConfig(AttentionConfig):
     """Settings of a Hydra layer.
 
     `expand` is the width of all heads together divided by that of the tokens, `state` the number of key dimensions of a
-    head. The convolution has `conv_width` tokens, by default 7, and is centred in direction "both". In one direction the
-    layer has one scan, and the convolution sees no token beyond it.
+    head. The convolution has `conv_width` tokens, by default 7, and is centred in direction "both". In one direction
+    the layer has one scan, and the convolution sees no token beyond it.
     """
 
     expand: int = setting(2, min=1, max=64)
