@@ -59,6 +59,16 @@ class Row(NamedTuple):
         same = same & ((outside >= 0) & (outside < length))[:, None]
         return shifted * same.to(x.dtype)
 
+    def neighbours(self, x: Tensor, offsets: range) -> list[Tensor]:
+        """Return `neighbour(x, s)` for each of the offsets, from one at most 0 to one at least 0.
+
+        Without segments they are views of one padded tensor, so that a gradient stores that tensor alone.
+        """
+        if self.segments is not None:
+            return [self.neighbour(x, offset) for offset in offsets]
+        padded = F.pad(x, (0, 0, -offsets[0], offsets[-1]))
+        return [padded[:, place : place + x.shape[1]] for place in range(len(offsets))]
+
 
 def shift(x: Tensor, offset: int) -> Tensor:
     """Return x (B, L, C) moved by `offset` tokens to the left, filled up with 0."""
@@ -157,9 +167,10 @@ class ShortConvolution(Window):
 
     def combine(self, x: Tensor, row: Row) -> Tensor:
         with no_autocast(x):
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            y = sum(w.to(wide.dtype) * row.neighbour(wide, s) for s, w in zip(self.offsets, self.weight))
-            return (y if self.bias is None else y + self.bias.to(wide.dtype)).to(x.dtype)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            tokens = row.neighbours(x, self.offsets)
+            y = sum(w.to(wide) * token.to(wide) for w, token in zip(self.weight, tokens))
+            return (y if self.bias is None else y + self.bias.to(wide)).to(x.dtype)
 
 
 class TokenShift(Window):
