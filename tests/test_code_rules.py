@@ -27,7 +27,7 @@ COMPILING = {
     "lion/ops/flex.py",
     "lion/ops/piecewise.py",
     "tools/bench/ops.py",
-    "tools/bench/inference.py",
+    "tools/bench/beside.py",
     "tools/gpu/graphs.py",
 }
 EXTRAS = {  # optional packages, imported where they are used

@@ -8,12 +8,13 @@ from lion.config import ConfigError, flatten, to_dict
 from lion.layers.mixers import (
     LINEAR,
     SOFTMAX,
-    Attention,
     AttentionConfig,
     HippoAttention,
+    HydraAttention,
     LightNetAttention,
     LionAttention,
     SoftmaxAttention,
+    mixers_of,
 )
 from lion.layers.mixers import MIXERS as ENTRIES
 from lion.layers.mixers.hippo import HippoDecay, SelectiveHippoDecay
@@ -68,6 +69,7 @@ MIXERS = {
     "linear_transformer": (LionAttention, None),
     "gla": (LionAttention, LowRankDecay),
     "gated_rfa": (LionAttention, RandomFeatureGate),
+    "hydra": (HydraAttention, None),
     "lightnet": (LightNetAttention, KeySoftmax),  # no decay in both directions
 }
 
@@ -84,7 +86,7 @@ def test_a_recipe_states_its_claim_and_builds_what_it_names(path):
     assert path.read_text().startswith("# ")
     info, samples, _ = describe_data(recipe, look=path not in LRA)
     model = build_on_meta(make_task(recipe, info), recipe.model)
-    layers = [m for m in model.modules() if isinstance(m, Attention)]
+    layers = mixers_of(model)
     kind, decay = MIXERS[recipe.model.mixer]
     if recipe.model.mixer == "lightnet" and recipe.model.attention.direction == "both":
         decay = None
@@ -172,6 +174,9 @@ MLM = {  # Tables 10, 9, 11 and 3: MLM accuracy and our parameter counts; D and 
     "large_lion_lit": ("Table 3, Lion-lit, large", 67.11, 335_180_608 + 24 * 2 * 1024),
     "large_lion_d": ("Table 3, Lion-D, large", 68.64, 335_180_608 - 512 * 1024 + 24 * 16),
     "large_lion_s": ("Table 3, Lion-S, large", 69.16, 335_180_608 - 512 * 1024 + 24 * 16 * 1025),
+    # tokens, two types and their norm; mixers and their norms; the head
+    "base_hydra": ("Table 11, Hydra, base", 69.10, 30_532 * 768 + 23 * (3_825_224 + 2 * 768) + 771 * 768 + 30_528),
+    "large_hydra": ("Table 3, Hydra, large", 71.18, 30_532 * 1024 + 45 * (6_705_248 + 2048) + 1027 * 1024 + 30_528),
 }
 
 
@@ -180,7 +185,7 @@ def test_mlm_is_trained_as_published(name):
     """Check the resolved recipe against recipes.md 3.1 and 3.4."""
     row, expected, parameters = MLM[name]
     recipe, text = resolve(f"mlm_{name}"), (ROOT / f"recipes/mlm/mlm_{name}.yaml").read_text()
-    large, hf = name.startswith("large"), name.endswith("hf")
+    large, hf, hydra = name.startswith("large"), name.endswith("hf"), name.endswith("hydra")
     assert recipe.about.row == row and recipe.about.expected == f"{expected:.2f} MLM accuracy"
     assert text.startswith(f"# {row}: {recipe.about.expected} on C4.")
     assert recipe.model.mixer == name.split("_", 1)[1].removesuffix("_hf").removesuffix("_positions")
@@ -193,15 +198,41 @@ def test_mlm_is_trained_as_published(name):
     assert (recipe.data.name, recipe.data.pack, info.id("mask")) == ("c4", "padded", 103)
     assert (recipe.task.rate, recipe.task.eval_rate) == (0.15 if hf else 0.30, 0.15)
     assert (recipe.task.masked, recipe.task.random) == (0.8, 0.1)
-    assert (recipe.model.dropout, recipe.model.attention.score_dropout, recipe.model.norm_eps) == (0.1, 0.1, 1e-12)
+    dropout, score_dropout = recipe.model.dropout, recipe.model.attention.score_dropout
+    assert (dropout, score_dropout, recipe.model.norm_eps) == (*((0, 0) if hydra else (0.1, 0.1)), 1e-12)
     plan, optim, peak = make_plan(recipe, samples=samples, world=4), recipe.optim, 2e-4 if large else 8e-4
     peak = 5e-4 if hf else peak
     assert (plan.total, plan.warmup, plan.micro * plan.accumulation * 4) == (70_000, 4_200, 4096)
     assert plan.micro == (64 if large else 128)
-    assert (optim.peak(4096), optim.betas, optim.eps, optim.no_decay) == (peak, (0.9, 0.98), 1e-6, "none")
+    assert (optim.peak(4096), optim.betas, optim.eps) == (peak, (0.9, 0.98), 1e-6)
+    assert optim.no_decay == ("deit" if hydra else "none")
     assert optim.weight_decay == pytest.approx(1e-5 / peak)
     assert (recipe.schedule.kind, recipe.schedule.min_lr) == ("linear", pytest.approx(0.02 * peak))
-    assert (recipe.trainer.precision, recipe.trainer.clip_grad, recipe.seed) == ("bf16", None, 17)
+    assert (recipe.trainer.precision, recipe.trainer.clip_grad, recipe.seed) == (
+        "bf16",
+        1 if hydra else None,
+        17,
+    )
+
+
+HYDRA = {"small": (384, 21, 12, 21_917_404), "base": (768, 24, 24, 93_204_136), "base_mlp": (768, 12, 24, 103_970_632)}
+
+
+@pytest.mark.parametrize("size", HYDRA)
+def test_hydra_is_trained_as_published(size):
+    """Check the resolved recipe against recipes.md 8.1: 22 M (small), 91 M (93 M by layers) and 104 M (base)."""
+    recipe = resolve(f"hydra_{size}")
+    info, samples, _ = describe_data(recipe, look=False)
+    model = build_on_meta(make_task(recipe, info), recipe.model)
+    m = recipe.model
+    assert (m.dim, m.depth, m.num_heads, count_parameters(model)) == HYDRA[size]
+    assert (m.mlp == "mlp") == (size == "base_mlp") and model.position is None
+    assert [(a.config.expand, a.config.state, a.config.conv_width) for a in mixers_of(model)] == [(2, 64, 7)] * m.depth
+    plan, data, task = make_plan(recipe, samples=samples, world=4), recipe.data, recipe.task
+    assert (plan.total, plan.warmup, recipe.optim.peak(1024)) == (375_300, 12_510, pytest.approx(1e-3))
+    assert (m.drop_path, recipe.optim.weight_decay, recipe.optim.betas) == (0.5, 0.05, (0.9, 0.999))
+    assert (data.rand_augment, data.repeats, task.mixup, task.cutmix) == ("rand-m9-mstd0.5-inc1", 1, 0.8, 1.0)
+    assert (task.random_erasing, task.label_smoothing, recipe.trainer.ema) == (0.25, 0.1, None)
 
 
 def test_mlm_of_the_released_code():

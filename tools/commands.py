@@ -92,7 +92,7 @@ COMMANDS = {
         "RUN",
         "measure latency and memory by form and input size",
         "tools.bench.inference",
-        f"{CLOCK} --sizes --form --chunk-size --batch --evaluate",
+        f"{CLOCK} --sizes --form --chunk-size --batch --evaluate --against",
     ),
     "bench generate": Command(
         "RUN ...",
@@ -104,7 +104,7 @@ COMMANDS = {
         "[MIXER|RECIPE ...]",
         "estimate kernels, memory traffic and time on a GPU, without a GPU",
         "tools.bench.gpu",
-        "--form --length --target --dtype --batch --heads --dim --compile --out --fresh",
+        "--form --length --target --dtype --batch --heads --dim --compile --against --out --fresh",
     ),
     "bench startup": Command(
         "[RECIPE ...]",

@@ -59,6 +59,16 @@ class Row(NamedTuple):
         same = same & ((outside >= 0) & (outside < length))[:, None]
         return shifted * same.to(x.dtype)
 
+    def neighbours(self, x: Tensor, offsets: range) -> list[Tensor]:
+        """Return `neighbour(x, s)` for each of the offsets, from one at most 0 to one at least 0.
+
+        Without segments they are views of one padded tensor, so that a gradient stores that tensor alone.
+        """
+        if self.segments is not None:
+            return [self.neighbour(x, offset) for offset in offsets]
+        padded = F.pad(x, (0, 0, -offsets[0], offsets[-1]))
+        return [padded[:, place : place + x.shape[1]] for place in range(len(offsets))]
+
 
 def shift(x: Tensor, offset: int) -> Tensor:
     """Return x (B, L, C) moved by `offset` tokens to the left, filled up with 0."""
@@ -76,6 +86,16 @@ def neighbour(x: Tensor, offset: int, layout: Layout = PLAIN) -> Tensor:
     """
     row = Row.of(layout)
     return row.unpack(row.neighbour(row.pack(x), offset))
+
+
+def last_tokens(before: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the last tokens (B, N, C) of those `before` (B, N, C) and x (B, L, C), of which `valid` are no padding."""
+    row, count = Row.of(Layout(valid=valid)), before.shape[1]
+    tokens = torch.cat([before.to(x.dtype), row.pack(x)], 1)
+    if valid is None:
+        return tokens[:, tokens.shape[1] - count :].clone()  # not a view, which would keep all tokens in memory
+    last = valid.sum(1, keepdim=True) + torch.arange(count, device=x.device)
+    return tokens.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
 
 
 class Window(nn.Module):
@@ -110,23 +130,14 @@ class Window(nn.Module):
         """Map a prompt x (B, L, C). Return the output, and the state after the last segment."""
         valid = layout.valid if layout.segment_index is None else layout.in_last_segment()
         last = x if valid is None else x.masked_fill(~valid[..., None], 0)
-        return self(x, layout), self.after(self.initial_state(len(x)).to(x.dtype), last, layout.valid)
+        return self(x, layout), last_tokens(self.initial_state(len(x)).to(x.dtype), last, layout.valid)
 
     def step(self, x: Tensor, state: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map the next tokens x (B, C', C); `valid` (B, C') is False for padding, which is 0 in x."""
         before = state.shape[1]
         row = Row.of(Layout(valid=valid))
         y = self.combine(torch.cat([state.to(x.dtype), row.pack(x)], 1), Row())
-        return row.unpack(y[:, before:]), self.after(state, x, valid)
-
-    def after(self, state: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Return the state after the tokens x (B, L, C), of which `valid` (B, L) are no padding."""
-        row, before = Row.of(Layout(valid=valid)), state.shape[1]
-        tokens = torch.cat([state.to(x.dtype), row.pack(x)], 1)
-        if valid is None:
-            return tokens[:, tokens.shape[1] - before :]
-        last = valid.sum(1, keepdim=True) + torch.arange(before, device=x.device)
-        return tokens.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
+        return row.unpack(y[:, before:]), last_tokens(state, x, valid)
 
 
 class ShortConvolution(Window):
@@ -156,9 +167,10 @@ class ShortConvolution(Window):
 
     def combine(self, x: Tensor, row: Row) -> Tensor:
         with no_autocast(x):
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            y = sum(w.to(wide.dtype) * row.neighbour(wide, s) for s, w in zip(self.offsets, self.weight))
-            return (y if self.bias is None else y + self.bias.to(wide.dtype)).to(x.dtype)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            tokens = row.neighbours(x, self.offsets)
+            y = sum(w.to(wide) * token.to(wide) for w, token in zip(self.weight, tokens))
+            return (y if self.bias is None else y + self.bias.to(wide)).to(x.dtype)
 
 
 class TokenShift(Window):

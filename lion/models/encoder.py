@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lion.config import fill, flatten, setting, to_dict
 from lion.layers.blocks import BLOCKS
-from lion.layers.blocks.base import MLPS
+from lion.layers.blocks.base import MLPS, NO_MLP
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import MIXERS, AttentionConfig, resolve_mixer
 from lion.layers.norms import NORMS, NoNorm
@@ -134,6 +134,7 @@ class EncoderConfig(ModelConfig):
     def shape(self) -> str:
         """Return the settings that models must share if their mixers are to be compared."""
         parts = [f"dim {self.dim}", f"depth {self.depth}", f"{self.num_heads} heads"]
+        parts += ["no MLP"] * (self.mlp == NO_MLP)
         parts += [f"dropout {self.dropout:g}"] * bool(self.dropout)
         parts += [f"score dropout {self.attention.score_dropout:g}"] * bool(self.attention.score_dropout)
         return ", ".join(parts)

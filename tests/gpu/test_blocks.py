@@ -27,6 +27,7 @@ OTHERS = {
     "gpt2_tiny_lion_s": [],
     "lra_image_lion_s": ["data.side=8"],
     "lightnet_tiny": ["data.image_size=[64, 64]"],
+    "hydra_small": ["data.image_size=[64, 64]"],
 }
 
 

@@ -39,7 +39,7 @@ KINDS = {  # a mixer for each kind of operator
 }
 OTHERS = {mixer: [FULL] for mixer in LINEAR if mixer not in KINDS}  # differ from these in gates only
 OTHERS |= {"lightnet": [ONE_WAY], "lion_lit": [CHUNK], "lion_s": [CHUNK_BF16], "gla": [FULL, FULL_BF16]}
-OTHERS |= {"lion_d": [FULL], "gated_deltanet": [FULL, CHUNK], "kda": [FULL, CHUNK]}
+OTHERS |= {"hydra": [FULL, CHUNK], "lion_d": [FULL], "gated_deltanet": [FULL, CHUNK], "kda": [FULL, CHUNK]}
 GROUPS = [  # importing PyTorch takes longer than a case
     *(dict([*KINDS.items()][i::2]) for i in range(2)),
     *(pytest.param(dict([*OTHERS.items()][i::2]), marks=pytest.mark.every) for i in range(2)),

@@ -112,6 +112,24 @@ def test_where_the_norms_stand():
 
 
 @torch.no_grad()
+def test_blocks_without_an_mlp():
+    torch.manual_seed(0)
+    x, context = torch.randn(2, 5, 12), torch.randn(2, 12)
+    for name, kind in BLOCKS.items():
+        block = kind(12, 3, mixer="lion_d", attention=AttentionConfig(), mlp="none")
+        mix, norm = block.attention, block.norm1
+        if kind is PostNorm:
+            expected = norm(x + mix(x))
+        elif kind is AdaLNZero:
+            (gate,), (shift, scale) = (part(context) for part in (moved(block).after_mixer, block.before_mixer))
+            expected = x + gate * mix(norm(x) * (1 + scale) + shift)
+        else:
+            expected = x + mix(norm(x))
+        torch.testing.assert_close(block(x, context=context), expected)
+        assert not any(part in key for key in block.state_dict() for part in ("mlp", "norm2")), name
+
+
+@torch.no_grad()
 def test_a_post_norm_block_streams():
     torch.manual_seed(0)
     block = PostNorm(12, 3, mixer="lion_s", attention=AttentionConfig(direction="forward")).double()

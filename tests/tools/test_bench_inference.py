@@ -31,6 +31,7 @@ def measured(run, *variants, sizes=(8, 16), **changes):
     sent = []
     for size in sizes:
         given = dict(variants=variants, size=size, batch=2, rounds=1, seconds=60, threads=1, eager=True, samples=None)
+        given |= {"against": None}
         inference.measure(inference.Job(run=str(run), command="x", **{**given, **changes}), sent.append)
     rows = [m for m in sent if m["kind"] == "row"]
     return rows, [m["text"] for m in sent if m["kind"] == "note" and "warming up" not in m["text"]]
@@ -206,6 +207,19 @@ def test_refusals(run, tmp_path, capsys):
     assert "--sizes: 11 px does not suit the run's model, nearest: 12" in line
     assert "no recipe.yaml" in refuse(capsys, "bench", "inference", tmp_path / "none")
     assert "--sizes: expected a whole number" in refuse(capsys, "bench", "inference", run, "--sizes", "8,x")
+    line = refuse(capsys, "bench", "inference", run, "--against", "gpt2_tiny_softmax")
+    assert "--against: expected a recipe of model 'vit' with softmax, gpt2_tiny_softmax has 'gpt' with softmax" in line
+    line = refuse(capsys, "bench", "inference", run, "--against", "deit_tiny_softmax")
+    assert "model.patch_size: 16 does not divide image height 8" in line
+
+
+def test_softmax_may_be_a_recipe_of_another_shape(run, tmp_path):
+    path = tmp_path / "other.yaml"
+    path.write_text(yaml.safe_dump({"extends": str(tiny_recipe(tmp_path, model={"mixer": "softmax", "depth": 3}))}))
+    (row,), _ = measured(run, Variant("softmax"), sizes=(8,), against=str(path))
+    assert row["against"] == "other" and inference.title(row).endswith("eager; softmax is other")
+    model = inference.build(open_run(run), 8, Variant("softmax"), str(path))[1]
+    assert len(model.encoder.blocks) == 3 and model.config.mixer == "softmax"
 
 
 def test_texts_longer_than_the_positions_are_refused(tmp_path, capsys):

@@ -144,6 +144,22 @@ def test_a_model_of_another_shape_is_held_against_all():
     assert header[2] == "against" and cells[2][2] == f"{rows[2]['against']['ratio']:.2f} x cifar10_mini"
 
 
+def test_the_papers_ratio_of_hydra_is_that_to_deit():
+    """Check that it stands beside our ratio to the same recipe, and nowhere else."""
+    job = replace(JOB, recipes=("hydra_small",), overrides=(), size=224, against="deit_small_softmax")
+    models = train.models(job)
+    assert list(models) == ["softmax", train.FLOOR, "deit_small_softmax", "hydra"]
+    row = {"model": "vit", "shape": models["hydra"][0].model.shape(), "size": 224, "mixer": "hydra"}
+    assert train.published(row) == "" and train.published(row, "deit_small_softmax") == "2.50"
+    assert train.published(row, "deit_base_softmax") == "" == train.published({**row, "mixer": "softmax"})
+    base, large = (resolve(name).model.shape() for name in ("hydra_base", "mlm_large_hydra"))
+    assert train.published({**row, "shape": base}, "deit_base_softmax") == "2.51"
+    assert train.published({**row, "model": "bert", "shape": large, "size": 128}, "mlm_large_softmax") == "3.13"
+    row |= {"ratio": 1.0, "ms": 9.0, "batch": 1, "tokens": 197, "peak_bytes": None}
+    row |= {"against": {"recipe": "deit_small_softmax", "ratio": 1.987}}
+    assert "1.99 x deit_small_softmax (paper: 2.50)" in train.cells(row)
+
+
 @pytest.mark.slow
 def test_the_train_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "in_a_process", lambda measure, job, receive: measure(job, receive))

@@ -1,6 +1,7 @@
 """Estimate the time of operators and training steps on an NVIDIA GPU from the code that Inductor generates for it.
 
     ./run.sh bench gpu [MIXER|RECIPE ...] [--form full chunk fused] [--length 197 1024] [--target h100] [--compile]
+                       [--against RECIPE]
 
 No GPU is needed. The forward and backward passes are traced with fake tensors and lowered for the target. The report
 counts Triton kernels, kernel launches, matrix products of libraries, calls of other eager operators, the bytes that all
@@ -10,7 +11,7 @@ sm_80 and sm_90.
 Nothing is timed; all times are estimates. An estimate is the larger of two times, bytes over memory bandwidth and FLOPs
 over the tensor cores' rate, plus 1 us per call for the gap between kernels. Without CUDA graphs, the estimate is at
 least 6 us of CPU time per call. Softmax is FlashAttention, estimated in the same way, with its products at half of the
-tensor cores' rate.
+tensor cores' rate. For a recipe, softmax is the same model with softmax, or with `--against` the model of that recipe.
 
 The row of a mixer is its operator alone, with its feature map. The form `fused` is the full form through
 flex_attention, which graphs for a GPU use where it is exact (`lion.ops.flex`); products of masked pairs are counted. In
@@ -36,8 +37,8 @@ from typing import Any
 import torch
 
 from lion.config import ConfigError, nearest
-from lion.layers.mixers import SOFTMAX
 from lion.runs import build_on_meta
+from tools.bench.beside import softmax_beside
 from tools.bench.operators import OPERATORS
 from tools.bench.probe import stamp
 from tools.bench.report import rank
@@ -129,6 +130,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--heads", type=count, default=6, help="heads of operators")
     parser.add_argument("--dim", type=count, default=64, help="head dimension of operators")
     parser.add_argument("--compile", action="store_true", help="compile all kernels to cubins for sm_80 and sm_90")
+    parser.add_argument("--against", metavar="RECIPE", help="a recipe of softmax, in place of the recipes' own models")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--fresh", action="store_true", help="discard earlier estimates")
     return parser.parse_args(argv)
@@ -179,12 +181,13 @@ def step_row(name: str, args: argparse.Namespace) -> Row:
     task = make_task(recipe, describe_data(recipe, look=False)[0])
     length = build_on_meta(task, recipe.model).length
     batch, target = args.batch or max(1, round(TOKENS / length)), TARGETS[args.target]
-    softmax = dataclasses.replace(recipe, model=recipe.model.with_mixer(SOFTMAX))
-    step, beside = (trace_step(r, task, batch) for r in (recipe, softmax))
+    models = recipe.model, softmax_beside(recipe.model, args.against, task)
+    step, softmax = (trace_step(dataclasses.replace(recipe, model=model), task, batch) for model in models)
     row = {"kind": "step", "name": Path(name).stem, "form": "", "length": length, "batch": batch, "heads": 0, "dim": 0}
     row |= {"dtype": {"bf16": "bfloat16"}.get(recipe.trainer.precision, "float32")}
     row["parts"] = {stage: dataclasses.asdict(cost) for stage, cost in step.costs(target).items()}
-    row["softmax"] = {"step": dataclasses.asdict(total(beside.costs(target).values()))}
+    row["softmax"] = {"step": dataclasses.asdict(total(softmax.costs(target).values()))}
+    row |= {"against": Path(args.against).stem} if args.against else {}
     return row | ({"compiled": compiled(step.graphs)} if args.compile else {})
 
 
@@ -215,7 +218,8 @@ def seconds(row: Row, part: str, graphs: bool) -> float:
 
 
 def ratio(row: Row) -> str:
-    return f"{seconds(row, 'parts', True) / seconds(row, 'softmax', True):.2f}"
+    other = f" ({row['against']})" if "against" in row else ""
+    return f"{seconds(row, 'parts', True) / seconds(row, 'softmax', True):.2f}{other}"
 
 
 def built(row: Row) -> str:

@@ -1,12 +1,13 @@
 """Measure latency and memory of a trained model by form and input size (the paper's Figures 1, 3, 4 and 10).
 
     ./run.sh bench inference RUN [--sizes 224,384,512] [--form full chunk rnn blockwise] [--chunk-size 16 64]
-                             [--evaluate N]
+                             [--evaluate N] [--against RECIPE]
 
 The model of the run is adapted to every input size: pixels of a square image, or tokens (positions are interpolated).
 It runs without gradients and compiled, except for `blockwise`; `--eager` compiles nothing. Each size has a separate
 process with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which
-is the same model with softmax attention (PyTorch's SDPA) and random weights. For a mixer without decay, `quadratic` is
+is the same model with softmax attention (PyTorch's SDPA) and random weights, or with `--against` the model of that
+recipe, as the paper compares Hydra with DeiT. For a mixer without decay, `quadratic` is
 its full form with decays of 1 and all L x L scores, as in the paper's plots of Lion-lit. `mixer` is the peak memory
 that one attention layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a matrix` divide it by
 the memory of SDPA and by the size of an attention matrix, which SDPA does not build. `peak` is the peak memory of
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from lion.config import ConfigError
-from lion.layers.mixers import LINEAR, SOFTMAX, Attention
+from lion.layers.mixers import LINEAR, SOFTMAX
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.lion import FixedDecay
 from lion.models.base import Model
@@ -42,6 +43,7 @@ from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
 from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import start_runtime
+from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
 from tools.bench.collect import collect
 from tools.bench.floors import published_flops
@@ -84,6 +86,7 @@ class Job:
     threads: int
     eager: bool
     samples: int | None
+    against: str | None
     command: str
 
 
@@ -99,14 +102,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--evaluate", type=count, metavar="N", dest="samples", help="metric on N held-out samples")
+    parser.add_argument("--against", metavar="RECIPE", help="a recipe of softmax, in place of the run's own model")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)
     loaded = open_run(args.run)
     args.sizes = args.sizes or (loaded.task.info.sample_size,)
-    for size in args.sizes:  # refuses bad sizes before anything is measured
+    for size in args.sizes:  # refuses bad sizes and recipes before anything is measured
         check_size(loaded, size)
+        softmax_beside(loaded.recipe.model, args.against, resized(loaded, size))
     if args.samples:
         held_out(loaded, args.sizes[0])
     report = Store(args.out / "inference.json", rows=(*SETTING, "size", "form", "chunk_size")).load(args.fresh)
@@ -123,6 +128,7 @@ def main(argv: list[str]) -> int:
             threads=torch.get_num_threads(),
             eager=args.eager,
             samples=args.samples,
+            against=args.against,
             command=shlex.join(["./run.sh", "bench", "inference", *argv]),
         )
         for size in args.sizes
@@ -174,12 +180,12 @@ def check_size(loaded: LoadedRun, size: int) -> None:
         raise ConfigError(f"--sizes: {size} {loaded.task.info.size_unit} does not suit the run's model{hint}")
 
 
-def build(loaded: LoadedRun, size: int, variant: Variant) -> tuple[Task, Model]:
+def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = None) -> tuple[Task, Model]:
     """Return the run's task and model for samples of this size, in the variant's form; softmax has random weights."""
     task, config = resized(loaded, size), loaded.recipe.model
-    own = variant.form != SOFTMAX or config.mixer == SOFTMAX
+    own = variant.form != SOFTMAX or (config.mixer == SOFTMAX and against is None)
     if not own:
-        config = config.with_mixer(SOFTMAX)
+        config = softmax_beside(config, against, task)
     elif variant.form == QUADRATIC:  # decays of 1 change no value, but prevent the product Q (K^T V)
         config = dataclasses.replace(config.resolved(), mixer=DECAYED)
     model = task.build_model(config).eval()
@@ -204,7 +210,7 @@ def measure(job: Job, send: Send) -> None:
     rows: dict[Variant, Row] = {}
     trained = next((v for v in job.variants if v.form != SOFTMAX), job.variants[0])  # has the run's weights
     for variant in job.variants:
-        task, model = build(loaded, job.size, variant)
+        task, model = build(loaded, job.size, variant, job.against)
         tokens, heads = model.length, loaded.recipe.model.num_heads
         linear = variant.form == "full" and no_decay(loaded)  # Q (K^T V)
         square = not linear and variant.form in ("full", QUADRATIC)
@@ -246,6 +252,7 @@ def measure(job: Job, send: Send) -> None:
             "device": device_name(),
             "threads": job.threads,
             "compiled": not job.eager,
+            "against": job.against and Path(job.against).stem,
             **row,
             "matrix_bytes": matrix_bytes(job.batch, heads, tokens),
             **stamp(job.command),
@@ -256,35 +263,6 @@ def measure(job: Job, send: Send) -> None:
         row["ms"] = 1e3 * statistics.median(times[variant])
         row["ratio"] = statistics.median(t / s for t, s in zip(times[variant], base)) if base else None
         send({"kind": "row", **row})
-
-
-def mixer_peak(model: Model, once: Callable[[], object], device: torch.device, compiled: bool) -> int | None:
-    """Return the peak bytes of the first attention layer's mixing beyond q, k and v; None without such a layer.
-
-    Args:
-        model: The model.
-        once: Function that runs the model.
-        device: Device of the model.
-        compiled: Whether to compile the mixing.
-    """
-    layer = next((m for m in model.modules() if isinstance(m, Attention)), None)
-    if layer is None:
-        return None
-    given: list[tuple[Any, ...]] = []
-    handle = layer.register_forward_pre_hook(lambda layer, args: given.append(args))
-    once()
-    handle.remove()
-    x, layout = given[0]
-    mix = torch.compile(layer.mix, fullgraph=True, dynamic=False) if compiled else layer.mix
-    with torch.inference_mode():
-        q, k, v = (t.contiguous() for t in layer.heads(x))
-
-        def mixing() -> torch.Tensor:
-            with torch.inference_mode():
-                return mix(x, q, k, v, layout)
-
-        mixing()
-        return tensor_peak(mixing, device)
 
 
 def held_out(loaded: LoadedRun, size: int) -> tuple[str, Splits]:
@@ -321,7 +299,8 @@ def line(row: Row) -> str:
 
 def title(row: Row) -> str:
     how = "compiled" if row["compiled"] else "eager"
-    return f"{row['run']}, batch {row['batch']}: {row['device']}, {row['threads']} threads, float32, {how}"
+    softmax = f"; softmax is {row['against']}" if row.get("against") else ""
+    return f"{row['run']}, batch {row['batch']}: {row['device']}, {row['threads']} threads, float32, {how}{softmax}"
 
 
 def form_of(row: Row) -> str:
@@ -346,8 +325,8 @@ def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def mega_flops(row: Row) -> str:
-    """Return the MFLOPs of one layer and sample by the paper's formulas, which cover only softmax and the RNN."""
-    if "dim" not in row or row["form"] not in (SOFTMAX, "rnn"):
+    """Return the MFLOPs of one layer and sample by the paper's formulas, which cover only softmax and LION's RNN."""
+    if "dim" not in row or row["form"] not in (SOFTMAX, "rnn") or row["mixer"] not in (SOFTMAX, *LINEAR):
         return "-"
     softmax, rnn = published_flops(row["tokens"], row["dim"])
     return digits((softmax if row["form"] == SOFTMAX else rnn) / 1e6)

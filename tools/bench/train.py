@@ -7,10 +7,11 @@ A step is the trainer's step on a batch of noise: MixUp or masking, forward, bac
 It is compiled, in the recipe's precision on a GPU and in float32 on a CPU, unless `--precision` or `--matmul` are set.
 All recipes must have the same shape (dim, depth, heads, dropout, ..). The same model is also timed with softmax, whose
 ratio is 1, and without a mixer (every layer passes v on), which is the lower bound. `--plain` adds softmax in plain
-eager PyTorch (`tools/bench/plain.py`). `--against` adds a model of any shape, which is compared but has no row. Rounds
-are interleaved. A ratio is the median over rounds of a step's time divided by the softmax (or plain) step's time in the
-same round. Each command timed softmax again, so `x softmax` is comparable between commands and `ms` is not. The
-paper's ratios were measured with its kernels on GPUs.
+eager PyTorch (`tools/bench/plain.py`). `--against` adds a model of any shape, which is compared but has no row, as the
+paper compares Hydra with DeiT. Rounds are interleaved. A ratio is the median over rounds of a step's time divided by
+the softmax (or plain) step's time in the same round. Each command timed softmax again, so `x softmax` is comparable
+between commands and `ms` is not. The paper's ratios were measured on GPUs, with its kernels and those of Hydra's
+authors.
 Results are added to `reports/train.md` and `train.json`.
 """
 
@@ -306,14 +307,16 @@ def cells(row: dict[str, Any]) -> list[str]:
     peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
     other = row.get("against")
     against = f"{other['ratio']:.2f} x {other['recipe']}" if other else ""
+    if theirs := other and published(row, other["recipe"]):
+        against += f" (paper: {theirs})"
     return [row["mixer"], f"{row['ratio']:.2f}", published(row), plain, against, digits(row["ms"]), speed, peak]
 
 
-def published(row: dict[str, Any]) -> str:
-    """Return the ratio of a row in the paper's tables, or "" if they have none for this model."""
+def published(row: dict[str, Any], against: str | None = None) -> str:
+    """Return the paper's ratio of a row to softmax, or to the recipe `against`; "" if its tables have none."""
     for held in published_times():
         alike = held["model"] == row["model"] and row["shape"].startswith(held["shape"]) and held["size"] == row["size"]
-        if alike and row["mixer"] in held["times"]:
+        if alike and held.get("against") == against and row["mixer"] in held["times"]:
             return f"{held['times'][row['mixer']]:.2f}"
     return ""
 

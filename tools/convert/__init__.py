@@ -1,4 +1,4 @@
-"""Convert a checkpoint to a run: BERT and GPT-2 of transformers, nanoGPT; DeiT, timm, the authors' vision code.
+"""Convert a checkpoint to a run: BERT and GPT-2 of transformers, nanoGPT, Hydra's BERT; DeiT, timm, the authors' code.
 
     python -m tools convert CHECKPOINT RECIPE OUT [key=value ...] [--ema]
 
@@ -9,7 +9,7 @@ export, `lion.load` and `init_from`.
 The recipe is checked against the shapes of the weights, and against metadata stored with the weights: the arguments of
 the training, or a `config.json`. For language models, the recipe is adjusted to these metadata, and the run keeps the
 tokenizer of the folder. Settings that the checkpoint does not show are taken from the recipe, and printed at the end.
-`CONVERTERS` lists the converters by model; each one documents the details of its checkpoints.
+`CONVERTERS` lists the converters by mixer or model; each one documents the details of its checkpoints.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from tools.convert.base import Converter, Setting
 from tools.convert.bert import BertConverter
 from tools.convert.files import CheckpointContents, read_checkpoint
 from tools.convert.gpt import GPTConverter
+from tools.convert.hydra import HydraConverter
 from tools.convert.vit import ViTConverter
 
 CONVERTERS: dict[str, type[Converter]] = {
     "bert": BertConverter,
     "gpt": GPTConverter,
+    "hydra": HydraConverter,
     "vit": ViTConverter,
-}  # by `model.name`
+}  # by `model.mixer`, if the mixer has models of its own, and by `model.name`
 
 
 def main(argv: list[str]) -> int:
@@ -84,7 +86,7 @@ def converter_of(recipe: Recipe) -> Converter:
     Raises:
         ConfigError: There is no converter for this model.
     """
-    name = recipe.model.name
+    name = recipe.model.mixer if recipe.model.mixer in CONVERTERS else recipe.model.name
     if name not in CONVERTERS:
         raise ConfigError(f"model.name: checkpoints can be converted for {', '.join(CONVERTERS)}, not for {name!r}")
     return CONVERTERS[name]()

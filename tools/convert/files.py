@@ -120,6 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def inside(path: Path, held: dict[str, Any], ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the weights and the stored arguments of a training state, or of a file that holds only weights."""
+    held = held["state"] if isinstance(held.get("state"), dict) else held  # Composer
     keys = ("model_ema", "state_dict_ema") if ema else ("model", "state_dict")
     weights = next((held[key] for key in keys if isinstance(held.get(key), dict)), None if ema else held)
     if weights is None:

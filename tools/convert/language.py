@@ -63,6 +63,7 @@ class LanguageConverter(Converter):
 
     format: ClassVar[Format]
     trusted = ("model.num_heads", "model.norm_eps", "model.mlp", "data.tokenizer")
+    matrices: ClassVar[tuple[str, ...]] = ("tokens.weight", "positions.weight", "encoder.blocks.0.mlp.fc1.weight")
 
     def names(self, depth: int) -> dict[str, tuple[str, ...]]:
         """Return the names of our weights in `depth` blocks, each with the names of their weights that form it."""
@@ -106,7 +107,7 @@ class LanguageConverter(Converter):
             ours[our] = torch.cat(values)
         if theirs:
             raise no_place(next(iter(theirs)), held.path)
-        for name in ("tokens.weight", "positions.weight", "encoder.blocks.0.mlp.fc1.weight"):
+        for name in self.matrices:
             if ours[name].dim() != 2:
                 raise ConfigError(
                     f"{held.path}: {names[name][0]} has the shape {tuple(ours[name].shape)}, expected a matrix"
@@ -172,9 +173,12 @@ class LanguageConverter(Converter):
                 f"{held.path}: softmax attention, but the recipe has mixer {recipe.model.mixer!r}: convert it with "
                 "the softmax recipe, and initialize other mixers from that run (init_from=RUN)"
             )
+        return {**self.own_tokenizer(held), **{key: value for key, (value, _) in self.facts(held, ours).items()}}
+
+    def own_tokenizer(self, held: CheckpointContents) -> dict[str, Any]:
+        """Return the setting of the tokenizer of the folder, if it has one."""
         folder = held.folder
-        tokenizer = {} if folder is None or local_files(str(folder)) is None else {"data.tokenizer": str(folder)}
-        return {**tokenizer, **{key: value for key, (value, _) in self.facts(held, ours).items()}}
+        return {} if folder is None or local_files(str(folder)) is None else {"data.tokenizer": str(folder)}
 
     def info(self, recipe: Recipe) -> TextInfo:
         name = recipe.data.tokenizer

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 
-from lion.layers.mixers import LionAttention
+from lion.layers.mixers import MIXERS
 from tools.gpu.cubins import load
 from tools.gpu.fused import FUSED, FUSED_CHUNKS, taken
 from tools.gpu.graphs import Graph, trace
@@ -142,7 +142,7 @@ def verify(
         max(WIDTH, 16 * HEADS) if form in (FUSED, FUSED_CHUNKS) else WIDTH
     )  # fused kernels need a head dimension of at least 16
     with taken(form) as name:
-        layer = LionAttention(width, HEADS, mixer, form=name, direction=direction, chunk_size=CHUNK)
+        layer = MIXERS[mixer].layer(width, HEADS, mixer, form=name, direction=direction, chunk_size=CHUNK)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             graphs = trace(layer, torch.randn(1, length, width, requires_grad=True))
     for graph in graphs:

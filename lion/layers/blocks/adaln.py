@@ -49,7 +49,7 @@ class AdaLNZero(Block):
     """The block `x + g1 mixer(m1(norm(x)))`, `x + g2 mlp(m2(norm(x)))` with `m(x) = x (1 + scale) + shift`.
 
     Gates g, scales and shifts are linear in the `context` (B, dim). They start at 0, so the block starts as the
-    identity.
+    identity. The second part needs an MLP.
     """
 
     final_norm = False  # the model adds a final norm, which is modulated, too
@@ -59,14 +59,19 @@ class AdaLNZero(Block):
         self, dim: int, num_heads: int, *, norm: str = "layernorm", norm_eps: float = 1e-6, **settings: Any
     ) -> None:
         super().__init__(dim, num_heads, norm=norm, norm_eps=norm_eps, **settings)
-        self.norm1, self.norm2 = plain_norm(norm, dim, norm_eps), plain_norm(norm, dim, norm_eps)
-        self.before_mixer, self.after_mixer = Modulation(dim, 2), Modulation(dim, 4)
+        self.norm1 = plain_norm(norm, dim, norm_eps)
+        if self.mlp is not None:
+            self.norm2 = plain_norm(norm, dim, norm_eps)
+        self.before_mixer, self.after_mixer = Modulation(dim, 2), Modulation(dim, 1 if self.mlp is None else 4)
 
     def before(self, x: Tensor, layout: Layout, context: Tensor) -> Tensor:
         return modulated(self.norm1(x, layout), *self.before_mixer(context))
 
     def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Tensor) -> Tensor:
-        first, shift, scale, second = self.after_mixer(context)
+        first, *modulation = self.after_mixer(context)
         x = x + first * self.drop_path(self.dropout(mixed))
+        if self.mlp is None:
+            return x
+        shift, scale, second = modulation
         y = self.mlp(modulated(self.norm2(x, layout), shift, scale))
         return x + second * self.drop_path(self.dropout(y))

@@ -63,7 +63,8 @@ class GeluGlu(Glu):
     activation = staticmethod(F.gelu)
 
 
-MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu, "glu_bare": BareGlu, "glu_gelu": GeluGlu}
+NO_MLP = "none"  # a block of its mixer alone, as in Hydra and Vim
+MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu, "glu_bare": BareGlu, "glu_gelu": GeluGlu, NO_MLP: nn.Identity}
 
 
 class DropPath(nn.Module):
@@ -116,9 +117,11 @@ class Block(nn.Module):
         self.drop_path = nn.Identity() if drop_path is None else DropPath(drop_path)
 
     def add_mlp(self, dim: int, *, mlp: str, mlp_ratio: float, norm: str, norm_eps: float, dropout: float) -> None:
-        """Add the MLP after the mixer, and the norm of the MLP."""
-        self.norm2 = NORMS[norm](dim, eps=norm_eps)
-        self.mlp = MLPS[mlp](dim, int(dim * mlp_ratio))
+        """Add the MLP after the mixer, and the norm of the MLP; neither for "none"."""
+        self.norm2 = self.mlp = None
+        if mlp != NO_MLP:
+            self.norm2 = NORMS[norm](dim, eps=norm_eps)
+            self.mlp = MLPS[mlp](dim, int(dim * mlp_ratio))
 
     def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
         """Map (B, L, dim) to (B, L, dim); layout, padding and streaming as in `Mixer`.
@@ -161,7 +164,7 @@ class Block(nn.Module):
 
 
 class PreNorm(Block):
-    """The pre-norm block: `x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+    """The pre-norm block: `x + mixer(norm(x))`, then `x + mlp(norm(x))`, if there is an MLP."""
 
     final_norm = True
 
@@ -170,4 +173,4 @@ class PreNorm(Block):
 
     def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
         x = x + self.drop_path(self.dropout(mixed))
-        return x + self.drop_path(self.dropout(self.mlp(self.norm2(x, layout))))
+        return x if self.mlp is None else x + self.drop_path(self.dropout(self.mlp(self.norm2(x, layout))))

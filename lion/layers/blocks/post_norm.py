@@ -11,7 +11,7 @@ from lion.layers.layout import Layout
 
 
 class PostNorm(Block):
-    """The post-norm block: `norm(x + mixer(x))`, then `norm(x + mlp(x))`."""
+    """The post-norm block: `norm(x + mixer(x))`, then `norm(x + mlp(x))`, if there is an MLP."""
 
     final_norm = False
 
@@ -20,4 +20,4 @@ class PostNorm(Block):
 
     def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
         x = self.norm1(x + self.drop_path(self.dropout(mixed)), layout)
-        return self.norm2(x + self.drop_path(self.dropout(self.mlp(x))), layout)
+        return x if self.mlp is None else self.norm2(x + self.drop_path(self.dropout(self.mlp(x))), layout)

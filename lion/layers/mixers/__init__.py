@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from lion.layers.mixers import delta, fox, hippo, lightnet, linear_transformers, lion, softmax
+from lion.layers.mixers import delta, fox, hippo, hydra, lightnet, linear_transformers, lion, softmax
 from lion.layers.mixers.attention import Attention, AttentionConfig
 from lion.layers.mixers.base import Mixer, forms_of, mixers_of, set_form
 from lion.layers.mixers.delta import DeltaAttention
 from lion.layers.mixers.fox import ForgettingAttention
 from lion.layers.mixers.hippo import HippoAttention
+from lion.layers.mixers.hydra import HydraAttention
 from lion.layers.mixers.lightnet import LightNetAttention
 from lion.layers.mixers.linear import LionAttention, linear_mixers
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
 
-for family in (lion, hippo, linear_transformers, lightnet, delta, softmax, fox):
+for family in (lion, hippo, linear_transformers, lightnet, delta, softmax, fox, hydra):
     MIXERS.update(family.FAMILY)
 LINEAR = linear_mixers()
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "DeltaAttention",
     "ForgettingAttention",
     "HippoAttention",
+    "HydraAttention",
     "LightNetAttention",
     "LionAttention",
     "Mixer",

@@ -1,0 +1,158 @@
+"""Tests of converting Hydra's masked language models, on a model that is written from their description."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lion
+from data.text.tokenizers import make_tokenizer
+from tests.helpers import here, refuse
+
+TEXT = ["The capital of France is Paris.", "Ask not what your country can do for you.", "To be, or not to be: that is."]
+DIM, DEPTH, STATE, HEADS, WIDTH = 16, 2, 4, 2, 7
+SHAPE = [f"model.dim={DIM}", f"model.depth={DEPTH}", f"model.num_heads={HEADS}", f"model.attention.state={STATE}"]
+TRAINING = ["trainer.precision=fp32", "trainer.compile=false", "trainer.micro_batch=4", "model.pad_vocabulary=64"]
+
+
+class Mixer(nn.Module):
+    """A mixer with the names of `hydra/modules/hydra.py`; both directions run token by token."""
+
+    def __init__(self):
+        super().__init__()
+        inner, channels = 2 * DIM, 2 * DIM + 4 * STATE
+        self.in_proj = nn.Linear(DIM, inner + channels + 2 * HEADS, bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, WIDTH, groups=channels, padding=WIDTH // 2)
+        self.dt_bias, self.A_log = nn.Parameter(torch.randn(HEADS)), nn.Parameter(torch.randn(HEADS))
+        self.D, self.fc_D = nn.Parameter(torch.randn(HEADS)), nn.Linear(inner, HEADS, bias=False)
+        self.norm = nn.RMSNorm(inner, eps=1e-5)
+        self.out_proj = nn.Linear(inner, DIM, bias=False)
+
+    def forward(self, u):
+        inner, length = 2 * DIM, u.shape[1]
+        z, wide, dt = self.in_proj(u).split([inner, inner + 4 * STATE, 2 * HEADS], -1)
+        wide = F.silu(self.conv1d(wide.mT).mT)
+        x, *vectors = wide.split([inner, *[STATE] * 4], -1)
+        heads = x.unflatten(-1, (HEADS, -1))
+        y = torch.zeros_like(heads)
+        for (B, C), step, way in zip((vectors[:2], vectors[2:]), dt.chunk(2, -1), (1, -1)):
+            step = F.softplus(step + self.dt_bias)
+            h = u.new_zeros(len(u), HEADS, STATE, inner // HEADS)
+            for t in range(length)[::way]:
+                keep = torch.exp(-torch.exp(self.A_log) * step[:, t])[..., None, None]
+                h = keep * h + step[:, t, :, None, None] * B[:, t, None, :, None] * heads[:, t, :, None]
+                if 0 <= t + way < length:  # the output is shifted by one token
+                    y[:, t + way] = y[:, t + way] + (C[:, t, None, :, None] * h).sum(-2)
+        y = y + heads * F.linear(x, self.fc_D.weight, self.D)[..., None]
+        return self.out_proj(self.norm(y.flatten(2)) * F.silu(z))
+
+
+class Described(nn.Module):
+    """A BERT with the names of `hydra/bert/src/bert_layers.py`: post-norm layers without MLP and positions."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+
+        def block(**parts):
+            return nn.ModuleDict(parts)
+
+        embeddings = block(
+            word_embeddings=nn.Embedding(vocabulary, DIM),
+            token_type_embeddings=nn.Embedding(2, DIM),
+            LayerNorm=nn.LayerNorm(DIM, eps=1e-12),
+        )
+        layers = nn.ModuleList(
+            block(layer=block(mixer=Mixer(), norm=nn.LayerNorm(DIM, eps=1e-5))) for _ in range(DEPTH)
+        )
+        self.bert = block(embeddings=embeddings, encoder=block(layer=layers))
+        transform = block(dense=nn.Linear(DIM, DIM), LayerNorm=nn.LayerNorm(DIM, eps=1e-12))
+        decoder = nn.Linear(DIM, vocabulary)
+        decoder.weight = embeddings["word_embeddings"].weight
+        self.cls = block(predictions=block(transform=transform, decoder=decoder))
+
+    def forward(self, tokens, types):
+        e, head = self.bert["embeddings"], self.cls["predictions"]
+        x = e["LayerNorm"](e["word_embeddings"](tokens) + e["token_type_embeddings"](types))
+        for part in self.bert["encoder"]["layer"]:
+            x = part["layer"]["norm"](x + part["layer"]["mixer"](x))
+        return head["decoder"](head["transform"]["LayerNorm"](F.gelu(head["transform"]["dense"](x))))
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    made = make_tokenizer("wordpiece", TEXT, 200)
+    made.inner.save(str(tmp_path / "tokenizer.json"))
+    return made
+
+
+@pytest.fixture
+def theirs(tokenizer):
+    torch.manual_seed(0)
+    model = Described(-(-tokenizer.vocabulary // 8) * 8).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    return model
+
+
+def command(tmp_path, *more, recipe="mlm_base_hydra"):
+    data = ["data.name=text", "data.length=17", f"data.tokenizer={tmp_path}/tokenizer.json"]
+    return ["convert", tmp_path / "their.pt", recipe, tmp_path / "run", *data, *TRAINING, *SHAPE, *more]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("composer", [False, True])
+def test_the_logits_are_theirs(composer, theirs, tokenizer, tmp_path, capsys):
+    weights = theirs.state_dict()
+    if composer:
+        weights = {"state": {"model": {f"model.{name}": value for name, value in weights.items()}}}
+    torch.save(weights, tmp_path / "their.pt")
+    assert here(*command(tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert "hydra" in out and "taken from the recipe: model.norm_eps=1e-12" in out
+    ours = lion.load(tmp_path / "run", compile=False).double().eval()
+    tokens = torch.randint(ours.vocabulary, (2, 13), generator=torch.Generator().manual_seed(3))
+    types = (torch.arange(13) > 5).long().expand(2, -1)
+    want = theirs.double()(tokens, types)[..., : ours.vocabulary]
+    assert want.std() > 0.3
+    worst = (ours(tokens, types=types) - want).abs().max()
+    assert worst < 3e-5 * want.abs().max()  # their norms in blocks have an epsilon of 1e-5, ours 1e-12
+    for block, part in zip(ours.encoder.blocks, theirs.bert["encoder"]["layer"]):  # with equal epsilons: rounding
+        block.norm1.eps = part["layer"]["norm"].eps
+    assert (ours(tokens, types=types) - want).abs().max() < 1e-10 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (f"model.dim={2 * DIM}", f"model.dim is {DIM}, not {2 * DIM}"),
+        ("model.depth=3", "model.depth is 2, not 3; try model.depth=2"),
+        ("model.num_heads=4", "model.num_heads is 2, not 4; try model.num_heads=2"),
+        ("model.attention.state=8", "model.attention.state is 4, not 8; try model.attention.state=4"),
+        ("model.attention.expand=1", "model.attention.expand is 2, not 1; try model.attention.expand=2"),
+        ("model.attention.conv_width=4", "model.attention.conv_width is 7, not 4; try model.attention.conv_width=7"),
+        ("model.token_types=1", "model.token_types is 2, not 1; try model.token_types=2"),
+        ("model.mlp=mlp", "model.mlp is none, not mlp; try model.mlp=none"),
+    ],
+)
+def test_another_size_is_refused(change, message, theirs, tmp_path, capsys):
+    torch.save(theirs.state_dict(), tmp_path / "their.pt")
+    assert message in refuse(capsys, *command(tmp_path, change))
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_weights_are_refused(theirs, tmp_path, capsys):
+    whole, block = theirs.state_dict(), "bert.encoder.layer.1.layer.mixer."
+    without = {name: value for name, value in whole.items() if name != f"{block}fc_D.weight"}
+    more = {**whole, "bert.embeddings.position_embeddings.weight": torch.zeros(32, DIM)}
+    bad = {**whole, f"{block}A_log": torch.full((HEADS,), torch.nan)}
+    for weights, message in (
+        (without, f"{block}fc_D.weight is missing: not a masked language model of Hydra"),
+        (more, "our model has no place for bert.embeddings.position_embeddings.weight"),
+        (bad, f"{block}A_log holds NaN or infinity"),
+    ):
+        torch.save(weights, tmp_path / "their.pt")
+        assert message in refuse(capsys, *command(tmp_path))
+    torch.save(whole, tmp_path / "their.pt")
+    line = refuse(capsys, "convert", tmp_path / "their.pt", "hydra_small", tmp_path / "run")
+    assert "model.name: a masked language model of Hydra is a 'bert', not a 'vit'" in line
