@@ -75,7 +75,8 @@ class Side(nn.Module):
         direction: The direction.
 
     As published, A = -exp(a) starts at -1, .., -N in every channel, the steps in [0.001, 0.1], the weights of `step`
-    uniform in +-1/sqrt(rank), and D (`skip`) at 1. A has no weight decay.
+    uniform in +-1/sqrt(rank), and D (`skip`) at 1, in both directions. (In the released code the steps of the backward
+    direction keep PyTorch's start with bias 0, which makes them 0.7.) A has no weight decay.
     """
 
     def __init__(self, channels: int, state: int, rank: int, width: int, direction: str) -> None:
