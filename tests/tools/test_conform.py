@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lion.layers.mixers import LINEAR, MIXERS, LionAttention
+from lion.layers.mixers import MIXERS, LionAttention
 from tests.helpers import ROOT, here, refuse
 from tests.tools.conform_layers import FAULTS, Attention, CompileFault, Streaming
 from tools.conform.subject import Subject, adapt_mixer, adapt_plain
