@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -16,8 +16,8 @@ from lion.layers.norms import NO_NORM
 from lion.layers.rotations import NO_ROTATION
 
 SIDES = {"both": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",)}
-OWN = ("expand", "state", "conv_width")
-SHARED = ("direction", "form", "chunk_size")  # settings of attention layers that these mixers have, too
+OWN = ("expand", "state")
+SHARED = ("conv_width", "direction", "form", "chunk_size")  # settings of attention layers that these mixers have, too
 OFF = (None, 0, False, "none")  # values that turn off what these mixers do not have anyway
 
 
@@ -25,13 +25,12 @@ OFF = (None, 0, False, "none")  # values that turn off what these mixers do not 
 class StateSpaceConfig(AttentionConfig):
     """Settings of a state space mixer.
 
-    `expand` is the width of the channels over the width of the tokens, `state` the number of state dimensions of a
-    channel, and `conv_width` the number of tokens that the convolution sees.
+    `expand` is the number of channels divided by the width of the tokens, `state` the number of state dimensions of a
+    channel. The convolution has `conv_width` tokens, by default those of the publication.
     """
 
     expand: int = setting(2, min=1, max=64)
     state: int = setting(16, min=1, max=65_536)
-    conv_width: int = setting(4, min=1, max=1024)
 
     def label(self) -> str:
         usual = type(self)()
@@ -41,11 +40,15 @@ class StateSpaceConfig(AttentionConfig):
 class StateSpaceMixer(Mixer):
     """A mixer of one scan per direction, which projects tokens to its channels by the linear layer `inputs`.
 
+    Attributes:
+        usual: Values of settings that are None.
+
     Raises:
         ValueError: A value out of its range, or a setting of attention layers that the mixer does not have.
     """
 
     Config = StateSpaceConfig
+    usual: ClassVar[dict[str, Any]]
     inputs: nn.Linear
 
     def __init__(self, dim: int, num_heads: int, mixer: str, config: AttentionConfig | None, **settings: Any) -> None:
@@ -72,7 +75,7 @@ class StateSpaceMixer(Mixer):
             raise ValueError(
                 f"form {config.form!r} is not available with mixer {name!r}, which has {', '.join(layer.forms)}"
             )
-        return fill(config, {"rotation": NO_ROTATION, "out_norm": NO_NORM})
+        return fill(config, {"rotation": NO_ROTATION, "out_norm": NO_NORM, **layer.usual})
 
     @staticmethod
     def knows_order(name: str, config: AttentionConfig) -> bool:

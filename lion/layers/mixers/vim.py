@@ -12,7 +12,7 @@ The output is `proj(y silu(z))`, with the mean y of the directions.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +133,7 @@ class VimMixer(StateSpaceMixer):
     """
 
     forms = ("chunk", "rnn")
+    usual: ClassVar[dict[str, Any]] = {"conv_width": 4}
 
     def __init__(
         self, dim: int, num_heads: int, mixer: str = VIM, config: AttentionConfig | None = None, **settings: Any
