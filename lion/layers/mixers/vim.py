@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lion.layers.convolution import ShortConvolution
 from lion.layers.layout import PLAIN, Layout
@@ -48,7 +49,7 @@ class VimState(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The arguments of a scan, in the order in which it visits the tokens.
+    """The arguments of a scan, in the order in which it visits the tokens, or of all scans, stacked.
 
     Attributes:
         x: Channels (B, L, E).
@@ -111,9 +112,9 @@ class Side(nn.Module):
         """Return A (E, N)."""
         return -self.a.to(dtype).exp()
 
-    def output(self, v: Tensor, y: Tensor) -> Tensor:
-        """Return the outputs of channels v (B, L, E) in sequence order, from those y of the scan."""
-        return flip(y, 1, self.reverse) + (self.skip * v).to(y.dtype)
+    def output(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the outputs of this side in sequence order, from its channels x and their outputs y of the scan."""
+        return flip(y + (self.skip * x).to(y.dtype), 1, self.reverse)
 
 
 class VimMixer(StateSpaceMixer):
@@ -152,23 +153,30 @@ class VimMixer(StateSpaceMixer):
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
         layout = Layout.given(x, layout)
         u, z = self.inputs(self.cleaned(x, layout)).chunk(2, -1)
-        return self.scanned([side.convolution(u, layout) for side in self.sides], z, layout)[0]
 
-    def scanned(
-        self, convolved: list[Tensor], z: Tensor, layout: Layout, state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output (B, L, dim), and the states (sides, B, E, N) after the last token.
+        def convolved_and_selected(u: Tensor) -> Selection:
+            return self.selection([side.convolution(u, layout) for side in self.sides], layout)
 
-        `convolved` are the outputs (B, L, E) of the convolution of each side, z is the gate (B, L, E).
+        if torch.is_grad_enabled():  # the backward pass computes these again, which takes little time beside its scan
+            selection = checkpoint(convolved_and_selected, u, use_reentrant=False, preserve_rng_state=False)
+        else:
+            selection = convolved_and_selected(u)
+        return self.scanned(selection, z)[0]
+
+    def selection(self, convolved: list[Tensor], layout: Layout) -> Selection:
+        """Return the arguments of all scans, stacked, from the outputs (B, L, E) of the convolution of each side."""
+        parts = [side.selection(F.silu(v), layout) for side, v in zip(self.sides, convolved)]
+        return Selection(*(None if part[0] is None else torch.stack(part) for part in zip(*parts)))
+
+    def scanned(self, selection: Selection, z: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the output (B, L, dim) for the gate z (B, L, E), and the states (sides, B, E, N) after the last token.
+
+        `state` are the states before the first token.
         """
-        values = [F.silu(v) for v in convolved]
-        selections = [side.selection(v, layout) for side, v in zip(self.sides, values)]
-        *tokens, start = zip(*selections)
-        x, dt, B, C = (torch.stack(parts) for parts in tokens)
+        x, dt, B, C, start = selection
         A = torch.stack([side.rates(dt.dtype) for side in self.sides])
-        start = None if layout.segment_index is None else torch.stack(start)
         y, state = selective_scan(x, dt, A, B, C, start=start, state=state, chunk_size=self.chunk_size)
-        y = sum(side.output(v, part) for side, v, part in zip(self.sides, values, y)) / len(self.sides)
+        y = sum(side.output(*tokens) for side, *tokens in zip(self.sides, x, y)) / len(self.sides)
         return self.proj(y * F.silu(z)), state
 
     def initial_state(self, batch: int) -> VimState:
@@ -182,7 +190,7 @@ class VimMixer(StateSpaceMixer):
         layout = Layout.given(x, layout)
         u, z = self.inputs(self.cleaned(x, layout)).chunk(2, -1)
         convolved, tokens = self.sides[0].convolution.prefill(u, layout)
-        y, state = self.scanned([convolved], z, layout)
+        y, state = self.scanned(self.selection([convolved], layout), z)
         return y, VimState(tokens, state[0])
 
     def step(self, x: Tensor, state: VimState, valid: Tensor | None = None) -> tuple[Tensor, VimState]:
@@ -191,7 +199,7 @@ class VimMixer(StateSpaceMixer):
         layout = Layout.of(x, valid)
         u, z = self.inputs(self.cleaned(x, layout)).chunk(2, -1)
         convolved, tokens = self.sides[0].convolution.step(u, state.tokens, valid)
-        y, after = self.scanned([convolved], z, layout, state.h[None])
+        y, after = self.scanned(self.selection([convolved], layout), z, state.h[None])
         return y, VimState(tokens, after[0])
 
 
