@@ -93,6 +93,11 @@ def test_only_the_forms_of_the_mixer_are_measured(tmp_path):
     assert found == [Variant("softmax"), Variant("chunk", 4), Variant("rnn", 4)]
     rows, notes = measured(run, *found)
     assert [(r["form"], r["size"]) for r in rows] == [(v.form, size) for size in (8, 16) for v in found] and not notes
+    assert [inference.mega_flops(row) == "-" for row in rows[:3]] == [
+        False,
+        True,
+        True,
+    ]  # the formulas are of attention
 
 
 def test_lion_lit_under_decays_of_one(tmp_path):

@@ -12,7 +12,7 @@ from tests.tools.test_convert import Part
 DIM, DEPTH, SIDE, PATCH, CLASSES, STATE, RANK = 48, 2, 5, 8, 7, 16, 3
 SMALL = [f"model.dim={DIM}", "model.num_heads=3", f"model.depth={DEPTH}", f"model.patch_size={PATCH}"]
 SMALL += [f"data.image_size=[{SIDE * PATCH},{SIDE * PATCH}]"]
-RECIPE = ROOT / "recipes/vim_tiny.yaml"
+RECIPE = ROOT / "recipes/vim/vim_tiny.yaml"
 
 
 class Theirs(nn.Module):

@@ -325,8 +325,8 @@ def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def mega_flops(row: Row) -> str:
-    """Return the MFLOPs of one layer and sample by the paper's formulas, which cover only softmax and the RNN."""
-    if "dim" not in row or row["form"] not in (SOFTMAX, "rnn"):
+    """Return the MFLOPs of one layer and sample by the paper's formulas, which cover softmax and Lion's RNN."""
+    if "dim" not in row or row["form"] not in (SOFTMAX, "rnn") or row["mixer"] not in (SOFTMAX, *LINEAR):
         return "-"
     softmax, rnn = published_flops(row["tokens"], row["dim"])
     return digits((softmax if row["form"] == SOFTMAX else rnn) / 1e6)
