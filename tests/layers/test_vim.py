@@ -182,6 +182,22 @@ def test_autocast_keeps_steps_and_states_in_float32(direction):
         assert made.bfloat16().initial_state(2).h.dtype == torch.float32
 
 
+@every_direction
+def test_rates_beyond_the_range_of_float32_forget_everything(direction):
+    made, x = layer(direction).float(), tokens(8).float()
+    with torch.no_grad():
+        for side in made.sides:
+            side.a.fill_(200)
+    valid = torch.arange(8) < torch.tensor([[8], [5]])
+    y = made(x, Layout.of(x, valid))[valid]
+    y.sum().backward()
+    assert y.isfinite().all() and all(p.grad.isfinite().all() for p in made.parameters())
+    with torch.no_grad():
+        for side in made.sides:
+            side.a.fill_(80)
+    torch.testing.assert_close(made(x, Layout.of(x, valid))[valid], y)
+
+
 @pytest.mark.compiled
 def test_compiled_values_and_gradients_are_those_of_the_eager_layer():
     """Check the compiled steps inside a graph, with a last step that is filled up, segments and padding."""
@@ -227,6 +243,8 @@ def test_settings_of_other_mixers_are_refused():
         set_form(VimMixer(DIM, 3), "full")
     with pytest.raises(ValueError, match=r"x: expected tokens \(B, L, 18\), got shape \(2, 18\)"):
         VimMixer(DIM, 3)(torch.randn(2, 18))
+    with pytest.raises(ValueError, match=r"x: expected tokens \(B, L, 18\), got shape \(2, 0, 18\)"):
+        VimMixer(DIM, 3)(torch.randn(2, 0, 18))
     with pytest.raises(ValueError, match="only 'forward' streams, this layer has 'both'"):
         VimMixer(DIM, 3).prefill(torch.randn(2, 3, 18))
     assert make_mixer(VIM, DIM, 3, AttentionConfig()).config == resolve_mixer(VIM, VimMixer.Config())

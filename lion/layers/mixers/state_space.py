@@ -97,8 +97,8 @@ class StateSpaceMixer(Mixer):
         """Return tokens x (B, L, dim) with zeros for padding.
 
         Raises:
-            ValueError: Tokens of another width.
+            ValueError: Tokens of another width, or no tokens.
         """
-        if x.dim() != 3 or x.shape[-1] != self.inputs.in_features:
+        if x.dim() != 3 or x.shape[-1] != self.inputs.in_features or x.shape[1] == 0:
             raise ValueError(f"x: expected tokens (B, L, {self.inputs.in_features}), got shape {tuple(x.shape)}")
         return layout.clean(x)

@@ -33,6 +33,7 @@ from lion.ops.selective_scan import selective_scan
 from lion.ops.tokens import flip
 
 VIM = "vim"
+LARGEST = 80.0  # exp(80) is finite in float32
 
 
 @state_type
@@ -109,8 +110,8 @@ class Side(nn.Module):
         return Selection(v, dt, B, C, start)
 
     def rates(self, dtype: torch.dtype) -> Tensor:
-        """Return A (E, N)."""
-        return -self.a.to(dtype).exp()
+        """Return A (E, N), which is finite, because its product with a step of 0 is 0."""
+        return -self.a.to(dtype).clamp(max=LARGEST).exp()
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the outputs of this side in sequence order, from its channels x and their outputs y of the scan."""
