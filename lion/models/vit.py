@@ -149,7 +149,9 @@ class ViT(ImageClassifier):
 
         Position embeddings are interpolated.
         """
-        if self.position is None or source.position is None or self.position.shape == source.position.shape:
+        if self.position is None or source.position is None:
+            return weights
+        if (self.position.shape, self.before) == (source.position.shape, source.before):
             return weights
         first, extra, last = source.position_parts(weights["position"])
         own = self.position_parts(self.position.detach())[1]

@@ -233,6 +233,8 @@ def test_cls_in_the_middle(mixer):
     moved = first.adapt(model.state_dict(), model)["position"]
     assert torch.equal(moved[:, 0], model.position[:, 7])
     assert torch.equal(moved[:, 1:], torch.cat([adapted[:, :15], adapted[:, 16:]], 1))
+    same = vit(mixer, (6, 10), position_embedding=True).double().adapt(model.state_dict(), model)["position"]
+    torch.testing.assert_close(same, model.position[:, [7, *range(7), *range(8, 16)]])  # of a grid of the same size
 
 
 def test_cls_in_the_middle_is_read_in_one_direction():
