@@ -14,6 +14,7 @@ from lion.layers.mixers import (
     LightNetAttention,
     LionAttention,
     SoftmaxAttention,
+    VimMixer,
     mixers_of,
 )
 from lion.layers.mixers import MIXERS as ENTRIES
@@ -21,6 +22,7 @@ from lion.layers.mixers.hippo import HippoDecay, SelectiveHippoDecay
 from lion.layers.mixers.lightnet import KeySoftmax
 from lion.layers.mixers.linear_transformers import LowRankDecay, RandomFeatureGate
 from lion.layers.mixers.lion import FixedDecay, SelectiveDecay, SelectiveVectorDecay
+from lion.layers.norms import RMSNorm
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.samples.base import Splits
@@ -34,7 +36,8 @@ from tools.compose import describe_data, make_task, resolve
 from tools.listing import recipe_files, recipe_path
 
 RECIPES = list(recipe_files().values())
-DEIT, CIFAR100, LRA = ([p for p in RECIPES if p.stem.startswith(f"{name}_")] for name in ("deit", "cifar100", "lra"))
+FAMILIES = ("deit", "cifar100", "lra", "vim")
+DEIT, CIFAR100, LRA, VIM = ([p for p in RECIPES if p.stem.startswith(f"{name}_")] for name in FAMILIES)
 GENERATION = [p for p in RECIPES if p.stem.startswith(("dit_", "lightnet_gen_"))]  # tests/test_generation_recipes.py
 
 # parameter counts of the published shapes (recipes.md 1.1); position embeddings of 197 tokens where enabled
@@ -71,6 +74,7 @@ MIXERS = {
     "gated_rfa": (LionAttention, RandomFeatureGate),
     "hydra": (HydraAttention, None),
     "lightnet": (LightNetAttention, KeySoftmax),  # no decay in both directions
+    "vim": (VimMixer, None),
 }
 
 
@@ -118,6 +122,35 @@ def test_deit_is_trained_as_published():
     assert (optim.betas, optim.eps) == ((0.9, 0.999), 1e-8)
     assert (schedule.kind, schedule.warmup, schedule.warmup_lr, schedule.min_lr) == ("cosine", "5ep", 1e-6, 1e-5)
     assert schedule.overlay and (trainer.epochs, trainer.ema, trainer.clip_grad) == (300, 0.99996, None)
+
+
+# size: width, parameters, top-1 of LION's tables, learning rate of the batch, batch, weight decay, stochastic depth
+VIMS = {
+    "tiny": (192, 7_148_008, 76.1, 1e-3, 1024, 0.1, 0.0),
+    "small": (384, 25_796_584, 80.3, 1e-3, 512, 0.05, 0.05),
+    "base": (768, 97_598_440, 81.9, 1e-3, 512, 0.05, 0.05),
+}
+
+
+@pytest.mark.parametrize("size", VIMS)
+def test_vim_is_trained_as_published_and_as_large(size):
+    """Check the resolved recipe against recipes.md 8.2; the sizes are 7, 26 and 98 M in the papers."""
+    dim, parameters, accuracy, lr, batch, weight_decay, drop_path = VIMS[size]
+    recipe = resolve(f"vim_{size}")
+    model = build_on_meta(make_task(recipe, describe_data(recipe, look=False)[0]), recipe.model)
+    assert count_parameters(model) == parameters and recipe.about.expected == f"{accuracy} top-1"
+    assert (model.length, model.before, model.position.shape) == (197, 98, (1, 197, dim))
+    assert len(model.encoder.blocks) == 24 and all(block.mlp is None for block in model.encoder.blocks)
+    norms = [model.encoder.norm, *(block.norm1 for block in model.encoder.blocks)]
+    assert all(isinstance(norm, RMSNorm) and norm.eps == 1e-5 for norm in norms)
+    built = recipe.model.resolved()
+    assert (built.readout, built.dim, built.drop_path, built.init) == ("cls", dim, drop_path, "vim")
+    plan = make_plan(recipe, samples=1_281_167, world=8)
+    assert plan.micro * plan.accumulation * 8 == recipe.trainer.batch_size == batch
+    assert recipe.optim.peak(batch) == pytest.approx(lr) and recipe.optim.weight_decay == weight_decay
+    deit = resolve("deit_small_softmax")
+    assert (recipe.data, recipe.task, recipe.schedule) == (deit.data, deit.task, deit.schedule)
+    assert recipe.trainer.ema == 0.99996 and recipe.trainer.precision == "fp32"
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "linear", "lion_s"])
@@ -468,7 +501,7 @@ EXPECTED = {  # Tables 2 and 12; softmax: results of DeiT
 }
 
 
-@pytest.mark.parametrize("path", [*DEIT, *CIFAR100], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*DEIT, *CIFAR100, *VIM], ids=lambda p: p.stem)
 def test_a_claim_is_that_of_its_table_and_said_once(path):
     recipe, text = resolve(path), path.read_text()
     if path in DEIT:
@@ -550,7 +583,7 @@ class Noise(torch.utils.data.Dataset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [*DEIT, *CIFAR100], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*DEIT, *CIFAR100, *VIM], ids=lambda p: p.stem)
 def test_two_steps_of_a_shrunken_copy(path, tmp_path):
     shrink = ["model.dim=12", "model.depth=2", "model.num_heads=3", "data.image_size=[32, 32]", "trainer.device=cpu"]
     shorten = [

@@ -162,13 +162,13 @@ SCANS: dict[str, Callable[[Tensor], Tensor]] = {  # patches (height, width) -> v
 ROW_MAJOR = ("row_major",)
 
 
-def grid_layout(height: int, width: int, scans: Sequence[str] = ROW_MAJOR, special: int = 1) -> Layout:
-    """Return the layout of an image: `special` tokens, then `height` x `width` patches.
+def grid_layout(height: int, width: int, scans: Sequence[str] = ROW_MAJOR, special: int = 1, before: int = 0) -> Layout:
+    """Return the layout of an image: `before` of its `height` x `width` patches, `special` tokens, all other patches.
 
-    Every scan visits the special tokens first.
+    Every scan visits the special tokens first; scans other than row-major order need `before=0`.
     """
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).reshape(-1, 2).mT  # (2, H W)
-    coords = torch.cat([torch.full((2, special), -1), places], 1)
+    coords = torch.cat([places[:, :before], torch.full((2, special), -1), places[:, before:]], 1)
     layout = Layout(coords=coords, special=(coords < 0).all(0))
     if tuple(scans) == ROW_MAJOR:
         return layout

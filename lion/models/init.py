@@ -8,7 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lion.layers.mixers import Attention, HippoAttention
+from lion.layers.mixers import Attention, HippoAttention, mixers_of
+
+TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut at two standard deviations
 
 
 def deit(model: nn.Module, std: float) -> None:
@@ -77,6 +79,29 @@ def lra(model: nn.Module, std: float) -> None:
             value.copy_(held.flatten().diag())
 
 
+@torch.no_grad()
+def vim(model: nn.Module, std: float) -> None:
+    """Initialise like Vim: Linear truncated normal, Conv2d LeCun normal, Embedding normal, biases 0.
+
+    The parameters of mixers keep their values, except that the layer which writes into the residual stream is divided
+    by the square root of the number of mixers.
+    """
+    mixers = mixers_of(model)
+    inside = {id(m) for mixer in mixers for m in mixer.modules()}
+    for m in (m for m in model.modules() if id(m) not in inside):
+        if isinstance(m, nn.Linear):
+            nn.init.trunc_normal_(m.weight, std=std)
+        elif isinstance(m, nn.Conv2d):
+            scale = m.weight[0].numel() ** -0.5 / TRUNCATED
+            nn.init.trunc_normal_(m.weight, std=scale, a=-2 * scale, b=2 * scale)
+        elif isinstance(m, nn.Embedding):
+            nn.init.normal_(m.weight, std=std)
+        if isinstance(m, (nn.Linear, nn.Conv2d)) and m.bias is not None:
+            nn.init.zeros_(m.bias)
+    for mixer in mixers:
+        mixer.proj.weight.div_(math.sqrt(len(mixers)))
+
+
 def gates_of(attention: Attention) -> list[nn.Linear]:
     """Return the linear layers that make decays depend on tokens."""
     return [m for decay in getattr(attention, "decays", ()) for m in decay.modules() if isinstance(m, nn.Linear)]
@@ -87,5 +112,6 @@ INITS: dict[str, Callable[[nn.Module, float], None]] = {
     "deit": deit,
     "gpt2": gpt2,
     "lra": lra,
+    "vim": vim,
     "xavier": xavier,
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import setting
-from lion.layers.layout import Layout, grid_layout
+from lion.layers.layout import ROW_MAJOR, Layout, grid_layout
 from lion.layers.mixers import SOFTMAX
 from lion.layers.optim_factors import OptimFactors
 from lion.models.base import ImageClassifier
@@ -31,12 +31,16 @@ class ViTConfig(PatchedConfig):
     included (released code). It is also the mean if all layers go forward, because cls comes first and then sees no
     other token. `cls: false` removes the cls token.
 
+    `cls_place: middle` puts the cls token after the first half of the patches, as in Vim; it is then read by
+    convention, in one direction as well.
+
     `distilled` adds DeiT's distillation token after cls, and a second head that reads it. A readout by the mean leaves
     this token out. LION does not publish the tokens of its distilled model.
     """
 
     name: str = "vit"
     cls: bool = True
+    cls_place: str = setting("first", choices=("first", "middle"))
     distilled: bool = False
     readout: str | None = setting(None, choices=("cls", "mean"))
 
@@ -44,9 +48,12 @@ class ViTConfig(PatchedConfig):
 
     def resolved(self) -> Self:
         c = super().resolved()
-        blind = all(c.attention.at(layer).direction == "forward" for layer in range(c.depth))
+        middle = c.cls_place == "middle"
+        blind = not middle and all(c.attention.at(layer).direction == "forward" for layer in range(c.depth))
         if c.readout is None:
-            c.readout = "cls" if c.cls and c.mixer == SOFTMAX and not blind else "mean"
+            c.readout = "cls" if c.cls and (c.mixer == SOFTMAX or middle) and not blind else "mean"
+        if middle and (not c.cls or c.distilled or c.attention.scans != ROW_MAJOR):
+            raise ValueError("cls_place 'middle' needs the cls token, one scan, and no distillation token")
         if c.readout == "cls" and not c.cls:
             raise ValueError("readout 'cls' needs the cls token; use 'mean', or cls: true")
         if c.readout == "cls" and blind:
@@ -88,6 +95,7 @@ class ViT(ImageClassifier):
         self.config = c = config.resolved()
         self.patches = height, width = grid_of(image_size, c.patch_size)
         special = int(c.cls) + int(c.distilled)
+        self.before = height * width // 2 if c.cls_place == "middle" else 0  # patches before the special tokens
         self.length = special + height * width
         self.patch = nn.Conv2d(channels, c.dim, c.patch_size, c.patch_size)
         self.cls = nn.Parameter(torch.zeros(1, 1, c.dim)) if c.cls else None
@@ -96,7 +104,7 @@ class ViT(ImageClassifier):
         self.encoder = Encoder(c, self.patches)
         self.head = nn.Linear(c.dim, num_classes)
         self.head_distill = nn.Linear(c.dim, num_classes) if c.distilled else None
-        layout = grid_layout(height, width, c.attention.scans, special=special)
+        layout = grid_layout(height, width, c.attention.scans, special=special, before=self.before)
         for name in ("coords", "special", "orders"):
             self.register_buffer(name, getattr(layout, name), persistent=False)
 
@@ -125,12 +133,12 @@ class ViT(ImageClassifier):
         images = self.normalised(images, self.patch.weight.dtype)
         x = self.patch(images).flatten(2).mT  # (B, H W, dim)
         if special := [token.expand(x.shape[0], -1, -1) for token in (self.cls, self.distill) if token is not None]:
-            x = torch.cat([*special, x], 1)
+            x = torch.cat([x[:, : self.before], *special, x[:, self.before :]], 1)
         if self.position is not None:
             x = x + self.position
         x = self.encoder(x, self.layout)
         if self.distill is None:
-            return self.head(x[:, 0] if self.config.readout == "cls" else x.mean(1))
+            return self.head(x[:, self.before] if self.config.readout == "cls" else x.mean(1))
         distilled = x[:, int(self.config.cls)]
         own = x[:, 0] if self.config.readout == "cls" else (x.sum(1) - distilled) / (x.shape[1] - 1)
         both = self.head(own), self.head_distill(distilled)
@@ -141,12 +149,19 @@ class ViT(ImageClassifier):
 
         Position embeddings are interpolated.
         """
-        if self.position is None or source.position is None or self.position.shape == source.position.shape:
+        if self.position is None or source.position is None:
             return weights
-        own, theirs = (
-            m.length - m.patches[0] * m.patches[1] for m in (self, source)
-        )  # number of tokens without a position on the grid
-        extra, places = weights["position"].split([theirs, source.length - theirs], 1)
-        if own != theirs:
-            extra = self.position.detach()[:, :own]
-        return {**weights, "position": torch.cat([extra, interpolated(places, source.patches, self.patches)], 1)}
+        if (self.position.shape, self.before) == (source.position.shape, source.before):
+            return weights
+        first, extra, last = source.position_parts(weights["position"])
+        own = self.position_parts(self.position.detach())[1]
+        if own.shape != extra.shape:
+            extra = own
+        places = interpolated(torch.cat([first, last], 1), source.patches, self.patches)
+        position = torch.cat([places[:, : self.before], extra, places[:, self.before :]], 1)
+        return {**weights, "position": position}
+
+    def position_parts(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split position embeddings (1, L, dim) at the tokens without a place on the grid: before, these, after."""
+        count = self.patches[0] * self.patches[1]
+        return position.split([self.before, self.length - count, count - self.before], 1)

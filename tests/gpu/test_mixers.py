@@ -36,10 +36,13 @@ KINDS = {  # a mixer for each kind of operator
     "xlstm": [FULL],  # division by the largest of |row sum| and 1
     "lightnet": [FULL],  # normalised keys, one scan
     "deltanet": [FULL, CHUNK],  # delta rule
+    "selective_scan": [("chunk", "both", 4)],  # a step of Vim's loop, and its gradients
 }
 OTHERS = {mixer: [FULL] for mixer in LINEAR if mixer not in KINDS}  # differ from these in gates only
 OTHERS |= {"lightnet": [ONE_WAY], "lion_lit": [CHUNK], "lion_s": [CHUNK_BF16], "gla": [FULL, FULL_BF16]}
 OTHERS |= {"hydra": [FULL, CHUNK], "lion_d": [FULL], "gated_deltanet": [FULL, CHUNK], "kda": [FULL, CHUNK]}
+OTHERS |= {"vim": [CHUNK]}  # around its loop, which is one operator
+OPERATORS = ("linalg_solve_triangular", "lion.selective_scan")  # of the delta rule and of Vim: no kernels of the graph
 GROUPS = [  # importing PyTorch takes longer than a case
     *(dict([*KINDS.items()][i::2]) for i in range(2)),
     *(pytest.param(dict([*OTHERS.items()][i::2]), marks=pytest.mark.every) for i in range(2)),
@@ -60,7 +63,7 @@ def test_generated_kernels_are_right_and_compile(group, tmp_path):
         assert "unsupported" not in row, (case, row)
         tolerance = FUSED_TOLERANCE if FUSED in case else BF16_TOLERANCE if case.endswith("bfloat16") else TOLERANCE
         assert row["error"] <= tolerance, (case, row)
-        assert all("linalg_solve_triangular" in name for name in row["fallbacks"]), (case, row)  # the delta rule's
+        assert all(any(own in name for own in OPERATORS) for name in row["fallbacks"]), (case, row)
         assert FUSED not in case or not row["fallbacks"], (case, row)
     kernels = sorted(tmp_path.glob("*.json"))
     assert len(kernels) == len(rows)

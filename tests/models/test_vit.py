@@ -4,12 +4,13 @@ import torch
 from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.lightnet import LightNetConfig
+from lion.layers.mixers.state_space import StateSpaceConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.ops import SCAN_MERGES
 
 
 def vit(mixer="lion_s", size=(8, 8), channels=3, classes=5, known=None, **settings):
-    config = ViTConfig(mixer=mixer, dim=12, depth=2, num_heads=3, **{"patch_size": 2, **settings})
+    config = ViTConfig(mixer=mixer, **{"dim": 12, "depth": 2, "num_heads": 3, "patch_size": 2, **settings})
     return ViT(config, image_size=size, channels=channels, num_classes=classes, **(known or {}))
 
 
@@ -211,3 +212,47 @@ def test_positions_reach_a_model_with_or_without_cls(cls):
     assert position.shape == target.position.shape
     assert torch.allclose(position[:, int(cls) :], torch.tensor(3.0))
     assert torch.equal(position[:, : int(cls)], target.position[:, : int(cls)])
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, "vim"])
+@torch.no_grad()
+def test_cls_in_the_middle(mixer):
+    """Check the order of tokens, the grid, and the readout, against the same model with its parts called one by one."""
+    torch.manual_seed(0)
+    model = vit(mixer, (6, 10), cls_place="middle", position_embedding=True, init_std=0.5).double().eval()
+    images = torch.randn(2, 3, 6, 10, dtype=torch.double)
+    patches = model.patch(images).flatten(2).mT
+    x = torch.cat([patches[:, :7], model.cls.expand(2, -1, -1), patches[:, 7:]], 1) + model.position
+    torch.testing.assert_close(model(images), model.head(model.encoder(x, model.layout)[:, 7]))
+    assert model.special.nonzero().tolist() == [[7]]
+    assert model.coords[:, [6, 7, 8]].mT.tolist() == [[1, 1], [-1, -1], [1, 2]]
+    larger = vit(mixer, (12, 10), cls_place="middle", position_embedding=True).double()
+    adapted = larger.adapt(model.state_dict(), model)["position"]
+    assert torch.equal(adapted[:, 15], model.position[:, 7]) and adapted.shape == larger.position.shape
+    first = vit(mixer, (12, 10), position_embedding=True).double()  # another place of cls, the same grid
+    moved = first.adapt(model.state_dict(), model)["position"]
+    assert torch.equal(moved[:, 0], model.position[:, 7])
+    assert torch.equal(moved[:, 1:], torch.cat([adapted[:, :15], adapted[:, 16:]], 1))
+    same = vit(mixer, (6, 10), position_embedding=True).double().adapt(model.state_dict(), model)["position"]
+    torch.testing.assert_close(same, model.position[:, [7, *range(7), *range(8, 16)]])  # of a grid of the same size
+
+
+def test_cls_in_the_middle_is_read_in_one_direction():
+    forward = ViTConfig("vim", 12, 2, 3, cls_place="middle", attention=StateSpaceConfig(direction="forward"))
+    assert forward.resolved().readout == "cls"
+    snakes = AttentionConfig(**SNAKES)
+    for settings in ({"cls": False}, {"distilled": True}, {"mixer": "lion_s", "attention": snakes}):
+        with pytest.raises(ValueError, match="cls_place 'middle' needs the cls token, one scan, and no distillation"):
+            ViTConfig(**{"mixer": "vim", "dim": 12, "depth": 1, "num_heads": 3, "cls_place": "middle", **settings})
+
+
+def test_vim_starts_as_published():
+    torch.manual_seed(0)
+    model = vit("vim", (64, 64), patch_size=16, init="vim", dim=192, depth=4, classes=1000)
+    assert model.patch.weight.std().item() == pytest.approx(768**-0.5, rel=0.02) and not model.patch.bias.any()
+    assert model.head.weight.std().item() == pytest.approx(0.02, rel=0.02) and not model.head.bias.any()
+    for block in model.encoder.blocks:
+        mixer, bound = block.attention, 384**-0.5 / 2  # of PyTorch's Linear, over the square root of 4 blocks
+        assert mixer.proj.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+        assert mixer.inputs.weight.std().item() == pytest.approx((3 * 192) ** -0.5, rel=0.02)
+        assert mixer.sides[1].step_bias.min() < -4

@@ -85,6 +85,21 @@ def test_what_blockwise_cannot_measure(tmp_path):
             mix_blockwise(layer, *[torch.zeros(1)] * 4, Layout())
 
 
+def test_only_the_forms_of_the_mixer_are_measured(tmp_path):
+    model = {"mixer": "vim", "mlp": "none", "cls_place": "middle"}
+    assert here("train", tiny_recipe(tmp_path, model=model), "--no-eval") == 0
+    run = tmp_path / "runs" / "tiny"
+    found = inference.variants(open_run(run), list(inference.FORMS), [4])
+    assert found == [Variant("softmax"), Variant("chunk", 4), Variant("rnn", 4)]
+    rows, notes = measured(run, *found)
+    assert [(r["form"], r["size"]) for r in rows] == [(v.form, size) for size in (8, 16) for v in found] and not notes
+    assert [inference.mega_flops(row) == "-" for row in rows[:3]] == [
+        False,
+        True,
+        True,
+    ]  # the formulas are of attention
+
+
 def test_lion_lit_under_decays_of_one(tmp_path):
     here("train", tiny_recipe(tmp_path, model={"mixer": "lion_lit"}), "--no-eval")
     loaded = open_run(tmp_path / "runs" / "tiny")

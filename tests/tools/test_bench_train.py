@@ -160,6 +160,13 @@ def test_the_papers_ratio_of_hydra_is_that_to_deit():
     assert "1.99 x deit_small_softmax (paper: 2.50)" in train.cells(row)
 
 
+def test_the_papers_ratios_of_vim_are_those_to_deit():
+    for size, ratio in (("tiny", "9.48"), ("small", "14.95"), ("base", "10.86")):
+        model = resolve(f"vim_{size}").model
+        row = {"model": "vit", "shape": model.shape(), "size": 224, "mixer": model.label()}
+        assert train.published(row, f"deit_{size}_softmax") == ratio and train.published(row) == ""
+
+
 @pytest.mark.slow
 def test_the_train_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "in_a_process", lambda measure, job, receive: measure(job, receive))

@@ -22,7 +22,7 @@ def softmax_beside(own: ModelConfig, against: str | None, task: Task) -> ModelCo
     Args:
         own: Settings of the measured model.
         against: A recipe of the same kind of model with softmax, for models whose blocks are not those of a Transformer
-            (Hydra); None: the measured model with softmax.
+            (Hydra, Vim); None: the measured model with softmax.
         task: The task, for which the model is built.
 
     Raises:

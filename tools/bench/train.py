@@ -8,10 +8,10 @@ It is compiled, in the recipe's precision on a GPU and in float32 on a CPU, unle
 All recipes must have the same shape (dim, depth, heads, dropout, ..). The same model is also timed with softmax, whose
 ratio is 1, and without a mixer (every layer passes v on), which is the lower bound. `--plain` adds softmax in plain
 eager PyTorch (`tools/bench/plain.py`). `--against` adds a model of any shape, which is compared but has no row, as the
-paper compares Hydra with DeiT. Rounds are interleaved. A ratio is the median over rounds of a step's time divided by
-the softmax (or plain) step's time in the same round. Each command timed softmax again, so `x softmax` is comparable
-between commands and `ms` is not. The paper's ratios were measured on GPUs, with its kernels and those of Hydra's
-authors.
+paper compares Hydra and Vim with DeiT. Rounds are interleaved. A ratio is the median over rounds of a step's time
+divided by the softmax (or plain) step's time in the same round. Each command timed softmax again, so `x softmax` is
+comparable between commands and `ms` is not. The paper's ratios were measured on GPUs, with its kernels and those of the
+authors of Hydra and Vim.
 Results are added to `reports/train.md` and `train.json`.
 """
 

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to a run: BERT and GPT-2 of transformers, nanoGPT, Hydra's BERT; DeiT, timm, the authors' code.
+"""Convert a checkpoint to a run: BERT and GPT-2 of transformers, nanoGPT, Hydra's BERT; DeiT, timm, Vim, LION's code.
 
     python -m tools convert CHECKPOINT RECIPE OUT [key=value ...] [--ema]
 
@@ -37,12 +37,14 @@ from tools.convert.bert import BertConverter
 from tools.convert.files import CheckpointContents, read_checkpoint
 from tools.convert.gpt import GPTConverter
 from tools.convert.hydra import HydraConverter
+from tools.convert.vim import VimConverter
 from tools.convert.vit import ViTConverter
 
 CONVERTERS: dict[str, type[Converter]] = {
     "bert": BertConverter,
     "gpt": GPTConverter,
     "hydra": HydraConverter,
+    "vim": VimConverter,
     "vit": ViTConverter,
 }  # by `model.mixer`, if the mixer has models of its own, and by `model.name`
 

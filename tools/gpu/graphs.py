@@ -51,7 +51,7 @@ class Graph:
 
 
 def trace(fn: Callable[..., Tensor], *args: Any) -> list[Graph]:
-    """Return the graphs of `fn(*args)` and, if the result requires a gradient, of the backward pass.
+    """Return the graphs of `fn(*args)` and, if gradients are enabled and the result requires one, of the backward pass.
 
     A graph break is an error. With fake tensors, under their `FakeTensorMode`, nothing is computed.
     """
@@ -73,7 +73,7 @@ def trace(fn: Callable[..., Tensor], *args: Any) -> list[Graph]:
     )
     torch._dynamo.reset()
     out = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)(*args)
-    if out.requires_grad:
+    if torch.is_grad_enabled() and out.requires_grad:
         out.backward(torch.ones_like(out))
     return graphs
 

@@ -3,9 +3,10 @@
     python -m tools.gpu.interpret FOLDER MIXER,FORM,DIRECTION,TOKENS[,bfloat16] ...
 
 For each stage of a mixer's layer, the command prints one line of JSON with the largest error of the output or of the
-gradients, divided by the largest value of the same graph run on the CPU. It writes the kernels into the folder. FORM
-may also be `fused` or `fused_chunks`. Sizes are small: 16 features (32 if fused), 2 heads, chunks of 16 tokens (fused:
-32). A separate process is needed, because Triton reads TRITON_INTERPRET when it is imported.
+gradients, divided by the largest value of the same graph run on the CPU. It writes the kernels into the folder. MIXER
+may also be `selective_scan`, for a step of its loop, and FORM `fused` or `fused_chunks`. Sizes are small: 16 features
+(32 if fused), 2 heads, chunks of 16 tokens (fused: 32). A separate process is needed, because Triton reads
+TRITON_INTERPRET when it is imported.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tools.gpu.cubins import load
 from tools.gpu.fused import FUSED, FUSED_CHUNKS, taken
 from tools.gpu.graphs import Graph, trace
 from tools.gpu.lower import Program, call_of, lower
+from tools.gpu.scans import SCAN, scan_graphs
 from tools.gpu.targets import TARGETS
 
 WIDTH, HEADS, CHUNK = 16, 2, 16
@@ -132,19 +134,26 @@ def laid_out(x: Any, description: Any) -> Any:
     return torch.empty_strided(held, stride, dtype=dtype).copy_(part).expand(size)
 
 
-def verify(
-    mixer: str, form: str, direction: str, length: int, folder: Path, dtype: str = "float32"
-) -> Iterator[dict[str, Any]]:
-    """Check a mixer's layer on one sequence of `length` tokens; yield one row per stage."""
+def graphs_of(mixer: str, form: str, direction: str, length: int, dtype: str) -> list[Graph]:
+    """Return the graphs of a mixer's layer on one sequence, or of a step of the selective scan."""
     torch._dynamo.reset()
     torch.manual_seed(0)
+    if mixer == SCAN:
+        return scan_graphs(1, length, 2 * WIDTH, WIDTH, getattr(torch, dtype))
     width = (
         max(WIDTH, 16 * HEADS) if form in (FUSED, FUSED_CHUNKS) else WIDTH
     )  # fused kernels need a head dimension of at least 16
     with taken(form) as name:
         layer = MIXERS[mixer].layer(width, HEADS, mixer, form=name, direction=direction, chunk_size=CHUNK)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            graphs = trace(layer, torch.randn(1, length, width, requires_grad=True))
+            return trace(layer, torch.randn(1, length, width, requires_grad=True))
+
+
+def verify(
+    mixer: str, form: str, direction: str, length: int, folder: Path, dtype: str = "float32"
+) -> Iterator[dict[str, Any]]:
+    """Check a mixer's layer on one sequence of `length` tokens; yield one row per stage."""
+    graphs = graphs_of(mixer, form, direction, length, dtype)
     for graph in graphs:
         with config.patch(split_reductions=False):  # programs of a split reduction wait for each other
             program = lower(graph, TARGETS["h100"])

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tools.gpu.cost import Cost
 from tools.gpu.graphs import Graph
+from tools.gpu.scans import steps_of
 from tools.gpu.targets import DEVICE, Target, pretend
 
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.S)
@@ -82,6 +83,8 @@ def lower(graph: Graph, target: Target) -> Program:
         moved=int(moved),
         flops=int(flops),
     )
+    for step, count in steps_of(graph.module):
+        cost += lower(step, target).cost * count
     return Program(graph.stage, code, kernels, fallbacks, cost)
 
 

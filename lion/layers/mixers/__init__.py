@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lion.layers.mixers import delta, fox, hippo, hydra, lightnet, linear_transformers, lion, softmax
+from lion.layers.mixers import delta, fox, hippo, hydra, lightnet, linear_transformers, lion, softmax, vim
 from lion.layers.mixers.attention import Attention, AttentionConfig
 from lion.layers.mixers.base import Mixer, forms_of, mixers_of, set_form
 from lion.layers.mixers.delta import DeltaAttention
@@ -13,8 +13,9 @@ from lion.layers.mixers.lightnet import LightNetAttention
 from lion.layers.mixers.linear import LionAttention, linear_mixers
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
+from lion.layers.mixers.vim import VIM, VimMixer
 
-for family in (lion, hippo, linear_transformers, lightnet, delta, softmax, fox, hydra):
+for family in (lion, hippo, linear_transformers, lightnet, delta, softmax, fox, hydra, vim):
     MIXERS.update(family.FAMILY)
 LINEAR = linear_mixers()
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "MIXERS",
     "NONE",
     "SOFTMAX",
+    "VIM",
     "Attention",
     "AttentionConfig",
     "DeltaAttention",
@@ -33,6 +35,7 @@ __all__ = [
     "Mixer",
     "NoMixing",
     "SoftmaxAttention",
+    "VimMixer",
     "forms_of",
     "make_mixer",
     "mixers_of",

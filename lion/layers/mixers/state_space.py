@@ -1,0 +1,104 @@
+"""The common part of state space mixers, which have projections of their own around their scans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lion.config import check_settings, fill, setting
+from lion.layers.layout import Layout
+from lion.layers.mixers.attention import ALTERNATING, AttentionConfig
+from lion.layers.mixers.base import Mixer
+from lion.layers.mixers.registry import MIXERS
+from lion.layers.norms import NO_NORM
+from lion.layers.rotations import NO_ROTATION
+
+SIDES = {"both": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",)}
+OWN = ("expand", "state")
+SHARED = ("conv_width", "direction", "form", "chunk_size")  # settings of attention layers that these mixers have, too
+OFF = (None, 0, False, "none")  # values that turn off what these mixers do not have anyway
+
+
+@dataclass
+class StateSpaceConfig(AttentionConfig):
+    """Settings of a state space mixer.
+
+    `expand` is the number of channels divided by the width of the tokens, `state` the number of state dimensions of a
+    channel. The convolution has `conv_width` tokens, by default those of the publication.
+    """
+
+    expand: int = setting(2, min=1, max=64)
+    state: int = setting(16, min=1, max=65_536)
+
+    def label(self) -> str:
+        usual = type(self)()
+        return ", ".join(f"{name} {getattr(self, name)}" for name in OWN if getattr(self, name) != getattr(usual, name))
+
+
+class StateSpaceMixer(Mixer):
+    """A mixer of one scan per direction, which projects tokens to its channels by the linear layer `inputs`.
+
+    Attributes:
+        usual: Values of settings that are None.
+
+    Raises:
+        ValueError: A value out of its range, or a setting of attention layers that the mixer does not have.
+    """
+
+    Config = StateSpaceConfig
+    usual: ClassVar[dict[str, Any]]
+    inputs: nn.Linear
+
+    def __init__(self, dim: int, num_heads: int, mixer: str, config: AttentionConfig | None, **settings: Any) -> None:
+        super().__init__()
+        if num_heads < 1 or dim < 1 or dim % num_heads:
+            raise ValueError(f"dim: expected a multiple of num_heads={num_heads}, got {dim}")
+        self.config = c = self.resolve(mixer, replace(config or self.Config(), **settings))
+        if c.direction == ALTERNATING:
+            raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
+        self.set_form(c.form)
+
+    @staticmethod
+    def resolve(name: str, config: AttentionConfig) -> StateSpaceConfig:
+        layer = MIXERS[name].layer
+        config = config if isinstance(config, layer.Config) else layer.Config(**vars(config))
+        check_settings(config)
+        for field in fields(config):
+            value = getattr(config, field.name)
+            if field.name not in (*OWN, *SHARED) and value != field.default and value not in OFF:
+                raise ValueError(
+                    f"{field.name}: not available with mixer {name!r}, which has {', '.join((*OWN, *SHARED))}"
+                )
+        if config.form not in ("auto", *layer.forms):
+            raise ValueError(
+                f"form {config.form!r} is not available with mixer {name!r}, which has {', '.join(layer.forms)}"
+            )
+        return fill(config, {"rotation": NO_ROTATION, "out_norm": NO_NORM, **layer.usual})
+
+    @staticmethod
+    def knows_order(name: str, config: AttentionConfig) -> bool:
+        return True
+
+    @property
+    def causal(self) -> bool:
+        return self.config.direction == "forward"
+
+    def check_causal(self) -> None:
+        if not self.causal:
+            raise ValueError(f"direction: only 'forward' streams, this layer has {self.config.direction!r}")
+
+    def set_form(self, form: str, chunk_size: int | None = None) -> None:
+        self.form = form
+        self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
+
+    def cleaned(self, x: Tensor, layout: Layout) -> Tensor:
+        """Return tokens x (B, L, dim) with zeros for padding.
+
+        Raises:
+            ValueError: Tokens of another width, or no tokens.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.inputs.in_features or x.shape[1] == 0:
+            raise ValueError(f"x: expected tokens (B, L, {self.inputs.in_features}), got shape {tuple(x.shape)}")
+        return layout.clean(x)
