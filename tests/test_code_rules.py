@@ -20,6 +20,7 @@ FLOORS = [
     "runs",
     "teachers",
     "evaluation",
+    "transformers",
 ]  # each module may import the modules before it
 COMPILING = {
     "lion/trainer/compilation.py",
@@ -36,6 +37,7 @@ EXTRAS = {  # optional packages, imported where they are used
     "lion/tasks/sequence_classification.py": {"scipy", "sklearn"},
     "tools/statistics.py": {"scipy"},
 }
+EXTRAS |= {f"lion/transformers/{path.name}": {"transformers"} for path in (ROOT / "lion/transformers").glob("*.py")}
 SOURCES = sorted(p for folder in ("lion", "data", "tools") for p in (ROOT / folder).rglob("*.py"))
 
 

@@ -1,0 +1,43 @@
+"""The models of this package as `PreTrainedModel`s of `transformers`.
+
+The import registers `LionConfig` and all models, so that the Auto classes find them:
+`AutoModelForCausalLM.from_pretrained(folder)`.
+"""
+
+from lion import DISTRIBUTION
+
+try:
+    import transformers
+except ImportError:
+    raise ImportError(f"lion.transformers needs transformers: pip install '{DISTRIBUTION}[transformers]'") from None
+
+from lion.transformers.cache import LionCache
+from lion.transformers.config import LionConfig
+from lion.transformers.images import LionForImageClassification
+from lion.transformers.text import (
+    LionForCausalLM,
+    LionForMaskedLM,
+    LionForSequenceClassification,
+    LionModel,
+)
+
+__all__ = [
+    "LionCache",
+    "LionConfig",
+    "LionForCausalLM",
+    "LionForImageClassification",
+    "LionForMaskedLM",
+    "LionForSequenceClassification",
+    "LionModel",
+]
+
+AUTO = {
+    "AutoModel": LionModel,
+    "AutoModelForMaskedLM": LionForMaskedLM,
+    "AutoModelForSequenceClassification": LionForSequenceClassification,
+    "AutoModelForCausalLM": LionForCausalLM,
+    "AutoModelForImageClassification": LionForImageClassification,
+}
+transformers.AutoConfig.register(LionConfig.model_type, LionConfig, exist_ok=True)
+for name, kind in AUTO.items():
+    getattr(transformers, name).register(LionConfig, kind, exist_ok=True)
