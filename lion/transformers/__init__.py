@@ -14,6 +14,7 @@ except ImportError:
 from lion.transformers.cache import LionCache
 from lion.transformers.config import LionConfig
 from lion.transformers.images import LionForImageClassification
+from lion.transformers.remote import AUTO
 from lion.transformers.text import (
     LionForCausalLM,
     LionForMaskedLM,
@@ -31,13 +32,6 @@ __all__ = [
     "LionModel",
 ]
 
-AUTO = {
-    "AutoModel": LionModel,
-    "AutoModelForMaskedLM": LionForMaskedLM,
-    "AutoModelForSequenceClassification": LionForSequenceClassification,
-    "AutoModelForCausalLM": LionForCausalLM,
-    "AutoModelForImageClassification": LionForImageClassification,
-}
-transformers.AutoConfig.register(LionConfig.model_type, LionConfig, exist_ok=True)
-for name, kind in AUTO.items():
-    getattr(transformers, name).register(LionConfig, kind, exist_ok=True)
+for auto, kind in AUTO.items():
+    key = LionConfig.model_type if auto == "AutoConfig" else LionConfig
+    getattr(transformers, auto).register(key, globals()[kind], exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import Block
 from lion.models import Model
 from lion.transformers.config import LionConfig
+from lion.transformers.remote import AUTO_MAP, write_code
 
 
 @cache
@@ -70,6 +72,16 @@ class LionPreTrainedModel(PreTrainedModel):
         for name, value in [*new.named_parameters(), *new.named_buffers()]:
             if name in tensors:
                 tensors[name].copy_(value)
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Save the model, and the code with which the Auto classes load it by `trust_remote_code=True`."""
+        self.config.auto_map = AUTO_MAP
+        write_code(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: `save_pretrained` writes its own code."""
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize embeddings that `resize_token_embeddings` adds; `initialize_weights` does all others."""

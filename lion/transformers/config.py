@@ -62,6 +62,10 @@ class LionConfig(PreTrainedConfig):
             )
         return super().from_dict(config_dict, **kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: `save_pretrained` of a model writes its own code, see `lion.transformers.remote`."""
+
     @property
     def hidden_size(self) -> int:
         return self.section["dim"]
