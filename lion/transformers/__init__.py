@@ -15,6 +15,7 @@ from lion.transformers.cache import LionCache
 from lion.transformers.config import LionConfig
 from lion.transformers.images import LionForImageClassification
 from lion.transformers.remote import AUTO
+from lion.transformers.runs import from_run
 from lion.transformers.text import (
     LionForCausalLM,
     LionForMaskedLM,
@@ -30,6 +31,7 @@ __all__ = [
     "LionForMaskedLM",
     "LionForSequenceClassification",
     "LionModel",
+    "from_run",
 ]
 
 for auto, kind in AUTO.items():

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-import lion  # noqa: E402
-from lion.inference.text import Sampling  # noqa: E402
-from lion.transformers import LionCache, LionForCausalLM  # noqa: E402
-from tests.transformers.tiny import ids, left_padded, made  # noqa: E402
+
+import lion
+from lion.inference.text import Sampling
+from lion.transformers import LionCache, LionForCausalLM
+from tests.transformers.tiny import ids, left_padded, made
 
 MIXERS = ["lion_s", "lion_lit", "lightnet", "gated_deltanet", "rwkv7", "softmax"]
 ROWS = [ids(5), ids(9, seed=1), ids(2, seed=2)]

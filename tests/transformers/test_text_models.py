@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-transformers = pytest.importorskip("transformers")
-transformers.utils.logging.disable_progress_bar()
+pytest.importorskip("transformers")
 
-from lion.transformers import (  # noqa: E402
+import transformers
+
+from lion.transformers import (
     LionConfig,
     LionForCausalLM,
     LionForImageClassification,
@@ -15,7 +16,7 @@ from lion.transformers import (  # noqa: E402
     LionForSequenceClassification,
     LionModel,
 )
-from tests.transformers.tiny import config, ids, left_padded, made  # noqa: E402
+from tests.transformers.tiny import config, ids, left_padded, made
 
 KINDS = [
     (LionModel, "bert"),
