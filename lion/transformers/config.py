@@ -23,7 +23,7 @@ class LionConfig(PreTrainedConfig):
         length: Largest number of tokens of a training sample; in a GPT also the number of position embeddings, if any.
         image_size: (height, width) in pixels.
         num_channels: Number of image channels.
-        image_mean, image_std: Mean and standard deviation of each channel (or one value for all) of pixels in [0, 1].
+        mean, std: Mean and standard deviation of each channel (or one value for all) of pixels in [0, 1].
             They normalise uint8 images; images in floating point must be normalised already.
         data: Facts about the data of an exported run, from which `./run.sh convert` restores the run.
 
@@ -37,8 +37,8 @@ class LionConfig(PreTrainedConfig):
     length: int = 512
     image_size: list[int] | tuple[int, int] | None = None
     num_channels: int = 3
-    image_mean: list[float] | tuple[float, ...] = (0.0,)
-    image_std: list[float] | tuple[float, ...] = (1.0,)
+    mean: list[float] | tuple[float, ...] = (0.0,)
+    std: list[float] | tuple[float, ...] = (1.0,)
     data: dict[str, Any] | None = None
     use_cache: bool = True
     tie_word_embeddings: bool = True

@@ -24,7 +24,7 @@ class LionForImageClassification(LionPreTrainedModel):
         c = self.config
         if c.image_size is None:
             raise ValueError("LionConfig: image_size: missing, expected (height, width) in pixels")
-        data = {"channels": c.num_channels, "mean": c.image_mean, "std": c.image_std}
+        data = {"channels": c.num_channels, "mean": c.mean, "std": c.std}
         return ViT(self.settings(), image_size=tuple(c.image_size), num_classes=c.num_labels, **data)
 
     def get_input_embeddings(self) -> nn.Conv2d:

@@ -54,7 +54,7 @@ def fields_of_text(run: LoadedRun) -> dict[str, Any]:
 
 def fields_of_images(run: LoadedRun) -> dict[str, Any]:
     info: ImageInfo = run.task.info
-    pixels = {"image_mean": list(info.mean), "image_std": list(info.std)}
+    pixels = {"mean": list(info.mean), "std": list(info.std)}
     return {"image_size": list(info.size), "num_channels": info.channels, **pixels}
 
 

@@ -5,7 +5,7 @@ import torch
 from lion.transformers import LionConfig
 
 SECTION = {"dim": 16, "depth": 2, "num_heads": 2, "init_std": 0.4}
-IMAGES = {"image_size": (8, 12), "num_channels": 1, "image_mean": (0.4,), "image_std": (0.3,)}
+IMAGES = {"image_size": (8, 12), "num_channels": 1, "mean": (0.4,), "std": (0.3,)}
 
 
 def config(name, mixer="lion_s", model=None, **fields):
