@@ -1,7 +1,8 @@
 """The models of this package as `PreTrainedModel`s of `transformers`.
 
 The import registers `LionConfig` and all models, so that the Auto classes find them:
-`AutoModelForCausalLM.from_pretrained(folder)`.
+`AutoModelForCausalLM.from_pretrained(folder)`. It also registers Lion-lit and Lion-D as attention functions of other
+models: `attn_implementation="lion_lit"`.
 """
 
 from lion import DISTRIBUTION
@@ -11,6 +12,7 @@ try:
 except ImportError:
     raise ImportError(f"lion.transformers needs transformers: pip install '{DISTRIBUTION}[transformers]'") from None
 
+from lion.transformers.attention import add_decays, register_attention
 from lion.transformers.cache import LionCache
 from lion.transformers.config import LionConfig
 from lion.transformers.images import LionForImageClassification
@@ -31,9 +33,11 @@ __all__ = [
     "LionForMaskedLM",
     "LionForSequenceClassification",
     "LionModel",
+    "add_decays",
     "from_run",
 ]
 
 for auto, kind in AUTO.items():
     key = LionConfig.model_type if auto == "AutoConfig" else LionConfig
     getattr(transformers, auto).register(key, globals()[kind], exist_ok=True)
+register_attention()
