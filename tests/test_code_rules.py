@@ -26,6 +26,7 @@ COMPILING = {
     "lion/trainer/compilation.py",
     "lion/ops/flex.py",
     "lion/ops/piecewise.py",
+    "lion/transformers/delta.py",
     "tools/bench/ops.py",
     "tools/bench/inference.py",
     "tools/gpu/graphs.py",

@@ -15,6 +15,7 @@ except ImportError:
 from lion.transformers.attention import add_decays, register_attention
 from lion.transformers.cache import LionCache
 from lion.transformers.config import LionConfig
+from lion.transformers.delta import chunk_gated_delta_rule, use_delta_rule
 from lion.transformers.images import LionForImageClassification
 from lion.transformers.remote import AUTO
 from lion.transformers.runs import from_run
@@ -34,7 +35,9 @@ __all__ = [
     "LionForSequenceClassification",
     "LionModel",
     "add_decays",
+    "chunk_gated_delta_rule",
     "from_run",
+    "use_delta_rule",
 ]
 
 for auto, kind in AUTO.items():
