@@ -6,7 +6,18 @@ EXTRAS = {
     "glue": ["scikit-learn", "scipy"],
     "paper": ["matplotlib", "scipy"],
     "plots": ["matplotlib"],
-    "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm", "transformers"],
+    "transformers": ["transformers>=5.23"],
+    "dev": [
+        "accelerate",
+        "onnx",
+        "onnxruntime",
+        "onnxscript",
+        "pytest",
+        "pytest-xdist",
+        "ruff",
+        "timm",
+        "transformers",
+    ],
 }
 
 # What a wheel holds in the folder `lion/clone`, so that site-packages gets no top-level `data` or `tools`.
