@@ -107,7 +107,7 @@ def rows_of(x: Tensor, valid: Tensor) -> Tensor:
 
 @functools.cache
 def compiled() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    return torch.compile(computed, dynamic=True)
+    return torch.compile(computed)  # lengths that change become symbolic
 
 
 def computed(

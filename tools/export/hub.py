@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError, to_dict
 from lion.files import save_json, save_text
-from lion.recipe import Recipe
+from lion.recipe import Recipe, dump_recipe
 from lion.runs import RECIPE, LoadedRun, count_parameters
 from lion.samples.images import ImageInfo
 from lion.samples.text import TextInfo
@@ -49,8 +47,8 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: None) ->
             save_tokenizer(folder, tokenizer, run.model)
         if isinstance(info, ImageInfo):
             save_json(folder / "preprocessor_config.json", image_processor(info, to_dict(recipe.data)))
-        save_text(folder / RECIPE, yaml.safe_dump(public(recipe), sort_keys=False, width=120))
-        save_text(folder / "README.md", card(run, recipe, auto))
+        save_text(folder / RECIPE, dump_recipe(public(recipe)))
+        save_text(folder / "README.md", card(run, public(recipe), auto))
     return f"{type(model).__name__}, {recipe.model.mixer}, {count_parameters(model):,} parameters"
 
 
@@ -88,12 +86,17 @@ def image_processor(info: ImageInfo, data: dict[str, Any]) -> dict[str, Any]:
     return {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": short}, **cut, **pixels}
 
 
-def public(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as plain data, in which a path outside of the working folder is only a name."""
+def public(recipe: Recipe) -> Recipe:
+    """Return a recipe without the places of its files on this machine: of a path, only the name remains."""
 
-    def short(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: short(held) for key, held in value.items()}
-        return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
+    def short(section: Any) -> Any:
+        values = {f.name: getattr(section, f.name) for f in fields(section)}
+        return replace(section, **{key: name_of(value) for key, value in values.items()})
 
-    return short(to_dict(replace(recipe, run=replace(recipe.run, root="runs"))))
+    parts = {"task": short(recipe.task), "data": short(recipe.data), "run": replace(recipe.run, root="runs")}
+    return replace(recipe, **parts, init_from=name_of(recipe.init_from))
+
+
+def name_of(value: Any) -> Any:
+    """Return the name of an absolute path; any other value unchanged."""
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
