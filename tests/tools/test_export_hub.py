@@ -111,10 +111,10 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     files = {"README.md", "config.json", "model.safetensors", "modeling_lion.py", "preprocessor_config.json"}
     assert {path.name for path in out.iterdir()} == {*files, "recipe.yaml"}
     model = transformers.AutoModelForImageClassification.from_pretrained(out)
-    picture = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
-    inputs = transformers.AutoImageProcessor.from_pretrained(out)(Image.fromarray(picture), return_tensors="pt")
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+    inputs = transformers.AutoImageProcessor.from_pretrained(out)(Image.fromarray(pixels), return_tensors="pt")
     with torch.no_grad():
-        wanted = lion.load(run, compile=False)(torch.from_numpy(picture)[None, None])
+        wanted = lion.load(run, compile=False)(torch.from_numpy(pixels)[None, None])
         torch.testing.assert_close(model(**inputs).logits, wanted)
     assert model.config.id2label[3] == "3"
     same_run(run, back(out, tmp_path / "again"))

@@ -31,13 +31,13 @@ def new(model, **how):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_greedy_generation_is_ours(mixer):
     model = gpt(mixer)
-    found, told = new(model)
+    found, first = new(model)
     rows = lion.generate(model.model, [row.tolist() for row in ROWS], COUNT, sampling=Sampling(temperature=0))
     wanted = torch.tensor([row[-COUNT:] for row in rows])
     assert torch.equal(found, wanted) and found.unique().numel() > 3
     without, again = new(model, use_cache=False)
     assert torch.equal(without, found)
-    for a, b in zip(told.logits, again.logits):
+    for a, b in zip(first.logits, again.logits):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
