@@ -11,7 +11,9 @@ from lion.inference.text import Sampling
 from lion.transformers import LionCache, LionForCausalLM
 from tests.transformers.tiny import ids, left_padded, made
 
-MIXERS = ["lion_s", "lion_lit", "lightnet", "gated_deltanet", "rwkv7", "softmax"]
+PARTS = {"attention": {"block": "published"}}  # short convolutions or a token shift, which have states
+MIXERS = [(name, {}) for name in ("lion_s", "lion_lit", "lightnet", "rwkv7", "softmax")]
+MIXERS += [("gated_deltanet", PARTS), ("rwkv7", PARTS)]
 ROWS = [ids(5), ids(9, seed=1), ids(2, seed=2)]
 COUNT = 8
 
@@ -28,9 +30,9 @@ def new(model, **how):
     return found.sequences[:, tokens.shape[1] :], found
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_greedy_generation_is_ours(mixer):
-    model = gpt(mixer)
+@pytest.mark.parametrize(("mixer", "settings"), MIXERS)
+def test_greedy_generation_is_ours(mixer, settings):
+    model = gpt(mixer, model=settings)
     found, first = new(model)
     rows = lion.generate(model.model, [row.tolist() for row in ROWS], COUNT, sampling=Sampling(temperature=0))
     wanted = torch.tensor([row[-COUNT:] for row in rows])
