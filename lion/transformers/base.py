@@ -21,7 +21,7 @@ from lion.transformers.remote import AUTO_MAP, write_code
 
 @cache
 def checkpointed(block: type[Block]) -> type[Block]:
-    """Return a subclass of a block whose activations `gradient_checkpointing_enable` recomputes."""
+    """Return a subclass of a block whose activations `activation_checkpointing_enable` recomputes."""
     return type(block.__name__, (block, GradientCheckpointingLayer), {"__module__": block.__module__})
 
 

@@ -1,5 +1,7 @@
 """Models of text in transformers: the values of our models, masks, packed rows, saving, losses, checkpointing."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,6 +109,7 @@ def test_saved_models_load_bit_for_bit(kind, name, tmp_path):
     held, wanted = again.state_dict(), model.state_dict()
     assert held.keys() == wanted.keys() and all(torch.equal(held[k], wanted[k]) for k in wanted)
     assert again.config.model == model.config.model
+    assert torch.equal(output(copy.deepcopy(model), ids(1, 6)), output(model, ids(1, 6)))
     torch.testing.assert_close(output(again, ids(1, 6)), output(model, ids(1, 6)))
 
 
