@@ -1,9 +1,9 @@
-"""Export a BERT or GPT run with softmax attention to a folder that `transformers` loads, the inverse of convert.
+"""Export a run to a folder that transformers loads with `from_pretrained`, the inverse of `convert`.
 
     python -m tools export RUN OUT [data.path=PATH] [--checkpoint best|last] [--ema]
 
-OUT is a new folder. `AutoModelForMaskedLM` or `AutoModelForCausalLM`, and `AutoTokenizer`, load it with
-`from_pretrained`.
+A BERT or GPT with softmax attention becomes a model of transformers' own class, with its tokenizer, if there is one for
+its settings. Every other text or image model becomes one of `lion.transformers`, see `tools.export.hub`.
 """
 
 from __future__ import annotations
