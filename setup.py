@@ -7,7 +7,18 @@ EXTRAS = {
     "paper": ["matplotlib", "scipy"],
     "plots": ["matplotlib"],
     "timm": ["timm>=1.0.26"],
-    "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm>=1.0.26", "transformers"],
+    "transformers": ["transformers>=5.23"],
+    "dev": [
+        "accelerate",
+        "onnx",
+        "onnxruntime",
+        "onnxscript",
+        "pytest",
+        "pytest-xdist",
+        "ruff",
+        "timm>=1.0.26",
+        "transformers>=5.23",
+    ],
 }
 
 # What a wheel holds in the folder `lion/clone`, so that site-packages gets no top-level `data` or `tools`.

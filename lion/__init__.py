@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lion.runs import load, open_run
 
 __version__ = "0.1.0"
+DISTRIBUTION = "lion-attention"  # the name on the package index, where "lion" is another project
 __all__ = [
     "Layout",
     "LionAttention",

@@ -21,11 +21,13 @@ FLOORS = [
     "teachers",
     "evaluation",
     "timm",
+    "transformers",
 ]  # each module may import the modules before it
 COMPILING = {
     "lion/trainer/compilation.py",
     "lion/ops/flex.py",
     "lion/ops/piecewise.py",
+    "lion/transformers/delta.py",
     "tools/bench/ops.py",
     "tools/bench/beside.py",
     "tools/gpu/graphs.py",
@@ -37,7 +39,11 @@ EXTRAS = {  # optional packages, imported where they are used
     "lion/tasks/sequence_classification.py": {"scipy", "sklearn"},
     "tools/statistics.py": {"scipy"},
 }
-EXTRAS |= {f"lion/timm/{path.name}": {"timm"} for path in (ROOT / "lion/timm").glob("*.py")}
+EXTRAS |= {
+    f"lion/{room}/{path.name}": {room}
+    for room in ("timm", "transformers")
+    for path in (ROOT / "lion" / room).glob("*.py")
+}
 SOURCES = sorted(p for folder in ("lion", "data", "tools") for p in (ROOT / folder).rglob("*.py"))
 
 

@@ -123,7 +123,7 @@ COMMANDS = {
     ),
     "export": Command(
         "RUN OUT",
-        "export a BERT or GPT run to a folder that transformers loads",
+        "export a run to a folder that transformers loads",
         "tools.convert.export",
         "--checkpoint --ema",
     ),

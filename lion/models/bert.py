@@ -160,7 +160,11 @@ class Bert(BertEncoder):
         hidden = self.encode(tokens, segments, types)
         if places is not None:
             hidden = hidden.take_along_dim(places[..., None], 1)  # (B, K, dim)
-        return self.head(hidden, self.tokens.weight)[..., : self.vocabulary]
+        return self.logits(hidden)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Map (.., dim), as of `encode`, to logits (.., vocabulary)."""
+        return self.head(x, self.tokens.weight)[..., : self.vocabulary]
 
 
 @dataclass
@@ -191,5 +195,8 @@ class BertClassifier(BertEncoder):
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None, types: Tensor | None = None) -> Tensor:
         """Return logits (B, outputs); the arguments are those of `encode`."""
-        first = self.encode(tokens, segments, types)[:, 0]  # (B, dim)
+        return self.logits(self.encode(tokens, segments, types)[:, 0])
+
+    def logits(self, first: Tensor) -> Tensor:
+        """Map the first token of each sequence (B, dim), as of `encode`, to logits (B, outputs)."""
         return self.classifier(self.classifier_dropout(self.pooler(first).tanh()))

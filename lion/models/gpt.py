@@ -138,10 +138,15 @@ class GPT(TokenModel):
 
     def prefill(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
         """Return logits (B, L, vocabulary) after each token of prompts (B, L), and the state after them."""
+        x, state = self.encode_first(inputs, valid)
+        return self.logits(x), state
+
+    def encode_first(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
+        """Return the input of the head (B, L, dim) for prompts (B, L), and the state after them."""
         x = self.tokens(inputs)
         layout = Layout.of(x, valid)
-        y, blocks = self.encoder.prefill(self.embedded(x, layout.positions_of(x)), layout)
-        return self.logits(y), GPTState(layout.next_position(x), blocks)
+        x, blocks = self.encoder.prefill(self.embedded(x, layout.positions_of(x)), layout)
+        return x, GPTState(layout.next_position(x), blocks)
 
     def step(self, inputs: Tensor, state: GPTState, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
         """Return logits (B, C, vocabulary) after each of the next tokens (B, C), and the state after them.

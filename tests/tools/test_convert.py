@@ -421,6 +421,7 @@ def test_a_model_without_a_converter(tmp_path, monkeypatch, capsys):
     from tools import convert as module
 
     monkeypatch.setattr(module, "CONVERTERS", {"bert": None})
+    torch.save({"head.weight": torch.zeros(1)}, tmp_path / "their.pth")
     line = refuse(capsys, "convert", tmp_path / "their.pth", recipe_of("Lit"), tmp_path / "run", *SMALL)
     assert "model.name: checkpoints can be converted for bert, not for 'vit'" in line
 

@@ -13,7 +13,7 @@ from data.text.tokenizers import make_tokenizer, open_tokenizer
 from lion.models.bert import Bert, BertConfig
 from lion.runs import init_from, open_run
 from tests.helpers import here, refuse, state_of
-from tools.compose import describe_data, make_task, resolve
+from tools.compose import make_task, resolve
 from tools.convert import export, write_run
 from tools.convert.bert import BertConverter
 from tools.convert.language import ratio
@@ -277,15 +277,15 @@ def test_what_our_models_leave_out_is_zero_there():
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
-BACK = {  # settings of a run, and the reason why transformers cannot have the model
-    "model.mixer=lion_s": "model.mixer: transformers' bert supports only 'softmax', this run has 'lion_s'",
-    "model.norm=rmsnorm": "model.norm: transformers' bert supports only 'layernorm'",
-    "model.block=pre_norm": "model.block: transformers' bert supports only 'post_norm'",
-    "model.mlp=glu": "model.mlp: transformers' bert supports mlp, this run has 'glu'",
-    "model.position_embedding=false": "model.position_embedding: transformers' bert supports only True",
-    "model.attention.out_norm=layernorm": "has no place for encoder.blocks.0.attention.out_norm.bias",
-    "model.attention.feature_map=elu1": "model.attention.feature_map: transformers' bert supports only None",
-}
+OTHER = [  # settings of a run whose model transformers' own BERT cannot be
+    "model.mixer=lion_s",
+    "model.norm=rmsnorm",
+    "model.block=pre_norm",
+    "model.mlp=glu",
+    "model.position_embedding=false",
+    "model.attention.out_norm=layernorm",
+    "model.attention.feature_map=elu1",
+]
 
 
 def untrained(recipe, info):
@@ -294,12 +294,14 @@ def untrained(recipe, info):
     write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
 
 
-@pytest.mark.parametrize("change", BACK)
-def test_runs_of_other_models_are_not_given_back(change, tokenizers, tmp_path, capsys):
+@pytest.mark.parametrize("change", OTHER)
+def test_runs_of_other_models_become_classes_of_ours(change, tokenizers, tmp_path):
     run = convert(saved(tmp_path / "their", bert(tokenizers["bert"]), tokenizers["bert"]), tmp_path / "run")
     untrained(resolve(run / "recipe.yaml", [change, "run.name=other"]), open_run(run).task.info)
-    assert BACK[change] in refuse(capsys, "export", tmp_path / "other", tmp_path / "back")
-    assert sorted(os.listdir(tmp_path)) == ["other", "run", "their"]
+    assert here("export", tmp_path / "other", tmp_path / "back") == 0
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["architectures"] == ["LionForMaskedLM"]
+    assert sorted(os.listdir(tmp_path)) == ["back", "other", "run", "their"]
 
 
 CONFIGS = [  # model, changes of config.json, settings of the recipe, expected message
@@ -410,12 +412,3 @@ def test_giving_back_writes_all_or_nothing(tokenizers, tmp_path, capsys, monkeyp
     with pytest.raises(KeyboardInterrupt):
         here("export", run, tmp_path / "back")
     assert sorted(os.listdir(tmp_path)) == ["file", "run", "their"]
-
-
-def test_pictures_are_not_given_back(tmp_path, capsys):
-    small = ["model.dim=12", "model.depth=1", f"run.root={tmp_path}", "run.name=tiny"]
-    recipe = resolve("deit_tiny_softmax", small)
-    untrained(recipe, describe_data(recipe, look=False)[0])
-    assert "only bert and gpt can be exported to transformers, not 'vit'" in refuse(
-        capsys, "export", tmp_path / "tiny", tmp_path / "back"
-    )

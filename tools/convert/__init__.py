@@ -1,4 +1,4 @@
-"""Convert a checkpoint to a run: BERT and GPT-2 of transformers, nanoGPT, Hydra's BERT; DeiT, timm, Vim, LION's code.
+"""Convert a checkpoint to a run: exported runs, BERT, GPT-2, nanoGPT, Hydra's BERT; DeiT, timm, Vim, LION's code.
 
     python -m tools convert CHECKPOINT RECIPE OUT [key=value ...] [--ema]
 
@@ -36,6 +36,7 @@ from tools.convert.base import Converter, Setting
 from tools.convert.bert import BertConverter
 from tools.convert.files import CheckpointContents, read_checkpoint
 from tools.convert.gpt import GPTConverter
+from tools.convert.hub import KIND, HubConverter
 from tools.convert.hydra import HydraConverter
 from tools.convert.vim import VimConverter
 from tools.convert.vit import ViTConverter
@@ -60,8 +61,9 @@ def main(argv: list[str]) -> int:
     if os.path.lexists(args.out):
         raise ConfigError(f"{args.out}: exists already, choose a new folder")
     place = [f"run.root={json.dumps(str(args.out.parent))}", f"run.name={json.dumps(args.out.name)}"]
-    converter = converter_of(recipe := resolve(args.recipe, args.overrides))
+    recipe = resolve(args.recipe, args.overrides)
     held = read_checkpoint(args.checkpoint, args.ema)
+    converter = HubConverter(held) if held.said.get("model_type") == KIND else converter_of(recipe)
     ours = converter.rename(held)
     adopted = [f"{key}={json.dumps(value)}" for key, value in converter.adopted(held, ours, recipe).items()]
     recipe = resolve(args.recipe, [*adopted, *args.overrides, *place])

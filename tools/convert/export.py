@@ -1,9 +1,9 @@
-"""Export a BERT or GPT run with softmax attention to a folder that `transformers` loads, the inverse of convert.
+"""Export a run to a folder that transformers loads with `from_pretrained`, the inverse of `convert`.
 
     python -m tools export RUN OUT [data.path=PATH] [--checkpoint best|last] [--ema]
 
-OUT is a new folder. `AutoModelForMaskedLM` or `AutoModelForCausalLM`, and `AutoTokenizer`, load it with
-`from_pretrained`.
+A BERT or GPT with softmax attention becomes a model of transformers' own class, with its tokenizer, if there is one for
+its settings. Every other text or image model becomes one of `lion.transformers`, see `tools.export.hub`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tokenizers import processors
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
 from lion.files import save_json, sync
-from lion.runs import open_run
+from lion.runs import LoadedRun, open_run
 from tools.cli import Parser
 from tools.compose import check_tokenizer, open_data, resolve_run
-from tools.convert import converter_of
+from tools.convert import CONVERTERS, converter_of
 from tools.convert.files import CONFIG, FOLDER, safetensors
 from tools.convert.language import LanguageConverter
 
@@ -49,11 +49,12 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{args.out}: exists already, choose a new folder")
     write = safetensors(args.out).save_file
     loaded = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
+    if not classic(loaded):
+        from tools.export.hub import export  # imports this module
+
+        print(f"{args.out}: {export(loaded, args.out, args.overrides, None)}")
+        return 0
     converter = converter_of(loaded.recipe)
-    if not isinstance(converter, LanguageConverter):
-        raise ConfigError(
-            f"{loaded.folder}: only bert and gpt can be exported to transformers, not {loaded.recipe.model.name!r}"
-        )
     tokenizer = open_data(resolve_run(loaded.folder, args.overrides), loaded.folder).tokenizer
     check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     try:
@@ -85,6 +86,18 @@ def main(argv: list[str]) -> int:
     parameters = f"{sum(w.numel() for w in weights.values()):,} parameters"
     print(f"{args.out}: {config['architectures'][0]}, {parameters}, {tokenizer.vocabulary:,} ids")
     return 0
+
+
+def classic(run: LoadedRun) -> bool:
+    """Return whether a class of transformers itself has the model of a run."""
+    converter = CONVERTERS.get(run.recipe.model.name)
+    if converter is None or not issubclass(converter, LanguageConverter):
+        return False
+    try:
+        converter().restored(run.model)
+    except ConfigError:
+        return False
+    return run.model.config.mlp in converter.format.activations.values()
 
 
 def dressed(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:

@@ -1,0 +1,46 @@
+"""The models of this package as `PreTrainedModel`s of `transformers`.
+
+The import registers `LionConfig` and all models, so that the Auto classes find them:
+`AutoModelForCausalLM.from_pretrained(folder)`. It also registers Lion-lit and Lion-D as attention functions of other
+models: `attn_implementation="lion_lit"`.
+"""
+
+from lion import DISTRIBUTION
+
+try:
+    import transformers
+except ImportError:
+    raise ImportError(f"lion.transformers needs transformers: pip install '{DISTRIBUTION}[transformers]'") from None
+
+from lion.transformers.attention import add_decays, register_attention
+from lion.transformers.cache import LionCache
+from lion.transformers.config import LionConfig
+from lion.transformers.delta import chunk_gated_delta_rule, use_delta_rule
+from lion.transformers.images import LionForImageClassification
+from lion.transformers.remote import AUTO
+from lion.transformers.runs import from_run
+from lion.transformers.text import (
+    LionForCausalLM,
+    LionForMaskedLM,
+    LionForSequenceClassification,
+    LionModel,
+)
+
+__all__ = [
+    "LionCache",
+    "LionConfig",
+    "LionForCausalLM",
+    "LionForImageClassification",
+    "LionForMaskedLM",
+    "LionForSequenceClassification",
+    "LionModel",
+    "add_decays",
+    "chunk_gated_delta_rule",
+    "from_run",
+    "use_delta_rule",
+]
+
+for auto, kind in AUTO.items():
+    key = LionConfig.model_type if auto == "AutoConfig" else LionConfig
+    getattr(transformers, auto).register(key, globals()[kind], exist_ok=True)
+register_attention()

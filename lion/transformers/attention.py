@@ -1,0 +1,177 @@
+"""Lion-lit and Lion-D as attention functions of existing models: `attn_implementation="lion_lit"`.
+
+A model of `transformers` calls an attention function with its queries, keys and values, so decays that depend on tokens
+are not available. The functions keep the model's cache of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from lion.layers.mixers.linear import linear_mixers
+from lion.ops import Settings, linear_attention
+
+LIT, FIXED = "lion_lit", "lion_d"
+DECAY = "lion_decay"  # attribute of an attention module: the parameters a (H,) of Lion-D
+DIRECTIONS = {torch.int32: "forward", torch.int64: "both"}  # by dtype of a mask of ours, which models only pass on
+PLAIN = {causal_mask_function: torch.int32, bidirectional_mask_function: torch.int64}
+OTHER = ("softcap", "s_aux", "position_bias")  # arguments that change the scores of softmax attention
+
+
+def register_attention() -> None:
+    """Register "lion_lit" and "lion_d", each with its mask function.
+
+    Without a mask function, `transformers` passes no mask, and padding would be ignored in silence.
+    """
+    for name in (LIT, FIXED):
+        AttentionInterface.register(name, partial(attention, name))
+        AttentionMaskInterface.register(name, segments_mask)
+
+
+def add_decays(model: nn.Module, kind: type[nn.Module]) -> None:
+    """Add the learned decays of Lion-D, `lambda = sigmoid(a)` with a ~ N(0, 1) per head, to all modules of a class.
+
+    Args:
+        model: A model of `transformers`.
+        kind: Class of its attention modules, such as `LlamaAttention`.
+
+    Raises:
+        ValueError: The model has no such module.
+    """
+    found = [module for module in model.modules() if isinstance(module, kind)]
+    if not found:
+        raise ValueError(f"add_decays: {type(model).__name__} has no module of the class {kind.__name__}")
+    for module in found:
+        a = torch.randn(model.config.num_attention_heads, device=model.device)
+        module.register_parameter(DECAY, nn.Parameter(a))
+
+
+def attention(
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return (outputs (B, L, H, E), None) of linear attention for queries (B, H, L, D) and keys (B, H or fewer, T, D).
+
+    The L queries belong to the last of the T tokens. Scores are normalised by the sum of their row, so that `scaling`
+    has no effect.
+
+    Raises:
+        ValueError: A mask or an argument that linear attention does not have, or Lion-D without its decays.
+    """
+    for other in OTHER:
+        if others.get(other) is not None:
+            raise ValueError(f"{name}: {other} is not available, it belongs to the scores of softmax attention")
+    if attention_mask is not None and attention_mask.dtype not in DIRECTIONS:
+        raise ValueError(
+            f"{name}: attention_mask: expected the mask of this function, got {str(attention_mask.dtype)[6:]} "
+            f"{tuple(attention_mask.shape)}; a mask of pairs of tokens cannot be expressed"
+        )
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        direction = "forward" if causal else "both"
+    else:
+        direction = DIRECTIONS[attention_mask.dtype]
+    queries, tokens = query.shape[2], key.shape[2]
+    if queries != tokens and (direction == "both" or queries > tokens):
+        raise ValueError(f"{name}: {queries} queries and {tokens} keys: cross-attention is not available")
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    query = F.pad(query, (0, 0, tokens - queries, 0))
+    mixer = linear_mixers()[name]
+    convention = mixer.decay_convention if direction == "both" else mixer.causal_decay_convention
+    settings = Settings(
+        direction=direction,
+        feature_map=mixer.feature_map,
+        normalize=mixer.normalize,
+        decay_convention=convention,
+        dropout_p=dropout,
+    )
+    y = linear_attention(query, key, value, decays(name, module), segments=attention_mask, settings=settings)
+    return y[:, :, tokens - queries :].transpose(1, 2).contiguous(), None
+
+
+def decays(name: str, module: nn.Module) -> Tensor | None:
+    """Return the logarithms of the decays (H,), None in Lion-lit."""
+    if name == LIT:
+        return None
+    a = getattr(module, DECAY, None)
+    if a is None:
+        raise ValueError(
+            f"{name}: {type(module).__name__} has no decays, call lion.transformers.add_decays(model, "
+            f"{type(module).__name__}) first"
+        )
+    return F.logsigmoid(a.to(torch.promote_types(a.dtype, torch.float32)))
+
+
+def segments_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor:
+    """Return the documents of the keys (B, T), -1 for padding; the dtype determines the direction (`DIRECTIONS`).
+
+    The arguments are those of all mask functions of `transformers`.
+
+    Raises:
+        ValueError: The mask is neither causal nor of both directions, within documents.
+    """
+    if q_offset + q_length != kv_offset + kv_length:
+        raise ValueError("attention_mask: a static cache has keys after the queries, use a dynamic one")
+    if mask_function in PLAIN:
+        documents = torch.zeros(batch_size, kv_length, dtype=PLAIN[mask_function], device=device)
+    else:
+        pairs = sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            mask_function=mask_function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        documents = documents_of(pairs[:, 0])
+    if attention_mask is None:
+        return documents
+    return documents.masked_fill(~attention_mask[:, kv_offset : kv_offset + kv_length].bool(), -1)
+
+
+def documents_of(pairs: Tensor) -> Tensor:
+    """Return the documents (B, L) of a mask of pairs (B, L, L), in which each token attends to its document.
+
+    Raises:
+        ValueError: Another mask.
+    """
+    if pairs.shape[1] == pairs.shape[2]:
+        before = F.pad(pairs.diagonal(-1, 1, 2), (1, 0), value=False)  # whether a token attends to the one before it
+        documents = (~before).cumsum(1)
+        same = documents[:, :, None] == documents[:, None]
+        for dtype, expected in ((torch.int32, same.tril()), (torch.int64, same)):
+            if torch.equal(pairs, expected):
+                return documents.to(dtype)
+    raise ValueError(
+        "attention_mask: linear attention has masks of documents, causal or in both directions, and no others "
+        "(sliding windows, prefixes)"
+    )

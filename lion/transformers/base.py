@@ -1,0 +1,94 @@
+"""The base class of all models: it builds a model of this package and gives it the conventions of `transformers`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, initialization
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lion.layers.blocks import BLOCKS
+from lion.layers.blocks.base import Block
+from lion.models import Model
+from lion.transformers.config import LionConfig
+from lion.transformers.remote import AUTO_MAP, write_code
+
+
+@cache
+def checkpointed(block: type[Block]) -> type[Block]:
+    """Return a subclass of a block whose activations `activation_checkpointing_enable` recomputes."""
+    return type(block.__name__, (block, GradientCheckpointingLayer), {"__module__": block.__module__})
+
+
+class LionPreTrainedModel(PreTrainedModel):
+    """A model of this package in `self.model`, whose weights keep their names after the prefix `model.`.
+
+    A subclass sets `names` and `build`. Weights without the prefix, as in a checkpoint of a run, load as well.
+
+    Attributes:
+        names: By `model.name` of the configuration: the name of the model that is built from it.
+    """
+
+    config_class = LionConfig
+    config: LionConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+    _no_split_modules: ClassVar[list[str]] = [block.__name__ for block in BLOCKS.values()]
+    _can_record_outputs: ClassVar[dict[str, type[nn.Module]]] = {"hidden_states": Block}
+    names: ClassVar[dict[str, str]]
+
+    def __init__(self, config: LionConfig) -> None:
+        super().__init__(config)
+        self.model = self.build()
+        for block in self.model.units():
+            block.__class__ = checkpointed(type(block))
+        self.post_init()
+
+    def build(self) -> Model:
+        """Return a new model of this package, with random weights."""
+        raise NotImplementedError
+
+    def settings(self) -> Any:
+        """Return the settings of the model that is built from the configuration."""
+        return self.config.settings(self.names, type(self).__name__)
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initialize all weights and buffers that no checkpoint has set, with those of a new model."""
+        super().initialize_weights()
+        tensors = {name: x for name, x in self.model.named_parameters() if not initialized(x)}
+        random = bool(tensors)
+        tensors |= {name: x for name, x in self.model.named_buffers() if not initialized(x)}
+        if not tensors:
+            return
+        with nullcontext() if random else initialization.no_init_weights():
+            new = self.build()
+        for name, value in [*new.named_parameters(), *new.named_buffers()]:
+            if name in tensors:
+                tensors[name].copy_(value)
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Save the model, and the code with which the Auto classes load it by `trust_remote_code=True`."""
+        self.config.auto_map = AUTO_MAP
+        write_code(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: `save_pretrained` writes its own code."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialize embeddings that `resize_token_embeddings` adds; `initialize_weights` does all others."""
+        if isinstance(module, nn.Embedding):
+            initialization.normal_(module.weight, std=self.settings().init_std)
+
+
+def initialized(tensor: Tensor) -> bool:
+    """Return whether a checkpoint has set a tensor, which `transformers` marks."""
+    return getattr(tensor, "_is_hf_initialized", False)

@@ -1,0 +1,118 @@
+"""The configuration of models of this package in `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from lion.config import ConfigError, build, nearest
+from lion.models import MODELS
+from lion.models.base import ModelConfig
+
+
+class LionConfig(PreTrainedConfig):
+    """Configuration of a model: the `model` section of a recipe, sizes of the data, and the fields of `transformers`.
+
+    Args:
+        model: The `model` section of a recipe, for example `{"name": "gpt", "mixer": "lion_s", "dim": 384, "depth": 6,
+            "num_heads": 6}`. `name` is "bert", "bert_classifier", "gpt" or "vit".
+        vocab_size: Number of token ids.
+        length: Largest number of tokens of a training sample; in a GPT also the number of position embeddings, if any.
+        image_size: (height, width) in pixels.
+        num_channels: Number of image channels.
+        mean, std: Mean and standard deviation of each channel (or one value for all) of pixels in [0, 1].
+            They normalise uint8 images; images in floating point must be normalised already.
+        data: Facts about the data of an exported run, from which `./run.sh convert` restores the run.
+
+    `num_labels`, `id2label` and `problem_type` describe the outputs of classifiers, as in all models of `transformers`.
+    """
+
+    model_type = "lion"
+
+    model: dict[str, Any] | None = None
+    vocab_size: int | None = None
+    length: int = 512
+    image_size: list[int] | tuple[int, int] | None = None
+    num_channels: int = 3
+    mean: list[float] | tuple[float, ...] = (0.0,)
+    std: list[float] | tuple[float, ...] = (1.0,)
+    data: dict[str, Any] | None = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    sep_token_id: int | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the configuration from the contents of a `config.json`.
+
+        Raises:
+            ValueError: It describes a model of another type.
+        """
+        kind = config_dict.get("model_type", cls.model_type)
+        if kind != cls.model_type:
+            raise ValueError(
+                f"config.json: a model of type {kind!r}, not {cls.model_type!r}; ./run.sh convert reads BERT and "
+                "GPT-2, and ./run.sh export writes folders of this package"
+            )
+        return super().from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: `save_pretrained` of a model writes its own code, see `lion.transformers.remote`."""
+
+    @property
+    def hidden_size(self) -> int:
+        return self.section["dim"]
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.section["depth"]
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.section["num_heads"]
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The `model` section.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if not self.model:
+            raise ValueError(
+                "LionConfig: model: missing section, for example "
+                "{'name': 'gpt', 'mixer': 'lion_s', 'dim': 384, 'depth': 6, 'num_heads': 6}"
+            )
+        return self.model
+
+    def settings(self, names: Mapping[str, str], whose: str) -> ModelConfig:
+        """Return the settings of the model that the class `whose` builds.
+
+        Args:
+            names: By `model.name` of the section: the name of the model that the class builds from it. Where the two
+                differ, as in a classifier that starts from a masked language model, the section takes the new name, and
+                loses the settings that only the other model has.
+
+        Raises:
+            ValueError: Invalid settings, or a model that the class cannot build.
+        """
+        section = self.section
+        name = section.get("name", next(iter(names)))
+        if name not in names:
+            raise ValueError(
+                f"LionConfig: model.name: {whose} is made from {', '.join(names)}, not from {name!r}, "
+                f"{nearest(name, names)}"
+            )
+        own, other = ({f.name for f in fields(MODELS[kind].Config)} for kind in (names[name], name))
+        self.model = {k: v for k, v in section.items() if k not in other - own} | {"name": names[name]}
+        try:
+            return build(MODELS[names[name]].Config, self.model, source=lambda key: "LionConfig", key="model")
+        except ConfigError as error:
+            raise ValueError(str(error)) from None

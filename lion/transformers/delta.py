@@ -1,0 +1,215 @@
+"""The gated delta rule with the signature of `fla` and `transformers`, for models such as Qwen3-Next and Qwen3.5.
+
+    S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale q_t S_t    (2412.06464)
+
+The functions run on any device, compiled, and keep packed documents apart. `use_delta_rule` puts them into a model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from lion.ops import Gates, State, linear_attention, prefill, step
+from lion.ops.segments import may_wait
+from lion.trainer.compilation import can_compile
+
+EPS = 1e-6  # of the normalisation of queries and keys
+PLAIN = {"normalize": "none", "decay_convention": "target"}
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    chunk_size: int = 64,
+    compile: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the gated delta rule of whole sequences, in chunks.
+
+    Args:
+        q, k: Queries and keys (B, L, H, K).
+        v: Values (B, L, HV, V), where HV is a multiple of H: each key head serves HV / H neighbouring value heads.
+        g: Logarithms of the decays (B, L, HV), at most 0.
+        beta: Writing strengths (B, L, HV).
+        scale: Factor of the outputs; by default 1/sqrt(K).
+        initial_state: State before the first token (B, HV, K, V), or of each document (N, HV, K, V).
+        output_final_state: Whether to return the state after the last token, or of each document.
+        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms.
+        cu_seqlens: Ends of N documents in one row, after a 0 (N + 1,).
+        head_first: Whether the axes of heads and tokens are exchanged, (B, H, L, ..), as in early versions of `fla`.
+        chunk_size: Tokens per chunk.
+        compile: Whether to compile the computation, if there is a compiler.
+
+    Returns:
+        Outputs (B, L, HV, V) in the dtype of `q`, and the state in float32 or wider, or None.
+
+    Raises:
+        ValueError: Positive values in `g`, or `cu_seqlens` with several rows.
+    """
+    if may_wait(g.device) and (g > 0).any():
+        raise ValueError(
+            "g: expected logarithms of decays, at most 0; callers with the order (beta, g) use "
+            "chunk_gated_delta_rule_beta_g"
+        )
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: expected packed documents in one row, got {q.shape[0]} rows")
+    tokens, dtype = [q, k, v, g, beta], q.dtype
+    if head_first:
+        tokens = [x.transpose(1, 2) for x in tokens]
+    run = compiled() if compile and not torch.compiler.is_compiling() and can_compile("inductor") else computed
+    keep = initial_state is not None or output_final_state
+    lengths = None if cu_seqlens is None else cu_seqlens.diff()
+    segments = valid = None
+    if lengths is not None and keep:  # documents with states become rows
+        valid = torch.arange(int(lengths.max()), device=q.device) < lengths[:, None]
+        tokens = [rows_of(x, valid) for x in tokens]
+    elif lengths is not None:
+        places = torch.arange(tokens[0].shape[1], device=q.device)
+        segments = torch.bucketize(places, cu_seqlens[1:].long(), right=True)[None]
+    y, state = run(
+        *tokens, initial_state, segments, valid, scale, use_qk_l2norm_in_kernel, output_final_state, chunk_size
+    )
+    if valid is not None:
+        y = y[valid][None]
+    return (y.transpose(1, 2) if head_first else y).to(dtype), state
+
+
+def chunk_gated_delta_rule_beta_g(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **others: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `chunk_gated_delta_rule` for callers that pass beta before g."""
+    return chunk_gated_delta_rule(q, k, v, g, beta, **others)
+
+
+def rows_of(x: Tensor, valid: Tensor) -> Tensor:
+    """Return packed documents x (1, L, ..) as padded rows (N, longest, ..)."""
+    rows = x.new_zeros(*valid.shape, *x.shape[2:])
+    return rows.masked_scatter(valid.view(*valid.shape, *[1] * (x.dim() - 2)), x[0])
+
+
+@functools.cache
+def compiled() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return torch.compile(computed)  # lengths that change become symbolic
+
+
+def computed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Tensor | None,
+    segments: Tensor | None,
+    valid: Tensor | None,
+    scale: float | None,
+    unit: bool,
+    final: bool,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Return outputs (B, L, HV, V), and the state if `final`, for the arguments of `chunk_gated_delta_rule`."""
+    groups = v.shape[2] // k.shape[2]
+    q, k = (x.repeat_interleave(groups, 2) for x in (q, k))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, v, g, beta = (x.transpose(1, 2).to(wide) for x in (q, k, v, g, beta))
+    if unit:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt() for x in (q, k))
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    gates, how = Gates(g, beta), {**PLAIN, "scale": 1.0}
+    if initial is not None:
+        state, parts = State(initial.to(wide), torch.zeros_like(initial[..., 0], dtype=wide)), []
+        for at in range(0, q.shape[2], chunk_size):
+            here = slice(at, at + chunk_size)
+            some = Gates(g[:, :, here], beta[:, :, here])
+            mask = None if valid is None else valid[:, here]
+            y, state = step(q[:, :, here], k[:, :, here], v[:, :, here], state, some, valid=mask, **how)
+            parts.append(y)
+        y = torch.cat(parts, 2)
+    elif final:
+        y, state = prefill(q, k, v, gates, valid=valid, chunk_size=chunk_size, **how)
+    else:
+        form = {"form": "chunk", "direction": "forward", "chunk_size": chunk_size}
+        return linear_attention(q, k, v, gates, segments=segments, **form, **how).transpose(1, 2), None
+    return y.transpose(1, 2), state.S if final else None
+
+
+def causal_conv1d_fn(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+) -> Tensor:
+    """Compute the causal convolution of each channel of (B, channels, L) with W taps `weight` (channels, W).
+
+    With `seq_idx` (B, L), the number of each token's document, or the ends `cu_seq_lens_q` of the documents of one row,
+    no tap reads another document.
+    """
+    length, taps = hidden_states.shape[-1], weight.shape[-1]
+    if seq_idx is None and cu_seq_lens_q is not None:
+        places = torch.arange(length, device=weight.device)
+        seq_idx = torch.bucketize(places, cu_seq_lens_q[1:].long(), right=True)[None]
+    x, y = hidden_states.to(weight.dtype), 0
+    for back in range(taps):
+        shifted = F.pad(x, (back, 0))[..., :length]
+        if seq_idx is not None and back:
+            same = seq_idx == F.pad(seq_idx, (back, 0), value=-1)[:, :length]
+            shifted = shifted * same[:, None]
+        y = y + shifted * weight[:, taps - 1 - back, None]
+    y = y if bias is None else y + bias[:, None]
+    return (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
+
+
+def use_delta_rule(model: nn.Module, *, compile: bool = True) -> int:
+    """Replace the functions of Gated DeltaNet in the code of a model of `transformers`, for all models of its class.
+
+    Its layers then train on packed documents (`seq_idx` and `cu_seq_lens_q`, as `DataCollatorWithFlattening` returns
+    them), without the packages `fla` and `causal_conv1d`.
+
+    Returns:
+        The number of layers that use them.
+
+    Raises:
+        ValueError: The model has no such layer.
+    """
+    ours = {
+        "torch_chunk_gated_delta_rule": functools.partial(chunk_gated_delta_rule, compile=compile),
+        "causal_conv1d_fn": causal_conv1d_fn,
+    }
+    count = 0
+    for kind in {type(module): None for module in model.modules()}:
+        code = vars(sys.modules[kind.__module__])
+        if "GatedDeltaNet" in kind.__name__ and ours.keys() <= code.keys():
+            code.update({name: known_arguments(function) for name, function in ours.items()})
+            count += sum(type(module) is kind for module in model.modules())
+    if not count:
+        raise ValueError(f"use_delta_rule: {type(model).__name__} has no layer of Gated DeltaNet that this replaces")
+    return count
+
+
+def known_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that ignores named arguments which `function` lacks, as the layers of `transformers` expect."""
+    names = set(inspect.signature(function).parameters)
+
+    def call(*args: Any, **named: Any) -> Any:
+        return function(*args, **{name: value for name, value in named.items() if name in names})
+
+    return call

@@ -1,0 +1,51 @@
+"""Models of images."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.utils.output_capturing import capture_outputs
+
+from lion.models.vit import ViT
+from lion.transformers.base import LionPreTrainedModel
+
+
+class LionForImageClassification(LionPreTrainedModel):
+    """A classifier of images (B, channels, height, width), of one size."""
+
+    names: ClassVar[dict[str, str]] = {"vit": "vit"}
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    model: ViT
+
+    def build(self) -> ViT:
+        c = self.config
+        if c.image_size is None:
+            raise ValueError("LionConfig: image_size: missing, expected (height, width) in pixels")
+        data = {"channels": c.num_channels, "mean": c.mean, "std": c.std}
+        return ViT(self.settings(), image_size=tuple(c.image_size), num_classes=c.num_labels, **data)
+
+    def get_input_embeddings(self) -> nn.Conv2d:
+        return self.model.patch
+
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> ImageClassifierOutput:
+        """Return logits (B, num_labels) of images: uint8, or floating point normalised by the image processor.
+
+        A distilled model returns the mean of the logits of its two heads.
+        """
+        if output_attentions:
+            raise ValueError("output_attentions: linear mixers do not compute the matrix of attention")
+        logits = self.model(pixel_values)
+        if isinstance(logits, tuple):  # in training
+            logits = (logits[0] + logits[1]) / 2
+        loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
+        return ImageClassifierOutput(loss, logits)

@@ -1,0 +1,85 @@
+"""Masks and positions of `transformers` as the segments of this package."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lion.layers.layout import Layout
+from lion.ops.segments import may_wait
+
+
+def valid_of(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """Return an `attention_mask` (B, L), 1 for tokens and 0 for padding, as a boolean mask.
+
+    Raises:
+        ValueError: A mask that a mixer without scores cannot express: of pairs of tokens, or with values to add.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != shape or attention_mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask: expected 1 for tokens and 0 for padding, integer or boolean {shape}, got "
+            f"{str(attention_mask.dtype)[6:]} {tuple(attention_mask.shape)}; masks of pairs of tokens cannot be "
+            "expressed, for packed documents pass position_ids or seq_idx"
+        )
+    return attention_mask.bool()
+
+
+def segments_of(
+    shape: tuple[int, int],
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+) -> Tensor | None:
+    """Return the number of each token's document in its row (B, L), -1 for padding; None for one document per row.
+
+    Args:
+        shape: (B, L).
+        attention_mask: (B, L), 0 for padding.
+        position_ids: (B or 1, L), 0 where a document starts, as `DataCollatorWithFlattening` returns them.
+        seq_idx: (B, L), the number of the document.
+        cu_seq_lens_q: (N + 1,), the ends of N documents in a single row, after a 0.
+
+    Raises:
+        ValueError: A mask that cannot be expressed, or other positions than those of tokens in their documents.
+    """
+    valid = valid_of(attention_mask, shape)
+    if seq_idx is not None:
+        if seq_idx.shape != shape:
+            raise ValueError(f"seq_idx: expected the shape {shape}, got {tuple(seq_idx.shape)}")
+        documents = seq_idx.long()
+    elif cu_seq_lens_q is not None:
+        if shape[0] != 1:
+            raise ValueError(f"cu_seq_lens_q: expected packed documents in one row, got {shape[0]} rows")
+        places = torch.arange(shape[1], device=cu_seq_lens_q.device)
+        documents = torch.bucketize(places, cu_seq_lens_q[1:].long(), right=True)[None]
+    else:
+        documents = None if position_ids is None else starts_of(position_ids, valid, shape)
+    if documents is None:
+        return None if valid is None else valid.long() - 1
+    return documents if valid is None else documents.masked_fill(~valid, -1)
+
+
+def starts_of(position_ids: Tensor, valid: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """Return the number of each token's document (B, L) from positions that restart; None if none restarts.
+
+    Raises:
+        ValueError: Positions that do not count the tokens of each document from 0.
+    """
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1]:
+        raise ValueError(f"position_ids: expected the shape {shape}, got {tuple(position_ids.shape)}")
+    positions = position_ids.expand(shape)
+    start = positions == 0 if valid is None else (positions == 0) & valid
+    documents = start.cumsum(1)
+    segments = documents if valid is None else documents.masked_fill(~valid, -1)
+    expected = Layout.of(positions.new_empty(*shape, 0), segments=segments).positions
+    same = (positions == expected) if valid is None else (positions == expected) | ~valid
+    message = "position_ids: expected positions that count the tokens of each document from 0"
+    if not may_wait(positions.device):
+        torch._assert_async(same.all(), message)
+        return documents
+    if not same.all():
+        raise ValueError(f"{message}; other positions cannot be expressed")
+    return documents if (documents > 1).any() else None

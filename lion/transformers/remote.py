@@ -1,0 +1,33 @@
+"""The code that saved folders contain, with which the Auto classes load them by `trust_remote_code=True`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lion import DISTRIBUTION
+from lion.files import save_text
+
+FILE = "modeling_lion.py"
+AUTO = {  # our class, by Auto class
+    "AutoConfig": "LionConfig",
+    "AutoModel": "LionModel",
+    "AutoModelForMaskedLM": "LionForMaskedLM",
+    "AutoModelForSequenceClassification": "LionForSequenceClassification",
+    "AutoModelForCausalLM": "LionForCausalLM",
+    "AutoModelForImageClassification": "LionForImageClassification",
+}
+AUTO_MAP = {auto: f"{FILE.removesuffix('.py')}.{kind}" for auto, kind in AUTO.items()}
+# transformers asks to install every import outside of `try` by its name, and "lion" on the index is another project
+CODE = f'''"""Models of the package lion: pip install '{DISTRIBUTION}[transformers]'"""
+
+try:
+    from lion.transformers import {", ".join(AUTO.values())}
+except ImportError as error:
+    raise ImportError("this model needs the package lion: pip install '{DISTRIBUTION}[transformers]'") from error
+'''
+
+
+def write_code(folder: str | Path) -> None:
+    """Write the code into a folder, which is made if it does not exist."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_text(Path(folder) / FILE, CODE)

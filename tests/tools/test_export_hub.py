@@ -1,0 +1,151 @@
+"""Export of runs to folders of `lion.transformers`, and back: weights, tokenizers, image processors, model cards."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import lion
+from data.text.tokenizers import make_tokenizer
+from lion.runs import open_run
+from lion.samples.text import LabelledTextInfo, TextInfo
+from tests.helpers import here, refuse, state_of, tiny_recipe
+from tools.compose import describe_data, make_task, resolve
+from tools.convert import write_run
+
+TEXT = ["The capital of France is Paris.", "Ask not what your country can do for you.", "To be, or not to be: that is."]
+SMALL = ["model.dim=12", "model.depth=2", "model.num_heads=3", "trainer.precision=fp32", "trainer.micro_batch=4"]
+RECIPES = {"bert": ("mlm_tiny_lion_s", "wordpiece", 200), "gpt": ("gpt2_tiny_lion_s", "bpe", 280)}
+
+
+def text_run(folder, kind, *settings):
+    """Write an untrained run of a language model, with its tokenizer."""
+    recipe, name, size = RECIPES[kind]
+    tokenizer = make_tokenizer(name, TEXT, size)
+    tokenizer.inner.save(str(folder / "tokenizer.json"))
+    places = [f"run.root={folder}", f"run.name={kind}", f"data.tokenizer={folder / 'tokenizer.json'}"]
+    recipe = resolve(recipe, [*SMALL, "data.name=text", "data.length=17", *places, *settings])
+    info = TextInfo(tokenizer.vocabulary, 17, "tokenizer", tokenizer.fingerprint, tokenizer.special)
+    weights = make_task(recipe, info).build_model(recipe.model).state_dict()
+    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
+    return recipe.folder, tokenizer
+
+
+def back(folder, out):
+    """Convert an exported folder to a run, with the recipe that it holds."""
+    assert here("convert", folder, folder / "recipe.yaml", out) == 0
+    return out
+
+
+def same_run(run, other):
+    a, b = (state_of(folder, "best") for folder in (run, other))
+    assert a["model"].keys() == b["model"].keys() and a["info"] == b["info"]
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    assert open_run(run).recipe.model == open_run(other).recipe.model
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@torch.no_grad()
+def test_language_models_return_bit_for_bit(kind, tmp_path, capsys):
+    run, tokenizer = text_run(tmp_path, kind)
+    assert here("export", run, tmp_path / "out") == 0
+    assert "lion_s" in capsys.readouterr().out
+    auto = {"bert": transformers.AutoModelForMaskedLM, "gpt": transformers.AutoModelForCausalLM}[kind]
+    model, report = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert words.padding_side == {"bert": "right", "gpt": "left"}[kind]
+    words.pad_token = words.pad_token or words.eos_token
+    inputs = words([TEXT[0], TEXT[0][:20]], padding=True, return_tensors="pt")
+    ours = lion.load(run, compile=False)
+    ids, mask = inputs.input_ids, inputs.attention_mask
+    assert ids[0].tolist()[kind == "bert" :][:3] == tokenizer.encode(TEXT[0])[:3] and not mask.all()
+    wanted = ours(ids, mask - 1)
+    torch.testing.assert_close(model(**inputs).logits[mask.bool()], wanted[mask.bool()])
+    same_run(run, back(tmp_path / "out", tmp_path / "again"))
+    model.save_pretrained(tmp_path / "tuned")  # as after fine-tuning
+    (tmp_path / "out" / "recipe.yaml").rename(tmp_path / "tuned" / "recipe.yaml")
+    same_run(run, back(tmp_path / "tuned", tmp_path / "tuned_again"))
+
+
+@pytest.mark.parametrize("classes", [("no", "yes", "maybe"), ()])
+@torch.no_grad()
+def test_classifiers_keep_their_classes(classes, tmp_path):
+    run, _ = text_run(tmp_path, "bert")
+    loaded = open_run(run)
+    recipe = resolve("glue_rte" if classes else "glue_stsb", [
+        *SMALL, f"init_from={run}", "model.mixer=lion_s", f"run.root={tmp_path}", "run.name=glue",
+        f"data.tokenizer={tmp_path / 'tokenizer.json'}",
+    ])  # fmt: skip
+    info = LabelledTextInfo(**{**vars(loaded.task.info), "classes": classes})
+    weights = make_task(recipe, info).build_model(recipe.model).state_dict()
+    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
+    assert here("export", recipe.folder, tmp_path / "out") == 0
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    config = model.config
+    if classes:
+        assert config.id2label == dict(enumerate(classes)) and config.problem_type is None
+    else:
+        assert config.num_labels == 1 and config.problem_type == "regression"
+    ids = torch.arange(8).view(2, 4)
+    torch.testing.assert_close(model(ids).logits, lion.load(recipe.folder, compile=False)(ids))
+    same_run(recipe.folder, back(tmp_path / "out", tmp_path / "again"))
+    for name in ("recipe.yaml", "README.md", "config.json"):
+        assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
+    assert "Not evaluated." in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
+    pytest.importorskip("sklearn")
+    assert here("train", tiny_recipe(tmp_path, "tiny")) == 0
+    run, out = tmp_path / "runs" / "tiny", tmp_path / "out"
+    assert here("export", run, out) == 0
+    files = {"README.md", "config.json", "model.safetensors", "modeling_lion.py", "preprocessor_config.json"}
+    assert {path.name for path in out.iterdir()} == {*files, "recipe.yaml"}
+    model = transformers.AutoModelForImageClassification.from_pretrained(out)
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+    inputs = transformers.AutoImageProcessor.from_pretrained(out)(Image.fromarray(pixels), return_tensors="pt")
+    with torch.no_grad():
+        wanted = lion.load(run, compile=False)(torch.from_numpy(pixels)[None, None])
+        torch.testing.assert_close(model(**inputs).logits, wanted)
+    assert model.config.id2label[3] == "3"
+    same_run(run, back(out, tmp_path / "again"))
+
+    card = (out / "README.md").read_text()
+    head = yaml.safe_load(card.split("---")[1])
+    summary = json.loads((run / "summary.json").read_text())
+    (result,) = head["model-index"][0]["results"]
+    assert result["metrics"][0]["value"] == pytest.approx(summary["value"], abs=1e-6)
+    assert result["dataset"]["split"] == "test" and head["pipeline_tag"] == "image-classification"
+    assert head["license"] == "mit" and "pip install 'lion-attention[transformers]'" in card
+    for form in ("full", "chunk (64)", "rnn (1)"):
+        assert f"\n{form} " in card, form
+    assert "digits" in card and "## Licence" in card and "(recipe.yaml)" in card
+
+
+def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
+    recipe = resolve("dit_tiny_lightnet", ["model.depth=1", f"run.root={tmp_path}", "run.name=dit"])
+    info = describe_data(recipe, look=False)[0]
+    weights = make_task(recipe, info).build_model(recipe.model).state_dict()
+    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
+    line = refuse(capsys, "export", recipe.folder, tmp_path / "out")
+    assert "dit: model.name: lion.transformers has no class for 'dit', did you mean 'vit'" in line
+    run, _ = text_run(tmp_path, "gpt")
+    assert here("export", run, tmp_path / "gpt_out") == 0
+    capsys.readouterr()
+    line = refuse(capsys, "convert", tmp_path / "gpt_out", "mlm_tiny_lion_s", tmp_path / "again")
+    assert "gpt_out: exported from a run of task 'causal_lm', the recipe has 'masked_lm'" in line
+    for name in [name for name in sys.modules if name.split(".")[:2] == ["lion", "transformers"]]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    line = refuse(capsys, "export", run, tmp_path / "out")
+    assert "lion.transformers needs transformers: pip install 'lion-attention[transformers]'" in line
+    assert not (tmp_path / "out").exists()

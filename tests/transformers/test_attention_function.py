@@ -1,0 +1,131 @@
+"""Lion-lit and Lion-D as attention functions in models of transformers, against loops over tokens."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers.models.bert.modeling_bert import BertSelfAttention
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from lion.transformers import add_decays
+from lion.transformers.attention import register_attention
+from tests.transformers.tiny import ids, left_padded
+
+NAMES = ["lion_lit", "lion_d"]
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 40}
+SIZES |= {"initializer_range": 0.5, "max_position_embeddings": 64}
+ROWS = [ids(6), ids(9, seed=1), ids(3, seed=2)]
+
+
+def made(kind, name, **changes):
+    torch.manual_seed(0)
+    config, model, layer = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaModel, LlamaAttention),
+        "bert": (transformers.BertConfig, transformers.BertModel, BertSelfAttention),
+        "mistral": (transformers.MistralConfig, transformers.MistralModel, None),
+    }[kind]
+    groups = {} if kind == "bert" else {"num_key_value_heads": 2}
+    found = model(config(**SIZES, **groups, **changes, attn_implementation=name))
+    if name == "lion_d":
+        add_decays(found, layer)
+    return found.double().eval()
+
+
+def phi(x):
+    x = torch.nn.functional.silu(x) + 0.5
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def by_hand(q, k, v, a, causal):
+    """Compute attention of one row, q, k, v (H, L, D), token by token (LION, Eq. 5 and 13)."""
+    decay = torch.ones(len(q), dtype=q.dtype) if a is None else torch.sigmoid(a.to(q.dtype))
+    out = torch.zeros_like(v)
+    for h in range(len(q)):
+        for i in range(q.shape[1]):
+            weights = [
+                (0.0 if causal and j > i else 1.0) * decay[h] ** abs(i - j) * (phi(q[h, i]) @ phi(k[h, j]))
+                for j in range(q.shape[1])
+            ]
+            out[h, i] = sum(w * v[h, j] for j, w in enumerate(weights)) / sum(weights)
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+@torch.no_grad()
+def test_every_layer_computes_the_published_attention(kind, name, monkeypatch):
+    model, seen = made(kind, name), []
+    function = transformers.AttentionInterface()[name]
+
+    def recorded(module, query, key, value, mask, **others):
+        found = function(module, query, key, value, mask, **others)
+        seen.append((module, query, key, value, found[0]))
+        return found
+
+    transformers.AttentionInterface.register(name, recorded)
+    try:
+        model(ROWS[1][None])
+    finally:
+        register_attention()
+    assert len(seen) == 2
+    for module, query, key, value, y in seen:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x[0].repeat_interleave(groups, 0) for x in (key, value))
+        wanted = by_hand(query[0], key, value, getattr(module, "lion_decay", None), causal=kind == "llama")
+        torch.testing.assert_close(y[0].transpose(0, 1), wanted, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+@torch.no_grad()
+def test_padding_and_packed_rows_change_nothing(kind, name):
+    model = made(kind, name)
+    alone = [model(row[None]).last_hidden_state[0] for row in ROWS]
+    tokens, mask = left_padded(ROWS)
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    together = model(tokens, mask, position_ids=places).last_hidden_state
+    for found, wanted in zip(together, alone):
+        torch.testing.assert_close(found[-len(wanted) :], wanted, rtol=0, atol=1e-11)
+    if kind == "llama":
+        packed = torch.cat([torch.arange(len(row)) for row in ROWS])[None]
+        for wide in (model, made("mistral", name, sliding_window=64)) if name == "lion_lit" else (model,):
+            found = wide(torch.cat(ROWS)[None], position_ids=packed, use_cache=False).last_hidden_state[0]
+            torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=1e-11)
+
+
+@torch.no_grad()
+def test_a_decoder_generates_and_can_look_both_ways():
+    model = made("llama", "lion_d")
+    whole = model(ROWS[1][None]).last_hidden_state
+    first = model(ROWS[1][None, :5], use_cache=True)
+    rest = model(ROWS[1][None, 5:], past_key_values=first.past_key_values).last_hidden_state
+    torch.testing.assert_close(torch.cat([first.last_hidden_state, rest], 1), whole, rtol=0, atol=1e-11)
+    model.config.is_causal = False
+    changed = ROWS[1].clone()
+    changed[-1] = 7
+    both = [model(x[None], use_cache=False).last_hidden_state[0, 0] for x in (ROWS[1], changed)]
+    assert (both[0] - both[1]).abs().max() > 1e-3
+
+
+def test_gradients_reach_the_decays():
+    model = made("bert", "lion_d").train()
+    model(ROWS[0][None]).last_hidden_state.pow(2).sum().backward()
+    assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if name.endswith("lion_decay"))
+
+
+def test_what_cannot_be_expressed_is_refused():
+    model = made("mistral", "lion_lit", sliding_window=4)
+    with pytest.raises(ValueError, match=r"documents, causal or in both directions, and no others \(sliding windows"):
+        model(ROWS[1][None])
+    model = made("llama", "lion_lit")
+    with pytest.raises(ValueError, match="lion_lit: softcap is not available"):
+        model(ROWS[1][None], softcap=30.0)
+    with pytest.raises(ValueError, match=r"attention_mask: .*got float64 \(1, 1, 9, 9\); a mask of pairs"):
+        model(ROWS[1][None], torch.zeros(1, 1, 9, 9, dtype=torch.float64))
+    model.set_attn_implementation("lion_d")
+    with pytest.raises(ValueError, match=r"lion_d: LlamaAttention has no decays, call .*add_decays\(model, LlamaAtt"):
+        model(ROWS[1][None])
+    with pytest.raises(ValueError, match="LlamaModel has no module of the class BertSelfAttention"):
+        add_decays(model, BertSelfAttention)

@@ -1,0 +1,112 @@
+"""`generate` of transformers: greedy, sampling, beams, left padding, in a state of constant size."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+
+import lion
+from lion.inference.text import Sampling
+from lion.transformers import LionCache, LionForCausalLM
+from tests.transformers.tiny import ids, left_padded, made
+
+PARTS = {"attention": {"block": "published"}}  # short convolutions or a token shift, which have states
+MIXERS = [(name, {}) for name in ("lion_s", "lion_lit", "lightnet", "rwkv7", "softmax")]
+MIXERS += [("gated_deltanet", PARTS), ("rwkv7", PARTS)]
+ROWS = [ids(5), ids(9, seed=1), ids(2, seed=2)]
+COUNT = 8
+
+
+def gpt(mixer="lion_s", **fields):
+    return made(LionForCausalLM, "gpt", mixer, pad_token_id=0, **fields)
+
+
+def new(model, **how):
+    """Return the new tokens of left-padded rows."""
+    tokens, mask = left_padded(ROWS)
+    how = {"max_new_tokens": COUNT, "do_sample": False, "output_logits": True, "return_dict_in_generate": True} | how
+    found = model.generate(tokens, attention_mask=mask, **how)
+    return found.sequences[:, tokens.shape[1] :], found
+
+
+@pytest.mark.parametrize(("mixer", "settings"), MIXERS)
+def test_greedy_generation_is_ours(mixer, settings):
+    model = gpt(mixer, model=settings)
+    found, first = new(model)
+    rows = lion.generate(model.model, [row.tolist() for row in ROWS], COUNT, sampling=Sampling(temperature=0))
+    wanted = torch.tensor([row[-COUNT:] for row in rows])
+    assert torch.equal(found, wanted) and found.unique().numel() > 3
+    without, again = new(model, use_cache=False)
+    assert torch.equal(without, found)
+    for a, b in zip(first.logits, again.logits):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_beams_and_samples_do_not_depend_on_the_cache():
+    model = gpt()
+    for how in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"do_sample": True, "top_k": 5}):
+        found = []
+        for cached in (True, False):
+            torch.manual_seed(0)
+            found.append(new(model, use_cache=cached, **how)[0])
+        assert torch.equal(*found), how
+    assert not torch.equal(new(model)[0], new(model, num_beams=3)[0])  # beams have been reordered
+
+
+@torch.no_grad()
+def test_the_state_has_a_constant_size_and_continues():
+    model, tokens = gpt(), ids(2, 12)
+    cache = LionCache()
+
+    def size():
+        return sum(x.numel() for x in torch.utils._pytree.tree_leaves(cache.state))
+
+    first = model(tokens[:, :3], past_key_values=cache, use_cache=True)
+    assert first.past_key_values is cache and (cache.get_seq_length(), cache.batch_size, len(cache)) == (3, 2, 2)
+    before = size()
+    parts = [first.logits]
+    for piece in (tokens[:, 3:8], tokens[:, 8:9], tokens[:, 9:]):
+        parts.append(model(piece, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens).logits, rtol=0, atol=1e-11)
+    assert size() == before and cache.get_seq_length() == 12
+    with pytest.raises(ValueError, match="LionCache: a recurrent state cannot forget"):
+        cache.crop(-1)
+    cache.reset()
+    assert (cache.get_seq_length(), cache.batch_size) == (0, -1)
+
+
+def test_a_returned_cache_continues_a_text():
+    model, prompt = gpt(), ids(2, 5)
+    whole = model.generate(prompt, max_new_tokens=9, do_sample=False)
+    half = model.generate(prompt, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    rest = model.generate(half.sequences, past_key_values=half.past_key_values, max_new_tokens=5, do_sample=False)
+    assert torch.equal(rest, whole)
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_selected_and_repeated():
+    model, tokens = gpt(), ids(3, 6)
+    cache = model(tokens[:, :5], use_cache=True).past_key_values
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_repeat_interleave(2)
+    order = [2, 2, 0, 0]
+    found = model(tokens[order, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(found[:, 0], model(tokens[order]).logits[:, -1], rtol=0, atol=1e-11)
+
+
+def test_what_a_cache_cannot_do_is_refused():
+    model, tokens = gpt("lion_lit"), ids(1, 6)
+    for packed in (
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])},
+        {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1]])},
+    ):
+        with pytest.raises(ValueError, match="use_cache: a cache holds one document per row"):
+            model(tokens, use_cache=True, **packed)
+    cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask: expected .* \(1, 7\), got int64 \(1, 1\)"):
+        model(tokens[:, :1], torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(ValueError, match="tokens: more than the 32 position embeddings"):
+        model(ids(1, 27), past_key_values=cache)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(tokens, assistant_model=gpt(), max_new_tokens=2)

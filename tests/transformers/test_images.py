@@ -1,0 +1,46 @@
+"""Image classifiers in transformers."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from lion.transformers import LionForImageClassification
+from tests.transformers.tiny import made
+
+
+def pixels(count=2):
+    return torch.randint(256, (count, 1, 8, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_logits_are_those_of_our_model(tmp_path):
+    model = made(LionForImageClassification, "vit", num_labels=3).float()
+    images = pixels()
+    wanted = model.model(images)
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(model((images / 255 - 0.4) / 0.3).logits, wanted)
+    model.save_pretrained(tmp_path)
+    again = LionForImageClassification.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values()))
+    torch.testing.assert_close(again(images).logits, wanted)
+    states = again(images, output_hidden_states=True).hidden_states
+    assert len(states) == 3 and states[0].shape == (2, 7, 16)
+
+
+def test_a_distilled_model_trains_the_mean_of_its_heads():
+    model = made(LionForImageClassification, "vit", model={"distilled": True}, num_labels=3)
+    labels = torch.tensor([0, 2])
+    evaluated, trained = (m(pixels(), labels=labels) for m in (model.eval(), model.train()))
+    torch.testing.assert_close(evaluated.logits, trained.logits)
+    torch.testing.assert_close(trained.loss, torch.nn.functional.cross_entropy(trained.logits, labels))
+    trained.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_other_images_are_refused():
+    model = made(LionForImageClassification, "vit", num_labels=3)
+    with pytest.raises(ValueError, match=r"images: expected \(B, 1, 8, 12\)"):
+        model(torch.zeros(1, 3, 8, 12))
+    with pytest.raises(ValueError, match="output_attentions: linear mixers"):
+        model(pixels(), output_attentions=True)

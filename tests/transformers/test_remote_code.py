@@ -1,0 +1,51 @@
+"""Folders that the Auto classes load in a process that knows nothing of this package."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers.dynamic_module_utils import check_imports
+
+from lion import DISTRIBUTION
+from lion.transformers import LionForCausalLM
+from lion.transformers.remote import FILE
+from tests.transformers.tiny import ids, made
+
+LOAD = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+folder = sys.argv[1]
+for blocked in ("lion", "lion.transformers"):  # not installed, and another project of that name
+    sys.modules[blocked] = None
+    try:
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    except ImportError as error:
+        print(error)
+    del sys.modules[blocked]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+torch.save(model(torch.load(f"{folder}/ids.pt")).logits.detach(), f"{folder}/logits.pt")
+model.save_pretrained(f"{folder}/again")
+"""
+
+
+@pytest.mark.process
+def test_a_process_loads_it_by_its_remote_code(tmp_path):
+    model = made(LionForCausalLM, "gpt").float()
+    model.save_pretrained(tmp_path)
+    assert check_imports(tmp_path / FILE) == []  # else transformers asks to install the other project
+    torch.save(ids(1, 6), tmp_path / "ids.pt")
+    places = {"HF_HOME": str(tmp_path / "cache"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    code = [sys.executable, "-c", LOAD, str(tmp_path)]
+    found = subprocess.run(code, capture_output=True, text=True, env={**os.environ, **places})
+    assert found.returncode == 0, found.stderr
+    line = f"this model needs the package lion: pip install '{DISTRIBUTION}[transformers]'"
+    assert found.stdout.splitlines() == [line, line]
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(ids(1, 6)).logits.detach())
+    again = {path.name for path in (tmp_path / "again").iterdir()}
+    assert again == {"config.json", "generation_config.json", "model.safetensors", FILE}
+    assert (tmp_path / "again" / FILE).read_bytes() == (tmp_path / FILE).read_bytes()

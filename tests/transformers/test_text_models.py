@@ -1,0 +1,243 @@
+"""Models of text in transformers: the values of our models, masks, packed rows, saving, losses, checkpointing."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from lion.transformers import (
+    LionConfig,
+    LionForCausalLM,
+    LionForImageClassification,
+    LionForMaskedLM,
+    LionForSequenceClassification,
+    LionModel,
+)
+from tests.transformers.tiny import config, ids, left_padded, made
+
+KINDS = [
+    (LionModel, "bert"),
+    (LionModel, "gpt"),
+    (LionForMaskedLM, "bert"),
+    (LionForSequenceClassification, "bert_classifier"),
+    (LionForSequenceClassification, "gpt"),
+    (LionForCausalLM, "gpt"),
+]
+EVERY = pytest.mark.parametrize(("kind", "name"), KINDS, ids=lambda x: getattr(x, "__name__", x))
+
+
+def output(model, *args, **inputs):
+    return model(*args, **inputs)[0].detach()
+
+
+@torch.no_grad()
+def test_outputs_are_those_of_our_models():
+    tokens, types = ids(2, 9), torch.tensor([[0] * 4 + [1] * 5] * 2)
+    segments = torch.tensor([[0] * 9, [0] * 6 + [-1] * 3])
+    mask = (segments >= 0).long()
+    for kind, name in ((LionForMaskedLM, "bert"), (LionForSequenceClassification, "bert_classifier")):
+        model = made(kind, name, model={"token_types": 2}, num_labels=3)
+        found = output(model, tokens, mask, token_type_ids=types)
+        wanted = model.model(tokens, segments, types)
+        kept = mask.bool() if wanted.dim() == 3 else slice(None)
+        assert torch.equal(found[kept], wanted[kept]) and wanted.std() > 0.1
+    model = made(LionForCausalLM, "gpt")
+    assert torch.equal(output(model, tokens, mask)[0], model.model(tokens, segments)[0])
+
+
+@EVERY
+@torch.no_grad()
+def test_padding_and_packed_rows_change_nothing(kind, name):
+    model = made(kind, name, num_labels=3)
+    rows = [ids(5), ids(9, seed=1), ids(2, seed=2)]
+    alone = [output(model, row[None])[0] for row in rows]
+    tokens, mask = left_padded(rows)
+    together = output(model, tokens, mask)
+    for i, row in enumerate(rows):
+        wanted = alone[i]
+        found = together[i, -len(row) :] if wanted.dim() == 2 else together[i]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+    if wanted.dim() == 1:
+        return
+    collate = transformers.DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
+    batch = collate([{"input_ids": row} for row in rows])
+    for names in (["position_ids"], ["seq_idx"], ["cu_seq_lens_q"]):
+        packed = output(model, batch["input_ids"], **{key: batch[key] for key in names})
+        torch.testing.assert_close(packed[0], torch.cat(alone), rtol=0, atol=1e-11)
+
+
+@torch.no_grad()
+def test_plain_positions_are_those_without():
+    model, tokens = made(LionForCausalLM, "gpt", "softmax"), ids(2, 7)
+    assert torch.equal(output(model, tokens), output(model, tokens, position_ids=torch.arange(7)[None]))
+
+
+def test_what_cannot_be_expressed_is_refused():
+    model, tokens = made(LionForMaskedLM, "bert"), ids(2, 6)
+    for mask in (
+        torch.ones(2, 1, 6, 6),
+        torch.ones(2, 6, 6, dtype=torch.long),
+        torch.zeros(2, 6),
+        torch.ones(2, 5).int(),
+    ):
+        with pytest.raises(ValueError, match=r"attention_mask: expected 1 for tokens and 0 for padding, .*packed"):
+            model(tokens, mask)
+    for positions in (torch.arange(6)[None] + 2, torch.tensor([[0, 1, 2, 4, 5, 6]])):
+        with pytest.raises(ValueError, match=r"position_ids: .*count the tokens of each document from 0"):
+            model(tokens, position_ids=positions)
+    with pytest.raises(ValueError, match="seq_idx: expected the shape"):
+        model(tokens, seq_idx=torch.zeros(1, 6).int())
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected packed documents in one row, got 2"):
+        model(tokens, cu_seq_lens_q=torch.tensor([0, 3, 6]))
+    with pytest.raises(ValueError, match="output_attentions: linear mixers do not compute"):
+        model(tokens, output_attentions=True)
+    with pytest.raises(ValueError, match="use_cache: Bert reads all tokens at once"):
+        model(tokens, use_cache=True)
+
+
+@EVERY
+def test_saved_models_load_bit_for_bit(kind, name, tmp_path):
+    model = made(kind, name, num_labels=3).float()
+    model.save_pretrained(tmp_path)
+    again, report = kind.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    held, wanted = again.state_dict(), model.state_dict()
+    assert held.keys() == wanted.keys() and all(torch.equal(held[k], wanted[k]) for k in wanted)
+    assert again.config.model == model.config.model
+    assert torch.equal(output(copy.deepcopy(model), ids(1, 6)), output(model, ids(1, 6)))
+    torch.testing.assert_close(output(again, ids(1, 6)), output(model, ids(1, 6)))
+
+
+def test_weights_have_the_names_of_a_run(tmp_path):
+    """Load a folder whose weights have our names, without the prefix."""
+    model = made(LionForMaskedLM, "bert").float()
+    model.save_pretrained(tmp_path, state_dict=model.model.state_dict())
+    again, report = LionForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    torch.testing.assert_close(output(again, ids(1, 6)), output(model, ids(1, 6)))
+
+
+def test_auto_classes_find_them(tmp_path):
+    made(LionForCausalLM, "gpt").save_pretrained(tmp_path)
+    for auto, kind in (
+        (transformers.AutoModel, LionModel),
+        (transformers.AutoModelForCausalLM, LionForCausalLM),
+        (transformers.AutoModelForSequenceClassification, LionForSequenceClassification),
+    ):
+        assert type(auto.from_pretrained(tmp_path)) is kind
+
+
+def test_a_classifier_starts_from_a_language_model_and_keeps_its_weights(tmp_path):
+    source = made(LionForMaskedLM, "bert").float()
+    source.save_pretrained(tmp_path / "mlm")
+    model, report = LionForSequenceClassification.from_pretrained(
+        tmp_path / "mlm", num_labels=3, output_loading_info=True
+    )
+    new = {f"model.{layer}.{kind}" for layer in ("pooler", "classifier") for kind in ("weight", "bias")}
+    assert report["missing_keys"] == new and model.config.model["name"] == "bert_classifier"
+    held = model.state_dict()
+    assert all(torch.equal(held[k], v) for k, v in source.state_dict().items() if not k.startswith("model.head."))
+    assert held["model.pooler.weight"].std().item() == pytest.approx(0.4, rel=0.2)  # our initialisation, init_std
+    model.save_pretrained(tmp_path / "classifier")
+    LionForMaskedLM.from_pretrained(tmp_path / "classifier")
+
+
+def test_missing_weights_and_buffers_are_those_of_a_new_model():
+    """Start from no weights at all, as `from_pretrained` does on the meta device."""
+    for kind, name in (*KINDS[2:], (LionForImageClassification, "vit")):
+        settings = {"tpe": 2, "drop_path": 0.3} if name != "gpt" else {"tpe": 2}
+        found = kind.from_pretrained(None, config=config(name, "lion_s_hippo", settings), state_dict={})
+        new = kind(config(name, "lion_s_hippo", settings))
+        wanted = dict(new.named_buffers())
+        assert all(torch.equal(value, wanted[key]) for key, value in found.named_buffers())
+        for key, value in found.named_parameters():
+            assert not value.is_meta and value.isfinite().all()
+            fixed = new.get_parameter(key)
+            if fixed.unique().numel() == 1:  # biases and norms
+                assert torch.equal(value, fixed), key
+
+
+def test_losses_by_hand():
+    tokens, labels = ids(2, 6), ids(2, 6, seed=3)
+    labels[:, ::2] = -100
+    model = made(LionForMaskedLM, "bert")
+    found = model(tokens, labels=labels)
+    torch.testing.assert_close(found.loss.double(), F.cross_entropy(found.logits.flatten(0, 1), labels.flatten()))
+    model = made(LionForCausalLM, "gpt")
+    found = model(tokens, labels=labels)
+    wanted = F.cross_entropy(found.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(found.loss.double(), wanted, rtol=0, atol=1e-5)
+    last = model(tokens, logits_to_keep=2).logits
+    torch.testing.assert_close(last, found.logits[:, -2:])
+    model = made(LionForSequenceClassification, "gpt", num_labels=1)
+    found = model(tokens, labels=torch.tensor([0.5, 2.0], dtype=torch.float64))
+    wanted = F.mse_loss(found.logits[:, 0], torch.tensor([0.5, 2.0], dtype=torch.float64))
+    torch.testing.assert_close(found.loss, wanted)
+
+
+@EVERY
+def test_checkpointing_recomputes_the_same_gradients(kind, name):
+    model, tokens = made(kind, name, num_labels=3).train(), ids(2, 6)
+    seen = []
+
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(0)  # of dropout
+        model(tokens)[0].pow(2).sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    wanted = gradients()
+    block = model.model.units()[0]
+    block.attention.register_forward_hook(lambda *_: seen.append(1))
+    gradients()
+    assert len(seen) == 1
+    model.activation_checkpointing_enable()
+    found = gradients()
+    assert len(seen) == 3  # forward, and again in the backward pass
+    for key in wanted:
+        torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=1e-11)
+
+
+@torch.no_grad()
+def test_hidden_states_are_the_inputs_of_the_blocks_and_the_output():
+    model, tokens = made(LionForCausalLM, "gpt"), ids(1, 5)
+    states = model(tokens, output_hidden_states=True).hidden_states
+    assert len(states) == 3 and torch.equal(states[0], model.model.tokens(tokens))
+    assert torch.equal(states[-1], model.model.encode(tokens))
+    with pytest.raises(ValueError, match="output_hidden_states: not recorded with a cache"):
+        model(tokens, use_cache=True, output_hidden_states=True)
+
+
+@pytest.mark.parametrize(("kind", "name"), [KINDS[2], KINDS[5]])
+def test_new_tokens_are_added(kind, name, tmp_path):
+    model = made(kind, name, model={"pad_vocabulary": 64}).float()
+    before = output(model, ids(1, 6))
+    model.resize_token_embeddings(43)
+    after = output(model, ids(1, 6))
+    assert after.shape[-1] == 43
+    torch.testing.assert_close(after[..., :40], before)
+    model.save_pretrained(tmp_path)
+    again, added = kind.from_pretrained(tmp_path), torch.tensor([[42]])
+    torch.testing.assert_close(output(again, added), output(model, added))
+
+
+def test_bad_configurations_name_the_valid_ones(tmp_path):
+    with pytest.raises(ValueError, match="LionConfig: model: missing section"):
+        LionForMaskedLM(LionConfig())
+    with pytest.raises(ValueError, match=r"model.name: LionForCausalLM is made from gpt, not from 'bert'"):
+        LionForCausalLM(config("bert"))
+    with pytest.raises(ValueError, match=r"unknown key 'model.mixr': did you mean 'mixer'"):
+        LionForCausalLM(config("gpt", model={"mixr": "x"}))
+    with pytest.raises(ValueError, match="vocab_size: missing"):
+        LionForCausalLM(config("gpt", vocab_size=None))
+    with pytest.raises(ValueError, match="image_size: missing"):
+        LionForImageClassification(config("vit", image_size=None))
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=9)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"a model of type 'bert', not 'lion'; \./run\.sh convert reads BERT"):
+        LionForMaskedLM.from_pretrained(tmp_path)

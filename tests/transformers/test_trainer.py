@@ -1,0 +1,57 @@
+"""transformers' `Trainer` fine-tunes an exported masked language model on a task of GLUE."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import transformers
+
+from data.text.tokenizers import make_tokenizer
+from lion.transformers import LionConfig, LionForMaskedLM, LionForSequenceClassification
+from tests.helpers import glue_folder
+from tools.export.hub import save_tokenizer
+
+
+def rows(folder, split, tokenizer):
+    lines = [json.loads(line) for line in (folder / "sst2" / f"{split}.jsonl").read_text().splitlines()]
+    return [{**tokenizer(line["sentence"]), "labels": line["label"]} for line in lines]
+
+
+def test_it_learns_glue_and_resumes_from_its_checkpoint(tmp_path):
+    glue = glue_folder(tmp_path / "glue", ["sst2"], rows=48)
+    words = make_tokenizer("wordpiece", (glue / "sst2" / "train.jsonl").read_text().splitlines(), 60)
+    section = {"name": "bert", "mixer": "lion_s", "dim": 32, "depth": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    model = LionForMaskedLM(LionConfig(model=section, vocab_size=words.vocabulary, length=64))
+    model.save_pretrained(tmp_path / "mlm")
+    save_tokenizer(tmp_path / "mlm", words, model.model)
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "mlm")
+    train, held_out = (rows(glue, split, tokenizer) for split in ("train", "validation"))
+
+    def trainer(**how):
+        settings = {"learning_rate": 3e-3, "per_device_train_batch_size": 16, "max_steps": 30, "save_steps": 15}
+        settings |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "seed": 1}
+        return transformers.Trainer(
+            LionForSequenceClassification.from_pretrained(tmp_path / "mlm", num_labels=2),
+            transformers.TrainingArguments(str(tmp_path / "out"), **settings | how),
+            train_dataset=train,
+            eval_dataset=held_out,
+            data_collator=transformers.DataCollatorWithPadding(tokenizer),
+            compute_metrics=lambda p: {"accuracy": (p.predictions.argmax(-1) == p.label_ids).mean()},
+        )
+
+    whole = trainer(activation_checkpointing=True)
+    assert whole.evaluate()["eval_accuracy"] < 0.8
+    whole.train()
+    assert whole.evaluate()["eval_accuracy"] > 0.95
+    again = trainer()
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-15"))
+    for a, b in zip(again.model.parameters(), whole.model.parameters()):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "checkpoint-30")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), whole.model.parameters()))

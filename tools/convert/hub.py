@@ -1,0 +1,72 @@
+"""Converter of folders of `lion.transformers`, the inverse of `./run.sh export`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from data.text.tokenizers import local_files, open_tokenizer
+from lion.config import ConfigError, flatten
+from lion.recipe import Recipe
+from lion.runs import RECIPE
+from lion.samples.base import Info
+from lion.tasks import TASKS
+from tools.convert.base import Converter, Setting, checked
+from tools.convert.files import CheckpointContents
+
+KIND = "lion"  # `model_type` in config.json
+
+
+class HubConverter(Converter):
+    """A converter of folders that this package has exported, or that `save_pretrained` of such a model has written.
+
+    The `config.json` determines the model and describes the data; the recipe determines everything else.
+    """
+
+    trusted = ()
+
+    def __init__(self, held: CheckpointContents) -> None:
+        self.held = held
+
+    def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
+        return {name.removeprefix("model."): checked(name, value, held.path) for name, value in held.weights.items()}
+
+    def adopted(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
+        """Return the settings of the model.
+
+        Raises:
+            ConfigError: The folder does not come from a run, or from a run of another task.
+        """
+        task = (held.said.get("data") or {}).get("task", {}).get("name")
+        if task is None:
+            raise ConfigError(f"{held.path}: its config.json describes no data of a run, which ./run.sh export writes")
+        if task != recipe.task.name:
+            raise ConfigError(
+                f"{held.path}: exported from a run of task {task!r}, the recipe has {recipe.task.name!r}; "
+                f"use {held.path}/{RECIPE}"
+            )
+        return flatten({"model": held.said["model"]})
+
+    def info(self, recipe: Recipe) -> Info:
+        return TASKS[recipe.task.name].Info.from_dict(self.held.said["data"]["info"])
+
+    def settings(
+        self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: Info
+    ) -> Iterator[Setting]:
+        yield from ()
+
+    def fit(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Info:
+        return info
+
+    def keep(self, held: CheckpointContents, recipe: Recipe) -> dict[str, str]:
+        """Return the tokenizer of the folder, if there is one, so that the folder may be deleted."""
+        if local_files(str(held.folder)) is None:
+            return {}
+        found = open_tokenizer(str(held.folder))
+        recipe.data.tokenizer = str(recipe.folder.absolute() / f"{found.name}.json")
+        return {f"{found.name}.json": found.inner.to_str(pretty=True)}
+
+    def describe(self, held: CheckpointContents, recipe: Recipe, info: Info) -> str:
+        return f"{recipe.model.name}, {recipe.model.shape()}"

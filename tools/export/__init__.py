@@ -1,0 +1,1 @@
+"""Export of runs to files of other programs."""

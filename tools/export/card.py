@@ -1,0 +1,128 @@
+"""Model cards of exported runs: use, results in every form, training, and licence."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lion import DISTRIBUTION
+from lion.config import ConfigError
+from lion.recipe import Recipe
+from lion.runs import ENVIRONMENT, RECIPE, SUMMARY, LoadedRun, count_parameters
+from tools.compose import metric_of
+from tools.evaluate import as_table
+
+LICENCE = "mit"
+PIPELINES = {  # by Auto class
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageClassification": "image-classification",
+}
+PREPARE = {
+    "text-classification": ("AutoTokenizer", '"A sentence."'),
+    "fill-mask": ("AutoTokenizer", '"Paris is the [MASK] of France."'),
+    "text-generation": ("AutoTokenizer", '"Once upon a time"'),
+    "image-classification": ("AutoImageProcessor", "image"),
+}
+
+
+def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
+    """Return the model card (`README.md`) of a run that the Auto class `auto` loads."""
+    metric, task = metric_of(recipe), PIPELINES[auto]
+    summary = read_json(run.folder / SUMMARY)
+    split = summary.get("split", "val")
+    value = summary.get("value", run.checkpoint["best"]["value"])
+    data, name = recipe.data.describe(), recipe.run.name
+    c = recipe.model
+    head: dict[str, Any] = {"library_name": "transformers", "license": LICENCE, "pipeline_tag": task}
+    head["tags"] = ["lion", "linear-attention", c.mixer]
+    if math.isfinite(value):
+        result = {"task": {"type": task}, "dataset": {"name": data, "type": recipe.data.name, "split": split}}
+        result["metrics"] = [{"type": metric.name, "name": metric.title, "value": round(value, 6)}]
+        head["model-index"] = [{"name": name, "results": [result]}]
+    facts = [
+        ("model", f"`{c.name}`, {c.label()}, {c.shape()}, {count_parameters(run.model):,} parameters"),
+        ("data", data),
+        ("step of the weights", f"{run.checkpoint['step']:,}"),
+        ("batch", f"{recipe.trainer.batch_size:,}"),
+        ("seed", str(recipe.seed)),
+        ("row", recipe.about.row or "-"),
+        *environment(run.folder),
+    ]
+    rows = "\n".join(f"| {key} | {text} |" for key, text in facts)
+    return f"""---
+{yaml.safe_dump(head, sort_keys=False)}---
+
+# {name}
+
+A model for {task} with the mixer `{c.mixer}` of [{DISTRIBUTION}](https://pypi.org/project/{DISTRIBUTION}).
+
+## Use
+
+```bash
+pip install '{DISTRIBUTION}[transformers]'
+```
+
+```python
+{usage(auto, task)}```
+
+`lion.set_form(model, "rnn")` sets the form: `full`, `chunk` or `rnn`. The logits agree up to rounding.
+
+## Results
+
+{results(summary, metric, split, value)}
+## Training
+
+| | |
+|---|---|
+{rows}
+
+All settings: [{RECIPE}]({RECIPE}). `lion convert FOLDER FOLDER/{RECIPE} OUT` makes a run of this folder again.
+
+## Licence
+
+The code is under the MIT licence. The licence of the training data may restrict the use of the weights.
+"""
+
+
+def usage(auto: str, task: str) -> str:
+    """Return the lines of Python that load and call a model."""
+    prepare, example = PREPARE[task]
+    call = "model.generate(**inputs, max_new_tokens=20)" if task == "text-generation" else "model(**inputs).logits"
+    return (
+        f"from transformers import {auto}, {prepare}\n\n"
+        f'model = {auto}.from_pretrained("FOLDER", trust_remote_code=True)\n'
+        f'inputs = {prepare}.from_pretrained("FOLDER")({example}, return_tensors="pt")\n'
+        f"{call}\n"
+    )
+
+
+def results(summary: dict[str, Any], metric: Any, split: str, value: float) -> str:
+    """Return the results in every form as text; of a run that was not evaluated, the best result in training."""
+    if "forms" in summary:
+        rows = [{**row, "form": name.split("_")[0]} for name, row in summary["forms"].items()]
+        return f"On {split}, in every form:\n\n```\n{as_table(rows, metric)}\n```\n"
+    return (
+        "Not evaluated.\n"
+        if not math.isfinite(value)
+        else f"{split} {metric.title} {metric.text(value)}, best in training.\n"
+    )
+
+
+def environment(folder: Path) -> list[tuple[str, str]]:
+    """Return where and with which versions a run was trained."""
+    held = read_json(folder / ENVIRONMENT)
+    return [(key, str(held[key])) for key in ("torch", "device", "commit") if held.get(key)]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the contents of a JSON file of a run; empty if there is none."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        raise ConfigError(f"{path}: not JSON") from None

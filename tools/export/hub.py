@@ -1,0 +1,102 @@
+"""Export of a run to a folder of `lion.transformers`, which the Auto classes load with `trust_remote_code=True`.
+
+The folder holds the weights under the names of the run after the prefix `model.`, the configuration, the tokenizer or
+the image processor, the recipe, and a model card. `./run.sh convert FOLDER FOLDER/recipe.yaml OUT` makes a run of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from data.text.tokenizers import Tokenizer
+from lion.config import ConfigError, to_dict
+from lion.files import save_json, save_text
+from lion.recipe import Recipe, dump_recipe
+from lion.runs import RECIPE, LoadedRun, count_parameters
+from lion.samples.images import ImageInfo
+from lion.samples.text import TextInfo
+from tools.compose import check_tokenizer, open_data, resolve_run
+from tools.convert.export import dressed
+from tools.export.card import card
+from tools.export.place import written
+
+BICUBIC = 3  # as numbered by PIL
+
+
+def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: None) -> str:
+    """Write the folder `out`, and return a line that describes it.
+
+    Raises:
+        ConfigError: transformers is not installed, there is no class for the model, or the tokenizer is not found.
+    """
+    try:
+        from lion.transformers import from_run
+        from lion.transformers.remote import AUTO
+    except ImportError as error:
+        raise ConfigError(f"{out}: {error}") from None
+    model, recipe, info = from_run(run), resolve_run(run.folder, overrides), run.task.info
+    auto = next(auto for auto, kind in AUTO.items() if kind == type(model).__name__)
+    tokenizer = tokenizer_of(run, recipe) if isinstance(info, TextInfo) else None
+    with written(out) as folder:
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            save_tokenizer(folder, tokenizer, run.model)
+        if isinstance(info, ImageInfo):
+            save_json(folder / "preprocessor_config.json", image_processor(info, to_dict(recipe.data)))
+        save_text(folder / RECIPE, dump_recipe(public(recipe)))
+        save_text(folder / "README.md", card(run, public(recipe), auto))
+    return f"{type(model).__name__}, {recipe.model.mixer}, {count_parameters(model):,} parameters"
+
+
+def tokenizer_of(run: LoadedRun, recipe: Recipe) -> Tokenizer:
+    """Return the tokenizer of a run.
+
+    Raises:
+        ConfigError: The tokenizer is not found, or its ids stand for other tokens.
+    """
+    tokenizer = open_data(recipe, run.folder).tokenizer
+    check_tokenizer(tokenizer, run.task.info, run.folder)
+    return tokenizer
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, model: Any) -> None:
+    """Write a tokenizer in the format of transformers."""
+    inner, described = dressed(tokenizer)
+    types = ["token_type_ids"] if getattr(model, "types", None) is not None else []
+    described |= {"model_input_names": ["input_ids", *types, "attention_mask"]}
+    described |= {} if model.longest is None else {"model_max_length": model.longest}
+    described |= {"padding_side": "left"} if model.streams else {}  # prompts end where the continuation begins
+    inner.save(str(folder / "tokenizer.json"))
+    save_json(folder / "tokenizer_config.json", described)
+
+
+def image_processor(info: ImageInfo, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the image processor that prepares images as in the evaluation of a run with the `data` settings."""
+    height, width = info.size
+    pixels = {"do_normalize": True, "image_mean": list(info.mean), "image_std": list(info.std), "do_rescale": True}
+    pixels |= {"rescale_factor": 1 / 255, "do_convert_rgb": info.channels == 3, "do_resize": True, "resample": BICUBIC}
+    if data.get("pad") or "crop" not in data:
+        return {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}, **pixels}
+    short = max(int(min(height, width) / data["crop"]), math.ceil(min(height, width)))
+    cut = {"do_center_crop": True, "crop_size": {"height": height, "width": width}}
+    return {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": short}, **cut, **pixels}
+
+
+def public(recipe: Recipe) -> Recipe:
+    """Return a recipe without the places of its files on this machine: of a path, only the name remains."""
+
+    def short(section: Any) -> Any:
+        values = {f.name: getattr(section, f.name) for f in fields(section)}
+        return replace(section, **{key: name_of(value) for key, value in values.items()})
+
+    parts = {"task": short(recipe.task), "data": short(recipe.data), "run": replace(recipe.run, root="runs")}
+    return replace(recipe, **parts, init_from=name_of(recipe.init_from))
+
+
+def name_of(value: Any) -> Any:
+    """Return the name of an absolute path; any other value unchanged."""
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
