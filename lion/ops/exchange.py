@@ -52,6 +52,15 @@ class Part(NamedTuple):
         ends = [start - 1 for start in (*starts[1:], index.shape[1])]
         return self._replace(first=index[:, list(starts)], last=index[:, ends])
 
+    def entering_segment(self, reverse: bool) -> Tensor | None:
+        """Return the segment (B,) of the state that enters this part from the left, or from the right if `reverse`.
+
+        At the end of the rows, where no state enters, the segment has no meaning.
+        """
+        if self.first is None:
+            return None
+        return self.first[:, (self.rank + 1) % self.count] if reverse else self.last[:, self.rank - 1]
+
     def start(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
         """Begin to gather tensors of one dtype, of the same shapes in all processes.
 

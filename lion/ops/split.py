@@ -152,10 +152,9 @@ def border(log_decay: Tensor, reverse: bool, part: Part) -> tuple[Tensor, Tensor
     name = "backward" if reverse else "forward"
     (scan,) = make_directions(log_decay, None, decay_convention="between", direction=name)
     here, there = scan.query.map(lambda t: t[..., part.rank : part.rank + 1, :]).rows(), scan.key.columns()
-    segment = None
-    if part.first is not None:
+    segment = part.entering_segment(reverse)
+    if segment is not None:
         left = part.first if reverse else part.last  # (B, P), segments of the states that leave
-        segment = left[:, (part.rank + (1 if reverse else -1)) % part.count]
         here = here._replace(segment_index=segment[:, None, None, None, None])
         there = there._replace(segment_index=left[:, None, None, :, None])
     before = strictly_before(part.count, reverse, log_decay.device)[part.rank]

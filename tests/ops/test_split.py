@@ -11,7 +11,7 @@ from lion.ops.exchange import Part
 from lion.ops.split import split_attention
 from tests.processes import in_processes
 
-from .helpers import Case, assert_close, case, make, pairwise
+from .helpers import Case, assert_close, case, make, pairwise, unit_keys
 
 pytestmark = pytest.mark.process
 LENGTH = 13
@@ -101,5 +101,22 @@ def trials() -> list[Trial]:
     return made
 
 
+def delta_trials() -> list[Trial]:
+    factors = {
+        "decay": ("lit", "D", "S", "extreme", "vector", "fixed vector"),
+        "form": tuple(FORMS),
+        "masks": tuple(MASKS),
+        "direction": ("forward", "backward", "both"),
+        "more": ("beta", "beta, angles HL", "beta, erase, read"),
+        "undecayed_erase": (False, True),
+    }
+    made = []
+    for decay, form, masks, direction, more, undecayed in pairwise(*factors.values()):
+        how = {"direction": direction, "undecayed_erase": undecayed, "normalize": "none", "decay_convention": "target"}
+        inputs = case(unit_keys(make(decay, LENGTH, heads=2)), more)
+        made.append(Trial(inputs, {**FORMS[form], **how}, **MASKS[masks]))
+    return made
+
+
 def test_split_rows_equal_whole_rows():
-    check(trials())
+    check([*trials(), *delta_trials()])
