@@ -17,12 +17,14 @@ def in_processes(count: int, function, *args) -> list:
     """
     multiprocessing.set_forkserver_preload(["torch", "lion"])
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_work, (count, folder, function, args), nprocs=count, start_method="forkserver")
+        torch.save((function, args), Path(folder) / "call.pt")
+        start_processes(_work, (count, folder), nprocs=count, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
-def _work(rank: int, count: int, folder: str, function, args: tuple) -> None:
+def _work(rank: int, count: int, folder: str) -> None:
     torch.set_num_threads(1)
+    function, args = torch.load(Path(folder) / "call.pt", weights_only=False)
     limit = datetime.timedelta(seconds=60)  # a process that waits for ever fails the test
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=count, timeout=limit)
     torch.save(function(dist.group.WORLD, *args), Path(folder) / f"{rank}.pt")

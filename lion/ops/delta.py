@@ -277,7 +277,7 @@ def group_maps(chunk: Chunk, reverse: bool) -> tuple[Tensor, Tensor]:
     have the shapes (B, H, groups, chunks, D, D + E) and (B, H, groups, D, D + E).
     """
     (*batch, count, _, width), dim = chunk.U.shape, chunk.q.shape[-1]
-    grid = group_grid(count)
+    grid = group_grid(count) if count > 2 * GROUP else (1, count)  # `chunk_grid` rounds larger counts to whole groups
     groups = Chunk(*(x if x is None else x.unflatten(2, grid) for x in chunk))  # (B, H, groups, G, ..)
     values = (x if x is None else F.pad(x, (dim, 0)) for x in (groups.U, groups.S))  # the maps' D columns come first
     groups = groups._replace(**dict(zip(("U", "S"), values)))

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lion.ops.segments import SegmentIndex
+
 ops = torch.ops._c10d_functional
 
 
@@ -51,6 +53,17 @@ class Part(NamedTuple):
         """
         ends = [start - 1 for start in (*starts[1:], index.shape[1])]
         return self._replace(first=index[:, list(starts)], last=index[:, ends])
+
+    def numbered(self, segments: SegmentIndex | None) -> SegmentIndex | None:
+        """Return the segments of a part unchanged.
+
+        Raises:
+            ValueError: Segments that are not numbered over whole rows.
+        """
+        known = isinstance(segments, SegmentIndex) and (segments.index is None or self.first is not None)
+        if segments is not None and not known:
+            raise ValueError("segments: expected those of whole rows, see SegmentIndex.part and Part.with_segments")
+        return segments
 
     def entering_segment(self, reverse: bool) -> Tensor | None:
         """Return the segment (B,) of the state that enters this part from the left, or from the right if `reverse`.

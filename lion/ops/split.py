@@ -72,14 +72,11 @@ def split_attention(
     check_gates(q, gates, settings)
     if settings.dropout_p:
         raise ValueError("dropout_p: scores between parts are not computed, so they cannot be dropped")
-    numbered = isinstance(segments, SegmentIndex) and (segments.index is None or part.first is not None)
-    if segments is not None and not numbered:
-        raise ValueError("segments: expected those of whole rows, see SegmentIndex.part")
     scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1])
     log_decay = None if gates.log_decay is None else gates.log_decay.clamp_max(0)
     gates = gates._replace(log_decay=log_decay, prefix=None)
     with no_autocast(q):
-        scores, sums = score_sets(q, k, v, gates, valid, segments, settings)
+        scores, sums = score_sets(q, k, v, gates, valid, part.numbered(segments), settings)
         if gates.delta:
             return finished(delta_parts(scores.tokens, scores.how, part=part), scale)[0].to(v.dtype)
         numerator, total = split_parts(scores, sums, part)
