@@ -13,7 +13,7 @@ from lion.ops.rotary import rope_frequencies, rotary_angles, rotate
 from lion.ops.segments import SegmentIndex, check_masks, segment_index
 from lion.ops.settings import FORMS, NORMALIZE, SCAN_MERGES, Settings, resolve_form
 from lion.ops.split import split_attention
-from lion.ops.split_one_scan import split_one_scan_attention
+from lion.ops.split_one_scan import log_sum_outside, split_one_scan_attention
 from lion.ops.streaming import prefill, step
 from lion.ops.tokens import State, initial_state
 
@@ -35,6 +35,7 @@ __all__ = [
     "initial_state",
     "linear_attention",
     "linear_attention_parts",
+    "log_sum_outside",
     "logcumsumexp",
     "multi_scan_attention",
     "no_autocast",

@@ -44,6 +44,23 @@ class Part(NamedTuple):
         """Return the part that this process holds in a process group."""
         return Part(group.group_name, dist.get_rank(group), dist.get_world_size(group))
 
+    def size(self, length: int) -> int:
+        """Return the number of tokens of each part of rows of `length` tokens, with the padding at their end."""
+        return -(-length // self.count)
+
+    def own(self, x: Tensor, dim: int = 1, fill: float | bool = 0) -> Tensor:
+        """Return the tokens of this part of rows x, whose tokens are along `dim`; `fill` is the value of padding.
+
+        All parts have the same size, so that the processes make the same graph and draw the same random numbers.
+        """
+        size = self.size(x.shape[dim])
+        padding = size * self.count - x.shape[dim]
+        if padding:
+            shape = [*x.shape]
+            shape[dim] = padding
+            x = torch.cat([x, x.new_full(shape, fill)], dim)
+        return x.narrow(dim, self.rank * size, size)
+
     def with_segments(self, index: Tensor, starts: Sequence[int]) -> Part:
         """Return this part with the segments at all borders.
 

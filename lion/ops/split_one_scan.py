@@ -65,6 +65,18 @@ def split_one_scan_attention(
         return y.to(v.dtype)
 
 
+def log_sum_outside(k: Tensor, segments: SegmentIndex | None, part: Part, reverse: bool) -> Tensor:
+    """Return the logarithm of the sum of `exp(k)` over earlier parts, (B, H, D), for keys k (B, H, L, D) of this part.
+
+    The sum is over the tokens in the sequence of the first token; with `reverse`, over later parts and that of the last
+    token. It is minus infinity without such tokens.
+    """
+    index, valid = prepared(k, None, part.numbered(segments))
+    ends = (None, None) if index is None else (index == index[:, :1], index == index[:, -1:])
+    tokens = TokenBlock(k, k, k[..., :0], turning(k, None), valid, index)
+    return log_sum(entering(tokens, ends, part)[1 if reverse else 0]).squeeze(2)
+
+
 def entering(
     tokens: TokenBlock, ends: tuple[Tensor | None, Tensor | None], part: Part
 ) -> tuple[RunningSoftmax, RunningSoftmax]:
