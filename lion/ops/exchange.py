@@ -110,6 +110,10 @@ class Part(NamedTuple):
         """Return every tensor of all processes, (count, ..)."""
         return self.start(*tensors)()
 
+    def first_of(self, x: Tensor) -> Tensor:
+        """Return x of the first process, in each of them."""
+        return self.sum(x if self.rank == 0 else x * 0)
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of x over the processes, in each of them."""
         return Summed.apply(x, self.group)

@@ -212,7 +212,7 @@ class LionAttention(Attention):
 
     @property
     def splits(self) -> bool:
-        return self.config.scans == ROW_MAJOR and not self.config.score_dropout
+        return self.config.scans == ROW_MAJOR and not self.config.score_dropout and not self.neighbours
 
     @property
     def causal(self) -> bool:

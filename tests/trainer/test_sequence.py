@@ -1,0 +1,160 @@
+"""Training with rows split over 2, 3 and 4 real processes against training in one process, in float64."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import Dataset
+
+from lion.models import MODELS
+from lion.ops import Part
+from lion.samples.base import Splits
+from lion.samples.sequences import SequenceInfo
+from lion.samples.text import TextInfo
+from lion.tasks import TASKS
+from lion.trainer.loop import Trainer
+from lion.trainer.plan import make_plan
+from lion.trainer.runtime import Runtime, seed_everything
+from tests.processes import in_processes
+from tests.trainer.helpers import lines
+
+from .toys import settings
+
+pytestmark = pytest.mark.process
+LENGTH, ROWS, STEPS = 11, 16, 3
+TEXT = TextInfo(17, LENGTH, "bytes", "", {"pad": 0, "mask": 1})
+MEASURED = ("loss", "gradient_norm", "accuracy", "perplexity", "above_chance")
+SMALL = {"dim": 12, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
+
+
+def kinds() -> dict[str, tuple]:
+    """Return tasks by name: the task's name, facts about its data, and settings of the model."""
+    ids, pairs = SequenceInfo(3, LENGTH, 7), SequenceInfo(2, LENGTH, 7, parts=2)
+    return {
+        "lra": ("lra", ids, {"mixer": "lion_s_hippo"}),
+        "lra pairs": ("lra", pairs, {"mixer": "lion_lit"}),
+        "lra pixels": (
+            "lra",
+            SequenceInfo(3, LENGTH, mean=0.4, std=0.3),
+            {"mixer": "lion_d", "norm": "layernorm"},
+        ),
+        "lra masked": ("lra_masked", ids, {"mixer": "gla", "norm": "layernorm"}),
+        "bert": ("masked_lm", TEXT, {"mixer": "lion_s"}),
+        "bert positions": ("masked_lm", TEXT, {"mixer": "linear_transformer", "token_types": 2}),
+        "gpt": ("causal_lm", TEXT, {"mixer": "kda"}),
+        "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 0}),
+    }
+
+
+class Rows(Dataset):
+    """Rows of a batch: packed and padded documents, if the task has segments."""
+
+    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(next(iter(self.batch.values())))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: x[index] for name, x in self.batch.items()}
+
+
+def rows(task, name: str) -> Rows:
+    torch.manual_seed(5)
+    batch = task.example(ROWS, "cpu")
+    if "label" in batch:
+        batch["label"] = torch.arange(ROWS) % task.info.classes
+    if "segments" in batch or name.startswith("gpt"):
+        borders = torch.rand(batch["tokens"].shape) < 0.2
+        packed = borders.long().cumsum(-1) if not name.startswith("lra") else torch.zeros_like(batch["tokens"])
+        batch["segments"] = packed.masked_fill(
+            torch.arange(LENGTH) >= torch.randint(6, 15, (ROWS,) + (1,) * (packed.dim() - 1)), -1
+        )
+    return Rows(batch)
+
+
+def trainer(name: str, folder: Path, runtime: Runtime, stop_at: int | None = None, **changes) -> Trainer:
+    kind, info, model = kinds()[name]
+    task = TASKS[kind](TASKS[kind].Config(), info)
+    data = rows(task, name)
+    plan = make_plan(
+        settings(**{"batch_size": 8, "steps": STEPS, "clip_grad": 1.0, **changes}), samples=ROWS, world=runtime.world
+    )
+    seed_everything(0)
+    config = MODELS[task.default_model].Config(**SMALL, **model)
+    net = task.build_model(config).double()
+    seed_everything(plan.seed + runtime.batch_rank)
+    folder.mkdir(exist_ok=True, parents=True)
+    made = Trainer(plan, task, net, Splits(data, data, None, info), folder, runtime)
+    step = made.train_step
+
+    def train_step(*args):
+        made.stopping = stop_at is not None and made.state.step + 1 >= stop_at
+        return step(*args)
+
+    made.train_step = train_step
+    skip = made.state.guard.skip
+    made.state.guard.skip = lambda *values: skip(*values).to(torch.float32)  # as the fused optimizer takes it
+    return made
+
+
+def work(
+    group, names, folder, sequence: int | None = None, stop_at: int | None = None, changes: dict | None = None
+) -> dict[str, dict]:
+    """Train in this process, one of those that share rows; return all weights."""
+    torch.Tensor.float = torch.Tensor.double  # losses, and what gradients are multiplied by, are float32 otherwise
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    sequence = sequence or count
+    mesh = init_device_mesh("cpu", (count // sequence, sequence), mesh_dim_names=("data", "sequence"))
+    part = None if sequence == 1 else Part.of(mesh.get_group("sequence"))
+    runtime, found = Runtime(torch.device("cpu"), rank, count, part), {}
+    for name in names:
+        how = {"parallel": "sequence", "sequence": sequence, **(changes or {})}
+        made = trainer(name, Path(folder) / name, runtime, stop_at, **how)
+        assert made.fit() == (stop_at is None)
+        found[name] = {
+            key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in made.model.state_dict().items()
+        }
+    return found
+
+
+def same(got: dict[str, dict], expected: dict[str, dict], what: object) -> None:
+    for name in got:
+        for key, value in expected[name].items():
+            difference = (got[name][key] - value).abs().max().item()
+            assert difference < 1e-11, (what, name, key, difference)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Train every kind in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, in_processes(1, work, tuple(kinds()), folder)[0]
+
+
+def test_training_equals_one_process(alone, tmp_path):
+    folder, expected = alone
+    for count in (2, 3, 4):
+        for rank, found in enumerate(in_processes(count, work, tuple(kinds()), tmp_path / str(count))):
+            same(found, expected, (count, rank))
+        for name in kinds():
+            for mine, other in zip(lines(tmp_path / str(count) / name), lines(folder / name), strict=True):
+                compared = [key for key in MEASURED if other.get(key) is not None]
+                assert compared and mine.keys() == other.keys()
+                for key in compared:
+                    assert mine[key] == pytest.approx(other[key], rel=1e-9), (count, name, key)
+
+
+def test_a_mesh_of_data_and_sequence_also_sharded(alone, tmp_path):
+    names = ("lra", "gpt")  # their losses draw no random numbers
+    for parallel in ("ddp", "fsdp"):
+        for found in in_processes(4, work, names, tmp_path / parallel, 2, None, {"parallel": parallel}):
+            same(found, alone[1], parallel)
+
+
+def test_a_run_resumes_in_another_number_of_processes(alone, tmp_path):
+    names = ("lra", "gpt")
+    in_processes(2, work, names, tmp_path, None, 1, {"save_every": 1})
+    in_processes(4, work, names, tmp_path, None, 2, {"save_every": 1})
+    same(in_processes(1, work, names, tmp_path)[0], alone[1], "resumed")
