@@ -229,21 +229,22 @@ def processes_text(recipe: Recipe, world: int) -> str:
     return f" x {world} ({recipe.trainer.parallel}{f', {count} for each row' if count > 1 else ''})"
 
 
-def check_sharing(recipe: Recipe, model: Model, world: int) -> None:
-    """Check that the processes can share the rows of the model, if they are to.
+def check_sharing(recipe: Recipe, model: Model, world: int) -> int:
+    """Return how many of `world` processes share a row of the model.
 
     Raises:
         ConfigError: The model does not split its rows, or has fewer tokens than processes.
     """
     count = recipe.trainer.sharing(world)
     if count == 1:
-        return
+        return count
     try:
         model.check_split()
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if model.length < count:
         raise ConfigError(f"trainer.sequence: rows of {model.length} tokens are too short for {count} processes")
+    return count
 
 
 def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:
