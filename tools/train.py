@@ -161,6 +161,7 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
         matmul=recipe.trainer.matmul,
         sequence=recipe.trainer.sharing(world),
     )
+    check_agreement(runtime, recipe)
     if isinstance(teacher := getattr(task, "teacher", None), nn.Module):
         teacher.to(runtime.device)
     lock = None
@@ -245,6 +246,21 @@ def check_sharing(recipe: Recipe, model: Model, world: int) -> int:
     if model.length < count:
         raise ConfigError(f"trainer.sequence: rows of {model.length} tokens are too short for {count} processes")
     return count
+
+
+def check_agreement(runtime: Runtime, recipe: Recipe) -> None:
+    """Check that all processes, which may be on several machines, train the same recipe with the same PyTorch.
+
+    Raises:
+        ConfigError: They do not; every process raises it, and the first one prints it.
+    """
+    for what, values in (
+        ("recipe", runtime.gather(dump_recipe(recipe))),
+        ("torch", runtime.gather(str(torch.__version__))),
+    ):
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise ConfigError(f"processes 0 and {other} differ in {what}: give all machines the same")
 
 
 def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:

@@ -76,13 +76,17 @@ class TrainerConfig:
                 raise ValueError(f"{name}: expected more than 0, got {value!r}")
         self.check_ramp()
 
+    def processes_of_a_row(self, world: int) -> int:
+        """Return how many of `world` processes are to share the tokens of a row, a divisor of `world` or not."""
+        return self.sequence or (world if self.parallel == "sequence" else 1)
+
     def sharing(self, world: int) -> int:
         """Return how many of `world` processes share the tokens of a row.
 
         Raises:
             ConfigError: `sequence` does not divide the number of processes.
         """
-        count = self.sequence or (world if self.parallel == "sequence" else 1)
+        count = self.processes_of_a_row(world)
         if world % count:
             fits = [n for n in range(1, world + 1) if world % n == 0]
             near = min(fits, key=lambda n: abs(n - count))

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 
+from lion.config import ConfigError
 from lion.models import MODELS
 from lion.ops import Part
 from lion.samples.base import Splits
@@ -16,8 +17,11 @@ from lion.tasks import TASKS
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime, seed_everything
+from tests.helpers import command, refuse, tiny_recipe
 from tests.processes import in_processes
 from tests.trainer.helpers import lines
+from tools.compose import resolve
+from tools.train import check_agreement
 
 from .toys import settings
 
@@ -158,3 +162,59 @@ def test_a_run_resumes_in_another_number_of_processes(alone, tmp_path):
     in_processes(2, work, names, tmp_path, None, 1, {"save_every": 1})
     in_processes(4, work, names, tmp_path, None, 2, {"save_every": 1})
     same(in_processes(1, work, names, tmp_path)[0], alone[1], "resumed")
+
+
+@pytest.fixture
+def book(tmp_path):
+    """Write a book, and return a command line that trains a small language model on it."""
+    (tmp_path / "book.txt").write_text("\n".join(f"line {i} of a book" for i in range(300)))
+    small = ["model.depth=1", "model.dim=16", "model.num_heads=2", "trainer.batch_size=4", "trainer.steps=2"]
+    small += [
+        "trainer.epochs=null",
+        "trainer.compile=false",
+        "trainer.eval_every=2",
+        "schedule.warmup=1",
+        f"run.root={tmp_path / 'runs'}",
+    ]
+    data = ["data.name=text", "data.tokenizer=bytes", "data.length=34", f"data.path={tmp_path / 'book.txt'}"]
+    return [*small, *data, f"data.root={tmp_path / 'tokens'}", "trainer.parallel=sequence"]
+
+
+@pytest.mark.slow
+def test_the_command_trains_and_evaluates(book, tmp_path):
+    done = command("train", "gpt2_tiny_lion_s", *book, "--processes", 2)
+    assert done.returncode == 0, done.stderr
+    assert "x 2 (sequence, 2 for each row)" in done.stdout and "rnn" in done.stdout, done.stdout
+    alone = command("train", "gpt2_tiny_lion_s", *book, "run.name=alone", "--no-eval")
+    assert alone.returncode == 0, alone.stderr
+    first, second = (lines(tmp_path / "runs" / name)[-1] for name in ("gpt2_tiny_lion_s", "alone"))
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
+    refused = command("train", "gpt2_tiny_lion_s", *book, "run.name=soft", "model.mixer=softmax", "--processes", 2)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert refused.stderr.startswith("error: model.mixer: SoftmaxAttention does not split rows over processes")
+
+
+def test_what_cannot_be_shared_is_refused(book, capsys):
+    shown = ("show", "gpt2_tiny_lion_s", *book, "--processes")
+    assert "rows of 33 tokens are too short for 40 processes" in refuse(capsys, *shown, 40)
+    assert "trainer.sequence: 3 does not divide 4 processes, nearest: 2" in refuse(
+        capsys, *shown, 4, "trainer.sequence=3"
+    )
+    assert "model.dropout: the processes" in refuse(capsys, *shown, 2, "model.dropout=0.1")
+    assert "model.tpe: its sums do not split" in refuse(capsys, *shown, 2, "model.tpe=2")
+    assert "model.name: ViT does not split" in refuse(
+        capsys, "show", "quickstart", "trainer.parallel=sequence", "--processes", 2
+    )
+
+
+def differing(group, recipe) -> str:
+    rank = torch.distributed.get_rank()
+    recipe.seed += rank
+    with pytest.raises(ConfigError) as error:
+        check_agreement(Runtime(torch.device("cpu"), rank, 2), recipe)
+    return str(error.value)
+
+
+def test_machines_with_other_recipes_are_refused(tmp_path):
+    found = in_processes(2, differing, resolve(tiny_recipe(tmp_path)))
+    assert found == ["processes 0 and 1 differ in recipe: give all machines the same"] * 2
