@@ -11,8 +11,9 @@ from lion.config import ConfigError
 from lion.models import MODELS
 from lion.ops import Part
 from lion.samples.base import Splits
+from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
-from lion.samples.text import TextInfo
+from lion.samples.text import LabelledTextInfo, TextInfo
 from lion.tasks import TASKS
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.process
 LENGTH, ROWS, STEPS = 11, 16, 3
 TEXT = TextInfo(17, LENGTH, "bytes", "", {"pad": 0, "mask": 1})
 MEASURED = ("loss", "gradient_norm", "accuracy", "perplexity", "above_chance")
+CLASSES = LabelledTextInfo(17, LENGTH, "bytes", "", {"pad": 0}, classes=("a", "b", "c"))
 SMALL = {"dim": 12, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
 
 
@@ -46,6 +48,8 @@ def kinds() -> dict[str, tuple]:
         "lra masked": ("lra_masked", ids, {"mixer": "gla", "norm": "layernorm"}),
         "bert": ("masked_lm", TEXT, {"mixer": "lion_s"}),
         "bert positions": ("masked_lm", TEXT, {"mixer": "linear_transformer", "token_types": 2}),
+        "tokens": ("token_classification", TokenLabelsInfo(3, LENGTH, LENGTH, 7, 2), {"mixer": "retnet"}),
+        "bert classes": ("sequence_classification", CLASSES, {"mixer": "rwkv6", "classifier_dropout": 0.0}),
         "gpt": ("causal_lm", TEXT, {"mixer": "kda"}),
         "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 0}),
     }
@@ -68,13 +72,15 @@ def rows(task, name: str) -> Rows:
     torch.manual_seed(5)
     batch = task.example(ROWS, "cpu")
     if "label" in batch:
-        batch["label"] = torch.arange(ROWS) % task.info.classes
+        batch["label"] = torch.arange(ROWS) % 2
     if "segments" in batch or name.startswith("gpt"):
-        borders = torch.rand(batch["tokens"].shape) < 0.2
-        packed = borders.long().cumsum(-1) if not name.startswith("lra") else torch.zeros_like(batch["tokens"])
-        batch["segments"] = packed.masked_fill(
-            torch.arange(LENGTH) >= torch.randint(6, 15, (ROWS,) + (1,) * (packed.dim() - 1)), -1
-        )
+        segments = torch.zeros_like(batch["tokens"])
+        if "label" not in batch:  # several documents in a row
+            segments = (torch.rand(segments.shape) < 0.2).long().cumsum(-1)
+        count = torch.randint(
+            6, 15, (ROWS,) + (1,) * (segments.dim() - 1)
+        )  # tokens of each row; the others are padding
+        batch["segments"] = segments.masked_fill(torch.arange(LENGTH) >= count, -1)
     return Rows(batch)
 
 
