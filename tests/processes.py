@@ -13,9 +13,9 @@ from torch.multiprocessing import start_processes
 def in_processes(count: int, function, *args) -> list:
     """Call `function(group, *args)` in every process of a group of `count`; return the results in order of rank.
 
-    The processes are forked from one server, which imports torch once.
+    The processes are forked from one server, which imports torch and the trainer once.
     """
-    multiprocessing.set_forkserver_preload(["torch", "lion"])
+    multiprocessing.set_forkserver_preload(["torch", "tools.train"])
     with tempfile.TemporaryDirectory() as folder:
         torch.save((function, args), Path(folder) / "call.pt")
         start_processes(_work, (count, folder), nprocs=count, start_method="forkserver")
