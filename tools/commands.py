@@ -112,6 +112,12 @@ COMMANDS = {
         "tools.bench.startup",
         "--batch --out --fresh",
     ),
+    "bench sequence": Command(
+        "",
+        "measure memory of rows split over processes, and estimate their exchange on many GPUs",
+        "tools.bench.sequence",
+        "--length --processes --mixer --heads --dim --no-measure",
+    ),
     "bench lengths": Command(
         "", "draw the figure of the README from the results of bench ops", "tools.bench.lengths", "--out"
     ),

@@ -195,12 +195,20 @@ def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str 
 
 
 def process_count(recipe: Recipe) -> int:
-    """Return the number of training processes: at most one per visible GPU, and a divisor of the smallest batch."""
+    """Return the number of training processes: at most one per visible GPU, and such that they divide the batch.
+
+    Processes that share rows count once.
+    """
     if recipe.trainer.device not in ("auto", "cuda"):
         return 1
     visible = max(1, torch.cuda.device_count())
     smallest = recipe.trainer.batch_start or recipe.trainer.batch_size
-    return max(n for n in range(1, visible + 1) if smallest % n == 0)
+
+    def fits(count: int) -> bool:
+        shared = recipe.trainer.processes_of_a_row(count)
+        return count % shared == 0 and smallest % (count // shared) == 0
+
+    return max((n for n in range(1, visible + 1) if fits(n)), default=1)
 
 
 def describe_length(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from data.base import data_root
 from lion.config import flatten, to_dict
 from lion.models import Model
+from lion.ops import Part
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
@@ -26,7 +27,7 @@ from tools.compose import describe_data, describe_warmup, make_task, open_data, 
 from tools.cost import describe_time
 from tools.listing import claim
 from tools.store import digits
-from tools.train import checkpoint_bytes
+from tools.train import check_sharing, checkpoint_bytes
 
 
 def main(argv: list[str]) -> int:
@@ -47,11 +48,12 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
     processes = processes or process_count(recipe)
     plan = make_plan(recipe, samples=samples, world=processes)
     model = build_on_meta(task, recipe.model)
+    sharing = check_sharing(recipe, model, processes)
     parameters = count_parameters(model)
     c = recipe.trainer
     softmax, rnn = (flops / 1e6 for flops in published_flops(model.length, recipe.model.dim))
     state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
-    activations = activation_bytes(task, recipe, plan.micro)
+    activations = activation_bytes(task, recipe, plan.micro, sharing)
     teacher = getattr(recipe.task, "teacher", None)
     flops = f"{digits(softmax)} MFLOP per layer, head and sample with softmax, {digits(rnn)} as an RNN (C.12)"
     facts = [
@@ -62,7 +64,7 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
         ("training samples", f"{samples:,}{'' if note is None else ' (published, or an estimate)'}"),
         length(plan),
         ("time", describe_time(task, recipe, plan, state, activations)),
-        ("batch", f"{c.batches()} = {processes} processes x {plan.accumulation} accumulated x {plan.micro}"),
+        ("batch", describe_batch(plan, processes, sharing)),
         ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
         (
             "memory",
@@ -139,8 +141,18 @@ class FusedSoftmax(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def activation_bytes(task: Task, recipe: Recipe, micro: int) -> int:
-    """Estimate the bytes of activations that are saved for the backward pass of a micro-batch, using `meta` tensors."""
+def describe_batch(plan: Plan, processes: int, sharing: int) -> str:
+    """Describe how the samples of a batch, and the tokens of a row, are divided among processes."""
+    groups = f"{processes} processes" if sharing == 1 else f"{processes // sharing} groups of {sharing} processes"
+    rows = "" if sharing == 1 else "; the processes of a group share the tokens of each row"
+    return f"{plan.trainer.batches()} = {groups} x {plan.accumulation} accumulated x {plan.micro}{rows}"
+
+
+def activation_bytes(task: Task, recipe: Recipe, micro: int, sharing: int = 1) -> int:
+    """Estimate the bytes of activations that are saved for the backward pass of a micro-batch, using `meta` tensors.
+
+    With `sharing` processes for each row, these are the bytes of one process.
+    """
     seen: dict[int, int] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -148,6 +160,8 @@ def activation_bytes(task: Task, recipe: Recipe, micro: int) -> int:
         return x
 
     model = build_on_meta(task, recipe.model)
+    if sharing > 1:
+        model.part = Part("", 0, sharing)
     own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), FusedSoftmax():
         loss = task.loss(model, task.example(micro, "meta")).loss

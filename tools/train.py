@@ -18,6 +18,7 @@ from torch import nn
 
 from lion.config import ConfigError
 from lion.files import save_json, save_text
+from lion.models.base import Model
 from lion.ops import FORMS
 from lion.recipe import Recipe, differences, dump_recipe, free_keys
 from lion.runs import (
@@ -155,8 +156,12 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     if first and not fresh:
         check_checkpoint(recipe.folder, model)
     runtime = start_runtime(
-        recipe.trainer.device, deterministic=recipe.trainer.deterministic, matmul=recipe.trainer.matmul
+        recipe.trainer.device,
+        deterministic=recipe.trainer.deterministic,
+        matmul=recipe.trainer.matmul,
+        sequence=recipe.trainer.sharing(world),
     )
+    check_agreement(runtime, recipe)
     if isinstance(teacher := getattr(task, "teacher", None), nn.Module):
         teacher.to(runtime.device)
     lock = None
@@ -167,13 +172,13 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
         lock = lock_run(recipe.folder)
         print(
             f"{recipe.run.name}: {recipe.model.mixer}, {count_parameters(model):,} parameters, {runtime.device}"
-            f"{f' x {world} ({recipe.trainer.parallel})' if world > 1 else ''}\n"
+            f"{processes_text(recipe, world)}\n"
             f"{len(splits.train):,} training {task.unit}, {describe_length(plan)}, batches of "
-            f"{recipe.trainer.batches()} = {world} x {plan.accumulation} x {plan.micro}, "
+            f"{recipe.trainer.batches()} = {runtime.batch_world} x {plan.accumulation} x {plan.micro}, "
             f"{plan.steps_per_epoch} steps an epoch, {describe_warmup(plan)}"
         )
     runtime.agree(None)  # the folder exists, and this run holds its lock
-    seed_everything(recipe.seed + runtime.rank)
+    seed_everything(recipe.seed + runtime.batch_rank)
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
 
     def describe(state: RunState) -> None:
@@ -211,9 +216,51 @@ def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room
     """
     plan, task = make_plan(recipe, samples=samples, world=world), make_task(recipe, info, teacher=True)
     model = build_on_meta(task, recipe.model)
+    check_sharing(recipe, model, world)
     if room:
         check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
     return plan, task
+
+
+def processes_text(recipe: Recipe, world: int) -> str:
+    """Return how `world` processes share the work, as text for the first line of a run."""
+    if world == 1:
+        return ""
+    count = recipe.trainer.sharing(world)
+    return f" x {world} ({recipe.trainer.parallel}{f', {count} for each row' if count > 1 else ''})"
+
+
+def check_sharing(recipe: Recipe, model: Model, world: int) -> int:
+    """Return how many of `world` processes share a row of the model.
+
+    Raises:
+        ConfigError: The model does not split its rows, or has fewer tokens than processes.
+    """
+    count = recipe.trainer.sharing(world)
+    if count == 1:
+        return count
+    try:
+        model.check_split()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if model.length < count:
+        raise ConfigError(f"trainer.sequence: rows of {model.length} tokens are too short for {count} processes")
+    return count
+
+
+def check_agreement(runtime: Runtime, recipe: Recipe) -> None:
+    """Check that all processes, which may be on several machines, train the same recipe with the same PyTorch.
+
+    Raises:
+        ConfigError: They do not; every process raises it, and the first one prints it.
+    """
+    for what, values in (
+        ("recipe", runtime.gather(dump_recipe(recipe))),
+        ("torch", runtime.gather(str(torch.__version__))),
+    ):
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise ConfigError(f"processes 0 and {other} differ in {what}: give all machines the same")
 
 
 def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:

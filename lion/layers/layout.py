@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lion.ops import SegmentIndex, check_masks, segment_index
+from lion.ops import Part, SegmentIndex, check_masks, segment_index
 
 
 class Layout(NamedTuple):
@@ -25,6 +25,7 @@ class Layout(NamedTuple):
         pairs, causal_pairs: Boolean (B, 1, L, L), the keys that each query may attend to: among all keys, and among
             the keys up to the query. Only softmax attention uses them.
         angles: Angles in radians that rotate queries and keys, if the rotation depends on the layout alone.
+        part: The part of the rows that these tokens are, if the rows are split over processes (`split`).
     """
 
     valid: Tensor | None = None
@@ -36,6 +37,7 @@ class Layout(NamedTuple):
     pairs: Tensor | None = None
     causal_pairs: Tensor | None = None
     angles: Tensor | None = None
+    part: Part | None = None
 
     @staticmethod
     def of(x: Tensor, valid: Tensor | None = None, segments: Tensor | None = None) -> Layout:
@@ -81,6 +83,35 @@ class Layout(NamedTuple):
             first = index.diff(dim=1, prepend=index[:, :1] - 1) > 0
             positions = positions - positions.masked_fill(~first, 0).cummax(1).values
         return self._replace(valid=valid, segment_index=index, positions=positions)
+
+    def split(self, x: Tensor, part: Part) -> Layout:
+        """Return the layout of the tokens that this process holds of whole rows x (B, L, ..), which have this layout.
+
+        The parts have the same size, `part.size(L)`: `part.own` cuts the rows. Padding fills the end of the last part.
+
+        Raises:
+            ValueError: Fewer tokens than processes, or several scan orders.
+        """
+        batch, length = x.shape[:2]
+        if length < part.count:
+            raise ValueError(f"tokens: rows of {length} cannot be split over {part.count} processes")
+        if self.orders is not None:
+            raise ValueError("scans: rows with several orders of their tokens cannot be split over processes")
+        valid, index, size = self.valid, self.segment_index, part.size(length)
+        if valid is None and length % part.count:
+            valid = torch.ones(batch, length, dtype=torch.bool, device=x.device)
+        if index is not None:
+            padding = size * part.count - length
+            index = torch.cat([index, index[:, -1:].expand(-1, padding)], 1)
+            part = part.with_segments(index, range(0, size * part.count, size))
+        return Layout(
+            valid=None if valid is None else part.own(valid, fill=False),
+            segment_index=None if index is None else part.own(index),
+            positions=part.own(self.positions_of(x)),
+            coords=None if self.coords is None else part.own(self.coords, fill=-1),
+            special=None if self.special is None else part.own(self.special, -1, fill=True),
+            part=part,
+        )
 
     @property
     def segments(self) -> SegmentIndex | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import Section
+from lion.ops import Part
 
 
 class ModelConfig(Section):
@@ -50,15 +51,30 @@ class Model(nn.Module):
         heads: Prefixes of the parameters that depend on the classes of the data. Fine-tuning on other classes
             initialises these parameters again.
         length: Number of tokens of a sample in the encoder.
+        part: The part of every row that this process computes, if the tokens of rows are split over processes. The
+            inputs are whole rows; outputs of tokens are those of the part, and outputs of rows are those of whole rows.
     """
 
     Config: ClassVar[type[ModelConfig]]
     heads: ClassVar[tuple[str, ...]] = ("head.",)
     length: int
+    part: Part | None = None
 
     def units(self) -> list[nn.Module]:
         """Return the parts that are compiled and sharded one by one: usually the blocks of the encoder."""
         raise NotImplementedError
+
+    def own(self, x: Tensor, fill: float | bool = 0) -> Tensor:
+        """Return the tokens of this process of whole rows x (B, L, ..); `fill` is the value of padding."""
+        return x if self.part is None else self.part.own(x, fill=fill)
+
+    def check_split(self) -> None:
+        """Check that the tokens of a row may be split over processes.
+
+        Raises:
+            ValueError: This model mixes tokens in other ways than by the states of mixers.
+        """
+        raise ValueError(f"model.name: {type(self).__name__} does not split its rows over processes")
 
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return the weights of `source`, the same model for samples of another size, adapted to this model."""

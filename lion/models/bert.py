@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lion.config import fill, setting
 from lion.layers.blocks import BLOCKS
-from lion.layers.layout import ROW_MAJOR, Layout
+from lion.layers.layout import ROW_MAJOR
 from lion.layers.norms import NO_NORM
 from lion.layers.positions import POSITIONS
 from lion.models.encoder import Encoder, EncoderConfig
@@ -123,11 +123,11 @@ class BertEncoder(TokenModel):
         Raises:
             ValueError: More tokens than position embeddings, or types without embeddings.
         """
+        tokens, layout = self.laid_out(tokens, segments)
         x = self.tokens(tokens)
-        layout = Layout.of(x, segments=segments)
         x = self.placed(x, layout.positions_of(x))
         if self.types is not None:
-            x = x + (self.types.weight[0] if types is None else self.types(types))
+            x = x + (self.types.weight[0] if types is None else self.types(self.own(types)))
         elif types is not None:
             raise ValueError("types: this model has no embeddings of token types (model.token_types)")
         return layout.clean(self.encoder(self.dropout(self.norm(x)), layout))
@@ -155,7 +155,8 @@ class Bert(BertEncoder):
     ) -> Tensor:
         """Return logits (B, L, vocabulary) of all tokens, or (B, K, vocabulary) of the tokens at `places` (B, K).
 
-        The other arguments are those of `encode`. The logits of padding have no meaning.
+        The other arguments are those of `encode`. The logits of padding have no meaning. If rows are split, L counts
+        the tokens of this process, and so do places.
         """
         hidden = self.encode(tokens, segments, types)
         if places is not None:
@@ -195,7 +196,8 @@ class BertClassifier(BertEncoder):
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None, types: Tensor | None = None) -> Tensor:
         """Return logits (B, outputs); the arguments are those of `encode`."""
-        return self.logits(self.encode(tokens, segments, types)[:, 0])
+        first = self.encode(tokens, segments, types)[:, 0]
+        return self.logits(first if self.part is None else self.part.first_of(first))
 
     def logits(self, first: Tensor) -> Tensor:
         """Map the first token of each sequence (B, dim), as of `encode`, to logits (B, outputs)."""

@@ -106,7 +106,7 @@ class GPT(TokenModel):
         INITS[c.init](self, c.init_std)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Return logits (B, L, vocabulary) of the token after each of the tokens (B, L).
+        """Return logits (B, L, vocabulary) of the token after each of the tokens (B, L), those of this process.
 
         `segments` (B, L) is -1 for padding.
 
@@ -117,8 +117,8 @@ class GPT(TokenModel):
 
     def encode(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         """Return the input of the head, (B, L, dim); the arguments are those of `forward`."""
+        tokens, layout = self.laid_out(tokens, segments)
         x = self.tokens(tokens)
-        layout = Layout.of(x, segments=segments)
         return self.encoder(self.embedded(x, layout.positions_of(x)), layout)
 
     def embedded(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -143,6 +143,8 @@ class GPT(TokenModel):
 
     def encode_first(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
         """Return the input of the head (B, L, dim) for prompts (B, L), and the state after them."""
+        if self.part is not None:
+            raise ValueError("prefill: a stream is not split over processes")
         x = self.tokens(inputs)
         layout = Layout.of(x, valid)
         x, blocks = self.encoder.prefill(self.embedded(x, layout.positions_of(x)), layout)

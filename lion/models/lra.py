@@ -131,7 +131,7 @@ class SequenceEncoder(TokenModel):
         return (pixels.float() / 255 - self.mean) / self.std
 
     def encode(self, inputs: Tensor, segments: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Return tokens (B, L, dim), with zeros for padding.
+        """Return tokens (B, L, dim), with zeros for padding; those of this process, if rows are split.
 
         Args:
             inputs: Ids, or uint8 pixels, (B, L).
@@ -142,14 +142,19 @@ class SequenceEncoder(TokenModel):
             ValueError: More tokens than position embeddings.
         """
         pixels = self.vocabulary is None
+        inputs, layout = self.laid_out(inputs, segments)
         x = self.tokens(self.normalised(inputs)[..., None].to(self.tokens.weight.dtype) if pixels else inputs)
         if hidden is not None:
-            x = self.hide(x, hidden)
-        layout = Layout.of(x, segments=segments)
+            x = self.hide(x, self.own(hidden))
         x = self.placed(x, layout.positions_of(x))
         if self.config.window is None:
             return layout.clean(self.encoder(x, layout))
         return layout.clean(self.in_windows(x, layout.valid))
+
+    def check_split(self) -> None:
+        super().check_split()
+        if self.config.window is not None:
+            raise ValueError("model.window: windows are rows of their own, which are not split over processes")
 
     def in_windows(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Run the encoder on each window of x (B, L, dim) as a separate row."""
@@ -196,10 +201,10 @@ class LRA(SequenceEncoder):
 
     def pooled(self, inputs: Tensor, segments: Tensor | None) -> Tensor:
         """Return the mean (B, dim) over the valid tokens of inputs (B, L)."""
-        x = self.encode(inputs, segments)
-        if segments is None:
-            return x.mean(1)
-        return x.sum(1) / (segments >= 0).sum(1, keepdim=True).clamp_min(1)
+        total = self.encode(inputs, segments).sum(1)
+        if self.part is not None:
+            total = self.part.sum(total)
+        return total / (inputs.shape[1] if segments is None else (segments >= 0).sum(1, keepdim=True).clamp_min(1))
 
 
 @dataclass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from lion.layers.layout import Layout
+from lion.layers.mixers import mixers_of
 from lion.layers.mixers.decay import Decay
 from lion.models.base import Model
 from lion.models.encoder import Encoder
@@ -27,6 +29,30 @@ class TokenModel(Model):
     def units(self) -> list[nn.Module]:
         return list(self.encoder.blocks)
 
+    def laid_out(self, inputs: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Layout]:
+        """Return the inputs that this process computes, of whole rows (B, L, ..), and their layout.
+
+        Raises:
+            ValueError: More tokens than position embeddings, or fewer than processes that share the rows.
+        """
+        layout, length = Layout.of(inputs, segments=segments), inputs.shape[1]
+        if self.longest is not None and length > self.longest:
+            raise ValueError(f"tokens: {length} in one row, this model has only {self.longest} position embeddings")
+        return self.own(inputs), layout if self.part is None else layout.split(inputs, self.part)
+
+    def check_split(self) -> None:
+        for mixer in mixers_of(self):
+            if not mixer.splits:
+                raise ValueError(
+                    f"model.mixer: {type(mixer).__name__} does not split rows over processes here, linear mixers do, "
+                    "with one scan, and without dropout of scores, token shifts and convolutions"
+                )
+        if self.encoder.tpe is not None:
+            raise ValueError("model.tpe: its sums do not split rows over processes, use tpe 0")
+        dropouts = (m for block in self.encoder.blocks for m in block.modules() if type(m) is nn.Dropout)
+        if any(dropout.p for dropout in dropouts):
+            raise ValueError("model.dropout: the processes that share a row would drop the same tokens, use dropout 0")
+
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return `weights` with as many position embeddings as this model has, starting from the first.
 
@@ -37,15 +63,9 @@ class TokenModel(Model):
         return {**weights, "positions.weight": weights["positions.weight"][: self.longest]}
 
     def placed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return token embeddings x (B, L, dim) plus the embeddings of their positions (B or 1, L), if any.
-
-        Raises:
-            ValueError: More tokens than position embeddings.
-        """
+        """Return token embeddings x (B, L, dim) plus the embeddings of their positions (B or 1, L), if any."""
         if self.positions is None:
             return x
-        if x.shape[1] > self.longest:
-            raise ValueError(f"tokens: {x.shape[1]} in one row, this model has only {self.longest} position embeddings")
         return x + self.positions(positions.clamp(min=0))  # padding in front has position -1
 
 

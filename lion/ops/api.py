@@ -1,24 +1,17 @@
-"""Entry point of all forms: masks, the choice of a form, and normalisation."""
+"""Entry point of all forms: arguments and normalisation."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype, take_gates
-from lion.ops.delta import delta_parts, with_delta
+from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
 from lion.ops.flex import fused_applies, fused_attention
-from lion.ops.full import Scale, add_diagonal, masked_parts, product_parts, undecayed_parts
-from lion.ops.piecewise import in_pieces
-from lion.ops.prefix import gradients_to
-from lion.ops.rotary import rotate_each
-from lion.ops.segments import SegmentIndex, prepared
-from lion.ops.settings import DEFAULTS, Settings, resolve_form, with_fields
-from lion.ops.tokens import ScoreSettings, TokenBlock
-from lion.ops.vector import full_vector_parts
+from lion.ops.scores import all_parts, scaled, score_sets
+from lion.ops.segments import SegmentIndex
+from lion.ops.settings import DEFAULTS, Settings, with_fields
 
 
 def linear_attention(
@@ -65,7 +58,9 @@ def linear_attention(
     if fused_applies(q, v, gates, settings):
         return fused_attention(q, k, v, gates.log_decay, valid, segments, settings)
     scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1])
-    return _attention_parts(q, k, v, gates, valid, segments, settings, scale)[0].to(v.dtype)
+    with no_autocast(q):
+        scores, sums = score_sets(q, k, v, gates, valid, segments, settings)
+        return all_parts(scores, sums, scale)[0].to(v.dtype)
 
 
 def linear_attention_parts(
@@ -89,7 +84,8 @@ def linear_attention_parts(
     settings = with_fields(settings, fields, unused=("scale", "eps", "scan_merge"))
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
-    return _attention_parts(q, k, v, gates, valid, segments, settings)
+    with no_autocast(q):
+        return all_parts(*score_sets(q, k, v, gates, valid, segments, settings))
 
 
 def normalized(numerator: Tensor, rowsum: Tensor | None, settings: Settings, dim: int) -> Tensor:
@@ -109,92 +105,3 @@ def row_scale(rowsum: Tensor | None, settings: Settings, dim: int) -> Tensor | f
         return (scale / (scale * rowsum).abs().clamp_min(1))[..., None]
     # an empty row and its gradient are 0, even where 1 / eps overflows
     return rowsum.clamp_min(settings.eps).reciprocal().masked_fill(rowsum == 0, 0)[..., None]
-
-
-def scaled(numerator: Tensor, factor: Tensor | float) -> Tensor:
-    if not torch.is_grad_enabled():
-        return numerator.mul_(factor)  # in place: inference in the rnn form keeps a single copy of its outputs
-    return (numerator * factor).to(numerator.dtype)
-
-
-def separate_rowsum(normalize: str, angles: Tensor | None) -> bool:
-    """Return whether the row sum uses other scores than the numerator: without decay, or without rotation."""
-    return normalize == "pre" or (normalize != "none" and angles is not None)
-
-
-def _attention_parts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    valid: Tensor | None,
-    segments: Tensor | SegmentIndex | None,
-    settings: Settings,
-    scale: Scale | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator, multiplied by `scale` of the row sum if that is given, and the row sum."""
-    log_decay, beta, bonus, angles, prefix, erase, read = gates
-    no_decay = log_decay is None
-    form = resolve_form(settings.form, q.shape[2], gates.delta or not no_decay, settings.dropout_p)
-    rowsum, undecayed = settings.normalize != "none", settings.undecayed_erase
-    how = ScoreSettings(
-        form, settings.decay_convention, settings.direction, True, rowsum, settings.chunk_size, undecayed
-    )
-    feature_map = settings.feature_map
-    with no_autocast(q):
-        index, valid = prepared(q, valid, segments)
-        if form != "rnn":  # the rnn form widens one piece at a time
-            q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
-        if feature_map is not None and (angles is not None or prefix is not None):  # both apply to mapped q and k
-            q, k, feature_map = *TokenBlock(q, k, v, v, valid, feature_map=feature_map).featurized()[:2], None
-        *rotated, erase, read = rotate_each(angles, valid, q, k, erase, read)
-        if prefix is not None and prefix.requires_grad:
-            rotated, log_decay = gradients_to(prefix, *rotated, valid), log_decay.detach()
-        decays = expand_decay(log_decay, q, clamp=form != "rnn" and not gates.delta)
-        tokens = TokenBlock(*rotated, v, decays, valid, index, feature_map)
-        if gates.delta:
-            tokens = with_delta(tokens, beta, erase, read)
-            if form == "rnn":
-                return finished(in_pieces(tokens, None, how._replace(form="delta_rnn")), scale)
-            return finished(delta_parts(tokens, how), scale)
-        if not separate_rowsum(settings.normalize, angles):
-            return _score_parts(tokens, bonus, no_decay, how, settings.dropout_p, scale)
-        others, plain = tokens._replace(q=q, k=k, v=v[..., :0]), settings.normalize == "pre"
-        if plain:
-            others = others._replace(gate=expand_decay(None, q))
-        total = _score_parts(others, None if plain else bonus, plain or no_decay, how, 0.0)[1]
-        own = scale and (lambda _: scale(total))
-        return _score_parts(tokens, bonus, no_decay, how._replace(rowsum=False), settings.dropout_p, own)[0], total
-
-
-def _score_parts(
-    tokens: TokenBlock,
-    bonus: Tensor | None,
-    no_decay: bool,
-    how: ScoreSettings,
-    dropout_p: float,
-    scale: Scale | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator and the row sum of one set of scores; see `_attention_parts`."""
-    if bonus is not None:
-        bonus = bonus.to(tokens.gate.dtype).reshape(bonus.shape[0], 1, -1)  # (H, 1, D or 1)
-    how = how._replace(include_diagonal=bonus is None and (no_decay or how.decay_convention != "between"))
-    undecayed = no_decay and how.include_diagonal and how.form == "full"
-    product = undecayed and not dropout_p
-    if product and not (how.direction == "both" and tokens.segment_index is None):
-        how = how._replace(form="chunk")  # one direction or segments: chunks, never an L x L matrix
-    if how.form in ("chunk", "rnn"):
-        return finished(in_pieces(tokens, bonus, how), scale)
-    tokens = tokens.masked()
-    q, k, v, log_decay = tokens[:4]
-    if product:
-        return product_parts(q, k, v, rowsum=how.rowsum, scale=scale)
-    decayed = full_vector_parts if log_decay.shape[-1] > 1 else masked_parts
-    numerator, total = (undecayed_parts if undecayed else decayed)(tokens, how, dropout_p)
-    if not how.include_diagonal:
-        numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype)
-    return finished((numerator, total), scale)
-
-
-def finished(parts: tuple[Tensor, Tensor | None], scale: Scale | None) -> tuple[Tensor, Tensor | None]:
-    return parts if scale is None else (scaled(parts[0], scale(parts[1])), parts[1])

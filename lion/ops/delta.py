@@ -28,6 +28,7 @@ sequence S = 0, and the full form without decays is `tril(Q K^T) T_F V + triu(Q 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from torch import Tensor
 from lion.ops.arguments import sum_dtype
 from lion.ops.chunk import GROUP, chunk_grid, group_grid
 from lion.ops.decay import LOG_ZERO, exp_where, make_directions
+from lion.ops.exchange import Part
 from lion.ops.full import decayed_scores, pad_segments
 from lion.ops.rnn import Compiler, eager, scan
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state, scan_directions
@@ -49,14 +51,16 @@ def with_delta(tokens: TokenBlock, beta: Tensor | None, erase: Tensor | None, re
     return tokens._replace(beta=None if beta is None else beta[..., None], erase=erase, read=read)
 
 
-def delta_parts(tokens: TokenBlock, how: ScoreSettings, compiler: Compiler = eager) -> tuple[Tensor, None]:
-    """Compute the numerator (B, H, L, E), without a row sum."""
+def delta_parts(
+    tokens: TokenBlock, how: ScoreSettings, compiler: Compiler = eager, part: Part | None = None
+) -> tuple[Tensor, None]:
+    """Compute the numerator (B, H, L, E), without a row sum; the tokens may be a `part` of the rows."""
     if how.form == "delta_rnn":
         steps = dict.fromkeys(scan_directions(how.direction), how.undecayed_erase)
         y, _ = scan(steps, delta_advance, tokens, rowsum=False, size=how.chunk_size, compiler=compiler)
     else:
         size = None if how.form == "full" else how.chunk_size
-        y, _ = delta_chunks(tokens, size, how.direction, how.undecayed_erase)
+        y, _ = delta_chunks(tokens, size, how.direction, how.undecayed_erase, part=part)
     if how.direction == "both":
         tokens = tokens.masked()
         y = y - (tokens.q * write_vectors(tokens)).sum(-1, keepdim=True) * tokens.v
@@ -69,7 +73,12 @@ def write_vectors(tokens: TokenBlock) -> Tensor:
 
 
 def delta_chunks(
-    tokens: TokenBlock, size: int | None, direction: str, undecayed_erase: bool, final: bool = False
+    tokens: TokenBlock,
+    size: int | None,
+    direction: str,
+    undecayed_erase: bool,
+    final: bool = False,
+    part: Part | None = None,
 ) -> tuple[Tensor, State | None]:
     """Scan the tokens in chunks of at most `size`, and return the outputs, and with `final` the last state.
 
@@ -87,19 +96,29 @@ def delta_chunks(
         index = index.unflatten(1, (count, size))  # (B, N, C)
     products = pair_products(chunks._replace(segment_index=index), direction, undecayed_erase)
 
-    y, state = 0, None
+    carried = count > 1 or final or part is not None
+    scans = []
     for name in scan_directions(direction):
-        reverse, S = name == "backward", None
-        entering = index
+        reverse, entering = name == "backward", index
         if index is not None:  # the segments (B, N) of the states that enter
-            parts = (index[:, 1:, 0], index[:, -1:, -1]) if reverse else (index[:, :1, 0], index[:, :-1, -1])
-            entering = torch.cat(parts, 1)
-        chunk = transform(products, reverse, entering, stateless=count == 1 and not final)
-        new = chunk.U
-        if count > 1 or final:
-            S, new, last = carry(chunk, reverse)
+            outer = None if part is None else part.entering_segment(reverse)
+            outer = (index[:, -1, -1] if reverse else index[:, 0, 0]) if outer is None else outer
+            inner = (index[:, 1:, 0], outer[:, None]) if reverse else (outer[:, None], index[:, :-1, -1])
+            entering = torch.cat(inner, 1)
+        scans.append((transform(products, reverse, entering, stateless=not carried), reverse))
+
+    y, state, first = 0, None, [empty.S] * len(scans)
+    groups = [None] * len(scans)
+    if part is not None:
+        groups = [group_maps(*scan) for scan in scans]
+        every = part.gather(*(composed(whole, reverse) for (_, whole), (_, reverse) in zip(groups, scans)))
+        first = [entering_state(maps, part, reverse) for maps, (_, reverse) in zip(every, scans)]
+    for (chunk, reverse), group, S in zip(scans, groups, first):
+        new, states = chunk.U, None
+        if carried:
+            states, new, last = carry(chunk, reverse, S, group)
             state = empty._replace(S=last)
-        y = y + outputs(chunk, S, new)
+        y = y + outputs(chunk, states, new)
     return y.flatten(2, 3)[:, :, :length], state
 
 
@@ -233,29 +252,62 @@ def outputs(chunk: Chunk, S: Tensor | None, new: Tensor) -> Tensor:
     return y if S is None else y + chunk.q @ S
 
 
-def carry(chunk: Chunk, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
+def carry(
+    chunk: Chunk, reverse: bool, S: Tensor, groups: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the states (B, H, N, D, E) that enter N chunks, their new values (B, H, N, C, E), and the last state.
 
-    The first state is 0. Many chunks are carried in groups: first the maps of states of all groups at once, then the
-    states from group to group. The number of steps grows with the root of the number of chunks.
+    The first state is S (B, H, D, E). Many chunks are carried in groups: first the maps of states of all groups at once
+    (`group_maps`), then the states from group to group. The number of steps grows with the root of the number of
+    chunks.
+    """
+    if groups is None and chunk.U.shape[2] <= 2 * GROUP:
+        return steps(chunk, S, reverse)
+    within, whole = group_maps(chunk, reverse) if groups is None else groups
+    entering, S = through(whole.unbind(2), S, reverse)
+    entering, dim = entering.movedim(0, 2)[:, :, :, None], S.shape[-2]
+    states = (within[..., :dim] @ entering + within[..., dim:]).flatten(2, 3)
+    return states, chunk.U - chunk.A @ states, S
+
+
+def group_maps(chunk: Chunk, reverse: bool) -> tuple[Tensor, Tensor]:
+    """Return maps of states: from the start of a group to each of its chunks, and to the end of the group.
+
+    A map (.., D, D + E) is affine: its first D columns are multiplied by a state, and the others are added. The results
+    have the shapes (B, H, groups, chunks, D, D + E) and (B, H, groups, D, D + E).
     """
     (*batch, count, _, width), dim = chunk.U.shape, chunk.q.shape[-1]
-    S = chunk.U.new_zeros(*batch, dim, width)
-    if count <= 2 * GROUP:
-        return steps(chunk, S, reverse)
-    grid = group_grid(count)
+    grid = group_grid(count) if count > 2 * GROUP else (1, count)  # `chunk_grid` rounds larger counts to whole groups
     groups = Chunk(*(x if x is None else x.unflatten(2, grid) for x in chunk))  # (B, H, groups, G, ..)
     values = (x if x is None else F.pad(x, (dim, 0)) for x in (groups.U, groups.S))  # the maps' D columns come first
     groups = groups._replace(**dict(zip(("U", "S"), values)))
-    unchanged = torch.eye(dim, dim + width, dtype=S.dtype, device=S.device).expand(*batch, grid[0], -1, -1)
+    unchanged = torch.eye(dim, dim + width, dtype=chunk.U.dtype, device=chunk.U.device).expand(*batch, grid[0], -1, -1)
     within, _, whole = steps(groups, unchanged, reverse)
-    states = []
-    for step in whole.unbind(2)[:: -1 if reverse else 1]:
+    return within, whole
+
+
+def through(maps: Sequence[Tensor], S: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
+    """Pass a state S (.., D, E) through maps (.., D, D + E); return the states that enter each map, and the last."""
+    order, states, dim = -1 if reverse else 1, [], S.shape[-2]
+    for step in maps[::order]:
         states.append(S)
         S = step[..., :dim] @ S + step[..., dim:]
-    entering = torch.stack(states[:: -1 if reverse else 1], 2)[:, :, :, None]
-    states = (within[..., :dim] @ entering + within[..., dim:]).flatten(2, 3)
-    return states, chunk.U - chunk.A @ states, S
+    return torch.stack(states[::order]), S
+
+
+def composed(whole: Tensor, reverse: bool) -> Tensor:
+    """Return the map (B, H, D, D + E) through all groups, from the maps (B, H, groups, D, D + E) of each."""
+    first, *others = whole.unbind(2)[:: -1 if reverse else 1]
+    dim = whole.shape[-2]
+    for step in others:
+        first = step[..., :dim] @ first + F.pad(step[..., dim:], (dim, 0))
+    return first
+
+
+def entering_state(maps: Tensor, part: Part, reverse: bool) -> Tensor:
+    """Return the state (B, H, D, E) that enters a part, from the maps (P, B, H, D, D + E) of all parts."""
+    empty = torch.zeros_like(maps[0, ..., maps.shape[-2] :])
+    return through(maps.unbind(0), empty, reverse)[0][part.rank]
 
 
 def steps(chunk: Chunk, S: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -62,8 +62,7 @@ def one_scan_attention(
     form, length = resolve_form(form, q.shape[2], decays=False), q.shape[2]
     with no_autocast(q):
         index, valid = prepared(q, valid, segments)
-        turning = q.new_zeros(1, 1, length, 0) if angles is None else angles[(None,) * (4 - angles.dim())]
-        tokens = TokenBlock(q, k, v, turning, valid, index, feature_map)
+        tokens = TokenBlock(q, k, v, turning(q, angles), valid, index, feature_map)
         at_once = torch.is_grad_enabled() or torch.compiler.is_exporting()
         size = chunk_size if form == "rnn" else chunk_size * PIECES.get(q.device.type, PIECE)
         if form == "rnn":
@@ -78,22 +77,32 @@ def one_scan_attention(
         return product(tokens, chunk_size).to(v.dtype)
 
 
+def turning(q: Tensor, angles: Tensor | None) -> Tensor:
+    """Return angles as a gate of tokens q (B, H, L, D), (b, h, L, D/2); (1, 1, L, 0) without angles."""
+    return q.new_zeros(1, 1, q.shape[2], 0) if angles is None else angles[(None,) * (4 - angles.dim())]
+
+
 def product(tokens: TokenBlock, chunk_size: int) -> Tensor:
     """Compute the product from right to left, (B, H, L, E).
 
     With segments the product is computed in chunks, never as an L x L matrix.
     """
-    angles, valid, index = tokens.gate, tokens.valid, tokens.segment_index
-    q, v = (x.to(sum_dtype(x)) for x in (queries(tokens), masked(tokens.v, valid)))
+    index = tokens.segment_index
     k = masked_keys(tokens, torch.promote_types(tokens.k.dtype, torch.float32))
     if index is not None:
-        weights = segment_softmax(k, index)
-    else:
-        weights = exp_where(k - finite(k.detach().amax(-2, keepdim=True)))  # (B, H, L, D)
-        s = divisor(weights.sum(-2, keepdim=True))
-        if not angles.shape[-1]:
-            return q @ ((weights.to(v.dtype).mT @ v) / s.mT).to(v.dtype)  # the smallest tensor is divided, (B, H, D, E)
-        weights = weights / s
+        return weighted(tokens, segment_softmax(k, index), chunk_size)
+    weights = exp_where(k - finite(k.detach().amax(-2, keepdim=True)))  # (B, H, L, D)
+    s = divisor(weights.sum(-2, keepdim=True))
+    if tokens.gate.shape[-1]:
+        return weighted(tokens, weights / s, chunk_size)
+    q, v = (x.to(sum_dtype(x)) for x in (queries(tokens), masked(tokens.v, tokens.valid)))
+    return q @ ((weights.to(v.dtype).mT @ v) / s.mT).to(v.dtype)  # the smallest tensor is divided, (B, H, D, E)
+
+
+def weighted(tokens: TokenBlock, weights: Tensor, chunk_size: int) -> Tensor:
+    """Return the outputs (B, H, L, E) for normalised keys `weights` (B, H, L, D), which are rotated here."""
+    angles, valid, index = tokens.gate, tokens.valid, tokens.segment_index
+    q, v = (x.to(sum_dtype(x)) for x in (queries(tokens), masked(tokens.v, valid)))
     if angles.shape[-1]:
         angles = masked(angles, valid)
         weights, q = rotate(weights, angles), rotate(q, angles)

@@ -123,9 +123,15 @@ def advance(
 
 def next_state(direction: Direction, k: Tensor, v: Tensor, state: State) -> State:
     """Return the state after these tokens."""
-    write = decay(direction.end, direction.key) * k  # (B, H, C, D)
     kept = decay(direction.end, direction.start).mT  # (b, h, D or 1, 1)
-    return State(kept * state.S + write.mT @ v, kept.squeeze(-1) * state.z + write.sum(2))
+    S, z = written(direction, k, v)
+    return State(kept * state.S + S, kept.squeeze(-1) * state.z + z)
+
+
+def written(direction: Direction, k: Tensor, v: Tensor) -> State:
+    """Return the state after these tokens, if no state enters."""
+    write = decay(direction.end, direction.key) * k  # (B, H, C, D)
+    return State(write.mT @ v, write.sum(2))
 
 
 def _advance_one(recurrence, state, segment, q, k, v, log_decay, index):

@@ -23,6 +23,10 @@ class SegmentIndex(NamedTuple):
     index: Tensor | None
     valid: Tensor | None
 
+    def part(self, start: int, length: int) -> SegmentIndex:
+        """Return the masks of `length` tokens from token `start`; the numbers stay those of the whole rows."""
+        return SegmentIndex(*(x if x is None else x[:, start : start + length] for x in self))
+
 
 def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex:
     """Prepare masks for all layers of a model; only this function sorts and checks them.

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lion.ops.api import linear_attention, normalized, separate_rowsum
+from lion.ops.api import linear_attention, normalized
 from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, mismatch, no_autocast, take_gates
 from lion.ops.decay import CumulativeDecay, decay, prefix_sums, query_and_key
 from lion.ops.delta import delta_advance, delta_chunks, with_delta
 from lion.ops.features import apply_feature_map
 from lion.ops.rnn import Recurrence, advance
 from lion.ops.rotary import rotate_each
+from lion.ops.scores import separate_rowsum
 from lion.ops.segments import SegmentIndex, check_masks, prepared
 from lion.ops.settings import DEFAULTS, Settings, with_fields
 from lion.ops.tokens import State, TokenBlock

@@ -74,6 +74,11 @@ class TokenBlock(NamedTuple):
     erase: Tensor | None = None
     read: Tensor | None = None
 
+    @property
+    def delta(self) -> bool:
+        """Return whether these are tokens of the delta rule."""
+        return any(x is not None for x in (self.beta, self.erase, self.read))
+
     def map(self, of_tokens: Callable[[Tensor], Tensor], of_masks: Callable[[Tensor], Tensor] | None = None):
         """Apply a function to each tensor of tokens (b, h, C, ..), and another one to each mask (B, C)."""
         *tokens, valid, index, feature_map, beta, erase, read = self

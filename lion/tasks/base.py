@@ -146,6 +146,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+def own_tokens(model: nn.Module, x: Tensor, fill: float | bool = 0) -> Tensor:
+    """Return the tokens of whole rows x (B, L, ..) for which the model computes outputs in this process."""
+    return unwrapped(model).own(x, fill)
+
+
 def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Model:
     """Call a model's constructor and turn its errors into recipe errors.
 

@@ -15,7 +15,7 @@ from lion.config import ConfigError
 from lion.models import MODELS
 from lion.models.gpt import GPT
 from lion.samples.base import Batch
-from lion.tasks.base import Outcome, Sums, build_or_explain
+from lion.tasks.base import Outcome, Sums, build_or_explain, own_tokens, unwrapped
 from lion.tasks.language import PERPLEXITY, LanguageTask, token_losses
 from lion.tasks.metrics import LOSS, Metric
 
@@ -57,8 +57,14 @@ class CausalLM(LanguageTask):
         return build_or_explain(MODELS[config.name], config, **sizes)
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        losses = token_losses(self.outputs(model, batch), *target_mask(batch))
-        return Sums(losses.sum(), target_mask_of(batch).sum().to(losses.dtype))
+        losses, counted = self.losses(self.outputs(model, batch), model, batch)
+        return Sums(losses.sum(), counted.sum().to(losses.dtype))
+
+    def losses(self, logits: Tensor, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the losses (B, L) of the targets of this process, 0 where not counted, and which count."""
+        counted = own_tokens(model, target_mask_of(batch), fill=False)
+        masked = "segments" in batch or unwrapped(model).part is not None  # else all count
+        return token_losses(logits, own_tokens(model, batch["tokens"][:, 1:]), counted if masked else None), counted
 
     def check_prediction(self) -> None:
         raise ConfigError("a causal language model only generates text, use ./run.sh generate RUN --prompt TEXT")
@@ -66,8 +72,8 @@ class CausalLM(LanguageTask):
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         logits = self.outputs(model, batch)
         real = batch["mask"][:, None]
-        losses = token_losses(logits, *target_mask(batch)) * real
-        return Outcome({"loss": (losses.sum(dtype=torch.float64), (target_mask_of(batch) & real).sum())}, logits)
+        losses, counted = self.losses(logits, model, batch)
+        return Outcome({"loss": ((losses * real).sum(dtype=torch.float64), (counted & real).sum())}, logits)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits (B, L - 1, vocabulary) for every token but the first."""
@@ -85,8 +91,3 @@ def target_mask_of(batch: Batch) -> Tensor:
     if segments is None:
         return torch.ones_like(batch["tokens"][:, 1:], dtype=torch.bool)
     return (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
-
-
-def target_mask(batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """Return the targets (B, L - 1), which are the tokens after the first, and their mask; None: all count."""
-    return batch["tokens"][:, 1:], target_mask_of(batch) if "segments" in batch else None

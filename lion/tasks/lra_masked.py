@@ -17,7 +17,7 @@ from lion.models import MODELS
 from lion.models.lra import LRAMasked
 from lion.samples.base import Batch
 from lion.samples.seeds import uniform
-from lion.tasks.base import Outcome, Sums, build_or_explain, unwrapped
+from lion.tasks.base import Outcome, Sums, build_or_explain, own_tokens, unwrapped
 from lion.tasks.lra import SequenceTask
 from lion.tasks.metrics import LOSS, Metric
 
@@ -66,6 +66,7 @@ class LRAMaskedTask(SequenceTask):
         if segments is not None:
             hidden &= segments >= 0
         outputs = model(inputs, segments, hidden).float()
+        inputs, hidden = own_tokens(model, inputs), own_tokens(model, hidden, fill=False)
         if self.info.vocabulary is None:
             losses = (outputs[..., 0] - unwrapped(model).normalised(inputs)).abs()
         else:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from lion.config import setting
 from lion.models import MODELS
 from lion.models.bert import Bert
+from lion.ops import Part
 from lion.samples.base import Batch
 from lion.samples.seeds import uniform
 from lion.samples.text import TextInfo
-from lion.tasks.base import Outcome, Sums, build_or_explain
+from lion.tasks.base import Outcome, Sums, build_or_explain, unwrapped
 from lion.tasks.language import PERPLEXITY, LanguageTask, token_losses
 from lion.tasks.metrics import LOSS, Mean, Metric
 
@@ -56,6 +57,19 @@ class Masked(NamedTuple):
     places: Tensor
     targets: Tensor
     chosen: Tensor
+
+    def own(self, part: Part | None) -> Masked:
+        """Return the slots of the tokens of this process, if rows are split; their places count from its first token.
+
+        There are as many slots as rows have, but at most as many as tokens.
+        """
+        if part is None:
+            return self
+        size = part.size(self.tokens.shape[1])
+        inside = self.chosen & (self.places // size == part.rank)
+        first = (~inside).long().argsort(dim=1, stable=True)[:, :size]
+        places, targets, chosen = (x.gather(1, first) for x in (self.places, self.targets, inside))
+        return self._replace(places=(places - part.rank * size).clamp(0, size - 1), targets=targets, chosen=chosen)
 
 
 class MaskedLM(LanguageTask):
@@ -133,11 +147,12 @@ class MaskedLM(LanguageTask):
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         tokens = batch["tokens"]
         masked = self.mask_tokens(batch, self.config.rate, torch.rand(*tokens.shape, 3, device=tokens.device))
+        masked = masked.own(unwrapped(model).part)
         loss = token_losses(self.logits(model, batch, masked), masked.targets, masked.chosen)
         return Sums(loss.sum(), masked.chosen.sum().to(loss.dtype))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        masked = self.mask_by_key(batch)
+        masked = self.mask_by_key(batch).own(unwrapped(model).part)
         logits = self.logits(model, batch, masked)
         counted = masked.chosen & batch["mask"][:, None]
         right = (logits.argmax(-1) == masked.targets) & counted

@@ -13,7 +13,7 @@ from lion.models import MODELS
 from lion.models.token_classifier import TokenClassifier
 from lion.samples.base import Batch
 from lion.samples.labels import UNLABELLED, TokenLabelsInfo
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain, own_tokens
 from lion.tasks.metrics import ACCURACY, LOSS, Metric
 
 
@@ -49,11 +49,12 @@ class TokenClassification(Task):
         return F.cross_entropy(logits.mT, labels, ignore_index=UNLABELLED, reduction="none")
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        losses = self.losses(self.outputs(model, batch), batch["labels"])
-        return Sums(losses.sum(), (batch["labels"] != UNLABELLED).sum().to(losses.dtype))
+        labels = own_tokens(model, batch["labels"], fill=UNLABELLED)
+        losses = self.losses(self.outputs(model, batch), labels)
+        return Sums(losses.sum(), (labels != UNLABELLED).sum().to(losses.dtype))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        logits, labels = self.outputs(model, batch), batch["labels"]
+        logits, labels = self.outputs(model, batch), own_tokens(model, batch["labels"], fill=UNLABELLED)
         counted = (labels != UNLABELLED) & batch["mask"][:, None]
         values = {"accuracy": logits.argmax(-1) == labels, "loss": self.losses(logits, labels)}
         return Outcome({name: ((value * counted).sum(), counted.sum()) for name, value in values.items()}, logits)

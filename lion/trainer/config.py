@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lion.config import setting
+from lion.config import ConfigError, setting
 from lion.trainer.faults import FaultsConfig
 from lion.trainer.parallel import STRATEGIES
 from lion.trainer.runtime import MATMUL
@@ -25,7 +25,9 @@ class TrainerConfig:
 
     `eval_every` and `save_every` are durations; `save_every` may also be a time. The newest `keep_last` checkpoints
     from which a run can resume are kept. `parallel` selects how processes share the model: each process holds the
-    whole model (`ddp`) or a shard of it (`fsdp`).
+    whole model (`ddp`) or a shard of it (`fsdp`). With `sequence`, each holds the whole model, and a part of the tokens
+    of each row. `sequence` is the number of processes that share a row, which makes a mesh of `data x sequence`
+    processes, also with `ddp` and `fsdp` (null: all processes with `parallel=sequence`, otherwise 1).
 
     `precision=bf16` is autocast, which leaves gates, masks and row sums in float32. `matmul` is the precision of all
     float32 matrix products (`high`: TF32 on a GPU that supports it; `medium`: bf16 products on a CPU that supports
@@ -50,6 +52,7 @@ class TrainerConfig:
     log_every: int = setting(50, min=1, free=True)
     device: str = setting("auto", free=True)
     parallel: str = setting("ddp", choices=STRATEGIES, free=True)
+    sequence: int | None = setting(None, min=1, free=True)
     deterministic: bool = setting(False, free=True)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 
@@ -72,6 +75,23 @@ class TrainerConfig:
             if steps < 1:
                 raise ValueError(f"{name}: expected more than 0, got {value!r}")
         self.check_ramp()
+
+    def processes_of_a_row(self, world: int) -> int:
+        """Return how many of `world` processes are to share the tokens of a row, a divisor of `world` or not."""
+        return self.sequence or (world if self.parallel == "sequence" else 1)
+
+    def sharing(self, world: int) -> int:
+        """Return how many of `world` processes share the tokens of a row.
+
+        Raises:
+            ConfigError: `sequence` does not divide the number of processes.
+        """
+        count = self.processes_of_a_row(world)
+        if world % count:
+            fits = [n for n in range(1, world + 1) if world % n == 0]
+            near = min(fits, key=lambda n: abs(n - count))
+            raise ConfigError(f"trainer.sequence: {count} does not divide {world} processes, nearest: {near}")
+        return count
 
     def describe(self) -> str:
         """Return length and batch size as text."""

@@ -39,7 +39,8 @@ class Totals:
         """
         flat = runtime.sum(*[x for pair in self.sums.values() for x in pair]).tolist() if self.sums else []
         means = {name: flat[2 * i] / max(flat[2 * i + 1], 1) for i, name in enumerate(self.sums)}
-        rows = {name: torch.cat(runtime.gather(torch.cat(kept).cpu())) for name, kept in self.rows.items()}
+        each = runtime.sequence  # processes that share rows have the same outputs of rows
+        rows = {name: torch.cat(runtime.gather(torch.cat(kept).cpu())[::each]) for name, kept in self.rows.items()}
         return {metric.name: metric.value(means, rows) for metric in self.metrics}
 
 

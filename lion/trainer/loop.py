@@ -60,6 +60,9 @@ class Trainer:
         self.plan, self.config = plan, plan.trainer
         self.task, self.folder, self.runtime = task, folder, runtime
         self.model = model.to(runtime.device)
+        if runtime.part is not None:
+            self.model.check_split()
+            self.model.part = runtime.part
         self.average = None if self.config.ema is None else Average(self.model, self.config.ema)
         self.ema = None if self.average is None else self.average.model
         self.buffers = Buffers(self.model)

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lion.trainer.runtime import Runtime
 
-STRATEGIES = ("ddp", "fsdp")
+STRATEGIES = ("ddp", "fsdp", "sequence")
 STREAMING = ("prefill", "step")  # methods of models and blocks that use their parameters as `forward` does
 
 

@@ -81,6 +81,7 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
             is above the peak learning rate, or a duration cannot be converted for a run of this length.
     """
     c = recipe.trainer
+    world //= c.sharing(world)  # processes that share rows have the same samples
     per_epoch = steps_per_epoch(samples, c.batch_size)
     least, key = (c.batch_size, "batch_size") if c.batch_start is None else (c.batch_start, "batch_start")
     if least % world:

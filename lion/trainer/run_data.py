@@ -16,7 +16,7 @@ class RunData:
 
     def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, *, workers: int = 0) -> None:
         self.splits, self.plan = splits, plan
-        self.place = {"rank": runtime.rank, "world": runtime.world}
+        self.place = {"rank": runtime.batch_rank, "world": runtime.batch_world}
         self.loading: dict[str, Any] = {
             "collate": splits.collate,
             "workers": workers,

@@ -22,8 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from lion.config import ConfigError
+from lion.ops import Part
 from lion.samples.seeds import derive
 
 log = logging.getLogger("lion")
@@ -31,15 +33,35 @@ log = logging.getLogger("lion")
 
 @dataclass(frozen=True)
 class Runtime:
-    """The device and rank of this process, and the number of processes (`world`)."""
+    """The device and rank of this process, and the number of processes (`world`).
+
+    `part` is the part of each row that this process computes, if several processes share the tokens of a row. The
+    processes of one row have neighbouring ranks.
+    """
 
     device: torch.device
     rank: int = 0
     world: int = 1
+    part: Part | None = None
 
     @property
     def main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def sequence(self) -> int:
+        """The number of processes that share a row."""
+        return 1 if self.part is None else self.part.count
+
+    @property
+    def batch_rank(self) -> int:
+        """The place of this process's samples in a batch, of `batch_world`; processes that share rows are in one."""
+        return self.rank // self.sequence
+
+    @property
+    def batch_world(self) -> int:
+        """The number of processes, or groups of processes that share rows, with different samples."""
+        return self.world // self.sequence
 
     def sum(self, *values: Tensor) -> Tensor:
         """Sum every value over all processes; return one float64 tensor with an element per value."""
@@ -77,9 +99,9 @@ class Runtime:
 
     @contextlib.contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Seed torch's random numbers by `seed` and rank inside, and restore the previous state afterwards."""
+        """Seed torch's random numbers by `seed` and `batch_rank` inside, and restore the previous state afterwards."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(derive(seed, self.rank))
+            torch.manual_seed(derive(seed, self.batch_rank))
             yield
 
     def autocast(self, precision: str) -> torch.autocast:
@@ -89,10 +111,13 @@ class Runtime:
 MATMUL = ("highest", "high", "medium")
 
 
-def start_runtime(device: str = "auto", *, deterministic: bool = False, matmul: str = "highest") -> Runtime:
+def start_runtime(
+    device: str = "auto", *, deterministic: bool = False, matmul: str = "highest", sequence: int = 1
+) -> Runtime:
     """Set up this process and return its runtime; join the process group if started by `torchrun`.
 
-    `matmul` is the precision of float32 products (`torch.set_float32_matmul_precision`).
+    `matmul` is the precision of float32 products (`torch.set_float32_matmul_precision`). `sequence` processes share the
+    tokens of each row.
     """
     torch.set_float32_matmul_precision(matmul)
     if deterministic:
@@ -115,7 +140,10 @@ def start_runtime(device: str = "auto", *, deterministic: bool = False, matmul: 
             dist.init_process_group("cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo")
         except ValueError as error:
             raise ConfigError(f"RANK={rank} WORLD_SIZE={world} (set as by a launcher): {error}") from None
-    return Runtime(kind, rank, world)
+    if sequence == 1:
+        return Runtime(kind, rank, world)
+    mesh = init_device_mesh(kind.type, (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
+    return Runtime(kind, rank, world, Part.of(mesh.get_group("sequence")))
 
 
 def from_launcher(name: str, default: int) -> int:
@@ -192,6 +220,7 @@ def conditions(runtime: Runtime) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name(runtime.device) if cuda else cpu_name(),
         "processes": runtime.world,
+        "sequence": runtime.sequence,
         "threads": torch.get_num_threads(),
         "deterministic": not cuda or torch.are_deterministic_algorithms_enabled(),
         "matmul": torch.get_float32_matmul_precision(),

@@ -148,7 +148,7 @@ class RunState:
         if self.same_world(kept):
             restore_random_state(kept["random"][self.runtime.rank])
         else:
-            seed_everything(derive(self.plan.seed, self.step, self.runtime.rank))
+            seed_everything(derive(self.plan.seed, self.step, self.runtime.batch_rank))
         if (upcoming := self.upcoming()) != kept["next"] and self.runtime.main:  # the launcher stops the others
             then, now = (upcoming_text(place) for place in (kept["next"], upcoming))
             raise self.changed(self.step, f"the next were {then}, and are {now} now")
@@ -161,7 +161,9 @@ class RunState:
         )
 
     def same_world(self, kept: dict[str, Any]) -> bool:
-        return len(kept["random"]) == self.runtime.world
+        """Return whether as many processes made a checkpoint, and as many of them shared a row."""
+        sequence = kept["made"].get("sequence", 1)
+        return len(kept["random"]) == self.runtime.world and sequence == self.runtime.sequence
 
     def log_resume(self, kept: dict[str, Any]) -> None:
         """Log where the run resumes, and whether the result will be reproducible."""

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from lion.config import ConfigError
 from lion.layers.mixers import LINEAR, SOFTMAX
 from lion.layers.mixers.base import forms_of, set_form
+from lion.models.base import Model
 from lion.models.bert import Bert, BertConfig
 from lion.recipe import build
 from lion.samples.base import Splits
@@ -176,7 +177,7 @@ def test_metrics_of_a_model_that_knows():
     own, data = task(), batch(4)
     data["mask"][3] = False
 
-    class Sage(torch.nn.Module):
+    class Sage(Model):
         def forward(self, tokens, segments, places):
             truth = data["tokens"].gather(1, places)
             truth[1] = (truth[1] + 1) % 30  # always wrong in one row

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from lion.models import MODELS
+from lion.models.base import Model
 from lion.samples.labels import UNLABELLED, TokenLabelsInfo
 from lion.tasks import TASKS
 from tests.helpers import here
@@ -16,7 +16,7 @@ from tools.compose import build_data, make_task, resolve
 INFO = TokenLabelsInfo(classes=3, length=4, longest=6, vocabulary=5, ids=2)
 
 
-class Fixed(nn.Module):
+class Fixed(Model):
     """A model with given logits."""
 
     def __init__(self, logits):

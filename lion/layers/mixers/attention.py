@@ -201,12 +201,16 @@ class Attention(Mixer):
         `layout` describes padding and segments. A mask (B, L) that is True for tokens is accepted as well.
         """
         layout = Layout.given(x, layout)
+        if layout.part is not None and not self.splits:
+            raise ValueError(f"layout: {type(self).__name__} does not split rows over processes")
         inputs, _ = self.read(x, lambda part, tokens, _: (part(tokens, layout), None), layout)
         return self.merge(inputs, self.mix(*inputs[:4], layout), layout)
 
     def prefill(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> tuple[Tensor, Any]:
         self.check_causal()
         layout = Layout.given(x, layout)
+        if layout.part is not None:
+            raise ValueError("layout: a stream is not split over processes")
         inputs, tails = self.read(x, lambda part, tokens, _: part.prefill(tokens, layout), layout)
         y, state = self.prefill_heads(*inputs[:4], layout)
         return self.merge(inputs, y, layout), BlockState(state, *tails) if self.neighbours else state

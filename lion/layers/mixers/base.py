@@ -78,6 +78,11 @@ class Mixer(nn.Module):
         """Return whether no token sees a later one, so that the mixer streams."""
         return False
 
+    @property
+    def splits(self) -> bool:
+        """Return whether the tokens of a row may be split over processes (`Layout.split`)."""
+        return False
+
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
         """Return the layout of tokens x (B, L, dim), with the fields added that every layer of this mixer shares."""
         return layout

@@ -22,7 +22,7 @@ from lion.layers.mixers.base import MixerInfo
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
-from lion.ops import Gates, logcumsumexp, one_scan_attention
+from lion.ops import Gates, log_sum_outside, logcumsumexp, one_scan_attention, split_one_scan_attention
 
 
 @dataclass
@@ -78,6 +78,8 @@ class KeySoftmax(Decay):
         `before` is the last LSE of earlier tokens. At a first token log(1 - p) is minus infinity.
         """
         valid, index = layout.valid, layout.segment_index
+        if layout.part is not None:
+            before = log_sum_outside(logits, layout.segments, layout.part, self.reverse)
         if self.reverse:
             logits = logits.flip(2)
             valid, index = (None if mask is None else mask.flip(1) for mask in (valid, index))
@@ -87,7 +89,8 @@ class KeySoftmax(Decay):
             total = logcumsumexp(kept, index)
             earlier = F.pad(total[:, :, :-1], (0, 0, 1, 0), value=-torch.inf)
         else:
-            total = logcumsumexp(torch.cat([before[:, :, None], kept], 2))
+            number = None if index is None else torch.cat([index[:, :1], index], 1)
+            total = logcumsumexp(torch.cat([before[:, :, None], kept], 2), number)
             earlier, total = total[:, :, :-1], total[:, :, 1:]
         if index is not None:
             first = index.diff(dim=1, prepend=index[:, :1]) != 0
@@ -142,6 +145,8 @@ class LightNetAttention(LionAttention):
         if not self.one_scan:
             return super().mix(x, q, k, v, layout)
         given = dict(angles=self.angles(x, layout), segments=layout.segments, feature_map=self.config.feature_map)
+        if layout.part is not None:
+            return split_one_scan_attention(q, k, v, **given, part=layout.part, chunk_size=self.chunk_size)
         return one_scan_attention(q, k, v, **given, form=self.form, chunk_size=self.chunk_size)
 
 

@@ -23,7 +23,17 @@ from lion.layers.mixers.decay import Decay, Gating, fold
 from lion.layers.mixers.parts import NO_PART, describe
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.rotations import NO_ROTATION
-from lion.ops import FORMS, Settings, State, includes_query_decay, linear_attention, multi_scan_attention, prefill, step
+from lion.ops import (
+    FORMS,
+    Settings,
+    State,
+    includes_query_decay,
+    linear_attention,
+    multi_scan_attention,
+    prefill,
+    split_attention,
+    step,
+)
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 from lion.ops.settings import hint
 
@@ -201,6 +211,10 @@ class LionAttention(Attention):
         return MIXERS[name].fields.decay is not None
 
     @property
+    def splits(self) -> bool:
+        return self.config.scans == ROW_MAJOR and not self.config.score_dropout and not self.neighbours
+
+    @property
     def causal(self) -> bool:
         return super().causal and self.config.scans == ROW_MAJOR
 
@@ -222,7 +236,8 @@ class LionAttention(Attention):
         )
         if self.config.scans != ROW_MAJOR:
             return self.mix_scans(x, q, k, v, layout, settings)
-        return linear_attention(**self.arguments(x, q, k, v, layout), settings=settings, segments=layout.segments)
+        given = dict(self.arguments(x, q, k, v, layout), settings=settings, segments=layout.segments)
+        return linear_attention(**given) if layout.part is None else split_attention(**given, part=layout.part)
 
     def mix_scans(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, settings: Settings) -> Tensor:
         """Mix tokens by several scans, each with separate decays (B, H, L) or (H,), in sequence order."""

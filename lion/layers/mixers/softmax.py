@@ -181,6 +181,10 @@ class NoMixing(Attention):
         return MixerInfo("the floor: values go through", "-", "-")
 
     @property
+    def splits(self) -> bool:
+        return not self.neighbours
+
+    @property
     def causal(self) -> bool:
         return not self.neighbours or super().causal
 

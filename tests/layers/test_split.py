@@ -1,0 +1,64 @@
+"""Layers on rows that are split over 2, 3 and 4 real processes against whole rows in one process."""
+
+import itertools
+
+import pytest
+import torch
+
+from lion.layers.layout import Layout
+from lion.layers.mixers import LINEAR, LionAttention
+from lion.ops import Part
+from tests.processes import in_processes
+
+from .test_mixers import DIM, error, make, tokens
+
+pytestmark = pytest.mark.process
+LENGTH = 11  # divisible by none of the numbers of processes
+VALID = torch.tensor([[t not in {0, 4, 10} for t in range(LENGTH)], [t < 5 for t in range(LENGTH)]])
+SEGMENTS = torch.tensor([[4] * 2 + [7] * 7 + [1] * 2, [0, 0, 0, 3, -1, 3, 5, 5, 5, -1, -1]])
+MASKS = {"none": {}, "valid": {"valid": VALID}, "segments": {"segments": SEGMENTS}}
+
+
+def cases() -> dict[str, tuple[LionAttention, dict[str, torch.Tensor]]]:
+    """Return every mixer in every direction, with each kind of masks in turn, and rotations."""
+    kinds, made = itertools.cycle(MASKS), {}
+    for mixer, direction in itertools.product(LINEAR, ("both", "forward", "backward")):
+        made[f"{mixer} {direction}"] = make(mixer, direction), MASKS[next(kinds)]
+        next(kinds) if direction == "backward" else None  # another kind for the next mixer
+    for mixer, rotation in (("lion_s", "rope"), ("gla", "lrpe"), ("lightnet", "lrpe")):
+        torch.manual_seed(0)
+        made[f"{mixer} {rotation}"] = LionAttention(DIM, 3, mixer, rotation=rotation).double(), MASKS["segments"]
+    return made
+
+
+def gradients(layer, x, layout, weights) -> tuple[torch.Tensor, ...]:
+    """Return the output, and the gradients of a projection of it, of x and of all parameters."""
+    x = x.clone().requires_grad_()
+    y = layout.clean(layer(x, layer.prepare(x, layout)))
+    of_x, *of_parameters = torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()], allow_unused=True)
+    return y.detach(), of_x, *of_parameters
+
+
+def work(group, cases) -> dict[str, tuple[torch.Tensor, ...]]:
+    part, x, weights = Part.of(group), tokens(LENGTH), tokens(LENGTH, seed=2)
+    found = {}
+    for name, (layer, masks) in cases.items():
+        layout = Layout.of(x, **masks).split(x, part)
+        found[name] = gradients(layer, part.own(x), layout, part.own(weights))
+    return found
+
+
+def test_every_mixer_in_every_direction():
+    made, x, weights = cases(), tokens(LENGTH), tokens(LENGTH, seed=2)
+    expected = {name: gradients(layer, x, Layout.of(x, **masks), weights) for name, (layer, masks) in made.items()}
+    for count in (2, 3, 4):
+        parts = in_processes(count, work, made)
+        for name, (y, of_x, *of_parameters) in expected.items():
+            for i, value in enumerate((y, of_x)):
+                got = torch.cat([part[name][i] for part in parts], 1)[:, :LENGTH]
+                assert error(got, value) < 1e-11, (count, name, i)
+            for i, value in enumerate(of_parameters, 2):
+                got = [part[name][i] for part in parts]
+                assert (value is None) == (got[0] is None), (count, name, i)
+                if value is not None and value.any():
+                    assert error(sum(got), value) < 1e-11, (count, name, i)

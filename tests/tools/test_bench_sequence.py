@@ -1,0 +1,29 @@
+"""Tests of `bench sequence`: memory of real processes, and the arithmetic of exchanges."""
+
+import pytest
+
+from tests.helpers import here, refuse
+from tools.bench.sequence import GPUS, Layer, estimates
+
+
+def test_arithmetic(capsys):
+    layer, length = Layer(12, 64), 2**20
+    assert layer.exchanged() == 12 * (2 * 64 * 64 + 2 * 64 + 1)
+    rows = estimates(layer, length)
+    assert [row["gpus"] for row in rows] == list(GPUS)
+    first, last = rows[0], rows[-1]
+    assert first["work"] == pytest.approx(last["work"] * 128)
+    assert first["exchange"] == pytest.approx(7 * 4 * layer.exchanged() / 450e9 + 3 * 10e-6)
+    assert last["ring"] == pytest.approx(4 * 12 * 64 * length * 1023 / 1024 / 50e9 + 1023 * 10e-6)
+    assert here("bench", "sequence", "--no-measure") == 0
+    out = capsys.readouterr().out
+    assert "one row of 1,048,576 tokens" in out and "1,024" in out and "MiB" not in out
+    assert "--mixer: expected one of" in refuse(capsys, "bench", "sequence", "--mixer", "softmax")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_memory_falls_with_the_number_of_processes(capsys):
+    assert here("bench", "sequence", "--length", "32768", "--processes", "1", "2") == 0
+    values = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("32,768")).split()
+    assert 0.3 < float(values[2]) / float(values[1]) < 0.7

@@ -1,0 +1,220 @@
+"""Training with rows split over 2, 3 and 4 real processes against training in one process, in float64."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import Dataset
+
+from lion.config import ConfigError
+from lion.models import MODELS
+from lion.ops import Part
+from lion.samples.base import Splits
+from lion.samples.labels import TokenLabelsInfo
+from lion.samples.sequences import SequenceInfo
+from lion.samples.text import LabelledTextInfo, TextInfo
+from lion.tasks import TASKS
+from lion.trainer.loop import Trainer
+from lion.trainer.plan import make_plan
+from lion.trainer.runtime import Runtime, seed_everything
+from tests.helpers import command, refuse, tiny_recipe
+from tests.processes import in_processes
+from tests.trainer.helpers import lines
+from tools.compose import resolve
+from tools.train import check_agreement
+
+from .toys import settings
+
+pytestmark = pytest.mark.process
+LENGTH, ROWS, STEPS = 11, 16, 3
+TEXT = TextInfo(17, LENGTH, "bytes", "", {"pad": 0, "mask": 1})
+MEASURED = ("loss", "gradient_norm", "accuracy", "perplexity", "above_chance")
+CLASSES = LabelledTextInfo(17, LENGTH, "bytes", "", {"pad": 0}, classes=("a", "b", "c"))
+SMALL = {"dim": 12, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
+
+
+def kinds() -> dict[str, tuple]:
+    """Return tasks by name: the task's name, facts about its data, and settings of the model."""
+    ids, pairs = SequenceInfo(3, LENGTH, 7), SequenceInfo(2, LENGTH, 7, parts=2)
+    return {
+        "lra": ("lra", ids, {"mixer": "lion_s_hippo"}),
+        "lra pairs": ("lra", pairs, {"mixer": "lion_lit"}),
+        "lra pixels": (
+            "lra",
+            SequenceInfo(3, LENGTH, mean=0.4, std=0.3),
+            {"mixer": "lion_d", "norm": "layernorm"},
+        ),
+        "lra masked": ("lra_masked", ids, {"mixer": "gla", "norm": "layernorm"}),
+        "bert": ("masked_lm", TEXT, {"mixer": "lion_s"}),
+        "bert positions": ("masked_lm", TEXT, {"mixer": "linear_transformer", "token_types": 2}),
+        "tokens": ("token_classification", TokenLabelsInfo(3, LENGTH, LENGTH, 7, 2), {"mixer": "retnet"}),
+        "bert classes": ("sequence_classification", CLASSES, {"mixer": "rwkv6", "classifier_dropout": 0.0}),
+        "gpt": ("causal_lm", TEXT, {"mixer": "kda"}),
+        "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 0}),
+    }
+
+
+class Rows(Dataset):
+    """Rows of a batch: packed and padded documents, if the task has segments."""
+
+    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(next(iter(self.batch.values())))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: x[index] for name, x in self.batch.items()}
+
+
+def rows(task, name: str) -> Rows:
+    torch.manual_seed(5)
+    batch = task.example(ROWS, "cpu")
+    if "label" in batch:
+        batch["label"] = torch.arange(ROWS) % 2
+    if "segments" in batch or name.startswith("gpt"):
+        segments = torch.zeros_like(batch["tokens"])
+        if "label" not in batch:  # several documents in a row
+            segments = (torch.rand(segments.shape) < 0.2).long().cumsum(-1)
+        count = torch.randint(
+            6, 15, (ROWS,) + (1,) * (segments.dim() - 1)
+        )  # tokens of each row; the others are padding
+        batch["segments"] = segments.masked_fill(torch.arange(LENGTH) >= count, -1)
+    return Rows(batch)
+
+
+def trainer(name: str, folder: Path, runtime: Runtime, stop_at: int | None = None, **changes) -> Trainer:
+    kind, info, model = kinds()[name]
+    task = TASKS[kind](TASKS[kind].Config(), info)
+    data = rows(task, name)
+    plan = make_plan(
+        settings(**{"batch_size": 8, "steps": STEPS, "clip_grad": 1.0, **changes}), samples=ROWS, world=runtime.world
+    )
+    seed_everything(0)
+    config = MODELS[task.default_model].Config(**SMALL, **model)
+    net = task.build_model(config).double()
+    seed_everything(plan.seed + runtime.batch_rank)
+    folder.mkdir(exist_ok=True, parents=True)
+    made = Trainer(plan, task, net, Splits(data, data, None, info), folder, runtime)
+    step = made.train_step
+
+    def train_step(*args):
+        made.stopping = stop_at is not None and made.state.step + 1 >= stop_at
+        return step(*args)
+
+    made.train_step = train_step
+    skip = made.state.guard.skip
+    made.state.guard.skip = lambda *values: skip(*values).to(torch.float32)  # as the fused optimizer takes it
+    return made
+
+
+def work(
+    group, names, folder, sequence: int | None = None, stop_at: int | None = None, changes: dict | None = None
+) -> dict[str, dict]:
+    """Train in this process, one of those that share rows; return all weights."""
+    torch.Tensor.float = torch.Tensor.double  # losses, and what gradients are multiplied by, are float32 otherwise
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    sequence = sequence or count
+    mesh = init_device_mesh("cpu", (count // sequence, sequence), mesh_dim_names=("data", "sequence"))
+    part = None if sequence == 1 else Part.of(mesh.get_group("sequence"))
+    runtime, found = Runtime(torch.device("cpu"), rank, count, part), {}
+    for name in names:
+        how = {"parallel": "sequence", "sequence": sequence, **(changes or {})}
+        made = trainer(name, Path(folder) / name, runtime, stop_at, **how)
+        assert made.fit() == (stop_at is None)
+        found[name] = {
+            key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in made.model.state_dict().items()
+        }
+    return found
+
+
+def same(got: dict[str, dict], expected: dict[str, dict], what: object) -> None:
+    for name in got:
+        for key, value in expected[name].items():
+            difference = (got[name][key] - value).abs().max().item()
+            assert difference < 1e-11, (what, name, key, difference)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Train every kind in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, in_processes(1, work, tuple(kinds()), folder)[0]
+
+
+def test_training_equals_one_process(alone, tmp_path):
+    folder, expected = alone
+    for count, names in ((2, tuple(kinds())), (3, tuple(kinds())), (4, ("lra", "bert", "gpt"))):
+        for rank, found in enumerate(in_processes(count, work, names, tmp_path / str(count))):
+            same(found, expected, (count, rank))
+        for name in names:
+            for mine, other in zip(lines(tmp_path / str(count) / name), lines(folder / name), strict=True):
+                compared = [key for key in MEASURED if other.get(key) is not None]
+                assert compared and mine.keys() == other.keys()
+                for key in compared:
+                    assert mine[key] == pytest.approx(other[key], rel=1e-9), (count, name, key)
+
+
+def test_a_mesh_of_data_and_sequence_also_sharded(alone, tmp_path):
+    for parallel, name in (("ddp", "lra"), ("fsdp", "gpt")):  # their losses draw no random numbers
+        for found in in_processes(4, work, (name,), tmp_path / parallel, 2, None, {"parallel": parallel}):
+            same(found, alone[1], parallel)
+
+
+def test_a_run_resumes_in_another_number_of_processes(alone, tmp_path):
+    names = ("lra", "gpt")
+    in_processes(2, work, names, tmp_path, None, 1, {"save_every": 1})
+    in_processes(4, work, names, tmp_path, None, 2, {"save_every": 1})
+    same(in_processes(1, work, names, tmp_path)[0], alone[1], "resumed")
+
+
+@pytest.fixture
+def book(tmp_path):
+    """Write a book, and return a command line that trains a small language model on it."""
+    (tmp_path / "book.txt").write_text("\n".join(f"line {i} of a book" for i in range(300)))
+    small = ["model.depth=1", "model.dim=16", "model.num_heads=2", "trainer.batch_size=4", "trainer.steps=2"]
+    small += [
+        "trainer.epochs=null",
+        "trainer.compile=false",
+        "trainer.eval_every=2",
+        "schedule.warmup=1",
+        f"run.root={tmp_path / 'runs'}",
+    ]
+    data = ["data.name=text", "data.tokenizer=bytes", "data.length=34", f"data.path={tmp_path / 'book.txt'}"]
+    return [*small, *data, f"data.root={tmp_path / 'tokens'}", "trainer.parallel=sequence"]
+
+
+@pytest.mark.slow
+def test_the_command_trains_and_evaluates(book, tmp_path):
+    done = command("train", "gpt2_tiny_lion_s", *book, "--processes", 2)
+    assert done.returncode == 0, done.stderr
+    assert "x 2 (sequence, 2 for each row)" in done.stdout and "rnn" in done.stdout, done.stdout
+    assert lines(tmp_path / "runs" / "gpt2_tiny_lion_s")[-1]["step"] == 2
+
+
+def test_what_cannot_be_shared_is_refused(book, capsys):
+    shown = ("show", "gpt2_tiny_lion_s", *book, "--processes")
+    assert "rows of 33 tokens are too short for 40 processes" in refuse(capsys, *shown, 40)
+    assert "model.mixer: SoftmaxAttention does not split rows" in refuse(capsys, *shown, 2, "model.mixer=softmax")
+    assert "trainer.sequence: 3 does not divide 4 processes, nearest: 2" in refuse(
+        capsys, *shown, 4, "trainer.sequence=3"
+    )
+    assert "model.dropout: the processes" in refuse(capsys, *shown, 2, "model.dropout=0.1")
+    assert "model.tpe: its sums do not split" in refuse(capsys, *shown, 2, "model.tpe=2")
+    assert "model.name: ViT does not split" in refuse(
+        capsys, "show", "quickstart", "trainer.parallel=sequence", "--processes", 2
+    )
+
+
+def differing(group, recipe) -> str:
+    rank = torch.distributed.get_rank()
+    recipe.seed += rank
+    with pytest.raises(ConfigError) as error:
+        check_agreement(Runtime(torch.device("cpu"), rank, 2), recipe)
+    return str(error.value)
+
+
+def test_machines_with_other_recipes_are_refused(tmp_path):
+    found = in_processes(2, differing, resolve(tiny_recipe(tmp_path)))
+    assert found == ["processes 0 and 1 differ in recipe: give all machines the same"] * 2
