@@ -4,9 +4,10 @@ EXTRAS = {
     "convert": ["safetensors"],
     "digits": ["scikit-learn", "scipy"],
     "glue": ["scikit-learn", "scipy"],
+    "onnx": ["onnx", "onnxruntime", "onnxscript"],
     "paper": ["matplotlib", "scipy"],
     "plots": ["matplotlib"],
-    "dev": ["onnx", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "ruff", "timm", "transformers"],
+    "dev": ["pytest", "pytest-xdist", "ruff", "timm", "transformers"],
 }
 
 # What a wheel holds in the folder `lion/clone`, so that site-packages gets no top-level `data` or `tools`.

@@ -14,9 +14,10 @@ from lion.models.bert import Bert, BertConfig
 from lion.runs import init_from, open_run
 from tests.helpers import here, refuse, state_of
 from tools.compose import describe_data, make_task, resolve
-from tools.convert import export, write_run
+from tools.convert import write_run
 from tools.convert.bert import BertConverter
 from tools.convert.language import ratio
+from tools.export import transformers as export
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
