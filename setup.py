@@ -4,28 +4,19 @@ EXTRAS = {
     "convert": ["safetensors"],
     "digits": ["scikit-learn", "scipy"],
     "glue": ["scikit-learn", "scipy"],
+    "onnx": ["onnx", "onnxruntime", "onnxscript"],
     "paper": ["matplotlib", "scipy"],
     "plots": ["matplotlib"],
     "timm": ["timm>=1.0.26"],
     "transformers": ["transformers>=5.23"],
-    "dev": [
-        "accelerate",
-        "onnx",
-        "onnxruntime",
-        "onnxscript",
-        "pytest",
-        "pytest-xdist",
-        "ruff",
-        "timm>=1.0.26",
-        "transformers>=5.23",
-    ],
+    "dev": ["accelerate", "pytest", "pytest-xdist", "ruff"],
 }
 
 # What a wheel holds in the folder `lion/clone`, so that site-packages gets no top-level `data` or `tools`.
 CLONE = ("data", "tools", "recipes")
 
 setup(
-    name="lion",
+    name="lion-attention",  # on the index, "lion" is another project; the import and the command are `lion`
     version="0.1.0",
     description="Linear attention for bidirectional sequence modelling: full attention, chunks and an RNN",
     license="MIT",

@@ -128,10 +128,10 @@ COMMANDS = {
         "--ema",
     ),
     "export": Command(
-        "RUN OUT",
-        "export a run to a folder that transformers loads",
-        "tools.convert.export",
-        "--checkpoint --ema",
+        "RUN OUT [--format hub|pt2|onnx|aoti] [--length N]",
+        "export a run for transformers, torch.export, ONNX Runtime or C++ (AOTInductor)",
+        "tools.export",
+        "--format --length --checkpoint --ema",
     ),
     "report": Command(
         "RUN ...",

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import data
 from data.base import DataSet, data_root, locked
+from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError, nearest
 from lion.recipe import Recipe, free_keys, load_recipe
-from lion.runs import RECIPE, stored_recipe
+from lion.runs import RECIPE, LoadedRun, stored_recipe
 from lion.samples.base import Info, Splits
 from lion.samples.text import TextInfo
 from lion.tasks import TASKS, Task
@@ -76,6 +77,17 @@ def open_data(recipe: Recipe, run: Path | None = None) -> DataSet:
     if run is not None and (run / RECIPE).is_file():
         source.restore(run, stored_recipe(run).get("data", {}))
     return source
+
+
+def open_tokenizer_of(run: LoadedRun, overrides: Iterable[str] = ()) -> Tokenizer:
+    """Return the tokenizer of a run on text; overrides may only change where its data are.
+
+    Raises:
+        ConfigError: The tokenizer is not found, or its ids stand for other tokens than those of the run.
+    """
+    tokenizer = open_data(resolve_run(run.folder, overrides), run.folder).tokenizer
+    check_tokenizer(tokenizer, run.task.info, run.folder)
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: Any, info: TextInfo, folder: Path) -> None:

@@ -10,7 +10,7 @@ from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
 from lion.runs import LoadedRun
 from tools.cli import table
-from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
+from tools.compose import check_finite, open_tokenizer_of
 
 
 def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
@@ -19,8 +19,7 @@ def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
     An error is printed for each text that cannot be read; the exit code is then 2, and the other texts are still
     predicted.
     """
-    tokenizer = open_data(resolve_run(loaded.folder), loaded.folder).tokenizer
-    check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
+    tokenizer = open_tokenizer_of(loaded)
     rows, code = [], 0
     for text in texts:
         try:

@@ -33,7 +33,7 @@ from lion.runs import LoadedRun, open_run
 from lion.trainer.compilation import compile_blocks, compile_steps
 from lion.trainer.runtime import catch_signals, start_runtime
 from tools.cli import Parser, count, number, run_command, say
-from tools.compose import check_finite, check_tokenizer, digest, open_data, resolve_run
+from tools.compose import check_finite, digest, open_tokenizer_of
 
 UNFINISHED, LONGEST = "\ufffd", 4  # decoded text of an incomplete character; most tokens of one character
 
@@ -76,8 +76,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{loaded.folder}: task {loaded.recipe.task.name!r} generates no text, expected a run of causal_lm"
         )
-    tokenizer = open_data(resolve_run(loaded.folder, args.overrides), loaded.folder).tokenizer
-    check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
+    tokenizer = open_tokenizer_of(loaded, args.overrides)
     runtime = start_runtime(loaded.recipe.trainer.device, matmul=loaded.recipe.trainer.matmul)
     model = loaded.model.to(runtime.device)
     try:

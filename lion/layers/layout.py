@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     def of(x: Tensor, valid: Tensor | None = None, segments: Tensor | None = None) -> Layout:
         """Return the layout of tokens x (B, L, dim) with padding (`valid` False, or `segments` -1) and segments.
 
-        `valid` and `segments` have the shape (B, L).
+        `valid` and `segments` have the shape (B, L). Boolean `segments` are a mask `valid`.
 
         Raises:
             ValueError: A mask of the wrong shape or dtype, or a segment whose tokens are not contiguous.
@@ -74,6 +74,8 @@ class Layout(NamedTuple):
 
     def masked(self, x: Tensor, valid: Tensor | None = None, segments: Tensor | None = None) -> Layout:
         """Return this layout with padding and segments, see `of`."""
+        if torch.is_tensor(segments) and segments.dtype == torch.bool:
+            valid, segments = segments if valid is None else valid & segments, None
         if valid is None and segments is None:
             return self
         check_masks(x[:, None], valid, segments)
@@ -167,6 +169,11 @@ class Layout(NamedTuple):
 
 
 PLAIN = Layout()
+
+
+def valid_of(segments: Tensor) -> Tensor:
+    """Return the mask (B, L) of tokens that are not padding, from `segments` as in `Layout.of`."""
+    return segments if segments.dtype == torch.bool else segments >= 0
 
 
 def row_major(patches: Tensor) -> Tensor:

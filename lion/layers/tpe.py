@@ -116,7 +116,7 @@ class TPE(nn.Module):
                 return y.to(x.dtype), last
             places = in_chunks(layout, size)
             index = places.index[..., None].expand_as(x)
-            dense = wide.new_zeros(len(x), places.first.shape[1] * size + 1, x.shape[2]).scatter(1, index, wide)
+            dense = wide.new_zeros(x.shape[0], places.first.shape[1] * size + 1, x.shape[2]).scatter(1, index, wide)
             y, last = toeplitz_sum(dense[:, :-1], weight, log_decay, size, first=places.first, state=state)
             return F.pad(y, (0, 0, 0, 1)).gather(1, index).to(x.dtype), last
 
@@ -127,7 +127,7 @@ class TPE(nn.Module):
         places, size = self.places(x, layout), math.prod(self.grid)
         with no_autocast(x):
             weight, log_decay = self.kernels(x)
-            dense = x.new_zeros(len(x), size + 1, x.shape[2], dtype=weight.dtype)
+            dense = x.new_zeros(x.shape[0], size + 1, x.shape[2], dtype=weight.dtype)
             dense = dense.index_copy(1, places, x.to(weight.dtype))[:, :size].unflatten(1, self.grid)
             y = torch.zeros_like(dense)
             for axis, length in enumerate(self.grid, 1):
@@ -212,7 +212,7 @@ def in_chunks(layout: Layout, size: int) -> Chunked:
     """
     valid, length = layout.valid, layout.valid.shape[1]
     segment = valid.long() * 0 if layout.segment_index is None else layout.segment_index
-    tokens = valid.new_zeros(len(valid), length + 1, dtype=torch.long).scatter_add(1, segment, valid.long())
+    tokens = valid.new_zeros(valid.shape[0], length + 1, dtype=torch.long).scatter_add(1, segment, valid.long())
     chunks = -(-tokens // size)  # (B, L + 1), chunks of each segment
     ends = chunks.cumsum(1)
     total = ends[:, -1:]
@@ -221,5 +221,5 @@ def in_chunks(layout: Layout, size: int) -> Chunked:
         count = max(1, int(total.max()))
     ends = ends + count - total
     place = ends.gather(1, segment) * size - tokens.gather(1, segment) + layout.positions
-    first = valid.new_zeros(len(valid), count + 1).scatter(1, (ends - chunks).gather(1, segment), True)
+    first = valid.new_zeros(valid.shape[0], count + 1).scatter(1, (ends - chunks).gather(1, segment), True)
     return Chunked(place.masked_fill(~valid, count * size), first[:, :count])

@@ -117,7 +117,7 @@ class BertEncoder(TokenModel):
         Args:
             tokens: Token ids (B, L).
             segments: Integer (B, L), separate documents: tokens attend only to their document, and positions restart in
-                each document. -1 is padding, on which nothing else depends.
+                each document. -1 is padding, on which nothing else depends. Or boolean (B, L), False for padding.
             types: Types of the tokens (B, L), below `token_types`; None: all 0.
 
         Raises:

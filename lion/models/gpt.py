@@ -108,7 +108,7 @@ class GPT(TokenModel):
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         """Return logits (B, L, vocabulary) of the token after each of the tokens (B, L), those of this process.
 
-        `segments` (B, L) is -1 for padding.
+        `segments` (B, L) is -1 for padding, or boolean and False for padding.
 
         Raises:
             ValueError: More tokens than position embeddings.

@@ -14,7 +14,7 @@ from lion.config import setting
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import MLPS
 from lion.layers.blocks.s5 import ACTIVATIONS
-from lion.layers.layout import ROW_MAJOR, Layout
+from lion.layers.layout import ROW_MAJOR, Layout, valid_of
 from lion.layers.mixers.decay import Decay
 from lion.layers.mixers.hippo import USUAL_SPECTRUM
 from lion.layers.norms import NORMS, BatchNorm
@@ -135,7 +135,7 @@ class SequenceEncoder(TokenModel):
 
         Args:
             inputs: Ids, or uint8 pixels, (B, L).
-            segments: Integer (B, L), -1 for padding, on which nothing else depends.
+            segments: Integer (B, L), -1 for padding, or boolean, False for padding, on which nothing else depends.
             hidden: Boolean (B, L), True for masked inputs, which `hide` replaces.
 
         Raises:
@@ -204,7 +204,7 @@ class LRA(SequenceEncoder):
         total = self.encode(inputs, segments).sum(1)
         if self.part is not None:
             total = self.part.sum(total)
-        return total / (inputs.shape[1] if segments is None else (segments >= 0).sum(1, keepdim=True).clamp_min(1))
+        return total / (inputs.shape[1] if segments is None else valid_of(segments).sum(1, keepdim=True).clamp_min(1))
 
 
 @dataclass

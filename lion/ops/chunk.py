@@ -114,7 +114,8 @@ def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
     A chunk has at most `chunk_size` tokens. All chunks have the same size, chosen so that little is padding.
     """
     if not is_static(length):
-        return chunk_size, round_up(length, chunk_size) // chunk_size
+        count = round_up(length, chunk_size) // chunk_size
+        return chunk_size, count + torch.compiler.is_exporting()
     count = -(-length // chunk_size)
     even = -(-length // count)
     size = min(chunk_size, -(-even // 8) * 8)

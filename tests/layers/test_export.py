@@ -15,7 +15,7 @@ from ..ops.helpers import assert_close
 MIXERS = ("lion_lit", "lion_s", "retnet", "rwkv6")
 BATCH, BATCHES = {0: Dim("batch")}, (1, 2, 5)
 BOTH = {0: Dim.AUTO, 1: Dim.AUTO}
-LENGTHS = (65, 127, 128, 300)
+LENGTHS = (1, 7, 65, 127, 128, 300)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lion.layers.layout import Layout, grid_layout
+from lion.layers.layout import Layout, grid_layout, valid_of
 
 X = torch.randn(2, 6, 4)
 
@@ -20,6 +20,14 @@ def test_positions_count_tokens_and_start_anew_with_each_segment():
     assert packed.valid.tolist() == [[False, True, True, False, True, True], [True, True, False, True, True, True]]
     assert packed.positions[packed.valid].tolist() == [0, 1, 0, 1, 0, 1, 2, 0, 1]
     assert packed.next_position(X).tolist() == [2, 2]
+
+
+def test_boolean_segments_are_a_mask_of_padding():
+    valid = torch.tensor([[False, True, True, False, True, True], [True] * 6])
+    masks, segments = Layout.of(X, segments=valid), valid.long() - 1
+    assert masks.segment_index is None and torch.equal(masks.valid, valid) and torch.equal(valid_of(valid), valid)
+    assert torch.equal(valid_of(segments), valid)
+    assert torch.equal(masks.positions[valid], Layout.of(X, segments=segments).positions[valid])
 
 
 def test_pairs_keep_segments_apart():

@@ -13,8 +13,9 @@ from data.text.tokenizers import make_tokenizer, open_tokenizer
 from lion.models.bert import Bert, BertConfig
 from lion.runs import init_from, open_run
 from tests.helpers import here, refuse, state_of
+from tools import export
 from tools.compose import make_task, resolve
-from tools.convert import export, write_run
+from tools.convert import write_run
 from tools.convert.bert import BertConverter
 from tools.convert.language import ratio
 

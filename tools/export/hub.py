@@ -1,4 +1,8 @@
-"""Export of a run to a folder of `lion.transformers`, which the Auto classes load with `trust_remote_code=True`.
+"""Export of a run to a folder that transformers loads with `from_pretrained`, the inverse of `convert`.
+
+A BERT or GPT with softmax attention becomes a model of transformers' own class, if there is one for its settings
+(`tools.export.transformers`). Every other text or image model becomes one of `lion.transformers`, which the Auto
+classes load with `trust_remote_code=True`.
 
 The folder holds the weights under the names of the run after the prefix `model.`, the configuration, the tokenizer or
 the image processor, the recipe, and a model card. `./run.sh convert FOLDER FOLDER/recipe.yaml OUT` makes a run of it.
@@ -19,8 +23,8 @@ from lion.recipe import Recipe, dump_recipe
 from lion.runs import RECIPE, LoadedRun, count_parameters
 from lion.samples.images import ImageInfo
 from lion.samples.text import TextInfo
-from tools.compose import check_tokenizer, open_data, resolve_run
-from tools.convert.export import dressed
+from tools.compose import open_tokenizer_of, resolve_run
+from tools.export import transformers
 from tools.export.card import card
 from tools.export.place import written
 
@@ -33,6 +37,8 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: None) ->
     Raises:
         ConfigError: transformers is not installed, there is no class for the model, or the tokenizer is not found.
     """
+    if transformers.classic(run):
+        return transformers.export(run, out, overrides, length)
     try:
         from lion.transformers import from_run
         from lion.transformers.remote import AUTO
@@ -40,7 +46,7 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: None) ->
         raise ConfigError(f"{out}: {error}") from None
     model, recipe, info = from_run(run), resolve_run(run.folder, overrides), run.task.info
     auto = next(auto for auto, kind in AUTO.items() if kind == type(model).__name__)
-    tokenizer = tokenizer_of(run, recipe) if isinstance(info, TextInfo) else None
+    tokenizer = open_tokenizer_of(run, overrides) if isinstance(info, TextInfo) else None
     with written(out) as folder:
         model.save_pretrained(folder)
         if tokenizer is not None:
@@ -52,20 +58,9 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: None) ->
     return f"{type(model).__name__}, {recipe.model.mixer}, {count_parameters(model):,} parameters"
 
 
-def tokenizer_of(run: LoadedRun, recipe: Recipe) -> Tokenizer:
-    """Return the tokenizer of a run.
-
-    Raises:
-        ConfigError: The tokenizer is not found, or its ids stand for other tokens.
-    """
-    tokenizer = open_data(recipe, run.folder).tokenizer
-    check_tokenizer(tokenizer, run.task.info, run.folder)
-    return tokenizer
-
-
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, model: Any) -> None:
     """Write a tokenizer in the format of transformers."""
-    inner, described = dressed(tokenizer)
+    inner, described = transformers.dressed(tokenizer)
     types = ["token_type_ids"] if getattr(model, "types", None) is not None else []
     described |= {"model_input_names": ["input_ids", *types, "attention_mask"]}
     described |= {} if model.longest is None else {"model_max_length": model.longest}

@@ -1,0 +1,228 @@
+"""Exported programs: the outputs of the run, in processes without `lion`, and errors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lion
+from data.text.tokenizers import open_tokenizer
+from lion.samples.images import ImageInfo
+from lion.samples.labels import TokenLabelsInfo
+from lion.samples.sequences import SequenceInfo
+from lion.samples.text import LabelledTextInfo, TextInfo
+from lion.trainer.compilation import missing_compiler
+from tests.helpers import ROOT, here, refuse
+from tests.test_docs import blocks
+from tools.compose import make_task, resolve
+from tools.convert import write_run
+from tools.export import FORMATS, pt2
+from tools.export.ports import PORTS, Port
+
+SMALL = ["model.dim=16", "model.depth=1", "model.num_heads=2", "model.init_std=0.3", "trainer.compile=false"]
+TEXT = ["data.name=text", "data.tokenizer=bytes"]
+BYTES = open_tokenizer("bytes")
+FACTS = (BYTES.fingerprint, BYTES.special)
+RUNS = {  # recipe, metadata of the data, and changes of the recipe
+    "images": (
+        "quickstart",
+        ImageInfo((8, 8), 1, tuple("abcdefghij"), (0.287,), (0.354,)),
+        ["model.patch_size=2"],
+    ),
+    "text": ("gpt2_tiny_lion_s", TextInfo(BYTES.vocabulary, 33, "bytes", *FACTS), TEXT),
+    "softmax": ("gpt2_tiny_softmax", TextInfo(BYTES.vocabulary, 33, "bytes", *FACTS), TEXT),
+    "delta": ("gpt2_tiny_gla", TextInfo(BYTES.vocabulary, 33, "bytes", *FACTS), [*TEXT, "model.mixer=deltanet"]),
+    "tpe": ("mlm_tiny_lion_s", TextInfo(BYTES.vocabulary, 24, "bytes", *FACTS), [*TEXT, "model.mixer=lightnet"]),
+    "pixels": ("lra_image_softmax", SequenceInfo(10, 64, mean=0.4, std=0.3), []),
+    "pairs": ("lra_listops_softmax", SequenceInfo(2, 32, 50, parts=2), ["data.name=aan"]),
+    "noise": ("dit_tiny_softmax", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
+}
+
+
+def make(folder: Path, name: str) -> Path:
+    """Write an untrained run."""
+    recipe, info, changes = RUNS[name]
+    recipe = resolve(recipe, [*SMALL, *changes, f"run.root={folder}", f"run.name={name}"])
+    torch.manual_seed(0)
+    weights = make_task(recipe, info).build_model(recipe.model).state_dict()
+    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
+    return recipe.folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    for name in RUNS:
+        make(folder / "runs", name)
+    return folder
+
+
+def model_of(folder, name):
+    return lion.load(folder / "runs" / name, compile=False)
+
+
+def alone(folder, code):
+    """Run Python in a process that cannot import this package, and return what it prints."""
+    code = f"import sys\nfor name in ('lion', 'data', 'tools'): sys.modules[name] = None\n{code}"
+    done = subprocess.run([sys.executable, "-I", "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_process_without_lion_runs_programs_of_torch_export(folder, capsys):
+    assert here("export", folder / "runs" / "text", folder / "text.pt2", "--format", "pt2") == 0
+    assert here("export", folder / "runs" / "images", folder / "images.pt2", "--format", "pt2") == 0
+    assert "tokens (batch, length), mask (batch, length), logits (batch, length, 261), at most 4031 tokens" in (
+        capsys.readouterr().out
+    )
+    code = blocks(ROOT / "tools/export/README.md", "python")[0]
+    torch.manual_seed(1)
+    images = torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
+    rows = [(torch.randint(261, (batch, length)), batch) for batch, length in ((1, 1), (2, 2), (3, 64), (2, 700))]
+    masks = [torch.arange(ids.shape[1]) < torch.tensor([[ids.shape[1]], [1], [7]])[:n] for ids, n in rows]
+    torch.save([images, [(ids, mask) for (ids, _), mask in zip(rows, masks)]], folder / "inputs.pt")
+    code += """
+images, rows = torch.load("inputs.pt")
+classes = torch.export.load("images.pt2").module()
+torch.save([logits, classes(images), [program(*row) for row in rows]], "outputs.pt")
+"""
+    inputs = json.loads(alone(folder, code).replace("'", '"'))
+    assert [port["name"] for port in inputs] == ["tokens", "mask"]
+    said, classes, found = torch.load(folder / "outputs.pt")
+    model = model_of(folder, "text")
+    close(said, model(torch.tensor([BYTES.encode("To be, or")])))
+    for logits, (ids, _), mask in zip(found, rows, masks):
+        close(logits[mask], model(ids, mask)[mask])
+    close(classes, model_of(folder, "images")(images))
+
+
+@torch.no_grad()
+def test_a_process_without_lion_runs_programs_of_onnx(folder):
+    for name in ("onnx", "onnxruntime", "onnxscript"):
+        pytest.importorskip(name)
+    for name in ("images", "softmax"):
+        assert here("export", folder / "runs" / name, folder / f"{name}.onnx", "--format", "onnx") == 0
+    code = blocks(ROOT / "tools/export/README.md", "python")[1]
+    code += """
+text = onnxruntime.InferenceSession("softmax.onnx")
+assert json.loads(text.get_modelmeta().custom_metadata_map["tokenizer.json"])["model"]["type"] == "BPE"
+assert [x.shape for x in text.get_inputs()] == [["batch", "length"]] * 2
+ids = numpy.arange(2 * 9).reshape(2, 9)
+(more,) = text.run(None, {"tokens": ids, "mask": ids % 9 < 5})
+numpy.savez("onnx.npz", logits, more)
+assert "torch" not in sys.modules
+"""
+    assert len(json.loads(alone(folder, code).replace("'", '"'))) == 3
+    import numpy
+
+    classes, logits = map(torch.from_numpy, numpy.load(folder / "onnx.npz").values())
+    close(classes, model_of(folder, "images")(torch.zeros(3, 1, 8, 8, dtype=torch.uint8)))
+    ids, mask = torch.arange(18).view(2, 9), torch.arange(9).expand(2, -1) < 5
+    close(logits[mask], model_of(folder, "softmax")(ids, mask)[mask])
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@torch.no_grad()
+def test_a_program_in_cpp_runs_packages_of_aotinductor(folder):
+    if missing := missing_compiler():
+        pytest.skip(missing)
+    assert here("export", folder / "runs" / "softmax", folder / "aoti.pt2", "--format", "aoti") == 0
+    (code,) = blocks(ROOT / "tools/export/README.md", "cpp")
+    assert code.count("\n") <= 20
+    (folder / "run.cpp").write_text(code)
+    torch_folder = Path(torch.__file__).parent
+    include, library = torch_folder / "include", torch_folder / "lib"
+    flags = ["-std=c++20", f"-I{include}", f"-I{include}/torch/csrc/api/include", f"-L{library}"]
+    libraries = [f"-Wl,-rpath,{library}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run(["g++", *flags, folder / "run.cpp", *libraries, "-o", folder / "run"], check=True, timeout=300)
+    ids = torch.arange(3 * 7).view(3, 7)
+    ids.numpy().tofile(folder / "ids")
+    command = [folder / "run", folder / "aoti.pt2", folder / "ids", "7", folder / "logits"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    assert json.loads(done.stdout)["task"] == "causal_lm"
+    found = torch.from_file(str(folder / "logits"), size=3 * 7 * 261).view(3, 7, 261)
+    close(found, model_of(folder, "softmax")(ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("delta", "tokens (batch, 20), mask (batch, 20), logits (batch, 20, 261);"),
+        ("tpe", "tokens (batch, 20), mask (batch, 20), logits (batch, 20, 261);"),
+        ("pairs", "tokens (batch, 2, length), mask (batch, 2, length), logits (batch, 2), at most 20 tokens;"),
+        ("pixels", "pixels (batch, 64), logits (batch, 10);"),
+    ],
+)
+@torch.no_grad()
+def test_programs_of_one_length_of_pairs_and_of_pixels(name, expected, folder, tmp_path, capsys):
+    length = [] if name == "pixels" else ["--length", 20]
+    assert here("export", folder / "runs" / name, tmp_path / "a.pt2", "--format", "pt2", *length) == 0
+    assert expected in capsys.readouterr().out
+    program, model = pt2.load(tmp_path / "a.pt2"), model_of(folder, name)
+    about = {"metadata.json": ""}
+    torch.export.load(tmp_path / "a.pt2", extra_files=about)
+    about = json.loads(about["metadata.json"])
+    ports = [Port(p["name"], getattr(torch, p["dtype"]), p["shape"], "", 50) for p in about["inputs"]]
+    for sizes in ({"batch": 1, "length": 13}, {"batch": 4, "length": 2}):
+        inputs = [port.example(sizes) for port in ports]
+        found, expected = program(*inputs), model(*inputs)
+        close(*((x[inputs[1]] for x in (found, expected)) if found.dim() == 3 else (found, expected)))
+
+
+def test_inputs_and_outputs_of_labelled_text():
+    info = LabelledTextInfo(BYTES.vocabulary, 16, "bytes", *FACTS, classes=("no", "yes"))
+    task = SimpleTask(info, token_types=2)
+    inputs, output = PORTS["sequence_classification"](task)
+    assert [p.name for p in inputs] == ["tokens", "mask", "types"] and output.shape == ("batch", 2)
+    inputs, output = PORTS["token_classification"](SimpleTask(TokenLabelsInfo(7, 16, 16, 30, 3), 0))
+    assert inputs[0].shape == ("batch", "length", 3) and output.shape == ("batch", "length", 7)
+
+
+class SimpleTask:
+    """The parts of a run that ports depend on."""
+
+    def __init__(self, info, token_types):
+        self.task = self.model = self.config = self
+        self.info, self.token_types = info, token_types
+
+
+def test_bad_input(folder, tmp_path, capsys, monkeypatch):
+    def line(name, *args):
+        return refuse(capsys, "export", folder / "runs" / name, *args)
+
+    assert "task 'diffusion' cannot be exported as a program, only causal_lm" in line(
+        "noise", tmp_path / "a.pt2", "--format", "pt2"
+    )
+    assert "expected a name that ends with .onnx" in line("text", tmp_path / "a.pt2", "--format", "onnx")
+    assert "its inputs have one size" in line("images", tmp_path / "a.pt2", "--format", "pt2", "--length", 3)
+    assert "its model has 32 position embeddings, got 33" in line(
+        "softmax", tmp_path / "a.pt2", "--format", "pt2", "--length", 33
+    )
+    assert "--length: not for --format hub" in line("softmax", tmp_path / "a", "--length", 3)
+    assert "model.mixer: transformers' gpt2 supports only 'softmax'" in line("text", tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "no-compiler")
+        assert "--format aoti compiles C++: no C++ compiler found (no-compiler); install g++, or use" in line(
+            "text", tmp_path / "a.pt2", "--format", "aoti"
+        )
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "onnxruntime", None)
+        assert "--format onnx needs onnxruntime: pip install" in line("text", tmp_path / "a.onnx", "--format", "onnx")
+    (tmp_path / "file").write_text("")
+    assert "cannot be written (" in line("pixels", tmp_path / "file" / "a.pt2", "--format", "pt2")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_every_format_is_documented():
+    text = (ROOT / "tools/export/README.md").read_text()
+    assert all(f"| `{name}`" in text for name in FORMATS)
+    assert all(f"`{task}`" in text for task in PORTS)

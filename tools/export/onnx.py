@@ -1,0 +1,70 @@
+"""Programs for ONNX Runtime: one file, with the description and the tokenizer as metadata properties."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from lion.config import ConfigError
+from lion.runs import LoadedRun
+from tools.export.program import Program, export_program
+
+MOST = 2**31 - 2**20  # bytes of the largest file of ONNX (2 GiB), with room for the graph
+
+
+def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None) -> str:
+    """Write the program of a run, see `export_program`.
+
+    Raises:
+        ConfigError: A package is missing, or the weights do not fit into a file of ONNX.
+    """
+    runtime()
+    if (size := sum(value.nbytes for value in run.model.state_dict().values())) > MOST:
+        raise ConfigError(f"{out}: {size / 2**30:.1f} GiB of weights, a file of ONNX holds 2 GiB; use --format pt2")
+    return export_program(run, out, overrides, length, write=write, load=load)
+
+
+def runtime() -> Any:
+    """Import ONNX Runtime, and check that the other packages are installed.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"--format onnx needs {error.name}: pip install onnx onnxruntime onnxscript") from None
+    return onnxruntime
+
+
+def write(program: Program, graph: ExportedProgram, path: Path) -> None:
+    for name in ("torch.onnx", "onnxscript"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    names = [port.name for port in program.inputs]
+    try:
+        made = torch.onnx.export(graph, verbose=False, input_names=names, output_names=[program.output.name])
+    except torch.onnx.OnnxExporterError as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(f"{path.name}: ONNX lacks an operator of this model ({reason}); use --format pt2") from None
+    axes = [zip(value.shape, port.shape) for value, port in zip(made.model.graph.inputs, program.inputs)]
+    made.rename_axes({str(theirs): ours for pairs in axes for theirs, ours in pairs if isinstance(ours, str)})
+    made.model.metadata_props.update(program.files)
+    made.save(path, external_data=False)
+
+
+def load(path: Path) -> Callable[..., Tensor]:
+    session = runtime().InferenceSession(path)
+    names = [port.name for port in session.get_inputs()]
+
+    def run(*inputs: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, dict(zip(names, (x.numpy() for x in inputs))))[0])
+
+    return run

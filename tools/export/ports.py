@@ -1,0 +1,119 @@
+"""Inputs and outputs of exported programs, by task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lion.runs import LoadedRun
+from lion.samples.sequences import PIXELS
+
+BATCH, LENGTH = "batch", "length"  # names of the sizes that may vary
+Shape = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of a program.
+
+    Attributes:
+        name: Name.
+        dtype: Data type.
+        shape: Sizes; `BATCH` and `LENGTH` may vary.
+        about: Meaning of the values, for the description of the program.
+        below: For inputs: all values are from 0 to `below` - 1.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    about: str
+    below: int = 2
+
+    def example(self, sizes: dict[str, int]) -> Tensor:
+        """Return random values; in a mask, the second half of the second row is padding."""
+        shape = [sizes.get(n, 0) if isinstance(n, str) else n for n in self.shape]
+        if self.dtype != torch.bool:
+            return torch.randint(self.below, shape, dtype=self.dtype)
+        mask = torch.ones(shape, dtype=self.dtype)
+        mask[1:2, ..., shape[-1] // 2 + 1 :] = False
+        return mask
+
+    def described(self) -> dict[str, Any]:
+        """Return the description as plain data."""
+        return {"name": self.name, "dtype": str(self.dtype)[6:], "shape": list(self.shape), "about": self.about}
+
+
+Ports = tuple[tuple[Port, ...], Port]  # the inputs, and the output
+
+
+def pixels(*shape: int) -> tuple[Port, ...]:
+    """Return the input of a model of pixels (batch, *shape)."""
+    about = "intensities from 0 to 255, at this size; the program normalises them"
+    return (Port("pixels", torch.uint8, (BATCH, *shape), about, PIXELS),)
+
+
+def tokens(vocabulary: int, *shape: int | str, ids: tuple[int, ...] = (), types: int = 0) -> tuple[Port, ...]:
+    """Return the inputs of a model of tokens (batch, *shape): ids, mask of padding, and types if there are any.
+
+    `ids` is the number of ids of a token, where a token has several.
+    """
+    shape = (BATCH, *shape)
+    typed = Port("types", torch.int64, shape, "number of the sentence of a pair, from 0", types)
+    return (
+        Port("tokens", torch.int64, (*shape, *ids), f"ids of tokens, from 0 to {vocabulary - 1}", vocabulary),
+        Port("mask", torch.bool, shape, "false for padding, on which no token depends"),
+        *([typed] if types else []),
+    )
+
+
+def logits(*shape: int | str, about: str = "logits of the classes") -> Port:
+    return Port("logits", torch.float32, (BATCH, *shape), about)
+
+
+def of_images(run: LoadedRun) -> Ports:
+    info = run.task.info
+    return pixels(info.channels, *info.size), logits(len(info.classes))
+
+
+def of_sequences(run: LoadedRun) -> Ports:
+    info = run.task.info
+    pair = (2,) if info.parts == 2 else ()
+    inputs = pixels(info.length) if info.vocabulary is None else tokens(info.vocabulary, *pair, LENGTH)
+    return inputs, logits(info.classes)
+
+
+def of_labelled_tokens(run: LoadedRun) -> Ports:
+    info = run.task.info
+    return tokens(info.vocabulary, LENGTH, ids=(info.ids,)), logits(LENGTH, info.classes)
+
+
+def of_causal_text(run: LoadedRun) -> Ports:
+    ids = run.task.info.vocabulary
+    return tokens(ids, LENGTH), logits(LENGTH, ids, about="logits of the token after each token")
+
+
+def of_masked_text(run: LoadedRun) -> Ports:
+    ids = run.task.info.vocabulary
+    about = "logits of the token at each place"
+    return tokens(ids, LENGTH, types=run.model.config.token_types), logits(LENGTH, ids, about=about)
+
+
+def of_labelled_text(run: LoadedRun) -> Ports:
+    info = run.task.info
+    output = logits(len(info.classes)) if info.classes else logits(1, about="the predicted number")
+    return tokens(info.vocabulary, LENGTH, types=run.model.config.token_types), output
+
+
+PORTS: dict[str, Callable[[LoadedRun], Ports]] = {  # by `task.name`
+    "causal_lm": of_causal_text,
+    "image_classification": of_images,
+    "lra": of_sequences,
+    "masked_lm": of_masked_text,
+    "sequence_classification": of_labelled_text,
+    "token_classification": of_labelled_tokens,
+}

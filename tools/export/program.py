@@ -1,0 +1,196 @@
+"""A run as one program: preprocessing and model in a graph of `torch.export`, with a description of both.
+
+A program takes uint8 pixels, or token ids with a mask of padding, in batches of any size. It contains the normalisation
+of pixels, but no scaling of images. Linear mixers run in chunks, and then one graph serves all lengths up to `CHUNKS`
+chunks. The loops of delta rules and of MD-TPE on text are unrolled, so that their programs have one length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+import lion
+from lion.config import ConfigError
+from lion.layers.mixers import forms_of, set_form
+from lion.layers.mixers.decay import Decay
+from lion.layers.tpe import TPE
+from lion.ops.chunk import GROUP
+from lion.runs import LoadedRun, count_parameters
+from lion.samples.text import TextInfo
+from tools.compose import check_finite, open_tokenizer_of
+from tools.export.place import written
+from tools.export.ports import BATCH, LENGTH, PORTS, Port
+from tools.export.transformers import dressed
+
+CHUNK = 64  # fewest tokens of a chunk
+CHUNKS = 2 * GROUP - 1  # chunks of the longest input: a graph with a symbolic length adds one chunk of padding
+LONGEST = CHUNK * CHUNKS - 1  # tokens of the longest input, by default
+EXAMPLE = {BATCH: 3, LENGTH: 100}  # sizes of the inputs with which a graph is traced
+METADATA, TOKENIZER = "metadata.json", "tokenizer.json"  # names of the texts in a program
+
+
+class Pixels(nn.Module):
+    """A model of uint8 pixels, with outputs in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.model(pixels).float()
+
+
+class Tokens(Pixels):
+    """A model of token ids, a mask that is False for padding, and types if the model has any, with float32 outputs."""
+
+    def forward(self, tokens: Tensor, mask: Tensor, types: Tensor | None = None) -> Tensor:
+        return self.model(tokens, mask, *([] if types is None else [types])).float()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and its description.
+
+    Attributes:
+        module: Module with the positional arguments `inputs`.
+        inputs, output: Inputs in order, and the output.
+        longest: Tokens of the longest input; None if there is no limit.
+        files: Texts inside the program, by name: its description, and its tokenizer if it reads text.
+    """
+
+    module: nn.Module
+    inputs: tuple[Port, ...]
+    output: Port
+    longest: int | None
+    files: dict[str, str]
+
+    def example(self, batch: int, length: int) -> tuple[Tensor, ...]:
+        """Return random inputs, with fewer tokens if `length` exceeds `longest`."""
+        length = length if self.longest is None else min(length, self.longest)
+        return tuple(port.example({BATCH: batch, LENGTH: length}) for port in self.inputs)
+
+    @torch.no_grad()
+    def graph(self) -> ExportedProgram:
+        """Trace the module."""
+        varying = tuple({i: Dim.DYNAMIC for i, n in enumerate(p.shape) if isinstance(n, str)} for p in self.inputs)
+        example = self.example(EXAMPLE[BATCH], EXAMPLE[LENGTH])
+        return torch.export.export(self.module, example, dynamic_shapes=varying, strict=False)
+
+    @torch.no_grad()
+    def deviation(self, run: Callable[..., Tensor]) -> float:
+        """Return the largest difference between outputs of `run`, the loaded program, and of the model in form "auto".
+
+        The inputs have other sizes than those of the trace.
+        """
+        set_form(self.module, "auto")
+        found = []
+        for batch, length in ((1, 1), (2, 3 * EXAMPLE[LENGTH])):
+            inputs = self.example(batch, length)
+            apart = (run(*inputs) - self.module(*inputs)).abs()
+            per_token = apart.dim() == 3  # the outputs at padding have no meaning
+            found.append((apart[inputs[1]] if per_token else apart).max().item())
+        return max(found)
+
+
+def make_program(run: LoadedRun, overrides: Sequence[str], length: int | None) -> Program:
+    """Return the program of a run, and set the form of its model.
+
+    Args:
+        run: The run.
+        overrides: Places of the data of the run, for its tokenizer.
+        length: Tokens of the longest input; None: as many as position embeddings allow, or `LONGEST`. A program of one
+            length has `length` tokens, by default as many as the samples in training.
+
+    Raises:
+        ConfigError: There is no program for the task, or the model does not take the length.
+    """
+    task, model = run.recipe.task.name, run.model
+    if task not in PORTS:
+        raise ConfigError(f"{run.folder}: task {task!r} cannot be exported as a program, only {', '.join(PORTS)}")
+    inputs, output = PORTS[task](run)
+    longest = None
+    if any(LENGTH in port.shape for port in inputs):
+        longest = longest_input(run, length)
+        if has_one_length(model):
+            inputs, output = tuple(with_length(port, longest) for port in inputs), with_length(output, longest)
+        elif "chunk" in forms_of(model):
+            set_form(model, "chunk", max(CHUNK, -(-(longest + 1) // CHUNKS)))
+    elif length is not None:
+        raise ConfigError(f"--length: {run.folder}: its inputs have one size")
+    files = {METADATA: json.dumps(metadata(run, inputs, output, longest), indent=2)}
+    if isinstance(run.task.info, TextInfo):
+        files[TOKENIZER] = dressed(open_tokenizer_of(run, overrides))[0].to_str()
+    module = (Tokens if len(inputs) > 1 else Pixels)(model).eval()
+    return Program(module, inputs, output, longest, files)
+
+
+def longest_input(run: LoadedRun, length: int | None) -> int | None:
+    """Return the number of tokens of the longest input; None if there is no limit."""
+    limit, size = run.model.longest, run.task.info.sample_size
+    if length is not None and limit is not None and length > limit:
+        raise ConfigError(f"--length: {run.folder}: its model has {limit} position embeddings, got {length}")
+    if length is not None:
+        return length
+    if has_one_length(run.model):
+        return size if limit is None else min(size, limit)
+    return limit if limit is not None or "chunk" not in forms_of(run.model) else max(size, LONGEST)
+
+
+def has_one_length(model: nn.Module) -> bool:
+    """Return whether a graph of the model has one length, because it unrolls a loop over tokens."""
+    return any(isinstance(part, TPE) or (isinstance(part, Decay) and part.delta) for part in model.modules())
+
+
+def with_length(port: Port, length: int) -> Port:
+    return replace(port, shape=tuple(length if n == LENGTH else n for n in port.shape))
+
+
+def metadata(run: LoadedRun, inputs: Sequence[Port], output: Port, longest: int | None) -> dict[str, object]:
+    """Return the description of a program as plain data. `data` holds class names, and special tokens by name."""
+    return {
+        "lion": lion.__version__,
+        "run": run.folder.resolve().name,
+        "task": run.recipe.task.name,
+        "model": run.recipe.model.name,
+        "mixer": run.recipe.model.mixer,
+        "step": run.checkpoint["step"],
+        "parameters": count_parameters(run.model),
+        "inputs": [port.described() for port in inputs],
+        "outputs": [output.described()],
+        "longest": longest,
+        "data": run.task.info.to_dict(),
+    }
+
+
+class Writer(Protocol):
+    """A function that writes a program, and its graph, to a file."""
+
+    def __call__(self, program: Program, graph: ExportedProgram, path: Path) -> None: ...
+
+
+def export_program(
+    run: LoadedRun,
+    out: Path,
+    overrides: Sequence[str],
+    length: int | None,
+    *,
+    write: Writer,
+    load: Callable[[Path], Callable[..., Tensor]],
+) -> str:
+    """Write the program of a run, load it again, and return a line that describes it and its deviation."""
+    program = make_program(run, overrides, length)
+    with written(out) as path:
+        write(program, program.graph(), path)
+        apart = program.deviation(load(path))
+        check_finite(torch.tensor(apart), run.folder)
+    ports = ", ".join(f"{p.name} ({', '.join(map(str, p.shape))})" for p in (*program.inputs, program.output))
+    limit = f", at most {program.longest} tokens" if LENGTH in ports and program.longest is not None else ""
+    return f"{ports}{limit}; largest deviation of an output: {apart:.1e}"

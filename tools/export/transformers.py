@@ -1,0 +1,98 @@
+"""Export of a BERT or GPT run with softmax attention to a folder of transformers' own classes, the inverse of convert.
+
+`AutoModelForMaskedLM` or `AutoModelForCausalLM`, and `AutoTokenizer`, load the folder with `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import processors
+
+from data.text.tokenizers import Tokenizer
+from lion.config import ConfigError
+from lion.files import save_json, sync
+from lion.runs import LoadedRun
+from tools.compose import open_tokenizer_of
+from tools.convert import CONVERTERS, converter_of
+from tools.convert.files import CONFIG, FOLDER, safetensors
+from tools.convert.language import LanguageConverter
+from tools.export.place import written
+
+
+def classic(run: LoadedRun) -> bool:
+    """Return whether a class of transformers itself has the model of a run."""
+    converter = CONVERTERS.get(run.recipe.model.name)
+    if converter is None or not issubclass(converter, LanguageConverter):
+        return False
+    try:
+        converter().restored(run.model)
+    except ConfigError:
+        return False
+    return run.model.config.mlp in converter.format.activations.values()
+
+
+ROLES = {  # names of special tokens in transformers
+    "pad": ("pad_token",),
+    "mask": ("mask_token",),
+    "cls": ("cls_token",),
+    "sep": ("sep_token",),
+    "unk": ("unk_token",),
+    "end": ("bos_token", "eos_token"),
+}
+
+
+def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: None) -> str:
+    """Write the folder `out`, and return a line that describes it.
+
+    Raises:
+        ConfigError: transformers has no such model (`classic`), or the tokenizer of the run is not found.
+    """
+    write = safetensors(out).save_file
+    converter = converter_of(run.recipe)
+    tokenizer = open_tokenizer_of(run, overrides)
+    try:
+        weights = {
+            name: value.clone(memory_format=torch.contiguous_format)
+            for name, value in converter.restored(run.model).items()
+        }
+        config = converter.config(run.model, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"{run.folder}: {error}") from None
+    inner, described = dressed(tokenizer)
+    kinds = ["token_type_ids"] if config.get("type_vocab_size", 1) > 1 else []
+    described |= {"model_input_names": ["input_ids", *kinds, "attention_mask"]}
+    described |= {"model_max_length": run.model.longest}
+    with written(out) as folder:
+        folder.mkdir()
+        write(weights, folder / FOLDER[0], metadata={"format": "pt"})
+        sync(folder / FOLDER[0])
+        save_json(folder / CONFIG, config)
+        inner.save(str(folder / "tokenizer.json"))
+        save_json(folder / "tokenizer_config.json", described)
+    parameters = f"{sum(w.numel() for w in weights.values()):,} parameters"
+    return f"{config['architectures'][0]}, {parameters}, {tokenizer.vocabulary:,} ids"
+
+
+def dressed(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Return the tokenizer in the format of transformers, and its configuration.
+
+    There, special tokens are recognized in text, and are added around text. The configuration holds their roles.
+    """
+    inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
+    words = {name: inner.id_to_token(i) for name, i in tokenizer.special.items()}
+    inner.add_special_tokens(list(words.values()))
+    framed = bool(tokenizer.frame[0])
+    if framed and inner.post_processor is None:
+        cls, sep = words["cls"], words["sep"]
+        ids = [(words[name], tokenizer.special[name]) for name in ("cls", "sep")]
+        single = f"{cls} $A {sep}"
+        inner.post_processor = processors.TemplateProcessing(
+            single=single, pair=f"{single} $B:1 {sep}:1", special_tokens=ids
+        )
+    roles = {role: words[name] for name, taken in ROLES.items() if name in words for role in taken}
+    return inner, {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
