@@ -1,4 +1,8 @@
+import runpy
+
 from setuptools import find_packages, setup
+
+DISTRIBUTION = runpy.run_path("lion/distribution.py")
 
 EXTRAS = {
     "convert": ["safetensors"],
@@ -9,15 +13,15 @@ EXTRAS = {
     "plots": ["matplotlib"],
     "timm": ["timm>=1.0.26"],
     "transformers": ["transformers>=5.23"],
-    "dev": ["accelerate", "pytest", "pytest-xdist", "ruff"],
+    "dev": ["accelerate", "mypy", "pytest", "pytest-xdist", "ruff"],
 }
 
 # What a wheel holds in the folder `lion/clone`, so that site-packages gets no top-level `data` or `tools`.
 CLONE = ("data", "tools", "recipes")
 
 setup(
-    name="lion-attention",  # on the index, "lion" is another project; the import and the command are `lion`
-    version="0.1.0",
+    name=DISTRIBUTION["NAME"],
+    version=DISTRIBUTION["VERSION"],
     description="Linear attention for bidirectional sequence modelling: full attention, chunks and an RNN",
     license="MIT",
     python_requires=">=3.11",
@@ -27,7 +31,7 @@ setup(
         "lion.clone.recipes",
     ],
     package_dir={f"lion.clone.{name}": name for name in CLONE},
-    package_data={f"lion.clone.{name}": ["**/*.yaml"] for name in CLONE},
+    package_data={"lion": ["py.typed"]} | {f"lion.clone.{name}": ["**/*.yaml"] for name in CLONE},
     entry_points={"console_scripts": ["lion = lion.__main__:main"]},
     install_requires=["torch>=2.11", "torchvision", "datasets", "tokenizers", "numpy", "pyyaml", "tensorboard", "tqdm"],
     extras_require={**EXTRAS, "all": sorted({name for names in EXTRAS.values() for name in names})},

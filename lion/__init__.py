@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lion.distribution import VERSION
+
 if TYPE_CHECKING:
     from lion.evaluation.run import evaluate_run
     from lion.inference.text import generate
@@ -15,8 +17,7 @@ if TYPE_CHECKING:
     from lion.recipe import load_recipe
     from lion.runs import load, open_run
 
-__version__ = "0.1.0"
-DISTRIBUTION = "lion-attention"  # the name on the package index, where "lion" is another project
+__version__ = VERSION
 __all__ = [
     "Layout",
     "LionAttention",

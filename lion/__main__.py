@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import lion
+from lion.distribution import NAME
+
 HERE = Path(__file__).resolve().parent
 SETTINGS = {
     # Threads that wait for each other spin briefly, then sleep: left to spin, sharing the cores with one other process
@@ -20,6 +23,12 @@ SETTINGS = {
 
 def main() -> NoReturn:
     """Replace this process by `python -m tools`, with the `data`, `tools` and `recipes` of the wheel or the clone."""
+    if "linear_attention" not in vars(lion).get("__all__", ()):  # the last of two installed packages wins
+        sys.stderr.write(
+            "error: another project named 'lion' has replaced this package: pip uninstall lion, "
+            f"then pip install --force-reinstall --no-deps {NAME}\n"
+        )
+        sys.exit(2)
     env, wheel = SETTINGS | os.environ, HERE / "clone"
     folder = str(wheel if wheel.is_dir() else HERE.parent)
     if folder != os.getcwd():  # safe: child processes, too, import no `tools` or `data` of the current folder

@@ -17,6 +17,7 @@ FOLDERS = ("lion", "data", "tools", "recipes")
 DOCS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
     *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md")),
 ]
 

@@ -11,9 +11,17 @@ import pytest
 import torch
 
 import lion
+from lion.distribution import NAME, VERSION
 from tests.helpers import ROOT, here, tiny_recipe
 
 FOLDERS = ("lion", "data", "tools", "recipes")
+GPT = """
+task: {name: causal_lm}
+data: {name: text, path: text.txt, tokenizer: bytes, pack: windows, length: 17, split: tail, val_split: 0.1}
+model: {mixer: lion_s, dim: 16, depth: 1, num_heads: 2}
+trainer: {batch_size: 4, steps: 2, eval_every: 2, save_every: 2, compile: false, device: cpu}
+optim: {lr: 1e-3}
+"""
 PROGRAM = """
 import json, sys
 site, run = sys.argv[1:]
@@ -59,8 +67,9 @@ def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
     run("-m", "pip", "wheel", *offline, "--no-build-isolation", "--wheel-dir", tmp_path, clone, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     held = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    kept = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".yaml")]
-    assert held == {in_a_wheel(path) for path in kept}
+    kept = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".yaml", ".typed")]
+    assert held == {in_a_wheel(path) for path in kept} and "lion/py.typed" in held
+    assert wheel.name.startswith(f"{NAME.replace('-', '_')}-{VERSION}-")
     run("-m", "pip", "install", *offline, "--target", site, wheel, cwd=tmp_path)
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     folder = tmp_path / "runs" / "tiny"
@@ -78,3 +87,15 @@ def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
     run("-m", "lion", "trainer.steps=2", "trainer.compile=false", "--no-eval", cwd=empty, env=env)
     written = json.loads((empty / "runs" / "quickstart" / "environment.json").read_text())
     assert written["commit"] is None and list((empty / "runs" / "quickstart" / "checkpoints").iterdir())
+    assert "top-1 %" in run(site / "bin" / "lion", "eval", "quickstart", "--form", "rnn", "--eager", cwd=empty, env=env)
+    (empty / "text.txt").write_text("the cat sat on the mat. " * 100)
+    (empty / "gpt.yaml").write_text(GPT)
+    run("-m", "lion", "./gpt.yaml", f"data.root={empty / 'data'}", "--no-eval", cwd=empty, env=env)
+    text = run("-m", "lion", "generate", "gpt", "--prompt", "the ", "--tokens", 3, "--eager", cwd=empty, env=env)
+    assert text.startswith("the ") and len(text) == len("the ") + 3 + 1
+
+    (site / "lion" / "__init__.py").write_text("Mapper = None\n")  # the other project `lion`, installed later
+    line = [sys.executable, site / "bin" / "lion", "list"]
+    done = subprocess.run(line, cwd=empty, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.startswith("error: another project named 'lion' has replaced")
+    assert done.stderr.count("\n") == 1 and NAME in done.stderr

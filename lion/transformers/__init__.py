@@ -5,12 +5,12 @@ The import registers `LionConfig` and all models, so that the Auto classes find 
 models: `attn_implementation="lion_lit"`.
 """
 
-from lion import DISTRIBUTION
+from lion.distribution import NAME
 
 try:
     import transformers
 except ImportError:
-    raise ImportError(f"lion.transformers needs transformers: pip install '{DISTRIBUTION}[transformers]'") from None
+    raise ImportError(f"lion.transformers needs transformers: pip install '{NAME}[transformers]'") from None
 
 from lion.transformers.attention import add_decays, register_attention
 from lion.transformers.cache import LionCache

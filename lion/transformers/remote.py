@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lion import DISTRIBUTION
+from lion.distribution import NAME
 from lion.files import save_text
 
 FILE = "modeling_lion.py"
@@ -18,12 +18,12 @@ AUTO = {  # our class, by Auto class
 }
 AUTO_MAP = {auto: f"{FILE.removesuffix('.py')}.{kind}" for auto, kind in AUTO.items()}
 # transformers asks to install every import outside of `try` by its name, and "lion" on the index is another project
-CODE = f'''"""Models of the package lion: pip install '{DISTRIBUTION}[transformers]'"""
+CODE = f'''"""Models of the package lion: pip install '{NAME}[transformers]'"""
 
 try:
     from lion.transformers import {", ".join(AUTO.values())}
 except ImportError as error:
-    raise ImportError("this model needs the package lion: pip install '{DISTRIBUTION}[transformers]'") from error
+    raise ImportError("this model needs the package lion: pip install '{NAME}[transformers]'") from error
 '''
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from transformers.dynamic_module_utils import check_imports
 
-from lion import DISTRIBUTION
+from lion.distribution import NAME
 from lion.transformers import LionForCausalLM
 from lion.transformers.remote import FILE
 from tests.transformers.tiny import ids, made
@@ -43,7 +43,7 @@ def test_a_process_loads_it_by_its_remote_code(tmp_path):
     code = [sys.executable, "-c", LOAD, str(tmp_path)]
     found = subprocess.run(code, capture_output=True, text=True, env={**os.environ, **places})
     assert found.returncode == 0, found.stderr
-    line = f"this model needs the package lion: pip install '{DISTRIBUTION}[transformers]'"
+    line = f"this model needs the package lion: pip install '{NAME}[transformers]'"
     assert found.stdout.splitlines() == [line, line]
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(ids(1, 6)).logits.detach())
     again = {path.name for path in (tmp_path / "again").iterdir()}

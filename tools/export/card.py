@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from lion import DISTRIBUTION
 from lion.config import ConfigError
+from lion.distribution import NAME
 from lion.recipe import Recipe
 from lion.runs import ENVIRONMENT, RECIPE, SUMMARY, LoadedRun, count_parameters
 from tools.compose import metric_of
@@ -60,12 +60,12 @@ def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
 
 # {name}
 
-A model for {task} with the mixer `{c.mixer}` of [{DISTRIBUTION}](https://pypi.org/project/{DISTRIBUTION}).
+A model for {task} with the mixer `{c.mixer}` of the package `{NAME}`.
 
 ## Use
 
 ```bash
-pip install '{DISTRIBUTION}[transformers]'
+pip install '{NAME}[transformers]'
 ```
 
 ```python

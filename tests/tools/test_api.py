@@ -1,0 +1,52 @@
+"""The public interface: its page, its annotations, and its version."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import lion
+from lion.distribution import VERSION
+from tests.helpers import ROOT
+from tools.api import MODULES, PAGE, page
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text() == page(), "run python -m tools.api"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_functions_and_methods_are_annotated(module):
+    exported = importlib.import_module(module)
+    for name in exported.__all__:
+        value = getattr(exported, name)
+        if not (inspect.isfunction(value) or inspect.isclass(value)):
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
+        (top,) = tree.body
+        methods = [m for m in top.body if isinstance(m, ast.FunctionDef)] if isinstance(top, ast.ClassDef) else [top]
+        for method in (m for m in methods if m.name == "__init__" or not m.name.startswith("_")):
+            args = method.args
+            plain = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+            bare = [a.arg for a in plain if a.annotation is None and a.arg not in ("self", "cls")]
+            assert not bare and method.returns is not None, f"{module}.{name}.{method.name}: {bare}"
+
+
+def test_a_type_checker_sees_the_public_interface():
+    """Check a program with mypy, in which mistakes are marked: a mark without a mistake is an error, too."""
+    pytest.importorskip("mypy")
+    options = ["--strict", "--follow-imports=silent", "--ignore-missing-imports", "--no-error-summary"]
+    line = [sys.executable, "-m", "mypy", *options, "--cache-dir", "/dev/null", "tests/typed_use.py"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert not done.stdout and not done.stderr
+
+
+def test_one_version_everywhere():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION) and lion.__version__ == VERSION
+    assert f"\n## {VERSION}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()

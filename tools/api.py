@@ -1,0 +1,129 @@
+"""Write `reports/api.md`, the page of the public interface, from the docstrings: python -m tools.api"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lion.files import save_text
+
+PAGE = Path(__file__).resolve().parent.parent / "reports" / "api.md"
+MODULES = ("lion", "lion.ops", "lion.layers.mixers")  # whose `__all__` is public
+SECTION = re.compile(r"(Args|Attributes|Returns|Raises):$")
+
+
+def main() -> None:
+    save_text(PAGE, page())
+
+
+def page() -> str:
+    """Return the page in Markdown. An object is described in the first module that exports it."""
+    lines = [
+        "# Public interface",
+        "",
+        "Generated from the docstrings by `python -m tools.api`. Versions are semantic: what is listed here changes",
+        "incompatibly only with the first number, and before 1.0 with the second.",
+    ]
+    seen: dict[int, str] = {}
+    for module in MODULES:
+        lines += ["", f"## {module}"]
+        exported = importlib.import_module(module)
+        for name in sorted(exported.__all__, key=str.lower):
+            value = getattr(exported, name)
+            described = inspect.isfunction(value) or inspect.isclass(value)
+            if described and id(value) in seen:
+                lines += ["", f"### {name}", "", f"See `{seen[id(value)]}`."]
+            elif described:
+                seen[id(value)] = f"{module}.{name}"
+                lines += ["", f"### {name}", "", *described_object(name, value)]
+            else:
+                lines += ["", f"### {name}", "", constant(value)]
+    return "\n".join(lines) + "\n"
+
+
+def described_object(name: str, value: Any) -> Iterator[str]:
+    """Yield the lines that describe a function, or a class with its public methods."""
+    node = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+    yield from code(f"{name}{signature(node)}")
+    yield from docstring(node)
+    for method in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and ast.get_docstring(method):
+            plain = any(ast.unparse(d).endswith("property") for d in method.decorator_list)
+            yield ""
+            yield from code(f"{name}.{method.name}{'' if plain else signature(method)}")
+            yield from docstring(method)
+
+
+def signature(node: ast.AST) -> str:
+    """Return the arguments of a function, of the constructor of a class, or the fields of a class without one."""
+    if isinstance(node, ast.ClassDef):
+        made = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
+        if made:
+            return f"({without_self(made[0])})"
+        fields = [f for f in node.body if isinstance(f, ast.AnnAssign) and "ClassVar" not in ast.unparse(f.annotation)]
+        return f"({', '.join(map(ast.unparse, fields))})"
+    assert isinstance(node, ast.FunctionDef)
+    returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"({without_self(node)}){returned}"
+
+
+def without_self(node: ast.FunctionDef) -> str:
+    return re.sub(r"^(self|cls)(, |$)", "", ast.unparse(node.args))
+
+
+def code(text: str) -> Iterator[str]:
+    """Yield a line of Python as a block of code, one argument per line if it is long."""
+    wrapped = text if len(text) <= 120 else re.sub(r"^(\w+(?:\.\w+)?)\((.*)\)", one_per_line, text)
+    yield from ("```python", wrapped, "```")
+
+
+def one_per_line(found: re.Match[str]) -> str:
+    parts, depth = [""], 0
+    for character in found[2]:
+        depth += (character in "[(") - (character in ")]")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return f"{found[1]}(\n" + "".join(f"    {part.strip()},\n" for part in parts) + ")"
+
+
+def docstring(node: Any) -> Iterator[str]:
+    """Yield a docstring in Markdown: sections such as `Args:` become lists."""
+    text = ast.get_docstring(node)
+    if text is None:
+        return
+    yield ""
+    section = ""
+    for line in text.split("\n"):
+        if found := SECTION.match(line):
+            section = found[1]
+            yield from (f"**{section}**", "")
+            continue
+        if line and not line.startswith(" "):
+            section = ""
+        if not section or not line:
+            yield line
+        elif section == "Returns":
+            yield line.strip()
+        elif line.startswith("     "):
+            yield f"  {line.strip()}"
+        else:
+            item, _, rest = line.strip().partition(": ")
+            yield f"- `{item}`: {rest}"
+
+
+def constant(value: Any) -> str:
+    """Describe a table or tuple by its names."""
+    names = value if isinstance(value, (dict, tuple)) and all(isinstance(n, str) for n in value) else (repr(value),)
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    main()
