@@ -155,7 +155,7 @@ class ViT(ImageClassifier):
             return weights
         first, extra, last = source.position_parts(weights["position"])
         own = self.position_parts(self.position.detach())[1]
-        if own.shape != extra.shape:
+        if own.shape[1] != extra.shape[1]:
             extra = own
         places = interpolated(torch.cat([first, last], 1), source.patches, self.patches)
         position = torch.cat([places[:, : self.before], extra, places[:, self.before :]], 1)

@@ -13,11 +13,11 @@ from data.text.tokenizers import make_tokenizer, open_tokenizer
 from lion.models.bert import Bert, BertConfig
 from lion.runs import init_from, open_run
 from tests.helpers import here, refuse, state_of
-from tools import export
 from tools.compose import make_task, resolve
 from tools.convert import write_run
 from tools.convert.bert import BertConverter
 from tools.convert.language import ratio
+from tools.export import transformers as classes
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -409,7 +409,7 @@ def test_giving_back_writes_all_or_nothing(tokenizers, tmp_path, capsys, monkeyp
     assert "their: exists already" in refuse(capsys, "export", run, tmp_path / "their")
     (tmp_path / "file").write_text("")
     assert "cannot be written (" in refuse(capsys, "export", run, tmp_path / "file" / "back")
-    monkeypatch.setattr(export, "save_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(classes, "save_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         here("export", run, tmp_path / "back")
     assert sorted(os.listdir(tmp_path)) == ["file", "run", "their"]
