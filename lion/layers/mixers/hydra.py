@@ -15,35 +15,32 @@ The shift stays within a segment and skips padding, at which the released code l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import check_settings, fill, setting
+from lion.config import setting
 from lion.layers.convolution import Row, ShortConvolution, last_tokens, neighbour
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.mixers.attention import ALTERNATING, AttentionConfig
-from lion.layers.mixers.base import Mixer, MixerInfo, check_state, state_type
+from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.decay import fold, linear
 from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
-from lion.layers.norms import NO_NORM, RMSNorm
-from lion.layers.rotations import NO_ROTATION
+from lion.layers.mixers.state_space import SIDES, StateSpaceConfig, StateSpaceMixer
+from lion.layers.norms import RMSNorm
 from lion.ops import FORMS, State, initial_state, linear_attention, no_autocast, prefill, step
 
 HYDRA = "hydra"
-CONV_WIDTH, NORM_EPS = 7, 1e-5
-SIDES = {"both": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",)}
+NORM_EPS = 1e-5
 NEIGHBOURS = {"forward": -1, "backward": 1}  # of token i, the token whose output of the scan it reads
 SCAN = {"normalize": "none", "decay_convention": "target", "scale": 1.0, "feature_map": None}
-OFF = (None, 0, False, "none")  # values of settings that turn a part off, which Hydra does not have anyway
 
 
 @dataclass
-class HydraConfig(AttentionConfig):
+class HydraConfig(StateSpaceConfig):
     """Settings of a Hydra layer.
 
     `expand` is the width of all heads together divided by that of the tokens, `state` the number of key dimensions of a
@@ -51,16 +48,7 @@ class HydraConfig(AttentionConfig):
     the layer has one scan, and the convolution sees no token beyond it.
     """
 
-    expand: int = setting(2, min=1, max=64)
     state: int = setting(64, min=1, max=65_536)
-
-    def label(self) -> str:
-        usual = HydraConfig()
-        return ", ".join(f"{name} {getattr(self, name)}" for name in OWN if getattr(self, name) != getattr(usual, name))
-
-
-OWN = tuple(HydraConfig.__annotations__)
-SHARED = ("conv_width", "direction", "form", "chunk_size")
 
 
 @state_type
@@ -87,7 +75,7 @@ class Streams(NamedTuple):
     scans: list[tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
-class HydraAttention(Mixer):
+class HydraAttention(StateSpaceMixer):
     """Hydra's quasi-separable mixer, in every form and direction.
 
     Args:
@@ -102,18 +90,14 @@ class HydraAttention(Mixer):
 
     Config = HydraConfig
     forms = FORMS
+    usual: ClassVar[dict[str, Any]] = {"conv_width": 7}
 
     def __init__(
         self, dim: int, num_heads: int, mixer: str = HYDRA, config: HydraConfig | None = None, **settings: Any
     ) -> None:
-        super().__init__()
-        if num_heads < 1 or dim < 1 or dim % num_heads:
-            raise ValueError(f"dim: expected a multiple of num_heads={num_heads}, got {dim}")
-        self.config = c = self.resolve(mixer, replace(config or HydraConfig(), **settings))
-        if c.direction == ALTERNATING:
-            raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
+        super().__init__(dim, num_heads, mixer, config, **settings)
+        c = self.config
         self.num_heads, self.sides = num_heads, SIDES[c.direction]
-        self.form, self.chunk_size = c.form, c.chunk_size
         inner, vectors = c.expand * dim, 2 * c.state * len(self.sides)
         self.split = (inner, vectors)
         self.inputs = nn.Linear(dim, 2 * inner + vectors, bias=False)  # z, x, then B and C of each direction
@@ -127,43 +111,12 @@ class HydraAttention(Mixer):
         self.proj = nn.Linear(inner, dim, bias=False)
 
     @staticmethod
-    def resolve(name: str, config: AttentionConfig) -> HydraConfig:
-        if not isinstance(config, HydraConfig):
-            config = HydraConfig(**vars(config))
-        check_settings(config)
-        for field in fields(config):
-            value = getattr(config, field.name)
-            if field.name not in (*OWN, *SHARED) and value != field.default and value not in OFF:
-                raise ValueError(
-                    f"{field.name}: not available with mixer {name!r}, which has {', '.join((*OWN, *SHARED))}"
-                )
-        if config.conv_width == 0:
-            raise ValueError(f"conv_width: mixer {name!r} has a convolution, expected at least 1")
-        return fill(config, {"rotation": NO_ROTATION, "out_norm": NO_NORM, "conv_width": CONV_WIDTH})
-
-    @staticmethod
     def info(name: str) -> MixerInfo:
         return MixerInfo("Hydra, 2407.09941", "a token and head", left_out="nothing")
 
-    @staticmethod
-    def knows_order(name: str, config: AttentionConfig) -> bool:
-        return True
-
-    @property
-    def causal(self) -> bool:
-        return self.config.direction == "forward"
-
-    def check_causal(self) -> None:
-        if not self.causal:
-            raise ValueError(f"direction: only 'forward' streams, this layer has {self.config.direction!r}")
-
-    def set_form(self, form: str, chunk_size: int | None = None) -> None:
-        self.form = form
-        self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
-
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
         layout = Layout.given(x, layout)
-        x = layout.clean(x)
+        x = self.cleaned(x, layout)
         z, wide = self.project(x)
         streams = self.streams(x, z, self.convolution(wide, layout))
         settings = {**SCAN, "form": self.form, "chunk_size": self.chunk_size, "segments": layout.segments}
@@ -175,8 +128,6 @@ class HydraAttention(Mixer):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gate z (B, L, expand * dim) and the input of the convolution, of x (B, L, dim)."""
-        if x.dim() != 3 or x.shape[-1] != self.inputs.in_features:
-            raise ValueError(f"x: expected tokens (B, L, {self.inputs.in_features}), got shape {tuple(x.shape)}")
         inner, vectors = self.split
         return self.inputs(x).split([inner, inner + vectors], -1)
 
@@ -210,7 +161,7 @@ class HydraAttention(Mixer):
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, HydraState]:
         self.check_causal()
         layout = Layout.given(x, layout)
-        x = layout.clean(x)
+        x = self.cleaned(x, layout)
         z, wide = self.project(x)
         wide, tokens = self.convolution.prefill(wide, layout)
         streams = self.streams(x, z, wide)
@@ -223,7 +174,7 @@ class HydraAttention(Mixer):
         self.check_causal()
         check_state(state, HydraState)
         layout = Layout.of(x, valid)
-        x = layout.clean(x)
+        x = self.cleaned(x, layout)
         z, wide = self.project(x)
         wide, tokens = self.convolution.step(wide, state.tokens, valid)
         streams = self.streams(x, z, wide)

@@ -71,6 +71,8 @@ class StateSpaceMixer(Mixer):
                 raise ValueError(
                     f"{field.name}: not available with mixer {name!r}, which has {', '.join((*OWN, *SHARED))}"
                 )
+        if config.conv_width == 0:
+            raise ValueError(f"conv_width: mixer {name!r} has a convolution, expected at least 1")
         if config.form not in ("auto", *layer.forms):
             raise ValueError(
                 f"form {config.form!r} is not available with mixer {name!r}, which has {', '.join(layer.forms)}"
