@@ -6,7 +6,8 @@ from torch import nn
 from torch.export import Dim, export
 
 import lion
-from lion.layers.mixers import AttentionConfig
+from lion.layers.mixers import MIXERS as ALL_MIXERS
+from lion.layers.mixers import AttentionConfig, make_mixer, set_form
 from lion.layers.mixers.linear import LinearState
 from lion.models.vit import ViT, ViTConfig
 
@@ -87,6 +88,19 @@ def test_vit(mixer, attention):
     for batch in BATCHES:
         images = torch.randn(batch, 1, 18, 18)
         assert_close(exported(images), model(images), 1e-6, f"batch {batch}")
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", ALL_MIXERS)
+def test_graphs_take_all_lengths_unless_unrolled(name):
+    mixer = make_mixer(name, 16, 2, ALL_MIXERS[name].layer.Config()).eval()
+    if mixer.unrolled:
+        return
+    set_form(mixer, "chunk" if "chunk" in mixer.forms else "full")
+    exported = export(mixer, (torch.randn(3, 100, 16),), dynamic_shapes=(BOTH,)).module()
+    for length in LENGTHS:
+        x = torch.randn(2, length, 16)
+        assert_close(exported(x), mixer(x), 5e-6, f"{length} tokens")
 
 
 def run_onnx(module: nn.Module, example: torch.Tensor, dynamic: dict, inputs: list[torch.Tensor]) -> None:

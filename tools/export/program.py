@@ -2,7 +2,7 @@
 
 A program takes uint8 pixels, or token ids with a mask of padding, in batches of any size. It contains the normalisation
 of pixels, but no scaling of images. Linear mixers run in chunks, and then one graph serves all lengths up to `CHUNKS`
-chunks. The loops of delta rules and of MD-TPE on text are unrolled, so that their programs have one length.
+chunks. The loops of delta rules, of Vim and of MD-TPE on text are unrolled, so that their programs have one length.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch.export import Dim, ExportedProgram
 
 import lion
 from lion.config import ConfigError
-from lion.layers.mixers import forms_of, set_form
-from lion.layers.mixers.decay import Decay
+from lion.layers.mixers import forms_of, mixers_of, set_form
 from lion.layers.tpe import TPE
 from lion.ops.chunk import GROUP
 from lion.runs import LoadedRun, count_parameters
@@ -146,7 +145,7 @@ def longest_input(run: LoadedRun, length: int | None) -> int | None:
 
 def has_one_length(model: nn.Module) -> bool:
     """Return whether a graph of the model has one length, because it unrolls a loop over tokens."""
-    return any(isinstance(part, TPE) or (isinstance(part, Decay) and part.delta) for part in model.modules())
+    return any(mixer.unrolled for mixer in mixers_of(model)) or any(isinstance(part, TPE) for part in model.modules())
 
 
 def with_length(port: Port, length: int) -> Port:

@@ -46,6 +46,11 @@ class Mixer(nn.Module):
     Config: ClassVar[type]  # the recipe's `model.attention` section, `AttentionConfig` or a subclass
     forms: ClassVar[tuple[str, ...]] = ("full",)  # in which the mixer can run; the first is the default
 
+    @property
+    def unrolled(self) -> bool:
+        """Return whether an exported graph unrolls a loop over tokens, so that it has one length."""
+        return False
+
     @staticmethod
     def resolve(name: str, config: Any) -> Any:
         """Return `config` with every None replaced by the convention of the mixer `name`.

@@ -215,6 +215,10 @@ class LionAttention(Attention):
         return self.config.scans == ROW_MAJOR and not self.config.score_dropout and not self.neighbours
 
     @property
+    def unrolled(self) -> bool:
+        return any(decay.delta for decay in self.decays)
+
+    @property
     def causal(self) -> bool:
         return super().causal and self.config.scans == ROW_MAJOR
 

@@ -151,6 +151,10 @@ class VimMixer(StateSpaceMixer):
         source = "Vim, 2401.09417; in one direction Mamba, 2312.00752"
         return MixerInfo(source, "a token, channel and state dimension", left_out="nothing")
 
+    @property
+    def unrolled(self) -> bool:
+        return True
+
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
         layout = Layout.given(x, layout)
         u, z = self.inputs(self.cleaned(x, layout)).chunk(2, -1)
