@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import resource
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from lion.config import ConfigError
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import LINEAR, LionAttention
 from lion.ops import Part
+from lion.trainer.memory import tensor_peak
 from tools.cli import Parser, count, table
 from tools.gpu.targets import TARGETS
 
@@ -77,7 +77,7 @@ def estimates(layer: Layer, length: int) -> list[dict[str, float]]:
 
 
 def measure(length: int, processes: int, mixer: str, layer: Layer) -> float:
-    """Measure the memory in bytes, beyond the start, in which a process trains a layer on its part of a row."""
+    """Measure the largest memory in bytes of the tensors with which a process trains a layer on its part of a row."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_train, (processes, folder, length, mixer, layer), nprocs=processes, start_method="spawn")
         return max(float(path.read_text()) for path in Path(folder).glob("*.bytes"))
@@ -95,16 +95,10 @@ def _train(rank: int, processes: int, folder: str, length: int, mixer: str, laye
         module(torch.randn(1, part.size(length), layer.heads * layer.dim), layout).sum().backward()
 
     train(2 * CHUNK * processes)  # loads libraries
-    before = peak()
-    train(length)
-    (Path(folder) / f"{rank}.bytes").write_text(str(peak() - before))
+    used = tensor_peak(lambda: train(length), torch.device("cpu"))
+    (Path(folder) / f"{rank}.bytes").write_text(str(used))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def peak() -> int:
-    """Return the largest memory of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main(argv: list[str]) -> int:
@@ -125,7 +119,7 @@ def main(argv: list[str]) -> int:
             rows.append([f"{length:,}", *found])
         header = ["tokens", *(f"{n} processes" for n in args.processes)]
         print(
-            f"MiB of each process: {args.mixer}, forward and backward, {args.heads} x {args.dim}, float32, eager, CPU"
+            f"MiB of tensors in each process: {args.mixer}, forward and backward, {args.heads} x {args.dim}, float32, eager, CPU"
         )
         print(table(header, rows) + "\n")
     layer = Layer(12, args.dim)
