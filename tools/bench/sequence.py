@@ -119,7 +119,8 @@ def main(argv: list[str]) -> int:
             rows.append([f"{length:,}", *found])
         header = ["tokens", *(f"{n} processes" for n in args.processes)]
         print(
-            f"MiB of tensors in each process: {args.mixer}, forward and backward, {args.heads} x {args.dim}, float32, eager, CPU"
+            f"MiB of tensors in each process: {args.mixer}, forward and backward, {args.heads} x {args.dim}, float32, "
+            "eager, CPU"
         )
         print(table(header, rows) + "\n")
     layer = Layer(12, args.dim)
