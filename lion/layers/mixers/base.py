@@ -35,9 +35,9 @@ class MixerInfo(NamedTuple):
 
 
 class Mixer(nn.Module):
-    """A module that mixes the tokens of a sequence. A new kind is one file and its line in `lion.layers.KINDS`.
+    """A module that mixes the tokens of a sequence. A new kind is one file with its `FAMILY`.
 
-    The constructor is `Kind(dim, num_heads, name, config)`, where `name` is the key in `KINDS`.
+    The constructor is `Kind(dim, num_heads, name, config)`, where `name` is the key in `MIXERS`.
 
     A state is a tuple of tensors of any structure: a NamedTuple, registered with `state_type`, so that `torch.save` and
     `torch.load(weights_only=True)` accept it.
