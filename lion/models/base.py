@@ -20,7 +20,7 @@ class ModelConfig(Section):
     """
 
     name: str  # a key of `MODELS`
-    mixer: str  # a key of `lion.layers.KINDS`
+    mixer: str  # a key of `lion.layers.mixers.MIXERS`
 
     def resolved(self) -> Self:
         """Return the config with every None replaced by its convention: the settings of the model that is built.
