@@ -25,6 +25,7 @@ COLOURS = {
     "kda": "#a65628",
     "comba": "#d9a441",
     "gdn2": "#6f4518",
+    "deltaproduct": "#e6a57e",
     "rwkv7": "#393b79",
 }
 OTHER = "#5c5c5c"

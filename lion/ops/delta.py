@@ -107,7 +107,7 @@ def delta_chunks(
         S, new = chunk_states(p.gram[0], p.read, right, p.erase, p.kept, written)
     else:
         S, new = None, new_values(p, right)
-    state = empty._replace(S=S[-1]) if final else None
+    state = empty._replace(S=S[-1].clone()) if final else None  # not a view of all states
     S = S if S is None else S[:-1]
     return merged(outputs(p, S, new, y), direction)[:, :, :length], state
 
