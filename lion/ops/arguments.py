@@ -39,7 +39,8 @@ class Gates(NamedTuple):
         log_decay: Logarithms log lambda <= 0. None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with one lambda for
             each key dimension, (H, D) or (B, H, L, D). Values above 0 count as 0, because a lambda is at most 1.
         beta: Writing strengths (B, H, L) of the delta rule (see `lion.ops.delta`), in [0, 1], or in [0, 2] for negative
-            eigenvalues. The keys should have norm 1. Requires `normalize="none"`; decays take the convention "target".
+            eigenvalues; values outside raise an error, except in a graph and on a GPU, where they are not checked. The
+            keys should have norm 1. Requires `normalize="none"`; decays take the convention "target".
         bonus: Weights (H,) or (H, D) of each token's own key: `sum_d bonus_d q_id k_id` on the diagonal. Without a
             bonus, the weight is 1.
         angles: Rotation of q and k (`lion.ops.rotary`) in radians: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2). Row
