@@ -42,24 +42,31 @@ from lion.ops.delta_states import chunk_states
 from lion.ops.exchange import Part
 from lion.ops.full import decayed_scores, pad_segments
 from lion.ops.rnn import Compiler, eager, scan
-from lion.ops.segments import may_wait
+from lion.ops.segments import SegmentIndex, may_wait
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state, scan_directions
 from lion.ops.vector import exclusive_sum
 from lion.ops.vector_scores import FACTORS, lambdas, vector_scores
 
 
 def with_delta(tokens: TokenBlock, beta: Tensor | None, erase: Tensor | None, read: Tensor | None) -> TokenBlock:
-    """Return the tokens with beta (B, H, L), erase and read (B, H, L, D) of the delta rule.
+    """Return the tokens with beta (B, H, L), erase and read (B, H, L, D) of the delta rule."""
+    return tokens._replace(beta=None if beta is None else beta[..., None], erase=erase, read=read)
+
+
+def check_beta(beta: Tensor | None, valid: Tensor | None, segments: Tensor | SegmentIndex | None) -> None:
+    """Check the range of beta (B, H, L) at valid tokens, except in a graph, on a GPU, and with prepared masks.
+
+    There, the check would wait for the device, or run again in every layer.
 
     Raises:
-        ValueError: A beta of a valid token outside [0, 2]. Not checked in a graph and on a GPU, which would wait.
+        ValueError: A beta outside [0, 2].
     """
-    if beta is not None and may_wait(beta.device):
-        valid = True if tokens.valid is None else tokens.valid[:, None]
-        outside = ((beta < 0) | (beta > 2)) & valid
-        if outside.any():
-            raise ValueError(f"beta: expected values from 0 to 2, got {beta[outside][0].item():.4g}")
-    return tokens._replace(beta=None if beta is None else beta[..., None], erase=erase, read=read)
+    if beta is None or isinstance(segments, SegmentIndex) or not may_wait(beta.device):
+        return
+    outside = (beta < 0) | (beta > 2)
+    outside = outside if valid is None else outside & valid[:, None]
+    if outside.any():
+        raise ValueError(f"beta: expected values from 0 to 2, got {beta[outside][0].item():.4g}")
 
 
 def delta_parts(

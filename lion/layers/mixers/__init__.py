@@ -13,6 +13,7 @@ from lion.layers.mixers import (
     lion,
     softmax,
     vim,
+    xlstm,
 )
 from lion.layers.mixers.attention import Attention, AttentionConfig
 from lion.layers.mixers.base import Mixer, forms_of, mixers_of, set_form
@@ -27,7 +28,7 @@ from lion.layers.mixers.registry import MIXERS
 from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
 from lion.layers.mixers.vim import VIM, VimMixer
 
-for family in (lion, hippo, linear_transformers, lightnet, delta, delta_product, softmax, fox, hydra, vim):
+for family in (lion, hippo, linear_transformers, xlstm, lightnet, delta, delta_product, softmax, fox, hydra, vim):
     MIXERS.update(family.FAMILY)
 LINEAR = linear_mixers()
 __all__ = [
