@@ -102,6 +102,18 @@ def linear_transformer(w: Weights, x: Tensor, state, way: Way):
     return decayed(elu1(q), elu1(k), v, 1.0, state)
 
 
+def performer(w: Weights, x: Tensor, state, way: Way):
+    """Run linear attention with phi(x) = exp(w x' - |x'|^2 / 2) / sqrt(m) for x' = x / D^(1/4), without stabilisers."""
+    q, k, v = project(w, x, way.heads)
+    features = w["random_features"]
+
+    def phi(t: Tensor) -> Tensor:
+        t = t / t.shape[-1] ** 0.25
+        return torch.exp(t @ features.T - (t * t).sum(-1, keepdim=True) / 2) / math.sqrt(len(features))
+
+    return decayed(phi(q), phi(k), v, 1.0, state)
+
+
 def retnet(w: Weights, x: Tensor, state, way: Way):
     """Compute S = gamma e^(i theta) S + conj(k) v^T, y = Re(q S) / sqrt(D); dimensions p and p + D/2 are one number."""
     q, k, v = project(w, x, way.heads)
@@ -207,6 +219,7 @@ ORACLES = {
     "lion_d_hippo": (turning(hippo), ratio),
     "lion_s_hippo": (turning(selective_hippo), ratio),
     "linear_transformer": (linear_transformer, ratio),
+    "performer": (performer, ratio),
     "retnet": (retnet, plain),
     "gated_rfa": (gated_rfa, ratio),
     "mamba2": (mamba, plain),

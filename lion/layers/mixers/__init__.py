@@ -11,6 +11,7 @@ from lion.layers.mixers import (
     lightnet,
     linear_transformers,
     lion,
+    performer,
     softmax,
     vim,
     xlstm,
@@ -24,11 +25,25 @@ from lion.layers.mixers.hippo import HippoAttention
 from lion.layers.mixers.hydra import HydraAttention
 from lion.layers.mixers.lightnet import LightNetAttention
 from lion.layers.mixers.linear import LionAttention, linear_mixers
+from lion.layers.mixers.performer import PerformerAttention
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
 from lion.layers.mixers.vim import VIM, VimMixer
 
-for family in (lion, hippo, linear_transformers, xlstm, lightnet, delta, delta_product, softmax, fox, hydra, vim):
+for family in (
+    lion,
+    hippo,
+    linear_transformers,
+    performer,
+    xlstm,
+    lightnet,
+    delta,
+    delta_product,
+    softmax,
+    fox,
+    hydra,
+    vim,
+):
     MIXERS.update(family.FAMILY)
 LINEAR = linear_mixers()
 __all__ = [
@@ -48,6 +63,7 @@ __all__ = [
     "LionAttention",
     "Mixer",
     "NoMixing",
+    "PerformerAttention",
     "SoftmaxAttention",
     "VimMixer",
     "forms_of",

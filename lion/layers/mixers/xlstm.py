@@ -31,6 +31,7 @@ from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating, fold, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
+from lion.layers.mixers.running import running_maximum
 from lion.ops import Gates, Settings, linear_attention_parts, no_autocast
 from lion.ops.features import apply_feature_map
 
@@ -69,7 +70,7 @@ class InputAndForgetGate(Decay):
 
 
 class Stabilised(NamedTuple):
-    """Gates of one scan: log f' and i' (B, H, L), the running maximum m (B, H, L) in float64, and the last m (B, H)."""
+    """Gates of one scan: log f' and i' (B, H, L), the running maximum m (B, H, L), and the last m (B, H)."""
 
     log_decay: Tensor
     key: Tensor
@@ -78,10 +79,10 @@ class Stabilised(NamedTuple):
 
 
 class ExponentialGate(InputAndForgetGate):
-    """Exponential input gate of the mLSTM; its state is the running maximum m (B, H)."""
+    """Exponential input gate of the mLSTM; its state is the running maximum m (B, H), in float64."""
 
     def initial_state(self, z: Tensor) -> tuple[Tensor, ...]:
-        return (z[..., 0].clone(),)
+        return (z[..., 0].double().clone(),)
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()) -> Gating:
         gates = stabilised(*self.logits(x), layout, self.reverse, *state)
@@ -104,39 +105,13 @@ def stabilised(i: Tensor, log_f: Tensor, layout: Layout, reverse: bool, before: 
         logit, step = i.double().clamp_min(0), log_f.double() + SLACK
         if valid is not None:
             logit, step = (t.masked_fill(~valid[:, None], 0) for t in (logit, step))
-        if reverse:
-            logit, step, index = logit.flip(-1), step.flip(-1), index if index is None else index.flip(-1)
-        m, earlier = running_maximum(logit, step, index, before)
-        last = m[..., -1].to(i.dtype)
-        if reverse:
-            m, earlier = m.flip(-1), earlier.flip(-1)
+        m, earlier, last = running_maximum(logit, step, index, before, reverse)
     return Stabilised(shifted(log_f, earlier - m), shifted(i, -m).exp(), m, last)
 
 
 def shifted(x: Tensor, constant: Tensor) -> Tensor:
     """Return x plus a constant in float64, at most 0, in the dtype of x; the gradient of x is that of the sum."""
     return (x.detach().double() + constant).clamp_max(0).to(x.dtype) + (x - x.detach())
-
-
-def running_maximum(
-    logit: Tensor, step: Tensor, segment_index: Tensor | None, before: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return `m_t = max(step_t + m_{t-1}, logit_t)` (B, H, L) over tokens from left to right, and m_{t-1}.
-
-    With the sums P of the steps it is `P_t + max_{j <= t} (logit_j - P_j)`. Segments are separated by adding more to
-    each of them than the values of the one before differ from its own.
-    """
-    total = step.cumsum(-1)
-    level = logit - total
-    start = logit.new_zeros(logit.shape[:2]) if before is None else before.to(logit.dtype)
-    level = torch.cat([torch.maximum(level[..., :1], start[..., None]), level[..., 1:]], -1)
-    if segment_index is None:
-        m = total + level.cummax(-1).values
-        return m, torch.cat([start[..., None], m[..., :-1]], -1)
-    first = segment_index.diff(dim=1, prepend=segment_index[:, :1]) != 0
-    apart = first.cumsum(1)[:, None] * (level.amax(-1, keepdim=True) - level.amin(-1, keepdim=True) + 1)
-    m = total + (level + apart).cummax(-1).values - apart
-    return m, torch.cat([start[..., None], m[..., :-1]], -1).masked_fill(first[:, None], 0)
 
 
 class MLSTMAttention(LionAttention):
