@@ -15,6 +15,7 @@ COLOURS = {
     "linear_transformer": "#c2a000",
     "lion_s_hippo": "#003f8a",
     "lion_d_hippo": "#00a878",
+    "performer": "#bcbd22",
     "retnet": "#7f9a00",
     "mamba2": "#a3004f",
     "mamba": "#ff9da7",
@@ -25,6 +26,7 @@ COLOURS = {
     "kda": "#a65628",
     "comba": "#d9a441",
     "gdn2": "#6f4518",
+    "deltaproduct": "#e6a57e",
     "rwkv7": "#393b79",
 }
 OTHER = "#5c5c5c"

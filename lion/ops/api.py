@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
@@ -57,7 +58,7 @@ def linear_attention(
     check_gates(q, gates, settings)
     if fused_applies(q, v, gates, settings):
         return fused_attention(q, k, v, gates.log_decay, valid, segments, settings)
-    scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1])
+    scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1], floor=gates.floor)
     with no_autocast(q):
         scores, sums = score_sets(q, k, v, gates, valid, segments, settings)
         return all_parts(scores, sums, scale)[0].to(v.dtype)
@@ -77,31 +78,40 @@ def linear_attention_parts(
     """Compute the numerator (B, H, L, E) and the row sum (B, H, L), float32 or wider, without dividing them.
 
     Several scans can therefore be added up before the division. The arguments are those of `linear_attention` except
-    the gate `prefix`, and `scale` and `eps`. With `normalize="none"` the row sum is None. For float16 tokens the
-    numerator is float32.
+    the gates `prefix` and `floor`, and `scale` and `eps`. With `normalize="none"` the row sum is None. For float16
+    tokens the numerator is float32.
     """
     gates = take_gates(gates, fields, prefix=False)
     settings = with_fields(settings, fields, unused=("scale", "eps", "scan_merge"))
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
+    if gates.floor is not None:
+        raise ValueError("floor: linear_attention_parts does not divide")
     with no_autocast(q):
         return all_parts(*score_sets(q, k, v, gates, valid, segments, settings))
 
 
-def normalized(numerator: Tensor, rowsum: Tensor | None, settings: Settings, dim: int) -> Tensor:
+def normalized(
+    numerator: Tensor, rowsum: Tensor | None, settings: Settings, dim: int, floor: Tensor | None = None
+) -> Tensor:
     """Divide the numerator (B, H, L, E) by the row sum (B, H, L) as `normalize` specifies, or scale it.
 
     Without gradients the result reuses the memory of the numerator.
     """
-    return scaled(numerator, row_scale(rowsum, settings, dim))
+    return scaled(numerator, row_scale(rowsum, settings, dim, floor))
 
 
-def row_scale(rowsum: Tensor | None, settings: Settings, dim: int) -> Tensor | float:
-    """Return the factor of each row (B, H, L, 1) that `normalize` specifies, or of all rows; the forms share it."""
+def row_scale(rowsum: Tensor | None, settings: Settings, dim: int, floor: Tensor | None = None) -> Tensor | float:
+    """Return the factor of each row (B, H, L, 1) that `normalize` specifies, or of all rows; the forms share it.
+
+    `floor` (B, H, L) is the smallest divisor of each row under "max".
+    """
     scale = settings.scale_of(dim)
     if rowsum is None:
         return scale
     if settings.normalize == "max":
-        return (scale / (scale * rowsum).abs().clamp_min(1))[..., None]
+        size = (scale * rowsum).abs()
+        divisor = size.clamp_min(1) if floor is None else torch.maximum(size, floor.to(size.dtype))
+        return (scale / divisor)[..., None]
     # an empty row and its gradient are 0, even where 1 / eps overflows
     return rowsum.clamp_min(settings.eps).reciprocal().masked_fill(rowsum == 0, 0)[..., None]

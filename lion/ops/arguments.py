@@ -39,7 +39,9 @@ class Gates(NamedTuple):
         log_decay: Logarithms log lambda <= 0. None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with one lambda for
             each key dimension, (H, D) or (B, H, L, D). Values above 0 count as 0, because a lambda is at most 1.
         beta: Writing strengths (B, H, L) of the delta rule (see `lion.ops.delta`), in [0, 1], or in [0, 2] for negative
-            eigenvalues. The keys should have norm 1. Requires `normalize="none"`; decays take the convention "target".
+            eigenvalues. Other values raise an error, except in a graph, on a GPU and with prepared masks, where they
+            are not checked. The keys should have norm 1. Requires `normalize="none"`; decays take the convention
+            "target".
         bonus: Weights (H,) or (H, D) of each token's own key: `sum_d bonus_d q_id k_id` on the diagonal. Without a
             bonus, the weight is 1.
         angles: Rotation of q and k (`lion.ops.rotary`) in radians: (L, D/2), (H, L, D/2) or (B, 1 or H, L, D/2). Row
@@ -52,6 +54,9 @@ class Gates(NamedTuple):
             default e is w, which is beta k, or k without beta.
         read: Vectors r (B, H, L, D) of the delta rule, which read what is erased. By default r is k. Any of `beta`,
             `erase` and `read` selects the delta rule.
+        floor: Smallest divisors (B, H, L) of the rows under `normalize="max"`, above 0; by default 1. If the scores of
+            a row are divided by a number, its floor is 1 divided by that number. At padding, it is any number above 0.
+            Not for `linear_attention_parts`.
     """
 
     log_decay: Tensor | None = None
@@ -61,6 +66,7 @@ class Gates(NamedTuple):
     prefix: Tensor | None = None
     erase: Tensor | None = None
     read: Tensor | None = None
+    floor: Tensor | None = None
 
     @property
     def delta(self) -> bool:
@@ -92,7 +98,7 @@ def take_gates(gates: Gates | Tensor | None, fields: dict[str, Any], *, prefix: 
 def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
     """Check the shapes of the gates, and that they can be combined with each other and with the settings."""
     batch, heads, length, dim = q.shape
-    log_decay, beta, bonus, angles, prefix, erase, read = gates
+    log_decay, beta, bonus, angles, prefix, erase, read, floor = gates
     if log_decay is not None:
         check_floats("log_decay", log_decay, (heads,), (heads, dim), (batch, heads, length), tuple(q.shape))
     if beta is not None:
@@ -107,6 +113,10 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
             raise ValueError(f"angles: rotation acts on pairs of key dimensions, got an odd D = {dim}")
         pairs = (length, dim // 2)
         check_floats("angles", angles, pairs, (heads, *pairs), (batch, 1, *pairs), (batch, heads, *pairs))
+    if floor is not None:
+        check_floats("floor", floor, (batch, heads, length))
+        if settings.normalize != "max":
+            raise ValueError(f"floor: only normalize='max' has a smallest divisor, got {settings.normalize!r}")
     if gates.delta:
         check_delta(gates, settings)
     elif settings.undecayed_erase:

@@ -16,10 +16,11 @@ the chunk. What all tokens read, `P`, solves a triangular system (the UT transfo
     Y = Q S + tril(Q W) V - tril(Q E) P             S <- Diag(kept) S + W^T V - E^T P
 
 `N = -P` are the values that e writes. Where e = w, they are the new values `N = V - P`, at half the products. In both
-cases `N = U - A S` with `A = (I + tril(R E, -1))^-1 R`. U is the same inverse times `-tril(R W, -1) V`, or V.
+cases `N = (I + tril(R E, -1))^-1 (X - R S)`, where X is `-tril(R W, -1) V`, or V.
 
 All exponents are sums of log decays over tokens between two others, so none is positive. Both directions share the
-products of all pairs of a chunk: the lower triangle is the forward scan, the upper one the backward scan. Over a whole
+products of all pairs of a chunk: the lower triangle is the forward scan, the upper one the backward scan. A backward
+scan is then the forward scan of reversed tokens, and both are computed as one (`lion.ops.delta_states`). Over a whole
 sequence S = 0, and the full form without decays is `tril(Q K^T) T_F V + triu(Q K^T) T_B V - diag(beta q k) V` with one
 `T = (I + tril(R E, -1))^-1 B` for each direction. The paper of LION prints something else. Appendix B.7 subtracts
 `q_i . k_i` without its beta. `(Q K^T) T V` in Table 1 multiplies before it masks, and its `triu(., -1)` should be
@@ -28,7 +29,6 @@ sequence S = 0, and the full form without decays is `tril(Q K^T) T_F V + triu(Q 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,11 +36,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.arguments import sum_dtype
-from lion.ops.chunk import GROUP, chunk_grid, group_grid
+from lion.ops.chunk import chunk_grid
 from lion.ops.decay import LOG_ZERO, exp_where, make_directions
+from lion.ops.delta_states import chunk_states
 from lion.ops.exchange import Part
 from lion.ops.full import decayed_scores, pad_segments
 from lion.ops.rnn import Compiler, eager, scan
+from lion.ops.segments import SegmentIndex, may_wait
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state, scan_directions
 from lion.ops.vector import exclusive_sum
 from lion.ops.vector_scores import FACTORS, lambdas, vector_scores
@@ -49,6 +51,22 @@ from lion.ops.vector_scores import FACTORS, lambdas, vector_scores
 def with_delta(tokens: TokenBlock, beta: Tensor | None, erase: Tensor | None, read: Tensor | None) -> TokenBlock:
     """Return the tokens with beta (B, H, L), erase and read (B, H, L, D) of the delta rule."""
     return tokens._replace(beta=None if beta is None else beta[..., None], erase=erase, read=read)
+
+
+def check_beta(beta: Tensor | None, valid: Tensor | None, segments: Tensor | SegmentIndex | None) -> None:
+    """Check the range of beta (B, H, L) at valid tokens, except in a graph, on a GPU, and with prepared masks.
+
+    There, the check would wait for the device, or run again in every layer.
+
+    Raises:
+        ValueError: A beta outside [0, 2].
+    """
+    if beta is None or isinstance(segments, SegmentIndex) or not may_wait(beta.device):
+        return
+    outside = (beta < 0) | (beta > 2)
+    outside = outside if valid is None else outside & valid[:, None]
+    if outside.any():
+        raise ValueError(f"beta: expected values from 0 to 2, got {beta[outside][0].item():.4g}")
 
 
 def delta_parts(
@@ -82,8 +100,8 @@ def delta_chunks(
 ) -> tuple[Tensor, State | None]:
     """Scan the tokens in chunks of at most `size`, and return the outputs, and with `final` the last state.
 
-    Without a size, one chunk holds all tokens, which is the full form. The transforms of all chunks are computed at
-    once. A loop over chunks then updates the state alone.
+    Without a size, one chunk holds all tokens, which is the full form. All that does not depend on the states is
+    computed for all chunks at once. `final` requires the direction "forward". The tokens may be a `part` of the rows.
     """
     length = tokens.q.shape[2]
     empty = initial_state(tokens.k, tokens.v)
@@ -94,45 +112,35 @@ def delta_chunks(
     chunks = tokens.map(lambda x: (F.pad(x, (0, 0, 0, padding)) if padding else x).unflatten(2, (count, size)))
     if index is not None:
         index = index.unflatten(1, (count, size))  # (B, N, C)
-    products = pair_products(chunks._replace(segment_index=index), direction, undecayed_erase)
-
-    carried = count > 1 or final or part is not None
-    scans = []
-    for name in scan_directions(direction):
-        reverse, entering = name == "backward", index
-        if index is not None:  # the segments (B, N) of the states that enter
-            outer = None if part is None else part.entering_segment(reverse)
-            outer = (index[:, -1, -1] if reverse else index[:, 0, 0]) if outer is None else outer
-            inner = (index[:, 1:, 0], outer[:, None]) if reverse else (outer[:, None], index[:, :-1, -1])
-            entering = torch.cat(inner, 1)
-        scans.append((transform(products, reverse, entering, stateless=not carried), reverse))
-
-    y, state, first = 0, None, [empty.S] * len(scans)
-    groups = [None] * len(scans)
+    p = in_scan_order(pair_products(chunks._replace(segment_index=index), direction, undecayed_erase), direction)
+    if index is not None:
+        index = p.segment_index
+        outer = index[:1, :, 0] if part is None else entering_segments(part, index[0, :, 0], direction)
+        p = in_segments(p, torch.cat([outer, index[:-1, :, -1]]))
+    right, y, written = values_along_w(p)
     if part is not None:
-        groups = [group_maps(*scan) for scan in scans]
-        every = part.gather(*(composed(whole, reverse) for (_, whole), (_, reverse) in zip(groups, scans)))
-        first = [entering_state(maps, part, reverse) for maps, (_, reverse) in zip(every, scans)]
-    for (chunk, reverse), group, S in zip(scans, groups, first):
-        new, states = chunk.U, None
-        if carried:
-            states, new, last = carry(chunk, reverse, S, group)
-            state = empty._replace(S=last)
-        y = y + outputs(chunk, states, new)
-    return y.flatten(2, 3)[:, :, :length], state
+        S, new = part_states(p, right, written, part, direction)
+    elif count > 1 or final:
+        S, new = chunk_states(p.gram[0], p.read, right, p.erase, p.kept, written)
+    else:
+        S, new = None, new_values(p, right)
+    state = empty._replace(S=S[-1].clone()) if final else None  # not a view of all states
+    S = S if S is None else S[:-1]
+    return merged(outputs(p, S, new, y), direction)[:, :, :length], state
 
 
 def delta_advance(undecayed_erase: bool, state: State, segment: Tensor | None, tokens: TokenBlock):
     """Read and update a state by C tokens, with the arguments and results of `lion.ops.rnn.advance`."""
     tokens = tokens.masked().to(state.S.dtype)
-    chunk = transform(pair_products(tokens, "forward", undecayed_erase), False, segment)
-    S, new = update(state.S, chunk.A, chunk.U, chunk.erase, chunk.kept, chunk.S)
-    return (
-        outputs(chunk, state.S, new),
-        None,
-        state._replace(S=S),
-        None if segment is None else tokens.segment_index[:, -1],
-    )
+    chunk = tokens.map(lambda x: x.unsqueeze(2), lambda x: x.unsqueeze(1))
+    p = in_scan_order(pair_products(chunk, "forward", undecayed_erase), "forward")
+    p = p if segment is None else in_segments(p, segment[None])
+    right, y, written = values_along_w(p)
+    new = new_values(p, right - p.read @ state.S)
+    S = p.kept * state.S + p.erase.mT @ new
+    S = S if written is None else S + written
+    y = merged(outputs(p, state.S, new, y), "forward")
+    return y, None, state._replace(S=S[0]), None if segment is None else tokens.segment_index[:, -1]
 
 
 class PairProducts(NamedTuple):
@@ -143,8 +151,7 @@ class PairProducts(NamedTuple):
         erase, write: Vectors e and w; w is None where it is e.
         v: Values (B, H, .., C, E).
         gram, scores: Products of r, and of q, with e and (unless it is e) w, under the decays of the tokens between
-            each pair (B, H, .., C, C); 0 for a token with itself.
-        own: Products of each token's q with its e and w, without decay (B, H, .., C, 1).
+            each pair (B, H, .., C, C). For a token with itself, those of r are 0, and those of q have no decay.
         before, after: Decays of all tokens before and after each token of the chunk (b, H, .., C, D or 1).
         kept: Decays of all tokens of the chunk (b, H, .., D or 1, 1).
         segment_index: Segment numbers (B, .., C), or None.
@@ -157,7 +164,6 @@ class PairProducts(NamedTuple):
     v: Tensor
     gram: tuple[Tensor, ...]
     scores: tuple[Tensor, ...]
-    own: tuple[Tensor, ...]
     before: Tensor
     after: Tensor
     kept: Tensor
@@ -169,7 +175,7 @@ def pair_products(tokens: TokenBlock, direction: str, undecayed_erase: bool) -> 
     log_decay, index = tokens.gate.clamp(LOG_ZERO, 0), tokens.segment_index
     read, write, erase = tokens.k if tokens.read is None else tokens.read, write_vectors(tokens), tokens.erase
     targets = torch.stack([write] if erase is None else [erase, write])
-    own = (tokens.q * targets).sum(-1, keepdim=True)
+    own = (tokens.q * targets).sum(-1)
     lam = lambdas(log_decay)
     q, read = lam * tokens.q, read if undecayed_erase else lam * read
     readers = torch.stack([read, q])[:, None]
@@ -183,150 +189,138 @@ def pair_products(tokens: TokenBlock, direction: str, undecayed_erase: bool) -> 
     before, after = (exp_where(x, factors=FACTORS) for x in sums)
     kept = exp_where(log_decay.sum(-2))[..., None]
     vectors = (q, read, write, None) if erase is None else (q, read, erase, write)
-    gram, scores, own = *(row.unbind() for row in pairs.unbind()), own.unbind()
-    return PairProducts(*vectors, tokens.v, gram, scores, own, before, after, kept, index)
+    gram, scores = pairs.unbind()
+    scores = torch.where(torch.eye(q.shape[-2], dtype=torch.bool, device=q.device), own[..., None], scores)
+    return PairProducts(*vectors, tokens.v, gram.unbind(), scores.unbind(), before, after, kept, index)
 
 
-class Chunk(NamedTuple):
-    """A chunk as a map of states, in one direction.
+class Scan(NamedTuple):
+    """Chunks in scan order, as one forward scan; two scans are two halves of the batch b.
 
     Attributes:
-        q: Queries (.., C, D) that read the entering state.
-        A: Corrections (.., C, D): the new values are `U - A S` for the entering state S. None without a state.
-        U: New values (.., C, E) without an entering state.
-        scores, own: Scores (.., C, C) of earlier tokens and (.., C, 1) of the token itself, which read the new values.
-        erase: Vectors (.., C, D) that write the new values into the state.
-        kept: Decays (.., D or 1, 1) of the entering state; 0 if the chunk ends in another segment.
-        y, S: Outputs (.., C, E) of the values along w, and the state (.., D, E) that they leave; None where w is e.
+        q, read: Queries and vectors r (N, b, H, C, D), times the decays since the start of the chunk.
+        erase, write: Vectors e and w, times the decays to the end of the chunk; w is None where it is e.
+        v: Values (N, b, H, C, E).
+        gram, scores: As in `PairProducts`, of which the lower triangle counts.
+        kept: Decays of all tokens of the chunk (N, b, H, D or 1, 1).
+        segment_index: Segment numbers (N, b, C), or None.
     """
 
     q: Tensor
-    A: Tensor | None
-    U: Tensor
-    scores: Tensor
-    own: Tensor
+    read: Tensor
     erase: Tensor
+    write: Tensor | None
+    v: Tensor
+    gram: tuple[Tensor, ...]
+    scores: tuple[Tensor, ...]
     kept: Tensor
-    y: Tensor | None
-    S: Tensor | None
+    segment_index: Tensor | None
 
 
-def transform(p: PairProducts, reverse: bool, entering: Tensor | None, stateless: bool = False) -> Chunk:
-    """Compute the UT transform of chunks in one direction.
+def in_scan_order(p: PairProducts, direction: str) -> Scan:
+    """Return the chunks in scan order; a backward scan reverses the chunks, and the tokens of each chunk."""
+    names = scan_directions(direction)
 
-    Args:
-        p: Products of the tokens of the chunks.
-        reverse: Whether the scan goes from right to left.
-        entering: Segment numbers (B, ..) of the states that enter, or None.
-        stateless: Whether no state enters.
-    """
-    triangle = torch.triu if reverse else torch.tril
-    near, far = (p.after, p.before) if reverse else (p.before, p.after)  # decays to the states that enter and leave
-    q, read, erase, kept = p.q * near, p.read * near, p.erase * far, p.kept
-    write = None if p.write is None else p.write * far
-    if p.segment_index is not None:  # tokens read their own segment only, and only the last segment is passed on
-        index = p.segment_index[:, None]  # (B, 1, .., C)
-        last = 0 if reverse else -1
-        first = (index == entering[:, None, ..., None])[..., None]  # (B, 1, .., C, 1)
-        final = (index == index[..., last, None])[..., None]
-        q, read, erase, kept = q * first, read * first, erase * final, kept * first[..., last, None, :]
-        write = None if write is None else write * final
+    def scans(forward: Tensor, backward: Tensor, *dims: int, chunks: int = 2) -> Tensor:
+        parts = [forward if name == "forward" else backward.flip(chunks, *dims) for name in names]
+        parts = [x.movedim(chunks, 0) for x in parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    right, y, S = p.v, None, None
-    if write is not None:
-        right = -(triangle(p.gram[1]) @ p.v)
-        y = triangle(p.scores[1]) @ p.v + p.own[1] * p.v
-        S = write.mT @ p.v
-    U = torch.linalg.solve_triangular(  # reads one triangle, and takes the diagonal as 1
-        p.gram[0], right if stateless else torch.cat([read, right], -1), upper=reverse, unitriangular=True
+    reads = (scans(x * p.before, x * p.after, -2) for x in (p.q, p.read))
+    writes = (x if x is None else scans(x * p.after, x * p.before, -2) for x in (p.erase, p.write))
+    gram, scores = (tuple(scans(x, x, -2, -1) for x in xs) for xs in (p.gram, p.scores))
+    kept = p.kept.expand(*p.q.shape[:-2], -1, -1)
+    index = p.segment_index
+    return Scan(
+        *reads,
+        *writes,
+        v=scans(p.v, p.v, -2),
+        gram=gram,
+        scores=scores,
+        kept=scans(kept, kept),
+        segment_index=index if index is None else scans(index, index, 2, chunks=1),
     )
-    A, U = (None, U) if stateless else U.split([read.shape[-1], right.shape[-1]], -1)
-    return Chunk(q, A, U, triangle(p.scores[0]), p.own[0], erase, kept, y, S)
 
 
-def outputs(chunk: Chunk, S: Tensor | None, new: Tensor) -> Tensor:
-    """Return the outputs (.., C, E) of chunks that states S (.., D, E) enter, with their new values (.., C, E)."""
-    y = chunk.scores @ new + chunk.own * new
-    if chunk.y is not None:
-        y = y + chunk.y
-    return y if S is None else y + chunk.q @ S
+def merged(y: Tensor, direction: str) -> Tensor:
+    """Add up the outputs (N, b, H, C, E) of every scan, in the order of the tokens (B, H, N C, E)."""
+    if direction != "forward":
+        *forward, backward = y.unflatten(1, (len(scan_directions(direction)), -1)).unbind(1)
+        y = sum(forward, backward.flip(0, -2))
+    return y.movedim(0, 2).flatten(2, 3)
 
 
-def carry(
-    chunk: Chunk, reverse: bool, S: Tensor, groups: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the states (B, H, N, D, E) that enter N chunks, their new values (B, H, N, C, E), and the last state.
+def in_segments(p: Scan, entering: Tensor) -> Scan:
+    """Return the chunks, where tokens read their own segment only, and only the last segment is passed on.
 
-    The first state is S (B, H, D, E). Many chunks are carried in groups: first the maps of states of all groups at once
-    (`group_maps`), then the states from group to group. The number of steps grows with the root of the number of
-    chunks.
+    `entering` (N, b) numbers the segments of the states that enter.
     """
-    if groups is None and chunk.U.shape[2] <= 2 * GROUP:
-        return steps(chunk, S, reverse)
-    within, whole = group_maps(chunk, reverse) if groups is None else groups
-    entering, S = through(whole.unbind(2), S, reverse)
-    entering, dim = entering.movedim(0, 2)[:, :, :, None], S.shape[-2]
-    states = (within[..., :dim] @ entering + within[..., dim:]).flatten(2, 3)
-    return states, chunk.U - chunk.A @ states, S
+    index = p.segment_index[..., None, :]  # (N, b, 1, C)
+    first = (index == entering[..., None, None])[..., None]  # (N, b, 1, C, 1)
+    final = (index == index[..., -1, None])[..., None]
+    return p._replace(
+        q=p.q * first,
+        read=p.read * first,
+        erase=p.erase * final,
+        write=None if p.write is None else p.write * final,
+        kept=p.kept * first[..., -1, None, :],
+    )
 
 
-def group_maps(chunk: Chunk, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Return maps of states: from the start of a group to each of its chunks, and to the end of the group.
+def entering_segments(part: Part, first: Tensor, direction: str) -> Tensor:
+    """Return the segments (1, b) of the states that enter a part; `first` (b,) are those of its first tokens."""
+    segments = [part.entering_segment(name == "backward") for name in scan_directions(direction)]
+    return first[None] if segments[0] is None else torch.cat(segments)[None]
 
-    A map (.., D, D + E) is affine: its first D columns are multiplied by a state, and the others are added. The results
-    have the shapes (B, H, groups, chunks, D, D + E) and (B, H, groups, D, D + E).
+
+def part_states(p: Scan, right: Tensor, written: Tensor | None, part: Part, direction: str) -> tuple[Tensor, Tensor]:
+    """Return the states and new values of `chunk_states` for a part of the rows, which exchanges maps of states.
+
+    A map (.., D, D + E) is affine: its first D columns are multiplied by a state, and the others are added. The maps
+    from the state that enters a part to its states and new values are those of a scan with D more values.
     """
-    (*batch, count, _, width), dim = chunk.U.shape, chunk.q.shape[-1]
-    grid = group_grid(count) if count > 2 * GROUP else (1, count)  # `chunk_grid` rounds larger counts to whole groups
-    groups = Chunk(*(x if x is None else x.unflatten(2, grid) for x in chunk))  # (B, H, groups, G, ..)
-    values = (x if x is None else F.pad(x, (dim, 0)) for x in (groups.U, groups.S))  # the maps' D columns come first
-    groups = groups._replace(**dict(zip(("U", "S"), values)))
-    unchanged = torch.eye(dim, dim + width, dtype=chunk.U.dtype, device=chunk.U.device).expand(*batch, grid[0], -1, -1)
-    within, _, whole = steps(groups, unchanged, reverse)
-    return within, whole
+    dim, width = p.read.shape[-1], right.shape[-1]
+    right, written = (x if x is None else F.pad(x, (dim, 0)) for x in (right, written))
+    unchanged = torch.eye(dim, dim + width, dtype=right.dtype, device=right.device)
+    maps, values = chunk_states(p.gram[0], p.read, right, p.erase, p.kept, written, unchanged)
+    names = scan_directions(direction)
+    every = part.gather(*maps[-1].unflatten(0, (len(names), -1)))
+    S = torch.cat([entering_state(one, part, name == "backward") for one, name in zip(every, names)])
+    return applied(maps, S), applied(values, S)
 
 
-def through(maps: Sequence[Tensor], S: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Pass a state S (.., D, E) through maps (.., D, D + E); return the states that enter each map, and the last."""
-    order, states, dim = -1 if reverse else 1, [], S.shape[-2]
-    for step in maps[::order]:
-        states.append(S)
-        S = step[..., :dim] @ S + step[..., dim:]
-    return torch.stack(states[::order]), S
-
-
-def composed(whole: Tensor, reverse: bool) -> Tensor:
-    """Return the map (B, H, D, D + E) through all groups, from the maps (B, H, groups, D, D + E) of each."""
-    first, *others = whole.unbind(2)[:: -1 if reverse else 1]
-    dim = whole.shape[-2]
-    for step in others:
-        first = step[..., :dim] @ first + F.pad(step[..., dim:], (dim, 0))
-    return first
+def applied(maps: Tensor, S: Tensor) -> Tensor:
+    """Return states or values (.., E), from maps (.., D + E) of a state S (.., D, E)."""
+    return maps[..., : S.shape[-2]] @ S + maps[..., S.shape[-2] :]
 
 
 def entering_state(maps: Tensor, part: Part, reverse: bool) -> Tensor:
     """Return the state (B, H, D, E) that enters a part, from the maps (P, B, H, D, D + E) of all parts."""
-    empty = torch.zeros_like(maps[0, ..., maps.shape[-2] :])
-    return through(maps.unbind(0), empty, reverse)[0][part.rank]
-
-
-def steps(chunk: Chunk, S: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Update a state S (.., D, E) by chunks (.., N, C, D), one after the other, with the results of `carry`."""
-    order, states, values = -1 if reverse else 1, [], []
-    for some in [*zip(*(x.unbind(-3) for x in (chunk.A, chunk.U, chunk.erase, chunk.kept)), written(chunk))][::order]:
+    S, states, order = torch.zeros_like(maps[0, ..., maps.shape[-2] :]), [], -1 if reverse else 1
+    for one in maps.unbind(0)[::order]:
         states.append(S)
-        S, new = update(S, *some)
-        values.append(new)
-    return torch.stack(states[::order], -3), torch.stack(values[::order], -3), S
+        S = applied(one, S)
+    return torch.stack(states[::order])[part.rank]  # a function of all maps: every process takes part in the reduction
 
 
-def written(chunk: Chunk) -> list[Tensor] | list[None]:
-    """Return what each of the chunks writes into the state along w, where w is not e."""
-    return [None] * chunk.U.shape[-3] if chunk.S is None else [*chunk.S.unbind(-3)]
+def new_values(p: Scan, right: Tensor) -> Tensor:
+    """Return the values (N, b, H, C, E) that e writes, for the right side of their triangular system."""
+    return torch.linalg.solve_triangular(p.gram[0], right, upper=False, unitriangular=True)
 
 
-def update(S: Tensor, A: Tensor, U: Tensor, erase: Tensor, kept: Tensor, write: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the state (.., D, E) after a chunk, and the new values (.., C, E) of the chunk."""
-    new = U - A @ S
-    S = kept * S + erase.mT @ new
-    return S if write is None else S + write, new
+def values_along_w(p: Scan) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the right side (N, b, H, C, E) of the triangular system without an entering state.
+
+    Where w is not e, the others are the outputs (N, b, H, C, E) of the values that are written along w, and the state
+    (N, b, H, D, E) that they leave.
+    """
+    if p.write is None:
+        return p.v, None, None
+    return -(p.gram[1].tril() @ p.v), p.scores[1].tril() @ p.v, p.write.mT @ p.v
+
+
+def outputs(p: Scan, S: Tensor | None, new: Tensor, y: Tensor | None) -> Tensor:
+    """Return the outputs (N, b, H, C, E) of chunks with new values `new`, which are read beside S and y."""
+    read = p.scores[0].tril() @ new
+    read = read if y is None else read + y
+    return read if S is None else read + p.q @ S

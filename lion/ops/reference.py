@@ -23,6 +23,7 @@ def reference_attention(
     read: Tensor | None = None,
     bonus: Tensor | None = None,
     angles: Tensor | None = None,
+    floor: Tensor | None = None,
     direction: str = "both",
     normalize: str = "sum",
     decay_convention: str = "source",
@@ -64,7 +65,8 @@ def reference_attention(
                 if normalize in ("sum", "pre"):
                     y = numerator / rowsum.clamp_min(eps)
                 elif normalize == "max":
-                    y = scale * numerator / (scale * rowsum).abs().clamp_min(1)
+                    least = torch.ones_like(rowsum) if floor is None else cut(floor[..., None])
+                    y = scale * numerator / torch.maximum((scale * rowsum).abs(), least)
                 else:
                     y = scale * numerator
             for place, token in enumerate(tokens):

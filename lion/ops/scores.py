@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lion.ops.arguments import Gates, expand_decay, sum_dtype
-from lion.ops.delta import delta_parts, with_delta
+from lion.ops.delta import check_beta, delta_parts, with_delta
 from lion.ops.full import Scale, add_diagonal, masked_parts, product_parts, undecayed_parts
 from lion.ops.piecewise import in_pieces
 from lion.ops.prefix import gradients_to
@@ -50,7 +50,7 @@ def score_sets(
 
     Must run without autocast.
     """
-    log_decay, beta, bonus, angles, prefix, erase, read = gates
+    log_decay, beta, bonus, angles, prefix, erase, read, _ = gates
     no_decay = log_decay is None
     form = resolve_form(settings.form, q.shape[2], gates.delta or not no_decay, settings.dropout_p)
     rowsum, undecayed = settings.normalize != "none", settings.undecayed_erase
@@ -69,6 +69,7 @@ def score_sets(
     decays = expand_decay(log_decay, q, clamp=form != "rnn" and not gates.delta)
     tokens = TokenBlock(*rotated, v, decays, valid, index, feature_map)
     if gates.delta:
+        check_beta(beta, valid, segments)
         return ScoreSet(with_delta(tokens, beta, erase, read), how, None, no_decay), None
     scores = ScoreSet(tokens, how, bonus, no_decay, settings.dropout_p)
     if not separate_rowsum(settings.normalize, angles):

@@ -72,7 +72,7 @@ def split_attention(
     check_gates(q, gates, settings)
     if settings.dropout_p:
         raise ValueError("dropout_p: scores between parts are not computed, so they cannot be dropped")
-    scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1])
+    scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1], floor=gates.floor)
     log_decay = None if gates.log_decay is None else gates.log_decay.clamp_max(0)
     gates = gates._replace(log_decay=log_decay, prefix=None)
     with no_autocast(q):

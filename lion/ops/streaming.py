@@ -11,7 +11,7 @@ from torch import Tensor
 from lion.ops.api import linear_attention, normalized
 from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, mismatch, no_autocast, take_gates
 from lion.ops.decay import CumulativeDecay, decay, prefix_sums, query_and_key
-from lion.ops.delta import delta_advance, delta_chunks, with_delta
+from lion.ops.delta import check_beta, delta_advance, delta_chunks, with_delta
 from lion.ops.features import apply_feature_map
 from lion.ops.rnn import Recurrence, advance
 from lion.ops.rotary import rotate_each
@@ -55,7 +55,7 @@ def step(
     settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
-    log_decay, beta, bonus, angles, _, erase, read = gates
+    log_decay, beta, bonus, angles, _, erase, read, floor = gates
     check_masks(q, valid, None)
     q, k = apply_feature_map(settings.feature_map, q), apply_feature_map(settings.feature_map, k)
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
@@ -65,6 +65,7 @@ def step(
     with no_autocast(q):
         *rotated, erase, read = rotate_each(angles, None, q, k, erase, read)
         if gates.delta:
+            check_beta(beta, valid, None)
             tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q, clamp=False), valid)
             tokens = with_delta(tokens, beta, erase, read)
             y, row, state, _ = delta_advance(settings.undecayed_erase, state, None, tokens)
@@ -84,7 +85,7 @@ def step(
                 sums = advance(recurrence._replace(rowsum=True), state._replace(S=state.S[..., :0]), None, tokens)
                 row, new = sums[1], new._replace(z=sums[2].z)
             state = new
-        return normalized(y, row, settings, q.shape[-1]).to(v.dtype), state
+        return normalized(y, row, settings, q.shape[-1], floor).to(v.dtype), state
 
 
 def prefill(
@@ -108,10 +109,11 @@ def prefill(
     settings = replace(settings, form="chunk", direction="forward", dropout_p=0.0)
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
-    log_decay, beta, _, angles, _, erase, read = gates
+    log_decay, beta, _, angles, _, erase, read, _ = gates
     with no_autocast(q):
-        segments = prepared(q, valid, segments)
+        given, segments = segments, prepared(q, valid, segments)
         index, valid = segments
+        check_beta(beta, valid, given)
         q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
         settings = replace(settings, feature_map=None)
         rotated_q, rotated_k, erase, read = rotate_each(angles, valid, q, k, erase, read)

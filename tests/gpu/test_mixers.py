@@ -42,7 +42,7 @@ OTHERS = {mixer: [FULL] for mixer in LINEAR if mixer not in KINDS}  # differ fro
 OTHERS |= {"lightnet": [ONE_WAY], "lion_lit": [CHUNK], "lion_s": [CHUNK_BF16], "gla": [FULL, FULL_BF16]}
 OTHERS |= {"hydra": [FULL, CHUNK], "lion_d": [FULL], "gated_deltanet": [FULL, CHUNK], "kda": [FULL, CHUNK]}
 OTHERS |= {"vim": [CHUNK]}  # around its loop, which is one operator
-OPERATORS = ("linalg_solve_triangular", "lion.selective_scan")  # of the delta rule and of Vim: no kernels of the graph
+OPERATORS = ("linalg_solve_triangular", "lion.delta_states", "lion.selective_scan")  # no kernels of the graph
 GROUPS = [  # importing PyTorch takes longer than a case
     *(dict([*KINDS.items()][i::2]) for i in range(2)),
     *(pytest.param(dict([*OTHERS.items()][i::2]), marks=pytest.mark.every) for i in range(2)),

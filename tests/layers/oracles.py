@@ -13,89 +13,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Weights = dict[str, Tensor]
-
-
-class Way(NamedTuple):
-    heads: int
-    late: bool = False
-    turn: int = 1
-
-
-class Read(NamedTuple):
-    """A read-out: numerator (B, H, E), row sum (B, H), and the weight `own` (B, H) of the token's value v (B, H, E)."""
-
-    numerator: Tensor
-    rowsum: Tensor
-    own: Tensor
-    v: Tensor
-
-    def flip(self) -> Read:
-        return Read(*(x.flip(1) for x in self))
-
-
-# Functions
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
-def silu(x: Tensor) -> Tensor:
-    return x * sigmoid(x)
-
-
-def softplus(x: Tensor) -> Tensor:
-    return torch.log(1 + torch.exp(x))
-
-
-def elu1(x: Tensor) -> Tensor:
-    return torch.where(x > 0, x + 1, torch.exp(x))
-
-
-def unit(x: Tensor) -> Tensor:
-    return x / (x * x).sum(-1, keepdim=True).sqrt()
-
-
-def shifted(x: Tensor) -> Tensor:
-    """Apply the feature map of LION, section 3.2."""
-    return unit(silu(x) + 0.5)
-
-
-def linear(w: Weights, name: str, x: Tensor, bias: bool = True) -> Tensor:
-    y = x @ w[f"{name}.weight"].T
-    return y + w[f"{name}.bias"] if bias else y
-
-
-def split(x: Tensor, heads: int) -> Tensor:
-    """Split the heads: (.., H D) -> (.., H, D)."""
-    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
-
-
-def project(w: Weights, x: Tensor, heads: int) -> list[Tensor]:
-    return [split(y, heads) for y in linear(w, "qkv", x).chunk(3, -1)]
-
-
-def outer(k: Tensor, v: Tensor) -> Tensor:
-    return k[..., :, None] * v[..., None, :]
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1)
-
-
-def apply(q: Tensor, S: Tensor) -> Tensor:
-    return (q[..., :, None] * S).sum(-2)
-
-
-def memory(state, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return (torch.zeros_like(outer(q, v)), torch.zeros_like(q)) if state is None else state
-
+from .delta_oracles import channel_decay, deltanet, deltaproduct, gated_delta, gdn2, head_decay, rwkv7
+from .oracle_parts import (
+    Read,
+    Way,
+    Weights,
+    apply,
+    dot,
+    elu1,
+    linear,
+    memory,
+    outer,
+    project,
+    shifted,
+    sigmoid,
+    silu,
+    softplus,
+    split,
+)
 
 # Cells: (weights, x (B, dim), state, way) -> Read, state
 
@@ -163,6 +102,18 @@ def linear_transformer(w: Weights, x: Tensor, state, way: Way):
     return decayed(elu1(q), elu1(k), v, 1.0, state)
 
 
+def performer(w: Weights, x: Tensor, state, way: Way):
+    """Run linear attention with phi(x) = exp(w x' - |x'|^2 / 2) / sqrt(m) for x' = x / D^(1/4), without stabilisers."""
+    q, k, v = project(w, x, way.heads)
+    features = w["random_features"]
+
+    def phi(t: Tensor) -> Tensor:
+        t = t / t.shape[-1] ** 0.25
+        return torch.exp(t @ features.T - (t * t).sum(-1, keepdim=True) / 2) / math.sqrt(len(features))
+
+    return decayed(phi(q), phi(k), v, 1.0, state)
+
+
 def retnet(w: Weights, x: Tensor, state, way: Way):
     """Compute S = gamma e^(i theta) S + conj(k) v^T, y = Re(q S) / sqrt(D); dimensions p and p + D/2 are one number."""
     q, k, v = project(w, x, way.heads)
@@ -227,82 +178,6 @@ def mlstm(w: Weights, x: Tensor, state, way: Way):
     return decayed(q, i * k / math.sqrt(k.shape[-1]), v, f, state)
 
 
-def deltanet(w: Weights, x: Tensor, state, way: Way):
-    """Compute S = S (I - beta k k^T) + beta v k^T, with S as (E, D) in the paper and (D, E) here."""
-    q, k, v = unit_heads(w, x, way.heads)
-    beta = sigmoid(linear(w, "decays.0.gate", x, False))[..., None]
-    S, _ = memory(state, q, v)
-    S = S - outer(beta * k, apply(k, S)) + outer(beta * k, v)
-    own = dot(q, beta * k)
-    return Read(apply(q, S), own, own, v), (S, None)
-
-
-def corrected(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, read: Tensor, erase: Tensor, state):
-    """Compute S = alpha S', S = S - erase (S^T read)^T + k v^T, and read y = q S / sqrt(D)."""
-    S = alpha[..., None] * memory(state, q, v)[0]
-    S, q = S - outer(erase, apply(read, S)) + outer(k, v), q / math.sqrt(q.shape[-1])
-    return Read(apply(q, S), dot(q, k), dot(q, k), v), (S, None)
-
-
-def unit_heads(w: Weights, x: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """Return q and k of norm 1 after SiLU, and v."""
-    q, k, v = project(w, x, heads)
-    return unit(silu(q)), unit(silu(k)), v
-
-
-def head_decay(w: Weights, x: Tensor, heads: int) -> Tensor:
-    """Compute alpha = exp(-exp(A) softplus(W x + dt)) of Gated DeltaNet, (B, H, 1)."""
-    w = {name: w[f"decays.0.decay.{name}"] for name in ("step.weight", "step_bias", "a")}
-    return torch.exp(-torch.exp(w["a"]) * softplus(linear(w, "step", x, False) + w["step_bias"]))[..., None]
-
-
-def channel_decay(w: Weights, x: Tensor, heads: int) -> Tensor:
-    """Compute alpha = exp(-exp(A) softplus(f(x) + dt)) of KDA, (B, H, D); A is a number per head."""
-    f = linear(w, "decays.0.decay.up", linear(w, "decays.0.decay.down", x, False), False)
-    dt = softplus(f + w["decays.0.decay.step_bias"])
-    return torch.exp(-torch.exp(w["decays.0.decay.a"])[:, None] * split(dt, heads))
-
-
-def gated_delta(f: Callable[[Weights, Tensor, int], Tensor]):
-    """Make the cell S_t = (I - beta k p^T) Diag(alpha_t) S_{t-1} + beta k v^T; `f` returns alpha (B, H, 1 or D).
-
-    p is k. In Comba it is sigmoid(c) k, and q - d p reads.
-    """
-
-    def cell(w: Weights, x: Tensor, state, way: Way):
-        q, k, v = unit_heads(w, x, way.heads)
-        beta, p = sigmoid(linear(w, "decays.0.gate", x, False))[..., None], k
-        if "decays.0.c" in w:
-            p = sigmoid(w["decays.0.c"])[:, None] * k
-            q = q - w["decays.0.d"][:, None] * p
-        return corrected(q, beta * k, v, f(w, x, way.heads), p, beta * k, state)
-
-    return cell
-
-
-def gdn2(w: Weights, x: Tensor, state, way: Way):
-    """Compute S = (I - k (b * k)^T) Diag(alpha) S' + k (g * v)^T, with the channel-wise gates b and g."""
-    q, k, v = unit_heads(w, x, way.heads)
-    b, g = (split(sigmoid(linear(w, f"decays.0.{name}", x, False)), way.heads) for name in ("read", "write"))
-    return corrected(q, k, g * v, channel_decay(w, x, way.heads), b * k, k, state)
-
-
-def rwkv7(w: Weights, x: Tensor, state, way: Way):
-    """Compute S_t = S_{t-1} (diag(w_t) - c_t^T (a_t * c_t)) + v_t^T k'_t, y = r S^T, with rows c, k', v."""
-
-    def lora(name: str, x: Tensor, hidden: Callable[[Tensor], Tensor]) -> Tensor:
-        up = linear(w, f"decays.0.{name}_up", hidden(linear(w, f"decays.0.{name}_down", x, False)), False)
-        return split(sigmoid(w[f"decays.0.{name}"] + up), way.heads)
-
-    r, k, v = project(w, x, way.heads)
-    keep, a = torch.exp(-math.exp(-0.5) * lora("w", x, torch.tanh)), lora("a", x, lambda h: h)
-    c = unit(k * split(w["decays.0.k_k"], way.heads))
-    k = k * (1 + (a - 1) * split(w["decays.0.k_a"], way.heads))
-    S = memory(state, v, k)[0]  # (E, D)
-    S = S * keep[..., None, :] - outer((S @ c[..., None])[..., 0], a * c) + outer(v, k)
-    return Read((S @ r[..., None])[..., 0], dot(r, k), dot(r, k), v), (S, None)
-
-
 def lightnet(w: Weights, x: Tensor, state, way: Way):
     """Compute Eq. 5: s_t = s_{t-1} + exp(k_t), key exp(k_t) / s_t, KV_t = diag(1 - key) KV_{t-1} + key v_t^T."""
     q, k, v = project(w, x, way.heads)
@@ -344,6 +219,7 @@ ORACLES = {
     "lion_d_hippo": (turning(hippo), ratio),
     "lion_s_hippo": (turning(selective_hippo), ratio),
     "linear_transformer": (linear_transformer, ratio),
+    "performer": (performer, ratio),
     "retnet": (retnet, plain),
     "gated_rfa": (gated_rfa, ratio),
     "mamba2": (mamba, plain),
@@ -357,6 +233,7 @@ ORACLES = {
     "gated_deltanet": (gated_delta(head_decay), plain),
     "kda": (gated_delta(channel_decay), plain),
     "comba": (gated_delta(head_decay), plain),
+    "deltaproduct": (deltaproduct, plain),
     "gdn2": (gdn2, plain),
     "rwkv7": (rwkv7, plain),
 }

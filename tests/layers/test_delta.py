@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from lion.layers.mixers import LINEAR, MIXERS, LionAttention
+from lion.layers.layout import Layout
+from lion.layers.mixers import LINEAR, MIXERS, LionAttention, set_form
 from lion.layers.mixers.delta import DeltaAttention
+from lion.layers.mixers.delta_product import DeltaProductConfig
 
-from .test_mixers import DIM, HEADS, make, tokens
+from .test_mixers import DIM, DIRECTIONS, FORMS, HEADS, error, make, tokens
 
 
 @pytest.mark.parametrize("mixer", [name for name in LINEAR if MIXERS[name].layer is DeltaAttention])
@@ -26,3 +28,35 @@ def test_the_delta_rule_has_one_decay_convention(mixer):
         LionAttention(DIM, HEADS, mixer, decay_convention="source")
     with pytest.raises(ValueError, match="normalize 'max' is not available with the delta rule"):
         LionAttention(DIM, HEADS, mixer, normalize="max")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_deltaproduct_of_one_step_is_gated_deltanet(direction):
+    one = LionAttention(DIM, HEADS, "deltaproduct", direction=direction, householders=1).double()
+    gated = LionAttention(DIM, HEADS, "gated_deltanet", direction=direction, negative_eigenvalues=True).double()
+    gated.load_state_dict(one.state_dict())
+    assert error(one(tokens(40)), gated(tokens(40))) < 1e-13
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_forms_of_deltaproduct_agree_with_rotations_and_masks(direction):
+    """Check three steps of each token, with angles, padding and segments that end inside of chunks."""
+    layer = LionAttention(DIM, HEADS, "deltaproduct", direction=direction, householders=3, rotation="rope").double()
+    x, place = tokens(40), torch.arange(40).expand(2, -1)
+    layout = Layout.of(x, place % 7 != 3, place // 17)
+    whole = layer(x, layout)
+    for form, size in FORMS:
+        set_form(layer, form, size)
+        assert error(layer(x, layout), whole) < 1e-12, (form, size)
+    alone = Layout.of(x[:, 17:34], layout.valid[:, 17:34])
+    assert error(layer(x[:, 17:34], alone), whole[:, 17:34]) < 1e-12
+
+
+def test_settings_of_deltaproduct():
+    with pytest.raises(ValueError, match="skip: a token of 'deltaproduct' has several values"):
+        LionAttention(DIM, HEADS, "deltaproduct", skip=True)
+    with pytest.raises(ValueError, match="householders"):
+        LionAttention(DIM, HEADS, "deltaproduct", householders=0)
+    assert DeltaProductConfig(householders=3).label() == "3 steps per token"
+    layer = LionAttention(DIM, HEADS, "deltaproduct", negative_eigenvalues=False)
+    assert layer.decays[0].strength == 1 and layer.config.label() == "without negative eigenvalues"

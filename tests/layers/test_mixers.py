@@ -271,11 +271,12 @@ def test_a_state_does_not_grow(mixer):
     states = [empty, stream(layer, x[:, :1], [1])[1], stream(layer, x, [1] * 60)[1], stream(layer, x, [20, 40])[1]]
     states += [layer.prefill(x)[1], layer.prefill(x, Layout.of(x, torch.ones(2, 60, dtype=torch.bool)))[1]]
     for state in states:
-        assert len(state.decay) == (1 if mixer == "lightnet" else 0)
+        assert len(state.decay) == (1 if mixer in ("lightnet", "performer") else 0)
         for part, first in zip(parts_of(state), parts_of(empty), strict=True):
             assert (part.shape, part.dtype) == (first.shape, first.dtype)
             assert part.untyped_storage().nbytes() == part.nbytes  # not a view, which would keep the prompt in memory
-    assert empty.S.shape == (2, HEADS, DIM // HEADS, DIM // HEADS) and not any(part.any() for part in empty[:3])
+    keys = layer.count if mixer == "performer" else DIM // HEADS
+    assert empty.S.shape == (2, HEADS, keys, DIM // HEADS) and not any(part.any() for part in empty[:3])
 
 
 @every_mixer
@@ -398,7 +399,8 @@ def test_states_are_float32_in_bf16(mixer):
     for got in (torch.cat([start, rest], 1), alone):
         assert got.dtype == torch.bfloat16 and error(got, want.double()) < 0.05
     wide = layer.bfloat16().initial_state(2)
-    assert all(x.dtype == torch.float32 for s in (state, end, wide) for x in (s.S, s.z, *s.decay))
+    assert all(x.dtype == torch.float32 for s in (state, end, wide) for x in (s.S, s.z))
+    assert all(x.dtype.itemsize >= 4 for s in (state, end, wide) for x in s.decay)
 
 
 @pytest.mark.parametrize("mixer", LINEAR)

@@ -41,7 +41,7 @@ def make(mixer, settings, direction="both"):
 def formula(layer, x, direction):
     """Compute a layer of x (B, L, dim) in plain code; only the mixing of heads is the layer's."""
     c, H = layer.config, 3
-    width, E = layer.value_dim * H, layer.value_dim
+    width = layer.value_dim * H
     before, after = F.pad(x, (0, 0, 1, 0))[:, :-1], F.pad(x, (0, 0, 0, 1))[:, 1:]
     other = before if direction == "forward" else (before + after) / 2
     shifted = [x] * 5 if not c.token_shift else [x + mu * (other - x) for mu in layer.token_shift.mix]
@@ -55,8 +55,9 @@ def formula(layer, x, direction):
     if c.value_map == "silu":
         v = v * torch.sigmoid(v)
     shared = H // layer.key_heads
-    q, k = (torch.stack([t[..., (h // shared) * 4 :][..., :4] for h in range(H)], 1) for t in (q, k))
-    v = torch.stack(v.split(E, -1), 1)
+    q, k = (t.split(t.shape[-1] // layer.key_heads, -1) for t in (q, k))
+    q, k = (torch.stack([t[h // shared] for h in range(H)], 1) for t in (q, k))
+    v = torch.stack(v.chunk(H, -1), 1)
     heads = layer.mix(shifted[3], q, k, v, Layout())
     if c.skip:
         heads = torch.stack([heads[:, h] + layer.skip[h] * v[:, h] for h in range(H)], 1)

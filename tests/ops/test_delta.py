@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lion.ops import linear_attention, linear_attention_parts
+from lion.ops import initial_state, linear_attention, linear_attention_parts, prefill, step
 
 from .checks import BATCH, LENGTH, check_gradients, check_masks, gradcheck
 from .helpers import DIRECTIONS, Case, assert_close, backward, case, make, oracle_attention, unit_keys
@@ -111,6 +111,26 @@ def test_parts_and_scale(form):
     assert rowsum is None
     assert torch.equal(inputs.on(linear_attention, **how, scale=0.3, feature_map=None), numerator * 0.3)
     assert torch.equal(inputs.on(linear_attention, **how, feature_map=None), numerator * 0.5)  # 1 / sqrt(D)
+
+
+@pytest.mark.parametrize("value", (-0.01, 2.5))
+def test_beta_out_of_range(value):
+    """Check the line of the error in every call, and that the beta of padding may have any value."""
+    inputs = delta(11)
+    beta = inputs.beta.clone()
+    beta[1, 0, 4] = value
+    bad, line = inputs._replace(beta=beta), rf"^beta: expected values from 0 to 2, got {value}$"
+    for how in FORMS.values():
+        with pytest.raises(ValueError, match=line):
+            bad.on(linear_attention, **how, normalize="none")
+    with pytest.raises(ValueError, match=line):
+        bad.on(prefill, normalize="none")
+    with pytest.raises(ValueError, match=line):
+        step(bad.q, bad.k, bad.v, initial_state(bad.k, bad.v), beta=bad.beta, normalize="none")
+    valid = torch.ones(inputs.q.shape[0], 11, dtype=torch.bool)
+    valid[1, 4] = False
+    good = inputs.on(linear_attention, normalize="none", valid=valid)
+    assert torch.equal(bad.on(linear_attention, normalize="none", valid=valid), good)
 
 
 def test_gate_is_nothing_to_the_delta_rule():

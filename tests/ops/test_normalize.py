@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lion.ops import linear_attention, linear_attention_parts
+from lion.ops import linear_attention, linear_attention_parts, prefill, reference_attention, step
 
 from .checks import BATCH, LENGTH, check_gradients, check_masks, check_outputs, gradcheck
 from .helpers import (
@@ -49,6 +49,34 @@ def test_lengths(length, normalize):
     for decay in ("S", "vector"):
         inputs = features(decay, length, normalize, batch=1, heads=2)
         check_outputs(inputs, FORMS, normalize=normalize)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_floor(direction):
+    """Check rows with divisors of their own at least, above and below 1, in every form and in a stream."""
+    inputs = signed(make("S", 11, batch=2, heads=2))
+    floor = torch.rand(2, 2, 11, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3 + 1e-3
+    arguments = dict(normalize="max", direction=direction, decay_convention="target")
+    want = reference_attention(*inputs, floor=floor, **arguments)
+    assert not torch.allclose(want, reference_attention(*inputs, **arguments))
+    for how in SMALL_FORMS.values():
+        assert_close(linear_attention(*inputs, floor=floor, feature_map=None, **how, **arguments), want, 1e-12)
+    if direction == "forward":
+        q, k, v, a = inputs
+        del arguments["direction"]
+        y, state = prefill(q[:, :, :7], k[:, :, :7], v[:, :, :7], a[..., :7], floor=floor[..., :7], **arguments)
+        rest, _ = step(q[:, :, 7:], k[:, :, 7:], v[:, :, 7:], state, a[..., 7:], floor=floor[..., 7:], **arguments)
+        assert_close(torch.cat([y, rest], 2), want, 1e-12)
+
+
+def test_floor_is_for_the_divisor():
+    inputs, floor = make("S", 11, batch=1, heads=2), torch.ones(1, 2, 11)
+    with pytest.raises(ValueError, match="floor: only normalize='max' has a smallest divisor, got 'none'"):
+        linear_attention(*inputs, floor=floor, normalize="none")
+    with pytest.raises(ValueError, match="floor: linear_attention_parts does not divide"):
+        linear_attention_parts(*inputs, floor=floor, normalize="max")
+    with pytest.raises(ValueError, match=r"^floor: expected floating point"):
+        linear_attention(*inputs, floor=floor[..., :3], normalize="max")
 
 
 def test_max_has_both_sides():

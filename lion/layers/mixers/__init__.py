@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from lion.layers.mixers import delta, fox, hippo, hydra, lightnet, linear_transformers, lion, softmax, vim
+from lion.layers.mixers import (
+    delta,
+    delta_product,
+    fox,
+    hippo,
+    hydra,
+    lightnet,
+    linear_transformers,
+    lion,
+    performer,
+    softmax,
+    vim,
+    xlstm,
+)
 from lion.layers.mixers.attention import Attention, AttentionConfig
 from lion.layers.mixers.base import Mixer, forms_of, mixers_of, set_form
 from lion.layers.mixers.delta import DeltaAttention
+from lion.layers.mixers.delta_product import DeltaProductAttention
 from lion.layers.mixers.fox import ForgettingAttention
 from lion.layers.mixers.hippo import HippoAttention
 from lion.layers.mixers.hydra import HydraAttention
 from lion.layers.mixers.lightnet import LightNetAttention
 from lion.layers.mixers.linear import LionAttention, linear_mixers
+from lion.layers.mixers.performer import PerformerAttention
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
 from lion.layers.mixers.vim import VIM, VimMixer
 
-for family in (lion, hippo, linear_transformers, lightnet, delta, softmax, fox, hydra, vim):
+for family in (
+    lion,
+    hippo,
+    linear_transformers,
+    performer,
+    xlstm,
+    lightnet,
+    delta,
+    delta_product,
+    softmax,
+    fox,
+    hydra,
+    vim,
+):
     MIXERS.update(family.FAMILY)
 LINEAR = linear_mixers()
 __all__ = [
@@ -27,6 +55,7 @@ __all__ = [
     "Attention",
     "AttentionConfig",
     "DeltaAttention",
+    "DeltaProductAttention",
     "ForgettingAttention",
     "HippoAttention",
     "HydraAttention",
@@ -34,6 +63,7 @@ __all__ = [
     "LionAttention",
     "Mixer",
     "NoMixing",
+    "PerformerAttention",
     "SoftmaxAttention",
     "VimMixer",
     "forms_of",

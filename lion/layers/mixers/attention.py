@@ -182,7 +182,7 @@ class Attention(Mixer):
         if num_heads % self.key_heads:
             raise ValueError(f"key_heads: expected a divisor of num_heads={num_heads}, got {self.key_heads}")
         keys, width = self.key_heads * self.head_dim, num_heads * self.value_dim
-        self.widths = (keys, keys, width)  # of q, k and v
+        self.widths = self.projected(keys, width)
         self.token_shift = TokenShift(dim, 5, c.direction) if c.token_shift else None
         self.qkv = nn.Linear(dim, sum(self.widths), bias=c.qkv_bias)
         self.conv = ShortConvolution(sum(self.widths), c.conv_width, c.direction, c.qkv_bias) if c.conv_width else None
@@ -236,6 +236,10 @@ class Attention(Mixer):
     def neighbours(self) -> bool:
         """Return whether the projections read neighbouring tokens, by a token shift or a convolution."""
         return self.token_shift is not None or self.conv is not None
+
+    def projected(self, keys: int, values: int) -> tuple[int, int, int]:
+        """Return the widths of the projections to q, k and v, for the widths of the keys and values of all heads."""
+        return keys, keys, values
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Return the outputs (B, H, L, E) of the heads for tokens x (B, L, dim), where padding is 0."""

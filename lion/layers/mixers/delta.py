@@ -17,7 +17,7 @@ from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.linear_transformers import DiscreteDecay, inverse_softplus_steps
-from lion.layers.mixers.registry import Entry
+from lion.layers.mixers.registry import MIXERS, Entry
 from lion.ops import Gates
 
 
@@ -42,9 +42,8 @@ class DeltaAttention(LionAttention):
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> DeltaConfig:
-        if not isinstance(config, DeltaConfig):
-            config = DeltaConfig(**vars(config))
-        return LionAttention.resolve(name, config)
+        kind = MIXERS[name].layer.Config
+        return LionAttention.resolve(name, config if isinstance(config, kind) else kind(**vars(config)))
 
     def make_decays(self, dim: int) -> list[Decay]:
         return [self.mixer.decay(dim, self.num_heads, strength=2.0 if self.config.negative_eigenvalues else 1.0)]

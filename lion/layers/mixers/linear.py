@@ -110,8 +110,9 @@ class LionAttention(Attention):
         num_heads: Number of heads H.
         mixer: The decay that makes the mask M, with the gates and the feature map of its publication: "lion_lit",
             "lion_d", "lion_s" (LION), "lion_s_vector" (a decay for each key dimension), "lion_d_hippo",
-            "lion_s_hippo" (long sequences), "linear_transformer", "retnet", "gated_rfa", "mamba2", "mamba", "rwkv6",
-            "gla", "hgrn2", "xlstm", "deltanet", "gated_deltanet", "kda", "comba", "gdn2", "rwkv7", "lightnet".
+            "lion_s_hippo" (long sequences), "linear_transformer", "performer", "retnet", "gated_rfa", "mamba2",
+            "mamba", "rwkv6", "gla", "hgrn2", "xlstm", "deltanet", "gated_deltanet", "kda", "comba", "gdn2", "rwkv7",
+            "deltaproduct", "lightnet".
         config: Settings as one object, `AttentionConfig`; None selects the published settings of the mixer.
         **settings: Settings by name, which override `config`: `feature_map`, `normalize`, `decay_convention`,
             `rotation` (by default those of the mixer), `direction` ("both", "forward", "backward"), `scans`,

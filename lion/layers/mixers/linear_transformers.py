@@ -1,4 +1,4 @@
-"""Linear Transformers with a decay, as published: RetNet, gated RFA, Mamba, RWKV-6, GLA, HGRN-2, xLSTM.
+"""Linear Transformers with a decay, as published: RetNet, gated RFA, Mamba, RWKV-6, GLA, HGRN-2.
 
 All gates are computed in float32 or wider.
 """
@@ -148,24 +148,6 @@ class BoundedDecay(Decay):
         return Gating((rest + F.logsigmoid(-logits)).exp().to(k.dtype), Gates(log_decay))
 
 
-class InputAndForgetGate(Decay):
-    """xLSTM's mLSTM (arXiv 2405.04517) with sigmoid gates: `S = f S + i k v^T`, `f_i`, `i_i = sigmoid(W x_i + b)`.
-
-    The exponential input gate is left out, because it needs a running maximum over both directions.
-    """
-
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__(dim, num_heads)
-        self.gates = nn.Linear(dim, 2 * num_heads, bias=False)
-        self.input_bias = nn.Parameter(torch.zeros(num_heads))
-        self.forget_bias = nn.Parameter(torch.linspace(3, 6, num_heads))
-
-    def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
-        i, f = linear(self.gates, x).chunk(2, -1)
-        i, f = (i + self.input_bias.to(x.dtype)).mT, (f + self.forget_bias.to(x.dtype)).mT  # (B, H, L)
-        return Gating(fold(k, torch.sigmoid(i)), Gates(F.logsigmoid(f)))
-
-
 NORM_AND_GATE = {"head_norm": "groupnorm", "out_gate": "silu"}
 LINEAR_TRANSFORMERS = {
     "linear_transformer": LinearMixer(
@@ -227,13 +209,6 @@ LINEAR_TRANSFORMERS = {
         source="2404.07904",
         block={"out_norm": "rmsnorm"},
         left_out="bounds that rise over layers, activation of v, output gate",
-    ),
-    "xlstm": LinearMixer(
-        InputAndForgetGate,
-        normalize="max",
-        source="mLSTM, 2405.04517",
-        block={"head_norm": "groupnorm", "out_gate": "sigmoid"},
-        left_out="exponential input gate, short convolution of queries and keys, skip",
     ),
 }
 FAMILY = {name: Entry(LionAttention, fields) for name, fields in LINEAR_TRANSFORMERS.items()}

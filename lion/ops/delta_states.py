@@ -1,0 +1,143 @@
+"""States between the chunks of a delta rule, and the new values that the tokens of the chunks write.
+
+    N_n = (I + tril(L_n, -1))^-1 (V_n - R_n S_n)        S_{n+1} = kept_n S_n + E_n^T N_n + W_n
+
+The loop over the chunks is one operator of a graph, whatever their number, and the loop of its gradient is another one.
+Each step of a loop consists of three matrix products. A graph that is exported holds the steps themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def chunk_states(
+    lower: Tensor,
+    read: Tensor,
+    right: Tensor,
+    erase: Tensor,
+    kept: Tensor,
+    write: Tensor | None,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the states before each of N chunks and after the last one, and the new values.
+
+    Args:
+        lower: Products L (N, B, H, C, C) of the tokens of a chunk, of which the strictly lower triangle counts.
+        read, erase: Vectors R and E (N, B, H, C, D).
+        right: Values V (N, B, H, C, E).
+        kept: Decays (N, B, H, D or 1, 1) of the states.
+        write: States W (N, B, H, D, E) that the chunks add, or None.
+        first: First state (D, E), a constant; None is 0.
+
+    Returns:
+        States (N + 1, B, H, D, E), and new values (N, B, H, C, E).
+    """
+    if torch.compiler.is_exporting():
+        return loop(inverse(lower), read, right, erase, kept, write, first)
+    return _States.apply(lower, read, right, erase, kept, write, first)
+
+
+class _States(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        lower: Tensor,
+        read: Tensor,
+        right: Tensor,
+        erase: Tensor,
+        kept: Tensor,
+        write: Tensor | None,
+        first: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        T = inverse(lower)
+        states, values = loop_op(T, read, right, erase, kept, write, first)
+        ctx.save_for_backward(T, read, erase, kept, states, values)
+        ctx.writes = write is not None
+        return states, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_states: Tensor, of_values: Tensor) -> tuple[Tensor | None, ...]:
+        T, read, erase, kept, states, values = ctx.saved_tensors
+        before = states[:-1]
+        of_before, of_right = backward_op(T, read, erase, kept, of_states, of_values)
+        after = of_before[1:]
+        of_lower, of_read, of_erase = of_right @ values.mT, of_right @ before.mT, values @ after.mT
+        of_kept = (after * before).sum_to_size(kept.shape)
+        return -of_lower.tril(-1), -of_read, of_right, of_erase, of_kept, after if ctx.writes else None, None
+
+
+def inverse(lower: Tensor) -> Tensor:
+    """Return `(I + tril(lower, -1))^-1`, (.., C, C)."""
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+    return torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
+
+
+def loop(
+    T: Tensor,
+    read: Tensor,
+    right: Tensor,
+    erase: Tensor,
+    kept: Tensor,
+    write: Tensor | None,
+    first: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `chunk_states` chunk by chunk, with the inverses T (N, B, H, C, C)."""
+    results = results_like(right, read)
+    states, values = (x.flatten(1, 2) for x in results)
+    states[0] = 0 if first is None else first
+    steps = zip(states[:-1], states[1:], values, *(x.flatten(1, 2) for x in (T, read, right, erase, kept)))
+    for n, (S, after, new, t, r, v, e, decay) in enumerate(steps):
+        new.baddbmm_(t, torch.baddbmm(v, r, S, alpha=-1), beta=0)
+        after.copy_(decay * S).baddbmm_(e.mT, new)
+        if write is not None:
+            after += write[n].flatten(0, 1)
+    return results
+
+
+def results_like(right: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+    """Return empty states (N + 1, B, H, D, E) and values (N, B, H, C, E)."""
+    count, *heads, _, width = right.shape
+    return right.new_empty(count + 1, *heads, read.shape[-1], width), right.new_empty(right.shape)
+
+
+@torch.library.custom_op("lion::delta_states", mutates_args=())
+def loop_op(
+    T: Tensor,
+    read: Tensor,
+    right: Tensor,
+    erase: Tensor,
+    kept: Tensor,
+    write: Tensor | None,
+    first: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return loop(T, read, right, erase, kept, write, first)
+
+
+@loop_op.register_fake
+def _(T, read, right, erase, kept, write, first):
+    return results_like(right, read)
+
+
+@torch.library.custom_op("lion::delta_states_backward", mutates_args=())
+def backward_op(
+    T: Tensor, read: Tensor, erase: Tensor, kept: Tensor, of_states: Tensor, of_values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the states (N + 1, B, H, D, E), through later chunks too, and of V (N, B, H, C, E)."""
+    results = results_like(of_values, read)
+    before, of_right = (x.flatten(1, 2) for x in results)
+    of_states = of_states.flatten(1, 2)
+    before[-1] = of_states[-1]
+    given = (x.flatten(1, 2) for x in (T, read, erase, kept, of_values))
+    for dS, of_state, S, dv, t, r, e, decay, dn in reversed([*zip(before[1:], of_states, before, of_right, *given)]):
+        dv.baddbmm_(t.mT, torch.baddbmm(dn, e, dS), beta=0)
+        S.copy_(torch.addcmul(of_state, decay, dS)).baddbmm_(r.mT, dv, alpha=-1)
+    return results
+
+
+@backward_op.register_fake
+def _(T, read, erase, kept, of_states, of_values):
+    return results_like(of_values, read)
