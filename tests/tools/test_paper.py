@@ -211,6 +211,20 @@ def test_the_report_is_what_its_raw_rows_say():
     assert (ROOT / "reports" / "paper.md").read_text() == page.markdown(TABLES, store, figures)
 
 
+def test_a_distance_replaces_the_metric_of_the_task(tmp_path):
+    """Check that rows share one classifier, which is trained before them, and that smaller distances are better."""
+    plain = table(open=[["a", "b"]])
+    made = table(open=[["a", "b"]], distance={"features": "quickstart", "samples": 50})
+    jobs = paper.make_jobs({"t": made}, "mini", open_store(tmp_path / "none.json"), {})
+    assert len(jobs) == 1 + 6 and all(job.after is jobs[0] for job in jobs[1:]) and jobs[0].after is None
+    assert {job.cell.key for job in jobs[1:]}.isdisjoint({cell.key for cell in cells("t", plain, "mini")})
+    store = filled(tmp_path, made, {"a": {0: 0.1, 1: 0.1, 2: 0.2}, "b": {0: 0.9, 1: 0.8, 2: 0.9}})
+    for row in store.rows.values():
+        row["beside"] = {"FD-own": 10 * row["val"]}
+    text = page.markdown({"t": made}, store, {})
+    assert "|row|test FD-own|" in text and "| a > b | +7.33" in text and "| b | 8.67 ±" in text
+
+
 # the command
 
 

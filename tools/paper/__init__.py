@@ -109,7 +109,7 @@ def run(jobs: Sequence[PaperJob], tables: Mapping[str, Table], store: Store, mos
     """Train all missing runs, and write the page with the result of each when it ends; returns the exit code."""
 
     def keep(job: PaperJob) -> str:
-        found = collect(store, job.cell, tables[job.cell.table].lengths)
+        found = collect(store, job.cell, tables[job.cell.table])
         write(tables, store)
         return found.metric.text(found.val if found.test is None else found.test)
 

@@ -12,7 +12,6 @@ import yaml
 
 from lion.tasks.metrics import Metric
 from tools.claims import CLAIM, NOT_RUN, QUESTION, UNDECIDED, VERDICTS, Comparison, compare, table_of, verdicts
-from tools.compose import metric_of
 from tools.paper.results import Results, results_of
 from tools.paper.tables import Cell, Table, cells
 from tools.statistics import RULE, interval
@@ -50,7 +49,7 @@ def parts_of(tables: Mapping[str, Table], store: Store) -> list[Part]:
             own = cells(name, table, scale)
             results = results_of(table, own, store)
             if own and (scale == "mini" or any(results.values.values())):
-                found.append(Part(name, table, scale, own, metric_of(own[0].recipe), results))
+                found.append(Part(name, table, scale, own, table.metric(own), results))
     return found
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from lion.layers.mixers.lion import FixedDecay
 from lion.runs import SUMMARY, open_run
-from tools import evaluate
-from tools.compose import metric_of
-from tools.paper.tables import Cell, Table, settings_of, short_hash
+from lion.tasks.metrics import Metric
+from tools import distance, evaluate
+from tools.paper.tables import Cell, Distance, Table, settings_of, short_hash
 from tools.report.runs import Run, load
 from tools.store import Row, Store
 
@@ -92,19 +92,25 @@ def results_of(table: Table, cells: Iterable[Cell], store: Store) -> Results:
     data = max(marks, key=marks.count, default=None)
     chosen = [(cell, row) for cell, row in found if row["data"] == data]
     split = "test" if all(row["test"] is not None for _, row in chosen) else "val"
+    metric = table.metric(cells) if cells else None
     runs: dict[str, dict[int, Row]] = {name: {} for name in table.rows}
     for cell, row in chosen:
         runs[cell.row][cell.seed] = row
-    metric = metric_of(cells[0].recipe) if cells else None
-    values = {name: {seed: metric.scaled(row[split]) for seed, row in own.items()} for name, own in runs.items()}
+    values = {
+        name: {seed: metric.scaled(row["beside"].get(metric.name, row[split])) for seed, row in own.items()}
+        for name, own in runs.items()
+    }
     return Results(values, split, data, len(found) - len(chosen), runs)
 
 
-def collect(store: Store, cell: Cell, lengths: Sequence[int]) -> Run:
-    """Add the raw row of a finished run to the store, with its values on windows of other lengths of text."""
+def collect(store: Store, cell: Cell, table: Table) -> Run:
+    """Add the raw row of a finished run to the store, with what its table measures beside the metric of the task."""
     run = load(str(cell.run))
-    more = run.more | (by_length(run, lengths) if lengths else {})
-    store.add(raw_row(cell.key, cell.seed, run._replace(more=more)))
+    if table.lengths:
+        run = run._replace(more=run.more | by_length(run, table.lengths))
+    if table.distance and cell.row in table.rows:
+        run = run._replace(beside=[*run.beside, distance_of(run, cell.after.run, table.distance)])
+    store.add(raw_row(cell.key, cell.seed, run))
     return run
 
 
@@ -112,7 +118,19 @@ def by_length(run: Run, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
     """Evaluate a run on windows of these numbers of tokens, without those that exceed its position embeddings."""
     out = run.folder / "lengths"
     options = ["--lengths", ",".join(map(str, lengths)), "--form", "full", "--tokens", str(TOKENS), "--eager"]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        evaluate.main([str(run.folder), *options, "--out", str(out)])
+    silently(evaluate.main, [str(run.folder), *options, "--out", str(out)])
     rows = json.loads((out / "extrapolation.json").read_text())["rows"]
     return {f"{row['length']} tokens": {run.metric.name: row["value"]} for row in rows if "value" in row}
+
+
+def distance_of(run: Run, classifier: Path, measured: Distance) -> tuple[Metric, float]:
+    """Generate images with a run, and return their distance from the training images on features of a classifier."""
+    out = run.folder / distance.FIGURES
+    silently(distance.main, [str(run.folder), "--features", str(classifier), "--samples", str(measured.samples)])
+    return measured.metric, json.loads(out.read_text())["rows"][0]["figures"][measured.metric.name][0]
+
+
+def silently(command: Callable[[list[str]], int], argv: list[str]) -> None:
+    """Run a command without its output."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        command(argv)

@@ -11,13 +11,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from lion.config import ConfigError, build, changed, nearest, parse_yaml, setting
 from lion.recipe import Recipe, free_keys
-from tools.compose import resolve
+from lion.tasks.metrics import Metric
+from tools.compose import metric_of, resolve
 
 TABLES = Path(__file__).parent / "tables"
 SCALES = ("mini", "published")
@@ -59,6 +60,23 @@ class Frame:
 
 
 @dataclass
+class Distance:
+    """Frechet distance of generated images from real ones (`./run.sh distance`), which the rows of a table compare.
+
+    Args:
+        features: Recipe of a classifier, whose features are compared. One run with seed 0 serves all rows.
+        set: Overrides of that recipe, by key.
+        samples: Number of generated images.
+    """
+
+    features: str
+    set: dict = field(default_factory=dict)
+    samples: int = setting(2000, min=20)
+
+    metric: ClassVar[Metric] = Metric("FD-own", higher_is_better=False)
+
+
+@dataclass
 class Table:
     """A table or figure of a paper, or a question of our own.
 
@@ -71,6 +89,8 @@ class Table:
         paired: Whether runs of one seed are alike, see `tools.statistics`.
         more: Whether to report the values on further held-out sets.
         lengths: Numbers of tokens of windows of held-out text on which every run is evaluated, too.
+        distance: Images that every run at scale `mini` generates, to compare their distances from real ones in place of
+            the metric of the task.
         claims: Pairs of rows (better, worse), as claimed by the paper.
         open: Pairs of rows to compare, about which the paper makes no claim.
         published_seeds: Number of seeds at scale `published`.
@@ -85,10 +105,15 @@ class Table:
     paired: bool = False
     more: bool = False
     lengths: tuple[int, ...] = ()
+    distance: Distance | None = None
     claims: tuple[tuple[str, str], ...] = ()
     open: tuple[tuple[str, str], ...] = ()
     published_seeds: int = setting(1, min=1)
     text: str = ""
+
+    def metric(self, cells: Sequence[Cell]) -> Metric:
+        """Return the metric that the rows compare."""
+        return self.distance.metric if self.distance and cells[0].scale == "mini" else metric_of(cells[0].recipe)
 
 
 class Cell(NamedTuple):
@@ -98,7 +123,8 @@ class Cell(NamedTuple):
         table, row, scale, seed: Place of the cell.
         argv: Recipe and overrides, as on the command line.
         recipe: The recipe, with the seed, and without the location of data.
-        key: Hash of all settings that are not default, without the seed: cells of equal keys share their runs.
+        key: Hash of all settings that are not default, without the seed, and of what is measured beside the metric of
+            the task: cells of equal keys share their runs.
         after: The cell whose run this one needs, if any.
     """
 
@@ -113,8 +139,8 @@ class Cell(NamedTuple):
 
     @property
     def run(self) -> Path:
-        """The folder of the run."""
-        words = re.sub(r"[^A-Za-z0-9]+", "_", self.row).strip("_")
+        """The folder of the run, the same in all tables that share it."""
+        words = re.sub(r"[^A-Za-z0-9]+", "_", self.recipe.model.label()).strip("_")
         return RUNS / f"{words}_{self.key[:6]}_{self.seed}"
 
 
@@ -174,24 +200,37 @@ def cells(name: str, table: Table, scale: str) -> list[Cell]:
             table.mini.seeds,
         )
 
-    def cell(row: str, seed: int) -> Cell:
-        (recipe, settings), after = rows[row], None
-        for key, value in settings.items():
-            if isinstance(value, str) and value.startswith(RUN_OF):
-                after = made[value.removeprefix(RUN_OF), seed]
-                settings = {**settings, key: str(after.run)}
-        overrides = as_overrides(settings)
-        try:
-            resolved = resolve_once(recipe, tuple(overrides))
-        except ConfigError as error:
-            raise ConfigError(f"table {name}, row {row!r}: {error}") from None
-        key = short_hash(settings_of(resolved))
-        return Cell(name, row, scale, seed, (recipe, *overrides), resolved, key, after)
-
+    measured = table.distance if scale == "mini" else None
+    classifier = make_cell(name, "features", scale, 0, measured.features, measured.set) if measured else None
     for seed in range(seeds):
-        for row in rows:
-            made[row, seed] = cell(row, seed)
+        for row, (recipe, settings) in rows.items():
+            after = classifier
+            for key, value in settings.items():
+                if isinstance(value, str) and value.startswith(RUN_OF):
+                    after = made[value.removeprefix(RUN_OF), seed]
+                    settings = {**settings, key: str(after.run)}
+            made[row, seed] = make_cell(name, row, scale, seed, recipe, settings, after, measured)
     return list(made.values())
+
+
+def make_cell(
+    table: str,
+    row: str,
+    scale: str,
+    seed: int,
+    recipe: str,
+    settings: Mapping[str, Any],
+    after: Cell | None = None,
+    measured: Distance | None = None,
+) -> Cell:
+    overrides = as_overrides(settings)
+    try:
+        resolved = resolve_once(recipe, tuple(overrides))
+    except ConfigError as error:
+        raise ConfigError(f"table {table}, row {row!r}: {error}") from None
+    values = settings_of(resolved)
+    key = short_hash([values, asdict(measured)] if measured else values)
+    return Cell(table, row, scale, seed, (recipe, *overrides), resolved, key, after)
 
 
 @functools.cache
