@@ -22,7 +22,19 @@ from lion.transformers.remote import AUTO_MAP, write_code
 @cache
 def checkpointed(block: type[Block]) -> type[Block]:
     """Return a subclass of a block whose activations `activation_checkpointing_enable` recomputes."""
-    return type(block.__name__, (block, GradientCheckpointingLayer), {"__module__": block.__module__})
+
+    def reduce(self: Block) -> tuple[Any, ...]:
+        """Pickle the class by `block`, because it has no place in a module."""
+        return new_block, (block,), vars(self)
+
+    names = {"__module__": block.__module__, "__reduce__": reduce}
+    return type(block.__name__, (block, GradientCheckpointingLayer), names)
+
+
+def new_block(block: type[Block]) -> Block:
+    """Return an instance of `checkpointed(block)` without attributes, which unpickling adds."""
+    kind = checkpointed(block)
+    return kind.__new__(kind)
 
 
 class LionPreTrainedModel(PreTrainedModel):
