@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -21,14 +22,28 @@ from lion.transformers.remote import AUTO_MAP, write_code
 
 @cache
 def checkpointed(block: type[Block]) -> type[Block]:
-    """Return a subclass of a block whose activations `activation_checkpointing_enable` recomputes."""
+    """Return a subclass of a block whose activations `activation_checkpointing_enable` recomputes.
 
-    def reduce(self: Block) -> tuple[Any, ...]:
-        """Pickle the class by `block`, because it has no place in a module."""
-        return new_block, (block,), vars(self)
+    `prefill` and `step` also pass through `forward`, where the hooks of transformers record hidden states.
+    """
 
-    names = {"__module__": block.__module__, "__reduce__": reduce}
-    return type(block.__name__, (block, GradientCheckpointingLayer), names)
+    class Checkpointed(block, GradientCheckpointingLayer):
+        def forward(self, *args: Any, method: Callable[..., Any] = block.forward) -> Any:
+            return method(self, *args)
+
+        def prefill(self, *args: Any) -> tuple[Tensor, Any]:
+            return self(*args, method=block.prefill)
+
+        def step(self, *args: Any) -> tuple[Tensor, Any]:
+            return self(*args, method=block.step)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Pickle the class by `block`, because it has no place in a module."""
+            return new_block, (block,), vars(self)
+
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(Checkpointed, name, getattr(block, name))
+    return Checkpointed
 
 
 def new_block(block: type[Block]) -> Block:

@@ -208,7 +208,9 @@ def test_bad_input(folder, tmp_path, capsys, monkeypatch):
         "softmax", tmp_path / "a.pt2", "--format", "pt2", "--length", 33
     )
     assert "--length: not for --format hub" in line("softmax", tmp_path / "a", "--length", 3)
-    assert "model.name: lion.transformers has no class for 'dit'" in line("noise", tmp_path / "a")
+    assert "no class for 'dit', because transformers has none for diffusion; ./run.sh export --format pt2" in line(
+        "noise", tmp_path / "a"
+    )
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-compiler")
         assert "--format aoti compiles C++: no C++ compiler found (no-compiler); install g++, or use" in line(
