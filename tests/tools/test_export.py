@@ -20,6 +20,7 @@ from tests.test_docs import blocks
 from tools.compose import make_task, resolve
 from tools.convert import write_run
 from tools.export import FORMATS, pt2
+from tools.export.onnx import solved
 from tools.export.ports import PORTS, Port
 
 SMALL = ["model.dim=16", "model.depth=1", "model.num_heads=2", "model.init_std=0.3", "trainer.compile=false"]
@@ -110,6 +111,7 @@ def test_a_process_without_lion_runs_programs_of_onnx(folder):
         pytest.importorskip(name)
     for name in ("images", "softmax"):
         assert here("export", folder / "runs" / name, folder / f"{name}.onnx", "--format", "onnx") == 0
+    assert here("export", folder / "runs" / "delta", folder / "delta.onnx", "--format", "onnx", "--length", 9) == 0
     code = blocks(ROOT / "tools/export/README.md", "python")[1]
     code += """
 text = onnxruntime.InferenceSession("softmax.onnx")
@@ -117,16 +119,30 @@ assert json.loads(text.get_modelmeta().custom_metadata_map["tokenizer.json"])["m
 assert [x.shape for x in text.get_inputs()] == [["batch", "length"]] * 2
 ids = numpy.arange(2 * 9).reshape(2, 9)
 (more,) = text.run(None, {"tokens": ids, "mask": ids % 9 < 5})
-numpy.savez("onnx.npz", logits, more)
+(delta,) = onnxruntime.InferenceSession("delta.onnx").run(None, {"tokens": ids, "mask": ids % 9 < 5})
+numpy.savez("onnx.npz", logits, more, delta)
 assert "torch" not in sys.modules
 """
     assert len(json.loads(alone(folder, code).replace("'", '"'))) == 3
     import numpy
 
-    classes, logits = map(torch.from_numpy, numpy.load(folder / "onnx.npz").values())
+    classes, logits, delta = map(torch.from_numpy, numpy.load(folder / "onnx.npz").values())
     close(classes, model_of(folder, "images")(torch.zeros(3, 1, 8, 8, dtype=torch.uint8)))
     ids, mask = torch.arange(18).view(2, 9), torch.arange(9).expand(2, -1) < 5
     close(logits[mask], model_of(folder, "softmax")(ids, mask)[mask])
+    close(delta[mask], model_of(folder, "delta")(ids, mask)[mask])
+
+
+@pytest.mark.parametrize("upper", [False, True])
+@pytest.mark.parametrize("size", [1, 37, 64])
+def test_triangular_systems_by_operators_of_onnx(size, upper):
+    """Solve random systems, and that of equal keys, whose powers exceed its inverse by a factor of 1e17."""
+    torch.manual_seed(0)
+    for A in (torch.randn(2, size, size) / 4, torch.ones(2, size, size)):
+        B = torch.randn(2, size, 3)
+        wanted = torch.linalg.solve_triangular(A.double(), B.double(), upper=upper, unitriangular=True)
+        found = solved(A, B, upper=upper, unitriangular=True)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
