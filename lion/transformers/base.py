@@ -88,12 +88,17 @@ class LionPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Initialize all weights and buffers that no checkpoint has set, with those of a new model."""
+        tensors = {
+            name: x
+            for path, part in self.model.named_modules()
+            if not initialized(part)
+            for name, x in (*part.named_parameters(path, recurse=False), *part.named_buffers(path, recurse=False))
+            if not initialized(x)
+        }
         super().initialize_weights()
-        tensors = {name: x for name, x in self.model.named_parameters() if not initialized(x)}
-        random = bool(tensors)
-        tensors |= {name: x for name, x in self.model.named_buffers() if not initialized(x)}
         if not tensors:
             return
+        random = any(isinstance(x, nn.Parameter) for x in tensors.values())
         with nullcontext() if random else initialization.no_init_weights():
             new = self.build()
         for name, value in [*new.named_parameters(), *new.named_buffers()]:
@@ -116,6 +121,6 @@ class LionPreTrainedModel(PreTrainedModel):
             initialization.normal_(module.weight, std=self.settings().init_std)
 
 
-def initialized(tensor: Tensor) -> bool:
-    """Return whether a checkpoint has set a tensor, which `transformers` marks."""
-    return getattr(tensor, "_is_hf_initialized", False)
+def initialized(part: Tensor | nn.Module) -> bool:
+    """Return whether a checkpoint has set a tensor, or all tensors of a module, which `transformers` marks."""
+    return getattr(part, "_is_hf_initialized", False)

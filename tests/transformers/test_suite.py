@@ -80,6 +80,12 @@ class TextTester:
         return self.get_config(), {"input_ids": tokens, "attention_mask": mask}
 
 
+class LongTester(TextTester):
+    def prepare_config_and_inputs_for_common(self):
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        return config, {**inputs, "bool_masked_pos": inputs["input_ids"] < 20}
+
+
 class ImageTester(TextTester):
     def get_config(self):
         return config("vit", model={"dim": self.hidden_size, "init_std": 0.02}, num_labels=3)
@@ -109,15 +115,13 @@ class TestBert(Suite, unittest.TestCase):
 
 class TestLongSequences(Suite, unittest.TestCase):
     all_model_classes = (LionModel, LionForMaskedLM, LionForSequenceClassification)
-    _torch_compile_train_cls = LionForSequenceClassification
 
     def setUp(self):
-        self.model_tester = TextTester("lra")
+        self.model_tester = LongTester("lra")
 
 
 class TestTokens(Suite, unittest.TestCase):
     all_model_classes = (LionForTokenClassification,)
-    _torch_compile_train_cls = LionForTokenClassification
 
     def setUp(self):
         self.model_tester = TextTester("token_classifier")
