@@ -10,6 +10,7 @@ import torch
 
 import lion
 from data.text.tokenizers import open_tokenizer
+from lion.runs import open_run
 from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
@@ -39,6 +40,7 @@ RUNS = {  # recipe, metadata of the data, and changes of the recipe
     "tpe": ("mlm_tiny_lion_s", TextInfo(BYTES.vocabulary, 24, "bytes", *FACTS), [*TEXT, "model.mixer=lightnet"]),
     "pixels": ("lra_image_softmax", SequenceInfo(10, 64, mean=0.4, std=0.3), []),
     "pairs": ("lra_listops_softmax", SequenceInfo(2, 32, 50, parts=2), ["data.name=aan"]),
+    "lightnet": ("dit_tiny_lightnet", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
     "noise": ("dit_tiny_softmax", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
 }
 
@@ -49,6 +51,7 @@ def make(folder: Path, name: str) -> Path:
     recipe = resolve(recipe, [*SMALL, *changes, f"run.root={folder}", f"run.name={name}"])
     torch.manual_seed(0)
     weights = make_task(recipe, info).build_model(recipe.model).state_dict()
+    weights = {key: value + 0.02 * torch.randn_like(value) for key, value in weights.items()}  # a DiT starts with zeros
     write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
     return recipe.folder
 
@@ -103,6 +106,21 @@ torch.save([logits, classes(images), [program(*row) for row in rows]], "outputs.
     for logits, (ids, _), mask in zip(found, rows, masks):
         close(logits[mask], model(ids, mask)[mask])
     close(classes, model_of(folder, "images")(images))
+
+
+@torch.no_grad()
+def test_a_process_without_lion_generates_images(folder):
+    assert here("export", folder / "runs" / "noise", folder / "noise.pt2", "--format", "pt2") == 0
+    code = f"import torch\ntorch.manual_seed(3)\n{blocks(ROOT / 'tools/export/README.md', 'python')[2]}"
+    alone(folder, code + '\ntorch.save([predict(x, now.expand(count), labels), x], "noise.pt")\n')
+    noise, found = torch.load(folder / "noise.pt")
+    run = open_run(folder / "runs" / "noise")
+    close(noise, run.model(found, torch.zeros(2, dtype=torch.int64), torch.arange(2)))
+    assert noise.std() > 0.1
+    torch.manual_seed(3)
+    start = torch.randn(2, 1, 8, 8)
+    wanted = run.task.process.denoise(lambda x, t: run.model(x, t, torch.arange(2)), start, steps=50, bound=1.0)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -176,18 +194,20 @@ def test_a_program_in_cpp_runs_packages_of_aotinductor(folder):
         ("tpe", "tokens (batch, 20), mask (batch, 20), logits (batch, 20, 261);"),
         ("pairs", "tokens (batch, 2, length), mask (batch, 2, length), logits (batch, 2), at most 20 tokens;"),
         ("pixels", "pixels (batch, 64), logits (batch, 10);"),
+        ("lightnet", "images (batch, 1, 8, 8), times (batch), labels (batch), noise (batch, 1, 8, 8);"),
     ],
 )
 @torch.no_grad()
 def test_programs_of_one_length_of_pairs_and_of_pixels(name, expected, folder, tmp_path, capsys):
-    length = [] if name == "pixels" else ["--length", 20]
+    length = [] if name in ("pixels", "lightnet") else ["--length", 20]
     assert here("export", folder / "runs" / name, tmp_path / "a.pt2", "--format", "pt2", *length) == 0
     assert expected in capsys.readouterr().out
     program, model = pt2.load(tmp_path / "a.pt2"), model_of(folder, name)
     about = {"metadata.json": ""}
     torch.export.load(tmp_path / "a.pt2", extra_files=about)
     about = json.loads(about["metadata.json"])
-    ports = [Port(p["name"], getattr(torch, p["dtype"]), p["shape"], "", 50) for p in about["inputs"]]
+    below = 3 if name == "lightnet" else 50
+    ports = [Port(p["name"], getattr(torch, p["dtype"]), p["shape"], "", below) for p in about["inputs"]]
     for sizes in ({"batch": 1, "length": 13}, {"batch": 4, "length": 2}):
         inputs = [port.example(sizes) for port in ports]
         found, expected = program(*inputs), model(*inputs)
@@ -215,9 +235,6 @@ def test_bad_input(folder, tmp_path, capsys, monkeypatch):
     def line(name, *args):
         return refuse(capsys, "export", folder / "runs" / name, *args)
 
-    assert "task 'diffusion' cannot be exported as a program, only causal_lm" in line(
-        "noise", tmp_path / "a.pt2", "--format", "pt2"
-    )
     assert "expected a name that ends with .onnx" in line("text", tmp_path / "a.pt2", "--format", "onnx")
     assert "its inputs have one size" in line("images", tmp_path / "a.pt2", "--format", "pt2", "--length", 3)
     assert "its model has 32 position embeddings, got 33" in line(
