@@ -154,7 +154,7 @@ class DiT(Model):
         """Return patches (B, H W, channels * pixels) as images (B, channels, height, width)."""
         x = x.unflatten(-1, (self.image_shape[0], *self.config.patch_size)).unflatten(1, self.grid)
         x = x.permute(0, 3, 1, 4, 2, 5)  # (B, channels, H, rows of a patch, W, columns of a patch)
-        return x.reshape(len(x), *self.image_shape)
+        return x.reshape(x.shape[0], *self.image_shape)
 
 
 class Times(nn.Module):

@@ -25,8 +25,20 @@ def causal(config: type[AttentionConfig]) -> type[AttentionConfig]:
 
     Mixers use their causal decay convention: "target" (Eq. 5), or "between" in RWKV-6.
     """
-    direction = setting("forward", choices=("forward",))
-    return make_dataclass(f"Causal{config.__name__}", [("direction", str, direction)], bases=(config,))
+
+    def reduce(self: AttentionConfig) -> tuple[Any, ...]:
+        """Pickle the class by `config`, because it has no place in a module."""
+        return new_causal, (config,), vars(self)
+
+    direction, methods = setting("forward", choices=("forward",)), {"__reduce__": reduce}
+    name = f"Causal{config.__name__}"
+    return make_dataclass(name, [("direction", str, direction)], bases=(config,), namespace=methods)
+
+
+def new_causal(config: type[AttentionConfig]) -> AttentionConfig:
+    """Return an instance of `causal(config)` without fields, which unpickling adds."""
+    kind = causal(config)
+    return kind.__new__(kind)
 
 
 CausalAttentionConfig = causal(AttentionConfig)

@@ -193,7 +193,10 @@ class LRA(SequenceEncoder):
 
     def forward(self, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
         """Return logits (B, classes) of ids or pixels (B, L), or of pairs (B, 2, L); see `encode`."""
-        pooled = self.pooled(inputs.flatten(0, -2), None if segments is None else segments.flatten(0, -2))
+        return self.logits(self.pooled(inputs.flatten(0, -2), None if segments is None else segments.flatten(0, -2)))
+
+    def logits(self, pooled: Tensor) -> Tensor:
+        """Map the means (B, dim) of sequences, or (2 B, dim) of the documents of pairs, to logits (B, classes)."""
         if self.parts == 2:
             first, second = pooled.unflatten(0, (-1, 2)).unbind(1)
             pooled = torch.cat([first, second, first - second, first * second], -1)
@@ -232,4 +235,8 @@ class LRAMasked(SequenceEncoder):
 
     def forward(self, inputs: Tensor, segments: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """Return predictions (B, L, vocabulary or 1) for inputs (B, L)."""
-        return self.decoder(self.encode(inputs, segments, hidden))
+        return self.logits(self.encode(inputs, segments, hidden))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Map (B, L, dim), as of `encode`, to predictions (B, L, vocabulary or 1)."""
+        return self.decoder(x)

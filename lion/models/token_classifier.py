@@ -47,4 +47,8 @@ class TokenClassifier(SequenceEncoder):
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         """Return logits (B, L, classes) of the ids of tokens (B, L, ids); see `encode`."""
-        return self.head(self.encode(tokens, segments))
+        return self.logits(self.encode(tokens, segments))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Map (B, L, dim), as of `encode`, to logits (B, L, classes)."""
+        return self.head(x)

@@ -90,7 +90,7 @@ class TimmAttention(Layer):
             ValueError: A mask that linear attention cannot express. On a GPU and in a compiled graph, rows that differ
                 raise an asynchronous assertion instead.
         """
-        if is_causal and self.config.direction != "forward":  # not `self.causal`, which Dynamo reads wrongly
+        if is_causal and self.config.direction != "forward":
             return self.causally(x, attn_mask)
         layout = PLAIN if self.place is None else self.place()
         if attn_mask is not None:

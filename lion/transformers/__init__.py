@@ -14,17 +14,13 @@ except ImportError:
 
 from lion.transformers.attention import add_decays, register_attention
 from lion.transformers.cache import LionCache
+from lion.transformers.classifiers import LionForSequenceClassification, LionForTokenClassification
 from lion.transformers.config import LionConfig
 from lion.transformers.delta import chunk_gated_delta_rule, use_delta_rule
 from lion.transformers.images import LionForImageClassification
 from lion.transformers.remote import AUTO
 from lion.transformers.runs import from_run
-from lion.transformers.text import (
-    LionForCausalLM,
-    LionForMaskedLM,
-    LionForSequenceClassification,
-    LionModel,
-)
+from lion.transformers.text import LionForCausalLM, LionForMaskedLM, LionModel
 
 __all__ = [
     "LionCache",
@@ -33,6 +29,7 @@ __all__ = [
     "LionForImageClassification",
     "LionForMaskedLM",
     "LionForSequenceClassification",
+    "LionForTokenClassification",
     "LionModel",
     "add_decays",
     "chunk_gated_delta_rule",

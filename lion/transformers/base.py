@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -21,8 +22,34 @@ from lion.transformers.remote import AUTO_MAP, write_code
 
 @cache
 def checkpointed(block: type[Block]) -> type[Block]:
-    """Return a subclass of a block whose activations `activation_checkpointing_enable` recomputes."""
-    return type(block.__name__, (block, GradientCheckpointingLayer), {"__module__": block.__module__})
+    """Return a subclass of a block whose activations `activation_checkpointing_enable` recomputes.
+
+    `prefill` and `step` also pass through `forward`, where the hooks of transformers record hidden states.
+    """
+
+    class Checkpointed(block, GradientCheckpointingLayer):
+        def forward(self, *args: Any, method: Callable[..., Any] = block.forward) -> Any:
+            return method(self, *args)
+
+        def prefill(self, *args: Any) -> tuple[Tensor, Any]:
+            return self(*args, method=block.prefill)
+
+        def step(self, *args: Any) -> tuple[Tensor, Any]:
+            return self(*args, method=block.step)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Pickle the class by `block`, because it has no place in a module."""
+            return new_block, (block,), vars(self)
+
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(Checkpointed, name, getattr(block, name))
+    return Checkpointed
+
+
+def new_block(block: type[Block]) -> Block:
+    """Return an instance of `checkpointed(block)` without attributes, which unpickling adds."""
+    kind = checkpointed(block)
+    return kind.__new__(kind)
 
 
 class LionPreTrainedModel(PreTrainedModel):
@@ -61,12 +88,17 @@ class LionPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Initialize all weights and buffers that no checkpoint has set, with those of a new model."""
+        tensors = {
+            name: x
+            for path, part in self.model.named_modules()
+            if not initialized(part)
+            for name, x in (*part.named_parameters(path, recurse=False), *part.named_buffers(path, recurse=False))
+            if not initialized(x)
+        }
         super().initialize_weights()
-        tensors = {name: x for name, x in self.model.named_parameters() if not initialized(x)}
-        random = bool(tensors)
-        tensors |= {name: x for name, x in self.model.named_buffers() if not initialized(x)}
         if not tensors:
             return
+        random = any(isinstance(x, nn.Parameter) for x in tensors.values())
         with nullcontext() if random else initialization.no_init_weights():
             new = self.build()
         for name, value in [*new.named_parameters(), *new.named_buffers()]:
@@ -89,6 +121,6 @@ class LionPreTrainedModel(PreTrainedModel):
             initialization.normal_(module.weight, std=self.settings().init_std)
 
 
-def initialized(tensor: Tensor) -> bool:
-    """Return whether a checkpoint has set a tensor, which `transformers` marks."""
-    return getattr(tensor, "_is_hf_initialized", False)
+def initialized(part: Tensor | nn.Module) -> bool:
+    """Return whether a checkpoint has set a tensor, or all tensors of a module, which `transformers` marks."""
+    return getattr(part, "_is_hf_initialized", False)

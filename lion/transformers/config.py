@@ -18,11 +18,12 @@ class LionConfig(PreTrainedConfig):
 
     Args:
         model: The `model` section of a recipe, for example `{"name": "gpt", "mixer": "lion_s", "dim": 384, "depth": 6,
-            "num_heads": 6}`. `name` is "bert", "bert_classifier", "gpt" or "vit".
-        vocab_size: Number of token ids.
+            "num_heads": 6}`. `name` is a model of a recipe, except "dit".
+        vocab_size: Number of token ids; None: intensities of pixels (Long Range Arena), or images.
         length: Largest number of tokens of a training sample; in a GPT also the number of position embeddings, if any.
         image_size: (height, width) in pixels.
         num_channels: Number of image channels.
+        parts: Number of documents of a sample, 2 for the pairs of the Long Range Arena.
         mean, std: Mean and standard deviation of each channel (or one value for all) of pixels in [0, 1].
             They normalise uint8 images; images in floating point must be normalised already.
         data: Facts about the data of an exported run, from which `./run.sh convert` restores the run.
@@ -35,6 +36,7 @@ class LionConfig(PreTrainedConfig):
     model: dict[str, Any] | None = None
     vocab_size: int | None = None
     length: int = 512
+    parts: int = 1
     image_size: list[int] | tuple[int, int] | None = None
     num_channels: int = 3
     mean: list[float] | tuple[float, ...] = (0.0,)

@@ -13,6 +13,7 @@ AUTO = {  # our class, by Auto class
     "AutoModel": "LionModel",
     "AutoModelForMaskedLM": "LionForMaskedLM",
     "AutoModelForSequenceClassification": "LionForSequenceClassification",
+    "AutoModelForTokenClassification": "LionForTokenClassification",
     "AutoModelForCausalLM": "LionForCausalLM",
     "AutoModelForImageClassification": "LionForImageClassification",
 }

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from lion.config import ConfigError, nearest, to_dict
+from lion.config import ConfigError, to_dict
 from lion.runs import LoadedRun
 from lion.samples.images import ImageInfo
+from lion.samples.labels import TokenLabelsInfo
+from lion.samples.sequences import SequenceInfo
 from lion.samples.text import TextInfo
 from lion.transformers.base import LionPreTrainedModel
+from lion.transformers.classifiers import LionForSequenceClassification, LionForTokenClassification
 from lion.transformers.config import LionConfig
 from lion.transformers.images import LionForImageClassification
-from lion.transformers.text import LionForCausalLM, LionForMaskedLM, LionForSequenceClassification
+from lion.transformers.text import LionForCausalLM, LionForMaskedLM
 
 KINDS: dict[str, type[LionPreTrainedModel]] = {  # by `model.name`
     "bert": LionForMaskedLM,
     "bert_classifier": LionForSequenceClassification,
     "gpt": LionForCausalLM,
+    "lra": LionForSequenceClassification,
+    "lra_masked": LionForMaskedLM,
+    "token_classifier": LionForTokenClassification,
     "vit": LionForImageClassification,
 }
 
@@ -30,16 +37,11 @@ def from_run(run: LoadedRun) -> LionPreTrainedModel:
     name, info = run.recipe.model.name, run.task.info
     if name not in KINDS:
         raise ConfigError(
-            f"{run.folder}: model.name: lion.transformers has no class for {name!r}, {nearest(name, KINDS)}"
+            f"{run.folder}: model.name: lion.transformers has no class for {name!r}, because transformers has none for "
+            "diffusion; ./run.sh export --format pt2 writes its program"
         )
-    classes = tuple(getattr(info, "classes", ()))
-    labels = (
-        {"id2label": dict(enumerate(classes)), "label2id": {c: i for i, c in enumerate(classes)}} if classes else {}
-    )
-    if name == "bert_classifier" and not classes:
-        labels = {"num_labels": 1, "problem_type": "regression"}
     data = {"task": to_dict(run.recipe.task), "info": info.to_dict()}
-    config = LionConfig(model=to_dict(run.recipe.model), data=data, **labels, **FIELDS[type(info).kind](run))
+    config = LionConfig(model=to_dict(run.recipe.model), data=data, **FIELDS[type(info).kind](run))
     model = KINDS[name](config)
     model.model.load_state_dict(run.model.state_dict())
     return model.eval()
@@ -52,10 +54,37 @@ def fields_of_text(run: LoadedRun) -> dict[str, Any]:
     return {"vocab_size": run.model.vocabulary, "length": run.model.length, **ids}
 
 
+def fields_of_labelled_text(run: LoadedRun) -> dict[str, Any]:
+    classes = run.task.info.classes
+    labels = names_of(classes) if classes else {"num_labels": 1, "problem_type": "regression"}
+    return {**fields_of_text(run), **labels}
+
+
+def fields_of_labelled_tokens(run: LoadedRun) -> dict[str, Any]:
+    info: TokenLabelsInfo = run.task.info
+    return {"vocab_size": info.vocabulary, "length": run.model.length, "num_labels": info.classes}
+
+
+def fields_of_sequences(run: LoadedRun) -> dict[str, Any]:
+    info: SequenceInfo = run.task.info
+    sizes = {"vocab_size": info.vocabulary, "length": info.length, "parts": info.parts, "num_labels": info.classes}
+    return {**sizes, "mean": [info.mean], "std": [info.std]}
+
+
 def fields_of_images(run: LoadedRun) -> dict[str, Any]:
     info: ImageInfo = run.task.info
     pixels = {"mean": list(info.mean), "std": list(info.std)}
-    return {"image_size": list(info.size), "num_channels": info.channels, **pixels}
+    return {"image_size": list(info.size), "num_channels": info.channels, **pixels, **names_of(info.classes)}
 
 
-FIELDS = {"text": fields_of_text, "labelled text": fields_of_text, "images": fields_of_images}
+def names_of(classes: Sequence[str]) -> dict[str, Any]:
+    return {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
+
+
+FIELDS = {
+    "images": fields_of_images,
+    "labelled text": fields_of_labelled_text,
+    "labelled tokens": fields_of_labelled_tokens,
+    "sequences": fields_of_sequences,
+    "text": fields_of_text,
+}

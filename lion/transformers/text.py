@@ -1,23 +1,22 @@
-"""Models of text: features, masked language models, classifiers of sequences, and causal language models."""
+"""Models of tokens: features, masked and causal language models; the base class of all models of tokens."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
     MaskedLMOutput,
-    SequenceClassifierOutput,
 )
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from lion.models.bert import Bert, BertClassifier, BertEncoder
-from lion.models.gpt import GPT, GPTConfig
+from lion.models.bert import Bert, BertEncoder
+from lion.models.gpt import GPT
+from lion.models.lra import LRAMasked, SequenceEncoder
 from lion.models.tokens import TokenModel
 from lion.ops.segments import may_wait
 from lion.transformers.base import LionPreTrainedModel
@@ -25,27 +24,15 @@ from lion.transformers.cache import LionCache
 from lion.transformers.masks import segments_of, starts_of, valid_of
 
 BERT = {"bert": "bert", "bert_classifier": "bert"}
-
-
-class GPTClassifier(GPT):
-    """A GPT that maps the last token of a sequence to `outputs` numbers, by a linear layer without bias."""
-
-    heads = ("classifier.",)
-
-    def __init__(self, config: GPTConfig, *, vocabulary: int, length: int, outputs: int) -> None:
-        super().__init__(config, vocabulary=vocabulary, length=length)
-        self.classifier = nn.Linear(self.config.dim, outputs, bias=False)
-        nn.init.normal_(self.classifier.weight, std=self.config.init_std)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Map the last token of each sequence (B, dim), as of `encode`, to logits (B, outputs)."""
-        return self.classifier(x)
+LRA_NAMES = ("lra", "lra_masked")
+UNLABELLED = -100  # label of tokens without one
 
 
 class LionTextModel(LionPreTrainedModel):
     """Base class of models of token ids (B, L).
 
-    `forward` takes the arguments of `encode`, and those of its class.
+    `forward` takes the arguments of `encode`, and those of its class. In models for the Long Range Arena, ids may be
+    intensities of pixels, from 0 to 255.
     """
 
     model: TokenModel
@@ -61,6 +48,12 @@ class LionTextModel(LionPreTrainedModel):
             raise ValueError("LionConfig: vocab_size: missing, expected the number of token ids")
         return {"vocabulary": self.config.vocab_size, "length": self.config.length}
 
+    @property
+    def sequence_sizes(self) -> dict[str, Any]:
+        """The sizes of the data, as arguments of our models for the Long Range Arena."""
+        c = self.config
+        return {"vocabulary": c.vocab_size, "length": c.length, "mean": c.mean[0], "std": c.std[0]}
+
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.tokens
 
@@ -68,16 +61,10 @@ class LionTextModel(LionPreTrainedModel):
         self.model.tokens = value
 
     def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the embeddings, and the bias of a masked head; all rows then belong to tokens."""
+        """Resize the embeddings; all rows then belong to tokens."""
         tokens = super()._resize_token_embeddings(*args, **kwargs)
-        rows = self.model.vocabulary = tokens.num_embeddings
-        self.config.model = {**self.config.section, "pad_vocabulary": 1}
-        head = getattr(self.model, "head", None)
-        if head is not None and head.bias is not None:
-            bias = head.bias.new_zeros(rows)
-            kept = min(rows, len(head.bias))
-            bias[:kept] = head.bias.detach()[:kept]
-            head.bias = nn.Parameter(bias, requires_grad=head.bias.requires_grad)
+        self.model.vocabulary = tokens.num_embeddings
+        self.config.model = {key: value for key, value in self.config.section.items() if key != "pad_vocabulary"}
         return tokens
 
     @capture_outputs
@@ -89,6 +76,7 @@ class LionTextModel(LionPreTrainedModel):
         token_type_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        hidden: Tensor | None = None,
         past_key_values: LionCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | list[int] | None = None,
@@ -98,11 +86,12 @@ class LionTextModel(LionPreTrainedModel):
         """Return the input of the head, (B, L, dim).
 
         Args:
-            input_ids: Token ids (B, L).
+            input_ids: Token ids (B, L), or (B, L, ids) where a token has several.
             attention_mask: 1 for tokens, 0 for padding: (B, L), or of all tokens so far if there is a cache.
             position_ids: (B or 1, L), from 0 in each document: where they restart, another document begins.
             token_type_ids: Types of the tokens (B, L), which a model without embeddings of types ignores.
             seq_idx, cu_seq_lens_q: Other descriptions of packed documents, see `segments_of`.
+            hidden: Boolean (B, L), True for inputs that `LRAMasked` hides.
             past_key_values: State after the tokens before `input_ids`, which is updated.
             use_cache: Whether to return the state after `input_ids`.
 
@@ -113,9 +102,9 @@ class LionTextModel(LionPreTrainedModel):
             raise ValueError("output_attentions: linear mixers do not compute the matrix of attention")
         packed = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
         if past_key_values is None and not use_cache:
-            segments = segments_of(tuple(input_ids.shape), attention_mask, **packed)
-            types = {"types": token_type_ids} if self.has_types else {}
-            return BaseModelOutputWithPast(self.model.encode(input_ids, segments, **types))
+            segments = segments_of(tuple(input_ids.shape[:2]), attention_mask, **packed)
+            more = {"types": token_type_ids} if self.has_types else {} if hidden is None else {"hidden": hidden}
+            return BaseModelOutputWithPast(self.model.encode(input_ids, segments, **more))
         if output_hidden_states or self.config.output_hidden_states:
             raise ValueError("output_hidden_states: not recorded with a cache, pass use_cache=False")
         cache = LionCache() if past_key_values is None else past_key_values
@@ -154,10 +143,19 @@ class LionTextModel(LionPreTrainedModel):
 class LionModel(LionTextModel):
     """A model without a head: token ids (B, L) to features (B, L, dim)."""
 
-    names: ClassVar[dict[str, str]] = {**BERT, "gpt": "gpt"}
+    names: ClassVar[dict[str, str]] = {**BERT, "gpt": "gpt", **dict.fromkeys(LRA_NAMES, "lra")}
 
     def build(self) -> TokenModel:
+        if self.config.section.get("name") == "vit":
+            raise ValueError(
+                "LionModel: a model of tokens, this is one of images; its features are the hidden states of "
+                "LionForImageClassification (output_hidden_states=True)"
+            )
         settings = self.settings()
+        if settings.name == "lra":
+            model = SequenceEncoder(settings, **self.sequence_sizes)
+            model.start()
+            return model
         return {"bert": BertEncoder, "gpt": GPT}[settings.name](settings, **self.sizes)
 
     @can_return_tuple
@@ -169,13 +167,33 @@ class LionModel(LionTextModel):
 
 
 class LionForMaskedLM(LionTextModel):
-    """A masked language model, in both directions."""
+    """A masked language model in both directions, or a model for the Long Range Arena that predicts masked inputs."""
 
-    names: ClassVar[dict[str, str]] = BERT
-    model: Bert
+    names: ClassVar[dict[str, str]] = {**BERT, **dict.fromkeys(LRA_NAMES, "lra_masked")}
+    model: Bert | LRAMasked
 
-    def build(self) -> Bert:
-        return Bert(self.settings(), **self.sizes)
+    def build(self) -> Bert | LRAMasked:
+        settings = self.settings()
+        return (
+            LRAMasked(settings, **self.sequence_sizes) if settings.name in LRA_NAMES else Bert(settings, **self.sizes)
+        )
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        return self.model.decoder if isinstance(self.model, LRAMasked) else None
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.model.decoder = value
+
+    def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the embeddings, and the outputs: the decoder, or the bias of a head tied to the embeddings."""
+        tokens = super()._resize_token_embeddings(*args, **kwargs)
+        if isinstance(self.model, Bert) and self.model.head.bias is not None:
+            head, rows = self.model.head, tokens.num_embeddings
+            bias = head.bias.new_zeros(rows)
+            kept = min(rows, len(head.bias))
+            bias[:kept] = head.bias.detach()[:kept]
+            head.bias = nn.Parameter(bias, requires_grad=head.bias.requires_grad)
+        return tokens
 
     @can_return_tuple
     def forward(
@@ -183,51 +201,32 @@ class LionForMaskedLM(LionTextModel):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        bool_masked_pos: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Return logits (B, L, vocab_size); `labels` (B, L) is -100 where there is nothing to predict.
+        """Return logits (B, L, vocab_size), or normalised intensities (B, L, 1) of pixels.
 
         The other arguments are those of `encode`.
+
+        Args:
+            bool_masked_pos: Boolean (B, L), True for inputs that a model for the Long Range Arena hides. A BERT has a
+                token for them.
+            labels: Ids or intensities (B, L), -100 where there is nothing to predict. The loss is the cross-entropy of
+                ids, or the absolute error of normalised intensities.
+
+        Raises:
+            ValueError: `bool_masked_pos` for a BERT.
         """
-        found = self.encode(input_ids, attention_mask, token_type_ids=token_type_ids, **kwargs)
+        if bool_masked_pos is not None and isinstance(self.model, Bert):
+            raise ValueError("bool_masked_pos: a BERT reads the mask token of its tokenizer in input_ids")
+        found = self.encode(input_ids, attention_mask, token_type_ids=token_type_ids, hidden=bool_masked_pos, **kwargs)
         logits, loss = self.model.logits(found.last_hidden_state), None
-        if labels is not None:
+        if labels is not None and self.config.vocab_size is None:
+            loss = (logits[..., 0] - self.model.normalised(labels))[labels != UNLABELLED].abs().mean()
+        elif labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss, logits, found.hidden_states)
-
-
-class LionForSequenceClassification(LionTextModel):
-    """A classifier of sequences: of the first token in a BERT, of the last one in a GPT."""
-
-    names: ClassVar[dict[str, str]] = {**dict.fromkeys(BERT, "bert_classifier"), "gpt": "gpt"}
-    model: BertClassifier | GPTClassifier
-
-    def build(self) -> BertClassifier | GPTClassifier:
-        settings = self.settings()
-        kind = {"bert_classifier": BertClassifier, "gpt": GPTClassifier}[settings.name]
-        return kind(settings, outputs=self.config.num_labels, **self.sizes)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutput:
-        """Return logits (B, num_labels); `labels` (B,) are classes, or numbers if there is one label.
-
-        Padding may be on either side. The other arguments are those of `encode`.
-        """
-        found = self.encode(input_ids, attention_mask, token_type_ids=token_type_ids, **kwargs)
-        x, last = found.last_hidden_state, isinstance(self.model, GPTClassifier)
-        valid = valid_of(attention_mask, tuple(input_ids.shape))
-        logits, loss = self.model.logits(end_of(x, valid, last)), None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-        return SequenceClassifierOutput(loss, logits, found.hidden_states)
 
 
 class LionForCausalLM(LionTextModel, GenerationMixin):
@@ -273,12 +272,3 @@ class LionForCausalLM(LionTextModel, GenerationMixin):
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, found.past_key_values, found.hidden_states)
-
-
-def end_of(x: Tensor, valid: Tensor | None, last: bool) -> Tensor:
-    """Return the first valid token, or the last one, of each row of x (B, L, dim)."""
-    if valid is None:
-        return x[:, -1 if last else 0]
-    places = torch.arange(x.shape[1], device=x.device)
-    place = (valid * places).amax(1) if last else (~valid).long().cummin(1).values.sum(1).clamp(max=x.shape[1] - 1)
-    return x[torch.arange(len(x), device=x.device), place]

@@ -340,3 +340,13 @@ def test_bad_tokens_and_states_are_named(mixer):
             layer(x)
     with pytest.raises(ValueError, match=r"state: expected a .*, which prefill returns, .* got NoneType"):
         layer.step(torch.randn(1, 1, 12), None)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("mixer", ["lion_s", "softmax", "none"])
+def test_graphs_read_the_same_direction(mixer):
+    for direction in ("both", "forward"):
+        settings = AttentionConfig(direction=direction, conv_width=3)
+        layer = make_mixer(mixer, 12, 3, settings)
+        read = torch.compile(lambda x, layer=layer: x + layer.causal, backend="eager", fullgraph=True)
+        assert read(torch.zeros(())) == layer.causal == (direction == "forward")

@@ -10,6 +10,7 @@ import torch
 
 import lion
 from data.text.tokenizers import open_tokenizer
+from lion.runs import open_run
 from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
@@ -20,6 +21,7 @@ from tests.test_docs import blocks
 from tools.compose import make_task, resolve
 from tools.convert import write_run
 from tools.export import FORMATS, pt2
+from tools.export.onnx import solved
 from tools.export.ports import PORTS, Port
 
 SMALL = ["model.dim=16", "model.depth=1", "model.num_heads=2", "model.init_std=0.3", "trainer.compile=false"]
@@ -38,6 +40,7 @@ RUNS = {  # recipe, metadata of the data, and changes of the recipe
     "tpe": ("mlm_tiny_lion_s", TextInfo(BYTES.vocabulary, 24, "bytes", *FACTS), [*TEXT, "model.mixer=lightnet"]),
     "pixels": ("lra_image_softmax", SequenceInfo(10, 64, mean=0.4, std=0.3), []),
     "pairs": ("lra_listops_softmax", SequenceInfo(2, 32, 50, parts=2), ["data.name=aan"]),
+    "lightnet": ("dit_tiny_lightnet", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
     "noise": ("dit_tiny_softmax", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
 }
 
@@ -48,6 +51,7 @@ def make(folder: Path, name: str) -> Path:
     recipe = resolve(recipe, [*SMALL, *changes, f"run.root={folder}", f"run.name={name}"])
     torch.manual_seed(0)
     weights = make_task(recipe, info).build_model(recipe.model).state_dict()
+    weights = {key: value + 0.02 * torch.randn_like(value) for key, value in weights.items()}  # a DiT starts with zeros
     write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
     return recipe.folder
 
@@ -105,11 +109,27 @@ torch.save([logits, classes(images), [program(*row) for row in rows]], "outputs.
 
 
 @torch.no_grad()
+def test_a_process_without_lion_generates_images(folder):
+    assert here("export", folder / "runs" / "noise", folder / "noise.pt2", "--format", "pt2") == 0
+    code = f"import torch\ntorch.manual_seed(3)\n{blocks(ROOT / 'tools/export/README.md', 'python')[2]}"
+    alone(folder, code + '\ntorch.save([predict(x, now.expand(count), labels), x], "noise.pt")\n')
+    noise, found = torch.load(folder / "noise.pt")
+    run = open_run(folder / "runs" / "noise")
+    close(noise, run.model(found, torch.zeros(2, dtype=torch.int64), torch.arange(2)))
+    assert noise.std() > 0.1
+    torch.manual_seed(3)
+    start = torch.randn(2, 1, 8, 8)
+    wanted = run.task.process.denoise(lambda x, t: run.model(x, t, torch.arange(2)), start, steps=50, bound=1.0)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
 def test_a_process_without_lion_runs_programs_of_onnx(folder):
     for name in ("onnx", "onnxruntime", "onnxscript"):
         pytest.importorskip(name)
     for name in ("images", "softmax"):
         assert here("export", folder / "runs" / name, folder / f"{name}.onnx", "--format", "onnx") == 0
+    assert here("export", folder / "runs" / "delta", folder / "delta.onnx", "--format", "onnx", "--length", 9) == 0
     code = blocks(ROOT / "tools/export/README.md", "python")[1]
     code += """
 text = onnxruntime.InferenceSession("softmax.onnx")
@@ -117,16 +137,30 @@ assert json.loads(text.get_modelmeta().custom_metadata_map["tokenizer.json"])["m
 assert [x.shape for x in text.get_inputs()] == [["batch", "length"]] * 2
 ids = numpy.arange(2 * 9).reshape(2, 9)
 (more,) = text.run(None, {"tokens": ids, "mask": ids % 9 < 5})
-numpy.savez("onnx.npz", logits, more)
+(delta,) = onnxruntime.InferenceSession("delta.onnx").run(None, {"tokens": ids, "mask": ids % 9 < 5})
+numpy.savez("onnx.npz", logits, more, delta)
 assert "torch" not in sys.modules
 """
     assert len(json.loads(alone(folder, code).replace("'", '"'))) == 3
     import numpy
 
-    classes, logits = map(torch.from_numpy, numpy.load(folder / "onnx.npz").values())
+    classes, logits, delta = map(torch.from_numpy, numpy.load(folder / "onnx.npz").values())
     close(classes, model_of(folder, "images")(torch.zeros(3, 1, 8, 8, dtype=torch.uint8)))
     ids, mask = torch.arange(18).view(2, 9), torch.arange(9).expand(2, -1) < 5
     close(logits[mask], model_of(folder, "softmax")(ids, mask)[mask])
+    close(delta[mask], model_of(folder, "delta")(ids, mask)[mask])
+
+
+@pytest.mark.parametrize("upper", [False, True])
+@pytest.mark.parametrize("size", [1, 37, 64])
+def test_triangular_systems_by_operators_of_onnx(size, upper):
+    """Solve random systems, and that of equal keys, whose powers exceed its inverse by a factor of 1e17."""
+    torch.manual_seed(0)
+    for A in (torch.randn(2, size, size) / 4, torch.ones(2, size, size)):
+        B = torch.randn(2, size, 3)
+        wanted = torch.linalg.solve_triangular(A.double(), B.double(), upper=upper, unitriangular=True)
+        found = solved(A, B, upper=upper, unitriangular=True)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -160,18 +194,20 @@ def test_a_program_in_cpp_runs_packages_of_aotinductor(folder):
         ("tpe", "tokens (batch, 20), mask (batch, 20), logits (batch, 20, 261);"),
         ("pairs", "tokens (batch, 2, length), mask (batch, 2, length), logits (batch, 2), at most 20 tokens;"),
         ("pixels", "pixels (batch, 64), logits (batch, 10);"),
+        ("lightnet", "images (batch, 1, 8, 8), times (batch), labels (batch), noise (batch, 1, 8, 8);"),
     ],
 )
 @torch.no_grad()
 def test_programs_of_one_length_of_pairs_and_of_pixels(name, expected, folder, tmp_path, capsys):
-    length = [] if name == "pixels" else ["--length", 20]
+    length = [] if name in ("pixels", "lightnet") else ["--length", 20]
     assert here("export", folder / "runs" / name, tmp_path / "a.pt2", "--format", "pt2", *length) == 0
     assert expected in capsys.readouterr().out
     program, model = pt2.load(tmp_path / "a.pt2"), model_of(folder, name)
     about = {"metadata.json": ""}
     torch.export.load(tmp_path / "a.pt2", extra_files=about)
     about = json.loads(about["metadata.json"])
-    ports = [Port(p["name"], getattr(torch, p["dtype"]), p["shape"], "", 50) for p in about["inputs"]]
+    below = 3 if name == "lightnet" else 50
+    ports = [Port(p["name"], getattr(torch, p["dtype"]), p["shape"], "", below) for p in about["inputs"]]
     for sizes in ({"batch": 1, "length": 13}, {"batch": 4, "length": 2}):
         inputs = [port.example(sizes) for port in ports]
         found, expected = program(*inputs), model(*inputs)
@@ -199,16 +235,15 @@ def test_bad_input(folder, tmp_path, capsys, monkeypatch):
     def line(name, *args):
         return refuse(capsys, "export", folder / "runs" / name, *args)
 
-    assert "task 'diffusion' cannot be exported as a program, only causal_lm" in line(
-        "noise", tmp_path / "a.pt2", "--format", "pt2"
-    )
     assert "expected a name that ends with .onnx" in line("text", tmp_path / "a.pt2", "--format", "onnx")
     assert "its inputs have one size" in line("images", tmp_path / "a.pt2", "--format", "pt2", "--length", 3)
     assert "its model has 32 position embeddings, got 33" in line(
         "softmax", tmp_path / "a.pt2", "--format", "pt2", "--length", 33
     )
     assert "--length: not for --format hub" in line("softmax", tmp_path / "a", "--length", 3)
-    assert "model.name: lion.transformers has no class for 'dit'" in line("noise", tmp_path / "a")
+    assert "no class for 'dit', because transformers has none for diffusion; ./run.sh export --format pt2" in line(
+        "noise", tmp_path / "a"
+    )
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-compiler")
         assert "--format aoti compiles C++: no C++ compiler found (no-compiler); install g++, or use" in line(

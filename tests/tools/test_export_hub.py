@@ -1,6 +1,7 @@
 """Export of runs to folders of `lion.transformers`, and back: weights, tokenizers, image processors, model cards."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -16,6 +17,8 @@ import transformers
 import lion
 from data.text.tokenizers import make_tokenizer
 from lion.runs import open_run
+from lion.samples.labels import TokenLabelsInfo
+from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo, TextInfo
 from tests.helpers import here, refuse, state_of, tiny_recipe
 from tools.compose import describe_data, make_task, resolve
@@ -103,6 +106,46 @@ def test_classifiers_keep_their_classes(classes, tmp_path):
     assert "Not evaluated." in (tmp_path / "out" / "README.md").read_text()
 
 
+SEQUENCES = {  # Auto class, recipe, metadata of the data, and changes of the recipe
+    "pixels": ("SequenceClassification", "lra_image_lion_s", SequenceInfo(10, 64, mean=0.4, std=0.3), []),
+    "pairs": ("SequenceClassification", "lra_listops_lion_s", SequenceInfo(2, 32, 50, parts=2), ["data.name=aan"]),
+    "masked": ("MaskedLM", "lra_listops_lion_s_masked", SequenceInfo(10, 32, 18), []),
+    "masked_pixels": ("MaskedLM", "lra_image_lion_s_masked", SequenceInfo(10, 64, mean=0.4, std=0.3), []),
+    "tokens": ("TokenClassification", "recall_lion_s", TokenLabelsInfo(7, 16, 24, 30, 3), []),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@torch.no_grad()
+def test_models_of_long_sequences_and_of_labelled_tokens(name, tmp_path):
+    kind, recipe, info, changes = SEQUENCES[name]
+    recipe = resolve(recipe, [*SMALL, *changes, f"run.root={tmp_path}", "run.name=run"])
+    task = make_task(recipe, info)
+    weights = task.build_model(recipe.model).state_dict()
+    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
+    assert here("export", recipe.folder, tmp_path / "out") == 0
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    model, report = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    batch, ours = task.example(3, "cpu"), lion.load(recipe.folder, compile=False)
+    inputs = batch["tokens"] if "tokens" in batch else batch["pixels"]
+    mask = torch.ones(inputs.shape[: 2 + (name == "pairs")], dtype=torch.int64)
+    mask[1, ..., -5:] = 0
+    wanted = ours(inputs, mask.bool())
+    kept = mask.bool() if wanted.dim() == 3 else slice(None)
+    assert wanted.std() > 0
+    torch.testing.assert_close(model(inputs, mask).logits[kept], wanted[kept], rtol=0, atol=1e-5)
+    if kind == "MaskedLM":
+        hidden = torch.rand(mask.shape) < 0.5
+        wanted = ours(inputs, None, hidden)
+        torch.testing.assert_close(model(inputs, bool_masked_pos=hidden).logits, wanted, rtol=0, atol=1e-5)
+    same_run(recipe.folder, back(tmp_path / "out", tmp_path / "again"))
+    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "out" / "README.md").read_text(), re.DOTALL)
+    found = {}
+    exec(code.replace("FOLDER", str(tmp_path / "out")).replace(", trust_remote_code=True", ""), found)
+    assert found["inputs"].shape[1:] == inputs.shape[1:] and int(found["inputs"].max()) < (info.vocabulary or 256)
+
+
 def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path, "tiny")) == 0
@@ -137,7 +180,9 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     weights = make_task(recipe, info).build_model(recipe.model).state_dict()
     write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
     line = refuse(capsys, "export", recipe.folder, tmp_path / "out")
-    assert "dit: model.name: lion.transformers has no class for 'dit', did you mean 'vit'" in line
+    assert (
+        "dit: model.name: lion.transformers has no class for 'dit', because transformers has none for diffusion" in line
+    )
     run, _ = text_run(tmp_path, "gpt")
     assert here("export", run, tmp_path / "gpt_out") == 0
     capsys.readouterr()

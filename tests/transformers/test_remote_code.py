@@ -12,13 +12,13 @@ pytest.importorskip("transformers")
 from transformers.dynamic_module_utils import check_imports
 
 from lion.distribution import NAME
-from lion.transformers import LionForCausalLM
+from lion.transformers import LionForCausalLM, LionForTokenClassification
 from lion.transformers.remote import FILE
 from tests.transformers.tiny import ids, made
 
 LOAD = """
 import sys, torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 folder = sys.argv[1]
 for blocked in ("lion", "lion.transformers"):  # not installed, and another project of that name
     sys.modules[blocked] = None
@@ -30,6 +30,8 @@ for blocked in ("lion", "lion.transformers"):  # not installed, and another proj
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 torch.save(model(torch.load(f"{folder}/ids.pt")).logits.detach(), f"{folder}/logits.pt")
 model.save_pretrained(f"{folder}/again")
+model = AutoModelForTokenClassification.from_pretrained(f"{folder}/tokens", trust_remote_code=True).eval()
+torch.save(model(torch.load(f"{folder}/ids.pt")).logits.detach(), f"{folder}/tokens.pt")
 """
 
 
@@ -37,6 +39,8 @@ model.save_pretrained(f"{folder}/again")
 def test_a_process_loads_it_by_its_remote_code(tmp_path):
     model = made(LionForCausalLM, "gpt").float()
     model.save_pretrained(tmp_path)
+    tokens = made(LionForTokenClassification, "token_classifier", num_labels=3).float()
+    tokens.save_pretrained(tmp_path / "tokens")
     assert check_imports(tmp_path / FILE) == []  # else transformers asks to install the other project
     torch.save(ids(1, 6), tmp_path / "ids.pt")
     places = {"HF_HOME": str(tmp_path / "cache"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
@@ -46,6 +50,7 @@ def test_a_process_loads_it_by_its_remote_code(tmp_path):
     line = f"this model needs the package lion: pip install '{NAME}[transformers]'"
     assert found.stdout.splitlines() == [line, line]
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(ids(1, 6)).logits.detach())
+    torch.testing.assert_close(torch.load(tmp_path / "tokens.pt"), tokens(ids(1, 6)).logits.detach())
     again = {path.name for path in (tmp_path / "again").iterdir()}
     assert again == {"config.json", "generation_config.json", "model.safetensors", FILE}
     assert (tmp_path / "again" / FILE).read_bytes() == (tmp_path / FILE).read_bytes()

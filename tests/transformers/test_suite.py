@@ -23,6 +23,7 @@ from lion.transformers import (
     LionForImageClassification,
     LionForMaskedLM,
     LionForSequenceClassification,
+    LionForTokenClassification,
     LionModel,
 )
 from tests.transformers.tiny import config
@@ -31,6 +32,7 @@ NAMES = {  # our classes in the tables by which the tests choose labels
     "MODEL_MAPPING_NAMES": LionModel,
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": LionForMaskedLM,
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": LionForSequenceClassification,
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": LionForTokenClassification,
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": LionForCausalLM,
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": LionForImageClassification,
 }
@@ -78,6 +80,12 @@ class TextTester:
         return self.get_config(), {"input_ids": tokens, "attention_mask": mask}
 
 
+class LongTester(TextTester):
+    def prepare_config_and_inputs_for_common(self):
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        return config, {**inputs, "bool_masked_pos": inputs["input_ids"] < 20}
+
+
 class ImageTester(TextTester):
     def get_config(self):
         return config("vit", model={"dim": self.hidden_size, "init_std": 0.02}, num_labels=3)
@@ -98,11 +106,25 @@ class Suite(COMMON.ModelTesterMixin):
 
 
 class TestBert(Suite, unittest.TestCase):
-    all_model_classes = (LionModel, LionForMaskedLM, LionForSequenceClassification)
+    all_model_classes = (LionModel, LionForMaskedLM, LionForSequenceClassification, LionForTokenClassification)
     _torch_compile_train_cls = LionForMaskedLM
 
     def setUp(self):
         self.model_tester = TextTester("bert")
+
+
+class TestLongSequences(Suite, unittest.TestCase):
+    all_model_classes = (LionModel, LionForMaskedLM, LionForSequenceClassification)
+
+    def setUp(self):
+        self.model_tester = LongTester("lra")
+
+
+class TestTokens(Suite, unittest.TestCase):
+    all_model_classes = (LionForTokenClassification,)
+
+    def setUp(self):
+        self.model_tester = TextTester("token_classifier")
 
 
 class TestGPT(Suite, unittest.TestCase):

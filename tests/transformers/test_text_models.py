@@ -1,6 +1,7 @@
 """Models of text in transformers: the values of our models, masks, packed rows, saving, losses, checkpointing."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lion.transformers import (
     LionForImageClassification,
     LionForMaskedLM,
     LionForSequenceClassification,
+    LionForTokenClassification,
     LionModel,
 )
 from tests.transformers.tiny import config, ids, left_padded, made
@@ -27,6 +29,11 @@ KINDS = [
     (LionForSequenceClassification, "bert_classifier"),
     (LionForSequenceClassification, "gpt"),
     (LionForCausalLM, "gpt"),
+    (LionModel, "lra"),
+    (LionForMaskedLM, "lra_masked"),
+    (LionForSequenceClassification, "lra"),
+    (LionForTokenClassification, "bert"),
+    (LionForTokenClassification, "token_classifier"),
 ]
 EVERY = pytest.mark.parametrize(("kind", "name"), KINDS, ids=lambda x: getattr(x, "__name__", x))
 
@@ -96,6 +103,8 @@ def test_what_cannot_be_expressed_is_refused():
         model(tokens, cu_seq_lens_q=torch.tensor([0, 3, 6]))
     with pytest.raises(ValueError, match="output_attentions: linear mixers do not compute"):
         model(tokens, output_attentions=True)
+    with pytest.raises(ValueError, match="bool_masked_pos: a BERT reads the mask token"):
+        model(tokens, bool_masked_pos=tokens > 5)
     with pytest.raises(ValueError, match="use_cache: Bert reads all tokens at once"):
         model(tokens, use_cache=True)
 
@@ -109,7 +118,9 @@ def test_saved_models_load_bit_for_bit(kind, name, tmp_path):
     held, wanted = again.state_dict(), model.state_dict()
     assert held.keys() == wanted.keys() and all(torch.equal(held[k], wanted[k]) for k in wanted)
     assert again.config.model == model.config.model
-    assert torch.equal(output(copy.deepcopy(model), ids(1, 6)), output(model, ids(1, 6)))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied) is kind and torch.equal(output(copied, ids(1, 6)), output(model, ids(1, 6)))
+        copied.activation_checkpointing_enable()
     torch.testing.assert_close(output(again, ids(1, 6)), output(model, ids(1, 6)))
 
 
@@ -130,6 +141,8 @@ def test_auto_classes_find_them(tmp_path):
         (transformers.AutoModelForSequenceClassification, LionForSequenceClassification),
     ):
         assert type(auto.from_pretrained(tmp_path)) is kind
+    made(LionForMaskedLM, "bert").save_pretrained(tmp_path)
+    assert type(transformers.AutoModelForTokenClassification.from_pretrained(tmp_path)) is LionForTokenClassification
 
 
 def test_a_classifier_starts_from_a_language_model_and_keeps_its_weights(tmp_path):
@@ -178,6 +191,18 @@ def test_losses_by_hand():
     found = model(tokens, labels=torch.tensor([0.5, 2.0], dtype=torch.float64))
     wanted = F.mse_loss(found.logits[:, 0], torch.tensor([0.5, 2.0], dtype=torch.float64))
     torch.testing.assert_close(found.loss, wanted)
+    model, labels = made(LionForTokenClassification, "token_classifier", num_labels=3), labels % 3
+    labels[:, ::2] = -100
+    found = model(tokens, labels=labels)
+    torch.testing.assert_close(found.loss.double(), F.cross_entropy(found.logits.flatten(0, 1), labels.flatten()))
+    torch.testing.assert_close(model(tokens[..., None]).logits, found.logits)
+    model = made(LionForMaskedLM, "lra_masked", vocab_size=None, mean=(0.2,), std=(0.5,))
+    labels, hidden = tokens.where(labels >= 0, -100), labels >= 0
+    found = model(tokens, bool_masked_pos=hidden, labels=labels)
+    wanted = (found.logits[..., 0] - (tokens / 255 - 0.2) / 0.5)[hidden].abs().mean()
+    torch.testing.assert_close(found.loss, wanted)
+    changed = model(torch.where(hidden, 7, tokens), bool_masked_pos=hidden).logits
+    torch.testing.assert_close(changed, found.logits)
 
 
 @EVERY
@@ -189,7 +214,7 @@ def test_checkpointing_recomputes_the_same_gradients(kind, name):
         model.zero_grad()
         torch.manual_seed(0)  # of dropout
         model(tokens)[0].pow(2).sum().backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters()}
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     wanted = gradients()
     block = model.model.units()[0]
@@ -213,9 +238,9 @@ def test_hidden_states_are_the_inputs_of_the_blocks_and_the_output():
         model(tokens, use_cache=True, output_hidden_states=True)
 
 
-@pytest.mark.parametrize(("kind", "name"), [KINDS[2], KINDS[5]])
+@pytest.mark.parametrize(("kind", "name"), [KINDS[2], KINDS[5], KINDS[7]])
 def test_new_tokens_are_added(kind, name, tmp_path):
-    model = made(kind, name, model={"pad_vocabulary": 64}).float()
+    model = made(kind, name, model={} if name == "lra_masked" else {"pad_vocabulary": 64}).float()
     before = output(model, ids(1, 6))
     model.resize_token_embeddings(43)
     after = output(model, ids(1, 6))
@@ -235,6 +260,10 @@ def test_bad_configurations_name_the_valid_ones(tmp_path):
         LionForCausalLM(config("gpt", model={"mixr": "x"}))
     with pytest.raises(ValueError, match="vocab_size: missing"):
         LionForCausalLM(config("gpt", vocab_size=None))
+    with pytest.raises(
+        ValueError, match=r"LionModel: a model of tokens, .*hidden states of LionForImageClassification"
+    ):
+        LionModel(config("vit"))
     with pytest.raises(ValueError, match="image_size: missing"):
         LionForImageClassification(config("vit", image_size=None))
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}

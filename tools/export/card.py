@@ -13,6 +13,7 @@ from lion.config import ConfigError
 from lion.distribution import NAME
 from lion.recipe import Recipe
 from lion.runs import ENVIRONMENT, RECIPE, SUMMARY, LoadedRun, count_parameters
+from lion.samples.sequences import PIXELS
 from tools.compose import metric_of
 from tools.evaluate import as_table
 
@@ -20,6 +21,7 @@ LICENCE = "mit"
 PIPELINES = {  # by Auto class
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForImageClassification": "image-classification",
 }
@@ -29,6 +31,7 @@ PREPARE = {
     "text-generation": ("AutoTokenizer", '"Once upon a time"'),
     "image-classification": ("AutoImageProcessor", "image"),
 }
+READ = ("text", "labelled text", "images")  # kinds of data with a tokenizer or an image processor
 
 
 def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
@@ -39,7 +42,10 @@ def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
     value = summary.get("value", run.checkpoint["best"]["value"])
     data, name = recipe.data.describe(), recipe.run.name
     c = recipe.model
-    head: dict[str, Any] = {"library_name": "transformers", "license": LICENCE, "pipeline_tag": task}
+    read = type(run.task.info).kind in READ
+    head: dict[str, Any] = {"library_name": "transformers", "license": LICENCE}
+    if read:  # a pipeline needs a tokenizer or an image processor
+        head["pipeline_tag"] = task
     head["tags"] = ["lion", "linear-attention", c.mixer]
     if math.isfinite(value):
         result = {"task": {"type": task}, "dataset": {"name": data, "type": recipe.data.name, "split": split}}
@@ -69,7 +75,7 @@ pip install '{NAME}[transformers]'
 ```
 
 ```python
-{usage(auto, task)}```
+{usage(auto, task) if read else usage_of_ids(auto, run)}```
 
 `lion.set_form(model, "rnn")` sets the form: `full`, `chunk` or `rnn`. The logits agree up to rounding.
 
@@ -99,6 +105,18 @@ def usage(auto: str, task: str) -> str:
         f'model = {auto}.from_pretrained("FOLDER", trust_remote_code=True)\n'
         f'inputs = {prepare}.from_pretrained("FOLDER")({example}, return_tensors="pt")\n'
         f"{call}\n"
+    )
+
+
+def usage_of_ids(auto: str, run: LoadedRun) -> str:
+    """Return the lines of Python that load and call a model of ids that no tokenizer makes."""
+    batch, ids = run.task.example(1, "cpu"), run.task.info.vocabulary
+    shape = tuple(batch["pixels" if ids is None else "tokens"].shape)
+    return (
+        f"import torch\nfrom transformers import {auto}\n\n"
+        f'model = {auto}.from_pretrained("FOLDER", trust_remote_code=True)\n'
+        f"inputs = torch.randint({ids or PIXELS}, {shape})  # {'ids' if ids else 'intensities of pixels'}\n"
+        "model(inputs).logits\n"
     )
 
 

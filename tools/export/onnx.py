@@ -45,10 +45,33 @@ def runtime() -> Any:
     return onnxruntime
 
 
+def solved(A: Tensor, B: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
+    """Return `torch.linalg.solve_triangular(A, B)` for `unitriangular` A (.., C, C), by operators that ONNX has.
+
+    The inverse grows from blocks of s tokens to blocks of 2 s: that of [[F, 0], [G, H]] has -H^-1 G F^-1 in its corner.
+    No power of A is formed, which could grow far above the inverse.
+
+    Raises:
+        NotImplementedError: A solution from the right, or a diagonal, which delta rules do not have.
+    """
+    if not left or not unitriangular:
+        raise NotImplementedError("solve_triangular: only delta rules' left, unitriangular systems")
+    size, index = A.shape[-1], torch.arange(A.shape[-1], device=A.device)
+    A, inverse = A.triu(1) if upper else A.tril(-1), torch.eye(size, dtype=A.dtype, device=A.device).expand_as(A)
+    block = 1
+    while block < size:
+        own, outer = index // block, index // (2 * block)
+        corners = (outer[:, None] == outer) & (own[:, None] != own)
+        inverse = inverse - inverse @ (A * corners) @ inverse
+        block *= 2
+    return inverse @ B
+
+
 def write(program: Program, graph: ExportedProgram, path: Path) -> None:
     for name in ("torch.onnx", "onnxscript"):
         logging.getLogger(name).setLevel(logging.ERROR)
     names = [port.name for port in program.inputs]
+    graph = graph.run_decompositions({torch.ops.aten.linalg_solve_triangular.default: solved})
     try:
         made = torch.onnx.export(graph, verbose=False, input_names=names, output_names=[program.output.name])
     except torch.onnx.OnnxExporterError as error:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lion.runs import LoadedRun
 from lion.samples.sequences import PIXELS
+from lion.tasks.diffusion import Diffusion
 
 BATCH, LENGTH = "batch", "length"  # names of the sizes that may vary
 Shape = tuple[int | str, ...]
@@ -37,6 +38,8 @@ class Port:
     def example(self, sizes: dict[str, int]) -> Tensor:
         """Return random values; in a mask, the second half of the second row is padding."""
         shape = [sizes.get(n, 0) if isinstance(n, str) else n for n in self.shape]
+        if self.dtype.is_floating_point:
+            return torch.randn(shape, dtype=self.dtype)
         if self.dtype != torch.bool:
             return torch.randint(self.below, shape, dtype=self.dtype)
         mask = torch.ones(shape, dtype=self.dtype)
@@ -75,6 +78,17 @@ def logits(*shape: int | str, about: str = "logits of the classes") -> Port:
     return Port("logits", torch.float32, (BATCH, *shape), about)
 
 
+def of_diffusion(run: LoadedRun) -> Ports:
+    info, steps = run.task.info, run.task.process.count
+    image, labels = (BATCH, info.channels, *info.size), len(info.classes)
+    inputs = (
+        Port("images", torch.float32, image, "noisy images, without noise from -1 to 1"),
+        Port("times", torch.int64, (BATCH,), f"diffusion times, from 0 to {steps - 1}, the most noise", steps),
+        Port("labels", torch.int64, (BATCH,), f"numbers of the classes; {labels} means no class", labels + 1),
+    )
+    return inputs, Port("noise", torch.float32, image, "the noise in the images, of mean 0 and deviation 1")
+
+
 def of_images(run: LoadedRun) -> Ports:
     info = run.task.info
     return pixels(info.channels, *info.size), logits(len(info.classes))
@@ -111,9 +125,18 @@ def of_labelled_text(run: LoadedRun) -> Ports:
 
 PORTS: dict[str, Callable[[LoadedRun], Ports]] = {  # by `task.name`
     "causal_lm": of_causal_text,
+    "diffusion": of_diffusion,
     "image_classification": of_images,
     "lra": of_sequences,
     "masked_lm": of_masked_text,
     "sequence_classification": of_labelled_text,
     "token_classification": of_labelled_tokens,
 }
+
+
+def facts_of(run: LoadedRun) -> dict[str, Any]:
+    """Return what the description of a program says beyond its inputs and outputs, as plain data."""
+    facts: dict[str, Any] = {"data": run.task.info.to_dict()}
+    if isinstance(run.task, Diffusion):
+        facts["alphas_cumprod"] = run.task.process.alphas_cumprod.tolist()
+    return facts

@@ -26,7 +26,7 @@ from lion.runs import LoadedRun, count_parameters
 from lion.samples.text import TextInfo
 from tools.compose import check_finite, open_tokenizer_of
 from tools.export.place import written
-from tools.export.ports import BATCH, LENGTH, PORTS, Port
+from tools.export.ports import BATCH, LENGTH, PORTS, Port, facts_of
 from tools.export.transformers import dressed
 
 CHUNK = 64  # fewest tokens of a chunk
@@ -52,6 +52,16 @@ class Tokens(Pixels):
 
     def forward(self, tokens: Tensor, mask: Tensor, types: Tensor | None = None) -> Tensor:
         return self.model(tokens, mask, *([] if types is None else [types])).float()
+
+
+class Noise(Pixels):
+    """A model that predicts the noise in images at diffusion times, with float32 outputs."""
+
+    def forward(self, images: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        return self.model(images, times, labels).float()
+
+
+MODULES: dict[str, type[nn.Module]] = {"images": Noise, "pixels": Pixels, "tokens": Tokens}  # by the first input
 
 
 @dataclass(frozen=True)
@@ -127,8 +137,7 @@ def make_program(run: LoadedRun, overrides: Sequence[str], length: int | None) -
     files = {METADATA: json.dumps(metadata(run, inputs, output, longest), indent=2)}
     if isinstance(run.task.info, TextInfo):
         files[TOKENIZER] = dressed(open_tokenizer_of(run, overrides))[0].to_str()
-    module = (Tokens if len(inputs) > 1 else Pixels)(model).eval()
-    return Program(module, inputs, output, longest, files)
+    return Program(MODULES[inputs[0].name](model).eval(), inputs, output, longest, files)
 
 
 def longest_input(run: LoadedRun, length: int | None) -> int | None:
@@ -153,7 +162,10 @@ def with_length(port: Port, length: int) -> Port:
 
 
 def metadata(run: LoadedRun, inputs: Sequence[Port], output: Port, longest: int | None) -> dict[str, object]:
-    """Return the description of a program as plain data. `data` holds class names, and special tokens by name."""
+    """Return the description of a program as plain data.
+
+    `data` holds class names, and special tokens by name; `alphas_cumprod` describes the diffusion.
+    """
     return {
         "lion": lion.__version__,
         "run": run.folder.resolve().name,
@@ -165,7 +177,7 @@ def metadata(run: LoadedRun, inputs: Sequence[Port], output: Port, longest: int 
         "inputs": [port.described() for port in inputs],
         "outputs": [output.described()],
         "longest": longest,
-        "data": run.task.info.to_dict(),
+        **facts_of(run),
     }
 
 

@@ -123,6 +123,14 @@ def check_rotation(config: AttentionConfig) -> None:
         )
 
 
+def streams(config: AttentionConfig) -> bool:
+    """Return whether no token sees a later one, by its direction and norm.
+
+    A property that reads `super().causal` would be true in every graph of Dynamo.
+    """
+    return config.direction == "forward" and not over_tokens(config.out_norm)
+
+
 def with_block(config: AttentionConfig, usual: Mapping[str, Any], published: Mapping[str, Any]) -> AttentionConfig:
     """Return `config` with the parts around the heads filled in, where they are None.
 
@@ -325,7 +333,7 @@ class Attention(Mixer):
 
     @property
     def causal(self) -> bool:
-        return self.config.direction == "forward" and not over_tokens(self.config.out_norm)
+        return streams(self.config)
 
     def check_causal(self) -> None:
         if self.config.direction != "forward":

@@ -16,6 +16,7 @@ from lion.layers.mixers.attention import (
     AttentionConfig,
     check_rotation,
     check_scan_names,
+    streams,
     with_block,
 )
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
@@ -221,7 +222,7 @@ class LionAttention(Attention):
 
     @property
     def causal(self) -> bool:
-        return super().causal and self.config.scans == ROW_MAJOR
+        return streams(self.config) and self.config.scans == ROW_MAJOR
 
     def check_causal(self) -> None:
         super().check_causal()

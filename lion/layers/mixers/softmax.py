@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
 from lion.layers.layout import ROW_MAJOR, Layout
-from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names, with_block
+from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names, streams, with_block
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.registry import MIXERS, Entry
 from lion.layers.rotations import NO_ROTATION
@@ -186,7 +186,7 @@ class NoMixing(Attention):
 
     @property
     def causal(self) -> bool:
-        return not self.neighbours or super().causal
+        return not self.neighbours or streams(self.config)
 
     def check_causal(self) -> None:
         if not self.causal:
