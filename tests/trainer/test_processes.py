@@ -18,6 +18,7 @@ from lion.runs import open_run
 from lion.trainer.checkpoint_files import newest, steps_of
 from lion.trainer.compilation import EMPTY_KERNEL, missing_compiler
 from tests.helpers import ROOT, command, refuse, state_of, tiny_recipe
+from tests.processes import Command, in_ranks
 from tests.trainer.helpers import lines, train
 from tools import consolidate
 from tools import train as tools_train
@@ -44,7 +45,7 @@ def start(*args, **env):
 def wait_for(condition, process, seconds=120):
     deadline = time.time() + seconds
     while not condition():
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process
         assert time.time() < deadline
         time.sleep(0.02)
 
@@ -64,11 +65,10 @@ def ranks(pid):
 def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     """Check a restart of three processes: with more than two, the order of adding gradients must not change."""
     path = tiny_recipe(tmp_path, trainer={"batch_size": 48, "steps": 60, "save_every": 10, "eval_every": 30})
-    flags = ("--processes", 3, "--no-eval")
-    undisturbed = command("train", path, *flags, "run.name=undisturbed")
+    undisturbed = in_ranks(3, "train", path, "--no-eval", "run.name=undisturbed")
     assert undisturbed.returncode == 0, undisturbed.stderr
     folder = tmp_path / "runs" / "tiny"
-    process = start(path, *flags)
+    process = start(path, "--processes", 3, "--no-eval")
     wait_for(lambda: steps_of(folder, "last"), process)
     os.kill(ranks(process.pid)[1], signal.SIGKILL)
     died = time.time()
@@ -78,7 +78,7 @@ def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     assert "error: process 1 of 3 died (SIGKILL), the others were stopped; the same command resumes" in out
     assert "Traceback" not in out, out
     assert newest(folder, "last").step < 60
-    again = command("train", path, *flags)
+    again = in_ranks(3, "train", path, "--no-eval")
     assert again.returncode == 0 and "resuming at step" in again.stderr, again.stderr
     assert "bit for bit" in again.stderr
     assert not differing(state_of(tmp_path / "runs" / "undisturbed"), state_of(folder))
@@ -134,8 +134,8 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
     changes = {"steps": 8, "ema": 0.9, "clip_grad": 1}
     path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer=changes)
     runs = tmp_path / "runs"
-    fsdp = ("--processes", 2, "trainer.parallel=fsdp", "--no-eval")
-    done = command("train", path, "run.name=sharded", *fsdp)
+    fsdp = ("trainer.parallel=fsdp", "--no-eval")
+    done = in_ranks(2, "train", path, "run.name=sharded", *fsdp)
     assert done.returncode == 0, done.stderr
     assert newest(runs / "sharded", "last").sharded and not newest(runs / "sharded", "best").sharded
 
@@ -144,7 +144,7 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
         shutil.rmtree(newest(runs / name, "last").path)
         text = (runs / name / "recipe.yaml").read_text().replace("name: sharded", f"name: {name}")
         (runs / name / "recipe.yaml").write_text(text)
-    done = command("train", path, "run.name=again", *fsdp)
+    done = in_ranks(2, "train", path, "run.name=again", *fsdp)
     assert done.returncode == 0 and "resuming at step 6" in done.stderr, done.stderr
     train(path, runs / "alone")
     train(path, runs / "one")
@@ -169,7 +169,7 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
     shutil.rmtree(newest(runs / "again", "last").path)  # an unsharded checkpoint can also resume sharded
     shutil.rmtree(newest(runs / "again", "last").path)
     shutil.copytree(runs / "one/checkpoints/last-6", runs / "again/checkpoints/last-6")
-    done = command("train", path, "run.name=again", *fsdp)
+    done = in_ranks(2, "train", path, "run.name=again", *fsdp)
     assert done.returncode == 0 and "resuming at step 6" in done.stderr, done.stderr
     assert newest(runs / "again", "last").sharded
 
@@ -209,14 +209,12 @@ def test_a_signal_to_the_whole_group_while_compiling(tmp_path, cache, number, di
 
 def test_two_commands_do_not_train_one_run(tmp_path, capsys):
     path = tiny_recipe(tmp_path, trainer={"steps": 50_000})
-    first = start(path)
+    first = Command("train", path)
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size, first)
     for extra in ((), ("--fresh",)):
         assert f"process {first.pid} trains there now" in refuse(capsys, "train", path, *extra)
-    first.kill()
-    first.communicate()
-    third = start(path)  # the lock ends with its owner
+    first.wait(0)
+    third = Command("train", path)  # the lock ends with its owner
     wait_for(lambda: metrics.read_text().count("\n") > 3, third)
-    third.kill()
-    third.communicate()
+    third.wait(0)
