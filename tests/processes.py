@@ -38,7 +38,7 @@ def _work(rank: int, count: int, folder: str) -> None:
 
 
 class Command:
-    """A running command of `python -m tools`, with additional environment variables."""
+    """A running command of `python -m tools` in a session of its own, with additional environment variables."""
 
     def __init__(self, *args, **variables) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -64,7 +64,8 @@ def _run(folder: str, args: list[str], variables: dict[str, str]) -> None:
 
     for number, name in enumerate(("stdout", "stderr"), 1):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
-    os.environ |= variables
+    os.environ.update(variables)
+    os.setsid()
     torch.set_num_threads(1)
     run_command(commands.main, args)
 
