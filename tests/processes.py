@@ -1,7 +1,13 @@
-"""Helpers that run a function in several real processes of one group, and return what each of them returned."""
+"""Helpers that run functions and commands in real processes.
+
+The processes are forked from one server, which imports torch and the trainer once: a new interpreter takes seconds.
+"""
 
 import datetime
 import multiprocessing
+import os
+import socket
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -9,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "tools.train"])
+
 
 def in_processes(count: int, function, *args) -> list:
-    """Call `function(group, *args)` in every process of a group of `count`; return the results in order of rank.
-
-    The processes are forked from one server, which imports torch and the trainer once.
-    """
-    multiprocessing.set_forkserver_preload(["torch", "tools.train"])
+    """Call `function(group, *args)` in every process of a group of `count`; return the results in order of rank."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save((function, args), Path(folder) / "call.pt")
         start_processes(_work, (count, folder), nprocs=count, start_method="forkserver")
@@ -30,3 +35,54 @@ def _work(rank: int, count: int, folder: str) -> None:
     torch.save(function(dist.group.WORLD, *args), Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+class Command:
+    """A running command of `python -m tools` in a session of its own, with additional environment variables."""
+
+    def __init__(self, *args, **variables) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        given = [str(arg) for arg in args], {name: str(value) for name, value in variables.items()}
+        self.process = CONTEXT.Process(target=_run, args=(self.folder.name, *given))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, seconds: float = 120) -> subprocess.CompletedProcess:
+        self.process.join(seconds)
+        self.process.kill()
+        self.process.join()
+        out, err = ((Path(self.folder.name) / name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess([], self.process.exitcode, out, err)
+
+
+def _run(folder: str, args: list[str], variables: dict[str, str]) -> None:
+    from tools import __main__ as commands
+    from tools.cli import run_command
+
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
+    os.environ.update(variables)
+    os.setsid()
+    torch.set_num_threads(1)
+    run_command(commands.main, args)
+
+
+def in_ranks(count: int, *args) -> subprocess.CompletedProcess:
+    """Run a command in `count` processes, as `torchrun` does; return what the first one printed, or one that failed."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        Command(
+            *args,
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), rank),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), count),
+            MASTER_ADDR="localhost",
+            MASTER_PORT=port,
+            TORCHELASTIC_RUN_ID="test",
+        )
+        for rank in range(count)
+    ]
+    return max([rank.wait() for rank in ranks], key=lambda done: done.returncode != 0)

@@ -8,7 +8,8 @@ from torch import nn
 
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.norms import BatchNorm, RMSNorm
-from tests.helpers import command, here, tiny_recipe
+from tests.helpers import here, tiny_recipe
+from tests.processes import in_ranks
 
 DIM = 6
 
@@ -92,7 +93,7 @@ def test_two_processes_normalise_by_the_whole_batch(tmp_path):
         if processes == 1:
             assert here("train", path, "--no-eval") == 0
         else:
-            done = command("train", path, "--no-eval", "--processes", processes)
+            done = in_ranks(processes, "train", path, "--no-eval")
             assert done.returncode == 0, done.stderr
         written = (tmp_path / "runs" / f"p{processes}" / "metrics.jsonl").read_text().splitlines()
         losses[processes] = [v["loss"] for v in map(json.loads, written)]

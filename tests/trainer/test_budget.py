@@ -14,7 +14,8 @@ from lion.trainer.loader import StepSampler
 from lion.trainer.plan import make_plan
 from lion.trainer.schedule import to_seconds, to_share
 from lion.trainer.state import TrainingClock
-from tests.helpers import command, refuse, state_of, tiny_recipe
+from tests.helpers import refuse, state_of, tiny_recipe
+from tests.processes import in_ranks
 from tests.trainer import toys
 from tests.trainer.helpers import lines, same, train
 from tools.compose import process_count, resolve
@@ -224,7 +225,7 @@ def test_the_last_step_is_the_one_that_uses_the_time_up_and_is_evaluated(tmp_pat
 @pytest.mark.process
 def test_two_processes_end_at_one_step(tmp_path):
     path = tiny_recipe(tmp_path, schedule={"warmup": 0}, trainer={"batch_start": 16, "batch_ramp": "50%"})
-    done = command("train", path, "trainer.time=0.01min", "trainer.eval_every=500", "--processes", 2, "--no-eval")
+    done = in_ranks(2, "train", path, "trainer.time=0.01min", "trainer.eval_every=500", "--no-eval")
     assert done.returncode == 0, done.stderr
     assert "0.01min of training, batches of 16 to 64, reached after 50% = 2 x 4 x 8" in done.stdout
     kept = state_of(tmp_path / "runs" / "tiny")

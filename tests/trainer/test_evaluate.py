@@ -1,10 +1,6 @@
 """Tests of evaluation: the collected values, in one process and several, and the selection of the best one."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +10,8 @@ from lion.tasks.metrics import MetricOfPass
 from lion.trainer.checkpoint_files import newest
 from lion.trainer.evaluate import Totals, evaluate
 from lion.trainer.runtime import Runtime
-from tests.helpers import ROOT, state_of
+from tests.helpers import state_of
+from tests.processes import in_processes
 from tests.trainer import toys
 from tests.trainer.helpers import lines
 
@@ -194,20 +191,15 @@ def test_rates_keep_their_factors_over_a_stop(tmp_path):
 @pytest.mark.slow
 @pytest.mark.process
 def test_two_processes_measure_the_same_and_shards_keep_their_marks(tmp_path):
-    call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.trainer.toys"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *call, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    found, one = json.loads((tmp_path / "found.json").read_text()), toys.measure(CPU)
-    assert found["metrics"]["matthews"] == one["matthews"] and found["metrics"]["order"] == one["order"]
-    assert found["metrics"] == pytest.approx(one, rel=1e-12)
+    (found, groups), _ = in_processes(2, toys.train_sharded, tmp_path)
+    one = toys.measure(CPU)
+    assert found["matthews"] == one["matthews"] and found["order"] == one["order"]
+    assert found == pytest.approx(one, rel=1e-12)
 
     alone = toys.trainer(tmp_path / "alone")
     assert alone.fit()
     lr = alone.optimizer.param_groups[0]["lr"]
-    assert found["groups"] == [[lr, 0.1, 3], [lr, 0.0, 3], [0.1 * lr, 0.0, 2]]
+    assert groups == [(lr, 0.1, 3), (lr, 0.0, 3), (0.1 * lr, 0.0, 2)]
     a, b = (state_of(tmp_path / run, "best") for run in ("alone", "run"))
     assert a["step"] == b["step"]
     for part in ("model", "ema"):

@@ -1,8 +1,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -11,7 +9,8 @@ import torch
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import load
 from lion.trainer.log import cut_metrics
-from tests.helpers import ROOT, state_of, tiny_recipe
+from tests.helpers import state_of, tiny_recipe
+from tests.processes import Command, in_ranks
 from tests.trainer.helpers import lines, same, train, trainer
 from tools.compose import resolve
 
@@ -122,17 +121,14 @@ def test_load_gives_the_best_weights(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     path = tiny_recipe(tmp_path, trainer={"steps": 40_000, "save_every": 1000, "eval_every": 1000})
-    call = [sys.executable, "-m", "tools.train", str(path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(call, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = Command("train", path)
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     deadline = time.time() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 3) and time.time() < deadline:
         time.sleep(0.1)
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, out
-    assert "the same command resumes from there" in out
+    os.kill(process.pid, number)
+    done = process.wait(60)
+    assert done.returncode == 130 and "the same command resumes from there" in done.stdout + done.stderr, done
     step = state_of(tmp_path / "runs" / "tiny")["step"]
     assert 0 < step < 40_000 and not list((tmp_path / "runs" / "tiny").glob(".*tmp"))
 
@@ -142,9 +138,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
 def test_two_processes_equal_one(tmp_path):
     path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer={"micro_batch": 16})
     expected = train(path, tmp_path / "one").model.state_dict()
-    call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tools.train", str(path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *call], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = in_ranks(2, "train", path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "tiny"
     got = state_of(folder)["model"]

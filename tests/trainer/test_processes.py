@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,8 @@ from lion.config import ConfigError, to_dict
 from lion.runs import open_run
 from lion.trainer.checkpoint_files import newest, steps_of
 from lion.trainer.compilation import EMPTY_KERNEL, missing_compiler
-from tests.helpers import ROOT, command, refuse, state_of, tiny_recipe
+from tests.helpers import refuse, state_of, tiny_recipe
+from tests.processes import Command, in_ranks
 from tests.trainer.helpers import lines, train
 from tools import consolidate
 from tools import train as tools_train
@@ -29,24 +29,12 @@ pytest.importorskip("sklearn")
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
-def start(*args, **env):
-    return subprocess.Popen(
-        [sys.executable, "-m", "tools", "train", *map(str, args)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def wait_for(condition, process, seconds=120):
     deadline = time.time() + seconds
     while not condition():
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process
         assert time.time() < deadline
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def ranks(pid):
@@ -64,21 +52,20 @@ def ranks(pid):
 def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     """Check a restart of three processes: with more than two, the order of adding gradients must not change."""
     path = tiny_recipe(tmp_path, trainer={"batch_size": 48, "steps": 60, "save_every": 10, "eval_every": 30})
-    flags = ("--processes", 3, "--no-eval")
-    undisturbed = command("train", path, *flags, "run.name=undisturbed")
+    undisturbed = in_ranks(3, "train", path, "--no-eval", "run.name=undisturbed")
     assert undisturbed.returncode == 0, undisturbed.stderr
     folder = tmp_path / "runs" / "tiny"
-    process = start(path, *flags)
+    process = Command("train", path, "--processes", 3, "--no-eval")
     wait_for(lambda: steps_of(folder, "last"), process)
     os.kill(ranks(process.pid)[1], signal.SIGKILL)
     died = time.time()
-    out, _ = process.communicate(timeout=60)
+    done = process.wait(60)
     assert time.time() - died < 60
-    assert process.returncode == 1, out
-    assert "error: process 1 of 3 died (SIGKILL), the others were stopped; the same command resumes" in out
-    assert "Traceback" not in out, out
+    assert done.returncode == 1, done
+    assert "error: process 1 of 3 died (SIGKILL), the others were stopped; the same command resumes" in done.stderr
+    assert "Traceback" not in done.stderr, done
     assert newest(folder, "last").step < 60
-    again = command("train", path, *flags)
+    again = in_ranks(3, "train", path, "--no-eval")
     assert again.returncode == 0 and "resuming at step" in again.stderr, again.stderr
     assert "bit for bit" in again.stderr
     assert not differing(state_of(tmp_path / "runs" / "undisturbed"), state_of(folder))
@@ -107,35 +94,35 @@ def test_what_all_processes_refuse_is_said_once_and_before_anything_is_set_aside
     flags = ("--fresh", "--no-eval")
     (runs / "tiny").mkdir(parents=True)
     (runs / "tiny" / "mine.txt").touch()
-    gone = command("train", path, *flags, "--processes", 2, "data.name=imagefolder", f"data.root={tmp_path / 'gone'}")
+    other = ("data.name=imagefolder", f"data.root={tmp_path / 'gone'}")
+    gone = Command("train", path, *flags, "--processes", 2, *other).wait()
     assert gone.returncode == 2 and gone.stdout == ""
     assert gone.stderr.count("\n") == 1 and gone.stderr.startswith("error: data set 'imagefolder': no folder")
     assert [f.name for f in runs.iterdir()] == ["tiny"] and (runs / "tiny" / "mine.txt").exists()
-    done = command("train", path, *flags, "--processes", 2)
+    done = in_ranks(2, "train", path, *flags)
     assert done.returncode == 0 and "the earlier run is kept as" in done.stdout, done.stderr
     assert (runs / "tiny.old1" / "mine.txt").exists() and steps_of(runs / "tiny", "last")
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
     path = tiny_recipe(tmp_path, trainer={"steps": 50_000, "save_every": 10})
-    process = start(path, "--processes", 2, "--no-eval")
+    process = Command("train", path, "--processes", 2, "--no-eval")
     wait_for(lambda: steps_of(tmp_path / "runs" / "tiny", "last"), process)
     orphans = ranks(process.pid).values()
-    process.kill()
-    out, _ = process.communicate(timeout=60)  # returns when the last process has closed the output
+    process.wait(0)
     deadline = time.time() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in orphans) and time.time() < deadline:
         time.sleep(0.1)
     assert len(orphans) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in orphans)
-    assert "Traceback" not in out, out
+    assert "Traceback" not in process.wait(0).stderr
 
 
 def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
     changes = {"steps": 8, "ema": 0.9, "clip_grad": 1}
     path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer=changes)
     runs = tmp_path / "runs"
-    fsdp = ("--processes", 2, "trainer.parallel=fsdp", "--no-eval")
-    done = command("train", path, "run.name=sharded", *fsdp)
+    fsdp = ("trainer.parallel=fsdp", "--no-eval")
+    done = in_ranks(2, "train", path, "run.name=sharded", *fsdp)
     assert done.returncode == 0, done.stderr
     assert newest(runs / "sharded", "last").sharded and not newest(runs / "sharded", "best").sharded
 
@@ -144,7 +131,7 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
         shutil.rmtree(newest(runs / name, "last").path)
         text = (runs / name / "recipe.yaml").read_text().replace("name: sharded", f"name: {name}")
         (runs / name / "recipe.yaml").write_text(text)
-    done = command("train", path, "run.name=again", *fsdp)
+    done = in_ranks(2, "train", path, "run.name=again", *fsdp)
     assert done.returncode == 0 and "resuming at step 6" in done.stderr, done.stderr
     train(path, runs / "alone")
     train(path, runs / "one")
@@ -169,7 +156,7 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
     shutil.rmtree(newest(runs / "again", "last").path)  # an unsharded checkpoint can also resume sharded
     shutil.rmtree(newest(runs / "again", "last").path)
     shutil.copytree(runs / "one/checkpoints/last-6", runs / "again/checkpoints/last-6")
-    done = command("train", path, "run.name=again", *fsdp)
+    done = in_ranks(2, "train", path, "run.name=again", *fsdp)
     assert done.returncode == 0 and "resuming at step 6" in done.stderr, done.stderr
     assert newest(runs / "again", "last").sharded
 
@@ -185,7 +172,8 @@ def cache(tmp_path_factory):
 def test_a_signal_to_the_whole_group_while_compiling(tmp_path, cache, number, dim):
     """Signal the whole group, including g++, as Ctrl-C in a terminal and a cluster's scheduler do."""
     model = {"mixer": "softmax", "dim": dim}  # softmax compiles fastest
-    process = start(tiny_recipe(tmp_path, model=model, trainer={"compile": True}), TORCHINDUCTOR_CACHE_DIR=cache)
+    recipe = tiny_recipe(tmp_path, model=model, trainer={"compile": True})
+    process = Command("train", recipe, TORCHINDUCTOR_CACHE_DIR=cache)
 
     def compiling():
         """Return whether g++ compiles a kernel: earlier calls probe the machine, and a run continues without them."""
@@ -200,23 +188,22 @@ def test_a_signal_to_the_whole_group_while_compiling(tmp_path, cache, number, di
 
     wait_for(compiling, process)
     os.killpg(process.pid, number)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the same command resumes from there" in out, out
-    assert "Traceback" not in out, out
+    done = process.wait(60)
+    out = done.stdout + done.stderr
+    assert done.returncode == 130 and "the same command resumes from there" in out, done
+    assert "Traceback" not in out, done
     found = newest(tmp_path / "runs" / "tiny", "last")  # if the compiler reacts to the signal, the step is not taken
-    assert f"stopped at step {found.step if found else 0} of 6" in out, out
+    assert f"stopped at step {found.step if found else 0} of 6" in out, done
 
 
 def test_two_commands_do_not_train_one_run(tmp_path, capsys):
     path = tiny_recipe(tmp_path, trainer={"steps": 50_000})
-    first = start(path)
+    first = Command("train", path)
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size, first)
     for extra in ((), ("--fresh",)):
         assert f"process {first.pid} trains there now" in refuse(capsys, "train", path, *extra)
-    first.kill()
-    first.communicate()
-    third = start(path)  # the lock ends with its owner
+    first.wait(0)
+    third = Command("train", path)  # the lock ends with its owner
     wait_for(lambda: metrics.read_text().count("\n") > 3, third)
-    third.kill()
-    third.communicate()
+    third.wait(0)

@@ -18,8 +18,8 @@ from lion.tasks import TASKS
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime, seed_everything
-from tests.helpers import command, refuse, tiny_recipe
-from tests.processes import in_processes
+from tests.helpers import refuse, tiny_recipe
+from tests.processes import in_processes, in_ranks
 from tests.trainer.helpers import lines
 from tools.compose import resolve
 from tools.train import check_agreement
@@ -187,7 +187,7 @@ def book(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_trains_and_evaluates(book, tmp_path):
-    done = command("train", "gpt2_tiny_lion_s", *book, "--processes", 2)
+    done = in_ranks(2, "train", "gpt2_tiny_lion_s", *book)
     assert done.returncode == 0, done.stderr
     assert "x 2 (sequence, 2 for each row)" in done.stdout and "rnn" in done.stdout, done.stdout
     assert lines(tmp_path / "runs" / "gpt2_tiny_lion_s")[-1]["step"] == 2

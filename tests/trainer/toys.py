@@ -1,16 +1,7 @@
-"""A toy task without images: points on two sides of a plane.
+"""A toy task without images: points on two sides of a plane."""
 
-As a script, this module evaluates and trains in several processes:
-
-python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.trainer.toys FOLDER
-"""
-
-import json
 import math
-import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +18,7 @@ from lion.trainer.loop import Trainer
 from lion.trainer.optim import OptimConfig
 from lion.trainer.plan import make_plan
 from lion.trainer.run_data import RunData
-from lion.trainer.runtime import Runtime, seed_everything, start_runtime
+from lion.trainer.runtime import Runtime, seed_everything
 from lion.trainer.schedule import ScheduleConfig
 
 
@@ -188,8 +179,9 @@ def measure(runtime, micro=4):
     return evaluate(task.build_model(None), RunData(splits(), plan, runtime).held_out()["val"], task, runtime)
 
 
-def main(folder):
-    runtime = start_runtime("cpu")
+def train_sharded(group, folder):
+    """Stop and resume a sharded run in every process of a group; return its metrics and groups of parameters."""
+    runtime = Runtime(torch.device("cpu"), group.rank(), group.size())
     found = measure(runtime)
     first = trainer(folder / "run", runtime=runtime, parallel="fsdp")
     step = first.train_step
@@ -205,12 +197,4 @@ def main(folder):
     prompt, token, whole = resumed.task.streamed
     assert torch.equal(prompt, whole) and token.shape == whole.shape
     groups = [(g["lr"], g["weight_decay"], len(g["params"])) for g in resumed.optimizer.param_groups]
-    if runtime.main:
-        (folder / "found.json").write_text(json.dumps({"metrics": found, "groups": groups}))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    os._exit(0)  # like `run_command`: PyTorch may abort a launched process at exit
+    return found, groups
