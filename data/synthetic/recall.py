@@ -23,8 +23,8 @@ class RecallConfig(SyntheticConfig):
     """Settings of associative recall. `items` are pairs; `keys` and `values` are the numbers of different ones."""
 
     name: str = "recall"
-    keys: int = setting(128, min=1, max=10_000)
-    values: int = setting(64, min=2, max=10_000)
+    keys: int = setting(32, min=1, max=10_000)
+    values: int = setting(16, min=2, max=10_000)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,7 +29,7 @@ def samples(recipe, *overrides):
 def solve_recall(tokens):
     """Solve a sample by looking up every key that stands alone among the pairs."""
     values = {key: value for key, value in tokens if value}
-    return [values[key] - 129 if key and not value else UNLABELLED for key, value in tokens]  # 128 keys before values
+    return [values[key] - 33 if key and not value else UNLABELLED for key, value in tokens]  # 32 keys before values
 
 
 def solve_copy(tokens):
