@@ -83,13 +83,12 @@ def test_a_fusion_that_may_miscompile_adaln_is_off_on_gpus_alone():
             assert config.triton.mix_order_reduction is left
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
-@pytest.mark.parametrize("form", ["full", "chunk"])
-def test_blocks_compile_whole_and_share_their_graph(mixer, form):
-    """Check graphs with the eager backend: no graph break, one graph for all blocks, no new graph in later steps."""
-    if mixer == SOFTMAX and form != "full":
-        pytest.skip("softmax has one form")
+KINDS = ("lion_s", "gla", "lion_s_hippo", "rwkv6", "xlstm", "lightnet", "deltanet", "kda")  # one of each operator
+CHUNK = [m if m in KINDS else pytest.param(m, marks=pytest.mark.every) for m in LINEAR]
+
+
+def compiled(mixer, form):
+    """Train a model with compiled blocks, and check that they share a graph; return the model and counted graphs."""
     torch._dynamo.reset()
     counter = CompileCounter()
     m = model(mixer, attention=AttentionConfig(form=form, chunk_size=8))
@@ -97,6 +96,26 @@ def test_blocks_compile_whole_and_share_their_graph(mixer, form):
     for _ in range(3):
         m(torch.randn(2, 1, 8, 8)).sum().backward()
     assert counter.frame_count == 1
+    return m, counter
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
+def test_blocks_compile_whole_and_share_their_graph(mixer):
+    """Check graphs with the eager backend: no graph break, one graph for all blocks, no new graph in later steps."""
+    compiled(mixer, "full")
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("mixer", CHUNK)
+def test_blocks_in_chunks_compile_whole(mixer):
+    compiled(mixer, "chunk")
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("mixer", "form"), [(SOFTMAX, "full"), ("lion_s", "chunk")])
+def test_evaluation_takes_one_more_graph(mixer, form):
+    m, counter = compiled(mixer, form)
     assert not any("_orig_mod" in name for name in m.state_dict())
     m.eval()
     with torch.no_grad():
