@@ -44,11 +44,11 @@ BUDGETS = {
 CASES = BUDGETS.get(VERSION, {})
 
 
-def programs_of(mixer: str, form: str, length: int, targets: tuple[str, ...] = ("h100",)):
-    """Return the programs of both stages for every target."""
+def programs_of(mixer: str, form: str, length: int, target: str = "h100"):
+    """Return the programs of both stages."""
     batch, heads, dim = SHAPE
     graphs = operator_graphs(mixer, form, (batch, heads, length, dim), torch.bfloat16)
-    return [lower(graph, TARGETS[target]) for target in targets for graph in graphs]
+    return [lower(graph, TARGETS[target]) for graph in graphs]
 
 
 @pytest.mark.slow
@@ -77,8 +77,7 @@ def elements(source: str) -> int:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_to_a_cubin():
-    targets = ("a100", "h100")
-    programs = programs_of("lion_s", "chunk", 128, targets)
-    for i, program in enumerate(programs):
+    """Check the kernels for an A100; those for an H100 are compiled with the results of test_mixers.py."""
+    for program in programs_of("lion_s", "chunk", 128, "a100"):
         assert program.cost.kernels == len(program.kernels) > 5
-        compile_kernels(program.kernels, TARGETS[targets[i // 2]])
+        compile_kernels(program.kernels, TARGETS["a100"])
