@@ -27,8 +27,8 @@ FULL_BF16, CHUNK_BF16 = (*FULL, "bfloat16"), (*CHUNK, "bfloat16")
 KINDS = {  # a mixer for each kind of operator
     "lion_lit": [FULL],  # no decay
     # scalar decays, row sums
-    "lion_s": [FULL, CHUNK, ONE_WAY, FULL_BF16, (FUSED, "both", 24), (FUSED_CHUNKS, "both", 72)],
-    "gla": [CHUNK],  # vector decays
+    "lion_s": [FULL, CHUNK, FULL_BF16, (FUSED, "both", 24), (FUSED_CHUNKS, "both", 72)],
+    "gla": [("chunk", "forward", 40)],  # vector decays
     "lion_s_hippo": [FULL],  # vector decays and a rotation
     # Lion-D for two blocks: the interpreter cannot run a cumulative sum over more than 128 tokens (programs wait)
     "lion_d": [(FUSED, "both", 150)],
@@ -39,7 +39,7 @@ KINDS = {  # a mixer for each kind of operator
     "selective_scan": [("chunk", "both", 4)],  # a step of Vim's loop, and its gradients
 }
 OTHERS = {mixer: [FULL] for mixer in LINEAR if mixer not in KINDS}  # differ from these in gates only
-OTHERS |= {"lightnet": [ONE_WAY], "lion_lit": [CHUNK], "lion_s": [CHUNK_BF16], "gla": [FULL, FULL_BF16]}
+OTHERS |= {"lightnet": [ONE_WAY], "lion_lit": [CHUNK], "lion_s": [ONE_WAY, CHUNK_BF16], "gla": [FULL, CHUNK, FULL_BF16]}
 OTHERS |= {"hydra": [FULL, CHUNK], "lion_d": [FULL], "gated_deltanet": [FULL, CHUNK], "kda": [FULL, CHUNK]}
 OTHERS |= {"vim": [CHUNK]}  # around its loop, which is one operator
 OPERATORS = ("linalg_solve_triangular", "lion.delta_states", "lion.selective_scan")  # no kernels of the graph
