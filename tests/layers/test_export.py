@@ -128,12 +128,6 @@ def test_onnx_of_a_vector_decay():
     run_onnx(layer, torch.randn(3, 100, 16), {0: Dim.DYNAMIC}, [torch.randn(batch, 100, 16) for batch in BATCHES])
 
 
-@pytest.mark.slow
-def test_onnx_of_a_model():
-    inputs = [torch.randn(batch, 1, 18, 18) for batch in BATCHES]
-    run_onnx(vit("lion_s", form="chunk"), torch.randn(3, 1, 18, 18), {0: Dim.DYNAMIC}, inputs)
-
-
 @pytest.mark.filterwarnings("ignore")  # traces are deprecated
 @pytest.mark.parametrize("form", ("full", "chunk", "rnn"))
 def test_no_trace(form):
