@@ -176,35 +176,53 @@ def can_mount():
     return shutil.which("unshare") and subprocess.run(call, capture_output=True).returncode == 0
 
 
+FULL = """
+import os, sys, time
+from pathlib import Path
+from tools import __main__ as commands, train
+from tools.cli import run_command
+
+def start(*more):
+    if not (pid := os.fork()):
+        run_command(commands.main, [*sys.argv[1:], f"run.root={disk}", *more])
+    return pid
+
+def end(name, pid):
+    print(f"\\n{name} {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}", flush=True)
+
+disk = Path("disk").absolute()
+os.system(f"mount -t tmpfs -o size=2m lion {disk}")
+first = start()
+while not (disk / "tiny/checkpoints/last-40").exists():
+    time.sleep(0.05)
+os.system(f"cat /dev/zero >{disk}/filler")
+end("full", first)
+end("still full", start("trainer.keep_last=9"))
+end("room for checkpoints alone", start())
+(disk / "filler").unlink()
+end("free", start())
+os.system(f"tail -n 1 {disk}/tiny/metrics.jsonl")
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_full_file_system_leaves_the_previous_checkpoint(tmp_path):
     if not can_mount():
         pytest.skip("no private mounts here")
-    path = tiny_recipe(tmp_path, trainer={"steps": 300, "save_every": 20, "eval_every": 100})
+    path = tiny_recipe(tmp_path, trainer={"steps": 200, "save_every": 20, "eval_every": 100})
     disk = tmp_path / "disk"
     disk.mkdir()
-    train = f"{sys.executable} -m tools train {path} --no-eval run.root={disk}"
-    script = f"""
-        mount -t tmpfs -o size=2m lion {disk}
-        {train} & until ls {disk}/tiny/checkpoints/last-40 >&2; do sleep 0.05; done
-        cat /dev/zero >{disk}/filler; wait $!; echo "full $?"
-        {train} trainer.keep_last=9; echo "still full $?"
-        {train}; echo "room for checkpoints alone $?"
-        rm {disk}/filler; {train}; echo "free $?"
-        tail -n 1 {disk}/tiny/metrics.jsonl
-    """
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    call = ["unshare", "-rm", sys.executable, "-c", FULL, "train", str(path), "--no-eval"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     for code in ("full 1", "still full 2", "room for checkpoints alone 1", "free 0"):
         assert f"\n{code}\n" in done.stdout, done.stdout + done.stderr
     assert "is not saved: [Errno 28] No space left on device; the checkpoint of step" in done.stderr, done.stderr
-    assert "error: step 300 could not be saved: the checkpoint of step" in done.stderr
+    assert "error: step 200 could not be saved: the checkpoint of step" in done.stderr
     assert "error: run.root: checkpoints in" in done.stderr and "resuming at step" in done.stderr
     assert f"error: {disk}/tiny/recipe.yaml: No space left on device" in done.stderr, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["step"] == 300
+    assert json.loads(done.stdout.splitlines()[-1])["step"] == 200
     assert "Traceback" not in done.stderr, done.stderr
 
 
