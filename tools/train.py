@@ -240,7 +240,7 @@ def check_sharing(recipe: Recipe, model: Model, world: int) -> int:
     if count == 1:
         return count
     try:
-        model.check_split()
+        model.check_split(count)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if model.length < count:

@@ -95,6 +95,7 @@ class Layout(NamedTuple):
             ValueError: Fewer tokens than processes, or several scan orders.
         """
         batch, length = x.shape[:2]
+        part = part._replace(length=length)
         if length < part.count:
             raise ValueError(f"tokens: rows of {length} cannot be split over {part.count} processes")
         if self.orders is not None:

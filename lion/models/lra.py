@@ -151,8 +151,8 @@ class SequenceEncoder(TokenModel):
             return layout.clean(self.encoder(x, layout))
         return layout.clean(self.in_windows(x, layout.valid))
 
-    def check_split(self) -> None:
-        super().check_split()
+    def check_split(self, count: int) -> None:
+        super().check_split(count)
         if self.config.window is not None:
             raise ValueError("model.window: windows are rows of their own, which are not split over processes")
 
@@ -204,9 +204,7 @@ class LRA(SequenceEncoder):
 
     def pooled(self, inputs: Tensor, segments: Tensor | None) -> Tensor:
         """Return the mean (B, dim) over the valid tokens of inputs (B, L)."""
-        total = self.encode(inputs, segments).sum(1)
-        if self.part is not None:
-            total = self.part.sum(total)
+        total = self.total(self.encode(inputs, segments))
         return total / (inputs.shape[1] if segments is None else valid_of(segments).sum(1, keepdim=True).clamp_min(1))
 
 

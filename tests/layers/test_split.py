@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lion.layers.layout import Layout
-from lion.layers.mixers import LINEAR, LionAttention
+from lion.layers.mixers import LINEAR, MIXERS, Mixer, make_mixer, resolve_mixer
 from lion.ops import Part
 from tests.processes import in_processes
 
@@ -16,18 +16,39 @@ pytestmark = pytest.mark.process
 LENGTH = 11  # divisible by none of the numbers of processes
 VALID = torch.tensor([[t not in {0, 4, 10} for t in range(LENGTH)], [t < 5 for t in range(LENGTH)]])
 SEGMENTS = torch.tensor([[4] * 2 + [7] * 7 + [1] * 2, [0, 0, 0, 3, -1, 3, 5, 5, 5, -1, -1]])
+DIRECTIONS = ("both", "forward", "backward")
+WHOLE = ("performer", "deltaproduct")
+WITH_NEIGHBOURS = {  # wider than the parts of 4 processes
+    "lion_s": {"conv_width": 9},
+    "rwkv6": {"token_shift": True, "conv_width": 2},
+    "hydra": {"state": 4},
+    "vim": {"state": 2, "chunk_size": 2},
+}
 MASKS = {"none": {}, "valid": {"valid": VALID}, "segments": {"segments": SEGMENTS}}
 
 
-def cases() -> dict[str, tuple[LionAttention, dict[str, torch.Tensor]]]:
-    """Return every mixer in every direction, with each kind of masks in turn, and rotations."""
+def cases() -> dict[str, tuple[Mixer, dict[str, torch.Tensor]]]:
+    """Return every mixer in every direction, with each kind of masks in turn; rotations, and parts of blocks."""
     kinds, made = itertools.cycle(MASKS), {}
-    for mixer, direction in itertools.product(LINEAR, ("both", "forward", "backward")):
+    for mixer, direction in itertools.product((m for m in LINEAR if m not in WHOLE), DIRECTIONS):
         made[f"{mixer} {direction}"] = make(mixer, direction), MASKS[next(kinds)]
         next(kinds) if direction == "backward" else None  # another kind for the next mixer
     for mixer, rotation in (("lion_s", "rope"), ("gla", "lrpe"), ("lightnet", "lrpe")):
-        torch.manual_seed(0)
-        made[f"{mixer} {rotation}"] = LionAttention(DIM, 3, mixer, rotation=rotation).double(), MASKS["segments"]
+        made[f"{mixer} {rotation}"] = layer(mixer, rotation=rotation), MASKS["segments"]
+    for direction, masks in itertools.product(DIRECTIONS, MASKS):
+        for mixer, settings in WITH_NEIGHBOURS.items():
+            made[f"{mixer} {direction} {masks}"] = layer(mixer, direction=direction, **settings), MASKS[masks]
+    return made
+
+
+def layer(mixer: str, **settings) -> Mixer:
+    """Return a layer in float64 with parameters that differ from their first values."""
+    torch.manual_seed(0)
+    config = MIXERS[mixer].layer.Config(**settings)
+    made = make_mixer(mixer, DIM, 3, resolve_mixer(mixer, config)).double().eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
     return made
 
 

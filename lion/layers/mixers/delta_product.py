@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lion.config import setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
-from lion.layers.mixers.base import check_state
+from lion.layers.mixers.base import Mixer, check_state
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.delta import BLOCK, UNIT, DeltaAttention, DeltaConfig, GatedDeltaRule
 from lion.layers.mixers.linear import LinearMixer, LinearState
@@ -75,9 +75,8 @@ class DeltaProductAttention(DeltaAttention):
         c = self.config
         return [ProductRule(dim, self.num_heads, 2.0 if c.negative_eigenvalues else 1.0, c.householders)]
 
-    @property
-    def splits(self) -> bool:
-        return False
+    def check_split(self, count: int) -> None:
+        Mixer.check_split(self, count)
 
     def arguments_and_state(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()

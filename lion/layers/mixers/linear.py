@@ -212,9 +212,11 @@ class LionAttention(Attention):
     def knows_order(name: str, config: AttentionConfig) -> bool:
         return MIXERS[name].fields.decay is not None
 
-    @property
-    def splits(self) -> bool:
-        return self.config.scans == ROW_MAJOR and not self.config.score_dropout and not self.neighbours
+    def check_split(self, count: int) -> None:
+        if self.config.score_dropout:
+            raise ValueError("attention.score_dropout: scores between processes are not computed, use 0")
+        if self.config.scans != ROW_MAJOR:
+            raise ValueError("attention.scans: several orders of the tokens do not split rows over processes")
 
     @property
     def unrolled(self) -> bool:

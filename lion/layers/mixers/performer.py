@@ -21,6 +21,7 @@ from torch import Tensor
 from lion.config import setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
+from lion.layers.mixers.base import Mixer
 from lion.layers.mixers.linear import LinearMixer, LinearState, LionAttention
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.running import running_maximum
@@ -72,9 +73,8 @@ class PerformerAttention(LionAttention):
             raise ValueError(f"score_dropout is not available with mixer {name!r}")
         return replace(LionAttention.resolve(name, replace(config, normalize="none")), normalize="sum")
 
-    @property
-    def splits(self) -> bool:
-        return False
+    def check_split(self, count: int) -> None:
+        Mixer.check_split(self, count)
 
     def arguments_and_state(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()

@@ -180,9 +180,8 @@ class NoMixing(Attention):
     def info(name: str) -> MixerInfo:
         return MixerInfo("the floor: values go through", "-", "-")
 
-    @property
-    def splits(self) -> bool:
-        return not self.neighbours
+    def check_split(self, count: int) -> None:
+        """A layer without mixing has nothing to split."""
 
     @property
     def causal(self) -> bool:
