@@ -134,7 +134,7 @@ class Part(NamedTuple):
         return torch.cat(_Swapped.apply(pieces, self.group).unbind(), join)
 
     def token(self, x: Tensor, place: int) -> Tensor:
-        """Return token `place` (B, ..) of whole rows in each process, from the tokens x (B, L, ..) of parts of a size."""
+        """Return token `place` (B, ..) of whole rows, from the tokens x (B, L, ..) of parts of equal size."""
         rank, here = divmod(place, x.shape[1])
         return self.sum(x[:, here] if rank == self.rank else x[:, 0] * 0)
 
