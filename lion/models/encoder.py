@@ -217,13 +217,11 @@ class Encoder(nn.Module):
         Raises:
             ValueError: They may not, with these settings.
         """
-        for mixer in mixers_of(self):
-            try:
-                mixer.check_split(count)
-            except ValueError as error:
-                raise ValueError(f"model.{error}") from None
-        if self.tpe is not None:
-            raise ValueError("model.tpe: its sums do not split rows over processes, use tpe 0")
+        try:
+            for part in [*mixers_of(self), *([] if self.tpe is None else [self.tpe])]:
+                part.check_split(count)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
         if any(dropout.p for dropout in self.modules() if type(dropout) is nn.Dropout):
             raise ValueError("model.dropout: the processes that share a row would drop the same tokens, use dropout 0")
 

@@ -140,13 +140,11 @@ class ViT(ImageClassifier):
         layout = self.layout
         if self.part is not None:
             layout, x = layout.split(x, self.part), self.own(x).clone()  # a view would keep the whole rows in memory
-        x = layout.clean(self.encoder(x, layout))
+        x, by_cls = layout.clean(self.encoder(x, layout)), self.config.readout == "cls"
         if self.distill is None:
-            return self.head(
-                self.token(x, self.before) if self.config.readout == "cls" else self.total(x) / self.length
-            )
+            return self.head(self.token(x, self.before) if by_cls else self.total(x) / self.length)
         distilled, others = self.token(x, int(self.config.cls)), self.length - 1
-        own = self.token(x, 0) if self.config.readout == "cls" else (self.total(x) - distilled) / others
+        own = self.token(x, 0) if by_cls else (self.total(x) - distilled) / others
         both = self.head(own), self.head_distill(distilled)
         return both if self.training else (both[0] + both[1]) / 2
 

@@ -33,6 +33,7 @@ TEXT = TextInfo(17, LENGTH, "bytes", "", {"pad": 0, "mask": 1})
 MEASURED = ("loss", "gradient_norm", "accuracy", "perplexity", "above_chance")
 CLASSES = LabelledTextInfo(17, LENGTH, "bytes", "", {"pad": 0}, classes=("a", "b", "c"))
 IMAGES = ImageInfo((6, 4), 2, CLASSES.classes, (0.5, 0.4), (0.3, 0.2))
+SCANS = {"scans": ["row_snake", "column_snake"]}
 PUBLISHED = {"block": "published"}
 SMALL = {"dim": 12, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
 SIZES = {"image_classification": {**SMALL, "patch_size": 2}}
@@ -51,15 +52,16 @@ def kinds() -> dict[str, tuple]:
         ),
         "lra masked": ("lra_masked", ids, {"mixer": "gla", "norm": "layernorm"}),
         "bert": ("masked_lm", TEXT, {"mixer": "lion_s"}),
-        "bert positions": ("masked_lm", TEXT, {"mixer": "linear_transformer", "token_types": 2}),
+        "bert positions": ("masked_lm", TEXT, {"mixer": "softmax", "num_heads": 6, "token_types": 2}),
         "tokens": ("token_classification", TokenLabelsInfo(3, LENGTH, LENGTH, 7, 2), {"mixer": "retnet"}),
         "bert classes": ("sequence_classification", CLASSES, {"mixer": "rwkv6", "classifier_dropout": 0.0}),
         "gpt": ("causal_lm", TEXT, {"mixer": "kda", "attention": PUBLISHED}),
-        "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 0}),
+        "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 2}),
         "vit": ("image_classification", IMAGES, {"mixer": "lion_s"}),
         "vit cls": ("image_classification", IMAGES, {"mixer": "lion_lit", "readout": "cls", "cls_place": "middle"}),
         "vit distilled": ("image_classification", IMAGES, {"mixer": "hydra", "distilled": True, "mlp": "none"}),
-        "vit lightnet": ("image_classification", IMAGES, {"mixer": "lightnet", "tpe": 0, "cls": False}),
+        "vit lightnet": ("image_classification", IMAGES, {"mixer": "lightnet", "tpe": 2}),
+        "vit scans": ("image_classification", IMAGES, {"mixer": "lion_s", "num_heads": 6, "attention": SCANS}),
     }
 
 
@@ -205,12 +207,13 @@ def test_the_command_trains_and_evaluates(book, tmp_path):
 def test_what_cannot_be_shared_is_refused(book, capsys):
     shown = ("show", "gpt2_tiny_lion_s", *book, "--processes")
     assert "rows of 33 tokens are too short for 40 processes" in refuse(capsys, *shown, 40)
-    assert "model.mixer: SoftmaxAttention does not split rows" in refuse(capsys, *shown, 2, "model.mixer=softmax")
+    shared = "model.num_heads: 2 cannot be divided among 4 processes, nearest number: 2"
+    assert shared in refuse(capsys, *shown, 4, "model.mixer=softmax")
     assert "trainer.sequence: 3 does not divide 4 processes, nearest: 2" in refuse(
         capsys, *shown, 4, "trainer.sequence=3"
     )
     assert "model.dropout: the processes" in refuse(capsys, *shown, 2, "model.dropout=0.1")
-    assert "model.tpe: its sums do not split" in refuse(capsys, *shown, 2, "model.tpe=2")
+    assert "model.dim: 16 cannot be divided among 3" in refuse(capsys, *shown, 3, "model.tpe=2")
     assert "model.name: DiT does not split" in refuse(
         capsys, "show", "dit_tiny_lightnet", "trainer.parallel=sequence", "--processes", 2
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from torch import Tensor
 from lion.config import setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
-from lion.layers.mixers.base import Mixer
 from lion.layers.mixers.linear import LinearMixer, LinearState, LionAttention
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.running import running_maximum
 from lion.layers.rotations import NO_ROTATION
+from lion.layers.shares import by_heads, check_share
 from lion.ops import Gates, no_autocast
 
 LOWEST = -60.0  # least c: padding, which has no logit, does not change it
@@ -74,7 +75,10 @@ class PerformerAttention(LionAttention):
         return replace(LionAttention.resolve(name, replace(config, normalize="none")), normalize="sum")
 
     def check_split(self, count: int) -> None:
-        Mixer.check_split(self, count)
+        check_share("num_heads", self.num_heads, count)
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        return by_heads(partial(super().mix, x), layout, q, k, v)
 
     def arguments_and_state(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
