@@ -18,8 +18,7 @@ LENGTH = 11  # divisible by none of the numbers of processes
 VALID = torch.tensor([[t not in {0, 4, 10} for t in range(LENGTH)], [t < 5 for t in range(LENGTH)]])
 SEGMENTS = torch.tensor([[4] * 2 + [7] * 7 + [1] * 2, [0, 0, 0, 3, -1, 3, 5, 5, 5, -1, -1]])
 DIRECTIONS = ("both", "forward", "backward")
-BY_HEADS = ("softmax", "fox", "performer")
-WHOLE = ("performer", "deltaproduct")
+BY_HEADS = ("softmax", "fox", "performer", "deltaproduct")
 WITH_NEIGHBOURS = {  # wider than the parts of 4 processes
     "lion_s": {"conv_width": 9},
     "rwkv6": {"token_shift": True, "conv_width": 2},
@@ -32,7 +31,7 @@ MASKS = {"none": {}, "valid": {"valid": VALID}, "segments": {"segments": SEGMENT
 def cases() -> dict[str, tuple[Mixer, dict[str, torch.Tensor]]]:
     """Return every mixer in every direction, with each kind of masks in turn; rotations, and parts of blocks."""
     kinds, made = itertools.cycle(MASKS), {}
-    for mixer, direction in itertools.product((m for m in LINEAR if m not in WHOLE), DIRECTIONS):
+    for mixer, direction in itertools.product((m for m in LINEAR if m not in BY_HEADS), DIRECTIONS):
         made[f"{mixer} {direction}"] = make(mixer, direction), MASKS[next(kinds)]
         next(kinds) if direction == "backward" else None  # another kind for the next mixer
     for mixer, rotation in (("lion_s", "rope"), ("gla", "lrpe"), ("lightnet", "lrpe")):
@@ -50,6 +49,7 @@ def cases_by_heads() -> dict[str, tuple[Mixer, dict[str, torch.Tensor]]]:
         if mixer in LINEAR or direction != "backward":
             made[f"{mixer} {direction} {masks}"] = layer(mixer, heads=6, direction=direction), MASKS[masks]
     made["softmax rope"] = layer("softmax", heads=6, rotation="rope"), MASKS["segments"]
+    made["deltaproduct rope"] = layer("deltaproduct", heads=6, rotation="rope"), MASKS["segments"]
     for masks in MASKS:
         made[f"tpe {masks}"] = TPE(DIM, 3).double(), MASKS[masks]
     return made

@@ -44,7 +44,7 @@ def kinds() -> dict[str, tuple]:
     ids, pairs = SequenceInfo(3, LENGTH, 7), SequenceInfo(2, LENGTH, 7, parts=2)
     return {
         "lra": ("lra", ids, {"mixer": "lion_s_hippo"}),
-        "lra pairs": ("lra", pairs, {"mixer": "lion_lit"}),
+        "lra pairs": ("lra", pairs, {"mixer": "lion_lit", "window": 4}),
         "lra pixels": (
             "lra",
             SequenceInfo(3, LENGTH, mean=0.4, std=0.3),
