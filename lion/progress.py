@@ -38,7 +38,7 @@ class Progress(tqdm):
     def label(self, description: str, shown: Callable[[], dict[str, str]]) -> None:
         """Set the description and the values of the bar; `shown` is only called when the bar is due for an update."""
         self.set_description(description, refresh=False)
-        if time.time() - self.last_print_t >= self.mininterval:
+        if not self.disable and time.time() - self.last_print_t >= self.mininterval:
             self.set_postfix(shown(), refresh=sys.stderr.isatty())
 
 

@@ -33,7 +33,7 @@ COMMANDS = {
         "RUN [--form full|chunk|rnn|all] [--chunk-size N] [--lengths N,N] [--choices FILE]",
         "evaluate a run in every form: metric, speed, memory",
         "tools.evaluate",
-        "--form --chunk-size --checkpoint --split --ema --eager --lengths --choices --tokens --out",
+        "--form --chunk-size --checkpoint --split --ema --eager --lengths --choices --tokens --out --processes",
     ),
     "list": Command(
         "[PATTERN] [--mixers]", "list the recipes and the results they aim at; the mixers", "tools.listing", "--mixers"

@@ -1,18 +1,22 @@
 """Evaluate a run as full attention, in chunks and as an RNN: metric, speed, memory, deviation.
 
     python -m tools.evaluate RUN [data.root=PATH] [--form full|chunk|rnn|all] [--chunk-size N] [--lengths 256,512,..]
-        [--choices FILE.jsonl]
+        [--choices FILE.jsonl] [--processes N]
 
 Blocks are compiled as in training, if the recipe asks for it and there is a compiler; compilation is not timed. Memory
 is the peak of all tensors of one batch, without the weights. --lengths evaluates text in windows of these lengths, see
-`tools.lengths`; --choices evaluates multiple-choice questions, see `tools.choices`.
+`tools.lengths`; --choices evaluates multiple-choice questions, see `tools.choices`. With --processes the tokens of each
+row are split over processes, and the memory is the largest of a process.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from lion.config import ConfigError
 from lion.evaluation.forms import form_label
@@ -21,10 +25,12 @@ from lion.ops import FORMS
 from lion.progress import rate
 from lion.runs import find_run, open_run
 from lion.tasks.metrics import Metric
-from lion.trainer.runtime import Runtime
+from lion.trainer.parallel import check_rows
+from lion.trainer.runtime import Runtime, start_runtime
 from tools.choices import evaluate_choices
 from tools.cli import Parser, choose_form, count, counts, run_command, table
 from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
+from tools.launch import launch
 from tools.lengths import evaluate_lengths
 
 
@@ -50,6 +56,9 @@ def main(argv: list[str]) -> int:
         "--tokens", type=count, default=2**18, help="with --lengths: most tokens of held-out text to use"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="with --lengths: folder for the results and a plot")
+    parser.add_argument(
+        "--processes", type=count, default=1, help="processes on this machine that share the tokens of each row"
+    )
     args = parser.parse_intermixed_args(argv)
     if args.chunk_size and args.form == "full":
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
@@ -58,12 +67,24 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--choices: the file brings its own text, leave {'--lengths' if args.lengths else '--split'} out"
         )
+    if args.processes > 1 and (args.choices or args.lengths):
+        raise ConfigError(f"--processes: {'--choices' if args.choices else '--lengths'} runs in one process")
     if args.choices:
         return evaluate_choices(args)
     if args.lengths:
         return evaluate_lengths(args, argv)
-    results = measure_forms(args.run, args.form, args.chunk_size, overrides=args.overrides, **wanted)
-    print(as_table(results, metric_of(resolve_run(find_run(args.run)))))
+    if args.processes > 1 and "RANK" not in os.environ:
+        check_rows(open_run(args.run, checkpoint=args.checkpoint).model, args.processes)
+        return launch(args.processes, argv, "tools.evaluate")
+    recipe, runtime = resolve_run(find_run(args.run)), None
+    if args.processes > 1:
+        trainer = recipe.trainer
+        runtime = start_runtime(trainer.device, matmul=trainer.matmul, sequence=args.processes)
+    results = measure_forms(args.run, args.form, args.chunk_size, overrides=args.overrides, runtime=runtime, **wanted)
+    if runtime is not None:
+        dist.destroy_process_group()
+    if runtime is None or runtime.main:
+        print(as_table(results, metric_of(recipe)))
     return 0
 
 

@@ -17,8 +17,10 @@ SECONDS_TO_SAVE = 50  # time between a signal and the kill of a process that ign
 QUIET = 2  # exit code of a process that has printed its error itself
 
 
-def launch(processes: int, arguments: list[str]) -> int:
-    """Train in `processes` processes and return the exit code. If one process fails, the others are stopped.
+def launch(processes: int, arguments: list[str], module: str = "tools.train") -> int:
+    """Run the command of a module in `processes` processes and return the exit code.
+
+    If one process fails, the others are stopped.
 
     Raises:
         RunError: A process died.
@@ -26,7 +28,7 @@ def launch(processes: int, arguments: list[str]) -> int:
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
-    call = ["--standalone", f"--nproc-per-node={processes}", "--module", "tools.train", *arguments]
+    call = ["--standalone", f"--nproc-per-node={processes}", "--module", module, *arguments]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     try:
         torchrun.main(call)

@@ -38,6 +38,7 @@ from lion.tasks import Task
 from lion.trainer.checkpoint_files import Checkpoint, check_space, load_state, newest, steps_of
 from lion.trainer.compilation import prepare_compiler
 from lion.trainer.loop import Trainer
+from lion.trainer.parallel import check_rows
 from lion.trainer.plan import Plan, make_plan
 from lion.trainer.runtime import (
     Runtime,
@@ -237,14 +238,8 @@ def check_sharing(recipe: Recipe, model: Model, world: int) -> int:
         ConfigError: The model does not split its rows, or has fewer tokens than processes.
     """
     count = recipe.trainer.sharing(world)
-    if count == 1:
-        return count
-    try:
-        model.check_split()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if model.length < count:
-        raise ConfigError(f"trainer.sequence: rows of {model.length} tokens are too short for {count} processes")
+    if count > 1:
+        check_rows(model, count)
     return count
 
 

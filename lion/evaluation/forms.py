@@ -86,7 +86,7 @@ def measure(
         with torch.inference_mode(), runtime.autocast(precision):
             return task.evaluate(model, batch)
 
-    shown = progress(total=rounds * len(forms), unit="batch")
+    shown = progress(total=rounds * len(forms), unit="batch", disable=not runtime.main)
     for batch in batches:
         batch = to_device(batch, runtime.device)
         once, outcomes = partial(forward, batch), []
@@ -114,12 +114,13 @@ def measure(
         values = measured.totals.values(runtime)
         if isinstance(task.metric, MetricOfPass):
             values[task.metric.name] = own_value(task.metric, model, batches, task, runtime, precision, seed)
+        peaks, deviations = runtime.gather(measured.peak), runtime.gather(measured.deviation.item())
         results[form] = {
             "value": values[task.metric.name],
             "values": values,
             "remark": task.remark(values),
             "samples_per_second": samples / measured.seconds,
-            "peak_bytes": measured.peak,
-            "deviation": measured.deviation.item(),
+            "peak_bytes": None if None in peaks else max(peaks),
+            "deviation": max(deviations),
         }
     return results

@@ -13,6 +13,7 @@ from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.loader import eval_batches
+from lion.trainer.parallel import check_rows
 from lion.trainer.runtime import Runtime, start_runtime
 
 log = logging.getLogger("lion")
@@ -41,14 +42,15 @@ def evaluate_run(
         split: "val" or "test"; default "test", or "val" without a test split.
         workers: Processes that load the data.
         eager: Whether not to compile, even if the recipe does.
-        runtime: Device and process; by default those of the recipe.
+        runtime: Device and process; by default those of the recipe. With `runtime.part`, its processes share the tokens
+            of each row, and all of them return the same values.
 
     Returns:
         One row per form: `form`, `chunk_size`, `value`, `values`, `samples_per_second`, `peak_bytes`, `deviation`, and
         the conditions of the measurement.
 
     Raises:
-        ConfigError: The data have no such split.
+        ConfigError: The data have no such split, or the model does not split its rows over the processes.
     """
     recipe, model, task = loaded.recipe, loaded.model, loaded.task
     available = forms_of(model)
@@ -60,6 +62,9 @@ def evaluate_run(
     if dataset is None:
         raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such split, use val")
     runtime = runtime or start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    if runtime.part is not None:
+        check_rows(model, runtime.part.count)
+        model.part = runtime.part
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
     batches = eval_batches(
         dataset,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.optim_factors import OptimFactors
 from lion.ops import no_autocast
+from lion.ops.tokens import flip
 
 
 class Row(NamedTuple):
@@ -84,8 +85,60 @@ def neighbour(x: Tensor, offset: int, layout: Layout = PLAIN) -> Tensor:
     Padding is not counted. The result is 0 where the segment has no such token. The content of padding must be 0, as
     `layout.clean` leaves it.
     """
+    x, layout, own = surrounded(x, layout, range(min(offset, 0), max(offset, 0) + 1))
     row = Row.of(layout)
-    return row.unpack(row.neighbour(row.pack(x), offset))
+    return row.unpack(row.neighbour(row.pack(x), offset))[:, own]
+
+
+def surrounded(x: Tensor, layout: Layout, offsets: range) -> tuple[Tensor, Layout, slice]:
+    """Return tokens x (B, L, C) between those of other processes that windows with these offsets read.
+
+    Only rows that are split over processes change. They get the nearest -offsets[0] tokens before x, of the segment of
+    its first token, and the nearest offsets[-1] tokens after x, of the segment of its last token: 0 where there is
+    none. One exchange carries both. The other results are the layout of all these tokens, and the place of x among
+    them. Padding must be 0 in x.
+    """
+    part, (valid, index) = layout.part, (layout.valid, layout.segment_index)
+    if part is None:
+        return x, layout, slice(None)
+    before, after = -offsets[0], offsets[-1]
+    borders = part.gather(border(x, layout, before, False), border(x, layout, after, True))
+    sides = zip(borders, part.outside(x.device), (False, True))
+    left, right = (nearest(tokens, taken, reverse) for tokens, taken, reverse in sides)
+    own, x = slice(before, before + x.shape[1]), torch.cat([left, x, right], 1)
+    if valid is not None:
+        valid = F.pad(valid, (before, after), value=True)
+    if index is not None:
+        ends = index[:, :1].expand(-1, before), index[:, -1:].expand(-1, after)
+        index = torch.cat([ends[0], index, ends[1]], 1)
+    return x, Layout(valid=valid, segment_index=index), own
+
+
+def border(x: Tensor, layout: Layout, count: int, reverse: bool) -> Tensor:
+    """Return the last `count` tokens of the last segment of x (B, L, C), or the first ones of its first segment.
+
+    The first ones are in reverse order. The last of C + 1 channels is 1 for a token, and 0 where there is none.
+    """
+    kept, index = layout.valid, layout.segment_index
+    if index is not None:
+        kept = kept & (index == (index[:, :1] if reverse else index[:, -1:]))
+    if kept is None:  # nothing but these tokens is copied
+        x = x[:, :count] if reverse else x[:, max(x.shape[1] - count, 0) :]
+        kept = torch.ones_like(x[..., 0], dtype=torch.bool)
+    kept, x = flip(kept, 1, reverse), flip(x * kept[..., None], 1, reverse)
+    real = torch.arange(count, device=x.device) >= count - kept.sum(1, keepdim=True)
+    tokens = last_tokens(x.new_zeros(len(x), count, x.shape[2]), x, kept)
+    return torch.cat([tokens, real[..., None].to(x.dtype)], -1)
+
+
+def nearest(borders: Tensor, taken: Tensor, reverse: bool) -> Tensor:
+    """Return the last tokens (B, N, C) of the borders (P, B, N, C + 1) of the parts that are `taken` (P, B or 1).
+
+    Borders in reverse order give the first tokens, in sequence order.
+    """
+    tokens = flip(borders * taken[..., None, None], 0, reverse).transpose(0, 1).flatten(1, 2)
+    none = tokens.new_zeros(len(tokens), *borders.shape[2:])
+    return flip(last_tokens(none, tokens, tokens[..., -1] > 0)[..., :-1], 1, reverse)
 
 
 def last_tokens(before: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
@@ -115,8 +168,9 @@ class Window(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         """Map tokens x (B, L, C), where padding is 0."""
+        x, layout, own = surrounded(x, layout, self.offsets)
         row = Row.of(layout)
-        return row.unpack(self.combine(row.pack(x), row))
+        return row.unpack(self.combine(row.pack(x), row))[:, own]
 
     def combine(self, x: Tensor, row: Row) -> Tensor:
         """Map x (B, L, C), sorted by place."""

@@ -26,6 +26,7 @@ class Layout(NamedTuple):
             the keys up to the query. Only softmax attention uses them.
         angles: Angles in radians that rotate queries and keys, if the rotation depends on the layout alone.
         part: The part of the rows that these tokens are, if the rows are split over processes (`split`).
+        whole: The layout of the whole rows, if they are split.
     """
 
     valid: Tensor | None = None
@@ -38,6 +39,7 @@ class Layout(NamedTuple):
     causal_pairs: Tensor | None = None
     angles: Tensor | None = None
     part: Part | None = None
+    whole: Layout | None = None
 
     @staticmethod
     def of(x: Tensor, valid: Tensor | None = None, segments: Tensor | None = None) -> Layout:
@@ -92,13 +94,12 @@ class Layout(NamedTuple):
         The parts have the same size, `part.size(L)`: `part.own` cuts the rows. Padding fills the end of the last part.
 
         Raises:
-            ValueError: Fewer tokens than processes, or several scan orders.
+            ValueError: Fewer tokens than processes.
         """
         batch, length = x.shape[:2]
+        part = part._replace(length=length)
         if length < part.count:
             raise ValueError(f"tokens: rows of {length} cannot be split over {part.count} processes")
-        if self.orders is not None:
-            raise ValueError("scans: rows with several orders of their tokens cannot be split over processes")
         valid, index, size = self.valid, self.segment_index, part.size(length)
         if valid is None and length % part.count:
             valid = torch.ones(batch, length, dtype=torch.bool, device=x.device)
@@ -113,6 +114,7 @@ class Layout(NamedTuple):
             coords=None if self.coords is None else part.own(self.coords, fill=-1),
             special=None if self.special is None else part.own(self.special, -1, fill=True),
             part=part,
+            whole=self,
         )
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.optim_factors import OptimFactors
+from lion.layers.shares import by_heads, check_share
 from lion.ops import no_autocast
 
 # tokens summed by one matrix; with at most as many states, the states between chunks are no larger than the tokens
@@ -62,7 +63,23 @@ class TPE(nn.Module):
                 GPU and in a compiled graph, coordinates that do not fit raise an asynchronous assertion instead.
         """
         x = layout.clean(x)
-        return self.on_line(x, layout)[0] if self.grid is None else self.on_grid(x, layout)
+        if layout.part is None:
+            return self.summed(x, layout)
+        own = self.weight.shape[1] // layout.part.count  # channels are independent of each other
+        channels = slice(own * layout.part.rank, own * (layout.part.rank + 1))
+        return by_heads(lambda x, rows: self.summed(x.mT, rows, channels).mT, layout, x.mT).mT
+
+    def summed(self, x: Tensor, layout: Layout, channels: slice = slice(None)) -> Tensor:
+        """Sum whole rows x (B, L, C) of these channels; padding is 0."""
+        return self.on_line(x, layout, channels)[0] if self.grid is None else self.on_grid(x, layout, channels)
+
+    def check_split(self, count: int) -> None:
+        """Check that `count` processes can share the channels.
+
+        Raises:
+            ValueError: The number of processes does not divide the number of channels.
+        """
+        check_share("dim", self.weight.shape[1], count)
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> tuple[Tensor, Tensor]:
         self.check_causal()
@@ -95,13 +112,15 @@ class TPE(nn.Module):
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
         return layout
 
-    def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return w and log lambda, both (axes, dim, states), in float32 or wider."""
+    def kernels(self, x: Tensor, channels: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Return w and log lambda, both (axes, channels, states), in float32 or wider."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        decay = self.decay.to(wide)
-        return self.weight.to(wide) * torch.sigmoid(-decay), F.logsigmoid(decay)
+        decay = self.decay[:, channels].to(wide)
+        return self.weight[:, channels].to(wide) * torch.sigmoid(-decay), F.logsigmoid(decay)
 
-    def on_line(self, x: Tensor, layout: Layout, state: bool = False) -> tuple[Tensor, Tensor | None]:
+    def on_line(
+        self, x: Tensor, layout: Layout, channels: slice = slice(None), state: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Sum x (B, L, dim), with zeros for padding, along the sequence.
 
         The second result is the state after the last segment, if `state` is set.
@@ -109,7 +128,7 @@ class TPE(nn.Module):
         if layout.coords is not None:
             raise ValueError("tpe: these tokens have coordinates on a grid, but this module was made without a grid")
         with no_autocast(x):
-            weight, log_decay = (t[0] for t in self.kernels(x))
+            weight, log_decay = (t[0] for t in self.kernels(x, channels))
             wide, size = x.to(weight.dtype), min(CHUNK, x.shape[1])
             if layout.valid is None:
                 y, last = toeplitz_sum(wide, weight, log_decay, size, state=state)
@@ -120,13 +139,13 @@ class TPE(nn.Module):
             y, last = toeplitz_sum(dense[:, :-1], weight, log_decay, size, first=places.first, state=state)
             return F.pad(y, (0, 0, 0, 1)).gather(1, index).to(x.dtype), last
 
-    def on_grid(self, x: Tensor, layout: Layout) -> Tensor:
+    def on_grid(self, x: Tensor, layout: Layout, channels: slice) -> Tensor:
         """Sum x (B, L, dim) along every axis of the grid."""
         if layout.segment_index is not None:
             raise ValueError("segments: a grid has one sample per row, without segments")
         places, size = self.places(x, layout), math.prod(self.grid)
         with no_autocast(x):
-            weight, log_decay = self.kernels(x)
+            weight, log_decay = self.kernels(x, channels)
             dense = x.new_zeros(x.shape[0], size + 1, x.shape[2], dtype=weight.dtype)
             dense = dense.index_copy(1, places, x.to(weight.dtype))[:, :size].unflatten(1, self.grid)
             y = torch.zeros_like(dense)

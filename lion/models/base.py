@@ -68,11 +68,19 @@ class Model(nn.Module):
         """Return the tokens of this process of whole rows x (B, L, ..); `fill` is the value of padding."""
         return x if self.part is None else self.part.own(x, fill=fill)
 
-    def check_split(self) -> None:
-        """Check that the tokens of a row may be split over processes.
+    def token(self, x: Tensor, place: int) -> Tensor:
+        """Return token `place` (B, dim) of whole rows, from the tokens x (B, L, dim) of this process."""
+        return x[:, place] if self.part is None else self.part.token(x, place)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum (B, dim) over the tokens of whole rows, from x (B, L, dim) of this process; padding is 0."""
+        return x.sum(1) if self.part is None else self.part.sum(x.sum(1))
+
+    def check_split(self, count: int) -> None:
+        """Check that the tokens of a row may be split over `count` processes.
 
         Raises:
-            ValueError: This model mixes tokens in other ways than by the states of mixers.
+            ValueError: They may not, with this model or these settings.
         """
         raise ValueError(f"model.name: {type(self).__name__} does not split its rows over processes")
 

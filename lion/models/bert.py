@@ -196,8 +196,7 @@ class BertClassifier(BertEncoder):
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None, types: Tensor | None = None) -> Tensor:
         """Return logits (B, outputs); the arguments are those of `encode`."""
-        first = self.encode(tokens, segments, types)[:, 0]
-        return self.logits(first if self.part is None else self.part.first_of(first))
+        return self.logits(self.token(self.encode(tokens, segments, types), 0))
 
     def logits(self, first: Tensor) -> Tensor:
         """Map the first token of each sequence (B, dim), as of `encode`, to logits (B, outputs)."""

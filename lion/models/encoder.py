@@ -14,7 +14,7 @@ from lion.config import fill, flatten, setting, to_dict
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import MLPS, NO_MLP
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.mixers import MIXERS, AttentionConfig, resolve_mixer
+from lion.layers.mixers import MIXERS, AttentionConfig, mixers_of, resolve_mixer
 from lion.layers.norms import NORMS, NoNorm
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.tpe import TPE
@@ -210,6 +210,20 @@ class Encoder(nn.Module):
             x, state = stage.step(x, state, context, valid)
             new.append(state)
         return self.norm(x, Layout.of(x, valid)), new
+
+    def check_split(self, count: int) -> None:
+        """Check that the tokens of a row may be split over `count` processes.
+
+        Raises:
+            ValueError: They may not, with these settings.
+        """
+        try:
+            for part in [*mixers_of(self), *([] if self.tpe is None else [self.tpe])]:
+                part.check_split(count)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
+        if any(dropout.p for dropout in self.modules() if type(dropout) is nn.Dropout):
+            raise ValueError("model.dropout: the processes that share a row would drop the same tokens, use dropout 0")
 
     def prepared(self, x: Tensor, layout: Layout) -> Layout:
         """Return the layout, with the fields added that all blocks share."""

@@ -142,19 +142,18 @@ class SequenceEncoder(TokenModel):
             ValueError: More tokens than position embeddings.
         """
         pixels = self.vocabulary is None
-        inputs, layout = self.laid_out(inputs, segments)
+        whole, (inputs, layout) = inputs, self.laid_out(inputs, segments)
         x = self.tokens(self.normalised(inputs)[..., None].to(self.tokens.weight.dtype) if pixels else inputs)
         if hidden is not None:
             x = self.hide(x, self.own(hidden))
         x = self.placed(x, layout.positions_of(x))
         if self.config.window is None:
             return layout.clean(self.encoder(x, layout))
+        if self.part is not None:  # windows as segments, which cross the borders of parts
+            number = torch.arange(whole.shape[1], device=x.device).expand(whole.shape[:2]) // self.config.window
+            valid = None if segments is None else valid_of(segments)
+            return layout.clean(self.encoder(x, Layout.of(whole, valid, number).split(whole, self.part)))
         return layout.clean(self.in_windows(x, layout.valid))
-
-    def check_split(self) -> None:
-        super().check_split()
-        if self.config.window is not None:
-            raise ValueError("model.window: windows are rows of their own, which are not split over processes")
 
     def in_windows(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Run the encoder on each window of x (B, L, dim) as a separate row."""
@@ -204,9 +203,7 @@ class LRA(SequenceEncoder):
 
     def pooled(self, inputs: Tensor, segments: Tensor | None) -> Tensor:
         """Return the mean (B, dim) over the valid tokens of inputs (B, L)."""
-        total = self.encode(inputs, segments).sum(1)
-        if self.part is not None:
-            total = self.part.sum(total)
+        total = self.total(self.encode(inputs, segments))
         return total / (inputs.shape[1] if segments is None else valid_of(segments).sum(1, keepdim=True).clamp_min(1))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lion.layers.layout import Layout
-from lion.layers.mixers import mixers_of
 from lion.layers.mixers.decay import Decay
 from lion.models.base import Model
 from lion.models.encoder import Encoder
@@ -40,18 +39,8 @@ class TokenModel(Model):
             raise ValueError(f"tokens: {length} in one row, this model has only {self.longest} position embeddings")
         return self.own(inputs), layout if self.part is None else layout.split(inputs, self.part)
 
-    def check_split(self) -> None:
-        for mixer in mixers_of(self):
-            if not mixer.splits:
-                raise ValueError(
-                    f"model.mixer: {type(mixer).__name__} does not split rows over processes here, linear mixers do, "
-                    "with one scan, and without dropout of scores, token shifts and convolutions"
-                )
-        if self.encoder.tpe is not None:
-            raise ValueError("model.tpe: its sums do not split rows over processes, use tpe 0")
-        dropouts = (m for block in self.encoder.blocks for m in block.modules() if type(m) is nn.Dropout)
-        if any(dropout.p for dropout in dropouts):
-            raise ValueError("model.dropout: the processes that share a row would drop the same tokens, use dropout 0")
+    def check_split(self, count: int) -> None:
+        self.encoder.check_split(count)
 
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return `weights` with as many position embeddings as this model has, starting from the first.

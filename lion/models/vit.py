@@ -128,7 +128,8 @@ class ViT(ImageClassifier):
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits (B, classes) of images (B, channels, height, width), see `ImageClassifier.normalised`.
 
-        In training, a distilled model returns the logits of both heads, as a tuple; otherwise their mean.
+        In training, a distilled model returns the logits of both heads, as a tuple; otherwise their mean. If rows are
+        split, every process embeds all patches, and keeps its part of the tokens.
         """
         images = self.normalised(images, self.patch.weight.dtype)
         x = self.patch(images).flatten(2).mT  # (B, H W, dim)
@@ -136,13 +137,19 @@ class ViT(ImageClassifier):
             x = torch.cat([x[:, : self.before], *special, x[:, self.before :]], 1)
         if self.position is not None:
             x = x + self.position
-        x = self.encoder(x, self.layout)
+        layout = self.layout
+        if self.part is not None:
+            layout, x = layout.split(x, self.part), self.own(x).clone()  # a view would keep the whole rows in memory
+        x, by_cls = layout.clean(self.encoder(x, layout)), self.config.readout == "cls"
         if self.distill is None:
-            return self.head(x[:, self.before] if self.config.readout == "cls" else x.mean(1))
-        distilled = x[:, int(self.config.cls)]
-        own = x[:, 0] if self.config.readout == "cls" else (x.sum(1) - distilled) / (x.shape[1] - 1)
+            return self.head(self.token(x, self.before) if by_cls else self.total(x) / self.length)
+        distilled, others = self.token(x, int(self.config.cls)), self.length - 1
+        own = self.token(x, 0) if by_cls else (self.total(x) - distilled) / others
         both = self.head(own), self.head_distill(distilled)
         return both if self.training else (both[0] + both[1]) / 2
+
+    def check_split(self, count: int) -> None:
+        self.encoder.check_split(count)
 
     def adapt(self, weights: dict[str, Tensor], source: ViT) -> dict[str, Tensor]:
         """Return the weights of `source`, a model for images of another size, adapted to this model.

@@ -31,6 +31,7 @@ class Part(NamedTuple):
         count: Number of processes in the group.
         first, last: Integer (B, count), the segments of the first and of the last token of every part; None without
             segments.
+        length: Number of tokens of whole rows, if all parts have the same size (`size`).
     """
 
     group: str
@@ -38,6 +39,7 @@ class Part(NamedTuple):
     count: int
     first: Tensor | None = None
     last: Tensor | None = None
+    length: int | None = None
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Part:
@@ -91,6 +93,19 @@ class Part(NamedTuple):
             return None
         return self.first[:, (self.rank + 1) % self.count] if reverse else self.last[:, self.rank - 1]
 
+    def outside(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return boolean masks (count, B or 1) of the earlier parts in the sequence of the first token of this part.
+
+        The second mask is that of the later parts in the sequence of the last token. A part that lies in several
+        sequences counts with the one that is next to this part.
+        """
+        place = torch.arange(self.count, device=device)[:, None]
+        before, after = place < self.rank, place > self.rank
+        if self.first is None:
+            return before, after
+        earlier = before & (self.last == self.first[:, self.rank, None]).mT
+        return earlier, after & (self.first == self.last[:, self.rank, None]).mT
+
     def start(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
         """Begin to gather tensors of one dtype, of the same shapes in all processes.
 
@@ -110,9 +125,18 @@ class Part(NamedTuple):
         """Return every tensor of all processes, (count, ..)."""
         return self.start(*tensors)()
 
-    def first_of(self, x: Tensor) -> Tensor:
-        """Return x of the first process, in each of them."""
-        return self.sum(x if self.rank == 0 else x * 0)
+    def swap(self, x: Tensor, cut: int, join: int) -> Tensor:
+        """Cut x into a piece for every process along dim `cut`; return the pieces of all of them, joined along `join`.
+
+        The pieces have the same size: `count` divides the size of x along `cut`.
+        """
+        pieces = torch.stack(x.chunk(self.count, cut))
+        return torch.cat(_Swapped.apply(pieces, self.group).unbind(), join)
+
+    def token(self, x: Tensor, place: int) -> Tensor:
+        """Return token `place` (B, ..) of whole rows, from the tokens x (B, L, ..) of parts of equal size."""
+        rank, here = divmod(place, x.shape[1])
+        return self.sum(x[:, here] if rank == self.rank else x[:, 0] * 0)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of x over the processes, in each of them."""
@@ -142,6 +166,24 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return ops.reduce_scatter_tensor(gradient.contiguous(), "sum", ctx.count, ctx.group), None, None, None
+
+
+class _Swapped(torch.autograd.Function):
+    """An exchange of pieces (count, ..), one for every process and one from every process."""
+
+    @staticmethod
+    def forward(ctx, pieces: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return swapped(pieces, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return swapped(gradient, ctx.group), None
+
+
+def swapped(pieces: Tensor, group: str) -> Tensor:
+    sizes = [1] * len(pieces)
+    return ops.wait_tensor(ops.all_to_all_single(pieces.contiguous(), sizes, sizes, group))
 
 
 class Summed(torch.autograd.Function):

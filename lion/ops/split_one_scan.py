@@ -89,11 +89,7 @@ def entering(
     own = [advance(initial_state(tokens), tokens._replace(valid=mask)) for mask in masks]
     every = part.gather(*(x for state in own for x in state))
     starts, stops = RunningSoftmax(*every[:3]), RunningSoftmax(*every[-3:])
-    place = torch.arange(part.count, device=valid.device if valid is not None else tokens.q.device)[:, None]
-    before, after = place < part.rank, place > part.rank  # (P, 1)
-    if part.first is not None:
-        before = before & (part.last == part.first[:, part.rank, None]).mT  # (P, B)
-        after = after & (part.first == part.last[:, part.rank, None]).mT
+    before, after = part.outside(tokens.q.device)
     return added(stops, before), added(starts, after)
 
 

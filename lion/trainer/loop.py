@@ -61,7 +61,7 @@ class Trainer:
         self.task, self.folder, self.runtime = task, folder, runtime
         self.model = model.to(runtime.device)
         if runtime.part is not None:
-            self.model.check_split()
+            self.model.check_split(runtime.part.count)
             self.model.part = runtime.part
         self.average = None if self.config.ema is None else Average(self.model, self.config.ema)
         self.ema = None if self.average is None else self.average.model

@@ -84,7 +84,7 @@ def test_neighbour():
     x = layout.clean(x)
     assert neighbour(x, -1, layout).flatten()[segments[0] >= 0].tolist() == [0, 1, 2, 0, 5]
     assert neighbour(x, 1, layout).flatten()[segments[0] >= 0].tolist() == [2, 4, 0, 6, 0]
-    assert neighbour(x, 9).eq(0).all() and neighbour(x, 0) is x
+    assert neighbour(x, 9).eq(0).all() and neighbour(x, 0).equal(x)
 
 
 def test_width_is_checked():

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lion
 from lion.evaluation import forms as forms_module
 from lion.evaluation.forms import measure
+from lion.ops import Part
 from lion.runs import open_run
 from lion.tasks.base import Outcome
 from lion.tasks.metrics import MetricOfPass
@@ -19,7 +20,8 @@ from lion.trainer.compilation import compile_blocks, missing_compiler
 from lion.trainer.evaluate import evaluate as evaluate_model
 from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime
-from tests.helpers import here, tiny_recipe
+from tests.helpers import here, refuse, tiny_recipe
+from tests.processes import in_processes
 from tools import evaluate
 from tools.compose import build_data, resolve_run
 
@@ -50,6 +52,25 @@ def test_all_forms_are_of_one_checkpoint(run, monkeypatch):
     (chunk,) = evaluate.measure_forms(run, "chunk", 3)
     assert newest(run, "best").step >= first + 2  # one checkpoint for each form, full and chunk
     assert chunk["best_step"] == first and chunk["deviation"] < 1e-4
+
+
+def evaluated(group, run) -> list[dict]:
+    runtime = Runtime(torch.device("cpu"), group.rank(), group.size(), Part.of(group))
+    return evaluate.measure_forms(run, "chunk", 2, eager=True, runtime=runtime)
+
+
+@pytest.mark.process
+def test_processes_share_rows(run, capsys):
+    alone, measured = (
+        evaluate.measure_forms(run, "chunk", 2, eager=True),
+        ("samples_per_second", "peak_bytes", "deviation"),
+    )
+    for rows in in_processes(2, evaluated, run):
+        for row, whole in zip(rows, alone, strict=True):
+            assert row["values"] == pytest.approx(whole["values"], rel=1e-5) and row["deviation"] < 1e-4
+            assert {k: row[k] for k in row if k not in (*measured, "value", "values")}.items() <= whole.items()
+    assert "rows of 5 tokens are too short for 20" in refuse(capsys, "eval", run, "--processes", 20)
+    assert "--processes: --lengths runs in one" in refuse(capsys, "eval", run, "--processes", 2, "--lengths", 8)
 
 
 def test_a_program_evaluates_a_run_on_data_of_its_own(run):

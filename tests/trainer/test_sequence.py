@@ -7,10 +7,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 
-from lion.config import ConfigError
+from lion.config import ConfigError, build
 from lion.models import MODELS
 from lion.ops import Part
 from lion.samples.base import Splits
+from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo, TextInfo
@@ -31,7 +32,11 @@ LENGTH, ROWS, STEPS = 11, 16, 3
 TEXT = TextInfo(17, LENGTH, "bytes", "", {"pad": 0, "mask": 1})
 MEASURED = ("loss", "gradient_norm", "accuracy", "perplexity", "above_chance")
 CLASSES = LabelledTextInfo(17, LENGTH, "bytes", "", {"pad": 0}, classes=("a", "b", "c"))
+IMAGES = ImageInfo((6, 4), 2, CLASSES.classes, (0.5, 0.4), (0.3, 0.2))
+SCANS = {"scans": ["row_snake", "column_snake"]}
+PUBLISHED = {"block": "published"}
 SMALL = {"dim": 12, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
+SIZES = {"image_classification": {**SMALL, "patch_size": 2}}
 
 
 def kinds() -> dict[str, tuple]:
@@ -39,7 +44,7 @@ def kinds() -> dict[str, tuple]:
     ids, pairs = SequenceInfo(3, LENGTH, 7), SequenceInfo(2, LENGTH, 7, parts=2)
     return {
         "lra": ("lra", ids, {"mixer": "lion_s_hippo"}),
-        "lra pairs": ("lra", pairs, {"mixer": "lion_lit"}),
+        "lra pairs": ("lra", pairs, {"mixer": "lion_lit", "window": 4}),
         "lra pixels": (
             "lra",
             SequenceInfo(3, LENGTH, mean=0.4, std=0.3),
@@ -47,11 +52,16 @@ def kinds() -> dict[str, tuple]:
         ),
         "lra masked": ("lra_masked", ids, {"mixer": "gla", "norm": "layernorm"}),
         "bert": ("masked_lm", TEXT, {"mixer": "lion_s"}),
-        "bert positions": ("masked_lm", TEXT, {"mixer": "linear_transformer", "token_types": 2}),
+        "bert positions": ("masked_lm", TEXT, {"mixer": "softmax", "num_heads": 6, "token_types": 2}),
         "tokens": ("token_classification", TokenLabelsInfo(3, LENGTH, LENGTH, 7, 2), {"mixer": "retnet"}),
         "bert classes": ("sequence_classification", CLASSES, {"mixer": "rwkv6", "classifier_dropout": 0.0}),
-        "gpt": ("causal_lm", TEXT, {"mixer": "kda"}),
-        "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 0}),
+        "gpt": ("causal_lm", TEXT, {"mixer": "kda", "attention": PUBLISHED}),
+        "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 2}),
+        "vit": ("image_classification", IMAGES, {"mixer": "lion_s"}),
+        "vit cls": ("image_classification", IMAGES, {"mixer": "lion_lit", "readout": "cls", "cls_place": "middle"}),
+        "vit distilled": ("image_classification", IMAGES, {"mixer": "hydra", "distilled": True, "mlp": "none"}),
+        "vit lightnet": ("image_classification", IMAGES, {"mixer": "lightnet", "tpe": 2}),
+        "vit scans": ("image_classification", IMAGES, {"mixer": "lion_s", "num_heads": 6, "attention": SCANS}),
     }
 
 
@@ -86,13 +96,14 @@ def rows(task, name: str) -> Rows:
 
 def trainer(name: str, folder: Path, runtime: Runtime, stop_at: int | None = None, **changes) -> Trainer:
     kind, info, model = kinds()[name]
-    task = TASKS[kind](TASKS[kind].Config(), info)
+    task = TASKS[kind](TASKS[kind].Config(**({"teacher": "toy"} if "distilled" in model else {})), info)
+    task.teacher = (lambda images: images.flatten(1)[:, : len(CLASSES.classes)]) if "distilled" in model else None
     data = rows(task, name)
     plan = make_plan(
         settings(**{"batch_size": 8, "steps": STEPS, "clip_grad": 1.0, **changes}), samples=ROWS, world=runtime.world
     )
     seed_everything(0)
-    config = MODELS[task.default_model].Config(**SMALL, **model)
+    config = build(MODELS[task.default_model].Config, {**SIZES.get(kind, SMALL), **model}, source=str)
     net = task.build_model(config).double()
     seed_everything(plan.seed + runtime.batch_rank)
     folder.mkdir(exist_ok=True, parents=True)
@@ -196,14 +207,15 @@ def test_the_command_trains_and_evaluates(book, tmp_path):
 def test_what_cannot_be_shared_is_refused(book, capsys):
     shown = ("show", "gpt2_tiny_lion_s", *book, "--processes")
     assert "rows of 33 tokens are too short for 40 processes" in refuse(capsys, *shown, 40)
-    assert "model.mixer: SoftmaxAttention does not split rows" in refuse(capsys, *shown, 2, "model.mixer=softmax")
+    shared = "model.num_heads: 2 cannot be divided among 4 processes, nearest number: 2"
+    assert shared in refuse(capsys, *shown, 4, "model.mixer=softmax")
     assert "trainer.sequence: 3 does not divide 4 processes, nearest: 2" in refuse(
         capsys, *shown, 4, "trainer.sequence=3"
     )
     assert "model.dropout: the processes" in refuse(capsys, *shown, 2, "model.dropout=0.1")
-    assert "model.tpe: its sums do not split" in refuse(capsys, *shown, 2, "model.tpe=2")
-    assert "model.name: ViT does not split" in refuse(
-        capsys, "show", "quickstart", "trainer.parallel=sequence", "--processes", 2
+    assert "model.dim: 16 cannot be divided among 3" in refuse(capsys, *shown, 3, "model.tpe=2")
+    assert "model.name: DiT does not split" in refuse(
+        capsys, "show", "dit_tiny_lightnet", "trainer.parallel=sequence", "--processes", 2
     )
 
 

@@ -209,8 +209,8 @@ class Attention(Mixer):
         `layout` describes padding and segments. A mask (B, L) that is True for tokens is accepted as well.
         """
         layout = Layout.given(x, layout)
-        if layout.part is not None and not self.splits:
-            raise ValueError(f"layout: {type(self).__name__} does not split rows over processes")
+        if layout.part is not None:
+            self.check_split(layout.part.count)
         inputs, _ = self.read(x, lambda part, tokens, _: (part(tokens, layout), None), layout)
         return self.merge(inputs, self.mix(*inputs[:4], layout), layout)
 

@@ -83,10 +83,13 @@ class Mixer(nn.Module):
         """Return whether no token sees a later one, so that the mixer streams."""
         return False
 
-    @property
-    def splits(self) -> bool:
-        """Return whether the tokens of a row may be split over processes (`Layout.split`)."""
-        return False
+    def check_split(self, count: int) -> None:
+        """Check that the tokens of a row may be split over `count` processes (`Layout.split`).
+
+        Raises:
+            ValueError: They may not, with this mixer or these settings.
+        """
+        raise ValueError(f"mixer: {type(self).__name__} does not split rows over processes")
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
         """Return the layout of tokens x (B, L, dim), with the fields added that every layer of this mixer shares."""

@@ -27,7 +27,9 @@ from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.delta import BLOCK, UNIT, DeltaAttention, DeltaConfig, GatedDeltaRule
 from lion.layers.mixers.linear import LinearMixer, LinearState
 from lion.layers.mixers.registry import Entry
+from lion.layers.shares import by_heads, check_share
 from lion.ops import Gates, SegmentIndex, Settings, State, linear_attention, prefill, step
+from lion.ops.rotary import rotate_each
 from lion.ops.tokens import scan_directions
 
 
@@ -75,9 +77,8 @@ class DeltaProductAttention(DeltaAttention):
         c = self.config
         return [ProductRule(dim, self.num_heads, 2.0 if c.negative_eigenvalues else 1.0, c.householders)]
 
-    @property
-    def splits(self) -> bool:
-        return False
+    def check_split(self, count: int) -> None:
+        check_share("num_heads", self.num_heads, count)
 
     def arguments_and_state(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
@@ -103,8 +104,23 @@ class DeltaProductAttention(DeltaAttention):
         return y[:, :, n - 1 :: n]
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        inputs = self.arguments(x, q, k, v, layout)
+        if layout.part is None:
+            return self.mix_rows(inputs, layout)
+        gates = inputs["gates"]
+        q, k = rotate_each(gates.angles, None, inputs["q"], inputs["k"])  # angles of whole rows are not at hand
+
+        def mix_heads(*steps: Any) -> Tensor:
+            q, k, v, log_decay, beta = (t.flatten(2, 3) for t in steps[:-1])
+            return self.mix_rows({**inputs, "q": q, "k": k, "v": v, "gates": Gates(log_decay, beta)}, steps[-1])
+
+        steps = (q, k, inputs["v"], gates.log_decay, gates.beta)
+        return by_heads(mix_heads, layout, *(t.unflatten(2, (-1, self.config.householders)) for t in steps))
+
+    def mix_rows(self, inputs: dict[str, Any], layout: Layout) -> Tensor:
+        """Mix whole rows of any heads, from the arguments of the operator."""
         settings = Settings(form=self.form, direction="forward", chunk_size=self.chunk_size)
-        inputs, segments = self.arguments(x, q, k, v, layout), self.of_steps(layout.segments)
+        segments = self.of_steps(layout.segments)
         names, y = scan_directions(self.config.direction), 0
         for name in names:
             given, masks = (inputs, segments) if name == "forward" else self.reversed(inputs, segments)

@@ -20,6 +20,7 @@ from lion.layers.mixers.lion import SelectiveDecay
 from lion.layers.mixers.parts import describe
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.softmax import KeyValueCache, SoftmaxAttention
+from lion.layers.shares import by_heads
 
 FOX = "fox"
 
@@ -62,11 +63,14 @@ class ForgettingAttention(SoftmaxAttention):
         return gates if layout.valid is None else gates.masked_fill(~layout.valid[:, None], 0)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        q, k = self.map_and_rotate(x, q, k, layout)
-        sums = self.log_gates(x, k, layout).cumsum(-1)
+        gates = self.log_gates(x, k, layout)
+        return by_heads(self.mix_rows, layout, *self.map_and_rotate(x, q, k, layout), v, gates)
+
+    def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor, layout: Layout) -> Tensor:
+        sums = log_gates.cumsum(-1)
         mask = layout.with_pairs(self.causal).readable(self.causal)
         if mask is None and self.causal:
-            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+            mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
         y = self.attend(q, k, v, self.bias(sums, sums, mask).to(q.dtype))
         return y if layout.valid is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
 

@@ -16,6 +16,7 @@ The shift stays within a segment and skips padding, at which the released code l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.state_space import SIDES, StateSpaceConfig, StateSpaceMixer
 from lion.layers.norms import RMSNorm
-from lion.ops import FORMS, State, initial_state, linear_attention, no_autocast, prefill, step
+from lion.ops import FORMS, State, initial_state, linear_attention, no_autocast, prefill, split_attention, step
 
 HYDRA = "hydra"
 NORM_EPS = 1e-5
@@ -120,9 +121,11 @@ class HydraAttention(StateSpaceMixer):
         z, wide = self.project(x)
         streams = self.streams(x, z, self.convolution(wide, layout))
         settings = {**SCAN, "form": self.form, "chunk_size": self.chunk_size, "segments": layout.segments}
-        read = 0
+        scan, read = linear_attention, 0
+        if layout.part is not None:
+            scan = partial(split_attention, part=layout.part)
         for side, tokens in zip(self.sides, streams.scans):
-            y = linear_attention(*tokens, **settings, direction=side)
+            y = scan(*tokens, **settings, direction=side)
             read = read + neighbour(joined(y), NEIGHBOURS[side], layout)
         return self.merge(streams, read)
 

@@ -24,6 +24,7 @@ from lion.layers.mixers.decay import Decay, Gating, fold
 from lion.layers.mixers.parts import NO_PART, describe
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.rotations import NO_ROTATION
+from lion.layers.shares import by_heads, check_share
 from lion.ops import (
     FORMS,
     Settings,
@@ -212,9 +213,11 @@ class LionAttention(Attention):
     def knows_order(name: str, config: AttentionConfig) -> bool:
         return MIXERS[name].fields.decay is not None
 
-    @property
-    def splits(self) -> bool:
-        return self.config.scans == ROW_MAJOR and not self.config.score_dropout and not self.neighbours
+    def check_split(self, count: int) -> None:
+        if self.config.score_dropout:
+            raise ValueError("attention.score_dropout: scores between processes are not computed, use 0")
+        if self.config.scans != ROW_MAJOR:
+            check_share("num_heads", self.num_heads, count)
 
     @property
     def unrolled(self) -> bool:
@@ -247,10 +250,10 @@ class LionAttention(Attention):
 
     def mix_scans(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, settings: Settings) -> Tensor:
         """Mix tokens by several scans, each with separate decays (B, H, L) or (H,), in sequence order."""
-        c = self.config
-        if layout.orders is None or len(layout.orders) != len(c.scans):
+        c, rows = self.config, layout if layout.whole is None else layout.whole
+        if rows.orders is None or len(rows.orders) != len(c.scans):
             raise ValueError(f"layout: scans {', '.join(c.scans)} need the orders of `grid_layout`")
-        if layout.segment_index is not None:
+        if rows.segment_index is not None:
             raise ValueError("segments: several scans need one image per row, without segments")
         q, k = apply_feature_map(c.feature_map, q), apply_feature_map(c.feature_map, k)
         settings = replace(
@@ -262,7 +265,12 @@ class LionAttention(Attention):
             scale=self.mixer.scale,
         )
         log_decays = [decay(x, k, layout).log_decay for decay in self.decays]
-        return multi_scan_attention(q, k, v, log_decays, layout.orders, valid=layout.valid, settings=settings)
+
+        def mix_rows(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
+            *log_decays, rows = more
+            return multi_scan_attention(q, k, v, log_decays, rows.orders, valid=rows.valid, settings=settings)
+
+        return by_heads(mix_rows, layout, q, k, v, *log_decays)
 
     def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> dict[str, Any]:
         """Return the arguments of the operator for tokens x (B, L, dim)."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lion.layers.mixers.linear import LinearMixer, LinearState, LionAttention
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.running import running_maximum
 from lion.layers.rotations import NO_ROTATION
+from lion.layers.shares import by_heads, check_share
 from lion.ops import Gates, no_autocast
 
 LOWEST = -60.0  # least c: padding, which has no logit, does not change it
@@ -72,9 +74,11 @@ class PerformerAttention(LionAttention):
             raise ValueError(f"score_dropout is not available with mixer {name!r}")
         return replace(LionAttention.resolve(name, replace(config, normalize="none")), normalize="sum")
 
-    @property
-    def splits(self) -> bool:
-        return False
+    def check_split(self, count: int) -> None:
+        check_share("num_heads", self.num_heads, count)
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        return by_heads(partial(super().mix, x), layout, q, k, v)
 
     def arguments_and_state(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()

@@ -16,6 +16,7 @@ from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.registry import MIXERS, Entry
 from lion.layers.rotations import NO_ROTATION
+from lion.layers.shares import by_heads, check_share
 from lion.ops.features import apply_feature_map
 from lion.ops.rotary import rotate_each
 
@@ -107,11 +108,22 @@ class SoftmaxAttention(Attention):
     def info(name: str) -> MixerInfo:
         return MixerInfo("1706.03762, the baseline", "-", "softmax")
 
+    def check_split(self, count: int) -> None:
+        if self.config.score_dropout:
+            raise ValueError("attention.score_dropout: processes would drop the same scores of their heads, use 0")
+        check_share("num_heads", self.num_heads, count)
+
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
-        return super().prepare(x, layout).with_pairs(self.causal)
+        layout = super().prepare(x, layout)
+        if layout.whole is not None:
+            return layout._replace(whole=layout.whole.with_pairs(self.causal))
+        return layout.with_pairs(self.causal)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        q, k = self.map_and_rotate(x, q, k, layout)
+        return by_heads(self.mix_rows, layout, *self.map_and_rotate(x, q, k, layout), v)
+
+    def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Mix whole rows of any heads, whose queries and keys are mapped and rotated."""
         mask = layout.with_pairs(self.causal).readable(self.causal)
         y = self.attend(q, k, v, mask, causal=self.causal and mask is None)
         return y if mask is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
@@ -180,9 +192,8 @@ class NoMixing(Attention):
     def info(name: str) -> MixerInfo:
         return MixerInfo("the floor: values go through", "-", "-")
 
-    @property
-    def splits(self) -> bool:
-        return not self.neighbours
+    def check_split(self, count: int) -> None:
+        """A layer without mixing has nothing to split."""
 
     @property
     def causal(self) -> bool:

@@ -83,6 +83,9 @@ class StateSpaceMixer(Mixer):
     def knows_order(name: str, config: AttentionConfig) -> bool:
         return True
 
+    def check_split(self, count: int) -> None:
+        """Split rows in every direction, by the states of the scans and the neighbours of the convolution."""
+
     @property
     def causal(self) -> bool:
         return self.config.direction == "forward"

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lion.layers.convolution import ShortConvolution
+from lion.layers.convolution import ShortConvolution, surrounded
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
@@ -28,8 +28,9 @@ from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.state_space import SIDES, StateSpaceMixer
 from lion.layers.optim_factors import OptimFactors
-from lion.ops import no_autocast
+from lion.ops import Part, no_autocast
 from lion.ops.selective_scan import selective_scan
+from lion.ops.split_selective_scan import entering_states
 from lion.ops.tokens import flip
 
 VIM = "vim"
@@ -158,15 +159,25 @@ class VimMixer(StateSpaceMixer):
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
         layout = Layout.given(x, layout)
         u, z = self.inputs(self.cleaned(x, layout)).chunk(2, -1)
+        offsets = [side.convolution.offsets for side in self.sides]
+        u, around, own = surrounded(u, layout, range(min(o[0] for o in offsets), max(o[-1] for o in offsets) + 1))
 
         def convolved_and_selected(u: Tensor) -> Selection:
-            return self.selection([side.convolution(u, layout) for side in self.sides], layout)
+            return self.selection([side.convolution(u, around)[:, own] for side in self.sides], layout)
 
         if torch.is_grad_enabled():  # the backward pass computes these again, which takes little time beside its scan
             selection = checkpoint(convolved_and_selected, u, use_reentrant=False, preserve_rng_state=False)
         else:
             selection = convolved_and_selected(u)
-        return self.scanned(selection, z)[0]
+        state = None if layout.part is None else self.entering(selection, layout.part)
+        return self.scanned(selection, z, state)[0]
+
+    def entering(self, selection: Selection, part: Part) -> Tensor:
+        """Return the states (sides, B, E, N) that enter a part of the rows, from a scan of every part without them."""
+        x, dt, B, C, start = selection
+        A = torch.stack([side.rates(dt.dtype) for side in self.sides])
+        left = selective_scan(x, dt, A, B, C, start=start, chunk_size=self.chunk_size)[1]
+        return entering_states(left, dt.sum(2), A, part, [side.reverse for side in self.sides])
 
     def selection(self, convolved: list[Tensor], layout: Layout) -> Selection:
         """Return the arguments of all scans, stacked, from the outputs (B, L, E) of the convolution of each side."""

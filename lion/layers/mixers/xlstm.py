@@ -134,9 +134,10 @@ class MLSTMAttention(LionAttention):
     def make_decays(self, dim: int) -> list[Decay]:
         return [(ExponentialGate if self.config.input_gate == EXP else InputAndForgetGate)(dim, self.num_heads)]
 
-    @property
-    def splits(self) -> bool:
-        return super().splits and self.config.input_gate == SIGMOID
+    def check_split(self, count: int) -> None:
+        super().check_split(count)
+        if self.config.input_gate == EXP:
+            raise ValueError("attention.input_gate: 'exp' does not split rows over processes, use 'sigmoid'")
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         if self.config.input_gate == SIGMOID or self.config.direction != "both":
