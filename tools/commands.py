@@ -42,7 +42,7 @@ COMMANDS = {
         "RECIPE [key=value ...]",
         "show what a recipe costs on this machine, and all its settings",
         "tools.show",
-        "--processes",
+        "--processes --mesh",
     ),
     "predict": Command(
         "RUN FILE|SENTENCE ...",
