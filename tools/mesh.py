@@ -156,9 +156,9 @@ def describe_meshes(task: Task, recipe: Recipe, samples: int, asked: Mesh) -> st
     return (
         f"GiB in each of {asked.gpus} GPUs ({GPU.name}, {GPU.memory} GiB), and milliseconds of a step: an estimate by "
         f"arithmetic, nothing is timed\n{table(HEADER, rows)}\n"
-        f"fits: the largest micro-batch that fits the memory. Assumed: products at {SHARE:.0%} of the GPU's rate; the\n"
-        f"exchange, at {NVLINK / 1e9:.0f} GB/s in a node of {NODE} and {NETWORK / 1e9:.0f} GB/s beyond, hides behind "
-        "the products as far as they last."
+        f"fits: the largest micro-batch that fits the memory, with the activations of eager code. Assumed: products at "
+        f"{SHARE:.0%}\nof the GPU's rate; the exchange, at {NVLINK / 1e9:.0f} GB/s in a node of {NODE} and "
+        f"{NETWORK / 1e9:.0f} GB/s beyond, hides behind the products as far\nas they last."
     )
 
 
