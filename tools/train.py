@@ -12,6 +12,7 @@ import os
 import shlex
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -174,12 +175,18 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     )
     if isinstance(teacher := getattr(task, "teacher", None), nn.Module):
         teacher.to(runtime.device)
-    lock = None
-    if runtime.main:
-        if fresh:  # by now every process has passed all checks
+
+    def claim() -> IO[str] | None:
+        """Lock the folder of the run; by now every process has passed all checks."""
+        if not runtime.main:
+            return None
+        if fresh:
             set_aside(recipe.folder)
         start_folder(recipe.folder)
-        lock = lock_run(recipe.folder)
+        return lock_run(recipe.folder)
+
+    lock = together(claim)
+    if runtime.main:
         print(
             f"{recipe.run.name}: {recipe.model.mixer}, {count_parameters(model):,} parameters, {runtime.device}"
             f"{processes_text(recipe, world)}\n"
@@ -187,7 +194,6 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
             f"{recipe.trainer.batches()} = {runtime.batch_world} x {plan.accumulation} x {plan.micro}, "
             f"{plan.steps_per_epoch} steps an epoch, {describe_warmup(plan)}"
         )
-    runtime.agree(None)  # the folder exists, and this run holds its lock
     seed_everything(recipe.seed + runtime.batch_rank)
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
 
