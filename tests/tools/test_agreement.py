@@ -1,7 +1,10 @@
 """Tests of what all processes of a run must agree on, and of errors that some of them find."""
 
 import dataclasses
+import os
 import socket
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from lion.config import ConfigError
 from lion.trainer.runtime import together
-from tests.helpers import tiny_recipe
+from tests.helpers import ROOT, tiny_recipe
 from tests.processes import in_processes
 from tools import agreement
 from tools.agreement import check_agreement, fingerprint
@@ -71,3 +74,25 @@ def test_one_process_returns_or_raises():
     assert together(lambda: 3) == 3
     with pytest.raises(ConfigError, match="typo"):
         together(lambda: refuse("typo"))
+
+
+REFUSED = """
+from lion.config import ConfigError
+from tools.cli import run_command
+
+def main(argv):
+    raise ConfigError("typo")
+
+run_command(main, [])
+"""
+
+
+@pytest.mark.process
+def test_bad_input_is_not_restarted():
+    """Check that a launcher that could restart a process is stopped by it."""
+    launcher = 'trap "echo stopped" QUIT; "$0" -c "$1"; echo "code $?"'
+    for restarts, expected in (("3", "stopped\ncode 2\n"), ("0", "code 2\n")):
+        launched = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_MAX_RESTARTS": restarts}
+        call = ["bash", "-c", launcher, sys.executable, REFUSED]
+        done = subprocess.run(call, cwd=ROOT, env=os.environ | launched, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (expected, "error: typo\n")
