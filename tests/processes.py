@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "tools.train"])
+CONTEXT.set_forkserver_preload(["torch", "torch.utils.tensorboard", "tools.train"])
 
 
 def in_processes(count: int, function, *args) -> list:

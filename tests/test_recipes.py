@@ -483,14 +483,21 @@ def test_lightnet_on_the_pile_is_as_large_as_table_4_says():
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"),
-    [((768, 15, 12), 0.15), ((1024, 26, 16), 0.385), ((2048, 18, 32), 1.0), ((2560, 36, 40), 2.9)],
+    ("name", "shape", "billions", "gpus"),
+    [
+        ("150m", (768, 15, 12, 26), 0.15, 8),
+        ("385m", (1024, 26, 16, 15), 0.385, 8),
+        ("1b", (2048, 18, 32, 10), 1.0, 16),
+        ("3b", (2560, 36, 40, 36), 2.9, 48),
+    ],
 )
-def test_lightnet_has_the_shapes_of_its_table_10(shape, billions):
+def test_lightnet_has_the_shapes_of_its_table_10(name, shape, billions, gpus):
     """Check that all four sizes are within 3 %, with the tied vocabulary of GPT-2 (the paper does not specify one)."""
-    dim, depth, heads = shape
-    sizes = [f"model.dim={dim}", f"model.depth={depth}", f"model.num_heads={heads}"]
-    recipe = resolve("lightnet_lm_full", sizes)
+    recipe = resolve(f"lightnet_lm_{name}")
+    model, trainer = recipe.model, recipe.trainer
+    assert (model.dim, model.depth, model.num_heads, trainer.micro_batch) == shape
+    assert (trainer.batch_size, recipe.optim.lr) == (shape[-1] * gpus, 3e-4)
+    assert trainer.steps * trainer.batch_size * 2048 == pytest.approx(1e11, rel=1e-4)
     assert float(millions(recipe, "0.0")) / 1e3 == pytest.approx(billions, rel=0.03)
 
 

@@ -8,6 +8,7 @@ import errno
 import io
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -179,6 +180,8 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     # PyTorch may abort a launched process during its shutdown, after its work is done: skip the shutdown
     if launched:
         sys.stderr.flush()
+        if code == 2 and os.environ["LOCAL_RANK"] == "0" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            os.kill(os.getppid(), signal.SIGQUIT)  # a restart would find the same error: stop the launcher
         os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)
 

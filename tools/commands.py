@@ -21,7 +21,7 @@ class Command(NamedTuple):
     options: str | None = ""
 
 
-TRAIN = "--fresh --no-eval --form --processes --eager"
+TRAIN = "--fresh --no-eval --form --processes --nodes --head --restarts --eager"
 CLOCK = "--rounds --seconds --threads --eager --out --fresh"
 COMMON = ("--help", "--debug")  # options of every command
 COMMANDS = {
@@ -42,7 +42,7 @@ COMMANDS = {
         "RECIPE [key=value ...]",
         "show what a recipe costs on this machine, and all its settings",
         "tools.show",
-        "--processes",
+        "--processes --mesh",
     ),
     "predict": Command(
         "RUN FILE|SENTENCE ...",
@@ -171,7 +171,8 @@ HELP = ("-h", "--help", "help")
 NOTES = """\
 A RECIPE without a command is trained: ./run.sh quickstart optim.lr=1e-3. A recipe in recipes/ needs only its name.
 Options of every command: --help, --debug (show tracebacks). Options of train: --fresh (rename the folder of an earlier
-run of this name, and start anew), --no-eval (train only), --processes N. Several visible GPUs are used with torchrun.
+run of this name, and start anew), --no-eval (train only), --processes N. Several visible GPUs are used with torchrun;
+--nodes N --head HOST:PORT --restarts N, with the same command on each, uses several machines.
 Relative paths start at the folder of run.sh. The command `lion`, which pip installs, does the same in any folder.
 Environment: LION_DATA (data root), PYTHON (interpreter for .venv), CUDA_VISIBLE_DEVICES,
              LION_NO_INSTALL=1 (use the python on PATH, and install nothing)"""

@@ -206,8 +206,8 @@ def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str 
     return splits.info, len(splits.train), None
 
 
-def process_count(recipe: Recipe) -> int:
-    """Return the number of training processes: at most one per visible GPU, and such that they divide the batch.
+def process_count(recipe: Recipe, machines: int = 1) -> int:
+    """Return the number of training processes of each machine: at most one per visible GPU; they divide the batch.
 
     Processes that share rows count once.
     """
@@ -216,7 +216,8 @@ def process_count(recipe: Recipe) -> int:
     visible = max(1, torch.cuda.device_count())
     smallest = recipe.trainer.batch_start or recipe.trainer.batch_size
 
-    def fits(count: int) -> bool:
+    def fits(here: int) -> bool:
+        count = here * machines
         shared = recipe.trainer.processes_of_a_row(count)
         return count % shared == 0 and smallest % (count // shared) == 0
 

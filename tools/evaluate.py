@@ -30,7 +30,7 @@ from lion.trainer.runtime import Runtime, start_runtime
 from tools.choices import evaluate_choices
 from tools.cli import Parser, choose_form, count, counts, run_command, table
 from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
-from tools.launch import launch
+from tools.launch import Machines, launch
 from tools.lengths import evaluate_lengths
 
 
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         return evaluate_lengths(args, argv)
     if args.processes > 1 and "RANK" not in os.environ:
         check_rows(open_run(args.run, checkpoint=args.checkpoint).model, args.processes)
-        return launch(args.processes, argv, "tools.evaluate")
+        return launch(Machines(args.processes), argv, "tools.evaluate")
     recipe, runtime = resolve_run(find_run(args.run)), None
     if args.processes > 1:
         trainer = recipe.trainer

@@ -1,39 +1,83 @@
-"""Launch of several processes on this machine, through PyTorch's launcher (`torchrun`)."""
+"""Launch of several processes on this machine, and on others, through PyTorch's launcher (`torchrun`)."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+from typing import NamedTuple
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from lion.config import ConfigError
 from lion.trainer.faults import RunError
+from tools.cli import say
 from tools.processes import ending
 
 SECONDS_TO_SAVE = 50  # time between a signal and the kill of a process that ignores the signal
 QUIET = 2  # exit code of a process that has printed its error itself
 
 
-def launch(processes: int, arguments: list[str], module: str = "tools.train") -> int:
-    """Run the command of a module in `processes` processes and return the exit code.
+class Machines(NamedTuple):
+    """The machines of a run.
+
+    Attributes:
+        processes: Number of processes on each machine.
+        nodes: Number of machines.
+        head: `HOST:PORT` of the machine where the others meet, if there are several.
+        restarts: Number of restarts after a process has died.
+    """
+
+    processes: int
+    nodes: int = 1
+    head: str | None = None
+    restarts: int = 0
+
+    def options(self) -> list[str]:
+        """Return the options of `torchrun`.
+
+        Raises:
+            ConfigError: There are several machines, and no head.
+        """
+        if self.nodes == 1:
+            where = ["--standalone"]
+        elif self.head is None:
+            raise ConfigError("--nodes: several machines need --head HOST:PORT, the same on each of them")
+        else:
+            where = [f"--nnodes={self.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.head}"]
+        return [*where, f"--nproc-per-node={self.processes}", f"--max-restarts={self.restarts}"]
+
+
+def launch(machines: Machines, arguments: list[str], module: str = "tools.train") -> int:
+    """Run the command of a module in the processes of this machine and return the exit code.
 
     If one process fails, the others are stopped.
 
     Raises:
-        RunError: A process died.
+        RunError: A process died, or the other machines cannot be reached.
     """
-    for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.api"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    call = [*machines.options(), "--module", module, *arguments]
+    for name in ("", ".agent.server.api", ".multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
-    call = ["--standalone", f"--nproc-per-node={processes}", "--module", module, *arguments]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    if machines.nodes > 1:  # a machine that comes back would wait for an address that a shared store holds no longer
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        say(f"meeting {machines.nodes} machines at {machines.head}")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // machines.processes)))
     try:
         torchrun.main(call)
     except SignalException as error:
+        if error.sigval == signal.SIGQUIT:  # sent by a process, see `run_command`
+            return QUIET
         return 130 if error.sigval in (signal.SIGINT, signal.SIGTERM) else 128 + error.sigval
+    except (RendezvousError, DistError) as error:
+        raise RunError(
+            f"--head {machines.head}: {str(error).splitlines()[0]} The same command resumes from the last checkpoint"
+        ) from None
     except ChildFailedError as error:
         killed = {rank: f for rank, f in error.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
         rank, failure = next(iter(killed.items())) if killed else error.get_first_failure()
@@ -42,7 +86,7 @@ def launch(processes: int, arguments: list[str], module: str = "tools.train") ->
         if failure.exitcode in (1, 130):
             return failure.exitcode
         raise RunError(
-            f"process {rank} of {processes} died ({ending(failure.exitcode)}), the others were stopped; "
-            f"the same command resumes from the last checkpoint"
+            f"process {rank} of {machines.processes * machines.nodes} died ({ending(failure.exitcode)}), the others "
+            f"were stopped; the same command resumes from the last checkpoint"
         ) from None
     return 0

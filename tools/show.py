@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from data.base import data_root
 from lion.config import flatten, to_dict
 from lion.models import Model
-from lion.ops import Part
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
-from lion.tasks import Task
 from lion.trainer.plan import Plan, make_plan
 from tools.bench.floors import published_flops
 from tools.cli import Parser, count, run_command
 from tools.compose import describe_data, describe_warmup, make_task, open_data, process_count, resolve
 from tools.cost import describe_time
 from tools.listing import claim
+from tools.mesh import Mesh, describe_meshes, on_mesh, read_mesh
+from tools.meta import activation_bytes
 from tools.store import digits
 from tools.train import check_sharing, checkpoint_bytes
 
@@ -35,14 +30,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--processes", type=count, help="number of processes, one per GPU (default: visible GPUs)")
+    parser.add_argument(
+        "--mesh",
+        type=read_mesh,
+        metavar="DATAxSEQUENCE",
+        help="estimate memory and time on so many GPUs, such as 8x4: 8 groups, each of which shares rows among 4 GPUs",
+    )
     args = parser.parse_intermixed_args(argv)
-    print(show(args.recipe, args.overrides, args.processes))
+    print(show(args.recipe, args.overrides, args.processes, args.mesh))
     return 0
 
 
-def show(path: str, overrides: list[str], processes: int | None = None) -> str:
-    """Return the cost of a recipe on this machine (time, memory, disk), then the recipe resolved in full."""
+def show(path: str, overrides: list[str], processes: int | None = None, mesh: Mesh | None = None) -> str:
+    """Return the cost of a recipe on this machine (time, memory, disk), then the recipe resolved in full.
+
+    With a mesh, memory and time are estimates for its GPUs.
+    """
     recipe = resolve(path, overrides)
+    if mesh is not None:
+        recipe, processes = on_mesh(recipe, mesh), mesh.gpus
     info, samples, note = describe_data(recipe)
     task = make_task(recipe, info)
     processes = processes or process_count(recipe)
@@ -63,14 +69,10 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
         ("data", describe_store(recipe, note)),
         ("training samples", f"{samples:,}{'' if note is None else ' (published, or an estimate)'}"),
         length(plan),
-        ("time", describe_time(task, recipe, plan, state, activations)),
+        *([] if mesh else [("time", describe_time(task, recipe, plan, state, activations))]),
         ("batch", describe_batch(plan, processes, sharing)),
         ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
-        (
-            "memory",
-            f"{gigabytes(state)} of state, about {gigabytes(activations)} of activations per process "
-            f"({plan.micro} samples, eager; compiled code takes less)",
-        ),
+        *([] if mesh else [("memory", describe_memory(state, activations, plan))]),
         ("run folder", f"{recipe.folder}, {describe_checkpoints(recipe, model)}"),
         ("attention", flops),
     ]
@@ -78,6 +80,8 @@ def show(path: str, overrides: list[str], processes: int | None = None) -> str:
     lines = [f"{name.ljust(width)}  {value}" for name, value in facts]
     if note is not None:
         lines.append(f"note: {note}")
+    if mesh is not None:
+        lines += ["", describe_meshes(task, recipe, samples, mesh)]
     return "\n".join(lines) + f"\n\n{dump_recipe(recipe)}\n{open_settings(recipe)}"
 
 
@@ -92,6 +96,14 @@ def describe_store(recipe: Recipe, note: str | None) -> str:
     parts += [f"about {gigabytes(written)} to write"] if written else []
     free = shutil.disk_usage(next(p for p in (data_root(), *data_root().parents) if p.is_dir())).free
     return f"{described}; {' and '.join(parts) or 'not on this machine'}, {gigabytes(free)} free under {data_root()}"
+
+
+def describe_memory(state: float, activations: float, plan: Plan) -> str:
+    """Describe the memory of a process, from bytes of weights, gradients and moments, and bytes of activations."""
+    return (
+        f"{gigabytes(state)} of state, about {gigabytes(activations)} of activations per process "
+        f"({plan.micro} samples, eager; compiled code takes less)"
+    )
 
 
 def describe_checkpoints(recipe: Recipe, model: Model) -> str:
@@ -122,52 +134,11 @@ def open_settings(recipe: Recipe) -> str:
     return "\n".join(["# the recipe leaves these settings open; the model is built with", *lines, ""])
 
 
-class FusedSoftmax(TorchFunctionMode):
-    """A mode in which softmax attention saves the same tensors for the backward pass as its fused kernels.
-
-    The tensors are queries, keys, values and outputs. Otherwise, attention on the `meta` device would save all scores.
-    """
-
-    class SavedTensors(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            y = q.new_empty(*q.shape[:-1], v.shape[-1])
-            ctx.save_for_backward(q, k, v, y)
-            return y
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return self.SavedTensors.apply(*args[:3])
-        return func(*args, **(kwargs or {}))
-
-
 def describe_batch(plan: Plan, processes: int, sharing: int) -> str:
     """Describe how the samples of a batch, and the tokens of a row, are divided among processes."""
     groups = f"{processes} processes" if sharing == 1 else f"{processes // sharing} groups of {sharing} processes"
     rows = "" if sharing == 1 else "; the processes of a group share the tokens of each row"
     return f"{plan.trainer.batches()} = {groups} x {plan.accumulation} accumulated x {plan.micro}{rows}"
-
-
-def activation_bytes(task: Task, recipe: Recipe, micro: int, sharing: int = 1) -> int:
-    """Estimate the bytes of activations that are saved for the backward pass of a micro-batch, using `meta` tensors.
-
-    With `sharing` processes for each row, these are the bytes of one process.
-    """
-    seen: dict[int, int] = {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        seen[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-        return x
-
-    model = build_on_meta(task, recipe.model)
-    if sharing > 1:
-        model.part = Part("", 0, sharing)
-    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), FusedSoftmax():
-        loss = task.loss(model, task.example(micro, "meta")).loss
-    kept = sum(size for storage, size in seen.items() if storage not in own)
-    del loss
-    return kept // 2 if recipe.trainer.precision == "bf16" else kept
 
 
 if __name__ == "__main__":

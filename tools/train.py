@@ -1,6 +1,6 @@
 """Training command: train a recipe, evaluate its best checkpoint in every form, and print the summary.
 
-python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh] [--no-eval] [--processes N]
+python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh] [--no-eval] [--processes N] [--nodes N --head HOST]
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import gc
 import json
 import os
 import shlex
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from data.base import DataSet
 from lion.config import ConfigError
 from lion.files import save_json, save_text
 from lion.models.base import Model
@@ -33,7 +36,7 @@ from lion.runs import (
     lock_run,
     stored_recipe,
 )
-from lion.samples.base import Info
+from lion.samples.base import Info, Splits
 from lion.tasks import Task
 from lion.trainer.checkpoint_files import Checkpoint, check_space, load_state, newest, steps_of
 from lion.trainer.compilation import prepare_compiler
@@ -45,11 +48,14 @@ from lion.trainer.runtime import (
     check_device,
     environment,
     from_launcher,
+    join_processes,
     seed_everything,
     start_runtime,
+    together,
 )
 from lion.trainer.state import RunState
 from tools import evaluate
+from tools.agreement import check_agreement
 from tools.cli import Parser, count, run_command
 from tools.compose import (
     build_data,
@@ -63,7 +69,7 @@ from tools.compose import (
     process_count,
     resolve,
 )
-from tools.launch import launch
+from tools.launch import Machines, launch
 
 SHARED = ("metric", "split", "best_step", "remark")  # keys that all forms of a run share
 
@@ -84,24 +90,41 @@ def main(argv: list[str]) -> int:
         "--form", choices=(*FORMS, "all"), default="all", help="form of the final evaluation (default: all)"
     )
     parser.add_argument("--processes", type=count, help="processes on this machine (default: one per visible GPU)")
+    parser.add_argument("--nodes", type=count, default=1, help="machines, each of which gets the same command")
+    parser.add_argument("--head", metavar="HOST:PORT", help="one of these machines, and a free port of it")
+    parser.add_argument("--restarts", type=count, default=0, help="restarts after a process or a machine has died")
     parser.add_argument(
         "--eager", action="store_true", help="train without torch.compile; same as trainer.compile=false"
     )
     args = parser.parse_intermixed_args(argv)
     if args.eager:
         args.overrides.append("trainer.compile=false")
-    recipe = resolve(args.recipe, args.overrides)
     launched, first = "RANK" in os.environ, from_launcher("RANK", 0) == 0
-    if first:
-        check_unlocked(recipe.folder)
+    if args.fresh and (args.restarts or from_launcher("TORCHELASTIC_MAX_RESTARTS", 0)):
+        raise ConfigError("--fresh: every restart would start anew, give the run another name with run.name=NAME")
+    if launched:
+        join_processes()
+
+    def begin() -> tuple[Recipe, int]:
+        """Return the recipe and the number of processes."""
+        recipe = resolve(args.recipe, args.overrides)
+        if first and (launched or args.nodes == 1):  # a machine may come back while others train
+            check_unlocked(recipe.folder)
+        world = from_launcher("WORLD_SIZE", 0)
+        world = world or args.nodes * (args.processes or process_count(recipe, machines=args.nodes))
+        if launched or recipe.trainer.device != "auto":
+            check_device(recipe.trainer.device, world)
+        return recipe, world
+
+    recipe, world = together(begin)
+    if launched:
+        together(partial(check_agreement, recipe))
     if not launched and not args.fresh and show_finished(recipe):
         return 0
-    world = from_launcher("WORLD_SIZE", 0) or args.processes or process_count(recipe)
-    if recipe.trainer.device != "auto":
-        check_device(recipe.trainer.device, world)
-    if world > 1 and not launched:  # the launched processes check everything else
+    if (world > 1 or args.restarts) and not launched:  # the launched processes check everything else
         flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
-        return launch(world, [args.recipe, *args.overrides, *flags, "--form", args.form])
+        arguments = [args.recipe, *args.overrides, *flags, "--form", args.form]
+        return launch(Machines(world // args.nodes, args.nodes, args.head, args.restarts), arguments)
     form = None if args.no_eval else args.form
     made_by = command_of(args.recipe, args.overrides, recipe, None if args.fresh else recipe.folder)
     return train(recipe, world, fresh=args.fresh, form=form, first=first, made_by=made_by)
@@ -144,33 +167,27 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     """
     if recipe.trainer.compile and not torch.cuda.is_available():
         prepare_compiler()
-    begun = recipe.folder if not fresh and steps_of(recipe.folder, "last") else None
-    source = open_data(recipe, begun)
-    if needs_preparing(source) and (known := source.published()) is not None:
-        check_settings(recipe, *known, world, room=first)  # before hours of data preparation
-    splits = build_data(recipe, begun, cached=True)
-    plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first)
-    seed_everything(recipe.seed)
-    model = task.build_model(recipe.model)
-    if recipe.init_from is not None:
-        init_from(model, recipe.init_from, splits.info)
-    if first and not fresh:
-        check_checkpoint(recipe.folder, model)
+    source, splits, plan, task, model = together(partial(prepare, recipe, world, fresh=fresh, first=first))
     runtime = start_runtime(
         recipe.trainer.device,
         deterministic=recipe.trainer.deterministic,
         matmul=recipe.trainer.matmul,
         sequence=recipe.trainer.sharing(world),
     )
-    check_agreement(runtime, recipe)
     if isinstance(teacher := getattr(task, "teacher", None), nn.Module):
         teacher.to(runtime.device)
-    lock = None
-    if runtime.main:
-        if fresh:  # by now every process has passed all checks
+
+    def claim() -> IO[str] | None:
+        """Lock the folder of the run; by now every process has passed all checks."""
+        if not runtime.main:
+            return None
+        if fresh:
             set_aside(recipe.folder)
         start_folder(recipe.folder)
-        lock = lock_run(recipe.folder)
+        return lock_run(recipe.folder)
+
+    lock = together(claim)
+    if runtime.main:
         print(
             f"{recipe.run.name}: {recipe.model.mixer}, {count_parameters(model):,} parameters, {runtime.device}"
             f"{processes_text(recipe, world)}\n"
@@ -178,7 +195,6 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
             f"{recipe.trainer.batches()} = {runtime.batch_world} x {plan.accumulation} x {plan.micro}, "
             f"{plan.steps_per_epoch} steps an epoch, {describe_warmup(plan)}"
         )
-    runtime.agree(None)  # the folder exists, and this run holds its lock
     seed_everything(recipe.seed + runtime.batch_rank)
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
 
@@ -206,6 +222,27 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     print_summary(recipe)
     del lock
     return 0
+
+
+def prepare(recipe: Recipe, world: int, *, fresh: bool, first: bool) -> tuple[DataSet, Splits, Plan, Task, Model]:
+    """Return data set, splits, plan, task and model of a run, after all checks that one process can make alone.
+
+    Raises:
+        ConfigError: The recipe does not fit the data, the processes, the disk or the folder of the run.
+    """
+    begun = recipe.folder if not fresh and steps_of(recipe.folder, "last") else None
+    source = open_data(recipe, begun)
+    if needs_preparing(source) and (known := source.published()) is not None:
+        check_settings(recipe, *known, world, room=first)  # before hours of data preparation
+    splits = build_data(recipe, begun, cached=True)
+    plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first)
+    seed_everything(recipe.seed)
+    model = task.build_model(recipe.model)
+    if recipe.init_from is not None:
+        init_from(model, recipe.init_from, splits.info)
+    if first and not fresh:
+        check_checkpoint(recipe.folder, model)
+    return source, splits, plan, task, model
 
 
 def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room: bool) -> tuple[Plan, Task]:
@@ -241,21 +278,6 @@ def check_sharing(recipe: Recipe, model: Model, world: int) -> int:
     if count > 1:
         check_rows(model, count)
     return count
-
-
-def check_agreement(runtime: Runtime, recipe: Recipe) -> None:
-    """Check that all processes, which may be on several machines, train the same recipe with the same PyTorch.
-
-    Raises:
-        ConfigError: They do not; every process raises it, and the first one prints it.
-    """
-    for what, values in (
-        ("recipe", runtime.gather(dump_recipe(recipe))),
-        ("torch", runtime.gather(str(torch.__version__))),
-    ):
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            raise ConfigError(f"processes 0 and {other} differ in {what}: give all machines the same")
 
 
 def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:

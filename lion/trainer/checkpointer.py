@@ -25,10 +25,11 @@ from lion.trainer.checkpoint_files import (
     set_aside,
     steps_of,
 )
-from lion.trainer.faults import full_disk, out_of_memory
-from lion.trainer.parallel import TrainedModels, load_shards, save_shards
+from lion.trainer.faults import out_of_memory
+from lion.trainer.parallel import TrainedModels, load_shards, shard_writer
 from lion.trainer.runtime import Runtime
 from lion.trainer.state import check_kept
+from lion.trainer.writing import Writing, copied, refusal
 
 log = logging.getLogger("lion")
 
@@ -36,58 +37,88 @@ TENSORS = ("model", "ema", "optimizer")  # in a plain checkpoint, beside the `pl
 
 
 class Checkpointer:
-    """The checkpoints of one run; `saved` is the step of the newest checkpoint that the run can resume from."""
+    """The checkpoints of one run; `saved` is the step of the newest checkpoint that the run can resume from.
+
+    At most one checkpoint at a time is written beside training: a save, and `finish`, wait for the one before.
+    """
 
     def __init__(self, run: Path, learner: TrainedModels, runtime: Runtime, *, keep: int) -> None:
         self.run, self.learner, self.runtime, self.keep = run, learner, runtime, keep
         self.saved: int | None = None
+        self.writing: Writing | None = None
 
     @property
     def kept(self) -> str:
-        """A message about the newest checkpoint that is still available."""
+        """A message about the newest checkpoint that is still available; waits for the one that is being written."""
+        if self.writing is not None and self.writing.refusal() is None:
+            return f"the checkpoint of step {self.writing.step} is kept"
         if self.saved is None:
             return "there is no checkpoint"
         return f"the checkpoint of step {self.saved} is kept"
 
-    def save_last(self, step: int, plain: dict[str, Any]) -> bool:
-        """Save everything needed to resume, unless this step is already saved; return False if the disk refuses."""
+    def save_last(self, step: int, plain: dict[str, Any], *, beside: bool = False) -> bool:
+        """Save everything needed to resume, unless this step is already saved; return False if the disk refuses.
+
+        With `beside`, return after the state is copied; a thread writes the copy, and `finish` reports a refusal.
+        """
+        self.finish()
         if step == self.saved:
             return True
         tensors = self.learner.state()
-        sharded = self.learner.sharded
-        if not self._save(
-            "last", step, plain if sharded else {**plain, **tensors}, shards=tensors if sharded else None
-        ):
-            return False
-        self.saved = step
-        return True
+        if self.learner.sharded:
+            return self._save("last", step, plain, shards=tensors, beside=beside)
+        return self._save("last", step, {**plain, **tensors}, beside=beside)
 
     def save_best(self, step: int, plain: dict[str, Any]) -> bool:
         """Save the weights and `plain`, without the optimizer; return False if the disk refuses."""
-        return self._save("best", step, {**plain, **self.learner.weights()}, shards=None)
+        self.finish()
+        return self._save("best", step, {**plain, **self.learner.weights()})
 
-    def _save(self, kind: str, step: int, state: dict[str, Any], shards: dict[str, Any] | None) -> bool:
+    def _save(
+        self, kind: str, step: int, state: dict[str, Any], shards: dict[str, Any] | None = None, beside: bool = False
+    ) -> bool:
         main, problem = self.runtime.main, None
         scratch = scratch_path(self.run, kind, step)
         try:
             if main:
                 scratch_folder(self.run, kind, step)
         except OSError as error:
-            problem = _refusal(error)
+            problem = refusal(error)
         problem = self.runtime.agree(problem)  # either all processes continue, or none
-        try:
-            if problem is None and shards is not None:
-                save_shards(scratch, shards)
-            if problem is None and main:
+        if problem is not None:
+            return self._refused(kind, step, scratch, problem)
+        if beside and main:
+            state = copied(state)
+        save = None if shards is None else shard_writer(scratch, shards, beside=beside)
+
+        def write() -> None:
+            if save is not None:
+                save()
+            if main:
                 with open(scratch / STATE, "wb") as file:
                     torch.save(state, file)
-                prune(seal(scratch, sharded=shards is not None), self.keep if kind == "last" else 1)
-        except Exception as error:
-            problem = _refusal(error)
-        problem = self.runtime.agree(problem)
-        if problem is None:
+                prune(seal(scratch, sharded=save is not None), self.keep if kind == "last" else 1)
+
+        self.writing = Writing(kind, step, scratch, write, beside=beside)
+        return beside or self.finish()
+
+    def finish(self) -> bool:
+        """Wait for the checkpoint in writing, if any; return False if the disk refused it.
+
+        All processes must call this method.
+        """
+        if self.writing is None:
             return True
-        if main:
+        one, self.writing = self.writing, None
+        problem = self.runtime.agree(one.refusal())
+        if problem is not None:
+            return self._refused(one.kind, one.step, one.scratch, problem)
+        if one.kind == "last":
+            self.saved = one.step
+        return True
+
+    def _refused(self, kind: str, step: int, scratch: Path, problem: str) -> bool:
+        if self.runtime.main:
             shutil.rmtree(scratch, ignore_errors=True)
         log.warning("%s-%d is not saved: %s; %s", kind, step, problem, self.kept)
         return False
@@ -156,10 +187,3 @@ def _record(found: Checkpoint) -> dict[str, Any]:
     except (LookupError, TypeError, ValueError):
         raise UnusableCheckpoint(f"{found.state}: it has no valid metric value and step") from None
     return best
-
-
-def _refusal(error: Exception) -> str:
-    """Return the message of a full disk or another error of the operating system; raise every other error again."""
-    if not isinstance(error, OSError) and not full_disk(error):
-        raise error
-    return str(error).splitlines()[0]

@@ -24,7 +24,8 @@ class TrainerConfig:
     during that time, from `batch_start` samples in increments of `batch_start`.
 
     `eval_every` and `save_every` are durations; `save_every` may also be a time. The newest `keep_last` checkpoints
-    from which a run can resume are kept. `parallel` selects how processes share the model: each process holds the
+    from which a run can resume are kept. With `save_async`, a step waits only until the state is copied into the memory
+    of the CPU, and a thread writes the copy. `parallel` selects how processes share the model: each process holds the
     whole model (`ddp`) or a shard of it (`fsdp`). With `sequence`, each holds the whole model, and a part of the tokens
     of each row. `sequence` is the number of processes that share a row, which makes a mesh of `data x sequence`
     processes, also with `ddp` and `fsdp` (null: all processes with `parallel=sequence`, otherwise 1).
@@ -49,6 +50,7 @@ class TrainerConfig:
     eval_every: str | int = "1ep"
     save_every: str | int = setting("1ep", free=True)
     keep_last: int = setting(2, min=1, free=True)
+    save_async: bool = setting(False, free=True)
     log_every: int = setting(50, min=1, free=True)
     device: str = setting("auto", free=True)
     parallel: str = setting("ddp", choices=STRATEGIES, free=True)

@@ -157,7 +157,8 @@ class Trainer:
             save_due = save_due or timer_due or state.due(self.plan.save_every)
             if last or (save_due and not state.guard.read()[1]):
                 with out.pause("saving"):
-                    self.save(out)  # a periodic save waits while steps are being skipped
+                    # a periodic save waits while steps are being skipped
+                    self.save(out, beside=self.config.save_async and not last)
                 timer.restart()
                 clock.restart()
                 save_due = False
@@ -262,10 +263,13 @@ class Trainer:
         if self.checkpoints.save_best(state.step, {"step": state.step, "best": best, **state.about()}):
             state.best = best
 
-    def save(self, out: RunLog | NoLog) -> None:
-        """Save a checkpoint to resume from; a full disk is reported and leaves the previous checkpoint in place."""
+    def save(self, out: RunLog | NoLog, *, beside: bool = False) -> None:
+        """Save a checkpoint to resume from; a full disk is reported and leaves the previous checkpoint in place.
+
+        With `beside`, training continues while the checkpoint is written.
+        """
         out.flush()
-        self.checkpoints.save_last(self.state.step, self.state.to_dict())
+        self.checkpoints.save_last(self.state.step, self.state.to_dict(), beside=beside)
 
     def diverged(self, what: str) -> NoReturn:
         if not self.runtime.main:  # every process sees the divergence, the first reports it

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -131,10 +133,27 @@ def is_sharded(tensors: dict[str, Tensor]) -> bool:
     return any(isinstance(t, DTensor) for t in tensors.values())
 
 
-def save_shards(folder: Path, tensors: dict[str, Any]) -> None:
-    """Write the shards of every process into `folder`; if one process fails, all raise as in `_ordinary_errors`."""
-    with _ordinary_errors():
-        dcp.save(tensors, checkpoint_id=folder)
+def shard_writer(folder: Path, tensors: dict[str, Any], *, beside: bool) -> Callable[[], None]:
+    """Return a function that writes the shards of every process into `folder`; every process must call both functions.
+
+    With `beside`, the function writes copies that are made now, and may be called by a thread: its processes
+    communicate in a group that only such functions use. If one process fails, all raise as in `_ordinary_errors`.
+    """
+    saving = dcp.async_save(tensors, checkpoint_id=folder, process_group=_writers()) if beside else None
+
+    def write() -> None:
+        with _ordinary_errors():
+            if saving is None:
+                dcp.save(tensors, checkpoint_id=folder)
+            else:
+                saving.result()
+
+    return write
+
+
+@functools.lru_cache(maxsize=1)
+def _writers() -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo")
 
 
 def load_shards(folder: Path, into: dict[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,14 @@ import os
 import platform
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from lion.ops import Part
 from lion.samples.seeds import derive
 
 log = logging.getLogger("lion")
+_Out = TypeVar("_Out")
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,7 @@ class Runtime:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in order of rank."""
-        if self.world == 1:
-            return [value]
-        values = [None] * self.world
-        dist.all_gather_object(values, value)
-        return values
+        return [value] if self.world == 1 else gathered(value)
 
     def agree(self, value: Any) -> Any:
         """Return the value of the first process, in every process."""
@@ -124,26 +122,57 @@ def start_runtime(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    rank, world = from_launcher("RANK", 0), from_launcher("WORLD_SIZE", 1)
-    if rank > 0:
-        log.setLevel(logging.WARNING)  # progress is reported by the first process
-    check_device(device, world)
-    kind = torch.device(device)
+    rank, world = join_processes()
+    kind = check_device(device, world)
     if kind.type == "cuda":
         kind = torch.device("cuda", from_launcher("LOCAL_RANK", rank) if world > 1 else kind.index or 0)
         torch.cuda.set_device(kind)
-    if world > 1:
-        end_with_launcher()
-        try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo")
-        except ValueError as error:
-            raise ConfigError(f"RANK={rank} WORLD_SIZE={world} (set as by a launcher): {error}") from None
     if sequence == 1:
         return Runtime(kind, rank, world)
     mesh = init_device_mesh(kind.type, (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
     return Runtime(kind, rank, world, Part.of(mesh.get_group("sequence")))
+
+
+def join_processes() -> tuple[int, int]:
+    """Join the process group if started by a launcher such as `torchrun`; return rank and number of processes."""
+    rank, world = from_launcher("RANK", 0), from_launcher("WORLD_SIZE", 1)
+    if rank > 0:
+        log.setLevel(logging.WARNING)  # progress is reported by the first process
+    if world > 1 and not dist.is_initialized():
+        end_with_launcher()
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        except ValueError as error:
+            raise ConfigError(f"RANK={rank} WORLD_SIZE={world} (set as by a launcher): {error}") from None
+    return rank, world
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the values of all processes, in order of rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def together(work: Callable[[], _Out]) -> _Out:
+    """Return `work()` if it succeeds in every process.
+
+    If it raises a ConfigError in any process, the first process raises it, and all others end with exit code 2.
+    """
+    out = error = None
+    try:
+        out = work()
+    except ConfigError as raised:
+        error = raised
+    found = gathered(None if error is None else (str(error), socket.gethostname()))
+    if not any(found):
+        return out
+    if dist.is_initialized() and dist.get_rank():
+        sys.exit(2)
+    rank, (text, host) = next((rank, each) for rank, each in enumerate(found) if each)
+    raise error or ConfigError(f"process {rank} on {host}: {text}")
 
 
 def from_launcher(name: str, default: int) -> int:
@@ -158,25 +187,29 @@ def from_launcher(name: str, default: int) -> int:
     return int(text)
 
 
-def check_device(device: str, world: int = 1) -> None:
-    """Check that the device is available, and that each process can use a separate GPU.
+def check_device(device: str, world: int = 1) -> torch.device:
+    """Return the device, once it is available and each of `world` processes can use a separate GPU.
+
+    With a launcher, only its processes on this machine count.
 
     Raises:
         ConfigError: The device is not available; the message names the available devices.
     """
-    available = "cuda, cpu" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
     try:
         kind = torch.device(device)
         if kind.type not in ("cuda", "cpu"):
             raise RuntimeError
         torch.zeros(1, device=kind).item()
     except (RuntimeError, AssertionError, ImportError):
-        raise ConfigError(f"trainer.device: {device!r} is not available here, use one of {available}") from None
-    if kind.type == "cuda" and world > 1 and (kind.index is not None or world > torch.cuda.device_count()):
-        there = torch.cuda.device_count()
-        raise ConfigError(
-            f"trainer.device: {device!r} cannot give {world} processes one GPU each, {there} are available"
-        )
+        choices = "cuda, cpu" if gpus else "cpu"
+        raise ConfigError(f"trainer.device: {device!r} is not available here, use one of {choices}") from None
+    here = from_launcher("LOCAL_WORLD_SIZE", world)
+    if kind.type == "cuda" and world > 1 and (kind.index is not None or here > gpus):
+        raise ConfigError(f"trainer.device: {device!r} cannot give {here} processes one GPU each, {gpus} are available")
+    return kind
 
 
 def end_with_launcher() -> None:

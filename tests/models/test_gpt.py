@@ -56,7 +56,7 @@ def test_what_writes_into_the_residual_stream_starts_smaller():
 
 def test_positions_are_for_mixers_that_know_no_order():
     with_positions = {mixer for mixer in MIXERS if gpt(mixer).positions is not None}
-    assert with_positions == {"softmax", "none", "lion_lit", "linear_transformer"}
+    assert with_positions == {"softmax", "none", "lion_lit", "linear_transformer", "performer"}
     assert gpt(SOFTMAX).longest == 24 and gpt("lion_s").longest is None
     for rotation in ("rope", "lrpe", "lrpe_learned"):
         assert gpt(SOFTMAX, attention=CausalAttentionConfig(rotation=rotation)).positions is None

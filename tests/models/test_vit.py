@@ -27,7 +27,7 @@ def test_shapes_and_gradients(mixer, size, patch):
 def test_conventions_follow_the_mixer():
     configs = {m: ViTConfig(m, 12, 1, 3).resolved() for m in [SOFTMAX, *LINEAR]}
     found = {m: (c.position_embedding, c.readout) for m, c in configs.items()}
-    blind = {"lion_lit", "linear_transformer"}  # without decay the mixer knows no order of tokens
+    blind = {"lion_lit", "linear_transformer", "performer"}  # without decay the mixer knows no order of tokens
     assert found == {"softmax": (True, "cls")} | {m: (m in blind, "mean") for m in LINEAR}
     assert ViTConfig("lion_s", 12, 1, 3, position_embedding=True, readout="cls").readout == "cls"
     bare = ViTConfig("lightnet", 12, 1, 3, tpe=0, attention=LightNetConfig(rotation="none"))

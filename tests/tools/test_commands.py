@@ -464,7 +464,7 @@ def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
     monkeypatch.setenv("LION_DATA", str(tmp_path / "root"))
     monkeypatch.setattr(Digits, "prepare", lambda self: calls.append("prepare"))
     monkeypatch.setattr(Digits, "build", lambda self, build=Digits.build: calls.append("build") or build(self))
-    monkeypatch.setattr(train, "launch", lambda world, argv: calls.append(f"launch {world}") or 0)
+    monkeypatch.setattr(train, "launch", lambda machines, argv: calls.append(f"launch {machines.processes}") or 0)
     path, run = tiny_recipe(tmp_path), tmp_path / "runs" / "tiny"
     assert here("train", path, "--no-eval", "--processes", "2") == 0 and calls == ["launch 2"]
     for environment in ({"RANK": "0", "WORLD_SIZE": "1"}, {}):

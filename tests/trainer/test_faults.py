@@ -309,7 +309,7 @@ def test_a_full_disk_in_a_sharded_save_is_its_os_error(monkeypatch, tmp_path):
 
     monkeypatch.setattr(parallel.dcp, "save", save)
     with pytest.raises(OSError, match="No space left"):
-        parallel.save_shards(tmp_path, {})
+        parallel.shard_writer(tmp_path, {}, beside=False)()
 
 
 def test_a_full_disk_before_the_first_byte(tmp_path, monkeypatch, caplog):

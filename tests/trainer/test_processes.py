@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.trainer.helpers import lines, train
 from tools import consolidate
 from tools import train as tools_train
 from tools.compose import resolve
+from tools.launch import Machines
 from tools.processes import descendants
 from tools.soak import differing
 
@@ -72,6 +74,36 @@ def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     assert lines(folder)[-1]["step"] == 60
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_machine_dies_and_comes_back_and_the_run_ends_bit_for_bit(tmp_path):
+    """Check two machines, which are two launchers here; all processes of one of them are killed."""
+    path = tiny_recipe(tmp_path, trainer={"batch_size": 48, "steps": 60, "save_every": 5, "eval_every": 30})
+    assert in_ranks(2, "train", path, "--no-eval", "run.name=undisturbed").returncode == 0
+    folder = tmp_path / "runs" / "tiny"
+    with socket.create_server(("localhost", 0)) as free:
+        head = f"localhost:{free.getsockname()[1]}"
+    call = ("train", path, "--no-eval", "--processes", 1, "--nodes", 2, "--head", head, "--restarts", 3)
+
+    def machine(host: bool) -> Command:
+        """Start a machine; on one machine, torchrun cannot find out by the name whether it is the host."""
+        return Command(*call, PET_RDZV_CONF=f"is_host={int(host)}", OMP_NUM_THREADS=1)
+
+    first, second = machine(True), machine(False)
+    wait_for(lambda: steps_of(folder, "last"), first)
+    (trained,) = ranks(first.pid).values()
+    for pid in (second.pid, *descendants(second.pid)):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{trained}").exists(), first)
+    kept = newest(folder, "last").step
+    assert kept < 60
+    ends = [each.wait(300) for each in (machine(False), first)]
+    assert [end.returncode for end in ends] == [0, 0], ends
+    said = "".join(end.stderr for end in ends)
+    assert f"resuming at step {kept} of 60: exact state" in said and "bit for bit" in said
+    assert not differing(state_of(tmp_path / "runs" / "undisturbed"), state_of(folder))
+    assert lines(folder)[-1]["step"] == 60
+
+
 def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
     """Check that the launching process does not build what every launched process builds."""
     path, folder, calls = tiny_recipe(tmp_path), tmp_path / "runs" / "tiny", []
@@ -80,7 +112,16 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
         monkeypatch.setattr(tools_train, name, lambda *args, name=name, **kwargs: pytest.fail(name))
     monkeypatch.setattr(tools_train, "launch", lambda *call: calls.append(call) or 0)
     assert tools_train.main([str(path), "seed=2", "--processes", "2", "--fresh", "--no-eval"]) == 0
-    assert calls == [(2, [str(path), "seed=2", "--fresh", "--no-eval", "--form", "all"])]
+    assert calls == [(Machines(2), [str(path), "seed=2", "--fresh", "--no-eval", "--form", "all"])]
+    machines = ("--nodes", "4", "--processes", "2", "--head", "a:1", "--restarts", "3")
+    assert tools_train.main([str(path), "seed=2", *machines]) == 0
+    assert calls.pop() == (Machines(2, 4, "a:1", 3), [str(path), "seed=2", "--form", "all"])
+    options = ["--nnodes=4", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1", "--nproc-per-node=2", "--max-restarts=3"]
+    assert Machines(2, 4, "a:1", 3).options() == options
+    with pytest.raises(ConfigError, match="--nodes: several machines need --head HOST:PORT"):
+        Machines(2, 4).options()
+    with pytest.raises(ConfigError, match="--fresh: every restart would start anew"):
+        tools_train.main([str(path), "--fresh", *machines])
     with pytest.raises(ConfigError, match=r"trainer\.device: 'cuda:77' is not available"):
         tools_train.main([str(path), "--processes", "2", "trainer.device=cuda:77"])
     (folder / "recipe.yaml").write_text(yaml.safe_dump(to_dict(resolve(path, ["seed=1"]))))

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 
-from lion.config import ConfigError, build
+from lion.config import build
 from lion.models import MODELS
 from lion.ops import Part
 from lion.samples.base import Splits
@@ -19,11 +19,9 @@ from lion.tasks import TASKS
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime, seed_everything
-from tests.helpers import refuse, tiny_recipe
+from tests.helpers import refuse
 from tests.processes import in_processes, in_ranks
 from tests.trainer.helpers import lines
-from tools.compose import resolve
-from tools.train import check_agreement
 
 from .toys import settings
 
@@ -217,16 +215,3 @@ def test_what_cannot_be_shared_is_refused(book, capsys):
     assert "model.name: DiT does not split" in refuse(
         capsys, "show", "dit_tiny_lightnet", "trainer.parallel=sequence", "--processes", 2
     )
-
-
-def differing(group, recipe) -> str:
-    rank = torch.distributed.get_rank()
-    recipe.seed += rank
-    with pytest.raises(ConfigError) as error:
-        check_agreement(Runtime(torch.device("cpu"), rank, 2), recipe)
-    return str(error.value)
-
-
-def test_machines_with_other_recipes_are_refused(tmp_path):
-    found = in_processes(2, differing, resolve(tiny_recipe(tmp_path)))
-    assert found == ["processes 0 and 1 differ in recipe: give all machines the same"] * 2

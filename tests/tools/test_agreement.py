@@ -1,0 +1,98 @@
+"""Tests of what all processes of a run must agree on, and of errors that some of them find."""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from lion.config import ConfigError
+from lion.trainer.runtime import together
+from tests.helpers import ROOT, tiny_recipe
+from tests.processes import in_processes
+from tools import agreement
+from tools.agreement import check_agreement, fingerprint
+from tools.compose import resolve
+from tools.train import prepare
+
+
+def refuse(text):
+    raise ConfigError(text)
+
+
+def outcome(work):
+    """Return the error of this process, its exit code, or the result."""
+    try:
+        return together(work)
+    except ConfigError as error:
+        return str(error)
+    except SystemExit as error:
+        return error.code
+
+
+def outcomes(group, path, short):
+    second, recipe, book = torch.distributed.get_rank() == 1, resolve(path), resolve("gpt2_tiny_lion_s", short)
+    same, fits = partial(check_agreement, recipe), partial(prepare, book, 2, fresh=True, first=not second)
+    yield from (outcome(same), outcome(lambda: refuse("no data") if second else 3), outcome(lambda: refuse("typo")))
+    yield outcome(partial(check_agreement, dataclasses.replace(recipe, seed=int(second))))
+    yield outcome(lambda: fits() and None)
+    for module, name in ((agreement, "VERSION"), (torch, "__version__")):
+        before = getattr(module, name)
+        setattr(module, name, "9.1" if second else "9.0")
+        yield outcome(same)
+        setattr(module, name, before)
+
+
+def listed(*args):
+    return list(outcomes(*args))
+
+
+@pytest.mark.process
+def test_the_first_process_alone_says_what_is_wrong_anywhere(tmp_path):
+    (tmp_path / "book.txt").write_text("\n".join(f"line {i} of a book" for i in range(300)))
+    short = [f"data.path={tmp_path / 'book.txt'}", f"data.root={tmp_path / 'tokens'}", f"run.root={tmp_path / 'runs'}"]
+    short += ["data.name=text", "data.tokenizer=bytes", "data.length=2", "trainer.parallel=sequence"]
+    first, second = in_processes(2, listed, path := tiny_recipe(tmp_path), short)
+    code = fingerprint(resolve(path))["lion"].partition(" ")[2]
+    assert first == [
+        None,
+        f"process 1 on {socket.gethostname()}: no data",
+        "typo",
+        "processes 0 and 1 differ in seed: 0 and 1; give all machines the same",
+        "trainer.sequence: rows of 1 tokens are too short for 2 processes",
+        f"processes 0 and 1 differ in lion: 9.0 {code} and 9.1 {code}; give all machines the same",
+        "processes 0 and 1 differ in torch: 9.0 and 9.1; give all machines the same",
+    ]
+    assert second == [None, *[2] * 6]
+
+
+def test_one_process_returns_or_raises():
+    assert together(lambda: 3) == 3
+    with pytest.raises(ConfigError, match="typo"):
+        together(lambda: refuse("typo"))
+
+
+REFUSED = """
+from lion.config import ConfigError
+from tools.cli import run_command
+
+def main(argv):
+    raise ConfigError("typo")
+
+run_command(main, [])
+"""
+
+
+@pytest.mark.process
+def test_bad_input_is_not_restarted():
+    """Check that a launcher that could restart a process is stopped by it."""
+    launcher = 'trap "echo stopped" QUIT; "$0" -c "$1"; echo "code $?"'
+    for restarts, expected in (("3", "stopped\ncode 2\n"), ("0", "code 2\n")):
+        launched = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_MAX_RESTARTS": restarts}
+        call = ["bash", "-c", launcher, sys.executable, REFUSED]
+        done = subprocess.run(call, cwd=ROOT, env=os.environ | launched, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (expected, "error: typo\n")

@@ -1,0 +1,171 @@
+"""Tests of checkpoints that a thread writes while training continues."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+
+from lion.trainer import checkpointer
+from lion.trainer.checkpoint_files import FOLDER, load_state, newest, steps_of
+from lion.trainer.parallel import join_shards
+from lion.trainer.runtime import Runtime
+from lion.trainer.writing import copied
+from tests.helpers import state_of
+from tests.processes import CONTEXT, in_processes
+from tests.trainer import toys
+from tools.soak import differing
+
+BESIDE = {"save_async": True, "save_every": 1, "eval_every": 20}
+
+
+def test_the_file_holds_the_state_of_its_step(tmp_path, monkeypatch):
+    """Check a checkpoint whose file is written two steps later."""
+    assert toys.trainer(tmp_path / "whole", keep_last=9, save_every=2).fit()
+    late = toys.trainer(tmp_path / "late", keep_last=9, save_every=2, save_async=True)
+    save, step, trained, at = torch.save, late.train_step, threading.Event(), {}
+
+    def wait_and_save(state, file):
+        if "optimizer" in state:
+            assert state["step"] != 2 or trained.wait(60)
+            at[state["step"]] = late.state.step
+        save(state, file)
+
+    def train_step(*args):
+        if late.state.step == 3:  # about to take the fourth step, at whose end the next checkpoint is due
+            trained.set()
+            late.checkpoints.writing.thread.join()
+        return step(*args)
+
+    monkeypatch.setattr(checkpointer.torch, "save", wait_and_save)
+    late.train_step = train_step
+    assert late.fit()
+    assert at[2] == 3 and at[6] == 6
+    files = {kept: steps_of(tmp_path / kept, "last") for kept in ("whole", "late")}
+    assert [step for step, _ in files["late"]] == [6, 4, 2]
+    for (_, a), (_, b) in zip(files["whole"], files["late"], strict=True):
+        assert not differing(load_state(a / "state.pt"), load_state(b / "state.pt"))
+        assert (a / "state.pt").stat().st_size == (b / "state.pt").stat().st_size
+
+
+def test_copies_share_what_was_shared():
+    table = torch.arange(6.0).view(2, 3)
+    state = {"a": table, "b": [table.T, 1, None], "c": torch.zeros(0)}
+    made = copied(state)
+    assert not differing(state, made) and made["b"][0].stride() == table.T.stride()
+    table.zero_()
+    assert made["a"].sum() == 15 and made["a"].data_ptr() == made["b"][0].data_ptr()
+
+
+def test_a_full_disk_is_reported_by_the_next_save(tmp_path, monkeypatch, caplog):
+    t = toys.trainer(tmp_path / "run", **BESIDE)
+    seal = checkpointer.seal
+
+    def full(scratch, **kwargs):
+        if scratch.name == ".last-3.tmp":
+            raise OSError(28, "No space left on device")
+        return seal(scratch, **kwargs)
+
+    monkeypatch.setattr(checkpointer, "seal", full)
+    assert t.fit() and t.checkpoints.saved == 6
+    assert "last-3 is not saved: [Errno 28] No space left on device; the checkpoint of step 2 is kept" in caplog.text
+    assert [step for step, _ in steps_of(tmp_path / "run", "last")] == [6, 5]
+    assert not list((tmp_path / "run" / FOLDER).glob(".*"))
+
+
+def test_an_error_of_training_names_the_checkpoint_in_writing(tmp_path, monkeypatch):
+    t = toys.trainer(tmp_path / "run", **BESIDE)
+    step, write = t.train_step, checkpointer.seal
+    monkeypatch.setattr(checkpointer, "seal", lambda *args, **kwargs: (threading.Event().wait(0.2), write(*args))[1])
+
+    def train_step(*args):
+        if t.state.step == 2:
+            raise OSError(5, "Input/output error", "pictures/1.jpg")
+        return step(*args)
+
+    t.train_step = train_step
+    with pytest.raises(Exception, match=r"^pictures/1\.jpg: Input/output error; the checkpoint of step 2 is kept$"):
+        t.fit()
+    assert newest(tmp_path / "run", "last").step == 2
+
+
+def life(folder, kill_at):
+    """Train; die by SIGKILL before file operation `kill_at` of the threads that write checkpoints (None: live on).
+
+    Operation 0 is the middle of a file.
+    """
+    count, save = 0, torch.save
+
+    def half(state, file):
+        save(state, file)
+        file.flush()
+        file.truncate(file.tell() // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(event, args):
+        nonlocal count
+        if event in OPERATIONS and threading.current_thread().name == "checkpoint" and FOLDER in str(args[0]):
+            count += 1
+            if count == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    if kill_at == 0:
+        torch.save = half
+    sys.addaudithook(hook)
+    assert toys.trainer(folder, steps=16, **BESIDE).fit()
+
+
+OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "shutil.rmtree")
+# A save opens a file (1), lists, flushes and hashes it (2 to 4), writes the manifest (5 to 7), flushes and renames the
+# folder (8 to 10), and removes an old checkpoint (11 to 15).
+KILLS = (20, 0, 1, 3, 5, 6, 9, 10, 12, 13, 15)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="the processes are forked from a server")
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    run, before, leftovers = tmp_path / "killed", 0, 0
+    for kill_at in KILLS:
+        process = CONTEXT.Process(target=life, args=(run, kill_at))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        names = os.listdir(run / FOLDER)
+        leftovers += any(name.startswith(".last") for name in names)
+        whole = newest(run, "last", quiet=True)
+        assert not before or whole.step >= before
+        assert not any(name.startswith("damaged") for name in names)
+        before = 0 if whole is None else whole.step
+    assert 3 < before < 16 and leftovers > 5
+    for folder in (run, tmp_path / "whole"):
+        process = CONTEXT.Process(target=life, args=(folder, None))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+    assert not differing(state_of(tmp_path / "whole"), state_of(run))
+
+
+def sharded(group, folder):
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    write = FileSystemWriter.write_data
+    FileSystemWriter.write_data = lambda *args: (time.sleep(0.3), write(*args))[1]  # steps take milliseconds
+    for name, beside in (("sync", False), ("async", True)):
+        runtime = Runtime(torch.device("cpu"), rank, world)
+        made = partial(toys.trainer, folder / name, runtime=runtime, parallel="fsdp", keep_last=9)
+        assert made(save_async=beside).fit()
+
+
+@pytest.mark.process
+def test_shards_are_those_of_their_step(tmp_path):
+    in_processes(2, sharded, tmp_path)
+    steps = {name: steps_of(tmp_path / name, "last") for name in ("sync", "async")}
+    assert [step for step, _ in steps["async"]] == [6, 4, 2]
+    for (_, a), (_, b) in zip(steps["sync"], steps["async"], strict=True):
+        assert not differing(join_shards(a), join_shards(b))
+        assert not differing(load_state(a / "state.pt"), load_state(b / "state.pt"))

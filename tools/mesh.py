@@ -1,0 +1,182 @@
+"""Memory and step time of a GPU in a mesh of `data x sequence` GPUs: an estimate by arithmetic, nothing is timed.
+
+Assumptions: products reach `SHARE` of the GPU's rate; the update reads and writes its state once; gradients and states
+travel by rings at the rates of `tools.bench.sequence`, and hide behind the products as far as these last.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import NamedTuple
+
+from lion.config import ConfigError
+from lion.models import Model
+from lion.recipe import Recipe
+from lion.runs import build_on_meta, count_parameters
+from lion.tasks import Task
+from lion.trainer.plan import Plan, make_plan
+from tools.bench.sequence import NETWORK, NODE, NVLINK, SHARE, transfer
+from tools.cli import count, table
+from tools.gpu.targets import TARGETS
+from tools.meta import Pass, activation_bytes, count_pass
+from tools.store import digits
+from tools.train import check_sharing
+
+FLOAT = 4  # bytes of a weight, a gradient or a moment
+GPU = TARGETS["h100"]
+PARALLEL = ("ddp", "fsdp")
+HEADER = ["mesh", "micro", "weights", "gradients", "optimizer", "buffers", "activations", "GiB", "fits"]
+HEADER += ["products", "exchange", "update", "ms"]
+
+
+class Mesh(NamedTuple):
+    """A mesh of GPUs: `sequence` of them share the tokens of a row, and `data` such groups have different rows."""
+
+    data: int
+    sequence: int
+
+    @property
+    def gpus(self) -> int:
+        return self.data * self.sequence
+
+    def __str__(self) -> str:
+        return f"{self.data}x{self.sequence}"
+
+
+def read_mesh(text: str) -> Mesh:
+    """Parse the value of an option as a mesh, such as 8x4."""
+    data, x, sequence = text.partition("x")
+    if not x:
+        raise argparse.ArgumentTypeError(f"expected DATAxSEQUENCE such as 8x4, got {text!r}")
+    return Mesh(count(data), count(sequence))
+
+
+class Memory(NamedTuple):
+    """Bytes in one GPU.
+
+    Attributes:
+        weights: Weights in float32.
+        gradients: Their gradients.
+        optimizer: Two moments of every weight, and the averaged weights.
+        buffers: Buffers of the exchange of gradients; with FSDP2, what is gathered.
+        activations: Activations that are kept for the backward pass of a micro-batch, with the states of other parts.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    activations: float
+
+    @property
+    def state(self) -> float:
+        """The bytes that do not depend on the micro-batch."""
+        return sum(self) - self.activations
+
+
+class Time(NamedTuple):
+    """Seconds of the parts of a step."""
+
+    products: float
+    exchange: float
+    update: float
+
+    @property
+    def step(self) -> float:
+        return max(self.products, self.exchange) + self.update
+
+
+def memory_of(model: Model, recipe: Recipe, mesh: Mesh, parallel: str, activations: float) -> Memory:
+    """Return the memory of one GPU.
+
+    With DDP, every GPU holds all weights, and a copy of the gradients in buckets. With FSDP2, it holds its share, and
+    for a while the weights outside of blocks with their gradients, the weights of two blocks and the gradients of one.
+    """
+    every, blocks = FLOAT * count_parameters(model), [FLOAT * count_parameters(unit) for unit in model.units()]
+    sharded = parallel == "fsdp"
+    own = every / mesh.gpus if sharded else every
+    buffers = 2 * (every - sum(blocks)) + 3 * max(blocks) if sharded else every
+    moments = 2 if recipe.trainer.ema is None else 3
+    return Memory(own, own, own * moments, buffers if mesh.gpus > 1 else 0, activations)
+
+
+def time_of(recipe: Recipe, plan: Plan, mesh: Mesh, parallel: str, one: Pass, held: Memory) -> Time:
+    """Return the time of a step whose micro-batches have the work `one`."""
+    gpus, passes, sharded = mesh.gpus, plan.accumulation, parallel == "fsdp"
+    every = held.weights * (gpus if sharded else 1)
+    # DDP sums the gradients once, in two rounds; FSDP2 gathers the weights twice in a pass and sums the gradients once
+    rounds = 2 * passes + 1 if sharded else 2
+    gradients = transfer(rounds * every * (gpus - 1) / gpus, gpus, rounds * (gpus - 1).bit_length())
+    states = transfer(one.received, mesh.sequence, one.calls * (mesh.sequence - 1).bit_length())
+    return Time(
+        products=passes * one.flops / (SHARE * rate(recipe)),
+        exchange=gradients + passes * states,
+        update=(held.gradients + 2 * (held.weights + held.optimizer)) / GPU.bandwidth,  # each read, all else written
+    )
+
+
+def rate(recipe: Recipe) -> float:
+    """Return the FLOP/s of the products of a recipe on the GPU; TF32 has half the rate of bfloat16."""
+    if recipe.trainer.precision == "bf16":
+        return GPU.bf16
+    return GPU.fp32 if recipe.trainer.matmul == "highest" else GPU.bf16 / 2
+
+
+def largest(held: Memory, plan: Plan, batch: int) -> int:
+    """Return the largest micro-batch, a divisor of the `batch` samples of a group, that fits a GPU; 0: none."""
+    room = GPU.memory * 2**30 - held.state
+    fits = [m for m in range(1, batch + 1) if batch % m == 0 and m * held.activations / plan.micro <= room]
+    return max(fits, default=0)
+
+
+def on_mesh(recipe: Recipe, mesh: Mesh) -> Recipe:
+    """Return a recipe whose processes share rows as in a mesh."""
+    return replace(recipe, trainer=replace(recipe.trainer, sequence=mesh.sequence))
+
+
+def meshes(asked: Mesh) -> list[Mesh]:
+    """Return the mesh that was asked for, then all others of as many GPUs whose rows are shared within a node."""
+    others = [Mesh(asked.gpus // n, n) for n in range(1, NODE + 1) if asked.gpus % n == 0]
+    return [asked, *(other for other in others if other != asked)]
+
+
+def describe_meshes(task: Task, recipe: Recipe, samples: int, asked: Mesh) -> str:
+    """Return a table of what the meshes of as many GPUs need, with DDP and with FSDP2, the asked one first.
+
+    Other meshes that the batch or the model does not allow are left out.
+    """
+    rows = []
+    for mesh in meshes(asked):
+        try:
+            rows += rows_of(task, on_mesh(recipe, mesh), samples, mesh)
+        except ConfigError:
+            if mesh == asked:
+                raise
+    return (
+        f"GiB in each of {asked.gpus} GPUs ({GPU.name}, {GPU.memory} GiB), and milliseconds of a step: an estimate by "
+        f"arithmetic, nothing is timed\n{table(HEADER, rows)}\n"
+        f"fits: the largest micro-batch that fits the memory, with the activations of eager code. Assumed: products at "
+        f"{SHARE:.0%}\nof the GPU's rate; the exchange, at {NVLINK / 1e9:.0f} GB/s in a node of {NODE} and "
+        f"{NETWORK / 1e9:.0f} GB/s beyond, hides behind the products as far\nas they last."
+    )
+
+
+def rows_of(task: Task, recipe: Recipe, samples: int, mesh: Mesh) -> list[list[str]]:
+    """Return the rows of a mesh, with DDP and with FSDP2.
+
+    Raises:
+        ConfigError: The batch or the model does not allow this mesh.
+    """
+    plan, model = make_plan(recipe, samples=samples, world=mesh.gpus), build_on_meta(task, recipe.model)
+    check_sharing(recipe, model, mesh.gpus)
+    one, rows = count_pass(task, recipe, plan.micro, mesh.sequence), []
+    activations = activation_bytes(task, recipe, plan.micro, mesh.sequence)
+    for parallel in PARALLEL:
+        held = memory_of(model, recipe, mesh, parallel, activations)
+        spent = time_of(recipe, plan, mesh, parallel, one, held)
+        fits = largest(held, plan, recipe.trainer.batch_size // mesh.data)
+        gib = (f"{part / 2**30:.2f}" for part in (*held, sum(held)))
+        rows.append([f"{mesh} {parallel}", str(plan.micro), *gib, str(fits or "-"), *(digits(1e3 * x) for x in spent)])
+        rows[-1].append(digits(1e3 * spent.step))
+    return rows
