@@ -184,6 +184,7 @@ class BertClassifier(BertEncoder):
     """
 
     Config = BertClassifierConfig
+    config: BertClassifierConfig
     heads = ("classifier.",)
 
     def __init__(self, config: BertClassifierConfig, *, vocabulary: int, length: int, outputs: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, make_dataclass
 from functools import cache
 from typing import Any, NamedTuple, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -149,7 +150,7 @@ class GPT(TokenModel):
         return self.encoder.causal
 
     def initial_state(self, batch: int) -> GPTState:
-        return GPTState(self.tokens.weight.new_zeros(batch, dtype=int), self.encoder.initial_state(batch))
+        return GPTState(self.tokens.weight.new_zeros(batch, dtype=torch.long), self.encoder.initial_state(batch))
 
     def prefill(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
         """Return logits (B, L, vocabulary) after each token of prompts (B, L), and the state after them."""

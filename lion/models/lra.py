@@ -106,7 +106,7 @@ class SequenceEncoder(TokenModel):
         INITS[c.init](self, c.init_std)
         if self.positions is not None:
             nn.init.normal_(self.positions.weight, std=0.02)
-        self.optim_factors = {}
+        self.optim_factors: dict[str, OptimFactors] = {}
         for path, module in self.named_modules():
             if isinstance(module, BatchNorm):
                 module.momentum = c.norm_momentum
