@@ -44,8 +44,7 @@ RUNS = {  # recipe, metadata of the data, and changes of the recipe
     "masked": ("lra_listops_softmax_masked", SequenceInfo(2, 32, 18), []),
     "masked_pixels": ("lra_image_softmax_masked", SequenceInfo(10, 64, mean=0.4, std=0.3), []),
     "pairs": ("lra_listops_softmax", SequenceInfo(2, 32, 50, parts=2), ["data.name=aan"]),
-    "lightnet": ("dit_tiny_lightnet", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
-    "noise": ("dit_tiny_softmax", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
+    "noise": ("dit_tiny_lightnet", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
 }
 
 
@@ -112,54 +111,51 @@ torch.save([logits, classes(images), [program(*row) for row in rows]], "outputs.
     close(classes, model_of(folder, "images")(images))
 
 
-def test_a_process_without_lion_continues_a_text(folder, capsys):
+def test_a_process_without_lion_generates_text_and_images(folder, capsys):
+    assert here("export", folder / "runs" / "noise", folder / "noise.pt2", "--format", "pt2") == 0
+    assert "times (batch), labels (batch), noise (batch, 1, 8, 8);" in capsys.readouterr().out
     assert here("export", folder / "runs" / "text", folder / "step.pt2", "--format", "pt2", "--step") == 0
     assert (
         "tokens (batch, 1), mask (batch, 1), position (batch), blocks_0_S (batch, 2, 8, 8)" in capsys.readouterr().out
     )
-    code = blocks(ROOT / "tools/export/README.md", "python")[3]
-    rows = alone(folder, f'{code}\nprint("", ids)').splitlines()[-1]
+    images, text = blocks(ROOT / "tools/export/README.md", "python")[2:4]
+    images = f"import torch\ntorch.manual_seed(3)\n{images}"
+    images += '\ntorch.save([predict(x, now.expand(count), labels), x], "noise.pt")'
+    rows = alone(folder, f'{images}\n{text}\nprint("", ids)').splitlines()[-1]
     model, prompt = model_of(folder, "text"), BYTES.encode("To be, or")
     (wanted,) = lion.generate(model, [prompt], 20, sampling=Sampling(temperature=0))
     assert json.loads(rows) == wanted and len(set(wanted[len(prompt) :])) > 2
+    noise, found = torch.load(folder / "noise.pt")
+    run, labels = open_run(folder / "runs" / "noise"), torch.arange(2)
+    with torch.no_grad():
+        close(noise, run.model(found, torch.zeros(2, dtype=torch.int64), labels))
+        assert noise.std() > 0.1
+        torch.manual_seed(3)
+        start = torch.randn(2, 1, 8, 8)
+        wanted = run.task.process.denoise(lambda x, t: run.model(x, t, labels), start, steps=50, bound=1.0)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["delta", "softmax"])
+@pytest.mark.parametrize(("name", "sizes"), [("delta", [5, 5]), ("softmax", [4, 4, 1, 1])])
 @torch.no_grad()
-def test_steps_of_any_size_continue_from_each_other(name, folder, tmp_path):
-    steps = []
-    for size in (1, 4):
-        out, length = tmp_path / f"{size}.pt2", [] if size == 1 else ["--length", size]
-        assert here("export", folder / "runs" / name, out, "--format", "pt2", "--step", *length) == 0
-        steps.append(pt2.load(out))
+def test_steps_of_any_size_continue_from_each_other(name, sizes, folder, tmp_path):
+    steps = {}
+    for size in {*sizes}:
+        out = tmp_path / f"{size}.pt2"
+        assert here("export", folder / "runs" / name, out, "--format", "pt2", "--step", "--length", size) == 0
+        steps[size] = pt2.load(out)
     about = {"metadata.json": ""}
     torch.export.load(out, extra_files=about)
     ports = [Port(**{**p, "dtype": getattr(torch, p["dtype"])}) for p in json.loads(about["metadata.json"])["inputs"]]
     state = [replace(port, start=float(port.start)).example({"batch": 2}) for port in ports[2:]]
-    one, four = steps
     ids = torch.randint(261, (2, 10))
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[0, 6:8] = mask[1, :3] = False
     found = []
-    for step, piece in ((four, slice(0, 4)), (four, slice(4, 8)), (one, slice(8, 9)), (one, slice(9, 10))):
-        logits, *state = step(ids[:, piece], mask[:, piece], *state)
+    for size, *piece in zip(sizes, ids.split(sizes, 1), mask.split(sizes, 1)):
+        logits, *state = steps[size](*piece, *state)
         found.append(logits)
     close(torch.cat(found, 1)[mask], model_of(folder, name)(ids, mask)[mask])
-
-
-@torch.no_grad()
-def test_a_process_without_lion_generates_images(folder):
-    assert here("export", folder / "runs" / "noise", folder / "noise.pt2", "--format", "pt2") == 0
-    code = f"import torch\ntorch.manual_seed(3)\n{blocks(ROOT / 'tools/export/README.md', 'python')[2]}"
-    alone(folder, code + '\ntorch.save([predict(x, now.expand(count), labels), x], "noise.pt")\n')
-    noise, found = torch.load(folder / "noise.pt")
-    run = open_run(folder / "runs" / "noise")
-    close(noise, run.model(found, torch.zeros(2, dtype=torch.int64), torch.arange(2)))
-    assert noise.std() > 0.1
-    torch.manual_seed(3)
-    start = torch.randn(2, 1, 8, 8)
-    wanted = run.task.process.denoise(lambda x, t: run.model(x, t, torch.arange(2)), start, steps=50, bound=1.0)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -235,19 +231,18 @@ def test_a_program_in_cpp_runs_packages_of_aotinductor(folder):
         ("pixels", "pixels (batch, 64), logits (batch, 10);"),
         ("masked_pixels", "pixels (batch, 64), hidden (batch, 64), logits (batch, 64, 1);"),
         ("masked", "mask (batch, length), hidden (batch, length), logits (batch, length, 18), at most 20 tokens;"),
-        ("lightnet", "images (batch, 1, 8, 8), times (batch), labels (batch), noise (batch, 1, 8, 8);"),
     ],
 )
 @torch.no_grad()
 def test_programs_of_one_length_of_pairs_and_of_pixels(name, expected, folder, tmp_path, capsys):
-    length = [] if name in ("pixels", "masked_pixels", "lightnet") else ["--length", 20]
+    length = [] if name in ("pixels", "masked_pixels") else ["--length", 20]
     assert here("export", folder / "runs" / name, tmp_path / "a.pt2", "--format", "pt2", *length) == 0
     assert expected in capsys.readouterr().out
     program, model = pt2.load(tmp_path / "a.pt2"), model_of(folder, name)
     about = {"metadata.json": ""}
     torch.export.load(tmp_path / "a.pt2", extra_files=about)
     about = json.loads(about["metadata.json"])
-    below = {"lightnet": 3, "masked": 18}.get(name, 50)
+    below = 18 if name == "masked" else 50
     ports = [Port(p["name"], getattr(torch, p["dtype"]), p["shape"], "", below) for p in about["inputs"]]
     for sizes in ({"batch": 1, "length": 13}, {"batch": 4, "length": 2}):
         inputs = [port.example(sizes) for port in ports]
