@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from lion.config import ConfigError
 from lion.layers.mixers import set_form
@@ -80,21 +81,24 @@ def make_step(run: LoadedRun, overrides: Sequence[str], length: int | None) -> S
     longest_input(run, length)
     (tokens, mask), logits = of_causal_text(run)
     inputs, outputs = [with_length(port, length) for port in (tokens, mask)], [with_length(logits, length)]
-    first, structure = tree_flatten(model.initial_state(1))
-    paths = [keystr(path) for path, _ in tree_flatten_with_path(model.initial_state(1))[0]]
+    held, structure = tree_flatten_with_path(model.initial_state(1))
     later = tree_leaves(model.step(torch.zeros(1, length, dtype=torch.long), model.initial_state(1))[1])
     used = [x.numel() > 0 for x in later]
-    for path, before, after in zip(paths, first, later):
-        if not after.numel():
-            continue
-        name = re.sub(r"\W+", "_", path).strip("_")
-        grows = [a != b for a, b in zip(before.shape[1:], after.shape[1:])]
-        sizes, more = (
-            (BATCH, *(word if grown else n for n, grown in zip(before.shape[1:], grows)))
-            for word in (SEEN, f"{SEEN} + {length}")
-        )
-        start = before.flatten()[0].item() if before.numel() else 0.0
-        inputs.append(Port(name, before.dtype, sizes, "state before the tokens", start=float(start)))
-        outputs.append(Port(f"next_{name}", after.dtype, more, f"{name} after the tokens"))
+    for (path, before), after in zip(held, later):
+        if after.numel():
+            for ports, port in zip((inputs, outputs), ports_of(keystr(path), before, after, length)):
+                ports.append(port)
     files = files_of(run, overrides, inputs, outputs, model.longest)
     return StepProgram(Step(model, structure, used).eval(), tuple(inputs), tuple(outputs), model.longest, files)
+
+
+def ports_of(path: str, before: Tensor, after: Tensor, length: int) -> tuple[Port, Port]:
+    """Return the input and the output of a tensor of a state, from its values before and after the first tokens."""
+    name = re.sub(r"\W+", "_", path).strip("_")
+    shapes = (
+        (BATCH, *(size if size == other else seen for size, other in zip(before.shape[1:], after.shape[1:])))
+        for seen in (SEEN, f"{SEEN} + {length}")
+    )
+    start = before.flatten()[0].item() if before.numel() else 0.0
+    taken, returned = (Port(name, before.dtype, shape, f"state {name}", start=float(start)) for shape in shapes)
+    return taken, replace(returned, name=f"next_{name}", start=None)
