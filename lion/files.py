@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a temporary file beside `path`, flush it to disk, and rename it to `path` atomically."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

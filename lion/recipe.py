@@ -101,13 +101,13 @@ def load_recipe(
     layers = [*read_layers(path), (OVERRIDE, parse_overrides(overrides))]
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for source, layer in layers:
-        if "about" not in layer and (source != OVERRIDE or KEYS_OF_DATA & flatten(layer).keys()):
+    for origin, layer in layers:
+        if "about" not in layer and (origin != OVERRIDE or KEYS_OF_DATA & flatten(layer).keys()):
             values = {name: section for name, section in values.items() if name != "about"}
-        values = merge(drop_excluded(values, layer, source), layer)
+        values = merge(drop_excluded(values, layer, origin), layer)
         for key in flatten(layer):
             sources.pop(key, None)  # moved to the end: the latest layer is searched first
-            sources[key] = source
+            sources[key] = origin
 
     def source(key: str) -> str:
         """Return the latest layer that sets `key` or a key below it; the recipe itself if no layer does."""

@@ -66,8 +66,9 @@ def signature(node: ast.AST) -> str:
         made = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
         if made:
             return f"({without_self(made[0])})"
-        fields = [f for f in node.body if isinstance(f, ast.AnnAssign) and "ClassVar" not in ast.unparse(f.annotation)]
-        return f"({', '.join(map(ast.unparse, fields))})"
+        record = re.search(r"dataclass|NamedTuple", " ".join(map(ast.unparse, [*node.decorator_list, *node.bases])))
+        fields = [f for f in node.body if isinstance(f, ast.AnnAssign) and (record or f.value)]
+        return f"({', '.join(ast.unparse(f) for f in fields if 'ClassVar' not in ast.unparse(f.annotation))})"
     assert isinstance(node, ast.FunctionDef)
     returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return f"({without_self(node)}){returned}"

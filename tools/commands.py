@@ -128,10 +128,10 @@ COMMANDS = {
         "--ema",
     ),
     "export": Command(
-        "RUN OUT [--format hub|pt2|onnx|aoti] [--length N]",
+        "RUN OUT [--format hub|pt2|onnx|aoti] [--length N] [--step]",
         "export a run for transformers, torch.export, ONNX Runtime or C++ (AOTInductor)",
         "tools.export",
-        "--format --length --checkpoint --ema",
+        "--format --length --step --checkpoint --ema",
     ),
     "report": Command(
         "RUN ...",

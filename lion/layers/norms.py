@@ -49,6 +49,8 @@ class BatchNorm(nn.Module):
     """
 
     over_tokens = True
+    mean: Tensor
+    var: Tensor
 
     def __init__(self, dim: int, eps: float = 1e-5, momentum: float = 0.9) -> None:
         super().__init__()

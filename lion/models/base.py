@@ -128,6 +128,9 @@ class ImageClassifier(Model):
         ValueError: `mean` or `std` has the wrong number of channels.
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(
         self,
         *,

@@ -115,7 +115,7 @@ class BertEncoder(TokenModel):
         """Return the input of the head, (B, L, dim), with zeros for padding.
 
         Args:
-            tokens: Token ids (B, L).
+            tokens: Token ids (B, L), or their embeddings (B, L, dim).
             segments: Integer (B, L), separate documents: tokens attend only to their document, and positions restart in
                 each document. -1 is padding, on which nothing else depends. Or boolean (B, L), False for padding.
             types: Types of the tokens (B, L), below `token_types`; None: all 0.
@@ -124,7 +124,7 @@ class BertEncoder(TokenModel):
             ValueError: More tokens than position embeddings, or types without embeddings.
         """
         tokens, layout = self.laid_out(tokens, segments)
-        x = self.tokens(tokens)
+        x = self.embed(tokens)
         x = self.placed(x, layout.positions_of(x))
         if self.types is not None:
             x = x + (self.types.weight[0] if types is None else self.types(self.own(types)))
@@ -184,6 +184,7 @@ class BertClassifier(BertEncoder):
     """
 
     Config = BertClassifierConfig
+    config: BertClassifierConfig
     heads = ("classifier.",)
 
     def __init__(self, config: BertClassifierConfig, *, vocabulary: int, length: int, outputs: int) -> None:

@@ -81,6 +81,10 @@ class DiT(Model):
 
     Config = DiTConfig
     heads = ("labels.",)
+    coords: Tensor
+    orders: Tensor | None
+    position: Tensor | None
+    is_special: Tensor | None
 
     def __init__(
         self, config: DiTConfig, *, image_size: tuple[int, int], channels: int, classes: Sequence[str]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, make_dataclass
 from functools import cache
 from typing import Any, NamedTuple, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -128,9 +129,12 @@ class GPT(TokenModel):
         return self.logits(self.encode(tokens, segments))
 
     def encode(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Return the input of the head, (B, L, dim); the arguments are those of `forward`."""
+        """Return the input of the head, (B, L, dim), for tokens (B, L), or their embeddings (B, L, dim).
+
+        `segments` is that of `forward`.
+        """
         tokens, layout = self.laid_out(tokens, segments)
-        x = self.tokens(tokens)
+        x = self.embed(tokens)
         return self.encoder(self.embedded(x, layout.positions_of(x)), layout)
 
     def embedded(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -146,7 +150,7 @@ class GPT(TokenModel):
         return self.encoder.causal
 
     def initial_state(self, batch: int) -> GPTState:
-        return GPTState(self.tokens.weight.new_zeros(batch, dtype=int), self.encoder.initial_state(batch))
+        return GPTState(self.tokens.weight.new_zeros(batch, dtype=torch.long), self.encoder.initial_state(batch))
 
     def prefill(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
         """Return logits (B, L, vocabulary) after each token of prompts (B, L), and the state after them."""
@@ -157,7 +161,7 @@ class GPT(TokenModel):
         """Return the input of the head (B, L, dim) for prompts (B, L), and the state after them."""
         if self.part is not None:
             raise ValueError("prefill: a stream is not split over processes")
-        x = self.tokens(inputs)
+        x = self.embed(inputs)
         layout = Layout.of(x, valid)
         x, blocks = self.encoder.prefill(self.embedded(x, layout.positions_of(x)), layout)
         return x, GPTState(layout.next_position(x), blocks)
@@ -172,7 +176,7 @@ class GPT(TokenModel):
 
     def encode_next(self, inputs: Tensor, state: GPTState, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
         """Return the input of the head (B, C, dim) for the next tokens (B, C), and the state after them."""
-        x = self.tokens(inputs)
+        x = self.embed(inputs)
         layout = Layout.after(x, state.position, valid)
         x, blocks = self.encoder.step(self.embedded(x, layout.positions), state.blocks, valid=valid)
         return x, GPTState(state.position + layout.count(x), blocks)

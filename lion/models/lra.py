@@ -106,7 +106,7 @@ class SequenceEncoder(TokenModel):
         INITS[c.init](self, c.init_std)
         if self.positions is not None:
             nn.init.normal_(self.positions.weight, std=0.02)
-        self.optim_factors = {}
+        self.optim_factors: dict[str, OptimFactors] = {}
         for path, module in self.named_modules():
             if isinstance(module, BatchNorm):
                 module.momentum = c.norm_momentum
@@ -130,20 +130,24 @@ class SequenceEncoder(TokenModel):
         """Return uint8 pixels (..) normalised to mean 0 and standard deviation 1."""
         return (pixels.float() / 255 - self.mean) / self.std
 
+    def embed(self, inputs: Tensor) -> Tensor:
+        if self.vocabulary is None and not inputs.is_floating_point():
+            return self.tokens(self.normalised(inputs)[..., None].to(self.tokens.weight.dtype))
+        return super().embed(inputs)
+
     def encode(self, inputs: Tensor, segments: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """Return tokens (B, L, dim), with zeros for padding; those of this process, if rows are split.
 
         Args:
-            inputs: Ids, or uint8 pixels, (B, L).
+            inputs: Ids, or intensities of pixels, (B, L), or their embeddings (B, L, dim).
             segments: Integer (B, L), -1 for padding, or boolean, False for padding, on which nothing else depends.
             hidden: Boolean (B, L), True for masked inputs, which `hide` replaces.
 
         Raises:
             ValueError: More tokens than position embeddings.
         """
-        pixels = self.vocabulary is None
         whole, (inputs, layout) = inputs, self.laid_out(inputs, segments)
-        x = self.tokens(self.normalised(inputs)[..., None].to(self.tokens.weight.dtype) if pixels else inputs)
+        x = self.embed(inputs)
         if hidden is not None:
             x = self.hide(x, self.own(hidden))
         x = self.placed(x, layout.positions_of(x))

@@ -28,6 +28,10 @@ class TokenModel(Model):
     def units(self) -> list[nn.Module]:
         return list(self.encoder.blocks)
 
+    def embed(self, inputs: Tensor) -> Tensor:
+        """Return the embeddings (B, L, dim) of token ids (B, L); embeddings are returned unchanged."""
+        return inputs if inputs.is_floating_point() else self.tokens(inputs)
+
     def laid_out(self, inputs: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Layout]:
         """Return the inputs that this process computes, of whole rows (B, L, ..), and their layout.
 

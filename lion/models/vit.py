@@ -78,6 +78,9 @@ class ViT(ImageClassifier):
 
     Config = ViTConfig
     heads = ("head.", "head_distill.")
+    coords: Tensor
+    special: Tensor
+    orders: Tensor | None
 
     def __init__(
         self,

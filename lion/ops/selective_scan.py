@@ -56,7 +56,8 @@ def selective_scan(
         state = dt.new_zeros(*dt.shape[:2], *A.shape[-2:])
     size = min(chunk_size, TOKENS.get(x.device.type, TOKENS_ELSEWHERE), x.shape[2])
     with no_autocast(x):
-        if size == x.shape[2] and not torch.is_grad_enabled():
+        whole = size == x.shape[2] or torch.compiler.is_exporting()  # programs hold operators of torch alone
+        if whole and not torch.is_grad_enabled():
             return scan_piece(x, dt, B, C, start, A, state)
         stores = torch.is_grad_enabled()
         return scan(x, dt, A, B, C, start, state, size, stores, torch.compiler.is_compiling())[:2]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lion.config import ConfigError
-from lion.models.base import Model
-from lion.samples.base import Batch, Info
+from lion.models import base as models
+from lion.samples import base as samples
+from lion.samples.base import Batch
 from lion.tasks.metrics import Metric
 
 
@@ -48,13 +49,13 @@ class Task(ABC):
     """A learning problem. A new task is one file and its line in `TASKS`."""
 
     Config: ClassVar[type]  # the recipe's `task` section
-    Model: ClassVar[type[Model]]  # base class of the models in `MODELS` that suit this task
+    Model: ClassVar[type[models.Model]]  # base class of the models in `MODELS` that suit this task
     default_model: ClassVar[str]  # name of the model if the recipe has no `model.name`
-    Info: ClassVar[type[Info]]  # class that describes this task's data
+    Info: ClassVar[type[samples.Info]]  # class that describes this task's data
     unit: ClassVar[str]  # name of the samples
     fills_masks: ClassVar[bool] = False  # whether predictions are tokens for the masks of a text
 
-    def __init__(self, config: Any, info: Info) -> None:
+    def __init__(self, config: Any, info: samples.Info) -> None:
         self.config, self.info = config, info
         self.metrics = self.metrics_of(config)
 
@@ -78,7 +79,7 @@ class Task(ABC):
         """Return the metrics under this `task` section; the first one selects `best`."""
 
     @abstractmethod
-    def build_model(self, config: Any) -> Model:
+    def build_model(self, config: Any) -> models.Model:
         """Build the model for this task's data.
 
         Raises:
@@ -151,7 +152,7 @@ def own_tokens(model: nn.Module, x: Tensor, fill: float | bool = 0) -> Tensor:
     return unwrapped(model).own(x, fill)
 
 
-def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Model:
+def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a model's constructor and turn its errors into recipe errors.
 
     Raises:

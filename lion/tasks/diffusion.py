@@ -82,6 +82,7 @@ class Diffusion(Task):
     Model = DiT
     default_model = "dit"
     Info = ImageInfo
+    info: ImageInfo
     unit = "images"
 
     def __init__(self, config: DiffusionConfig, info: ImageInfo) -> None:
@@ -142,10 +143,10 @@ class Diffusion(Task):
         image = torch.randint(256, shape, dtype=torch.uint8, device=device)
         return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
 
-    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
         return self.grid("inputs", batch["image"][:32])
 
-    def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
         """Generate samples of the first images' classes, always from the same noise; show samples and images."""
         images, classes = batch["image"][: self.config.shown], batch["label"][: self.config.shown]
         if not len(images):
@@ -156,7 +157,7 @@ class Diffusion(Task):
             samples = self.sample(model, classes, keys, steps=c.shown_steps, guidance=c.shown_guidance)
         return {**self.grid("data", images), **self.grid("samples", samples)}
 
-    def grid(self, name: str, pictures: Tensor) -> dict[str, Tensor]:
+    def grid(self, name: str, pictures: Tensor) -> dict[str, Tensor | str]:
         """Return one image that shows a grid of images, for TensorBoard; nothing for latents."""
         from torchvision.utils import make_grid
 

@@ -73,6 +73,7 @@ class ImageClassification(Task):
     Model = ImageClassifier
     default_model = "vit"
     Info = ImageInfo
+    info: ImageInfo
     unit = "images"
 
     def __init__(self, config: ImageClassificationConfig, info: ImageInfo) -> None:
@@ -153,7 +154,7 @@ class ImageClassification(Task):
         image = torch.randint(256, shape, dtype=torch.uint8, device=device)
         return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
 
-    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
         from torchvision.utils import make_grid
 
         scans = {f"scan_{name}": draw_scan(order) for name, order in model.scan_orders().items()}

@@ -23,6 +23,7 @@ class LanguageTask(Task):
     """
 
     Info = TextInfo
+    info: TextInfo
     unit = "sequences"
 
     def example(self, size: int, device: torch.device | str) -> Batch:

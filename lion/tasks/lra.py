@@ -44,6 +44,7 @@ class SequenceTask(Task):
     """
 
     Info = SequenceInfo
+    info: SequenceInfo
     unit = "sequences"
 
     def sizes(self) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class SequenceClassification(LanguageTask):
     Model = BertClassifier
     default_model = "bert_classifier"
     Info = LabelledTextInfo
+    info: LabelledTextInfo
 
     def __init__(self, config: SequenceClassificationConfig, info: LabelledTextInfo) -> None:
         super().__init__(config, info)

@@ -33,6 +33,7 @@ class TokenClassification(Task):
     Model = TokenClassifier
     default_model = "token_classifier"
     Info = TokenLabelsInfo
+    info: TokenLabelsInfo
     unit = "sequences"
 
     @staticmethod

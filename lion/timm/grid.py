@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lion.layers.layout import Layout, grid_layout
 
@@ -18,6 +18,10 @@ class Grid(nn.Module):
         prefix: Number of prefix tokens.
         scans: Orders in which the patches are visited, entries of `SCANS`.
     """
+
+    coords: Tensor
+    special: Tensor
+    orders: Tensor | None
 
     def __init__(self, size: tuple[int, int], prefix: int, scans: Sequence[str]) -> None:
         super().__init__()

@@ -41,6 +41,8 @@ class TimmAttention(Layer):
 
     name: ClassVar[str]  # an entry of `LINEAR`
     settings: ClassVar[dict[str, Any]]  # of `AttentionConfig`
+    place: Grid | None
+    causal_twin: TimmAttention | None
 
     def __init__(
         self,

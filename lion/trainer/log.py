@@ -169,7 +169,7 @@ class NoLog:
 
 def cut_metrics(path: Path, keep: Callable[[dict], bool]) -> list[dict]:
     """Remove lines that `keep` rejects and lines that are not valid JSON; return the remaining lines."""
-    kept = []
+    kept: list[dict] = []
     if not path.exists():
         return kept
     for line in path.read_text(errors="replace").splitlines():

@@ -72,7 +72,8 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> tuple[torch.optim.A
     Returns:
         The optimizer, and the learning-rate factor of each parameter group; the trainer sets the rate at every step.
     """
-    parameters, groups = dict(model.named_parameters()), {}
+    parameters = dict(model.named_parameters())
+    groups: dict[OptimFactors, list[nn.Parameter]] = {}
     for name, factor in factors(model, config.no_decay).items():
         groups.setdefault(factor, []).append(parameters[name])
     order = sorted(groups, reverse=True)

@@ -69,9 +69,10 @@ class LionForSequenceClassification(LionTextModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
@@ -80,10 +81,13 @@ class LionForSequenceClassification(LionTextModel):
         Padding may be on either side. In pairs of documents, ids and mask are (B, 2, L). The other arguments are those
         of `encode`.
         """
-        rows = input_ids.flatten(0, -2)
-        mask = None if attention_mask is None else attention_mask.flatten(0, -2)
-        found = self.encode(rows, mask, token_type_ids=token_type_ids, **kwargs)
-        pooled = POOLED[type(self.model)](found.last_hidden_state, valid_of(mask, tuple(rows.shape)))
+        rows, embeds, mask = (
+            None if x is None else x.flatten(0, last)
+            for x, last in ((input_ids, -2), (inputs_embeds, -3), (attention_mask, -2))
+        )
+        found = self.encode(rows, mask, token_type_ids=token_type_ids, inputs_embeds=embeds, **kwargs)
+        x = found.last_hidden_state
+        pooled = POOLED[type(self.model)](x, valid_of(mask, tuple(x.shape[:2])))
         logits, loss = self.model.logits(pooled), None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
@@ -105,9 +109,10 @@ class LionForTokenClassification(LionTextModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput:
@@ -116,9 +121,11 @@ class LionForTokenClassification(LionTextModel):
         The ids are (B, L), or (B, L, ids) where the embedding of a token is the sum of several. The other arguments are
         those of `encode`.
         """
-        if isinstance(self.model, TokenClassifier) and input_ids.dim() == 2:
+        if isinstance(self.model, TokenClassifier) and input_ids is not None and input_ids.dim() == 2:
             input_ids = input_ids[..., None]
-        found = self.encode(input_ids, attention_mask, token_type_ids=token_type_ids, **kwargs)
+        found = self.encode(
+            input_ids, attention_mask, token_type_ids=token_type_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
         logits, loss = self.model.logits(found.last_hidden_state), None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config)

@@ -132,7 +132,8 @@ def computed(
     if unit:
         q, k = (x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt() for x in (q, k))
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    gates, how = Gates(g, beta), {**PLAIN, "scale": 1.0}
+    gates = Gates(g, beta)
+    how: dict[str, Any] = {**PLAIN, "scale": 1.0}
     if initial is not None:
         state, parts = State(initial.to(wide), torch.zeros_like(initial[..., 0], dtype=wide)), []
         for at in range(0, q.shape[2], chunk_size):
@@ -145,8 +146,8 @@ def computed(
     elif final:
         y, state = prefill(q, k, v, gates, valid=valid, chunk_size=chunk_size, **how)
     else:
-        form = {"form": "chunk", "direction": "forward", "chunk_size": chunk_size}
-        return linear_attention(q, k, v, gates, segments=segments, **form, **how).transpose(1, 2), None
+        how |= {"form": "chunk", "direction": "forward", "chunk_size": chunk_size}
+        return linear_attention(q, k, v, gates, segments=segments, **how).transpose(1, 2), None
     return y.transpose(1, 2), state.S if final else None
 
 

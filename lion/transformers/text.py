@@ -70,16 +70,16 @@ class LionTextModel(LionPreTrainedModel):
     @capture_outputs
     def encode(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         hidden: Tensor | None = None,
         past_key_values: LionCache | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | list[int] | None = None,
         output_attentions: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
@@ -87,40 +87,42 @@ class LionTextModel(LionPreTrainedModel):
 
         Args:
             input_ids: Token ids (B, L), or (B, L, ids) where a token has several.
+            inputs_embeds: Embeddings (B, L, dim) of the tokens, instead of `input_ids`.
             attention_mask: 1 for tokens, 0 for padding: (B, L), or of all tokens so far if there is a cache.
             position_ids: (B or 1, L), from 0 in each document: where they restart, another document begins.
             token_type_ids: Types of the tokens (B, L), which a model without embeddings of types ignores.
             seq_idx, cu_seq_lens_q: Other descriptions of packed documents, see `segments_of`.
             hidden: Boolean (B, L), True for inputs that `LRAMasked` hides.
-            past_key_values: State after the tokens before `input_ids`, which is updated.
-            use_cache: Whether to return the state after `input_ids`.
+            past_key_values: State after the tokens before these, which is updated.
+            use_cache: Whether to return the state after these tokens.
 
         Raises:
             ValueError: A mask or positions that cannot be expressed, or an option that a state does not have.
         """
         if output_attentions:
             raise ValueError("output_attentions: linear mixers do not compute the matrix of attention")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: expected one of them")
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
         packed = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
         if past_key_values is None and not use_cache:
-            segments = segments_of(tuple(input_ids.shape[:2]), attention_mask, **packed)
+            segments = segments_of(tuple(inputs.shape[:2]), attention_mask, **packed)
             more = {"types": token_type_ids} if self.has_types else {} if hidden is None else {"hidden": hidden}
-            return BaseModelOutputWithPast(self.model.encode(input_ids, segments, **more))
-        if output_hidden_states or self.config.output_hidden_states:
-            raise ValueError("output_hidden_states: not recorded with a cache, pass use_cache=False")
+            return BaseModelOutputWithPast(self.model.encode(inputs, segments, **more))
         cache = LionCache() if past_key_values is None else past_key_values
-        return BaseModelOutputWithPast(self.stream(input_ids, attention_mask, packed, cache), cache)
+        return BaseModelOutputWithPast(self.stream(inputs, attention_mask, packed, cache), cache)
 
     @property
     def has_types(self) -> bool:
         return isinstance(self.model, BertEncoder) and self.model.types is not None
 
     def stream(
-        self, input_ids: Tensor, attention_mask: Tensor | None, packed: dict[str, Tensor | None], cache: LionCache
+        self, inputs: Tensor, attention_mask: Tensor | None, packed: dict[str, Tensor | None], cache: LionCache
     ) -> Tensor:
-        """Return the input of the head (B, L, dim) for the next tokens (B, L), and update the cache."""
+        """Return the input of the head (B, L, dim) for the next inputs (B, L, ..), and update the cache."""
         if not isinstance(self.model, GPT):
             raise ValueError(f"use_cache: {type(self.model).__name__} reads all tokens at once and has no cache")
-        (rows, new), device = input_ids.shape, input_ids.device
+        (rows, new), device = inputs.shape[:2], inputs.device
         valid = valid_of(attention_mask, (rows, cache.seen + new))
         valid = None if valid is None else valid[:, -new:]
         positions = packed.pop("position_ids")
@@ -130,12 +132,12 @@ class LionTextModel(LionPreTrainedModel):
         ):
             raise ValueError("use_cache: a cache holds one document per row, pass use_cache=False for packed documents")
         if cache.state is None:
-            x, cache.state = self.model.encode_first(input_ids, valid)
+            x, cache.state = self.model.encode_first(inputs, valid)
         else:
             longest = self.model.longest
             if longest is not None and may_wait(device) and int(cache.state.position.max()) + new > longest:
                 raise ValueError(f"tokens: more than the {longest} position embeddings of this model")
-            x, cache.state = self.model.encode_next(input_ids, cache.state, valid)
+            x, cache.state = self.model.encode_next(inputs, cache.state, valid)
         cache.seen += new
         return x
 
@@ -160,10 +162,14 @@ class LionModel(LionTextModel):
 
     @can_return_tuple
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return the features of the last layer; the arguments are those of `encode`."""
-        return self.encode(input_ids, attention_mask, **kwargs)
+        return self.encode(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
 
 
 class LionForMaskedLM(LionTextModel):
@@ -198,9 +204,10 @@ class LionForMaskedLM(LionTextModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         bool_masked_pos: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
@@ -220,7 +227,14 @@ class LionForMaskedLM(LionTextModel):
         """
         if bool_masked_pos is not None and isinstance(self.model, Bert):
             raise ValueError("bool_masked_pos: a BERT reads the mask token of its tokenizer in input_ids")
-        found = self.encode(input_ids, attention_mask, token_type_ids=token_type_ids, hidden=bool_masked_pos, **kwargs)
+        found = self.encode(
+            input_ids,
+            attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            hidden=bool_masked_pos,
+            **kwargs,
+        )
         logits, loss = self.model.logits(found.last_hidden_state), None
         if labels is not None and self.config.vocab_size is None:
             loss = (logits[..., 0] - self.model.normalised(labels))[labels != UNLABELLED].abs().mean()
@@ -245,10 +259,11 @@ class LionForCausalLM(LionTextModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: LionCache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -263,6 +278,7 @@ class LionForCausalLM(LionTextModel, GenerationMixin):
             input_ids,
             attention_mask,
             position_ids,
+            inputs_embeds=inputs_embeds,
             past_key_values=past_key_values,
             use_cache=use_cache,
             **kwargs,

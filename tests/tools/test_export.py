@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import lion
 from data.text.tokenizers import open_tokenizer
+from lion.inference.text import Sampling
 from lion.runs import open_run
 from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
@@ -39,9 +41,10 @@ RUNS = {  # recipe, metadata of the data, and changes of the recipe
     "delta": ("gpt2_tiny_gla", TextInfo(BYTES.vocabulary, 33, "bytes", *FACTS), [*TEXT, "model.mixer=deltanet"]),
     "tpe": ("mlm_tiny_lion_s", TextInfo(BYTES.vocabulary, 24, "bytes", *FACTS), [*TEXT, "model.mixer=lightnet"]),
     "pixels": ("lra_image_softmax", SequenceInfo(10, 64, mean=0.4, std=0.3), []),
+    "masked": ("lra_listops_softmax_masked", SequenceInfo(2, 32, 18), []),
+    "masked_pixels": ("lra_image_softmax_masked", SequenceInfo(10, 64, mean=0.4, std=0.3), []),
     "pairs": ("lra_listops_softmax", SequenceInfo(2, 32, 50, parts=2), ["data.name=aan"]),
-    "lightnet": ("dit_tiny_lightnet", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
-    "noise": ("dit_tiny_softmax", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
+    "noise": ("dit_tiny_lightnet", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
 }
 
 
@@ -108,19 +111,51 @@ torch.save([logits, classes(images), [program(*row) for row in rows]], "outputs.
     close(classes, model_of(folder, "images")(images))
 
 
-@torch.no_grad()
-def test_a_process_without_lion_generates_images(folder):
+def test_a_process_without_lion_generates_text_and_images(folder, capsys):
     assert here("export", folder / "runs" / "noise", folder / "noise.pt2", "--format", "pt2") == 0
-    code = f"import torch\ntorch.manual_seed(3)\n{blocks(ROOT / 'tools/export/README.md', 'python')[2]}"
-    alone(folder, code + '\ntorch.save([predict(x, now.expand(count), labels), x], "noise.pt")\n')
+    assert "times (batch), labels (batch), noise (batch, 1, 8, 8);" in capsys.readouterr().out
+    assert here("export", folder / "runs" / "text", folder / "step.pt2", "--format", "pt2", "--step") == 0
+    assert (
+        "tokens (batch, 1), mask (batch, 1), position (batch), blocks_0_S (batch, 2, 8, 8)" in capsys.readouterr().out
+    )
+    images, text = blocks(ROOT / "tools/export/README.md", "python")[2:4]
+    images = f"import torch\ntorch.manual_seed(3)\n{images}"
+    images += '\ntorch.save([predict(x, now.expand(count), labels), x], "noise.pt")'
+    rows = alone(folder, f'{images}\n{text}\nprint("", ids)').splitlines()[-1]
+    model, prompt = model_of(folder, "text"), BYTES.encode("To be, or")
+    (wanted,) = lion.generate(model, [prompt], 20, sampling=Sampling(temperature=0))
+    assert json.loads(rows) == wanted and len(set(wanted[len(prompt) :])) > 2
     noise, found = torch.load(folder / "noise.pt")
-    run = open_run(folder / "runs" / "noise")
-    close(noise, run.model(found, torch.zeros(2, dtype=torch.int64), torch.arange(2)))
-    assert noise.std() > 0.1
-    torch.manual_seed(3)
-    start = torch.randn(2, 1, 8, 8)
-    wanted = run.task.process.denoise(lambda x, t: run.model(x, t, torch.arange(2)), start, steps=50, bound=1.0)
+    run, labels = open_run(folder / "runs" / "noise"), torch.arange(2)
+    with torch.no_grad():
+        close(noise, run.model(found, torch.zeros(2, dtype=torch.int64), labels))
+        assert noise.std() > 0.1
+        torch.manual_seed(3)
+        start = torch.randn(2, 1, 8, 8)
+        wanted = run.task.process.denoise(lambda x, t: run.model(x, t, labels), start, steps=50, bound=1.0)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("delta", [5, 5]), ("softmax", [4, 4, 1, 1])])
+@torch.no_grad()
+def test_steps_of_any_size_continue_from_each_other(name, sizes, folder, tmp_path):
+    steps = {}
+    for size in {*sizes}:
+        out = tmp_path / f"{size}.pt2"
+        assert here("export", folder / "runs" / name, out, "--format", "pt2", "--step", "--length", size) == 0
+        steps[size] = pt2.load(out)
+    about = {"metadata.json": ""}
+    torch.export.load(out, extra_files=about)
+    ports = [Port(**{**p, "dtype": getattr(torch, p["dtype"])}) for p in json.loads(about["metadata.json"])["inputs"]]
+    state = [replace(port, start=float(port.start)).example({"batch": 2}) for port in ports[2:]]
+    ids = torch.randint(261, (2, 10))
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    mask[0, 6:8] = mask[1, :3] = False
+    found = []
+    for size, *piece in zip(sizes, ids.split(sizes, 1), mask.split(sizes, 1)):
+        logits, *state = steps[size](*piece, *state)
+        found.append(logits)
+    close(torch.cat(found, 1)[mask], model_of(folder, name)(ids, mask)[mask])
 
 
 @torch.no_grad()
@@ -194,24 +229,27 @@ def test_a_program_in_cpp_runs_packages_of_aotinductor(folder):
         ("tpe", "tokens (batch, 20), mask (batch, 20), logits (batch, 20, 261);"),
         ("pairs", "tokens (batch, 2, length), mask (batch, 2, length), logits (batch, 2), at most 20 tokens;"),
         ("pixels", "pixels (batch, 64), logits (batch, 10);"),
-        ("lightnet", "images (batch, 1, 8, 8), times (batch), labels (batch), noise (batch, 1, 8, 8);"),
+        ("masked_pixels", "pixels (batch, 64), hidden (batch, 64), logits (batch, 64, 1);"),
+        ("masked", "mask (batch, length), hidden (batch, length), logits (batch, length, 18), at most 20 tokens;"),
     ],
 )
 @torch.no_grad()
 def test_programs_of_one_length_of_pairs_and_of_pixels(name, expected, folder, tmp_path, capsys):
-    length = [] if name in ("pixels", "lightnet") else ["--length", 20]
+    length = [] if name in ("pixels", "masked_pixels") else ["--length", 20]
     assert here("export", folder / "runs" / name, tmp_path / "a.pt2", "--format", "pt2", *length) == 0
     assert expected in capsys.readouterr().out
     program, model = pt2.load(tmp_path / "a.pt2"), model_of(folder, name)
     about = {"metadata.json": ""}
     torch.export.load(tmp_path / "a.pt2", extra_files=about)
     about = json.loads(about["metadata.json"])
-    below = 3 if name == "lightnet" else 50
+    below = 18 if name == "masked" else 50
     ports = [Port(p["name"], getattr(torch, p["dtype"]), p["shape"], "", below) for p in about["inputs"]]
     for sizes in ({"batch": 1, "length": 13}, {"batch": 4, "length": 2}):
         inputs = [port.example(sizes) for port in ports]
-        found, expected = program(*inputs), model(*inputs)
-        close(*((x[inputs[1]] for x in (found, expected)) if found.dim() == 3 else (found, expected)))
+        given = [inputs[0], None, inputs[1]] if name == "masked_pixels" else inputs
+        found, expected = program(*inputs), model(*given)
+        per_token = found.dim() == 3 and ports[1].name == "mask"
+        close(*((x[inputs[1]] for x in (found, expected)) if per_token else (found, expected)))
 
 
 def test_inputs_and_outputs_of_labelled_text():
@@ -241,6 +279,10 @@ def test_bad_input(folder, tmp_path, capsys, monkeypatch):
         "softmax", tmp_path / "a.pt2", "--format", "pt2", "--length", 33
     )
     assert "--length: not for --format hub" in line("softmax", tmp_path / "a", "--length", 3)
+    assert "--step: not for --format hub" in line("softmax", tmp_path / "a", "--step")
+    assert "only a model of task 'causal_lm' continues from a state, not 'masked_lm'" in line(
+        "tpe", tmp_path / "a.pt2", "--format", "pt2", "--step"
+    )
     assert "no class for 'dit', because transformers has none for diffusion; ./run.sh export --format pt2" in line(
         "noise", tmp_path / "a"
     )

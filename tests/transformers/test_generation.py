@@ -76,6 +76,15 @@ def test_the_state_has_a_constant_size_and_continues():
     assert (cache.get_seq_length(), cache.batch_size) == (0, -1)
 
 
+def test_embeddings_are_a_prompt_and_hidden_states_are_returned():
+    model, prompt = gpt(), ids(2, 5)
+    whole = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_hidden_states": True}
+    found = model.generate(inputs_embeds=model.get_input_embeddings()(prompt), **how)
+    assert torch.equal(found.sequences, whole[:, 5:])
+    assert [states[0].shape[1] for states in found.hidden_states] == [5, 1, 1, 1]
+
+
 def test_a_returned_cache_continues_a_text():
     model, prompt = gpt(), ids(2, 5)
     whole = model.generate(prompt, max_new_tokens=9, do_sample=False)

@@ -86,6 +86,12 @@ class LongTester(TextTester):
         return config, {**inputs, "bool_masked_pos": inputs["input_ids"] < 20}
 
 
+class TokensTester(TextTester):
+    def prepare_config_and_inputs_for_common(self):
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        return config, {**inputs, "input_ids": inputs["input_ids"][..., None]}
+
+
 class ImageTester(TextTester):
     def get_config(self):
         return config("vit", model={"dim": self.hidden_size, "init_std": 0.02}, num_labels=3)
@@ -124,7 +130,7 @@ class TestTokens(Suite, unittest.TestCase):
     all_model_classes = (LionForTokenClassification,)
 
     def setUp(self):
-        self.model_tester = TextTester("token_classifier")
+        self.model_tester = TokensTester("token_classifier")
 
 
 class TestGPT(Suite, unittest.TestCase):

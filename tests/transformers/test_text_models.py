@@ -234,8 +234,22 @@ def test_hidden_states_are_the_inputs_of_the_blocks_and_the_output():
     states = model(tokens, output_hidden_states=True).hidden_states
     assert len(states) == 3 and torch.equal(states[0], model.model.tokens(tokens))
     assert torch.equal(states[-1], model.model.encode(tokens))
-    with pytest.raises(ValueError, match="output_hidden_states: not recorded with a cache"):
-        model(tokens, use_cache=True, output_hidden_states=True)
+    first = model(tokens[:, :3], use_cache=True, output_hidden_states=True)
+    rest = model(tokens[:, 3:], past_key_values=first.past_key_values, output_hidden_states=True)
+    for whole, *parts in zip(states, first.hidden_states, rest.hidden_states, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-11)
+
+
+@EVERY
+@torch.no_grad()
+def test_embeddings_replace_ids(kind, name):
+    model, (tokens, mask) = made(kind, name, num_labels=3), left_padded([ids(9), ids(5, seed=1)])
+    given, kept = tokens[..., None] if name == "token_classifier" else tokens, mask.bool()
+    embeds = model.get_input_embeddings()(given)
+    found, wanted = output(model, inputs_embeds=embeds, attention_mask=mask), output(model, tokens, mask)
+    assert torch.equal(*((x[kept] for x in (found, wanted)) if found.dim() == 3 else (found, wanted)))
+    with pytest.raises(ValueError, match="input_ids, inputs_embeds: expected one of them"):
+        model(tokens, inputs_embeds=embeds)
 
 
 @pytest.mark.parametrize(("kind", "name"), [KINDS[2], KINDS[5], KINDS[7]])

@@ -1,6 +1,7 @@
 """Export a run to files that other programs load without this package.
 
-    python -m tools export RUN OUT [--format hub|pt2|onnx|aoti] [--length N] [data.path=PATH] [--checkpoint best|last]
+    python -m tools export RUN OUT [--format hub|pt2|onnx|aoti] [--length N] [--step] [data.path=PATH]
+        [--checkpoint best|last]
 
 `hub` writes a folder of transformers. The other formats write one program for any number of samples, with its
 preprocessing, class names and tokenizer inside: `pt2` for `torch.export.load`, `onnx` for ONNX Runtime, and `aoti` for
@@ -23,18 +24,18 @@ class Format(NamedTuple):
     """A format of exported files.
 
     Attributes:
-        module: Module whose `export(run, out, overrides, length)` writes `out`, and returns a line that describes it.
+        module: Module whose `export(run, out, overrides)` writes `out`, and returns a line that describes it.
         suffix: End of the name of `out`.
-        sized: Whether `length` has a meaning.
+        program: Whether `out` is a program; `export` then has the arguments `length` and `step` as well.
     """
 
     module: str
     suffix: str = ""
-    sized: bool = True
+    program: bool = True
 
 
 FORMATS = {
-    "hub": Format("tools.export.hub", sized=False),
+    "hub": Format("tools.export.hub", program=False),
     "pt2": Format("tools.export.pt2", ".pt2"),
     "onnx": Format("tools.export.onnx", ".onnx"),
     "aoti": Format("tools.export.aoti", ".pt2"),
@@ -48,17 +49,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="data.path=PATH", help="where the data are now")
     parser.add_argument("--format", choices=FORMATS, default="hub", help="default: hub")
     parser.add_argument("--length", type=count, metavar="N", help="tokens of the longest input of the program")
+    parser.add_argument("--step", action="store_true", help="a step of a causal language model, from state to state")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
     parser.add_argument("--ema", action="store_true", help="use the averaged weights")
     args = parser.parse_intermixed_args(argv)
     form = FORMATS[args.format]
-    if args.length and not form.sized:
-        raise ConfigError(f"--length: not for --format {args.format}")
+    options = {"length": args.length, "step": args.step}
+    for name in options if not form.program else ():
+        if options[name]:
+            raise ConfigError(f"--{name}: not for --format {args.format}")
     if not args.out.name.endswith(form.suffix):
         raise ConfigError(f"{args.out}: expected a name that ends with {form.suffix}")
     if os.path.lexists(args.out):
         raise ConfigError(f"{args.out}: exists already, choose a new {'file' if form.suffix else 'folder'}")
     module = importlib.import_module(form.module)
     run = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
-    print(f"{args.out}: {module.export(run, args.out, args.overrides, args.length)}")
+    print(f"{args.out}: {module.export(run, args.out, args.overrides, **(options if form.program else {}))}")
     return 0

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
 from torch.export import ExportedProgram
 
 from lion.config import ConfigError
 from lion.runs import LoadedRun
 from lion.trainer.compilation import missing_compiler
-from tools.export.program import Program, export_program
+from tools.export.package import export_program
+from tools.export.program import Program
 
 
-def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None) -> str:
+def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None, step: bool) -> str:
     """Write the program of a run, see `export_program`.
 
     Raises:
@@ -25,7 +26,7 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | No
     """
     if missing := missing_compiler():
         raise ConfigError(f"--format aoti compiles C++: {missing}, or use --format pt2")
-    return export_program(run, out, overrides, length, write=write, load=load)
+    return export_program(run, out, overrides, length, step, write=write, load=load)
 
 
 def write(program: Program, graph: ExportedProgram, path: Path) -> None:
@@ -36,7 +37,7 @@ def write(program: Program, graph: ExportedProgram, path: Path) -> None:
     )
 
 
-def load(path: Path) -> Callable[..., Tensor]:
+def load(path: Path) -> Callable[..., Any]:
     from torch._inductor import aoti_load_package
 
     return aoti_load_package(str(path))

@@ -31,14 +31,14 @@ from tools.export.place import written
 BICUBIC = 3  # as numbered by PIL
 
 
-def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: None) -> str:
+def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
     """Write the folder `out`, and return a line that describes it.
 
     Raises:
         ConfigError: transformers is not installed, there is no class for the model, or the tokenizer is not found.
     """
     if transformers.classic(run):
-        return transformers.export(run, out, overrides, length)
+        return transformers.export(run, out, overrides)
     try:
         from lion.transformers import from_run
         from lion.transformers.remote import AUTO

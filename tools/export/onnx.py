@@ -13,12 +13,13 @@ from torch.export import ExportedProgram
 
 from lion.config import ConfigError
 from lion.runs import LoadedRun
-from tools.export.program import Program, export_program
+from tools.export.package import export_program
+from tools.export.program import Program
 
 MOST = 2**31 - 2**20  # bytes of the largest file of ONNX (2 GiB), with room for the graph
 
 
-def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None) -> str:
+def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None, step: bool) -> str:
     """Write the program of a run, see `export_program`.
 
     Raises:
@@ -27,7 +28,7 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | No
     runtime()
     if (size := sum(value.nbytes for value in run.model.state_dict().values())) > MOST:
         raise ConfigError(f"{out}: {size / 2**30:.1f} GiB of weights, a file of ONNX holds 2 GiB; use --format pt2")
-    return export_program(run, out, overrides, length, write=write, load=load)
+    return export_program(run, out, overrides, length, step, write=write, load=load)
 
 
 def runtime() -> Any:
@@ -73,7 +74,9 @@ def write(program: Program, graph: ExportedProgram, path: Path) -> None:
     names = [port.name for port in program.inputs]
     graph = graph.run_decompositions({torch.ops.aten.linalg_solve_triangular.default: solved})
     try:
-        made = torch.onnx.export(graph, verbose=False, input_names=names, output_names=[program.output.name])
+        made = torch.onnx.export(
+            graph, verbose=False, input_names=names, output_names=[p.name for p in program.outputs]
+        )
     except torch.onnx.OnnxExporterError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ConfigError(f"{path.name}: ONNX lacks an operator of this model ({reason}); use --format pt2") from None
@@ -83,11 +86,12 @@ def write(program: Program, graph: ExportedProgram, path: Path) -> None:
     made.save(path, external_data=False)
 
 
-def load(path: Path) -> Callable[..., Tensor]:
+def load(path: Path) -> Callable[..., Any]:
     session = runtime().InferenceSession(path)
     names = [port.name for port in session.get_inputs()]
 
-    def run(*inputs: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, dict(zip(names, (x.numpy() for x in inputs))))[0])
+    def run(*inputs: Tensor) -> Tensor | list[Tensor]:
+        found = [torch.from_numpy(x) for x in session.run(None, dict(zip(names, (x.numpy() for x in inputs))))]
+        return found if len(found) > 1 else found[0]
 
     return run

@@ -13,7 +13,7 @@ from lion.runs import LoadedRun
 from lion.samples.sequences import PIXELS
 from lion.tasks.diffusion import Diffusion
 
-BATCH, LENGTH = "batch", "length"  # names of the sizes that may vary
+BATCH, LENGTH, SEEN = "batch", "length", "seen"  # names of the sizes that may vary; `SEEN`: tokens before a step
 Shape = tuple[int | str, ...]
 
 
@@ -24,9 +24,10 @@ class Port:
     Attributes:
         name: Name.
         dtype: Data type.
-        shape: Sizes; `BATCH` and `LENGTH` may vary.
+        shape: Sizes; `BATCH`, `LENGTH` and `SEEN` may vary.
         about: Meaning of the values, for the description of the program.
         below: For inputs: all values are from 0 to `below` - 1.
+        start: For states: the value of all numbers before the first token.
     """
 
     name: str
@@ -34,10 +35,13 @@ class Port:
     shape: Shape
     about: str
     below: int = 2
+    start: float | None = None
 
     def example(self, sizes: dict[str, int]) -> Tensor:
-        """Return random values; in a mask, the second half of the second row is padding."""
+        """Return random values, or the start of a state; in a mask, the second half of the second row is padding."""
         shape = [sizes.get(n, 0) if isinstance(n, str) else n for n in self.shape]
+        if self.start is not None:
+            return torch.full(shape, self.start, dtype=self.dtype)
         if self.dtype.is_floating_point:
             return torch.randn(shape, dtype=self.dtype)
         if self.dtype != torch.bool:
@@ -48,7 +52,8 @@ class Port:
 
     def described(self) -> dict[str, Any]:
         """Return the description as plain data."""
-        return {"name": self.name, "dtype": str(self.dtype)[6:], "shape": list(self.shape), "about": self.about}
+        port = {"name": self.name, "dtype": str(self.dtype)[6:], "shape": list(self.shape), "about": self.about}
+        return port if self.start is None else {**port, "start": str(self.start)}  # JSON has no infinity
 
 
 Ports = tuple[tuple[Port, ...], Port]  # the inputs, and the output
@@ -101,6 +106,15 @@ def of_sequences(run: LoadedRun) -> Ports:
     return inputs, logits(info.classes)
 
 
+def of_masked_sequences(run: LoadedRun) -> Ports:
+    info = run.task.info
+    inputs = pixels(info.length) if info.vocabulary is None else tokens(info.vocabulary, LENGTH)
+    hidden = Port("hidden", torch.bool, inputs[0].shape, "true for inputs that the model predicts without reading them")
+    about = "the normalised intensity" if info.vocabulary is None else "logits of the id"
+    output = logits(*inputs[0].shape[1:], info.vocabulary or 1, about=f"{about} at each place")
+    return (*inputs, hidden), output
+
+
 def of_labelled_tokens(run: LoadedRun) -> Ports:
     info = run.task.info
     return tokens(info.vocabulary, LENGTH, ids=(info.ids,)), logits(LENGTH, info.classes)
@@ -128,6 +142,7 @@ PORTS: dict[str, Callable[[LoadedRun], Ports]] = {  # by `task.name`
     "diffusion": of_diffusion,
     "image_classification": of_images,
     "lra": of_sequences,
+    "lra_masked": of_masked_sequences,
     "masked_lm": of_masked_text,
     "sequence_classification": of_labelled_text,
     "token_classification": of_labelled_tokens,

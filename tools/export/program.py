@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,34 +23,33 @@ from lion.layers.tpe import TPE
 from lion.ops.chunk import GROUP
 from lion.runs import LoadedRun, count_parameters
 from lion.samples.text import TextInfo
-from tools.compose import check_finite, open_tokenizer_of
-from tools.export.place import written
-from tools.export.ports import BATCH, LENGTH, PORTS, Port, facts_of
+from tools.compose import open_tokenizer_of
+from tools.export.ports import BATCH, LENGTH, PORTS, SEEN, Port, facts_of
 from tools.export.transformers import dressed
 
 CHUNK = 64  # fewest tokens of a chunk
 CHUNKS = 2 * GROUP - 1  # chunks of the longest input: a graph with a symbolic length adds one chunk of padding
 LONGEST = CHUNK * CHUNKS - 1  # tokens of the longest input, by default
-EXAMPLE = {BATCH: 3, LENGTH: 100}  # sizes of the inputs with which a graph is traced
+EXAMPLE = {BATCH: 3, LENGTH: 100, SEEN: 7}  # sizes of the inputs with which a graph is traced
 METADATA, TOKENIZER = "metadata.json", "tokenizer.json"  # names of the texts in a program
 
 
 class Pixels(nn.Module):
-    """A model of uint8 pixels, with outputs in float32."""
+    """A model of uint8 pixels, of which it may predict the `hidden` ones, with outputs in float32."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.model(pixels).float()
+    def forward(self, pixels: Tensor, hidden: Tensor | None = None) -> Tensor:
+        return self.model(pixels, *([] if hidden is None else [None, hidden])).float()
 
 
 class Tokens(Pixels):
-    """A model of token ids, a mask that is False for padding, and types if the model has any, with float32 outputs."""
+    """A model of token ids, a mask that is False for padding, and types or hidden ids if the model has any."""
 
-    def forward(self, tokens: Tensor, mask: Tensor, types: Tensor | None = None) -> Tensor:
-        return self.model(tokens, mask, *([] if types is None else [types])).float()
+    def forward(self, tokens: Tensor, mask: Tensor, more: Tensor | None = None) -> Tensor:
+        return self.model(tokens, mask, *([] if more is None else [more])).float()
 
 
 class Noise(Pixels):
@@ -70,28 +68,31 @@ class Program:
 
     Attributes:
         module: Module with the positional arguments `inputs`.
-        inputs, output: Inputs in order, and the output.
-        longest: Tokens of the longest input; None if there is no limit.
+        inputs, outputs: Inputs and outputs, in order.
+        longest: Tokens of the longest text; None if there is no limit.
         files: Texts inside the program, by name: its description, and its tokenizer if it reads text.
     """
 
     module: nn.Module
     inputs: tuple[Port, ...]
-    output: Port
+    outputs: tuple[Port, ...]
     longest: int | None
     files: dict[str, str]
 
-    def example(self, batch: int, length: int) -> tuple[Tensor, ...]:
-        """Return random inputs, with fewer tokens if `length` exceeds `longest`."""
+    def example(self, batch: int, length: int, seen: int = 0) -> tuple[Tensor, ...]:
+        """Return random inputs, with fewer tokens if `length` exceeds `longest`, after `seen` tokens."""
         length = length if self.longest is None else min(length, self.longest)
-        return tuple(port.example({BATCH: batch, LENGTH: length}) for port in self.inputs)
+        return tuple(port.example({BATCH: batch, LENGTH: length, SEEN: seen}) for port in self.inputs)
+
+    def varying(self) -> tuple[Any, ...]:
+        """Return the dimensions of each argument of the module that may vary."""
+        return tuple({i: Dim.DYNAMIC for i, n in enumerate(p.shape) if isinstance(n, str)} for p in self.inputs)
 
     @torch.no_grad()
     def graph(self) -> ExportedProgram:
         """Trace the module."""
-        varying = tuple({i: Dim.DYNAMIC for i, n in enumerate(p.shape) if isinstance(n, str)} for p in self.inputs)
-        example = self.example(EXAMPLE[BATCH], EXAMPLE[LENGTH])
-        return torch.export.export(self.module, example, dynamic_shapes=varying, strict=False)
+        example = self.example(EXAMPLE[BATCH], EXAMPLE[LENGTH], EXAMPLE[SEEN])
+        return torch.export.export(self.module, example, dynamic_shapes=self.varying(), strict=False)
 
     @torch.no_grad()
     def deviation(self, run: Callable[..., Tensor]) -> float:
@@ -104,8 +105,10 @@ class Program:
         for batch, length in ((1, 1), (2, 3 * EXAMPLE[LENGTH])):
             inputs = self.example(batch, length)
             apart = (run(*inputs) - self.module(*inputs)).abs()
-            per_token = apart.dim() == 3  # the outputs at padding have no meaning
-            found.append((apart[inputs[1]] if per_token else apart).max().item())
+            for port, mask in zip(self.inputs, inputs):
+                if port.name == "mask" and apart.dim() == 3:
+                    apart = apart[mask]  # the outputs at padding have no meaning
+            found.append(apart.max().item())
         return max(found)
 
 
@@ -134,10 +137,8 @@ def make_program(run: LoadedRun, overrides: Sequence[str], length: int | None) -
             set_form(model, "chunk", max(CHUNK, -(-(longest + 1) // CHUNKS)))
     elif length is not None:
         raise ConfigError(f"--length: {run.folder}: its inputs have one size")
-    files = {METADATA: json.dumps(metadata(run, inputs, output, longest), indent=2)}
-    if isinstance(run.task.info, TextInfo):
-        files[TOKENIZER] = dressed(open_tokenizer_of(run, overrides))[0].to_str()
-    return Program(MODULES[inputs[0].name](model).eval(), inputs, output, longest, files)
+    files = files_of(run, overrides, inputs, (output,), longest)
+    return Program(MODULES[inputs[0].name](model).eval(), inputs, (output,), longest, files)
 
 
 def longest_input(run: LoadedRun, length: int | None) -> int | None:
@@ -161,12 +162,14 @@ def with_length(port: Port, length: int) -> Port:
     return replace(port, shape=tuple(length if n == LENGTH else n for n in port.shape))
 
 
-def metadata(run: LoadedRun, inputs: Sequence[Port], output: Port, longest: int | None) -> dict[str, object]:
-    """Return the description of a program as plain data.
+def files_of(
+    run: LoadedRun, overrides: Sequence[str], inputs: Sequence[Port], outputs: Sequence[Port], longest: int | None
+) -> dict[str, str]:
+    """Return the texts inside a program: its description, and the tokenizer of a run on text.
 
-    `data` holds class names, and special tokens by name; `alphas_cumprod` describes the diffusion.
+    In the description, `data` holds class names, and special tokens by name; `alphas_cumprod` describes the diffusion.
     """
-    return {
+    about = {
         "lion": lion.__version__,
         "run": run.folder.resolve().name,
         "task": run.recipe.task.name,
@@ -175,33 +178,11 @@ def metadata(run: LoadedRun, inputs: Sequence[Port], output: Port, longest: int 
         "step": run.checkpoint["step"],
         "parameters": count_parameters(run.model),
         "inputs": [port.described() for port in inputs],
-        "outputs": [output.described()],
+        "outputs": [port.described() for port in outputs],
         "longest": longest,
         **facts_of(run),
     }
-
-
-class Writer(Protocol):
-    """A function that writes a program, and its graph, to a file."""
-
-    def __call__(self, program: Program, graph: ExportedProgram, path: Path) -> None: ...
-
-
-def export_program(
-    run: LoadedRun,
-    out: Path,
-    overrides: Sequence[str],
-    length: int | None,
-    *,
-    write: Writer,
-    load: Callable[[Path], Callable[..., Tensor]],
-) -> str:
-    """Write the program of a run, load it again, and return a line that describes it and its deviation."""
-    program = make_program(run, overrides, length)
-    with written(out) as path:
-        write(program, program.graph(), path)
-        apart = program.deviation(load(path))
-        check_finite(torch.tensor(apart), run.folder)
-    ports = ", ".join(f"{p.name} ({', '.join(map(str, p.shape))})" for p in (*program.inputs, program.output))
-    limit = f", at most {program.longest} tokens" if LENGTH in ports and program.longest is not None else ""
-    return f"{ports}{limit}; largest deviation of an output: {apart:.1e}"
+    files = {METADATA: json.dumps(about, indent=2)}
+    if isinstance(run.task.info, TextInfo):
+        files[TOKENIZER] = dressed(open_tokenizer_of(run, overrides))[0].to_str()
+    return files

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.export import ExportedProgram
 
 from lion.runs import LoadedRun
-from tools.export.program import Program, export_program
+from tools.export.package import export_program
+from tools.export.program import Program
 
 
-def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None) -> str:
-    return export_program(run, out, overrides, length, write=write, load=load)
+def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None, step: bool) -> str:
+    return export_program(run, out, overrides, length, step, write=write, load=load)
 
 
 def write(program: Program, graph: ExportedProgram, path: Path) -> None:
     torch.export.save(graph, path, extra_files=program.files)
 
 
-def load(path: Path) -> Callable[..., Tensor]:
+def load(path: Path) -> Callable[..., Any]:
     return torch.export.load(path).module()

@@ -46,7 +46,7 @@ ROLES = {  # names of special tokens in transformers
 }
 
 
-def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: None) -> str:
+def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
     """Write the folder `out`, and return a line that describes it.
 
     Raises:

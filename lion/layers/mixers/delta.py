@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ class DeltaAttention(LionAttention):
     """Linear attention with a delta rule and a writing strength beta."""
 
     Config = DeltaConfig
+    config: DeltaConfig
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> DeltaConfig:
@@ -170,7 +172,7 @@ class GeneralizedDeltaRule(Decay):
 
 BLOCK = {"conv_width": 4, "value_map": "silu", "head_norm": "rmsnorm"}
 LOW_RANK_GATE = {"out_gate": "sigmoid", "out_gate_rank": 64}  # the rank is the head dimension in the publications
-UNIT = {"feature_map": "silu_unit"}
+UNIT: dict[str, Any] = {"feature_map": "silu_unit"}
 FAMILY = {
     "deltanet": Entry(
         DeltaAttention,

@@ -62,6 +62,7 @@ class DeltaProductAttention(DeltaAttention):
     """Gated DeltaProduct. A chunk of the chunk form holds `chunk_size` steps."""
 
     Config = DeltaProductConfig
+    config: DeltaProductConfig
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> DeltaProductConfig:

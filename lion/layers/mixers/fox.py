@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lion.layers.layout import Layout
@@ -96,9 +97,8 @@ class ForgettingAttention(SoftmaxAttention):
         check_state(state, ForgettingCache)
         layout = Layout.after(x, state.cache.valid.sum(1), valid)
         q, k = self.map_and_rotate(x, q, k, layout)
-        sums = self.log_gates(x, k, layout).cumsum(-1)
-        if state.sums.shape[-1]:
-            sums = sums + state.sums[..., -1:]
+        before = F.pad(state.sums, (1, 0))[..., -1:]  # 0 before the first token
+        sums = before + self.log_gates(x, k, layout).cumsum(-1)
         cache, read = self.extended(state.cache, k, v, valid)
         every = torch.cat([state.sums, sums], -1)
         y = self.attend(q, *cache.read(), self.bias(sums, every, read).to(q.dtype))

@@ -176,6 +176,7 @@ class HippoAttention(LionAttention):
     """Linear attention whose decays start from HiPPO."""
 
     Config = HippoConfig
+    config: HippoConfig
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> HippoConfig:

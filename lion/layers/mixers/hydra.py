@@ -37,7 +37,7 @@ from lion.ops import FORMS, State, initial_state, linear_attention, no_autocast,
 HYDRA = "hydra"
 NORM_EPS = 1e-5
 NEIGHBOURS = {"forward": -1, "backward": 1}  # of token i, the token whose output of the scan it reads
-SCAN = {"normalize": "none", "decay_convention": "target", "scale": 1.0, "feature_map": None}
+SCAN: dict[str, Any] = {"normalize": "none", "decay_convention": "target", "scale": 1.0, "feature_map": None}
 
 
 @dataclass
@@ -90,6 +90,7 @@ class HydraAttention(StateSpaceMixer):
     """
 
     Config = HydraConfig
+    config: HydraConfig
     forms = FORMS
     usual: ClassVar[dict[str, Any]] = {"conv_width": 7}
 

@@ -108,6 +108,7 @@ class LightNetAttention(LionAttention):
     """Linear attention whose keys are normalised over the tokens."""
 
     Config = LightNetConfig
+    config: LightNetConfig
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> LightNetConfig:

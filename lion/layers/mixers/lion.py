@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +14,12 @@ from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
 from lion.ops import Gates
 
-LION = {"feature_map": "silu_shifted", "normalize": "sum", "decay_convention": "source", "source": "LION, 2502.16249"}
+LION: dict[str, Any] = {
+    "feature_map": "silu_shifted",
+    "normalize": "sum",
+    "decay_convention": "source",
+    "source": "LION, 2502.16249",
+}
 
 
 class FixedDecay(Decay):

@@ -54,6 +54,7 @@ class PerformerAttention(LionAttention):
     """Linear attention with random features that estimate softmax attention."""
 
     Config = PerformerConfig
+    config: PerformerConfig
 
     def __init__(self, dim: int, num_heads: int, *args: Any, **settings: Any) -> None:
         super().__init__(dim, num_heads, *args, **settings)

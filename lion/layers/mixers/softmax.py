@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ class KeyValueCache(NamedTuple):
     v: Tensor
     valid: Tensor
 
-    def with_room(self, count: int) -> Self:
+    def with_room(self, count: int) -> KeyValueCache:
         """Return the cache with room for `count` more tokens."""
         length = self.valid.shape[1]
         cache = KeyValueCache(*(F.pad(x[:, :, :length], (0, 0, 0, count)) for x in (self.k, self.v)), self.valid)
@@ -47,7 +47,7 @@ class KeyValueCache(NamedTuple):
             torch._dynamo.maybe_mark_dynamic(x, tokens)  # symbolic, so that one compiled step serves all lengths
         return cache
 
-    def append(self, k: Tensor, v: Tensor, valid: Tensor) -> Self:
+    def append(self, k: Tensor, v: Tensor, valid: Tensor) -> KeyValueCache:
         """Return the cache with C more tokens: keys and values (B, H, C, D), and their mask `valid` (B, C)."""
         length, end = self.valid.shape[1], self.valid.shape[1] + k.shape[2]
         valid = torch.cat([self.valid, valid], 1)

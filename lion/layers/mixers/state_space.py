@@ -48,6 +48,7 @@ class StateSpaceMixer(Mixer):
     """
 
     Config = StateSpaceConfig
+    config: StateSpaceConfig
     usual: ClassVar[dict[str, Any]]
     inputs: nn.Linear
 

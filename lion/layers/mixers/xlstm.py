@@ -118,6 +118,7 @@ class MLSTMAttention(LionAttention):
     """The mLSTM, with a sigmoid or an exponential input gate."""
 
     Config = XLSTMConfig
+    config: XLSTMConfig
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> XLSTMConfig:
