@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from lion.ops import flex as fused
-from lion.ops import linear_attention, reference_attention
+from lion.ops import flex_scan, linear_attention, reference_attention
 from lion.ops.arguments import Gates
 from lion.ops.settings import Settings
 from tools.gpu.fused import FUSED
@@ -92,8 +92,8 @@ def test_padding_and_segments_are_exact(decay, direction):
 @pytest.mark.parametrize("decay", ["lion_s", "lion_d", "steep"])
 @pytest.mark.parametrize("direction", ["both", "forward", "backward"])
 def test_chunks_with_the_states_that_enter_them_are_exact(decay, direction, monkeypatch):
-    for name, value in (("WHOLE_UP_TO", 64), ("CHUNK", 48), ("BLOCK", 16)):
-        monkeypatch.setattr(fused, name, value)
+    for module, name, value in ((fused, "WHOLE_UP_TO", 64), (fused, "CHUNK", 48), (flex_scan, "BLOCK", 16)):
+        monkeypatch.setattr(module, name, value)
     for convention in ("source", "target", "symmetric"):
         how = dict(feature_map="silu_shifted", direction=direction, decay_convention=convention)
         for valid, segments in ((None, None), (LEFT, None), (None, SEGMENTS), (RIGHT, SEGMENTS)):
