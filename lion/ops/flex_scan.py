@@ -163,13 +163,12 @@ class Pairs(NamedTuple):
     size: int
     decays: Tensor | None = None
     states: Tensor | None = None
+    leaving: bool = False
 
     @property
     def width(self) -> int:
         """Return the number of keys of a state."""
         return 0 if self.states is None else self.states.shape[-1]
-
-    leaving: bool = False
 
     def ahead(self, h: Tensor, count: int) -> Tensor | int:
         """Return `count` in a forward direction, and 0 in others."""
@@ -232,8 +231,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tenso
     sides = ("both",) if pairs.leaving else pairs.sides
     mask = block_mask(q.shape[4], k.shape[4], pairs.width, sides, allowed, q.device)
     given = dict(score_mod=score, block_mask=mask, scale=1.0, kernel_options={"BACKEND": "TRITON"})
-    outputs, beside = flex_attention(*(x.flatten(0, 2) for x in (q, k, v)), **given, return_aux=AuxRequest(lse=True))
-    return outputs, beside.lse.clamp_min(LEAST_LOG)
+    outputs, more = flex_attention(*(x.flatten(0, 2) for x in (q, k, v)), **given, return_aux=AuxRequest(lse=True))
+    return outputs, more.lse.clamp_min(LEAST_LOG)
 
 
 def constants(each: Iterable[Tensor]) -> Tensor:
