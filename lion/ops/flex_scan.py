@@ -135,8 +135,11 @@ class _Windows(torch.autograd.Function):
 
 
 def windows(reverse: tuple[bool, ...], rows: Tensor, tokens: list[Tensor], states: Iterable[Tensor] = ()) -> Tensor:
-    """Return the rows of each direction (B, H, N, S, C', D); see `_Windows`."""
-    return _Windows.apply(reverse, rows.detach(), *tokens, *states)
+    """Return the rows of each direction (B, H, N, S, C', D); see `_Windows`.
+
+    Rows of another layout are copied: `flex_attention` needs B, H and N as one axis, and would copy every direction.
+    """
+    return _Windows.apply(reverse, rows.detach().contiguous(), *tokens, *states)
 
 
 def beside(reverse: tuple[bool, ...], x: Tensor, states: list[Tensor]) -> Tensor:
