@@ -22,30 +22,25 @@ def gradients_to(prefix: Tensor, q: Tensor, k: Tensor, valid: Tensor | None) -> 
     return gradient_to(prefix, q, 1, valid), gradient_to(prefix, k, -1, valid)
 
 
-def gradient_to(prefix: Tensor, x: Tensor, sign: int, valid: Tensor | None = None, start: int = 0) -> Tensor:
-    """Return queries (sign 1) or keys (sign -1) unchanged; `prefix` also receives their part of its gradient.
-
-    `prefix` belongs to as many tokens as it has, from token `start`.
-    """
-    return _GradientTo.apply(prefix, x, sign, valid, start)
+def gradient_to(prefix: Tensor, x: Tensor, sign: int, valid: Tensor | None = None) -> Tensor:
+    """Return queries (sign 1) or keys (sign -1) unchanged; `prefix` also receives their part of its gradient."""
+    return _GradientTo.apply(prefix, x, sign, valid)
 
 
 class _GradientTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, prefix: Tensor, x: Tensor, sign: int, valid: Tensor | None, start: int) -> Tensor:
+    def forward(ctx, prefix: Tensor, x: Tensor, sign: int, valid: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, valid)
-        ctx.sign, ctx.start, ctx.dtype, (ctx.length, width) = sign, start, prefix.dtype, prefix.shape[-2:]
-        ctx.scalar = width == 1
+        ctx.sign, ctx.dtype, ctx.scalar = sign, prefix.dtype, prefix.shape[-1] == 1
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, valid = ctx.saved_tensors
-        part, gradient = (t.narrow(-2, ctx.start, ctx.length).to(ctx.dtype) for t in (x, dx))
-        prefix = part * gradient
+        prefix = x.to(ctx.dtype) * dx.to(ctx.dtype)
         if ctx.scalar:
             prefix = prefix.sum(-1, keepdim=True)
         if valid is not None:  # padding may hold NaN
             prefix = prefix.masked_fill(~valid[:, None, :, None], 0)
-        return prefix if ctx.sign > 0 else -prefix, dx, None, None, None
+        return prefix if ctx.sign > 0 else -prefix, dx, None, None

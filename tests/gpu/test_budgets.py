@@ -36,9 +36,9 @@ BUDGETS = {
         ("lion_s", "full", 197): (13, 16, 84.0),
         ("lion_s", "chunk", 1024): (25, 39, 117.5),
         ("lion_lit", "fused", 197): (6, 4, 26.5),
-        ("lion_d", "fused", 197): (13, 8, 48.5),
-        ("lion_s", "fused", 197): (14, 8, 49.0),
-        ("lion_s", "fused", 4096): (32, 31, 78.0),
+        ("lion_d", "fused", 197): (8, 8, 43.0),
+        ("lion_s", "fused", 197): (9, 8, 43.5),
+        ("lion_s", "fused", 4096): (20, 24, 68.0),
     },
 }
 CASES = BUDGETS.get(VERSION, {})

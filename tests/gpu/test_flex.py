@@ -4,7 +4,6 @@ On a CPU, flex_attention's dense operator is compared with the full form. The co
 must be correct in Triton's interpreter and compile (test_mixers.py), and move few bytes (test_budgets.py).
 """
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from lion.ops import flex as fused
-from lion.ops import linear_attention, reference_attention
+from lion.ops import flex_scan, linear_attention, reference_attention
 from lion.ops.arguments import Gates
 from lion.ops.settings import Settings
 from tools.gpu.fused import FUSED
@@ -25,7 +24,6 @@ FULL = Settings(form="full", feature_map="silu_shifted")
 SEGMENTS = torch.tensor([[-1] * 5 + [0] * 60 + [1] * 50 + [2] * 20 + [-1] * 15, [1] * 100 + [2] * 50])
 LEFT, RIGHT = torch.ones(B, L, dtype=torch.bool), torch.ones(B, L, dtype=torch.bool)
 LEFT[0, :20], RIGHT[1, 100:] = False, False
-MASKS = ((None, None), (LEFT, None), (None, SEGMENTS), (RIGHT, SEGMENTS))
 DECAYS = {
     "lion_s": lambda rng: -torch.rand(B, H, L, generator=rng),
     "lion_d": lambda rng: -torch.rand(H, generator=rng),
@@ -80,7 +78,7 @@ def test_values_and_gradients_are_those_of_the_full_form(decay, direction):
 @pytest.mark.parametrize("direction", ["both", "backward"])
 def test_padding_and_segments_are_exact(decay, direction):
     settings = Settings(form="full", feature_map="relu", direction=direction)
-    for valid, segments in (*MASKS[1:], (RIGHT, None)):
+    for valid, segments in ((LEFT, None), (RIGHT, None), (None, SEGMENTS), (RIGHT, SEGMENTS)):
         given, there = inputs(decay), torch.ones(B, L, dtype=torch.bool) if valid is None else valid
         there = there if segments is None else there & (segments >= 0)
         with torch.no_grad():
@@ -94,20 +92,17 @@ def test_padding_and_segments_are_exact(decay, direction):
 @pytest.mark.parametrize("decay", ["lion_s", "lion_d", "steep"])
 @pytest.mark.parametrize("direction", ["both", "forward", "backward"])
 def test_chunks_with_the_states_that_enter_them_are_exact(decay, direction, monkeypatch):
-    for name, value in (("WHOLE_UP_TO", 64), ("CHUNK", 48), ("BLOCK", 16)):
-        monkeypatch.setattr(fused, name, value)
-    shift = [*DECAYS].index(decay) + len(direction)  # half of the cases, and each with another decay or direction
-    for case, (convention, masks) in enumerate(itertools.product(("source", "target", "symmetric"), MASKS), shift):
-        if case % 2:
-            check_chunks(decay, torch.float64, masks, 1e-12, direction=direction, decay_convention=convention)
-    check_chunks(decay, torch.float32, (RIGHT, SEGMENTS), 2e-5, direction=direction, decay_convention="symmetric")
-
-
-def check_chunks(decay: str, dtype: torch.dtype, masks: tuple, tolerance: float, **how) -> None:
-    given, (valid, segments), how = inputs(decay, dtype), masks, dict(feature_map="silu_shifted", **how)
-    got = results(fused.fused_attention, given, valid, segments, Settings(form="chunk", **how))
-    want = results(linear_attention, given, valid=valid, segments=segments, settings=Settings(form="full", **how))
-    assert_same(got, want, tolerance)
+    for module, name, value in ((fused, "WHOLE_UP_TO", 64), (fused, "CHUNK", 48), (flex_scan, "BLOCK", 16)):
+        monkeypatch.setattr(module, name, value)
+    for convention in ("source", "target", "symmetric"):
+        how = dict(feature_map="silu_shifted", direction=direction, decay_convention=convention)
+        for valid, segments in ((None, None), (LEFT, None), (RIGHT, SEGMENTS)):
+            for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5))[: 2 if segments is None else 1]:
+                given = inputs(decay, dtype)
+                got = results(fused.fused_attention, given, valid, segments, Settings(form="chunk", **how))
+                full = Settings(form="full", **how)
+                want = results(linear_attention, given, valid=valid, segments=segments, settings=full)
+                assert_same(got, want, tolerance)
 
 
 def test_the_definition_and_rows_without_a_sum():
@@ -207,6 +202,7 @@ def test_the_check_falls_back_with_a_line(monkeypatch, caplog):
     assert torch.compile(graph, backend="eager", fullgraph=True)(torch.ones(1)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_what_has_no_fused_form():
     with pytest.raises(ValueError, match="no fused form"):
