@@ -63,7 +63,7 @@ def test_the_first_process_alone_says_what_is_wrong_anywhere(tmp_path):
         f"process 1 on {socket.gethostname()}: no data",
         "typo",
         "processes 0 and 1 differ in seed: 0 and 1; give all machines the same",
-        "trainer.sequence: rows of 1 tokens are too short for 2 processes",
+        "processes: rows of 1 tokens are too short for 2 processes",
         f"processes 0 and 1 differ in lion: 9.0 {code} and 9.1 {code}; give all machines the same",
         "processes 0 and 1 differ in torch: 9.0 and 9.1; give all machines the same",
     ]

@@ -62,5 +62,5 @@ def test_show_on_a_mesh(capsys):
     assert "in each of 4 GPUs (NVIDIA H100 SXM, 80 GiB)" in out and "an estimate" in out and "sequence: 2" in out
     assert "measured now" not in out
     assert "--mesh: expected DATAxSEQUENCE such as 8x4, got '8'" in refuse(capsys, "show", "quickstart", "--mesh", "8")
-    assert "model.name: ViT does not split" in refuse(capsys, "show", "quickstart", "--mesh", "2x2")
+    assert "model.name: DiT does not split" in refuse(capsys, "show", "dit_tiny_lightnet", "--mesh", "2x2")
     assert "cannot be divided evenly among 16" in refuse(capsys, "show", "mlm_tiny_lion_s", *SMALL, "--mesh", "16x1")

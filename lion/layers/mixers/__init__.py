@@ -29,6 +29,7 @@ from lion.layers.mixers.performer import PerformerAttention
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
 from lion.layers.mixers.vim import VIM, VimMixer
+from lion.layers.mixers.xlstm import MLSTMAttention
 
 for family in (
     lion,
@@ -61,6 +62,7 @@ __all__ = [
     "HydraAttention",
     "LightNetAttention",
     "LionAttention",
+    "MLSTMAttention",
     "Mixer",
     "NoMixing",
     "PerformerAttention",
