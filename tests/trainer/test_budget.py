@@ -188,9 +188,9 @@ def test_evaluation_saving_and_compilation_take_none_of_the_time(tmp_path, monke
     monkeypatch.setattr(state.time, "perf_counter", lambda: now[0])
 
     def passing(call, seconds):
-        def timed(*args):
+        def timed(*args, **kwargs):
             now[0] += seconds
-            return call(*args)
+            return call(*args, **kwargs)
 
         return timed
 
