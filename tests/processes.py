@@ -42,6 +42,9 @@ class Command:
 
     def __init__(self, *args, **variables) -> None:
         self.folder = tempfile.TemporaryDirectory()
+        self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
+        for path in self.outputs:  # the process may be killed before it opens them
+            path.touch()
         given = [str(arg) for arg in args], {name: str(value) for name, value in variables.items()}
         self.process = CONTEXT.Process(target=_run, args=(self.folder.name, *given))
         self.process.start()
@@ -54,7 +57,7 @@ class Command:
         self.process.join(seconds)
         self.process.kill()
         self.process.join()
-        out, err = ((Path(self.folder.name) / name).read_text() for name in ("stdout", "stderr"))
+        out, err = (path.read_text() for path in self.outputs)
         return subprocess.CompletedProcess([], self.process.exitcode, out, err)
 
 
