@@ -137,9 +137,10 @@ class _Windows(torch.autograd.Function):
 def windows(reverse: tuple[bool, ...], rows: Tensor, tokens: list[Tensor], states: Iterable[Tensor] = ()) -> Tensor:
     """Return the rows of each direction (B, H, N, S, C', D); see `_Windows`.
 
-    Rows of another layout are copied: `flex_attention` needs B, H and N as one axis, and would copy every direction.
+    Rows are copied here if B, H and N are not one axis in memory: `flex_attention` would copy every direction.
     """
-    return _Windows.apply(reverse, rows.detach().contiguous(), *tokens, *states)
+    rows = rows.detach().flatten(0, 2).unflatten(0, rows.shape[:3])
+    return _Windows.apply(reverse, rows, *tokens, *states)
 
 
 def beside(reverse: tuple[bool, ...], x: Tensor, states: list[Tensor]) -> Tensor:
