@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from lion.layers.mixers import LINEAR, MIXERS
+from lion.layers.mixers import MIXERS
 from tools.cli import aligned
 
 MIXER_COLUMNS = ("published in", "decay", "normalised by", "`block: published` adds", "left out")
@@ -12,9 +10,9 @@ MIXER_COLUMNS = ("published in", "decay", "normalised by", "`block: published` a
 
 def mixer_table() -> str:
     """Return a table of all values of `model.mixer`: name, publication, decay and normalisation of each mixer."""
-    return "\n".join(aligned([["model.mixer", *MIXER_COLUMNS[:-2]], *(row[:-2] for row in mixer_rows(MIXERS))]))
+    return "\n".join(aligned([["model.mixer", *MIXER_COLUMNS[:-2]], *(row[:-2] for row in mixer_rows())]))
 
 
-def mixer_rows(names: Iterable[str] = LINEAR) -> list[list[str]]:
-    """Return rows of the table in lion/layers/README.md: name and facts of each mixer (default: all linear mixers)."""
-    return [[name, *MIXERS[name].layer.info(name)[: len(MIXER_COLUMNS)]] for name in names]
+def mixer_rows() -> list[list[str]]:
+    """Return the rows of the table in lion/layers/README.md: name and facts of each mixer."""
+    return [[name, *entry.layer.info(name)[: len(MIXER_COLUMNS)]] for name, entry in MIXERS.items()]

@@ -104,17 +104,7 @@ def results_like(right: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
     return right.new_empty(count + 1, *heads, read.shape[-1], width), right.new_empty(right.shape)
 
 
-@torch.library.custom_op("lion::delta_states", mutates_args=())
-def loop_op(
-    T: Tensor,
-    read: Tensor,
-    right: Tensor,
-    erase: Tensor,
-    kept: Tensor,
-    write: Tensor | None,
-    first: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return loop(T, read, right, erase, kept, write, first)
+loop_op = torch.library.custom_op("lion::delta_states", loop, mutates_args=())
 
 
 @loop_op.register_fake

@@ -18,7 +18,7 @@ from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.linear_transformers import DiscreteDecay, inverse_softplus_steps
-from lion.layers.mixers.registry import MIXERS, Entry
+from lion.layers.mixers.registry import Entry
 from lion.ops import Gates
 
 
@@ -41,11 +41,6 @@ class DeltaAttention(LionAttention):
 
     Config = DeltaConfig
     config: DeltaConfig
-
-    @staticmethod
-    def resolve(name: str, config: AttentionConfig) -> DeltaConfig:
-        kind = MIXERS[name].layer.Config
-        return LionAttention.resolve(name, config if isinstance(config, kind) else kind(**vars(config)))
 
     def make_decays(self, dim: int) -> list[Decay]:
         return [self.mixer.decay(dim, self.num_heads, strength=2.0 if self.config.negative_eigenvalues else 1.0)]

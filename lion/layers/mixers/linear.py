@@ -22,7 +22,7 @@ from lion.layers.mixers.attention import (
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.decay import Decay, Gating, fold
 from lion.layers.mixers.parts import NO_PART, describe
-from lion.layers.mixers.registry import MIXERS
+from lion.layers.mixers.registry import MIXERS, own_settings
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
 from lion.ops import (
@@ -163,6 +163,7 @@ class LionAttention(Attention):
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
+        config = own_settings(name, config)
         check_settings(config)
         check_scan_names(config)
         entry, several = MIXERS[name].fields, config.scans != ROW_MAJOR

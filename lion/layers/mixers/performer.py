@@ -64,8 +64,6 @@ class PerformerAttention(LionAttention):
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> PerformerConfig:
-        if not isinstance(config, PerformerConfig):
-            config = PerformerConfig(**vars(config))
         for field, usual in (("feature_map", "identity"), ("rotation", NO_ROTATION), ("normalize", "sum")):
             if getattr(config, field) not in (None, usual):
                 raise ValueError(

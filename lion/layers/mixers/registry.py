@@ -16,3 +16,9 @@ class Entry(NamedTuple):
 
 
 MIXERS: dict[str, Entry] = {}
+
+
+def own_settings(name: str, config: Any) -> Any:
+    """Return the settings as an object of the mixer's own class, which may have more of them."""
+    kind = MIXERS[name].layer.Config
+    return config if isinstance(config, kind) else kind(**vars(config))

@@ -11,7 +11,7 @@ from lion.config import check_settings, fill, setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import ALTERNATING, AttentionConfig
 from lion.layers.mixers.base import Mixer
-from lion.layers.mixers.registry import MIXERS
+from lion.layers.mixers.registry import MIXERS, own_settings
 from lion.layers.norms import NO_NORM
 from lion.layers.rotations import NO_ROTATION
 
@@ -64,7 +64,7 @@ class StateSpaceMixer(Mixer):
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> StateSpaceConfig:
         layer = MIXERS[name].layer
-        config = config if isinstance(config, layer.Config) else layer.Config(**vars(config))
+        config = own_settings(name, config)
         check_settings(config)
         for field in fields(config):
             value = getattr(config, field.name)

@@ -122,8 +122,6 @@ class MLSTMAttention(LionAttention):
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> XLSTMConfig:
-        if not isinstance(config, XLSTMConfig):
-            config = XLSTMConfig(**vars(config))
         out = LionAttention.resolve(name, config)
         if out.input_gate == EXP:
             for setting_name, needed in (("normalize", "max"), ("decay_convention", "target"), ("score_dropout", 0)):
