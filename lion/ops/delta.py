@@ -102,9 +102,13 @@ def delta_chunks(
 
     Without a size, one chunk holds all tokens, which is the full form. All that does not depend on the states is
     computed for all chunks at once. `final` requires the direction "forward". The tokens may be a `part` of the rows.
+
+    Decays, triangular systems and sums are in float32. Their results are rounded to the dtype of the tokens before they
+    are multiplied, unless states leave the function.
     """
     length = tokens.q.shape[2]
     empty = initial_state(tokens.k, tokens.v)
+    narrow = tokens.v.dtype if part is None and not final else empty.S.dtype
     tokens = tokens.masked().to(empty.S.dtype)
     size, count = (length, 1) if size is None else chunk_grid(length, size)
     padding = size * count - length
@@ -117,6 +121,7 @@ def delta_chunks(
         index = p.segment_index
         outer = index[:1, :, 0] if part is None else entering_segments(part, index[0, :, 0], direction)
         p = in_segments(p, torch.cat([outer, index[:-1, :, -1]]))
+    p = p.rounded(narrow)
     right, y, written = values_along_w(p)
     if part is not None:
         S, new = part_states(p, right, written, part, direction)
@@ -216,6 +221,12 @@ class Scan(NamedTuple):
     kept: Tensor
     segment_index: Tensor | None
 
+    def rounded(self, dtype: torch.dtype) -> Scan:
+        """Return the chunks in another dtype, except the triangular system and the decays."""
+        vectors = (x if x is None else x.to(dtype) for x in (self.q, self.read, self.erase, self.write, self.v))
+        gram = (self.gram[0], *(x.to(dtype) for x in self.gram[1:]))
+        return Scan(*vectors, gram, tuple(x.to(dtype) for x in self.scores), self.kept, self.segment_index)
+
 
 def in_scan_order(p: PairProducts, direction: str) -> Scan:
     """Return the chunks in scan order; a backward scan reverses the chunks, and the tokens of each chunk."""
@@ -305,7 +316,8 @@ def entering_state(maps: Tensor, part: Part, reverse: bool) -> Tensor:
 
 def new_values(p: Scan, right: Tensor) -> Tensor:
     """Return the values (N, b, H, C, E) that e writes, for the right side of their triangular system."""
-    return torch.linalg.solve_triangular(p.gram[0], right, upper=False, unitriangular=True)
+    new = torch.linalg.solve_triangular(p.gram[0], right.to(p.gram[0].dtype), upper=False, unitriangular=True)
+    return new.to(right.dtype)
 
 
 def values_along_w(p: Scan) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -323,4 +335,6 @@ def outputs(p: Scan, S: Tensor | None, new: Tensor, y: Tensor | None) -> Tensor:
     """Return the outputs (N, b, H, C, E) of chunks with new values `new`, which are read beside S and y."""
     read = p.scores[0].tril() @ new
     read = read if y is None else read + y
-    return read if S is None else read + p.q @ S
+    if S is None:
+        return read
+    return torch.baddbmm(*(x.flatten(0, -3) for x in (read, p.q, S))).view_as(read)  # rounds once

@@ -3,7 +3,8 @@
     N_n = (I + tril(L_n, -1))^-1 (V_n - R_n S_n)        S_{n+1} = kept_n S_n + E_n^T N_n + W_n
 
 The loop over the chunks is one operator of a graph, whatever their number, and the loop of its gradient is another one.
-Each step of a loop consists of three matrix products. A graph that is exported holds the steps themselves.
+Each step of a loop consists of three matrix products. A graph that is exported holds the steps themselves. States add
+up in the dtype of L, and are multiplied and returned in that of V.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def chunk_states(
         States (N + 1, B, H, D, E), and new values (N, B, H, C, E).
     """
     if torch.compiler.is_exporting():
-        return loop(inverse(lower), read, right, erase, kept, write, first)
+        return loop(inverse(lower).to(right.dtype), read, right, erase, kept, write, first)
     return _States.apply(lower, read, right, erase, kept, write, first)
 
 
@@ -52,7 +53,7 @@ class _States(torch.autograd.Function):
         write: Tensor | None,
         first: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        T = inverse(lower)
+        T = inverse(lower).to(right.dtype)
         states, values = loop_op(T, read, right, erase, kept, write, first)
         ctx.save_for_backward(T, read, erase, kept, states, values)
         ctx.writes = write is not None
@@ -66,8 +67,8 @@ class _States(torch.autograd.Function):
         of_before, of_right = backward_op(T, read, erase, kept, of_states, of_values)
         after = of_before[1:]
         of_lower, of_read, of_erase = of_right @ values.mT, of_right @ before.mT, values @ after.mT
-        of_kept = (after * before).sum_to_size(kept.shape)
-        return -of_lower.tril(-1), -of_read, of_right, of_erase, of_kept, after if ctx.writes else None, None
+        of_lower, of_kept = -of_lower.tril(-1).to(kept.dtype), (after.to(kept.dtype) * before).sum_to_size(kept.shape)
+        return of_lower, -of_read, of_right, of_erase, of_kept, after if ctx.writes else None, None
 
 
 def inverse(lower: Tensor) -> Tensor:
@@ -89,12 +90,13 @@ def loop(
     results = results_like(right, read)
     states, values = (x.flatten(1, 2) for x in results)
     states[0] = 0 if first is None else first
+    S = states[0]
     steps = zip(states[:-1], states[1:], values, *(x.flatten(1, 2) for x in (T, read, right, erase, kept)))
-    for n, (S, after, new, t, r, v, e, decay) in enumerate(steps):
-        new.baddbmm_(t, torch.baddbmm(v, r, S, alpha=-1), beta=0)
-        after.copy_(decay * S).baddbmm_(e.mT, new)
-        if write is not None:
-            after += write[n].flatten(0, 1)
+    for n, (before, after, new, t, r, v, e, decay) in enumerate(steps):
+        new.baddbmm_(t, torch.baddbmm(v, r, before, alpha=-1), beta=0)
+        added = e.mT @ new
+        S = torch.addcmul(added if write is None else added + write[n].flatten(0, 1), decay, S)
+        after.copy_(S)
     return results
 
 
@@ -120,11 +122,13 @@ def backward_op(
     results = results_like(of_values, read)
     before, of_right = (x.flatten(1, 2) for x in results)
     of_states = of_states.flatten(1, 2)
-    before[-1] = of_states[-1]
+    dS = before[-1] = of_states[-1]
     given = (x.flatten(1, 2) for x in (T, read, erase, kept, of_values))
-    for dS, of_state, S, dv, t, r, e, decay, dn in reversed([*zip(before[1:], of_states, before, of_right, *given)]):
-        dv.baddbmm_(t.mT, torch.baddbmm(dn, e, dS), beta=0)
-        S.copy_(torch.addcmul(of_state, decay, dS)).baddbmm_(r.mT, dv, alpha=-1)
+    steps = [*zip(before[1:], of_states, before, of_right, *given)]
+    for of_after, of_state, of_before, dv, t, r, e, decay, dn in reversed(steps):
+        dv.baddbmm_(t.mT, torch.baddbmm(dn, e, of_after), beta=0)
+        dS = torch.addcmul(torch.baddbmm(of_state, r.mT, dv, alpha=-1), decay, dS)
+        of_before.copy_(dS)
     return results
 
 

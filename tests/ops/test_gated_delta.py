@@ -139,6 +139,37 @@ def test_dtypes(form):
         assert all(grad.isfinite().all() for grad in grads.values())
 
 
+@pytest.mark.parametrize("decay", ("none", "S", "vector"))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_chunks_in_bfloat16_cost_little_accuracy(direction, decay):
+    """Check the relative errors of outputs and gradients, which must not grow with the number of chunks.
+
+    A state passes up to six matrix products with rounded factors in a chunk; the roundings (2^-9 each) partly average
+    out, and decays and beta forget those of earlier chunks.
+    """
+    torch.manual_seed(0)
+    length, dim = 2048, 16
+    shape = {"none": None, "S": (1, 2, length), "vector": (1, 2, length, dim)}[decay]
+    log_decay = None if shape is None else -0.01 * torch.rand(shape)
+    q, k, v = (torch.randn(1, 2, length, dim) for _ in range(3))
+    beta = torch.rand(1, 2, length)
+    tokens = [x.bfloat16() for x in (q, torch.nn.functional.normalize(k, dim=-1), v)]
+    weight = torch.randn(1, 2, length, dim)
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in tokens]
+        gates = [x if x is None or dtype == torch.bfloat16 else x.to(dtype) for x in (log_decay, beta)]
+        how = settings(direction, False) | dict(form="chunk", chunk_size=64)
+        out = linear_attention(*leaves, Gates(gates[0], beta=gates[1]), **how, feature_map=None)
+        return [out, *torch.autograd.grad((out * weight.to(dtype)).sum(), leaves)]
+
+    for name, got, exact in zip(("y", "dq", "dk", "dv"), results(torch.bfloat16), results(torch.float64)):
+        assert got.dtype == torch.bfloat16
+        error = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got.split(512, 2), exact.split(512, 2))]
+        assert max(error) < 0.01, f"{name} {error}"
+        assert max(error) < 1.25 * min(error), f"{name} {error}"
+
+
 def test_decays_that_are_zero():
     """Check that lambda = 0, a log decay of minus infinity, starts from an empty state, with finite gradients."""
     some = inputs("vector", 12, "beta")
