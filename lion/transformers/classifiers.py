@@ -128,7 +128,7 @@ class LionForTokenClassification(LionTextModel):
         )
         logits, loss = self.model.logits(found.last_hidden_state), None
         if labels is not None:
-            loss = self.loss_function(logits, labels, self.config)
+            loss = self.loss_function(logits, labels, self.config, **kwargs)
         return TokenClassifierOutput(loss, logits, found.hidden_states)
 
 

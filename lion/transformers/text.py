@@ -220,7 +220,8 @@ class LionForMaskedLM(LionTextModel):
             bool_masked_pos: Boolean (B, L), True for inputs that a model for the Long Range Arena hides. A BERT has a
                 token for them.
             labels: Ids or intensities (B, L), -100 where there is nothing to predict. The loss is the cross-entropy of
-                ids, or the absolute error of normalised intensities.
+                ids, or the absolute error of normalised intensities. It is averaged over the labels; with
+                `num_items_in_batch`, it is summed over them and divided by this number.
 
         Raises:
             ValueError: `bool_masked_pos` for a BERT.
@@ -237,7 +238,9 @@ class LionForMaskedLM(LionTextModel):
         )
         logits, loss = self.model.logits(found.last_hidden_state), None
         if labels is not None and self.config.vocab_size is None:
-            loss = (logits[..., 0] - self.model.normalised(labels))[labels != UNLABELLED].abs().mean()
+            errors = (logits[..., 0] - self.model.normalised(labels))[labels != UNLABELLED].abs()
+            count = kwargs.get("num_items_in_batch")
+            loss = errors.sum() / (errors.numel() if count is None else count)
         elif labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss, logits, found.hidden_states)

@@ -205,6 +205,27 @@ def test_losses_by_hand():
     torch.testing.assert_close(changed, found.logits)
 
 
+@pytest.mark.parametrize("compute", [LionForMaskedLM, LionForCausalLM, LionForTokenClassification, None])
+def test_losses_of_parts_of_a_batch_add_up(compute):
+    """Check gradient accumulation: the sum over parts of a batch is the loss of the batch, whatever their labels."""
+    names = {LionForMaskedLM: "bert", LionForCausalLM: "gpt", LionForTokenClassification: "token_classifier"}
+    tokens, labels = ids(2, 6), ids(2, 6, seed=3) % 3
+    if compute is None:
+        model = made(LionForMaskedLM, "lra_masked", vocab_size=None, mean=(0.2,), std=(0.5,))
+    else:
+        model = made(compute, names[compute], num_labels=3)
+    labels[0, 2:] = -100
+    count = (labels[:, 1:] >= 0).sum() if compute is LionForCausalLM else (labels >= 0).sum()
+    how = {} if compute is not None else {"bool_masked_pos": labels >= 0}
+    whole = model(tokens, labels=labels, **how).loss
+    parts = [
+        model(tokens[i], labels=labels[i], num_items_in_batch=count, **{k: x[i] for k, x in how.items()}).loss
+        for i in (slice(1), slice(1, 2))
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+    assert abs(parts[0] - parts[1]) > 0.1 * whole
+
+
 @EVERY
 def test_checkpointing_recomputes_the_same_gradients(kind, name):
     model, tokens = made(kind, name, num_labels=3).train(), ids(2, 6)
