@@ -170,6 +170,23 @@ def test_a_model_like_qwen_computes_the_same_and_trains_on_packed_rows(qwen):
 
 
 @pytest.mark.compiled
+def test_a_compiled_model_like_qwen_trains_in_one_graph(qwen):
+    """Check the graph that Dynamo captures: no break, and the values and gradients of the model outside it."""
+    model, tokens = qwen().double(), ids(2, 20)
+    assert use_delta_rule(model) == 3
+
+    def loss_and_gradients(forward):
+        model.zero_grad()
+        loss = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        return loss.detach(), *(p.grad.clone() for p in model.parameters())
+
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for a, b in zip(loss_and_gradients(compiled), loss_and_gradients(model)):
+        close(a, b)
+
+
+@pytest.mark.compiled
 def test_the_compiled_function_is_the_same(monkeypatch):
     """Check the joint graph; test_conform.py runs Inductor's code of the gated delta rule."""
     monkeypatch.setattr(delta, "compiled", lambda: torch.compile(delta.computed, backend="aot_eager"))
