@@ -12,7 +12,7 @@ from lion.ops.reference import reference_attention, reference_one_scan_attention
 from lion.ops.rotary import rope_frequencies, rotary_angles, rotate
 from lion.ops.segments import SegmentIndex, check_masks, segment_index
 from lion.ops.settings import FORMS, NORMALIZE, SCAN_MERGES, Settings, resolve_form
-from lion.ops.split import split_attention
+from lion.ops.split import split_attention, split_attention_parts
 from lion.ops.split_one_scan import log_sum_outside, split_one_scan_attention
 from lion.ops.streaming import prefill, step
 from lion.ops.tokens import State, initial_state
@@ -49,6 +49,7 @@ __all__ = [
     "rotate",
     "segment_index",
     "split_attention",
+    "split_attention_parts",
     "split_one_scan_attention",
     "step",
 ]

@@ -70,17 +70,48 @@ def split_attention(
     settings = with_fields(settings, fields, unused=("scan_merge",))
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
+    given = gates._replace(floor=None, prefix=None)
+    parts = split_attention_parts(q, k, v, given, part=part, valid=valid, segments=segments, settings=settings)
+    with no_autocast(q):
+        scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1], floor=gates.floor)
+        return finished(parts, scale)[0].to(v.dtype)
+
+
+def split_attention_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | Tensor | None = None,
+    *,
+    part: Part,
+    valid: Tensor | None = None,
+    segments: SegmentIndex | None = None,
+    settings: Settings = DEFAULTS,
+    **fields: Any,
+) -> Parts:
+    """Compute `linear_attention_parts` of rows whose tokens are split over the processes of a group.
+
+    Arguments and errors are those of `split_attention`, without the gates `prefix` and `floor`.
+
+    Returns:
+        The numerator (B, H, L, E) and the row sum (B, H, L) of the tokens of this process, see
+        `linear_attention_parts`.
+    """
+    gates = take_gates(gates, fields, prefix=False)
+    settings = with_fields(settings, fields, unused=("scan_merge",))
+    check_tokens(q, k, v)
+    check_gates(q, gates, settings)
+    if gates.floor is not None:
+        raise ValueError("floor: split_attention_parts does not divide")
     if settings.dropout_p:
         raise ValueError("dropout_p: scores between parts are not computed, so they cannot be dropped")
-    scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1], floor=gates.floor)
-    log_decay = None if gates.log_decay is None else gates.log_decay.clamp_max(0)
-    gates = gates._replace(log_decay=log_decay, prefix=None)
+    if gates.log_decay is not None:
+        gates = gates._replace(log_decay=gates.log_decay.clamp_max(0))
     with no_autocast(q):
         scores, sums = score_sets(q, k, v, gates, valid, part.numbered(segments), settings)
         if gates.delta:
-            return finished(delta_parts(scores.tokens, scores.how, part=part), scale)[0].to(v.dtype)
-        numerator, total = split_parts(scores, sums, part)
-        return finished((numerator.to(v.dtype), total), scale)[0].to(v.dtype)
+            return delta_parts(scores.tokens, scores.how, part=part)
+        return split_parts(scores, sums, part)
 
 
 def split_parts(scores: ScoreSet, sums: ScoreSet | None, part: Part) -> Parts:

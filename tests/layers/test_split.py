@@ -39,6 +39,10 @@ def cases() -> dict[str, tuple[Mixer, dict[str, torch.Tensor]]]:
     for direction, masks in itertools.product(DIRECTIONS, MASKS):
         for mixer, settings in WITH_NEIGHBOURS.items():
             made[f"{mixer} {direction} {masks}"] = layer(mixer, direction=direction, **settings), MASKS[masks]
+        exponential = layer("xlstm", direction=direction, input_gate="exp")
+        with torch.no_grad():  # running maxima far from 0, that stem from many tokens
+            exponential.decays[0].gates.weight.mul_(10)
+        made[f"exponential xlstm {direction} {masks}"] = exponential, MASKS[masks]
     return made
 
 

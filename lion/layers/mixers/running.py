@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lion.ops import Part
+
 
 def running_maximum(
     logit: Tensor, step: Tensor, segment_index: Tensor | None, before: Tensor | None, reverse: bool
@@ -37,3 +39,23 @@ def running_maximum(
     m = total + (level + apart).cummax(-1).values - apart
     earlier = torch.cat([start[..., None], m[..., :-1]], -1).masked_fill(first[:, None], 0)
     return m, earlier, m[..., -1].clone()
+
+
+def entering_maximum(logit: Tensor, step: Tensor, segment_index: Tensor | None, reverse: bool, part: Part) -> Tensor:
+    """Return the running maximum (B, H) that enters a part of rows which are split over processes.
+
+    A part p maps the maximum m that enters it to `max(sum of its steps + m, last m_p)`, with m_p from m = 0.
+    """
+    *_, last = running_maximum(logit, step, segment_index, None, reverse)
+    every_last, every_sum = part.gather(last, step.sum(-1))  # (count, B, H)
+    order = range(part.count - 1, part.rank, -1) if reverse else range(part.rank)
+    m, ahead = torch.zeros_like(last), -1 if reverse else 1
+    for p in order:
+        added = every_sum[p] + m
+        if part.first is not None:  # m passes through the part if it holds tokens of one segment
+            added = added.masked_fill((part.first[:, p] != part.last[:, p])[:, None], 0)
+        m = torch.maximum(added, every_last[p])
+        if part.first is not None:
+            left, entered = (part.first, part.last) if reverse else (part.last, part.first)
+            m = m.masked_fill((left[:, p] != entered[:, p + ahead])[:, None], 0)
+    return m

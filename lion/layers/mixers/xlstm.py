@@ -14,11 +14,15 @@ In both directions, the two scans have running maxima m^F and m^B. A row is divi
     Y_t = e^(m^F_t - m_t) Y'^F_t + e^(m^B_t - m_t) Y'^B_t - e^(i~_t - m_t) (q_t k_t) v_t        m_t = max(m^F_t, m^B_t)
 
 The row sum is Y_t with v = 1, and `y_t = Y_t / max(|row sum|, exp(-m_t))`. A token itself is counted once.
+
+If rows are split over processes, an exchange of two numbers per head and direction gives each of them the m that enters
+its part. The states then follow in one exchange per direction, since the decays f' differ between the directions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,8 +35,8 @@ from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating, fold, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
-from lion.layers.mixers.running import running_maximum
-from lion.ops import Gates, Settings, linear_attention_parts, no_autocast
+from lion.layers.mixers.running import entering_maximum, running_maximum
+from lion.ops import Gates, Settings, linear_attention_parts, no_autocast, split_attention_parts
 from lion.ops.features import apply_feature_map
 
 SIGMOID, EXP = "sigmoid", "exp"
@@ -97,14 +101,16 @@ def least(m: Tensor) -> Tensor:
 def stabilised(i: Tensor, log_f: Tensor, layout: Layout, reverse: bool, before: Tensor | None = None) -> Stabilised:
     """Return the gates of a scan, from the logit of the input gate and log f (B, H, L).
 
-    `before` (B, H) is the running maximum of earlier tokens, by default 0. A running maximum starts at 0 in each
-    segment, and padding does not change it.
+    `before` (B, H) is the running maximum of earlier tokens, by default 0, or that of other processes which hold tokens
+    of the same rows. A running maximum starts at 0 in each segment, and padding does not change it.
     """
     valid, index = layout.valid, layout.segment_index
     with torch.no_grad():
         logit, step = i.double().clamp_min(0), log_f.double() + SLACK
         if valid is not None:
             logit, step = (t.masked_fill(~valid[:, None], 0) for t in (logit, step))
+        if layout.part is not None:
+            before = entering_maximum(logit, step, index, reverse, layout.part)
         m, earlier, last = running_maximum(logit, step, index, before, reverse)
     return Stabilised(shifted(log_f, earlier - m), shifted(i, -m).exp(), m, last)
 
@@ -133,11 +139,6 @@ class MLSTMAttention(LionAttention):
     def make_decays(self, dim: int) -> list[Decay]:
         return [(ExponentialGate if self.config.input_gate == EXP else InputAndForgetGate)(dim, self.num_heads)]
 
-    def check_split(self, count: int) -> None:
-        super().check_split(count)
-        if self.config.input_gate == EXP:
-            raise ValueError("attention.input_gate: 'exp' does not split rows over processes, use 'sigmoid'")
-
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         if self.config.input_gate == SIGMOID or self.config.direction != "both":
             return super().mix(x, q, k, v, layout)
@@ -149,13 +150,13 @@ class MLSTMAttention(LionAttention):
             m = torch.maximum(*(scan.m for scan in scans.values()))
             own = shifted(i, -m).exp() * (q.to(wide) * k.to(wide)).sum(-1)  # (B, H, L)
             y, row = -own[..., None] * v, -own
-            angles = self.angles(x, layout)
+            angles, scan_parts = self.angles(x, layout), linear_attention_parts
+            if layout.part is not None:
+                scan_parts = partial(split_attention_parts, part=layout.part)
             for name, scan in scans.items():
                 settings = Settings(self.form, name, "max", "target", feature_map=None, chunk_size=self.chunk_size)
                 gates = Gates(scan.log_decay, angles=angles)
-                parts = linear_attention_parts(
-                    q, fold(k, scan.key), v, gates, segments=layout.segments, settings=settings
-                )
+                parts = scan_parts(q, fold(k, scan.key), v, gates, segments=layout.segments, settings=settings)
                 weight = (scan.m - m).exp().to(wide)
                 y, row = y + weight[..., None] * parts[0], row + weight * parts[1]
             scale = self.head_dim**-0.5
