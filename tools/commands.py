@@ -54,7 +54,7 @@ COMMANDS = {
         "RUN --prompt TEXT [--mode attention|kv|rnn] [--state FILE]",
         "generate text from prompts with a causal language model",
         "tools.generate",
-        "--prompt --mode --tokens --temperature --top-k --top-p --seed --state --checkpoint --eager",
+        "--prompt --mode --tokens --temperature --top-k --top-p --seed --state --checkpoint --processes --eager",
     ),
     "sample": Command(
         "RUN [--classes 0,1,cat] [--steps N] [--guidance G] [--out FILE.png]",

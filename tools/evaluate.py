@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         return evaluate_lengths(args, argv)
     if args.processes > 1 and "RANK" not in os.environ:
         check_rows(open_run(args.run, checkpoint=args.checkpoint).model, args.processes)
-        return launch(Machines(args.processes), argv, "tools.evaluate")
+        return launch(Machines(args.processes), argv, "tools.evaluate", again="starts anew")
     recipe, runtime = resolve_run(find_run(args.run)), None
     if args.processes > 1:
         trainer = recipe.trainer

@@ -1,12 +1,13 @@
 """Generate text from prompts with a causal language model, token by token.
 
     python -m tools.generate RUN --prompt TEXT [--prompt TEXT ..] [--mode attention|kv|rnn] [--tokens N]
-        [--temperature T] [--top-k K] [--top-p P] [--seed S] [--state FILE] [--eager]
+        [--temperature T] [--top-k K] [--top-p P] [--seed S] [--state FILE] [--processes N] [--eager]
 
 Text is printed to stdout as it is generated. Several prompts are continued in one batch: the first one is printed as it
 is generated, the others afterwards. --state stores the state at the end; the same command without --prompt resumes from
 it, and prints the text that one longer call would have printed. Prompts are read in pieces, so that memory does not
-grow with their length. If the recipe compiles, the computation of each token is compiled with the first token.
+grow with their length. With --processes, several processes read the prompts, in turn; the first one then generates. If
+the recipe compiles, the computation of each token is compiled with the first token.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lion.config import ConfigError
 from lion.files import write_atomic
+from lion.inference.split import read_in_turn
 from lion.inference.text import MODES, Continuation, Sampling, streaming_mode
 from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
@@ -34,6 +39,7 @@ from lion.trainer.compilation import compile_blocks, compile_steps
 from lion.trainer.runtime import catch_signals, start_runtime
 from tools.cli import Parser, count, number, run_command, say
 from tools.compose import check_finite, digest, open_tokenizer_of
+from tools.launch import Machines, launch
 
 UNFINISHED, LONGEST = "\ufffd", 4  # decoded text of an incomplete character; most tokens of one character
 
@@ -68,6 +74,9 @@ def main(argv: list[str]) -> int:
         help="file in which the state at the end is stored, and from which to resume",
     )
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
+    parser.add_argument(
+        "--processes", type=count, default=1, help="processes on this machine that read the prompts together"
+    )
     parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
     args = parser.parse_intermixed_args(argv)
     check_request(args)
@@ -76,11 +85,17 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{loaded.folder}: task {loaded.recipe.task.name!r} generates no text, expected a run of causal_lm"
         )
+    if args.processes > 1:
+        check_reading(args, loaded)
+        if "RANK" not in os.environ:
+            return launch(Machines(args.processes), argv, "tools.generate", again="starts anew")
     tokenizer = open_tokenizer_of(loaded, args.overrides)
     runtime = start_runtime(loaded.recipe.trainer.device, matmul=loaded.recipe.trainer.matmul)
     model = loaded.model.to(runtime.device)
     try:
         text = begin(args, model, tokenizer) if args.prompt else read_state(args, loaded)
+        if not runtime.main:
+            return 0
         begun = len(text.rows[0])
         if loaded.recipe.trainer.compile and not args.eager:
             compile_mode(model, text.mode)
@@ -125,9 +140,27 @@ def check_request(args: Any) -> None:
         )
 
 
+def check_reading(args: Any, loaded: LoadedRun) -> None:
+    """Check that several processes can read the prompts.
+
+    Raises:
+        ConfigError: There is nothing to read, or the mode keeps no state of a fixed size.
+    """
+    if not args.prompt:
+        raise ConfigError("--processes: several processes read prompts, and a stored state continues without any")
+    mode = args.mode or streaming_mode(loaded.model)
+    if mode != "rnn":
+        raise ConfigError(f"--processes: mode {mode} has no state of a fixed size to pass on, use one process")
+
+
 def begin(args: Any, model: GPT, tokenizer: Any) -> Continuation:
-    """Start the continuation of the prompts of the command line."""
-    return Continuation.of(model, args.mode or streaming_mode(model), [tokenizer.encode(p) for p in args.prompt])
+    """Start the continuation of the prompts of the command line; several processes read them together."""
+    prompts, mode = [tokenizer.encode(p) for p in args.prompt], args.mode or streaming_mode(model)
+    if args.processes == 1:
+        return Continuation.of(model, mode, prompts)
+    text = Continuation.of(model, mode, prompts, partial(read_in_turn, group=dist.group.WORLD))
+    dist.destroy_process_group()
+    return text
 
 
 def write(

@@ -52,10 +52,15 @@ class Machines(NamedTuple):
         return [*where, f"--nproc-per-node={self.processes}", f"--max-restarts={self.restarts}"]
 
 
-def launch(machines: Machines, arguments: list[str], module: str = "tools.train") -> int:
+def launch(
+    machines: Machines,
+    arguments: list[str],
+    module: str = "tools.train",
+    again: str = "resumes from the last checkpoint",
+) -> int:
     """Run the command of a module in the processes of this machine and return the exit code.
 
-    If one process fails, the others are stopped.
+    If one process fails, the others are stopped. `again` says what the same command then does.
 
     Raises:
         RunError: A process died, or the other machines cannot be reached.
@@ -75,9 +80,7 @@ def launch(machines: Machines, arguments: list[str], module: str = "tools.train"
             return QUIET
         return 130 if error.sigval in (signal.SIGINT, signal.SIGTERM) else 128 + error.sigval
     except (RendezvousError, DistError) as error:
-        raise RunError(
-            f"--head {machines.head}: {str(error).splitlines()[0]} The same command resumes from the last checkpoint"
-        ) from None
+        raise RunError(f"--head {machines.head}: {str(error).splitlines()[0]} The same command {again}") from None
     except ChildFailedError as error:
         killed = {rank: f for rank, f in error.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
         rank, failure = next(iter(killed.items())) if killed else error.get_first_failure()
@@ -87,6 +90,6 @@ def launch(machines: Machines, arguments: list[str], module: str = "tools.train"
             return failure.exitcode
         raise RunError(
             f"process {rank} of {machines.processes * machines.nodes} died ({ending(failure.exitcode)}), the others "
-            f"were stopped; the same command resumes from the last checkpoint"
+            f"were stopped; the same command {again}"
         ) from None
     return 0

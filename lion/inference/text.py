@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -80,8 +80,14 @@ class Continuation:
     room: int = 0  # tokens that still fit into the state
 
     @classmethod
-    def of(cls, model: GPT, mode: str, prompts: Sequence[Sequence[int]]) -> Self:
-        """Start from prompts alone.
+    def of(
+        cls,
+        model: GPT,
+        mode: str,
+        prompts: Sequence[Sequence[int]],
+        reader: Callable[..., tuple[Tensor, Any]] | None = None,
+    ) -> Self:
+        """Start from prompts alone, which `reader` reads in place of `read`.
 
         Raises:
             ValueError: The model does not have this mode, or a prompt is empty or longer than the position embeddings.
@@ -96,7 +102,7 @@ class Continuation:
         if mode == "attention":
             return cls(model, mode, rows, recomputed(model, rows))
         check_room(model, rows, 0)
-        return cls(model, mode, rows, *read(model, rows))
+        return cls(model, mode, rows, *(reader or read)(model, rows))
 
     def generate(self, count: int, sampling: Sampling, seed: int) -> Iterator[list[int]]:
         """Sample the next token of every row `count` times, append it to `rows`, and yield the tokens.

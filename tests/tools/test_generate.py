@@ -15,6 +15,7 @@ from lion.runs import open_run
 from lion.trainer.checkpoint_files import STATE, load_state, write_manifest
 from lion.trainer.compilation import missing_compiler
 from tests.helpers import here, refuse, tiny_recipe
+from tests.processes import in_ranks
 from tools import generate
 from tools.generate import Decoder
 
@@ -89,6 +90,24 @@ def test_several_prompts_are_each_continued_as_if_alone(runs, capsys):
         many, _ = text_of(capsys, run, *(x for p in prompts for x in ("--prompt", p)), *options)
         alone = [text_of(capsys, run, "--prompt", p, *options)[0] for p in prompts]
         assert many == "".join(f"[{i}] {text}" for i, text in enumerate(alone, 1))
+
+
+@pytest.mark.process
+def test_processes_read_the_prompt_together(runs, capsys, tmp_path):
+    prompt = [runs["lion_s"], "--prompt", TEXT[:600], "--tokens", 9, "--temperature", 0]
+    alone, _ = text_of(capsys, *prompt, "--state", tmp_path / "alone")
+    together = in_ranks(2, "generate", *prompt, "--processes", 2, "--state", tmp_path / "together")
+    assert together.returncode == 0, together.stderr
+    assert together.stdout == alone
+    further = [
+        text_of(capsys, runs["lion_s"], "--state", tmp_path / name, "--tokens", 5) for name in ("alone", "together")
+    ]
+    assert further[0][0] == further[1][0]
+    assert "--processes: mode kv has no state" in refuse(
+        capsys, "generate", runs["softmax"], "--prompt", "a", "--processes", 2
+    )
+    stored = [runs["lion_s"], "--state", tmp_path / "alone", "--processes", 2]
+    assert "--processes: several processes read prompts" in refuse(capsys, "generate", *stored)
 
 
 @pytest.mark.parametrize("mode", ["attention", "kv", "rnn"])
