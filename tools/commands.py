@@ -116,7 +116,7 @@ COMMANDS = {
         "",
         "measure memory of rows split over processes, and estimate their exchange on many GPUs",
         "tools.bench.sequence",
-        "--length --processes --mixer --heads --dim --no-measure",
+        "--length --processes --mixer --heads --dim --no-measure --out --fresh",
     ),
     "bench lengths": Command(
         "", "draw the figure of the README from the results of bench ops", "tools.bench.lengths", "--out"

@@ -1,5 +1,7 @@
 """Tests of `bench sequence`: memory of real processes, and the arithmetic of exchanges."""
 
+import json
+
 import pytest
 
 from tests.helpers import here, refuse
@@ -23,7 +25,11 @@ def test_arithmetic(capsys):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_memory_falls_with_the_number_of_processes(capsys):
-    assert here("bench", "sequence", "--length", "32768", "--processes", "1", "2") == 0
-    values = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("32,768")).split()
-    assert 0.4 < float(values[2]) / float(values[1]) < 0.65
+def test_memory_falls_with_the_number_of_processes(tmp_path, capsys):
+    assert here("bench", "sequence", "--length", "32768", "--processes", "1", "2", "--out", tmp_path) == 0
+    one, two = json.loads((tmp_path / "sequence.json").read_text())["rows"]
+    assert 0.4 < two["bytes"] / one["bytes"] < 0.65
+    assert one["received"] == 0 and two["received"] == 4 * Layer(1, 64).exchanged()
+    cells = next(x for x in (tmp_path / "sequence.md").read_text().splitlines() if x.startswith("| 32,768 | 2 |"))
+    assert cells.split(" | ")[4:] == ["33.3", "33.3 |"]
+    assert "one row of 1,048,576 tokens" in capsys.readouterr().out

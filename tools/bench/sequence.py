@@ -1,10 +1,19 @@
 """Memory of a layer whose rows are split over processes, and the time of its exchange on many GPUs, by arithmetic.
 
-./run.sh bench sequence [--length 65536 131072 ..] [--processes 1 2 4] [--mixer lion_s] [--no-measure]
+    ./run.sh bench sequence [--length 65536 131072 ..] [--processes 1 2 4] [--mixer lion_s] [--no-measure]
+
+`MiB` is the largest memory of the tensors of one process in a forward and backward pass of a layer on one row, without
+torch.compile; the ratio to one process follows it. In every direction a split layer also keeps its decayed keys, which
+make the state that leaves the part, and its decayed queries, which read the one that enters. `KB received` are the bytes that come into a process in the forward
+pass, as counted in its collectives, and `by formula` those of `B H (2 D E + 2 D + 1)` numbers from each other process
+(lion_lit, lion_d and lion_s).
+Results are added to `reports/sequence.md` and `sequence.json`.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +23,16 @@ import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 from lion.config import ConfigError
+from lion.files import save_text
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import LINEAR, LionAttention
 from lion.ops import Part
 from lion.trainer.memory import tensor_peak
-from tools.cli import Parser, count, table
+from tools.bench.probe import stamp
+from tools.cli import Parser, count, say, table
 from tools.gpu.targets import TARGETS
+from tools.meta import Received
+from tools.store import Row, Store, pipes
 
 GPUS = (8, 64, 256, 1024)
 NODE = 8  # GPUs that NVLink connects
@@ -27,6 +40,13 @@ NVLINK, NETWORK = 450e9, 50e9  # bytes/s into one H100: NVLink 4 in one directio
 HOP = 10e-6  # seconds of latency of one step of a collective, an assumption
 SHARE = 0.4  # share of the tensor cores' rate that products reach, an assumption
 CHUNK = 64  # tokens per chunk
+SCALAR = ("lion_lit", "lion_d", "lion_s")  # mixers with at most one decay per head, and with row sums
+LENGTHS = [65_536, 131_072, 262_144, 524_288, 1_048_576]
+SETTING = ("mixer", "heads", "dim")
+KEY = (*SETTING, "length", "processes")
+ASSUMED = """\
+The exchange overlaps with the work: the longer of the two remains. Assumed per GPU: 450 GB/s in a node of 8,
+50 GB/s beyond, 10 us for each step of a collective, 40 % of the rate of bfloat16 products."""
 
 
 class Layer(NamedTuple):
@@ -76,11 +96,12 @@ def estimates(layer: Layer, length: int) -> list[dict[str, float]]:
     return rows
 
 
-def measure(length: int, processes: int, mixer: str, layer: Layer) -> float:
-    """Measure the largest memory in bytes of the tensors with which a process trains a layer on its part of a row."""
+def measure(length: int, processes: int, mixer: str, layer: Layer) -> Row:
+    """Train a layer on one row, split over processes; return the largest memory of a process and what it received."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_train, (processes, folder, length, mixer, layer), nprocs=processes, start_method="spawn")
-        return max(float(path.read_text()) for path in Path(folder).glob("*.bytes"))
+        found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    return {name: max(one[name] for one in found) for name in ("bytes", "received")}
 
 
 def _train(rank: int, processes: int, folder: str, length: int, mixer: str, layer: Layer) -> None:
@@ -88,42 +109,73 @@ def _train(rank: int, processes: int, folder: str, length: int, mixer: str, laye
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=processes)
     part = Part.of(dist.group.WORLD)
     module = LionAttention(layer.heads * layer.dim, layer.heads, mixer)
+    received = Received(processes)
 
     def train(length: int) -> None:
         rows = torch.empty(1, length, 0)
         layout = PLAIN if processes == 1 else Layout().split(rows, part)
-        module(torch.randn(1, part.size(length), layer.heads * layer.dim), layout).sum().backward()
+        x = torch.randn(1, part.size(length), layer.heads * layer.dim)
+        with received:
+            y = module(x, layout)
+        y.sum().backward()
 
     train(2 * CHUNK * processes)  # loads libraries
+    received.bytes = 0
     used = tensor_peak(lambda: train(length), torch.device("cpu"))
-    (Path(folder) / f"{rank}.bytes").write_text(str(used))
+    save_text(Path(folder) / f"{rank}.json", json.dumps({"bytes": used, "received": received.bytes}))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench sequence", description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=count, nargs="+", default=[65_536, 131_072, 262_144], help="tokens of a row")
+    parser.add_argument("--length", type=count, nargs="+", default=LENGTHS, help="tokens of a row")
     parser.add_argument("--processes", type=count, nargs="+", default=[1, 2, 4], help="processes that share a row")
     parser.add_argument("--mixer", default="lion_s", help="a linear mixer (default: lion_s)")
     parser.add_argument("--heads", type=count, default=1, help="heads of the measured layer")
     parser.add_argument("--dim", type=count, default=64, help="dimension of a head")
     parser.add_argument("--no-measure", action="store_true", help="print the arithmetic alone")
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     if args.mixer not in LINEAR:
         raise ConfigError(f"--mixer: expected one of {', '.join(LINEAR)}, got {args.mixer!r}")
-    if not args.no_measure:
-        layer, rows = Layer(args.heads, args.dim), []
-        for length in args.length:
-            found = [f"{measure(length, n, args.mixer, layer) / 2**20:.0f}" for n in args.processes]
-            rows.append([f"{length:,}", *found])
-        header = ["tokens", *(f"{n} processes" for n in args.processes)]
-        print(
-            f"MiB of tensors in each process: {args.mixer}, forward and backward, {args.heads} x {args.dim}, float32, "
-            "eager, CPU"
-        )
-        print(table(header, rows) + "\n")
-    layer = Layer(12, args.dim)
+    arithmetic = estimated(args.dim)
+    if args.no_measure:
+        print(arithmetic)
+        return 0
+    report = Store(args.out / "sequence.json", rows=KEY).load(args.fresh)
+    command, layer = shlex.join(["./run.sh", "bench", "sequence", *argv]), Layer(args.heads, args.dim)
+    for length in args.length:
+        for n in args.processes:
+            made = {"mixer": args.mixer, "heads": args.heads, "dim": args.dim, "length": length, "processes": n}
+            report.add({**made, **measure(length, n, args.mixer, layer), **stamp(command)})
+            report.save(markdown(report, arithmetic))
+            say(f"measured {length:,} tokens in {n} processes")
+    print("\n\n".join([*(f"{title(rows[0])}\n{table(*tabled(rows))}" for rows in report.groups(SETTING)), arithmetic]))
+    print(report.files())
+    return 0
+
+
+def title(row: Row) -> str:
+    return f"{row['mixer']}, {row['heads']} x {row['dim']}, float32, CPU"
+
+
+def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the table of one layer, with the ratio of the memory to that of one process."""
+    alone, cells = {row["length"]: row["bytes"] for row in rows if row["processes"] == 1}, []
+    for row in sorted(rows, key=lambda row: (row["length"], row["processes"])):
+        ratio = f"{row['bytes'] / alone[row['length']]:.2f}" if row["length"] in alone else "-"
+        formula = 4 * Layer(row["heads"], row["dim"]).exchanged() * (row["processes"] - 1)
+        kilobytes = [f"{row['received'] / 1e3:.1f}", f"{formula / 1e3:.1f}" if row["mixer"] in SCALAR else "-"]
+        size = f"{row['bytes'] / 2**20:,.0f}"
+        cells.append([f"{row['length']:,}", str(row["processes"]), size, ratio, *kilobytes])
+    return ["tokens", "processes", "MiB", "x one process", "KB received", "by formula"], cells
+
+
+def estimated(dim: int) -> str:
+    """Return the tables of `estimates` for a layer of 12 heads as text."""
+    header, parts = ["GPUs", "MB sent", "exchange ms", "its work ms", "ring's exchange ms", "softmax's work ms"], []
     for length in (2**20, 2**24):
         rows = [
             [
@@ -131,12 +183,15 @@ def main(argv: list[str]) -> int:
                 f"{row['sent'] / 1e6:.2f}",
                 *(f"{1e3 * row[name]:.3f}" for name in ("exchange", "work", "ring", "softmax")),
             ]
-            for row in estimates(layer, length)
+            for row in estimates(Layer(12, dim), length)
         ]
-        print(f"by arithmetic, not measured: a layer of 12 x {args.dim}, forward, one row of {length:,} tokens, H100")
-        print(table(["GPUs", "MB sent", "exchange ms", "its work ms", "ring's exchange ms", "softmax's work ms"], rows))
-    print(
-        "The exchange overlaps with the work: the longer of the two remains. Assumed per GPU: 450 GB/s in a node of 8,"
-    )
-    print("50 GB/s beyond, 10 us for each step of a collective, 40 % of the rate of bfloat16 products.")
-    return 0
+        heading = f"by arithmetic, not measured: 12 x {dim}, forward, one row of {length:,} tokens, H100"
+        parts.append(f"{heading}\n{table(header, rows)}")
+    return "\n\n".join([*parts, ASSUMED])
+
+
+def markdown(report: Store, arithmetic: str) -> str:
+    parts = ["# Rows split over processes", "Written by `./run.sh bench sequence`.", __doc__.split("\n\n")[2]]
+    for rows in report.groups(SETTING):
+        parts += [f"## {title(rows[0])}", pipes(*tabled(rows)), report.commands(rows)]
+    return "\n\n".join([*parts, "## On many GPUs", f"```text\n{arithmetic}\n```"]) + "\n"
