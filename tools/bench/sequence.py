@@ -4,10 +4,10 @@
 
 `MiB` is the largest memory of the tensors of one process in a forward and backward pass of a layer on one row, without
 torch.compile; the ratio to one process follows it. In every direction a split layer also keeps its decayed keys, which
-make the state that leaves the part, and its decayed queries, which read the one that enters. `KB received` are the bytes that come into a process in the forward
-pass, as counted in its collectives, and `by formula` those of `B H (2 D E + 2 D + 1)` numbers from each other process
-(lion_lit, lion_d and lion_s).
-Results are added to `reports/sequence.md` and `sequence.json`.
+make the state that leaves the part, and its decayed queries, which read the one that enters. `KB received` are the
+bytes that come into a process in the forward pass, as counted in its collectives, and `by formula` those of
+`B H (2 D E + 2 D + 1)` numbers from each other process (lion_lit, lion_d and lion_s). Results are added to
+`reports/sequence.md` and `sequence.json`.
 """
 
 from __future__ import annotations
