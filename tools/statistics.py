@@ -84,7 +84,8 @@ def two_way(values: Values, first: str, second: str) -> Difference | None:
         return None
     weights = inverse @ design.T @ found
     noise = ((found - design @ weights) ** 2).sum() / freedom
-    return difference(float(contrast @ weights), math.sqrt(noise * float(contrast @ inverse @ contrast)), int(freedom))
+    mean = round(float(contrast @ weights), 10)  # the last digits depend on the processor, which would decide ties
+    return difference(mean, math.sqrt(noise * float(contrast @ inverse @ contrast)), int(freedom))
 
 
 def difference(mean: float, error: float, freedom: int) -> Difference:

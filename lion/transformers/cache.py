@@ -11,7 +11,7 @@ from transformers import Cache
 
 
 class LionCache(Cache):
-    """The state of a stream, as the `past_key_values` of `generate`.
+    """The state of a stream, as the `cache` of `generate` (`past_key_values` before transformers 5.24).
 
     Attributes:
         state: State of the model (`lion.models.gpt.GPTState`) after the last token; None before the first token. Its
@@ -64,3 +64,8 @@ class LionCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         raise ValueError("LionCache: a recurrent state cannot forget its last tokens; start again from the prompt")
+
+
+def cache_of(output: Any) -> LionCache | None:
+    """Return the cache of the output of a model."""
+    return output.cache if hasattr(output, "cache") else output.past_key_values

@@ -20,7 +20,7 @@ from lion.models.lra import LRAMasked, SequenceEncoder
 from lion.models.tokens import TokenModel
 from lion.ops.segments import may_wait
 from lion.transformers.base import LionPreTrainedModel
-from lion.transformers.cache import LionCache
+from lion.transformers.cache import LionCache, cache_of
 from lion.transformers.masks import segments_of, starts_of, valid_of
 
 BERT = {"bert": "bert", "bert_classifier": "bert"}
@@ -78,6 +78,7 @@ class LionTextModel(LionPreTrainedModel):
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         hidden: Tensor | None = None,
+        cache: LionCache | None = None,
         past_key_values: LionCache | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
@@ -93,7 +94,8 @@ class LionTextModel(LionPreTrainedModel):
             token_type_ids: Types of the tokens (B, L), which a model without embeddings of types ignores.
             seq_idx, cu_seq_lens_q: Other descriptions of packed documents, see `segments_of`.
             hidden: Boolean (B, L), True for inputs that `LRAMasked` hides.
-            past_key_values: State after the tokens before these, which is updated.
+            cache: State after the tokens before these, which is updated.
+            past_key_values: The same, under its name before transformers 5.24.
             use_cache: Whether to return the state after these tokens.
 
         Raises:
@@ -105,11 +107,12 @@ class LionTextModel(LionPreTrainedModel):
             raise ValueError("input_ids, inputs_embeds: expected one of them")
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         packed = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
-        if past_key_values is None and not use_cache:
+        cache = past_key_values if cache is None else cache
+        if cache is None and not use_cache:
             segments = segments_of(tuple(inputs.shape[:2]), attention_mask, **packed)
             more = {"types": token_type_ids} if self.has_types else {} if hidden is None else {"hidden": hidden}
             return BaseModelOutputWithPast(self.model.encode(inputs, segments, **more))
-        cache = LionCache() if past_key_values is None else past_key_values
+        cache = LionCache() if cache is None else cache
         return BaseModelOutputWithPast(self.stream(inputs, attention_mask, packed, cache), cache)
 
     @property
@@ -265,11 +268,12 @@ class LionForCausalLM(LionTextModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: LionCache | None = None,
+        cache: LionCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        past_key_values: LionCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits (B, L, vocab_size) of the token after each token, for the last `logits_to_keep` (0: all).
@@ -282,6 +286,7 @@ class LionForCausalLM(LionTextModel, GenerationMixin):
             attention_mask,
             position_ids,
             inputs_embeds=inputs_embeds,
+            cache=cache,
             past_key_values=past_key_values,
             use_cache=use_cache,
             **kwargs,
@@ -290,4 +295,4 @@ class LionForCausalLM(LionTextModel, GenerationMixin):
         logits, loss = self.model.logits(found.last_hidden_state[:, kept]), None
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, found.past_key_values, found.hidden_states)
+        return CausalLMOutputWithPast(loss, logits, cache_of(found), found.hidden_states)

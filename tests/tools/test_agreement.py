@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -91,8 +92,10 @@ run_command(main, [])
 def test_bad_input_is_not_restarted():
     """Check that a launcher that could restart a process is stopped by it."""
     launcher = 'trap "echo stopped" QUIT; "$0" -c "$1"; echo "code $?"'
+    heard = partial(signal.signal, signal.SIGQUIT, signal.SIG_DFL)  # a job in the background ignores it
     for restarts, expected in (("3", "stopped\ncode 2\n"), ("0", "code 2\n")):
         launched = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_MAX_RESTARTS": restarts}
         call = ["bash", "-c", launcher, sys.executable, REFUSED]
-        done = subprocess.run(call, cwd=ROOT, env=os.environ | launched, capture_output=True, text=True)
+        run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+        done = run(call, env=os.environ | launched, preexec_fn=heard)
         assert (done.stdout, done.stderr) == (expected, "error: typo\n")
