@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lion.ops import reference_attention, reference_one_scan_attention, segment_index
+from lion.ops import (
+    linear_attention,
+    linear_attention_parts,
+    reference_attention,
+    reference_one_scan_attention,
+    segment_index,
+)
 from lion.ops.exchange import Part
 from lion.ops.split import split_attention
 from lion.ops.split_one_scan import split_one_scan_attention
@@ -230,3 +236,22 @@ def test_what_cannot_be_split_is_refused():
         inputs.on(split_attention, part=part, segments=masks, feature_map=None)
     with pytest.raises(ValueError, match="dropout_p: scores between parts"):
         inputs.on(split_attention, part=part, dropout_p=0.1, feature_map=None)
+
+
+def halves(group, inputs: Case) -> Tensor:
+    part, size = Part.of(group), LENGTH * 20
+    here = slice(part.rank * size, (part.rank + 1) * size)
+    own_tokens = (x[:, :, here] for x in inputs[:3])
+    return split_attention(*own_tokens, inputs.log_decay[:, :, here], part=part, feature_map=None)
+
+
+def test_float16_sums_beyond_its_range():
+    """Check that sums above 65,504 are divided before rounding."""
+    inputs = make("S", 2 * LENGTH * 20, batch=1, heads=1, value_dim=2, dtype=torch.float16)
+    inputs = inputs._replace(q=8 * inputs.q, k=8 * inputs.k, v=inputs.v.abs() + 2)
+    inputs = inputs._replace(log_decay=inputs.log_decay.float() / 1000)
+    exact = inputs.to(torch.float64)
+    assert linear_attention_parts(*exact, feature_map=None)[0].max() > 1e5
+    got = torch.cat(in_processes(2, halves, inputs), 2)
+    assert got.dtype == torch.float16
+    assert_close(got, linear_attention(*exact, feature_map=None), 2e-3, "float16")
