@@ -191,7 +191,7 @@ def estimated(dim: int) -> str:
 
 
 def markdown(report: Store, arithmetic: str) -> str:
-    parts = ["# Rows split over processes", "Written by `./run.sh bench sequence`.", __doc__.split("\n\n")[2]]
+    parts = ["# Rows split over processes", "Written by `./run.sh bench sequence`.", __doc__.split("\n\n")[2].strip()]
     for rows in report.groups(SETTING):
         parts += [f"## {title(rows[0])}", pipes(*tabled(rows)), report.commands(rows)]
     return "\n\n".join([*parts, "## On many GPUs", f"```text\n{arithmetic}\n```"]) + "\n"
