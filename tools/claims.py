@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lion.tasks.metrics import Metric
-from tools.statistics import LEVEL, Difference, Values, holm, paired, two_way
+from tools.statistics import LEVEL, MOST, Difference, Values, holm, paired, two_way
 from tools.store import digits
 
 CLAIM, QUESTION = "claim", "question"
@@ -64,16 +64,11 @@ def compare(
 
 
 def verdicts(found: Sequence[Comparison]) -> list[str]:
-    """Return the verdict on each comparison, after Holm's correction for all of them."""
-    decided = [i for i, each in enumerate(found) if each.found]
-    corrected = dict(zip(decided, holm([found[i].found.p for i in decided])))
+    """Return the verdict on each comparison, after Holm's correction for all of them, also those without runs."""
+    corrected = holm([each.found.p if each.found else 1.0 for each in found])
     return [
-        NOT_RUN
-        if each.missing
-        else UNDECIDED
-        if i not in corrected or corrected[i] >= LEVEL
-        else VERDICTS[each.kind][each.found.mean < 0]
-        for i, each in enumerate(found)
+        NOT_RUN if each.missing else UNDECIDED if p >= LEVEL else VERDICTS[each.kind][each.found.mean < 0]
+        for each, p in zip(found, corrected)
     ]
 
 
@@ -81,13 +76,16 @@ def table_of(kind: str, found: Sequence[tuple[Comparison, str]]) -> tuple[list[s
     """Return header and rows of a table of the comparisons of a kind, with their verdicts."""
     own = [(each, verdict) for each, verdict in found if each.kind == kind]
     unit = own[0][0].unit if own else ""
-    return [kind, f"difference, {unit}", "p", "verdict", "smallest visible"], [row_of(*each) for each in own]
+    return [kind, f"difference, {unit}", "p", "verdict", "smallest visible", "seeds needed"], [row_of(*each) for each in own]
 
 
 def row_of(each: Comparison, verdict: str) -> list[str]:
     name, found = f"{each.pair[0]} > {each.pair[1]}", each.found
     if found is None:
-        return [name, "-", "-", verdict, "-"]
+        return [name, "-", "-", verdict, "-", "-"]
     p = f"{found.p:.3f}" if found.p >= 0.001 else f"{found.p:.0e}"
-    smallest = digits(found.smallest) if verdict == UNDECIDED else "-"
-    return [name, f"{found.mean:+.2f} ± {found.half:.2f}", p, verdict, smallest]
+    row = [name, f"{found.mean:+.2f} ± {found.half:.2f}", p, verdict]
+    if verdict != UNDECIDED:
+        return [*row, "-", "-"]
+    seeds = "-" if found.seeds is None else f"> {MOST}" if found.seeds > MOST else str(found.seeds)
+    return [*row, digits(found.smallest), seeds]

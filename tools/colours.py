@@ -28,11 +28,14 @@ COLOURS = {
     "gdn2": "#6f4518",
     "deltaproduct": "#e6a57e",
     "rwkv7": "#393b79",
+    "hydra": "#e7298a",
+    "vim": "#1b9e77",
+    "fox": "#8c8c8c",
 }
 OTHER = "#5c5c5c"
 
 
 def colour_of(row: str) -> str:
     """Return the colour of a row by its mixer, which is the first word of the row."""
-    mixer = row.split()[0].removesuffix("_forward").removesuffix("_multiscan")
+    mixer = row.split()[0].rstrip(",").removesuffix("_forward").removesuffix("_multiscan")
     return SOFTMAX if mixer in ("softmax", "sdpa") else COLOURS.get(mixer, OTHER)

@@ -3,7 +3,7 @@
 The rule, fixed before the runs. Runs of one seed share the order of the data. Where this makes them alike (text and
 digits), two rows are compared by the differences of runs with the same seed (`paired`). Elsewhere, a linear model of
 rows and seeds is fitted to all runs of the table, and its residuals estimate the noise of every difference
-(`two_way`). All claims of a report are corrected together by Holm's method.
+(`two_way`). All claims of a report, also those without runs, are corrected together by Holm's method.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ except ImportError:
 
 LEVEL = 0.05  # probability of deciding any claim by chance
 POWER = 0.8  # probability with which the smallest visible difference would be seen
+MOST = 50  # seeds of a row that a report recommends at most
 
 RULE = """\
 Differences between rows are positive where the first row is better. The rule for verdicts: where runs of one seed are
 alike because they share the order of the data (text, digits), two rows are compared by the differences of runs of the
-same seed. Elsewhere, a linear model of rows and seeds is fitted to all runs of the table, and its residuals estimate
-the noise. A claim is decided if both rows have two runs and p is below {level:.0%} after Holm's correction for all
-claims and questions of this page; the intervals (95 %) and p are not corrected. For an undecided claim, the last column
-is the smallest difference that its runs would have shown with a probability of {power:.0%}, without the correction. By
-this calculation, three paired seeds show a difference of two standard deviations in {three:.0%} of all cases; {needed}
-seeds are needed for {power:.0%}."""
+same seed. Elsewhere, a linear model of rows and seeds is fitted to the runs, and its residuals estimate the noise; a
+difference is adjusted for the seeds where rows have different ones. A claim is decided if both rows have two runs and p
+is below {level:.0%} after Holm's correction for all claims and questions of the page, also those whose small runs are
+missing; the intervals (95 %) and p are not corrected. For an undecided claim, the last columns are the smallest
+difference that its runs would have shown with a probability of {power:.0%}, and the number of seeds that would show the
+difference that was found, both without the correction. By this calculation, three paired seeds show a difference of two
+standard deviations in {three:.0%} of all cases; {needed} seeds are needed for {power:.0%}."""
 
 Values = Mapping[str, Mapping[int, float]]  # by row and seed
 
@@ -46,12 +48,15 @@ class Difference(NamedTuple):
         half: Half of the width of its 95 % interval.
         p: Probability of a difference at least this large without a true difference, not corrected.
         smallest: Smallest true difference that these runs would have shown in `POWER` of all cases, not corrected.
+        seeds: Number of seeds that would show a difference of `mean` in `POWER` of all cases, not corrected; `MOST` + 1
+            stands for more, None for a number that is not known.
     """
 
     mean: float
     half: float
     p: float
     smallest: float
+    seeds: int | None = None
 
 
 def paired(values: Values, first: str, second: str) -> Difference | None:
@@ -59,7 +64,7 @@ def paired(values: Values, first: str, second: str) -> Difference | None:
     gaps = [values[first][seed] - values[second][seed] for seed in values[first] if seed in values[second]]
     if len(gaps) < 2:
         return None
-    return difference(statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)), len(gaps) - 1)
+    return difference(statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)), len(gaps) - 1, len(gaps))
 
 
 def two_way(values: Values, first: str, second: str) -> Difference | None:
@@ -85,14 +90,17 @@ def two_way(values: Values, first: str, second: str) -> Difference | None:
     weights = inverse @ design.T @ found
     noise = ((found - design @ weights) ** 2).sum() / freedom
     mean = round(float(contrast @ weights), 10)  # the last digits depend on the processor, which would decide ties
-    return difference(mean, math.sqrt(noise * float(contrast @ inverse @ contrast)), int(freedom))
+    error, pairs = math.sqrt(noise * float(contrast @ inverse @ contrast)), min(map(len, (values[first], values[second])))
+    return difference(mean, error, int(freedom), pairs)
 
 
-def difference(mean: float, error: float, freedom: int) -> Difference:
-    """Return a difference with a standard error that has `freedom` degrees of freedom (Student's t)."""
+def difference(mean: float, error: float, freedom: int, pairs: int) -> Difference:
+    """Return a difference with a standard error of `pairs` seeds that has `freedom` degrees of freedom (Student's t)."""
     t = stats.t(freedom)
     p = 2 * float(t.sf(abs(mean) / error)) if error else float(mean == 0)
-    return Difference(mean, float(t.ppf(0.975)) * error, p, float(t.ppf(0.975) + t.ppf(POWER)) * error)
+    half, smallest = float(t.ppf(0.975)) * error, float(t.ppf(0.975) + t.ppf(POWER)) * error
+    needed = seeds_needed(abs(mean) / (error * math.sqrt(pairs))) if error else None
+    return Difference(mean, half, p, smallest, needed)
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -120,8 +128,11 @@ def power(seeds: int, effect: float) -> float:
 
 
 def seeds_needed(effect: float, wanted: float = POWER) -> int:
-    """Return the number of seeds that show a true difference of `effect` deviations of a pair with this power."""
-    return next(n for n in range(2, 10_000) if power(n, effect) >= wanted)
+    """Return the number of seeds that show a true difference of `effect` deviations of a pair with this power.
+
+    `MOST` + 1 stands for all larger numbers.
+    """
+    return next((n for n in range(2, MOST + 1) if power(n, effect) >= wanted), MOST + 1)
 
 
 RULE = RULE.format(level=LEVEL, power=POWER, three=power(3, 2), needed=seeds_needed(2))

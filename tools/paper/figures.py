@@ -2,55 +2,151 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
+from lion.layers.mixers import make_mixer
+from lion.recipe import Recipe
 from tools.claims import NOT_RUN
 from tools.colours import colour_of
+from tools.paper import measured
 from tools.paper.page import Part, parts_of, shapes_of
 from tools.paper.tables import Table
 from tools.statistics import interval
 from tools.store import Row, Store
 
 DECAYS = "decays"  # name of the plot of the decays of Lion-D
+SPEED, SPEED_OF = "accuracy-by-speed", "lion-2"  # name of that plot, and its table
+INFERENCE = "inference"  # name of the plot of time and memory by resolution
+LENGTHS = "-lengths"  # suffix of the names of plots by length
 MARKERS = "os^DvP*X"  # of the rows of one mixer
 
 
 def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
-    """Draw a plot for every table with at least two rows of runs at scale `mini`.
+    """Draw a plot for every table at scale `mini` whose rows have runs, at least two and half of them.
 
     Returns:
         The file name of each plot by table, relative to the page; no plots without matplotlib.
     """
-    found = {}
+    plots: dict[str, tuple[tuple[float, float], Callable[[Any], None]]] = {}
     for part in parts_of(tables, store):
-        if part.scale != "mini" or sum(map(bool, part.results.values.values())) < 2:
+        made, rows = sum(map(bool, part.results.values.values())), len(part.table.rows)
+        if part.scale != "mini" or made < max(2, rows / 2):
             continue
-        path = store.path.parent / "paper" / f"{part.name}.png"
-        by_size = part.table.more and all("x" in name for name in shapes_of(part.results))
-        size = (9, 4.6) if by_size else (9, 1.4 + 0.28 * len(part.table.rows))
-        if store.draw(path, size, partial(sizes if by_size else ends, part=part)):
-            found[part.name] = f"paper/{path.name}"
-    with_decays = [row for row in store.rows.values() if row.get("decays")]
-    path = store.path.parent / "paper" / f"{DECAYS}.png"
-    if with_decays and store.draw(path, (7, 3), partial(decays, rows=with_decays)):
-        found[DECAYS] = f"paper/{path.name}"
+        if part.table.state:
+            plots[part.name] = (7, 4), partial(states, part=part)
+        elif part.table.more and all("x" in name for name in shapes_of(part.results)):
+            plots[part.name] = (9, 4.6), partial(sizes, part=part)
+        else:
+            plots[part.name] = (9, 1.4 + 0.28 * rows), partial(ends, part=part)
+        if part.table.lengths and shapes_of(part.results):
+            plots[f"{part.name}{LENGTHS}"] = (8, 4), partial(lengths, part=part)
+    if with_decays := [row for row in store.rows.values() if row.get("decays")]:
+        plots[DECAYS] = (9, 3), partial(decays, rows=with_decays)
+    for part in parts_of(tables, store):
+        if part.name == SPEED_OF and part.scale == "mini":
+            published = {name: row.published for name, row in part.table.rows.items()}
+            values = {name: list(found.values()) for name, found in part.results.values.items()}
+            times = measured.step_times(store.path.parent)
+            plots[SPEED] = (10, 4), partial(measured.speed, published=published, values=values, times=times)
+    if rows := measured.rows_of(store.path.parent / "inference.json"):
+        plots[INFERENCE] = (10, 4), partial(measured.inference, rows=rows)
+    folder = store.path.parent / "paper"
+    found = {name: f"paper/{name}.png" for name, how in plots.items() if store.draw(folder / f"{name}.png", *how)}
+    for path in folder.glob("*.png"):
+        if path.stem not in found:  # of a table that is gone or has other runs now
+            path.unlink()
     return found
 
 
 def decays(fig: Any, rows: Sequence[Row]) -> None:
-    """Plot the decays of the heads of all Lion-D models by layer."""
-    ax = fig.subplots()
-    for layer, values in enumerate(zip(*(row["decays"] for row in rows))):
-        heads = [value for each in values for value in each]
-        ax.plot([layer + 1] * len(heads), heads, "o", color=colour_of("lion_d"), alpha=0.4, markersize=5)
-    ax.set(xlabel="layer", ylabel="lambda", ylim=(0, 1), title=f"Decays of the heads of {len(rows)} Lion-D models")
-    ax.set_xticks(range(1, 1 + max(len(row["decays"]) for row in rows)))
-    ax.grid(True, axis="y", color="0.9")
+    """Plot the decays of the heads of all Lion-D models by layer, a panel for each kind of model."""
+    groups: dict[str, list[list[list[float]]]] = {}
+    for row in rows:
+        positions = row["settings"].get("model.position_embedding")
+        kind = f"{row['settings']['data.name']}, {'with' if positions else 'without'} positions"
+        groups.setdefault(f"{kind}, {len(row['decays'])} layers", []).append(row["decays"])
+    axes = fig.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for ax, (kind, models) in zip(axes, groups.items()):
+        for layer, values in enumerate(zip(*models)):
+            heads = [value for each in values for value in each]
+            ax.plot([layer + 1] * len(heads), heads, "o", color=colour_of("lion_d"), alpha=0.4, markersize=5)
+        ax.set(xlabel="layer", ylim=(0, 1), xlim=(0.5, len(models[0]) + 0.5))
+        ax.set_title(f"{kind}; {len(models)} models", fontsize=9)
+        ax.set_xticks(range(1, 1 + len(models[0])))
+        tidy(ax, "y")
+    axes[0].set_ylabel("lambda")
+    fig.suptitle("Decays of the heads of Lion-D", fontsize=10)
+
+
+def lengths(fig: Any, part: Part) -> None:
+    """Plot mean and 95 % interval of each row on windows of held-out text, by the number of tokens."""
+    ax, windows, count = fig.subplots(), shapes_of(part.results), dict[str, int]()
+    for place, (row, runs) in enumerate(part.results.runs.items()):
+        points = {
+            int(name.split()[0]): [part.metric.scaled(r["more"][name][part.metric.name]) for r in found]
+            for name in windows
+            if (found := [r for r in runs.values() if name in r["more"]])
+        }
+        if points:
+            line = {**style(count, row), "marker": MARKERS[place % len(MARKERS)], "markerfacecolor": "none"}
+            half = [interval(values) if len(values) > 2 else 0.0 for values in points.values()]
+            ax.errorbar(list(points), list(map(statistics.mean, points.values())), half, capsize=3, label=row, **line)
+    ticks = sorted(int(name.split()[0]) for name in windows)
+    ax.set(xscale="log", xlabel="tokens of a window", ylabel=part.metric.heading)
+    ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    ax.minorticks_off()
+    tidy(ax, "both")
+    fig.legend(loc="outside right center", frameon=False)
+    fig.suptitle(f"{part.table.title}, by length", fontsize=10)
+
+
+def states(fig: Any, part: Part) -> None:
+    """Plot mean and 95 % interval of each row by the size of its state, a line for each mixer."""
+    ax, points = fig.subplots(), dict[str, list[tuple[int, list[float]]]]()
+    recipes = {cell.row: cell.recipe for cell in part.cells}
+    for row, values in part.results.values.items():
+        if values:
+            points.setdefault(row.split()[0].rstrip(","), []).append((state_numbers(recipes[row]), list(values.values())))
+    for mixer, found in points.items():
+        x, y = zip(*sorted(found))
+        half = [interval(values) if len(values) > 2 else 0.0 for values in y]
+        ax.errorbar(x, list(map(statistics.mean, y)), half, fmt="o-", capsize=3, color=colour_of(mixer), label=mixer)
+    ticks = sorted({x for found in points.values() for x, _ in found})
+    ax.set(xscale="log", xlabel="numbers of the state of a layer and direction", ylabel=part.metric.heading)
+    ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45, fontsize=7)
+    ax.minorticks_off()
+    tidy(ax, "both")
+    fig.legend(loc="outside right center", frameon=False)
+    fig.suptitle(part.table.title, fontsize=10)
+
+
+def state_numbers(recipe: Recipe) -> int:
+    """Return the numbers of the state of one layer and direction; of softmax those of a cache for a training sample."""
+    c = recipe.model
+    config = replace(c.attention, direction="forward")
+    state = make_mixer(c.mixer, c.dim, c.num_heads, config).initial_state(1)
+    kept = sum(part.numel() for part in tree_leaves(state) if torch.is_tensor(part) and part.is_floating_point())
+    return kept or 2 * c.dim * recipe.data.length
+
+
+def style(count: dict[str, int], row: str) -> dict[str, Any]:
+    """Return the colour of a row by its mixer, and dashes and a marker that set it apart from others of that mixer."""
+    mixer = row.split()[0].rstrip(",")
+    count[mixer] = number = count.get(mixer, -1) + 1
+    dashes = {"linestyle": ("-", "--", ":", "-.")[number % 4], "marker": MARKERS[number % len(MARKERS)]}
+    return {**dashes, "color": colour_of(row), "markersize": 4}
+
+
+def tidy(ax: Any, axis: str) -> None:
+    ax.grid(True, axis=axis, color="0.9")
     ax.spines[["top", "right"]].set_visible(False)
 
 
@@ -66,25 +162,18 @@ def ends(fig: Any, part: Part) -> None:
         if published[name] is not None:
             axes[-1].plot(published[name], place, "D", color=colour, markerfacecolor="white")
         if values:
-            half = interval(values)
+            half = interval(values) if len(values) > 2 else None  # two runs have an interval that hides the others
             axes[0].plot(values, [place] * len(values), "o", color=colour, alpha=0.35, markersize=4)
-            axes[0].errorbar(
-                statistics.mean(values),
-                place,
-                xerr=None if math.isinf(half) else half,
-                fmt="D",
-                color=colour,
-                capsize=3,
-            )
+            axes[0].errorbar(statistics.mean(values), place, xerr=half, fmt="D", color=colour, capsize=3)
         else:
             axes[0].annotate(NOT_RUN, (0.01, place), xycoords=("axes fraction", "data"), color="0.5", va="center")
     axes[0].set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
-    axes[0].set_title(f"here: {part.results.split} {part.metric.heading}, 95 % intervals", fontsize=9)
+    better = "higher" if part.metric.higher_is_better else "lower"
+    axes[0].set_title(f"here: {part.results.split} {part.metric.heading}, {better} is better", fontsize=9)
     if columns == 2:
         axes[1].set_title(f"paper: {part.table.columns[0]}", fontsize=9)
     for ax in axes:
-        ax.grid(True, axis="x", color="0.9")
-        ax.spines[["top", "right"]].set_visible(False)
+        tidy(ax, "x")
     fig.suptitle(f"{part.table.title} ({part.scale})", fontsize=10)
 
 
@@ -101,21 +190,18 @@ def sizes(fig: Any, part: Part) -> None:
     for row, runs in part.results.runs.items():
         if not runs:
             continue
-        mixer = row.split()[0]
-        count[mixer] = count.get(mixer, -1) + 1
+        line = style(count, row)
         for ax, (_, names, axis) in zip(axes, series):
             points = {shapes[name][axis]: [r["more"][name][part.metric.name] for r in runs.values()] for name in names}
             x = sorted(points)
             y = [statistics.mean(map(part.metric.scaled, points[i])) for i in x]
-            dashes = ("-", "--", ":", "-.")[count[mixer] % 4]
-            ax.plot(x, y, dashes, marker=MARKERS[count[mixer] % 8], color=colour_of(row), markersize=4, label=row)
+            ax.plot(x, y, label=row, **line)
     for ax, (title, names, axis) in zip(axes, series):
         ticks = sorted({shapes[name][axis] for name in names})
         ax.set(xscale="log", xlabel=title)
         ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
         ax.minorticks_off()
-        ax.grid(True, color="0.9")
-        ax.spines[["top", "right"]].set_visible(False)
+        tidy(ax, "both")
     axes[0].set_ylabel(part.metric.heading)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     fig.suptitle(f"{part.table.title}: means over seeds", fontsize=10)

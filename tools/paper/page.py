@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from lion.tasks.metrics import Metric
 from tools.claims import CLAIM, NOT_RUN, QUESTION, UNDECIDED, VERDICTS, Comparison, compare, table_of, verdicts
 from tools.paper.results import Results, results_of
-from tools.paper.tables import Cell, Table, cells
-from tools.statistics import RULE, interval
-from tools.store import Store, digits, pipes
+from tools.paper.tables import SCALES, Cell, Table, cells
+from tools.statistics import RULE, Values, interval
+from tools.store import Row, Store, digits, pipes
 
 TEXT = ("row", "claim", "question", "verdict", "table")  # columns of text
 FIGURES = Path(__file__).parent / "figures_of_papers.yaml"
@@ -23,7 +24,11 @@ LEGEND = f"""\
 Values are means over seeds ± half of the 95 % interval of the mean (Student's t), and in brackets the number of seeds.
 The papers' columns are as printed.
 
-{RULE} The rule was fixed before the runs.
+{RULE}
+
+The rule was fixed before the runs, but for two changes on 2026-11-24, after 38 runs: Holm's correction counts claims
+without runs, and the noise of unpaired differences is estimated by all tables with the same frame (recipe, budget,
+data) in place of one table.
 
 Runs at scale `mini` are small, on the data named above each table: they test the order of rows, not the values.
 A row is bound to its runs by a hash of all settings that are not default, and of the data.
@@ -40,36 +45,63 @@ class Part(NamedTuple):
     metric: Metric
     results: Results
 
+    @property
+    def has_runs(self) -> bool:
+        return any(self.results.values.values())
+
+    @property
+    def frame(self) -> tuple[Any, ...]:
+        """What runs share whose noise is alike: the recipe of a table's small runs, its budget, and the metric."""
+        first = self.cells[0].recipe
+        return self.scale, self.table.mini and self.table.mini.recipe, first.trainer, first.data, self.metric.name
+
 
 def parts_of(tables: Mapping[str, Table], store: Store) -> list[Part]:
-    """Return all tables at scale `mini`, and those that have runs at scale `published`."""
+    """Return all tables: at scale `mini`, and at scale `published` if they have such runs or no others."""
     found = []
     for name, table in tables.items():
-        for scale in ("mini", "published"):
+        for scale in SCALES:
             own = cells(name, table, scale)
             results = results_of(table, own, store)
-            if own and (scale == "mini" or any(results.values.values())):
+            if own and (scale == "mini" or table.mini is None or any(results.values.values())):
                 found.append(Part(name, table, scale, own, table.metric(own), results))
     return found
 
 
-def comparisons(part: Part) -> list[Comparison]:
-    """Compare the rows of all claims and questions of a table."""
+def comparisons(part: Part, parts: Sequence[Part]) -> list[Comparison]:
+    """Compare the rows of all claims and questions of a table.
+
+    The noise of unpaired differences is estimated by the runs of all tables with the frame and the data of this one.
+    """
+    values = part.results.values if part.table.paired else pooled(part, parts)
     return [
         each
         for kind, pairs in ((CLAIM, part.table.claims), (QUESTION, part.table.open))
-        for each in compare(kind, pairs, part.results.values, part.metric, alike=part.table.paired)
+        for each in compare(kind, pairs, values, part.metric, alike=part.table.paired)
     ]
+
+
+def pooled(part: Part, parts: Sequence[Part]) -> Values:
+    """Return the values of a table, and those of other tables with the same frame and data by the keys of their runs."""
+    own = {cell.key for cell in part.cells}
+    others: dict[str, dict[int, float]] = {}
+    for each in parts:
+        if each.frame != part.frame or each.results.data != part.results.data or each.results.split != part.results.split:
+            continue
+        keys = {cell.row: cell.key for cell in each.cells}
+        others |= {keys[row]: found for row, found in each.results.values.items() if found and keys[row] not in own}
+    return {**others, **part.results.values}
 
 
 def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, str]) -> str:
     """Return the page; `figures` are the file names of plots, by table."""
     parts = parts_of(tables, store)
-    compared = {id(part): comparisons(part) for part in parts}
+    compared = {id(part): comparisons(part, parts) for part in parts}
     every = [each for part in parts for each in compared[id(part)]]
-    judged = dict(zip(map(id, every), verdicts(every)))
+    counted = [each for part in parts if part.scale == "mini" or part.has_runs for each in compared[id(part)]]
+    judged = {**dict.fromkeys(map(id, every), NOT_RUN), **dict(zip(map(id, counted), verdicts(counted)))}
     text = ["# The papers' tables, run again", "Written by `./run.sh paper`; raw results of every run: `paper.json`."]
-    text += [LEGEND, summary(parts, compared, judged)]
+    text += [LEGEND, summary(parts, compared, judged, store)]
     for part in parts:
         text += section(part, compared[id(part)], judged)
         if part.name in figures:
@@ -86,10 +118,12 @@ def figure_table(figures: Mapping[str, str]) -> str:
     return pipes(["figure", "here"], rows, text=("figure", "here"))
 
 
-def summary(parts: Sequence[Part], compared: Mapping[int, list[Comparison]], judged: Mapping[int, str]) -> str:
-    """Return a table of the numbers of runs, of verdicts on claims, and of answered questions, by table."""
+def summary(
+    parts: Sequence[Part], compared: Mapping[int, list[Comparison]], judged: Mapping[int, str], store: Store
+) -> str:
+    """Return a table of the numbers of runs, of verdicts on claims, of answered questions, and of hours, by table."""
     words = (*VERDICTS[CLAIM], UNDECIDED, NOT_RUN)
-    rows = []
+    rows, total = [], sum(hours(row) for row in store.rows.values())
     for part in parts:
         claims, questions = ([judged[id(e)] for e in compared[id(part)] if e.kind == kind] for kind in VERDICTS)
         answered = sum(word in VERDICTS[QUESTION] for word in questions)
@@ -97,8 +131,35 @@ def summary(parts: Sequence[Part], compared: Mapping[int, list[Comparison]], jud
         runs = f"{made} of {len(part.cells)}"
         counts = (str(claims.count(word)) if claims else "-" for word in words)
         asked = f"{answered} of {len(questions)}" if questions else "-"
-        rows.append([f"{part.name}, {part.scale}", runs, *counts, asked])
-    return pipes(["table", "runs", *words, "questions answered"], rows, text=TEXT)
+        rows.append([f"{part.name}, {part.scale}", runs, *counts, asked, left(part, store)])
+    text = pipes(["table", "runs", *words, "questions answered", "core hours left"], rows, text=TEXT)
+    return (
+        f"{text}\n\nAll runs so far took {digits(total)} core hours. The hours that are left are the missing runs times "
+        "the median of the runs of their table, or, before the first run, the estimate of `--dry-run`."
+    )
+
+
+def hours(row: Row) -> float:
+    """Return the core hours of a run, also those of interruptions."""
+    return row["seconds"] * (row["threads"] or 1) / 3600
+
+
+def left(part: Part, store: Store) -> str:
+    """Return the core hours of the runs that are missing in a table, or "-" where nothing is known of them."""
+    runs = [hours(row) for own in part.results.runs.values() for row in own.values()]
+    estimated = store.tables["estimates"].get((part.name, part.scale))
+    missing = len(part.cells) - len(runs)
+    if not missing:
+        return "0"
+    each = statistics.median(runs) if runs else estimated["seconds"] / 3600 if estimated else None
+    return "-" if each is None else digits(missing * each)
+
+
+def replaced(part: Part) -> list[str]:
+    """Return the settings of the runs' data that replace those of the recipe, as on the command line."""
+    rows = [row for own in part.results.runs.values() for row in own.values() if row["command"]]
+    settings = dict.fromkeys(word for row in rows for word in shlex.split(row["command"]) if word.startswith("data."))
+    return [word for word in settings if not any(word in cell.argv for cell in part.cells)]
 
 
 def section(part: Part, compared: Sequence[Comparison], judged: Mapping[int, str]) -> list[str]:
@@ -122,8 +183,10 @@ def facts(part: Part) -> str:
     if part.scale == "mini" and part.table.mini.note:
         lines.append(f"- Differences from the paper: {part.table.mini.note}")
     rows = [row for own in results.runs.values() for row in own.values()]
+    name, other = part.cells[0].recipe.data.name, replaced(part)
     if results.data:
-        lines.append(f"- Data: {part.cells[0].recipe.data.describe()}, fingerprint {results.data}")
+        read = f", read with `{' '.join(other)}`" if other else ""
+        lines.append(f"- Data: {part.cells[0].recipe.data.describe()}, fingerprint {results.data}{read}")
     if results.left_out:
         lines.append(f"- Left out: {results.left_out} runs on other data")
     for where in sorted(
@@ -133,8 +196,9 @@ def facts(part: Part) -> str:
     commits = sorted({str(r["commit"])[:9] + "+" * bool(r["changed"]) for r in rows})
     if commits:
         lines.append(f"- Commits (+: with changes): {', '.join(commits)}")
-    data = "" if part.scale == "mini" else f" --scale {part.scale}"
-    lines.append(f"- Made by: `./run.sh paper --table {part.name}{data}`")
+    scale = "" if part.scale == "mini" else f" --scale {part.scale}"
+    data = f" --data {name} {' '.join(other)}" if other else ""
+    lines.append(f"- Made by: `./run.sh paper --table {part.name}{scale}{data}`")
     return "\n".join(lines)
 
 
@@ -150,9 +214,8 @@ def row_of(part: Part, name: str, shapes: Sequence[str]) -> list[str]:
     runs = list(results.runs[name].values())
     if not runs:
         return [name, *published, NOT_RUN, *("-" for _ in shapes), "-", "-"]
-    more = [
-        spread(metric, [metric.scaled(run["more"][s][metric.name]) for run in runs if s in run["more"]]) for s in shapes
-    ]
+    further = [[metric.scaled(run["more"][s][metric.name]) for run in runs if s in run["more"]] for s in shapes]
+    more = [spread(metric, values, count=len(values) < len(runs)) for values in further]
     minutes = digits(statistics.median(run["seconds"] for run in runs) / 60)
     own = spread(metric, list(results.values[name].values()), count=True)
     return [name, *published, own, *more, f"{runs[0]['parameters']:,}", minutes]

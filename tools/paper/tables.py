@@ -89,6 +89,7 @@ class Table:
         paired: Whether runs of one seed are alike, see `tools.statistics`.
         more: Whether to report the values on further held-out sets.
         lengths: Numbers of tokens of windows of held-out text on which every run is evaluated, too.
+        state: Whether to plot the values by the size of the state, which the rows vary.
         distance: Images that every run at scale `mini` generates, to compare their distances from real ones in place of
             the metric of the task.
         claims: Pairs of rows (better, worse), as claimed by the paper.
@@ -105,6 +106,7 @@ class Table:
     paired: bool = False
     more: bool = False
     lengths: tuple[int, ...] = ()
+    state: bool = False
     distance: Distance | None = None
     claims: tuple[tuple[str, str], ...] = ()
     open: tuple[tuple[str, str], ...] = ()
