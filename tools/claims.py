@@ -76,7 +76,8 @@ def table_of(kind: str, found: Sequence[tuple[Comparison, str]]) -> tuple[list[s
     """Return header and rows of a table of the comparisons of a kind, with their verdicts."""
     own = [(each, verdict) for each, verdict in found if each.kind == kind]
     unit = own[0][0].unit if own else ""
-    return [kind, f"difference, {unit}", "p", "verdict", "smallest visible", "seeds needed"], [row_of(*each) for each in own]
+    header = [kind, f"difference, {unit}", "p", "verdict", "smallest visible", "seeds needed"]
+    return header, [row_of(*each) for each in own]
 
 
 def row_of(each: Comparison, verdict: str) -> list[str]:

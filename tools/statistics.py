@@ -90,12 +90,15 @@ def two_way(values: Values, first: str, second: str) -> Difference | None:
     weights = inverse @ design.T @ found
     noise = ((found - design @ weights) ** 2).sum() / freedom
     mean = round(float(contrast @ weights), 10)  # the last digits depend on the processor, which would decide ties
-    error, pairs = math.sqrt(noise * float(contrast @ inverse @ contrast)), min(map(len, (values[first], values[second])))
+    error, pairs = (
+        math.sqrt(noise * float(contrast @ inverse @ contrast)),
+        min(map(len, (values[first], values[second]))),
+    )
     return difference(mean, error, int(freedom), pairs)
 
 
 def difference(mean: float, error: float, freedom: int, pairs: int) -> Difference:
-    """Return a difference with a standard error of `pairs` seeds that has `freedom` degrees of freedom (Student's t)."""
+    """Return a difference with its standard error, of `pairs` seeds and `freedom` degrees of freedom (Student's t)."""
     t = stats.t(freedom)
     p = 2 * float(t.sf(abs(mean) / error)) if error else float(mean == 0)
     half, smallest = float(t.ppf(0.975)) * error, float(t.ppf(0.975) + t.ppf(POWER)) * error

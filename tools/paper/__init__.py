@@ -5,18 +5,21 @@
 
 Every row and seed of a table is a run in runs/paper. Finished runs are not repeated; stopped runs are resumed. The raw
 results of a run are added to reports/paper.json when it ends, so its folder may be deleted. The command ends by writing
-reports/paper.md and the figures in reports/paper. --data replaces the data set NAME of the recipes by other data, such
-as `--data cifar10 data.name=hf data.path=FOLDER`.
+reports/paper.md and the figures in reports/paper; --dry-run writes them with its estimates. --data replaces the data
+set NAME of the recipes by other data, such as `--data cifar10 data.name=hf data.path=FOLDER`.
 """
 
 from __future__ import annotations
 
+import shutil
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data import dataset
 from lion.config import ConfigError
+from lion.runs import build_on_meta
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
 from tools.cli import Parser, count, say
@@ -27,8 +30,10 @@ from tools.jobs import Job, at_once, work
 from tools.paper.figures import draw
 from tools.paper.page import markdown
 from tools.paper.results import collect, open_store
-from tools.paper.tables import SCALES, Cell, Table, cells, choose, read_tables
+from tools.paper.tables import RUNS, SCALES, Cell, Table, cells, choose, read_tables
+from tools.show import gigabytes
 from tools.store import Store
+from tools.train import checkpoint_bytes
 
 
 @dataclass(frozen=True)
@@ -143,28 +148,53 @@ def write(tables: Mapping[str, Table], store: Store) -> None:
 
 
 def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[PaperJob]) -> str:
-    """Return a table of the runs that are left, with their time on this machine, and what is missing."""
-    rows, notes, total = [], [], 0.0
+    """Return a table of the runs that are left, with their time on this machine, disk space, and what is missing."""
+    rows, notes, total, space = [], [], 0.0, 0
     for name, table in tables.items():
-        left = [job for job in jobs if job.cell.table == name]
-        every = cells(name, table, scale)
-        if not every:
+        own = [job for job in jobs if job.cell.table == name]
+        if not (every := cells(name, table, scale)):
             continue
-        each = estimate(left[0]) if left else 0.0
+        times = {job.cell.key: known for job in own if (known := seconds_before(job, store))}
+        new = next((job for job in own if job.cell.key not in times), None)
+        each = estimate(new) if new else 0.0
+        first = {job.cell.key: job for job in own}
+        sizes = {key: 0 if isinstance(each, str) else weights(job) for key, job in first.items()}
+        disk = sum(sizes[job.cell.key] for job in own)
+        space += disk
+        row = [name, str(len(every)), str(len(own))]
         if isinstance(each, str):
             notes.append(f"{name}: {each}")
-            rows.append([name, str(len(every)), str(len(left)), "-", "-"])
+            rows.append([*row, "-", "-", "-"])
             continue
-        if left:
+        if new:
             store.add({"table": name, "scale": scale, "seconds": each}, "estimates")
-        total += each * len(left)
-        rows.append([name, str(len(every)), str(len(left)), duration_text(each), duration_text(each * len(left))])
-    header = ["table", "runs", "left, own", "a run", "all that are left"]
-    text = [columns(header, rows), *notes]
-    text.append(
-        f"about {duration_text(total)} one after the other, eager, without evaluation; measured now on first rows"
+        left = sum(times.get(job.cell.key, each) for job in own)
+        total += left
+        rows.append([*row, duration_text(left / len(own)) if own else "-", duration_text(left), gigabytes(disk)])
+    header = ["table", "runs", "left, own", "a run", "all that are left", "weights"]
+    without = f", without the {len(notes)} tables whose data are missing" if notes else ""
+    free = shutil.disk_usage(next(p for p in (RUNS.absolute(), *RUNS.absolute().parents) if p.is_dir())).free
+    return "\n".join(
+        [
+            columns(header, rows),
+            *notes,
+            f"about {duration_text(total)} one after the other{without}; by finished runs of a row, else by a step of "
+            "the table's first new row, timed now (eager, without evaluation)",
+            f"{gigabytes(space)} of weights, {gigabytes(free)} free; a run that is being trained has checkpoints, too",
+        ]
     )
-    return "\n".join(text)
+
+
+def seconds_before(job: PaperJob, store: Store) -> float | None:
+    """Return the median time of the finished runs with the same settings, or None."""
+    found = [row["seconds"] for (key, _), row in store.rows.items() if key == job.cell.key]
+    return statistics.median(found) if found else None
+
+
+def weights(job: PaperJob) -> int:
+    """Return the bytes of the weights that a finished run keeps; its data are there."""
+    task = make_task(job.recipe, describe_data(job.recipe)[0])
+    return checkpoint_bytes(build_on_meta(task, job.recipe.model), False)[1]
 
 
 def estimate(job: PaperJob) -> float | str:

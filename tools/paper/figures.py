@@ -114,7 +114,9 @@ def states(fig: Any, part: Part) -> None:
     recipes = {cell.row: cell.recipe for cell in part.cells}
     for row, values in part.results.values.items():
         if values:
-            points.setdefault(row.split()[0].rstrip(","), []).append((state_numbers(recipes[row]), list(values.values())))
+            points.setdefault(row.split()[0].rstrip(","), []).append(
+                (state_numbers(recipes[row]), list(values.values()))
+            )
     for mixer, found in points.items():
         x, y = zip(*sorted(found))
         half = [interval(values) if len(values) > 2 else 0.0 for values in y]

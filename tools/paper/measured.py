@@ -1,4 +1,4 @@
-"""Plots of the papers' figures from the measurements in other reports: accuracy by speed, time and memory by resolution."""
+"""Plots of the papers' figures from other reports: accuracy by speed, time and memory by resolution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def step_times(reports: Path) -> dict[str, float]:
-    """Return the time of a training step relative to DeiT-S's by mixer, at DeiT-S's width and 224 px, as last measured."""
+    """Return the time of a training step at DeiT-S's width and 224 px relative to DeiT-S, by mixer."""
     found = {}
     for row in sorted(rows_of(reports / "train.json"), key=lambda row: row["date"]):
         if (row["model"], row["size"]) == ("vit", 224) and row["shape"].startswith("dim 384"):
@@ -31,7 +31,9 @@ def step_times(reports: Path) -> dict[str, float]:
     return found
 
 
-def speed(fig: Any, published: Mapping[str, Row], values: Mapping[str, list[float]], times: Mapping[str, float]) -> None:
+def speed(
+    fig: Any, published: Mapping[str, Row], values: Mapping[str, list[float]], times: Mapping[str, float]
+) -> None:
     """Plot accuracy by the time of a training step relative to softmax: the paper's (Table 2, right), and ours.
 
     Args:

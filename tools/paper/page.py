@@ -82,11 +82,11 @@ def comparisons(part: Part, parts: Sequence[Part]) -> list[Comparison]:
 
 
 def pooled(part: Part, parts: Sequence[Part]) -> Values:
-    """Return the values of a table, and those of other tables with the same frame and data by the keys of their runs."""
+    """Return the values of a table, and by the keys of their runs those of other tables of its frame and data."""
     own = {cell.key for cell in part.cells}
     others: dict[str, dict[int, float]] = {}
     for each in parts:
-        if each.frame != part.frame or each.results.data != part.results.data or each.results.split != part.results.split:
+        if (each.frame, each.results.data, each.results.split) != (part.frame, part.results.data, part.results.split):
             continue
         keys = {cell.row: cell.key for cell in each.cells}
         others |= {keys[row]: found for row, found in each.results.values.items() if found and keys[row] not in own}
@@ -134,7 +134,7 @@ def summary(
         rows.append([f"{part.name}, {part.scale}", runs, *counts, asked, left(part, store)])
     text = pipes(["table", "runs", *words, "questions answered", "core hours left"], rows, text=TEXT)
     return (
-        f"{text}\n\nAll runs so far took {digits(total)} core hours. The hours that are left are the missing runs times "
+        f"{text}\n\nAll runs so far took {digits(total)} core hours. The hours left are the missing runs times\n"
         "the median of the runs of their table, or, before the first run, the estimate of `--dry-run`."
     )
 
