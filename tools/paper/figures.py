@@ -16,7 +16,7 @@ from lion.layers.mixers import make_mixer
 from lion.recipe import Recipe
 from tools.claims import NOT_RUN
 from tools.colours import colour_of
-from tools.paper import measured
+from tools.paper import drawings, measured
 from tools.paper.page import Part, parts_of, shapes_of
 from tools.paper.tables import Table
 from tools.statistics import interval
@@ -24,6 +24,7 @@ from tools.store import Row, Store
 
 DECAYS = "decays"  # name of the plot of the decays of Lion-D
 SPEED, SPEED_OF = "accuracy-by-speed", "lion-2"  # name of that plot, and its table
+MASKS, SCANS = "masks", "scans"  # names of drawings
 INFERENCE = "inference"  # name of the plot of time and memory by resolution
 LENGTHS = "-lengths"  # suffix of the names of plots by length
 MARKERS = "os^DvP*X"  # of the rows of one mixer
@@ -58,6 +59,8 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
             plots[SPEED] = (10, 4), partial(measured.speed, published=published, values=values, times=times)
     if rows := measured.rows_of(store.path.parent / "inference.json"):
         plots[INFERENCE] = (10, 4), partial(measured.inference, rows=rows)
+    if plots:
+        plots |= {MASKS: ((9, 3), drawings.masks), SCANS: ((7, 2.6), drawings.scans)}
     folder = store.path.parent / "paper"
     found = {name: f"paper/{name}.png" for name, how in plots.items() if store.draw(folder / f"{name}.png", *how)}
     for path in folder.glob("*.png"):
