@@ -110,7 +110,10 @@ def make_part(parts: Path, corpus: Corpus, tokenizer: Tokenizer, shard: int) -> 
     kind = id_type(tokenizer.vocabulary)
     ids, lengths, begins, ends = [np.empty(0, kind)], [], [], []
     for piece in corpus.read(shard):
-        found = np.asarray(tokenizer.encode(piece.text), kind)
+        try:
+            found = np.asarray(tokenizer.encode(piece.text), kind)
+        except ConfigError as error:
+            raise ConfigError(f"{corpus.origin(shard)}: {error}") from None
         if len(found) or not (piece.begins and piece.ends):
             ids.append(found)
             lengths.append(len(found))
