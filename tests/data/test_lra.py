@@ -799,6 +799,12 @@ def test_contours_without_room_are_given_up(tmp_path, monkeypatch, capsys):
     assert "no room in 16 x 16 pixels for two contours of 12 dashes" in line and "data.margins" in line
 
 
+def test_contours_without_room_are_given_up_before_any_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(drawing, "MAX_ATTEMPTS", 2000)
+    with pytest.raises(ConfigError, match="no room in 32 x 32 pixels for two contours of 40 dashes"):
+        lra_set(tmp_path, "pathfinder", contour_length=40).source()
+
+
 def lra_folder(root, name, rows, *, binary=False):
     """Write files in the format of the published generator; return the metadata file."""
     (root / name / "metadata").mkdir(parents=True)
