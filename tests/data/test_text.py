@@ -498,6 +498,18 @@ def test_what_is_no_finished_part_is_named(tmp_path):
     assert prepared(source).check()
 
 
+def test_a_name_of_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
+    source = lines_set(tmp_path, sentences(20))
+    parts = source.folder.with_name(f"{source.folder.name}.parts")
+    parts.parent.mkdir()
+    load_or_make_tokenizer(parts, source.corpus(), source.make_tokenizer)
+    name = parts / "name"
+    for spoil in (lambda: name.write_bytes(b"\xff\xfe"), lambda: (name.unlink(), name.mkdir())):
+        spoil()
+        with pytest.raises(ConfigError, match=rf"^{name}: not the name of a tokenizer .*; remove {parts} and"):
+            source.prepare()
+
+
 @pytest.mark.parametrize("kind", ["", ".parts", ".partial"])
 def test_a_file_where_a_folder_is_to_be_is_named(tmp_path, kind):
     source = lines_set(tmp_path, sentences(20))
