@@ -1,5 +1,6 @@
 """Markdown files: their code runs, and links, commands and tables are correct."""
 
+import json
 import re
 
 import pytest
@@ -96,3 +97,29 @@ def test_the_picture_shows_what_was_measured():
             for length, ratio, each in zip(lengths, ratios, kib):
                 (row,) = (r for r in rows if (r["mixer"], r["form"], r["length"], r["pass"]) == (*line, length, which))
                 assert row["ratio"] == ratio and row["peak_bytes"] == pytest.approx(1024 * each * row["batch"] * length)
+
+
+def test_recipes_cost_what_was_measured_last():
+    """Check the ratios to softmax in recipes/README.md against the last rows of their machine in the report."""
+    lines = (ROOT / "recipes/README.md").read_text().partition("## What it costs\n")[2].splitlines()
+    head, _, *rows = (line.strip("| ").split(" | ") for line in lines if line.startswith("|"))
+    names = {"no mixer at all": "without a mixer", "lion_d, two scans": "lion_d multiscan"}
+    names["lion_s, two scans"] = "lion_s multiscan"
+    measured = sorted(json.loads((ROOT / "reports/train.json").read_text())["rows"], key=lambda row: row["date"])
+    shape = {"device": "AMD EPYC, AVX512", "precision": "fp32", "matmul": "highest", "model": "vit"}
+    shape["shape"] = "dim 384, depth 12, 6 heads, patches of 16 x 16"
+    for row in rows:
+        size = int(row[0].split()[0])
+        last = {held["mixer"]: held["ratio"] for held in measured if {**held, **shape, "size": size} == held}
+        wanted = [last.get(names.get(column, column)) for column in head]
+        assert row[1:] == ["-" if ratio is None else f"{ratio:.2f}" for ratio in wanted], row[0]
+
+
+def test_paths_in_comments_of_recipes_exist():
+    """A path begins in the clone, in `recipes`, or in the recipe's folder; other paths are of other repositories."""
+    for recipe in sorted((ROOT / "recipes").rglob("*.yaml")):
+        comments = "\n".join(re.findall(r"#(.*)", recipe.read_text()))
+        for path in re.findall(r"(?<![\w./])(?:[\w*.-]+/)+[\w*.-]+\.(?:py|md|yaml|json)\b", comments):
+            places = (ROOT, ROOT / "recipes", recipe.parent)
+            ours = any((place / path.partition("/")[0]).is_dir() for place in places)
+            assert not ours or any(any(place.glob(path)) for place in places), f"{name(recipe)}: {path}"

@@ -7,6 +7,7 @@ import pytest
 from lion.runs import build_on_meta, count_parameters
 from lion.trainer.plan import make_plan
 from lion.trainer.schedule import learning_rate
+from tests.helpers import ROOT
 from tools.compose import describe_data, make_task, resolve
 
 SIZES, PATCHES = ("s", "b", "l", "xl"), (2, 4, 8)
@@ -114,8 +115,16 @@ def test_ablations():
 
 
 def test_modulated_blocks_would_be_half_as_large_again():
-    model = built("lightnet_gen_s_patch2", "model.block=adaln_zero")[1]
-    assert round(millions(model)) == 50 and model.length == 256
+    """Check the numbers of parameters that recipes/dit/README.md names, with tokens and with adaLN-Zero."""
+    said = (ROOT / "recipes/dit/README.md").read_text()
+    for tokens in (True, False):
+        models = [built(f"lightnet_gen_{s}_patch2", *[] if tokens else ["model.block=adaln_zero"])[1] for s in SIZES]
+        assert {model.length for model in models} == {256 + 2 * tokens}
+        *most, last = (f"{millions(model):,.1f}" for model in models)
+        assert f"{', '.join(most)} and {last} M" in " ".join(said.split())
+        assert [most, last] == (
+            [["33.6", "131.1", "470.3"], "678.8"] if tokens else [["49.8", "196.1", "699.0"], "1,016.1"]
+        )
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "lightnet"])

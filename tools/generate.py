@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from lion.config import ConfigError
 from lion.files import write_atomic
 from lion.inference.split import read_in_turn
-from lion.inference.text import MODES, Continuation, Sampling, streaming_mode
+from lion.inference.text import MODES, Continuation, Sampling, read, streaming_mode
 from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.runs import LoadedRun, open_run
@@ -244,8 +244,11 @@ def read_state(args: Any, loaded: LoadedRun) -> Continuation:
     raw = path.read_bytes()
     if hashlib.sha256(raw[32:]).digest() != raw[:32]:
         raise ConfigError(f"--state: {path} is damaged, or not a state of ./run.sh generate")
-    held = torch.load(io.BytesIO(raw[32:]), map_location=model.tokens.weight.device, weights_only=True)
-    if held.keys() != {"mode", "rows", "logits", "state", "weights"}:
+    try:
+        held = torch.load(io.BytesIO(raw[32:]), map_location=model.tokens.weight.device, weights_only=True)
+    except Exception as error:  # the errors of torch.load share no type
+        raise ConfigError(f"--state: {path} cannot be read ({(str(error).splitlines() or [''])[0]})") from None
+    if not isinstance(held, dict) or held.keys() != {"mode", "rows", "logits", "state", "weights"}:
         raise ConfigError(f"--state: {path} was written by another version of ./run.sh generate")
     if held["weights"] != digest(model):
         raise ConfigError(
@@ -253,11 +256,52 @@ def read_state(args: Any, loaded: LoadedRun) -> Continuation:
         )
     if held["mode"] not in ("attention", streaming_mode(model)):
         raise ConfigError(f"--state: {path} is of mode {held['mode']!r}, which {loaded.folder} does not have")
-    if any(not 0 <= token < model.vocabulary for row in held["rows"] for token in row):
-        raise ConfigError(f"--state: {path} holds token ids outside of the vocabulary of {loaded.folder}")
     if args.mode not in (None, held["mode"]):
         raise ConfigError(f"--mode: {path} is of mode {held['mode']}, got {args.mode}")
-    return Continuation(model, held["mode"], held["rows"], held["logits"], held["state"])
+    text = Continuation(model, held["mode"], held["rows"], held["logits"], held["state"])
+    try:
+        check_continuation(text)
+    except ValueError as error:
+        raise ConfigError(f"--state: {path} {error} of {loaded.folder}") from None
+    return text
+
+
+def check_continuation(text: Continuation) -> None:
+    """Check that rows, logits and state are those of the model.
+
+    Raises:
+        ValueError: They are not; the message says what there is instead.
+    """
+    model, rows, logits = text.model, text.rows, text.logits
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
+        raise ValueError("holds no rows of tokens")
+    if any(type(token) is not int or not 0 <= token < model.vocabulary for row in rows for token in row):
+        raise ValueError("holds token ids outside of the vocabulary")
+    if not torch.is_tensor(logits) or logits.shape != (len(rows), model.vocabulary) or not logits.is_floating_point():
+        raise ValueError(f"holds no logits of {len(rows)} rows for the vocabulary")
+    if text.mode == "attention":
+        same = text.state is None
+    else:
+        lengths = [len(row) for row in rows]
+        try:
+            same = described(text.state) == usual_state(model, len(rows), max(lengths))
+            same = same and text.state.position.tolist() == lengths
+        except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):  # no tensors, or no cache
+            same = False
+    if not same:
+        raise ValueError(f"holds no state of {len(rows)} rows in mode {text.mode}")
+
+
+def usual_state(model: GPT, rows: int, length: int) -> tuple[Any, ...]:
+    """Describe the state after `length` tokens in every row: caches grow by the same sizes with each token."""
+    (*kinds, one), (*_, two) = (described(read(model, [[0] * tokens] * rows)[1]) for tokens in (1, 2))
+    return *kinds, [[a + (length - 1) * (b - a) for a, b in zip(*sizes)] for sizes in zip(one, two)]
+
+
+def described(state: Any) -> tuple[Any, ...]:
+    """Return the structure of a state, and the types and the shapes of its tensors, without room in caches."""
+    leaves, structure = tree_flatten(reserve(state, 0))
+    return structure, [x.dtype for x in leaves], [list(x.shape) for x in leaves]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor
 from data.base import data_root, user_path
 from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
-from data.lra.store import Arrays, Part, Source, in_parts, read_manifest
+from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts
 from data.manifest import short_hash
 from data.text.corpus import whole
 from data.vision.hf import TEST, VAL, by_split
@@ -104,8 +104,16 @@ class Documents(SequenceSet):
             ConfigError: The documents are missing.
         """
 
+    def kinds(self) -> dict[str, ArrayKind]:
+        found = {"label": ArrayKind("uint8")}
+        for name, lengths in (("tokens", "lengths"), ("second", "second_lengths"))[: self.parts_of_a_sample]:
+            found |= {name: ArrayKind("uint16", None), lengths: ArrayKind("int32")}
+        return found
+
     def info(self, manifest: dict[str, Any]) -> SequenceInfo:
         characters = manifest["characters"]
+        if not isinstance(characters, type(None) if self.config.tokenizer == "bytes" else str):
+            raise ValueError(f"characters: got {characters!r}, data.tokenizer is {self.config.tokenizer}")
         vocabulary = FIRST + (256 if characters is None else len(characters))
         alphabet = characters and short_hash(characters)
         return SequenceInfo(2, self.config.length, vocabulary, self.parts_of_a_sample, alphabet=alphabet)
@@ -130,7 +138,7 @@ class Documents(SequenceSet):
 
     def characters(self) -> str:
         """Return the characters of the prepared samples."""
-        return read_manifest(self.folder)["characters"]
+        return self.manifest()["characters"]
 
 
 class DocumentLines(Lines):

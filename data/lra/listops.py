@@ -31,7 +31,7 @@ from data.lra.sequences import (
     checked_files,
     stamps,
 )
-from data.lra.store import Arrays, Part, Source, in_parts, write_part
+from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts, write_part
 from data.pool import read_part
 from lion.config import ConfigError, setting
 from lion.samples.seeds import derive
@@ -115,6 +115,9 @@ class ListOps(SequenceSet):
 
     def source(self) -> Source:
         return Rows(self.files(), self.config.length) if self.config.path else Generator(self.config)
+
+    def kinds(self) -> dict[str, ArrayKind]:
+        return {"tokens": ArrayKind("uint8", None), "lengths": ArrayKind("int32"), "label": ArrayKind("uint8")}
 
     def info(self, manifest: dict[str, Any] | None = None) -> SequenceInfo:
         return SequenceInfo(classes=10, length=self.config.length, vocabulary=len(IDS))

@@ -25,6 +25,8 @@ from lion.samples.sequences import SequenceInfo
 
 log = logging.getLogger("lion")
 
+FIRST = 16  # images that are drawn before all others, enough to use all slots of the drawing
+
 # folders by dashes per contour; the last one is LRA's task
 FOLDERS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
 EMPTY, EMPTY_SIDE = "curv_baseline/imgs/0/sample_172.png", 32  # an empty file among LRA's images of 32 x 32
@@ -197,6 +199,7 @@ class Generator(Source):
 
     def __init__(self, config: PathfinderConfig) -> None:
         self.config, self.contours = config, config.contours()
+        self.make(Part("train", 0, 0, FIRST))  # without room, this fails at once, and not in every process
 
     def parts(self) -> list[Part]:
         return in_parts(self.config.counts(), self.config.part)

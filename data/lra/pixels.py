@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from data.lra.sequences import SequenceConfig, SequenceSet
+from data.lra.store import ArrayKind
 from data.vision.images import open_or_explain
 from lion.config import ConfigError, setting
 from lion.samples.sequences import SequenceInfo
@@ -42,6 +43,9 @@ class PixelConfig(SequenceConfig):
 
 class PixelSet(SequenceSet):
     """A data set whose samples are the intensities of pixels, one byte each."""
+
+    def kinds(self) -> dict[str, ArrayKind]:
+        return {"pixels": ArrayKind("uint8", (self.config.side**2,)), "label": ArrayKind("uint8")}
 
     def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
         """Load an image file, grey or coloured, as {pixels}."""

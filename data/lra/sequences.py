@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DataSet, data_root, user_path
-from data.lra.store import Arrays, Source, check_sums, files_of, open_arrays, prepare, read_manifest
+from data.lra.store import (
+    ArrayKind,
+    Arrays,
+    Source,
+    check_manifest,
+    check_sums,
+    files_of,
+    open_arrays,
+    prepare,
+    read_manifest,
+)
 from data.manifest import FORMAT, fingerprint_of, short_hash
 from data.vision.sources import split_indices
 from lion.config import ConfigError, setting
@@ -171,20 +181,42 @@ class SequenceSet(DataSet):
         """Open the source of the samples."""
 
     @abstractmethod
+    def kinds(self) -> dict[str, ArrayKind]:
+        """Return the kinds of the arrays that `source` makes."""
+
+    @abstractmethod
     def info(self, manifest: dict[str, Any]) -> SequenceInfo:
         """Return the info of prepared samples."""
 
     @functools.cached_property
     def folder(self) -> Path:
         """The folder of the samples; its name is a hash of all that determines them."""
-        decided = {"name": self.config.name, "format": FORMAT, "of": self.identity()}
         root = user_path(self.config.root) if self.config.root else data_root() / "lra"
-        return root / f"{self.config.name}-{short_hash(decided)}"
+        return root / self.name_of(self.identity())
+
+    def name_of(self, identity: Any) -> str:
+        """Return the name of the folder of the samples with this identity."""
+        return f"{self.config.name}-{short_hash({'name': self.config.name, 'format': FORMAT, 'of': identity})}"
 
     def prepare(self) -> None:
         """Create the samples if they are missing."""
         workers = self.config.workers or len(os.sched_getaffinity(0))
         prepare(self.folder, self.source, self.identity(), workers=workers)
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the manifest of the prepared samples.
+
+        Raises:
+            ConfigError: It cannot be read or was edited, or a file is missing or truncated.
+        """
+
+        def check(held: dict[str, Any]) -> None:
+            if self.name_of(held["of"]) != self.folder.name:
+                raise ValueError("of: the samples of another recipe")
+            check_manifest(held, self.kinds())
+            self.info(held)
+
+        return read_manifest(self.folder, check)
 
     def check(self) -> str:
         """Read all samples and return a line with their numbers.
@@ -192,14 +224,16 @@ class SequenceSet(DataSet):
         Raises:
             ConfigError: A file is damaged.
         """
-        samples = check_sums(self.folder)["samples"]
-        return f"{self.folder}: {', '.join(f'{n:,} {split}' for split, n in samples.items())}, checksums match"
+        manifest = self.manifest()
+        check_sums(self.folder, manifest)
+        samples = ", ".join(f"{n:,} {split}" for split, n in manifest["samples"].items())
+        return f"{self.folder}: {samples}, checksums match"
 
     def build(self) -> Splits:
         config, folder = self.config, self.folder
         if not folder.is_dir():
             raise ConfigError(f"data set '{config.name}': no samples {folder}, ./run.sh prepare RECIPE makes them")
-        manifest = read_manifest(folder)
+        manifest = self.manifest()
         info = self.info(manifest)
         collate = self.collate_of(info)
         chosen = {split: list(range(size)) for split, size in manifest["samples"].items()}

@@ -25,6 +25,13 @@ from lion.files import save_json, write_atomic
 Arrays = dict[str, np.ndarray]
 
 
+class ArrayKind(NamedTuple):
+    """The type of an array, and the shape of its part of a sample; None: as many values as `lengths` says."""
+
+    type: str
+    each: tuple[int, ...] | None = ()
+
+
 class Part(NamedTuple):
     """Part `number` of a split: at most `count` samples, beginning with sample `first`."""
 
@@ -134,9 +141,39 @@ def join(folder: Path, kept: Path, parts: list[Part]) -> dict[str, Any]:
     return made
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check the manifest of a folder, see `data.manifest`."""
-    return open_manifest(folder, files_of, "file")
+def read_manifest(folder: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Read the manifest of a folder and `check` it, see `data.manifest`."""
+
+    def files(held: dict[str, Any]) -> dict[str, FileRecord]:
+        check(held)
+        listed = files_of(held)
+        if more := {path.name for path in folder.glob("*.bin")} - listed.keys():
+            raise ValueError(f"arrays: {min(more)} is not listed")
+        return listed
+
+    return open_manifest(folder, files, "file")
+
+
+def check_manifest(held: dict[str, Any], kinds: dict[str, ArrayKind]) -> None:
+    """Check that a manifest lists samples, and arrays of these kinds for all of them.
+
+    Raises:
+        LookupError, TypeError, ValueError: The manifest is invalid.
+    """
+    samples, arrays = held["samples"], held["arrays"]
+    generated = isinstance(held["of"], dict) and held["of"].get("counts")
+    if "train" not in samples or (generated and samples != generated):
+        raise ValueError(f"samples: expected {generated or 'train and others'}, got {samples}")
+    if odd := arrays.keys() ^ {f"{split}.{name}" for split in samples for name in kinds}:
+        raise ValueError(f"arrays: {min(odd)} is {'not expected' if min(odd) in arrays else 'missing'}")
+    for split, size in samples.items():
+        for name, (kind, each) in kinds.items():
+            found = arrays[f"{split}.{name}"]
+            count, *rest = found["shape"]
+            whole = all(type(n) is int and n > 0 for n in (size, count, *rest))
+            wanted = [size, *each] if each is not None else [max(size, count)]  # a sample has at least one token
+            if not whole or found["type"] != kind or [count, *rest] != wanted:
+                raise ValueError(f"{split}.{name}: expected {kind} {wanted}, got {found['type']} {found['shape']}")
 
 
 def files_of(held: dict[str, Any]) -> dict[str, FileRecord]:
@@ -156,12 +193,10 @@ def open_arrays(folder: Path, manifest: dict[str, Any], split: str) -> Arrays:
     }
 
 
-def check_sums(folder: Path) -> dict[str, Any]:
-    """Read every byte, compare the files with the manifest, and return the manifest.
+def check_sums(folder: Path, held: dict[str, Any]) -> None:
+    """Read every byte and compare the files with their manifest.
 
     Raises:
         ConfigError: A file is damaged.
     """
-    held = read_manifest(folder)
     compare_sums(folder, files_of(held))
-    return held

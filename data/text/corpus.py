@@ -64,6 +64,10 @@ class Corpus(ABC):
             ConfigError: The shard cannot be read.
         """
 
+    @abstractmethod
+    def origin(self, shard: int) -> str:
+        """Return the origin of a shard, for messages."""
+
     def texts(self, most: int | None = None) -> Texts:
         """Return the texts, or about `most` characters of them, from evenly spaced shards."""
         return Texts(self, most)
@@ -136,6 +140,10 @@ class Files(Corpus):
                 documents = text.split("\n") if self.document == "line" else re.split(r"\n[ \t\r]*\n", text)
                 yield from (Piece(t) for t in documents if t.strip())
 
+    def origin(self, shard: int) -> str:
+        paths = dict.fromkeys(part.path for part in self.shards[shard])
+        return ", ".join(paths) if len(paths) < 3 else f"{next(iter(paths))} and {len(paths) - 1} others"
+
     def rows(self, path: str, text: str) -> Iterator[str]:
         for line in filter(str.strip, text.split("\n")):
             row = parse_row(line, path)
@@ -185,6 +193,9 @@ class Table(Corpus):
             text = row[self.column]
             if text is not None and (text := whole(text, self.column, self.path)).strip():
                 yield Piece(text)
+
+    def origin(self, shard: int) -> str:
+        return self.path
 
     def translate_errors(self, rows: Any) -> Iterator[dict[str, Any]]:
         try:

@@ -96,21 +96,31 @@ def prepare(
 
 
 def load_or_make_tokenizer(parts: Path, corpus: Corpus, make: Callable[[Corpus], Tokenizer]) -> Tokenizer:
-    """Return the tokenizer of the finished parts; create and save it if there is none yet."""
+    """Return the tokenizer of the finished parts; create and save it if there is none yet.
+
+    Raises:
+        ConfigError: The tokenizer of the finished parts cannot be read.
+    """
     name = parts / "name"
     if not name.exists():
         tokenizer = make(corpus)
         parts.mkdir(exist_ok=True)
         save_text(parts / TOKENIZER, tokenizer.inner.to_str())
         save_text(name, tokenizer.name)
-    return read_tokenizer(parts, name.read_text())
+    try:
+        return read_tokenizer(parts, name.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: not the name of a tokenizer ({error}); remove {parts} and prepare again") from None
 
 
 def make_part(parts: Path, corpus: Corpus, tokenizer: Tokenizer, shard: int) -> None:
     kind = id_type(tokenizer.vocabulary)
     ids, lengths, begins, ends = [np.empty(0, kind)], [], [], []
     for piece in corpus.read(shard):
-        found = np.asarray(tokenizer.encode(piece.text), kind)
+        try:
+            found = np.asarray(tokenizer.encode(piece.text), kind)
+        except ConfigError as error:
+            raise ConfigError(f"{corpus.origin(shard)}: {error}") from None
         if len(found) or not (piece.begins and piece.ends):
             ids.append(found)
             lengths.append(len(found))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -26,6 +29,10 @@ NAMES = {  # names of the special tokens
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4 of a WordPiece tokenizer trained here
 BYTES = ["[PAD]", "[MASK]", "[CLS]", "[SEP]", "<|endoftext|>"]  # ids 256 to 260
 FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+PIECE = 2**20  # characters that are encoded at once; each takes about 330 bytes
+LONGEST = 2**24  # characters that are encoded at once if there is no place to cut them
+CHARACTERS = r"[\s\S]"  # pattern of the pre-tokenizer of `characters`
+ANYWHERE, BETWEEN_WORDS = re.compile(CHARACTERS), re.compile(r"(?<=\S)[ \n](?=\S)")
 
 
 class Tokenizer:
@@ -59,6 +66,46 @@ class Tokenizer:
         Raises:
             ConfigError: The text cannot be encoded.
         """
+        if len(text) <= PIECE:
+            return self.encode_piece(text)
+        return list(itertools.chain.from_iterable(map(self.encode_piece, self.pieces(text))))
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Yield pieces of a long text, whose ids, one after another, are those of the text.
+
+        Raises:
+            ConfigError: A piece is too long, because there is no place to cut it.
+        """
+        begin, size = 0, len(text)
+        while size - begin > PIECE:
+            found = self.borders and self.borders.search(text, begin + PIECE, begin + LONGEST)
+            end = found.start() if found else size
+            if end - begin > LONGEST:
+                raise ConfigError(
+                    f"tokenizer {self.name!r} cannot encode {text[begin : begin + 40]!r}: there is no place between "
+                    f"words to cut {size - begin:,} characters, at most {LONGEST:,} are encoded at once"
+                )
+            yield text[begin:end]
+            begin = end
+        yield text[begin:]
+
+    @functools.cached_property
+    def borders(self) -> re.Pattern[str] | None:
+        """Pattern of the characters before which a text may be cut without other ids; None: no such place is known."""
+        rules = json.loads(self.inner.to_str())
+        split, model, normalizer = rules["pre_tokenizer"] or {}, rules["model"], rules["normalizer"] or {}
+        if any(not added["special"] for added in rules["added_tokens"]):  # these may hold spaces
+            return None
+        if split.get("type") == "BertPreTokenizer" and normalizer.get("type") == "BertNormalizer":
+            return BETWEEN_WORDS
+        if normalizer:
+            return None
+        if split.get("type") == "ByteLevel" and split["use_regex"] and not split["add_prefix_space"]:
+            return ANYWHERE if model.get("merges") == [] and not model["ignore_merges"] else BETWEEN_WORDS
+        return ANYWHERE if split.get("pattern") == {"Regex": CHARACTERS} else None
+
+    def encode_piece(self, text: str) -> list[int]:
+        """Return the ids of a text, which is encoded at once."""
         try:
             return self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets
         except Exception as error:  # the library `tokenizers` has no error types
@@ -73,6 +120,8 @@ class Tokenizer:
         Raises:
             ConfigError: A text cannot be encoded.
         """
+        if any(len(text) > PIECE for text in texts):
+            return [self.encode(text) for text in texts]
         try:
             return [each.ids for each in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
         except Exception:  # raises a ConfigError for the text that fails
@@ -166,7 +215,7 @@ def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenize
         if not found:
             raise ConfigError("data.path: no text to take the characters from")
         inner = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(sorted(found))}))
-        inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        inner.pre_tokenizer = pre_tokenizers.Split(Regex(CHARACTERS), "isolated")
         inner.decoder = decoders.Fuse()
         return Tokenizer(name, inner)
     if name == "wordpiece":

@@ -101,7 +101,7 @@ def over_tokens(name: str | None) -> bool:
 
 
 def check_causal(norm: str | None, key: str) -> None:
-    """Check that the norm, the value of the setting `key`, is causal.
+    """Check that the norm, the value of the setting `key`, fits to a model in which tokens see one side only.
 
     Raises:
         ValueError: The norm computes statistics over several tokens.
@@ -109,6 +109,6 @@ def check_causal(norm: str | None, key: str) -> None:
     if over_tokens(norm):
         fits = " or ".join(repr(name) for name in NORMS if not over_tokens(name))
         raise ValueError(
-            f"{key}: {norm!r} averages over all tokens, so that in training a causal model would see later tokens; "
-            f"use {fits}"
+            f"{key}: {norm!r} averages over all tokens, so that in training a model of one direction would see "
+            f"earlier and later tokens; use {fits}"
         )

@@ -49,6 +49,7 @@ class BertConfig(EncoderConfig):
     bias: bool = True
     head_transform: bool = True
 
+    token_outputs: ClassVar[bool] = True
     released: ClassVar[dict[str, dict[str, Any]]] = dict.fromkeys(("lion_lit", "lion_d", "lion_s"), PLAIN_SCORES)
     conventions: ClassVar[dict[str, str]] = {
         **EncoderConfig.conventions,
@@ -174,6 +175,8 @@ class BertClassifierConfig(BertConfig):
 
     name: str = "bert_classifier"
     classifier_dropout: float = setting(0.1, min=0, max=1)
+
+    token_outputs: ClassVar[bool] = False
 
 
 class BertClassifier(BertEncoder):

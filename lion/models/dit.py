@@ -43,6 +43,7 @@ class DiTConfig(PatchedConfig):
     patch_size: tuple[int, int] | int = 2
 
     conditions: ClassVar[bool] = True
+    token_outputs: ClassVar[bool] = True
 
     def resolved(self) -> Self:
         c = super().resolved()

@@ -15,7 +15,7 @@ from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import MLPS, NO_MLP
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import MIXERS, AttentionConfig, mixers_of, resolve_mixer
-from lion.layers.norms import NORMS, NoNorm
+from lion.layers.norms import NORMS, NoNorm, check_causal
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.tpe import TPE
 from lion.models.base import ModelConfig
@@ -50,6 +50,7 @@ class EncoderConfig(ModelConfig):
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
     conditions: ClassVar[bool] = False  # whether the model passes a `context` to its blocks
+    token_outputs: ClassVar[bool] = False  # whether the model has an output for each token, which a direction restricts
     # by mixer: settings that differ in the authors' code of this model
     released: ClassVar[dict[str, dict[str, Any]]] = {}
     # by wording in `label`: settings that are None if a model follows the conventions
@@ -89,6 +90,9 @@ class EncoderConfig(ModelConfig):
             c.attention = resolve_mixer(c.mixer, c.attention)
         except ValueError as error:
             raise ValueError(f"attention.{error}") from None
+        if c.token_outputs and c.attention.direction in ("forward", "backward") and len(c.attention.scans) == 1:
+            check_causal(c.norm, "norm")
+            check_causal(c.attention.out_norm, "attention.out_norm")
         if c.position_embedding is None:
             c.position_embedding = not c.knows_order()
         return c

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, make_dataclass
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,6 @@ from lion.config import setting
 from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.mixers import AttentionConfig
 from lion.layers.mixers.base import state_type
-from lion.layers.norms import check_causal
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
 from lion.models.tokens import TokenModel, drop_biases
@@ -64,6 +63,8 @@ class GPTConfig(EncoderConfig):
     bias: bool = True
     pad_vocabulary: int = setting(1, min=1, max=65_536)
 
+    token_outputs: ClassVar[bool] = True
+
     @classmethod
     def types(cls, values: dict[str, Any]) -> dict[str, type]:
         return {name: causal(kind) for name, kind in super().types(values).items()}
@@ -74,8 +75,6 @@ class GPTConfig(EncoderConfig):
             raise ValueError("attention.scans: text has one order, the order of its tokens")
         if c.attention.direction != "forward":
             raise ValueError(f"attention.direction: {c.attention.direction!r} sees later tokens, use 'forward'")
-        check_causal(c.norm, "norm")
-        check_causal(c.attention.out_norm, "attention.out_norm")
         return c
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -214,6 +214,8 @@ class LRA(SequenceEncoder):
 @dataclass
 class LRAMaskedConfig(LRAConfig):
     name: str = "lra_masked"
+
+    token_outputs: ClassVar[bool] = True
 
 
 class LRAMasked(SequenceEncoder):

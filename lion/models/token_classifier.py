@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -25,6 +25,8 @@ class TokenClassifierConfig(LRAConfig):
     mlp: str = setting("mlp", choices=(*ACTIVATIONS, *MLPS))
     norm: str = setting("layernorm", choices=NORMS)
     init: str = setting("bert", choices=INITS)
+
+    token_outputs: ClassVar[bool] = True
 
 
 class SumOfEmbeddings(nn.Embedding):

@@ -32,7 +32,7 @@ FULL_UP_TO = 256  # tokens; above, chunk is faster to train (`./run.sh bench ops
 
 def hint(word: str, names: Iterable[str], otherwise: str | None = None) -> str:
     """Return a hint for a word that is not among the names: its equivalent here, else the nearest name."""
-    return HINTS.get(word) or nearest(word, names, otherwise)
+    return HINTS.get(str(word)) or nearest(word, names, otherwise)
 
 
 def choice(name: str, value: str, choices: tuple[str, ...]) -> None:

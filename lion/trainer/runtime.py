@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import logging
 import os
@@ -297,6 +298,22 @@ def cpu_name() -> str:
 
 def environment() -> dict[str, Any]:
     """Return versions, device and git commit (None without a clone), to be stored in the run folder."""
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": importlib.metadata.version("torchvision"),  # not imported: only images need torchvision
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
+        "devices": torch.cuda.device_count() if cuda else 0,
+        "threads": torch.get_num_threads(),
+        **code_version(),
+    }
+
+
+@functools.cache  # a process runs the code that it began with, and reports that it writes change the clone
+def code_version() -> dict[str, Any]:
+    """Return the git commit of this clone (None without a clone), and whether files differ from it."""
     clone = Path(__file__).resolve().parents[2]
 
     def git(*args: str) -> str | None:
@@ -308,15 +325,4 @@ def environment() -> dict[str, Any]:
             return None
         return out.stdout.strip() if out.returncode == 0 else None
 
-    cuda = torch.cuda.is_available()
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": importlib.metadata.version("torchvision"),  # not imported: only images need torchvision
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
-        "devices": torch.cuda.device_count() if cuda else 0,
-        "threads": torch.get_num_threads(),
-        "commit": git("rev-parse", "HEAD"),
-        "changed": bool(git("status", "--porcelain")),
-    }
+    return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}

@@ -64,7 +64,7 @@ def words(ids):
 
 
 def checksums(source):
-    return {name: held["sha256"] for name, held in store.read_manifest(source.folder)["arrays"].items()}
+    return {name: held["sha256"] for name, held in source.manifest()["arrays"].items()}
 
 
 # all data sets
@@ -159,6 +159,58 @@ def test_damage_is_found(tmp_path, capsys):
     assert "a truncated file; remove" in refuse(capsys, "prepare", file)
     (folder / "manifest.json").write_text("{}")
     assert "manifest.json: cannot be read" in refuse(capsys, "train", file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda held: held["arrays"].clear(),
+        lambda held: held["arrays"].pop("val.label"),
+        lambda held: [held["arrays"].pop(name) for name in list(held["arrays"]) if name.startswith("test.")],
+        lambda held: held["arrays"].update({"train.second": held["arrays"]["train.tokens"]}),
+        lambda held: held["arrays"].update({"train.label": 5}),
+        lambda held: held["arrays"]["train.label"].update(type="int8"),
+        lambda held: held["arrays"]["train.lengths"].update(type="float32"),
+        lambda held: held["arrays"]["train.label"].update(shape=[48, 2]),
+        lambda held: held["arrays"]["train.label"].update(shape=[96.0]),
+        lambda held: held["arrays"]["train.tokens"].update(shape=[]),
+        lambda held: held["arrays"]["train.tokens"].update(sha256=None),
+        lambda held: held["samples"].update(train=5),
+        lambda held: held["samples"].update(train="x"),
+        lambda held: held["samples"].update(train=True),
+        lambda held: held.update(samples={}),
+        lambda held: held.update(samples=7),
+        lambda held: held["of"].update(seed=3),
+        lambda held: held.pop("of"),
+    ],
+    ids="all label split more number int8 float shape fraction scalar sum few text true none seven seed of".split(),
+)
+def test_a_manifest_that_was_edited_is_refused(tmp_path, capsys, change):
+    edited(prepared(tmp_path, "listops", **SHORT), change)
+    file = recipe(tmp_path, name="listops", **SHORT)
+    for doing in ("prepare", "train"):
+        assert "create it again with ./run.sh prepare RECIPE" in refuse(capsys, doing, file)
+
+
+def test_what_files_alone_decide_is_checked_as_well(tmp_path):
+    for name in ("train", "val", "test"):
+        (tmp_path / f"basic_{name}.tsv").write_text("Source\tTarget\n[SM 9 8 ]\t7\n")
+    read = prepared(tmp_path, "listops", path=str(tmp_path), length=16)
+    edited(read, lambda held: (held["samples"].pop("test"), [held["arrays"].pop(f"test.{n}") for n in read.kinds()]))
+    with pytest.raises(ConfigError, match=r"arrays: test\.\w+\.bin is not listed"):
+        read.check()
+    drawn = prepared(tmp_path, "pathfinder", **SMALL)
+    assert "checksums match" in drawn.check()
+    edited(drawn, lambda held: held["arrays"]["val.pixels"].update(shape=[4, 128]))
+    with pytest.raises(ConfigError, match=r"val\.pixels: expected uint8 \[2, 256\], got uint8 \[4, 128\]"):
+        drawn.check()
+
+
+def edited(source, change):
+    path = source.folder / "manifest.json"
+    held = json.loads(path.read_text())
+    change(held)
+    path.write_text(json.dumps(held))
 
 
 def test_a_limit_takes_the_same_training_samples_each_time(tmp_path):
@@ -747,6 +799,12 @@ def test_contours_without_room_are_given_up(tmp_path, monkeypatch, capsys):
     assert "no room in 16 x 16 pixels for two contours of 12 dashes" in line and "data.margins" in line
 
 
+def test_contours_without_room_are_given_up_before_any_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(drawing, "MAX_ATTEMPTS", 2000)
+    with pytest.raises(ConfigError, match="no room in 32 x 32 pixels for two contours of 40 dashes"):
+        lra_set(tmp_path, "pathfinder", contour_length=40).source()
+
+
 def lra_folder(root, name, rows, *, binary=False):
     """Write files in the format of the published generator; return the metadata file."""
     (root / name / "metadata").mkdir(parents=True)
@@ -780,7 +838,7 @@ def test_lras_pictures_are_read_from_the_folder_of_the_task(tmp_path, binary, ca
     assert whole == {np.asarray(picture(i, (32, 32), "L")).tobytes(): label for i, label in rows}
     with caplog.at_level(logging.INFO, "lion"):
         easy = prepared(tmp_path, "pathfinder", path=str(root), contour_length=6)
-    assert store.read_manifest(easy.folder)["samples"] == {"train": 3}
+    assert easy.manifest()["samples"] == {"train": 3}
     assert "sample_172.png: skipped, the file is known to be empty" in caplog.text
     assert not is_empty(root / "curv_baseline" / "imgs" / "0" / "sample_17.png")
 
@@ -793,7 +851,7 @@ def test_a_picture_that_is_listed_twice_counts_once(tmp_path, caplog):
     path.with_name("1.npy").write_text(lines)
     with caplog.at_level(logging.INFO, "lion"):
         source = prepared(tmp_path, "pathfinder", path=str(root))
-    assert store.read_manifest(source.folder)["samples"] == {"train": 20}
+    assert source.manifest()["samples"] == {"train": 20}
     assert "40 repeated entries of images are ignored" in caplog.text
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 import torch
 import yaml
 
@@ -24,7 +25,7 @@ from data import pool
 from data.text import corpus as corpora
 from data.text.prepare import load_or_make_tokenizer
 from data.text.store import Tokens, Writer, id_type
-from data.text.tokenizers import make_tokenizer, open_tokenizer
+from data.text.tokenizers import Tokenizer, make_tokenizer, open_tokenizer
 from lion.config import ConfigError, build
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.text import TextInfo
@@ -145,6 +146,52 @@ def test_what_cannot_be_encoded_is_named():
         tokenizer.decode([0, 3])
     with pytest.raises(ConfigError, match="no token 'mask'"):
         TextInfo(3, 8, "characters", tokenizer.fingerprint, tokenizer.special).id("mask")
+
+
+ODD = "ab'sé\u0301ß日本7. -_\t\n\r\x0b\x1c\x1f\x85\xa0\u2003\u2028\u3000\u200b\ufeff\x00\ufffd  \n"
+
+
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("name", ["bytes", "characters", "bpe", "wordpiece"])
+def test_long_texts_have_the_same_ids_in_pieces(name, size, monkeypatch):
+    rng = random.Random(size)
+    plain = "\n".join(sentences(200))
+    mixed = "".join(rng.choices([*ODD, "a b", "it's 7", "x\ny"], k=20_000))
+    tokenizer = open_tokenizer(name) if name == "bytes" else make_tokenizer(name, [plain, mixed], 400)
+    whole = [tokenizer.encode(text) for text in (plain, mixed)]
+    monkeypatch.setattr("data.text.tokenizers.PIECE", size)
+    for text, ids in zip((plain, mixed), whole):
+        assert len(list(tokenizer.pieces(text))) > 1000 / size and "".join(tokenizer.pieces(text)) == text
+        assert tokenizer.encode(text) == ids and tokenizer.encode_all([text, "a"])[0] == ids
+
+
+def test_a_long_text_is_not_cut_by_rules_that_are_not_known(monkeypatch):
+    def again(tokenizer, **changes):
+        return tokenizers.Tokenizer.from_str(json.dumps({**json.loads(tokenizer.inner.to_str()), **changes}))
+
+    monkeypatch.setattr("data.text.tokenizers.PIECE", 10)
+    bpe = make_tokenizer("bpe", ["the cat sat"], 300)
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    for changes in (
+        {"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {"normalizer": {"type": "Prepend", "prepend": "_"}},
+        {"added_tokens": [{"id": 400, "content": "t s", **added}]},
+    ):
+        assert list(Tokenizer("other", again(bpe, **changes)).pieces("the cat sat")) == ["the cat sat", ""]
+    assert list(bpe.pieces("the cat sat")) == ["the cat sat", ""] and len(list(bpe.pieces("the cat sat on it"))) == 2
+
+
+def test_a_word_without_end_is_named_with_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.text.tokenizers.PIECE", 10)
+    monkeypatch.setattr("data.text.tokenizers.LONGEST", 20)
+    tokenizer = make_tokenizer("bpe", ["abc"], 300)
+    assert tokenizer.encode("a" * 20) and tokenizer.encode("a" * 15 + " " + "b" * 19)
+    long = lines_set(tmp_path, [*sentences(5), "a" * 21], tokenizer="bpe", vocabulary=300)
+    said = r"text\.txt: tokenizer 'bpe' cannot encode 'a+': .* cut 21 characters, at most 20 are encoded at once$"
+    with pytest.raises(ConfigError, match=said):
+        long.prepare()
+    assert len(open_tokenizer("bytes").encode("a" * 100)) == 100
 
 
 def test_a_tokenizer_that_is_not_there_has_a_hint_where_its_name_is_wrong(tmp_path, monkeypatch):
@@ -449,6 +496,18 @@ def test_what_is_no_finished_part_is_named(tmp_path):
         source.prepare()
     part.rmdir()
     assert prepared(source).check()
+
+
+def test_a_name_of_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
+    source = lines_set(tmp_path, sentences(20))
+    parts = source.folder.with_name(f"{source.folder.name}.parts")
+    parts.parent.mkdir()
+    load_or_make_tokenizer(parts, source.corpus(), source.make_tokenizer)
+    name = parts / "name"
+    for spoil in (lambda: name.write_bytes(b"\xff\xfe"), lambda: (name.unlink(), name.mkdir())):
+        spoil()
+        with pytest.raises(ConfigError, match=rf"^{name}: not the name of a tokenizer .*; remove {parts} and"):
+            source.prepare()
 
 
 @pytest.mark.parametrize("kind", ["", ".parts", ".partial"])

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from lion.config import build
+from lion.config import ConfigError, build
 from lion.layers.mixers import MIXERS
 from lion.models import MODELS
 
@@ -41,3 +41,30 @@ def test_models_are_copied_and_pickled(name):
             assert copied.config == model.config and type(copied.config) is type(model.config)
             held = copied.state_dict()
             assert all(torch.equal(held[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("norm", ["norm", "attention.out_norm"])
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.Config.token_outputs])
+def test_tokens_of_one_direction_do_not_see_the_others_through_a_norm(name, norm):
+    def config(direction, kind):
+        values = {"name": name, "mixer": "lion_s", **SIZES, "norm": "layernorm"}
+        values |= {"block": "pre_norm"} if name == "dit" else {}  # the usual one fits to no batch norm at all
+        values["attention"] = {"direction": direction, "out_norm": "none"}
+        section = values["attention"] if "." in norm else values
+        section[norm.rpartition(".")[2]] = kind
+        return build(MODELS[name].Config, values, source=lambda key: "test", key="model")
+
+    for direction in ("forward",) if name == "gpt" else ("forward", "backward"):
+        config(direction, "layernorm")
+        with pytest.raises(ConfigError, match=rf"model.*{norm}: 'batchnorm' averages over all tokens"):
+            config(direction, "batchnorm")
+    if name != "gpt":
+        config("both", "batchnorm")
+
+
+def test_models_with_outputs_of_tokens_say_so():
+    for name, sizes in DATA.items():
+        if "vocabulary" in sizes:
+            ids = torch.zeros(2, 9, *[1] * (name == "token_classifier"), dtype=torch.long)
+            out = MODELS[name](settings(name, "lion_s"), **sizes)(ids)
+            assert (out.shape[:2] == (2, 9)) == MODELS[name].Config.token_outputs

@@ -172,6 +172,7 @@ def test_settings_that_are_none(entry, bad):
         dict(dropout_p=1.5),
         dict(dropout_p=0.1, form="rnn"),
         dict(scan_merge="sum"),
+        *({name: value} for name in ("form", "feature_map", "normalize") for value in (["full"], {}, {"full"})),
     ],
     ids=str,
 )

@@ -4,6 +4,8 @@ import json
 import math
 import multiprocessing
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -85,6 +87,13 @@ def test_rows_hold_time_ratio_floor_and_memory():
         assert r["peak_bytes"] is None or r["peak_bytes"] >= 0
         assert r["ratio"] == pytest.approx(1) or r["form"] != "sdpa"
     json.dumps(rows)
+
+
+def test_rows_say_what_measured_them():
+    made = probe.stamp("./run.sh bench ops --out /tmp/there/reports")
+    assert (made["python"], made["torch"]) == (platform.python_version(), torch.__version__)
+    assert re.fullmatch("[0-9a-f]{40}", made["commit"]) and made["changed"] in (True, False)
+    assert made["command"] == "./run.sh bench ops --out reports"
 
 
 def test_inputs_are_what_the_layer_hands_over():

@@ -1,5 +1,6 @@
 """Tests of `./run.sh generate`: streaming, several prompts, all modes, and resuming from a file."""
 
+import argparse
 import hashlib
 import io
 import os
@@ -10,7 +11,9 @@ import signal
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_map
 
+from lion.config import ConfigError
 from lion.runs import open_run
 from lion.trainer.checkpoint_files import STATE, load_state, write_manifest
 from lion.trainer.compilation import missing_compiler
@@ -205,6 +208,66 @@ def test_a_state_that_is_not_what_was_written_is_refused(runs, capsys, tmp_path,
     state.write_bytes(raw)
     capsys.readouterr()
     assert said in refuse(capsys, "generate", run, "--state", state)
+
+
+NO_ROWS, NO_IDS, NO_LOGITS, NO_STATE = "no rows of tokens", "token ids outside of", "no logits of", "no state of"
+ALTERED = [
+    (lambda held: {"rows": []}, NO_ROWS),
+    (lambda held: {"rows": None}, NO_ROWS),
+    (lambda held: {"rows": 5}, NO_ROWS),
+    (lambda held: {"rows": [[]]}, NO_ROWS),
+    (lambda held: {"rows": [5]}, NO_ROWS),
+    (lambda held: {"rows": ["the"]}, NO_ROWS),
+    (lambda held: {"rows": [["a"]]}, NO_IDS),
+    (lambda held: {"rows": [[1.0]]}, NO_IDS),
+    (lambda held: {"rows": [[True]]}, NO_IDS),
+    (lambda held: {"rows": held["rows"] * 2}, NO_LOGITS),
+    (lambda held: {"logits": None}, NO_LOGITS),
+    (lambda held: {"logits": held["logits"][:, 1:]}, NO_LOGITS),
+    (lambda held: {"logits": held["logits"][0]}, NO_LOGITS),
+    (lambda held: {"logits": held["logits"].long()}, NO_LOGITS),
+    (lambda held: {"rows": [held["rows"][0][1:]]}, NO_STATE),
+    (lambda held: {"rows": held["rows"] * 2, "logits": held["logits"].expand(2, -1)}, NO_STATE),
+    (lambda held: {"state": None}, NO_STATE),
+    (lambda held: {"state": [1, 2]}, NO_STATE),
+    (lambda held: {"state": held["state"].blocks}, NO_STATE),
+    (lambda held: {"state": held["state"]._replace(blocks=held["state"].blocks[1:])}, NO_STATE),
+    (lambda held: {"state": tree_map(lambda x: x.double(), held["state"])}, NO_STATE),
+    (lambda held: {"state": tree_map(lambda x: x[..., :1], held["state"])}, NO_STATE),
+    (lambda held: {"state": tree_map(lambda x: x + 1 if x.dtype == torch.long else x, held["state"])}, NO_STATE),
+    (lambda held: {"mode": "attention"}, NO_STATE),
+    (lambda held: {"mode": None}, "is of mode None"),
+    (lambda held: {"mode": ["rnn"]}, "is of mode ['rnn']"),
+    (lambda held: {"weights": None}, "belongs to other weights"),
+    (lambda held: {"more": 1}, "was written by another version"),
+    (lambda held: [held], "was written by another version"),
+    (lambda held: b"no pickle", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "lion_s"])
+def test_a_state_that_was_altered_and_signed_is_refused(runs, capsys, tmp_path, mixer):
+    run, state, altered = runs[mixer], tmp_path / "state.pt", tmp_path / "altered.pt"
+    assert here("generate", run, "--prompt", "the cat", "--tokens", 3, "--state", state) == 0
+    capsys.readouterr()
+    held = torch.load(io.BytesIO(state.read_bytes()[32:]), weights_only=True)
+    args, loaded = argparse.Namespace(state=altered, mode=None, checkpoint="best"), open_run(run)
+
+    def write(values):
+        content = values
+        if not isinstance(content, bytes):
+            torch.save(values, file := io.BytesIO())
+            content = file.getvalue()
+        altered.write_bytes(hashlib.sha256(content).digest() + content)
+
+    write(held)
+    assert len(generate.read_state(args, loaded).rows) == 1
+    for change, said in ALTERED:
+        new = change(held)
+        write({**held, **new} if isinstance(new, dict) else new)
+        with pytest.raises(ConfigError) as error:
+            generate.read_state(args, loaded)
+        assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_what_was_generated_is_kept_where_nobody_reads_it(runs, capsys, tmp_path, monkeypatch):

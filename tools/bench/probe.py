@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import time
 from collections.abc import Callable, Hashable
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from lion.config import ConfigError
 from lion.evaluation.timing import seconds
 from lion.trainer.compilation import missing_compiler
 from lion.trainer.memory import free_bytes
-from lion.trainer.runtime import cpu_name
+from lion.trainer.runtime import code_version, cpu_name
 
 WARM_UP, FEWEST = 3, 3  # calls of a warm-up; least number of rounds, whatever their duration
 LONG = 10.0  # seconds; after a longer call, warm-up stops
@@ -74,11 +75,12 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
 
 
-def stamp(command: str) -> dict[str, str]:
-    """Return PyTorch's version, the date and the command of a measurement, without the folders of this machine."""
+def stamp(command: str) -> dict[str, Any]:
+    """Return versions, git commit, date and command of a measurement, without the folders of this machine."""
     command = re.sub(r"(?<![^\s=])[/~]\S*/(?=[^\s/])", "", command)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"torch": torch.__version__, "date": now, "command": command}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, **code_version()}
+    return {**versions, "date": now, "command": command}
 
 
 def step(run: Callable, tensors: dict[str, Tensor], which: str) -> tuple[Callable[[], object], Tensor]:
