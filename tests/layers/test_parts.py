@@ -137,10 +137,27 @@ def test_token_shift_starts_half_way():
     assert TokenShift(1, 2, "both")(x)[0].T.tolist() == [[1.0, 2.0, 2.0]] * 2
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+@torch.no_grad()
+def test_every_mixer_has_both_blocks(mixer):
+    """Check that a sweep over mixers can set `block`, which changes those alone that have parts to add."""
+    plain, published = (make(mixer, {"block": block}, "forward") for block in ("plain", "published"))
+    x = torch.randn(1, 5, 12, dtype=torch.double)
+    assert torch.equal(plain(x), published(x)) == (mixer not in PUBLISHED)
+
+
 def test_published_blocks_are_overridden_by_settings():
     layer = LionAttention(12, 3, "mamba2", block="published", value_ratio=1, out_gate="none")
     assert (layer.value_dim, layer.out_gate, layer.key_heads, layer.conv.offsets) == (4, None, 1, range(-2, 2))
     assert LionAttention(12, 3, "lion_s", block="published").config.conv_width == 0
+
+
+@pytest.mark.parametrize("mixer", ["kda", "gdn2"])
+def test_a_gate_has_the_rank_of_its_publication(mixer):
+    def sizes(**settings):
+        return [tuple(m.weight.shape) for m in LionAttention(12, 3, mixer, block="published", **settings).out_gate]
+
+    assert sizes() == sizes(out_gate_rank=0) == [(4, 12), (12, 4)] and sizes(out_gate_rank=2) == [(2, 12), (12, 2)]
 
 
 @pytest.mark.parametrize(

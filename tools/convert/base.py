@@ -45,7 +45,7 @@ class Converter(ABC):
 
     trusted: ClassVar[tuple[str, ...]]
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: Recipe) -> None:  # noqa: B027, most checkpoints show it by their weights
         """Check, before any weight is read, that checkpoints of this kind hold the model of the recipe.
 
         Raises:

@@ -48,8 +48,8 @@ class AttentionConfig:
     - `skip` adds `D_h v_i` to the output of head h.
     - `head_norm` is a norm of each head, `out_norm` a norm over the whole width.
     - `out_gate` multiplies by `silu(x W)` or `sigmoid(x W)`, after the norms, or before `out_norm` (`gate_first`). W
-      is a product of two matrices with `out_gate_rank` columns between them (None: the rank of the mixer, usually a
-      full matrix).
+      is a product of two matrices with `out_gate_rank` columns between them (0: the head dimension; None: the rank of
+      the mixer, usually a full matrix).
     """
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
@@ -73,7 +73,7 @@ class AttentionConfig:
     head_norm: str | None = setting(None, choices=(NO_PART, *HEAD_NORMS))
     out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
     out_gate: str | None = setting(None, choices=(NO_PART, *OUT_GATES))
-    out_gate_rank: int | None = setting(None, min=1)
+    out_gate_rank: int | None = setting(None, min=0)
     gate_first: bool | None = None
 
     def label(self) -> str:
@@ -201,7 +201,7 @@ class Attention(Mixer):
         self.skip = nn.Parameter(torch.ones(num_heads)) if c.skip else None
         self.head_norm = None if c.head_norm == NO_PART else HEAD_NORMS[c.head_norm](num_heads, self.value_dim)
         self.out_norm = None if c.out_norm in (None, NO_NORM) else NORMS[c.out_norm](width)
-        self.out_gate = None if c.out_gate == NO_PART else make_gate(dim, width, c.out_gate_rank)
+        self.out_gate = None if c.out_gate == NO_PART else make_gate(dim, width, self.gate_rank)
 
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
         """Mix tokens x (B, L, dim).
@@ -244,6 +244,11 @@ class Attention(Mixer):
     def neighbours(self) -> bool:
         """Return whether the projections read neighbouring tokens, by a token shift or a convolution."""
         return self.token_shift is not None or self.conv is not None
+
+    @property
+    def gate_rank(self) -> int | None:
+        """Return the rank of the output gate; None: a full matrix."""
+        return self.head_dim if self.config.out_gate_rank == 0 else self.config.out_gate_rank
 
     def projected(self, keys: int, values: int) -> tuple[int, int, int]:
         """Return the widths of the projections to q, k and v, for the widths of the keys and values of all heads."""

@@ -166,7 +166,7 @@ class GeneralizedDeltaRule(Decay):
 
 
 BLOCK = {"conv_width": 4, "value_map": "silu", "head_norm": "rmsnorm"}
-LOW_RANK_GATE = {"out_gate": "sigmoid", "out_gate_rank": 64}  # the rank is the head dimension in the publications
+LOW_RANK_GATE = {"out_gate": "sigmoid", "out_gate_rank": 0}  # the rank is the head dimension
 UNIT: dict[str, Any] = {"feature_map": "silu_unit"}
 FAMILY = {
     "deltanet": Entry(
