@@ -41,7 +41,9 @@ class ForgettingAttention(SoftmaxAttention):
     With `direction="forward"` the layer streams; its state is a KV cache with a number per token and head.
     """
 
-    published = MappingProxyType({"head_norm": "rmsnorm", "out_gate": "sigmoid"})
+    published = MappingProxyType(
+        {"kv_shift": True, "qk_norm": "rmsnorm", "head_norm": "rmsnorm", "out_gate": "sigmoid"}
+    )
 
     def __init__(
         self, dim: int, num_heads: int, mixer: str = FOX, config: AttentionConfig | None = None, **settings: Any
@@ -51,9 +53,7 @@ class ForgettingAttention(SoftmaxAttention):
 
     @staticmethod
     def info(name: str) -> MixerInfo:
-        left_out = "shift and norm of keys, shift of values, norm of queries"
-        block = describe(ForgettingAttention.published)
-        return MixerInfo("FoX, 2503.02130", "a token and head", "softmax", block, left_out)
+        return MixerInfo("FoX, 2503.02130", "a token and head", "softmax", describe(ForgettingAttention.published))
 
     @staticmethod
     def knows_order(name: str, config: AttentionConfig) -> bool:

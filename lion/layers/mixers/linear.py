@@ -121,7 +121,8 @@ class LionAttention(Attention):
             `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"), `chunk_size`,
             `qkv_bias`, `score_dropout`. `block` set to "published" adds the parts around the published recurrence; in
             any mixer, each can be set by itself (`AttentionConfig`): `token_shift`, `key_heads`, `value_ratio`,
-            `conv_width`, `value_map`, `skip`, `head_norm`, `out_norm`, `out_gate`, `out_gate_rank`, `gate_first`.
+            `conv_width`, `kv_shift`, `qk_norm`, `value_map`, `skip`, `head_norm`, `bonus`, `out_norm`, `out_gate`,
+            `out_gate_rank`, `gate_first`.
 
     Raises:
         ValueError: An unknown mixer or value, or settings that cannot be combined.
