@@ -24,9 +24,9 @@ def failures(subject, names=EAGER):
     return {result.name for result in examine(subject, names) if result.status == FAILS}
 
 
-def mixer(name, direction):
+def mixer(name, direction, more=""):
     kind = MIXERS[name].layer
-    init = f"dim=16,num_heads=2,mixer={name},direction={direction}"
+    init = f"dim=16,num_heads=2,mixer={name},direction={direction}{more}"
     return open_subject(f"lion.layers.mixers:{kind.__name__}", init, causal=direction == "forward")
 
 
@@ -38,6 +38,13 @@ def test_our_mixers_pass(name, direction):
     streams = set() if direction == "forward" or name == "none" else {"steps equal whole"}
     causal = set() if direction == "forward" else {"causal in evaluation", "causal in training"}
     assert absent == causal | streams | (set() if "chunk" in MIXERS[name].layer.forms else {"chunk sizes"})
+
+
+@pytest.mark.parametrize("name", [name for name, entry in MIXERS.items() if entry.layer.info(name).block != "-"])
+def test_published_blocks_pass(name):
+    results = examine(mixer(name, "forward", ",block=published"), EAGER)
+    assert not [(r.name, r.detail) for r in results if r.status == FAILS]
+    assert {r.name for r in results if r.status == ABSENT} <= {"chunk sizes"}
 
 
 @pytest.mark.compiled

@@ -18,7 +18,7 @@ from lion.layers.mixers import (
 )
 from lion.layers.mixers.attention import Attention, AttentionConfig
 from lion.layers.mixers.base import Mixer, forms_of, mixers_of, set_form
-from lion.layers.mixers.delta import DeltaAttention
+from lion.layers.mixers.delta import DeltaAttention, RWKV7Attention
 from lion.layers.mixers.delta_product import DeltaProductAttention
 from lion.layers.mixers.fox import ForgettingAttention
 from lion.layers.mixers.hippo import HippoAttention
@@ -66,6 +66,7 @@ __all__ = [
     "Mixer",
     "NoMixing",
     "PerformerAttention",
+    "RWKV7Attention",
     "SoftmaxAttention",
     "VimMixer",
     "forms_of",
