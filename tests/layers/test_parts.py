@@ -36,7 +36,9 @@ every_direction = pytest.mark.parametrize("direction", ["both", "forward"])
 
 # What each publication has around its recurrence, copied from it (or from recipes.md, section 8.3), not from the code.
 PLAIN = dict(token_shift=False, key_heads=None, conv_width=0, kv_shift=False, qk_norm="none", value_map="identity")
-PLAIN |= dict(value_ratio=1, skip=False, head_norm="none", bonus=False, out_gate="none", out_gate_rank=None)
+PLAIN |= dict(
+    conv_first=False, value_ratio=1, skip=False, head_norm="none", bonus=False, out_gate="none", out_gate_rank=None
+)
 PLAIN |= dict(out_norm=None, gate_first=False)
 CONVOLVED = dict(feature_map="silu_unit", conv_width=4, value_map="silu", head_norm="rmsnorm")  # unit q and k
 LOW_RANK = dict(out_gate="sigmoid", out_gate_rank=0)  # 0: the head dimension
@@ -57,7 +59,7 @@ PUBLICATIONS = {
     "rwkv6": dict(NORM_AND_GATE, token_shift=True),
     "gla": NORM_AND_GATE,
     "hgrn2": dict(feature_map="silu", value_map="silu", out_norm="rmsnorm"),
-    "xlstm": dict(head_norm="groupnorm", out_gate="sigmoid", normalize="max"),
+    "xlstm": dict(conv_width=4, conv_first=True, head_norm="groupnorm", out_gate="sigmoid", normalize="max"),
 }
 
 
@@ -84,13 +86,12 @@ def formula(layer, x, direction):
     other = before if direction == "forward" else (before + after) / 2
     shifted = [x] * 5 if not c.token_shift else [x + mu * (other - x) for mu in layer.token_shift.mix]
     for_decay = torch.cat(shifted[3:-1], -1)
+    if c.conv_first:
+        convolved = F.silu(convolve(layer, x, direction))
+        shifted[:2] = convolved, convolved
     q, k, v = (F.linear(*part) for part in zip(shifted, layer.qkv.weight.split(layer.widths), biases(layer)))
-    if c.conv_width:
-        left = c.conv_width - 1 if direction == "forward" else c.conv_width // 2
-        pad = (left, c.conv_width - 1 - left)
-        channels = F.pad(torch.cat([q, k, v], -1).mT, pad)
-        weight = layer.conv.weight.T[:, None]
-        q, k, v = F.conv1d(channels, weight, layer.conv.bias, groups=len(weight)).mT.split(layer.widths, -1)
+    if c.conv_width and not c.conv_first:
+        q, k, v = convolve(layer, torch.cat([q, k, v], -1), direction).split(layer.widths, -1)
     if c.kv_shift:
         for_k, for_v = (x @ layer.kv_shift.share.weight.T).sigmoid().split((layer.key_heads, H), -1)
         k, v = data_shift(k, for_k, direction), data_shift(v, for_v, direction)
@@ -110,6 +111,8 @@ def formula(layer, x, direction):
     y = heads.transpose(1, 2).reshape(*x.shape[:2], width)
     if c.head_norm == "groupnorm":
         y = F.group_norm(y.flatten(0, 1), H, layer.head_norm.weight, layer.head_norm.bias, 1e-5).view_as(y)
+    if c.conv_first:
+        y = y + layer.conv_skip * convolved
     if c.bonus:
         keys = torch.stack([k[:, h] * rwkv7_factor(layer, for_decay, h) for h in range(H)], 1)
         score = torch.stack([(q[:, h] * keys[:, h]) @ layer.bonus[h] for h in range(H)], 1)
@@ -126,6 +129,12 @@ def formula(layer, x, direction):
         eps = torch.finfo(y.dtype).eps
         y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * layer.out_norm.weight
     return F.linear(y * gate, layer.proj.weight, layer.proj.bias)
+
+
+def convolve(layer, x, direction):
+    width, weight = layer.config.conv_width, layer.conv.weight.T[:, None]
+    left = width - 1 if direction == "forward" else width // 2
+    return F.conv1d(F.pad(x.mT, (left, width - 1 - left)), weight, layer.conv.bias, groups=len(weight)).mT
 
 
 def rms(x):
@@ -254,6 +263,8 @@ def test_a_gate_has_the_rank_of_its_publication(mixer):
         ("lion_s", {"key_heads": 2}, "key_heads: expected a divisor of num_heads=3, got 2"),
         ("gdn2", {"value_ratio": 2}, "value_ratio 2: mixer 'gdn2' has a gate for each value, use 1"),
         ("lion_s_hippo", {"value_ratio": 2}, "value_start 'zoh' makes a square matrix, use value_ratio 1 or 'dense'"),
+        ("lion_s", {"conv_first": True}, "conv_first: expected a conv_width, no token_shift, and value_ratio 1"),
+        ("xlstm", {"block": "published", "token_shift": True}, "conv_first: expected a conv_width, no token_shift"),
         ("lion_s", {"conv_width": -1}, "conv_width: expected at least 0, got -1"),
         ("lion_s", {"block": "publishd"}, "block: 'publishd' is not a choice, did you mean 'published'"),
     ],

@@ -20,7 +20,9 @@ from tools.convert.base import Converter, Setting, checked, no_place
 from tools.convert.files import CheckpointContents
 
 # parts that only models of `lion.timm` have
-PARTS = r"skip|bonus|(?:decays|rotation|token_shift|conv|kv_shift|qk_norm|head_norm|out_norm|out_gate)\.[\w.]+"
+PARTS = (
+    r"skip|conv_skip|bonus|(?:decays|rotation|token_shift|conv|kv_shift|qk_norm|head_norm|out_norm|out_gate)\.[\w.]+"
+)
 NAMES = (  # their name, our name, sign; their selective decay is 1 - sigmoid(W x + b), ours is sigmoid(W x + b)
     (r"patch_embed\.proj\.(\w+)", r"patch.\1", 1),
     (r"cls_token", r"cls", 1),

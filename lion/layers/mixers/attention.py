@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import fill, nearest, setting
+from lion.config import nearest, setting
 from lion.layers.convolution import KeyValueShift, ShortConvolution, TokenShift
 from lion.layers.layout import PLAIN, ROW_MAJOR, SCANS, Layout
 from lion.layers.mixers.base import Mixer, check_state
 from lion.layers.mixers.parts import (
     BLOCKS,
     HEAD_NORMS,
-    INNER_SIGMOID,
     NO_PART,
     OUT_GATES,
     PLAIN_BLOCK,
@@ -52,7 +51,8 @@ class AttentionConfig:
     - `key_heads` is the number of heads of q and k, which a group of heads shares (1: all heads). None is the number
       of heads. `value_ratio` is the head dimension of v divided by that of q and k.
     - `conv_width` is the width of a depthwise convolution of q, k and v (0: none), centred in both directions. It has a
-      bias if the projections have one (`qkv_bias`).
+      bias if the projections have one (`qkv_bias`). With `conv_first` it is one of x: q and k read `c = silu(conv(x))`,
+      v reads x, and `s * c` with learned s is added to the outputs after `head_norm`, as in xLSTM.
     - `kv_shift` mixes k and v with those before, by a gate (`lion.layers.convolution.KeyValueShift`).
     - `qk_norm` is a norm of each head of q and k.
     - `value_map` is a feature map of v.
@@ -81,6 +81,7 @@ class AttentionConfig:
     key_heads: int | None = setting(None, min=1)
     value_ratio: int | None = setting(None, min=1, max=8)
     conv_width: int | None = setting(None, min=0, max=64)
+    conv_first: bool | None = None
     kv_shift: bool | None = None
     qk_norm: str | None = setting(None, choices=(NO_PART, *HEAD_NORMS))
     value_map: str | None = setting(None, choices=FEATURE_MAPS)
@@ -147,27 +148,6 @@ def streams(config: AttentionConfig) -> bool:
     return config.direction == "forward" and not over_tokens(config.out_norm)
 
 
-def with_block(config: AttentionConfig, usual: Mapping[str, Any], published: Mapping[str, Any]) -> AttentionConfig:
-    """Return `config` with the parts around the heads filled in, where they are None.
-
-    Args:
-        config: The settings.
-        usual: Settings of a mixer that differ from `PLAIN_BLOCK` in every block.
-        published: Settings of the mixer's published block that differ from these.
-
-    Raises:
-        ValueError: A rank of a gate without a gate.
-    """
-    out = fill(config, {**PLAIN_BLOCK, **usual, **(published if config.block == "published" else {})})
-    if out.out_gate == INNER_SIGMOID and out.out_gate_rank is None:
-        return replace(out, out_gate_rank=0)
-    if out.out_gate != NO_PART:
-        return out
-    if config.out_gate_rank is not None:
-        raise ValueError(f"out_gate_rank: there is no gate, set out_gate to {' or '.join(OUT_GATES)}")
-    return replace(out, out_gate_rank=None)
-
-
 class Inputs(NamedTuple):
     """Inputs of the mixing of heads.
 
@@ -175,6 +155,7 @@ class Inputs(NamedTuple):
         x: Tokens (B, L, dim) that decays read.
         q, k, v: Queries and keys (B, H, L, D), values (B, H, L, E).
         gate: Tokens (B, L, dim) that the output gate reads.
+        convolved: Tokens (B, L, dim) after a first convolution, or None.
     """
 
     x: Tensor
@@ -182,6 +163,7 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Tensor
     gate: Tensor
+    convolved: Tensor | None = None
 
 
 class Attention(Mixer):
@@ -212,7 +194,9 @@ class Attention(Mixer):
         self.widths = self.projected(keys, width)
         self.token_shift = TokenShift(dim, self.shifts, c.direction) if c.token_shift else None
         self.qkv = nn.Linear(dim, sum(self.widths), bias=c.qkv_bias)
-        self.conv = ShortConvolution(sum(self.widths), c.conv_width, c.direction, c.qkv_bias) if c.conv_width else None
+        channels = dim if c.conv_first else sum(self.widths)
+        self.conv = ShortConvolution(channels, c.conv_width, c.direction, c.qkv_bias) if c.conv_width else None
+        self.conv_skip = nn.Parameter(torch.ones(dim)) if c.conv_first else None
         heads, sizes = (
             (self.widths[1] // self.head_dim, self.widths[2] // self.value_dim),
             (self.head_dim, self.value_dim),
@@ -319,16 +303,22 @@ class Attention(Mixer):
             raise ValueError(f"x: expected tokens (B, L, {self.qkv.in_features}), got shape {tuple(x.shape)}")
         tokens = gate = x = layout.clean(x)
         tails = [x[:, :0]] * len(self.windows)
-        if self.token_shift is None:
-            qkv = self.qkv(x)
-        else:
+        parts = convolved = None
+        if self.token_shift is not None:
             shifted, tails[0] = run(self.token_shift, x, 0)
             *parts, gate = (shifted[..., i * x.shape[-1] :][..., : x.shape[-1]] for i in (0, 1, 2, self.shifts - 1))
             x = shifted[..., 3 * x.shape[-1] : -x.shape[-1]]
+        elif self.config.conv_first:
+            convolved, tails[1] = run(self.conv, x, 1)
+            convolved = F.silu(convolved)
+            parts = convolved, convolved, x
+        if parts is None:
+            qkv = self.qkv(x)
+        else:
             biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.split(self.widths)
             weights = self.qkv.weight.split(self.widths)
             qkv = torch.cat([F.linear(*part) for part in zip(parts, weights, biases)], -1)
-        if self.conv is not None:
+        if self.conv is not None and convolved is None:
             qkv, tails[1] = run(self.conv, layout.clean(qkv), 1)
         if self.kv_shift is not None:
             q, kv = qkv.tensor_split((self.widths[0],), -1)
@@ -340,7 +330,7 @@ class Attention(Mixer):
             q, k = (norm(t).to(t.dtype) for norm, t in zip(self.qk_norm, (q, k)))
         if self.config.value_map != "identity":
             v = apply_feature_map(self.config.value_map, v)
-        return Inputs(x, q, k, self.by_head(v, self.num_heads), gate), tails
+        return Inputs(x, q, k, self.by_head(v, self.num_heads), gate, convolved), tails
 
     def by_head(self, x: Tensor, heads: int) -> Tensor:
         """Return x (B, L, heads * D) as (B, H, L, D), where each of `heads` serves a group of the H heads."""
@@ -371,6 +361,8 @@ class Attention(Mixer):
             weight = (inputs.q * self.bonus_keys(inputs) * self.bonus[:, None]).sum(-1, keepdim=True)
             y = y + (weight * inputs.v).to(y.dtype)
         y = y.transpose(1, 2).flatten(2)
+        if self.conv_skip is not None:
+            y = y + (self.conv_skip * inputs.convolved).to(y.dtype)
         gate = None if self.out_gate is None else OUT_GATES[self.config.out_gate](self.out_gate(inputs.gate))
         if gate is not None and self.config.gate_first:
             y = y * gate

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lion.config import fill
 from lion.layers.mixers.base import state_type
 from lion.layers.norms import RMSNorm
+
+if TYPE_CHECKING:
+    from lion.layers.mixers.attention import AttentionConfig
 
 NO_PART = "none"
 BLOCKS = ("plain", "published")
@@ -19,6 +24,7 @@ BLOCKS = ("plain", "published")
 PLAIN_BLOCK: Mapping[str, Any] = {
     "token_shift": False,
     "conv_width": 0,
+    "conv_first": False,
     "kv_shift": False,
     "qk_norm": NO_PART,
     "value_map": "identity",
@@ -61,6 +67,29 @@ class HeadGroupNorm(nn.Module):
 HEAD_NORMS: Mapping[str, Callable[[int, int], nn.Module]] = {"groupnorm": HeadGroupNorm, "rmsnorm": HeadRMSNorm}
 
 
+def with_block(config: AttentionConfig, usual: Mapping[str, Any], published: Mapping[str, Any]) -> AttentionConfig:
+    """Return `config` with the parts around the heads filled in, where they are None.
+
+    Args:
+        config: The settings.
+        usual: Settings of a mixer that differ from `PLAIN_BLOCK` in every block.
+        published: Settings of the mixer's published block that differ from these.
+
+    Raises:
+        ValueError: A rank of a gate without a gate, or a first convolution that cannot be combined with other parts.
+    """
+    out = fill(config, {**PLAIN_BLOCK, **usual, **(published if config.block == "published" else {})})
+    if out.conv_first and (out.token_shift or not out.conv_width or out.value_ratio != 1):
+        raise ValueError("conv_first: expected a conv_width, no token_shift, and value_ratio 1")
+    if out.out_gate == INNER_SIGMOID and out.out_gate_rank is None:
+        return replace(out, out_gate_rank=0)
+    if out.out_gate != NO_PART:
+        return out
+    if config.out_gate_rank is not None:
+        raise ValueError(f"out_gate_rank: there is no gate, set out_gate to {' or '.join(OUT_GATES)}")
+    return replace(out, out_gate_rank=None)
+
+
 def make_gate(dim: int, width: int, rank: int | None, kind: str) -> nn.Sequential:
     """Return the logits of an output gate, (.., dim) -> (.., width); a rank of None is a full matrix."""
     sizes = (dim, width) if rank is None else (dim, rank, width)
@@ -92,6 +121,7 @@ def describe(block: Mapping[str, Any]) -> str:
         "key_heads": "q and k shared by heads",
         "value_ratio": f"values {block.get('value_ratio')} times as wide",
         "conv_width": f"convolution of width {block.get('conv_width')}",
+        "conv_first": "before q and k, with a skip",
         "kv_shift": "shift of k and v",
         "qk_norm": f"{block.get('qk_norm')} of q and k",
         "value_map": f"{block.get('value_map')} on v",

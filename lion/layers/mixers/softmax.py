@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
 from lion.layers.layout import ROW_MAJOR, Layout
-from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names, streams, with_block
+from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names, streams
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
+from lion.layers.mixers.parts import with_block
 from lion.layers.mixers.registry import MIXERS, Entry
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
