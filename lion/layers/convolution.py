@@ -252,8 +252,30 @@ class TokenShift(Shift):
         self.optim_factors = {"mix": OptimFactors(weight_decay=0)}
 
     def combine(self, x: Tensor, row: Row) -> Tensor:
-        before = self.other(x, row)
-        return torch.lerp(x[:, :, None], before[:, :, None], self.mix.to(x.dtype)).flatten(2)
+        other = self.other(x, row)
+        return torch.lerp(x[:, :, None], other[:, :, None], self.weights(x, other).to(x.dtype)).flatten(2)
+
+    def weights(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the weights (outputs, C) or (B, L, outputs, C) of `other` (B, L, C), beside x (B, L, C)."""
+        return self.mix
+
+
+class AdaptiveTokenShift(TokenShift):
+    """RWKV-6's token shift (arXiv 2404.05892), `mu^m + tanh((x_i + mu * (x' - x_i)) A^m) B^m` in place of `mu^m`.
+
+    A and B have the rank 32. A starts at 0, so that the shift starts as a `TokenShift`.
+    """
+
+    def __init__(self, channels: int, outputs: int, direction: str = "forward", rank: int = 32) -> None:
+        super().__init__(channels, outputs, direction)
+        self.first = nn.Parameter(torch.full((channels,), 0.5))
+        self.down = nn.Parameter(torch.zeros(channels, outputs, rank))
+        self.up = nn.Parameter(torch.empty(outputs, rank, channels).uniform_(-0.01, 0.01))
+        self.optim_factors = {name: OptimFactors(weight_decay=0) for name in ("mix", "first")}
+
+    def weights(self, x: Tensor, other: Tensor) -> Tensor:
+        low = torch.einsum("blc,cmr->blmr", torch.lerp(x, other, self.first.to(x.dtype)), self.down.to(x.dtype))
+        return self.mix + torch.einsum("blmr,mrc->blmc", low.tanh(), self.up.to(low.dtype))
 
 
 class KeyValueShift(Shift):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.layers.convolution import TokenShift
+from lion.layers.convolution import AdaptiveTokenShift, TokenShift
 from lion.layers.layout import Layout
 from lion.layers.mixers import MIXERS, AttentionConfig, LionAttention, make_mixer, resolve_mixer, set_form
 from lion.layers.mixers.delta import RWKV7Attention
@@ -84,7 +84,7 @@ def formula(layer, x, direction):
     width = layer.value_dim * H
     before, after = F.pad(x, (0, 0, 1, 0))[:, :-1], F.pad(x, (0, 0, 0, 1))[:, 1:]
     other = before if direction == "forward" else (before + after) / 2
-    shifted = [x] * 5 if not c.token_shift else [x + mu * (other - x) for mu in layer.token_shift.mix]
+    shifted = [x] * 5 if not c.token_shift else [x + mu * (other - x) for mu in mixes(layer.token_shift, x, other)]
     for_decay = torch.cat(shifted[3:-1], -1)
     if c.conv_first:
         convolved = F.silu(convolve(layer, x, direction))
@@ -129,6 +129,14 @@ def formula(layer, x, direction):
         eps = torch.finfo(y.dtype).eps
         y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * layer.out_norm.weight
     return F.linear(y * gate, layer.proj.weight, layer.proj.bias)
+
+
+def mixes(shift, x, other):
+    """Compute the weights of a token shift: numbers, or RWKV-6's mu + tanh((x + mu_x (x' - x)) A) B."""
+    if isinstance(shift, AdaptiveTokenShift):
+        first = x + shift.first * (other - x)
+        return [mu + torch.tanh(first @ shift.down[:, m]) @ shift.up[m] for m, mu in enumerate(shift.mix)]
+    return shift.mix
 
 
 def convolve(layer, x, direction):
@@ -227,6 +235,8 @@ def test_forms_with_parts(mixer):
 
 def test_token_shift_starts_half_way():
     x = torch.arange(1.0, 4)[None, :, None]
+    assert torch.equal(AdaptiveTokenShift(1, 2)(x), TokenShift(1, 2)(x))
+    assert type(make("rwkv6", {"block": "published"}).token_shift) is AdaptiveTokenShift
     assert TokenShift(1, 1, "forward")(x).flatten().tolist() == [0.5, 1.5, 2.5]
     assert TokenShift(1, 1, "backward")(x).flatten().tolist() == [1.5, 2.5, 1.5]
     assert TokenShift(1, 2, "both")(x)[0].T.tolist() == [[1.0, 2.0, 2.0]] * 2

@@ -25,6 +25,7 @@ from lion.layers.mixers.hippo import HippoAttention
 from lion.layers.mixers.hydra import HydraAttention
 from lion.layers.mixers.lightnet import LightNetAttention
 from lion.layers.mixers.linear import LionAttention, linear_mixers
+from lion.layers.mixers.linear_transformers import RWKV6Attention
 from lion.layers.mixers.performer import PerformerAttention
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
@@ -66,6 +67,7 @@ __all__ = [
     "Mixer",
     "NoMixing",
     "PerformerAttention",
+    "RWKV6Attention",
     "RWKV7Attention",
     "SoftmaxAttention",
     "VimMixer",

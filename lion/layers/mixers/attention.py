@@ -47,7 +47,7 @@ class AttentionConfig:
     have none. In any mixer, each part can be set by itself. In the order of the computation they are:
 
     - `token_shift` mixes each token with the one before (`lion.layers.convolution.TokenShift`), with separate weights
-      for q, k, v, the decay (RWKV-7: the decay and the erase) and the output gate.
+      for q, k, v, the decay (RWKV-7: the decay and the erase) and the output gate. RWKV-6's depend on the token.
     - `key_heads` is the number of heads of q and k, which a group of heads shares (1: all heads). None is the number
       of heads. `value_ratio` is the head dimension of v divided by that of q and k.
     - `conv_width` is the width of a depthwise convolution of q, k and v (0: none), centred in both directions. It has a
@@ -173,6 +173,7 @@ class Attention(Mixer):
     """
 
     Config = AttentionConfig
+    Shift: ClassVar[type[TokenShift]] = TokenShift
     shifts: ClassVar[int] = 5  # outputs of the token shift: those that q, k, v, the decay and the output gate read
     # Settings of the published block, for mixers whose entry in `MIXERS` has none.
     published: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -192,7 +193,7 @@ class Attention(Mixer):
             raise ValueError(f"key_heads: expected a divisor of num_heads={num_heads}, got {self.key_heads}")
         keys, width = self.key_heads * self.head_dim, num_heads * self.value_dim
         self.widths = self.projected(keys, width)
-        self.token_shift = TokenShift(dim, self.shifts, c.direction) if c.token_shift else None
+        self.token_shift = self.Shift(dim, self.shifts, c.direction) if c.token_shift else None
         self.qkv = nn.Linear(dim, sum(self.widths), bias=c.qkv_bias)
         channels = dim if c.conv_first else sum(self.widths)
         self.conv = ShortConvolution(channels, c.conv_width, c.direction, c.qkv_bias) if c.conv_width else None

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lion.layers.convolution import AdaptiveTokenShift
 from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay, Gating, fold, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
@@ -148,6 +149,12 @@ class BoundedDecay(Decay):
         return Gating((rest + F.logsigmoid(-logits)).exp().to(k.dtype), Gates(log_decay))
 
 
+class RWKV6Attention(LionAttention):
+    """RWKV-6, whose token shift has weights that depend on the token."""
+
+    Shift = AdaptiveTokenShift
+
+
 NORM_AND_GATE = {"head_norm": "groupnorm", "out_gate": "silu"}
 LINEAR_TRANSFORMERS = {
     "linear_transformer": LinearMixer(
@@ -198,7 +205,6 @@ LINEAR_TRANSFORMERS = {
         causal_decay_convention="between",
         source="2404.05892",
         block={"token_shift": True, **NORM_AND_GATE},
-        left_out="weights of the token shift that depend on the token (here learned numbers)",
     ),
     "gla": LinearMixer(
         LowRankDecay, source="2312.06635", block=NORM_AND_GATE, left_out="q and k half as wide as v (here as wide)"
@@ -214,3 +220,4 @@ LINEAR_TRANSFORMERS = {
     ),
 }
 FAMILY = {name: Entry(LionAttention, fields) for name, fields in LINEAR_TRANSFORMERS.items()}
+FAMILY["rwkv6"] = FAMILY["rwkv6"]._replace(layer=RWKV6Attention)
