@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 
 from data.base import data_root
 from lion.config import flatten, to_dict
@@ -37,7 +38,8 @@ def main(argv: list[str]) -> int:
         help="estimate memory and time on so many GPUs, such as 8x4: 8 groups, each of which shares rows among 4 GPUs",
     )
     args = parser.parse_intermixed_args(argv)
-    print(show(args.recipe, args.overrides, args.processes, args.mesh))
+    for text in parts(args.recipe, args.overrides, args.processes, args.mesh):
+        print(text, flush=True)
     return 0
 
 
@@ -46,6 +48,11 @@ def show(path: str, overrides: list[str], processes: int | None = None, mesh: Me
 
     With a mesh, memory and time are estimates for its GPUs.
     """
+    return "\n".join(parts(path, overrides, processes, mesh))
+
+
+def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | None) -> Iterator[str]:
+    """Yield the text of `show` piece by piece: what is known at once comes before what is measured."""
     recipe = resolve(path, overrides)
     if mesh is not None:
         recipe, processes = on_mesh(recipe, mesh), mesh.gpus
@@ -59,30 +66,34 @@ def show(path: str, overrides: list[str], processes: int | None = None, mesh: Me
     c = recipe.trainer
     softmax, rnn = (flops / 1e6 for flops in published_flops(model.length, recipe.model.dim))
     state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
-    activations = activation_bytes(task, recipe, plan.micro, sharing)
     teacher = getattr(recipe.task, "teacher", None)
     flops = f"{digits(softmax)} MFLOP per layer, head and sample with softmax, {digits(rnn)} as an RNN (C.12)"
-    facts = [
+    yield table(
         ("recipe", f"{recipe.run.name}: {claim(recipe.about.row)}, {recipe.about.expected}"),
         ("model", f"{recipe.model.mixer}, {parameters:,} parameters"),
         *([("teacher", f"{teacher}; its time and memory are not counted")] if teacher else []),
         ("data", describe_store(recipe, note)),
         ("training samples", f"{samples:,}{'' if note is None else ' (published, or an estimate)'}"),
         length(plan),
-        *([] if mesh else [("time", describe_time(task, recipe, plan, state, activations))]),
         ("batch", describe_batch(plan, processes, sharing)),
         ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
-        *([] if mesh else [("memory", describe_memory(state, activations, plan))]),
         ("run folder", f"{recipe.folder}, {describe_checkpoints(recipe, model)}"),
         ("attention", flops),
-    ]
-    width = max(len(name) for name, _ in facts)
-    lines = [f"{name.ljust(width)}  {value}" for name, value in facts]
+    )
+    if mesh is None:
+        activations = activation_bytes(task, recipe, plan.micro, sharing)
+        yield table(("memory", describe_memory(state, activations, plan)))
+        yield table(("time", describe_time(task, recipe, plan, state, activations)))
     if note is not None:
-        lines.append(f"note: {note}")
+        yield f"note: {note}"
     if mesh is not None:
-        lines += ["", describe_meshes(task, recipe, samples, mesh)]
-    return "\n".join(lines) + f"\n\n{dump_recipe(recipe)}\n{open_settings(recipe)}"
+        yield f"\n{describe_meshes(task, recipe, samples, mesh)}"
+    yield f"\n{dump_recipe(recipe)}\n{open_settings(recipe)}"
+
+
+def table(*facts: tuple[str, str]) -> str:
+    """Return a line for each pair of a name and its value."""
+    return "\n".join(f"{name.ljust(len('training samples'))}  {value}" for name, value in facts)
 
 
 def describe_store(recipe: Recipe, note: str | None) -> str:

@@ -227,7 +227,19 @@ class ShortConvolution(Window):
             return (y if self.bias is None else y + self.bias.to(wide)).to(x.dtype)
 
 
-class TokenShift(Window):
+class Shift(Window):
+    """A module that reads the token before each token, the token after it, or both, by its direction."""
+
+    def __init__(self, channels: int, direction: str = "forward") -> None:
+        super().__init__(channels, {"forward": range(-1, 1), "backward": range(2), "both": range(-1, 2)}[direction])
+
+    def other(self, x: Tensor, row: Row) -> Tensor:
+        """Return the other token of each place of x (B, L, C), or the mean of both; 0 outside the segment."""
+        others = [row.neighbour(x, s) for s in self.offsets if s]
+        return sum(others) / len(others)
+
+
+class TokenShift(Shift):
     """RWKV's token shift, `y^m_i = x_i + mu^m * (x' - x_i)` for each of several outputs m, concatenated.
 
     x' is the token before (direction "forward"), the token after ("backward"), or the mean of both ("both"); a missing
@@ -235,11 +247,55 @@ class TokenShift(Window):
     """
 
     def __init__(self, channels: int, outputs: int, direction: str = "forward") -> None:
-        super().__init__(channels, {"forward": range(-1, 1), "backward": range(2), "both": range(-1, 2)}[direction])
+        super().__init__(channels, direction)
         self.mix = nn.Parameter(torch.full((outputs, channels), 0.5))
         self.optim_factors = {"mix": OptimFactors(weight_decay=0)}
 
     def combine(self, x: Tensor, row: Row) -> Tensor:
-        others = [row.neighbour(x, s) for s in self.offsets if s]
-        before = sum(others) / len(others)
-        return torch.lerp(x[:, :, None], before[:, :, None], self.mix.to(x.dtype)).flatten(2)
+        other = self.other(x, row)
+        return torch.lerp(x[:, :, None], other[:, :, None], self.weights(x, other).to(x.dtype)).flatten(2)
+
+    def weights(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the weights (outputs, C) or (B, L, outputs, C) of `other` (B, L, C), beside x (B, L, C)."""
+        return self.mix
+
+
+class AdaptiveTokenShift(TokenShift):
+    """RWKV-6's token shift (arXiv 2404.05892), `mu^m + tanh((x_i + mu * (x' - x_i)) A^m) B^m` in place of `mu^m`.
+
+    A and B have the rank 32. A starts at 0, so that the shift starts as a `TokenShift`.
+    """
+
+    def __init__(self, channels: int, outputs: int, direction: str = "forward", rank: int = 32) -> None:
+        super().__init__(channels, outputs, direction)
+        self.first = nn.Parameter(torch.full((channels,), 0.5))
+        self.down = nn.Parameter(torch.zeros(channels, outputs, rank))
+        self.up = nn.Parameter(torch.empty(outputs, rank, channels).uniform_(-0.01, 0.01))
+        self.optim_factors = {name: OptimFactors(weight_decay=0) for name in ("mix", "first")}
+
+    def weights(self, x: Tensor, other: Tensor) -> Tensor:
+        low = torch.einsum("blc,cmr->blmr", torch.lerp(x, other, self.first.to(x.dtype)), self.down.to(x.dtype))
+        return self.mix + torch.einsum("blmr,mrc->blmc", low.tanh(), self.up.to(low.dtype))
+
+
+class KeyValueShift(Shift):
+    """FoX's shift (arXiv 2503.02130) of k and v, `y_i = a_i y' + (1 - a_i) y_i`, with `a_i = sigmoid(W x_i)` per head.
+
+    y' is as in `TokenShift`. The channels are those of k and v, followed by the logits `self.share(x)` of a.
+
+    Args:
+        dim: Width of x.
+        heads: Number of heads of k and of v.
+        sizes: Head dimension of k and of v.
+        direction: "forward", "backward" or "both".
+    """
+
+    def __init__(self, dim: int, heads: tuple[int, int], sizes: tuple[int, int], direction: str = "forward") -> None:
+        super().__init__(sum(n * size for n, size in zip(heads, sizes)) + sum(heads), direction)
+        self.heads, self.sizes = heads, sizes
+        self.share = nn.Linear(dim, sum(heads), bias=False)
+
+    def combine(self, x: Tensor, row: Row) -> Tensor:
+        x, logits = x.tensor_split((x.shape[-1] - sum(self.heads),), -1)
+        shares = zip(torch.sigmoid(logits).split(self.heads, -1), self.sizes)
+        return torch.lerp(x, self.other(x, row), torch.cat([a.repeat_interleave(n, -1) for a, n in shares], -1))

@@ -22,8 +22,8 @@ class Layout(NamedTuple):
         special: Boolean (L,), or (B, L) where rows differ: tokens without coordinates on the grid (cls).
         orders: Integer (S, L), token indices in the order in which each scan visits them; None: one scan, in sequence
             order.
-        pairs, causal_pairs: Boolean (B, 1, L, L), the keys that each query may attend to: among all keys, and among
-            the keys up to the query. Only softmax attention uses them.
+        pairs, causal_pairs, later_pairs: Boolean (B, 1, L, L), the keys that each query may attend to: among all keys,
+            among the keys up to the query, and among those from the query on. Only softmax attention uses them.
         angles: Angles in radians that rotate queries and keys, if the rotation depends on the layout alone.
         part: The part of the rows that these tokens are, if the rows are split over processes (`split`).
         whole: The layout of the whole rows, if they are split.
@@ -37,6 +37,7 @@ class Layout(NamedTuple):
     orders: Tensor | None = None
     pairs: Tensor | None = None
     causal_pairs: Tensor | None = None
+    later_pairs: Tensor | None = None
     angles: Tensor | None = None
     part: Part | None = None
     whole: Layout | None = None
@@ -152,25 +153,26 @@ class Layout(NamedTuple):
         """Return a mask (B, L) of the valid tokens in the last segment of each row."""
         return self.valid & (self.segment_index == self.segment_index[:, -1:])
 
-    def with_pairs(self, causal: bool) -> Layout:
-        """Return this layout with `causal_pairs` or `pairs`, if there is a mask."""
-        if self.valid is None or self.readable(causal) is not None:
+    def with_pairs(self, direction: str) -> Layout:
+        """Return this layout with the pairs of a direction, if there is a mask."""
+        if self.valid is None or self.readable(direction) is not None:
             return self
         pairs = self.valid[:, None, None]
         if self.segment_index is not None:
             pairs = pairs & (self.segment_index[:, None, :, None] == self.segment_index[:, None, None])
         pairs = pairs.expand(-1, -1, self.valid.shape[1], -1)
-        if causal:
-            pairs = pairs.tril()
+        if direction != "both":
+            pairs = pairs.tril() if direction == "forward" else pairs.triu()
         pairs = pairs | ~self.valid[:, None, :, None]  # padding attends to anything, so that its output is finite
-        return self._replace(**{"causal_pairs" if causal else "pairs": pairs})
+        return self._replace(**{PAIRS[direction]: pairs})
 
-    def readable(self, causal: bool) -> Tensor | None:
+    def readable(self, direction: str) -> Tensor | None:
         """Return the mask (B, 1, L, L) of keys that each query may attend to; None if there is none."""
-        return self.causal_pairs if causal else self.pairs
+        return getattr(self, PAIRS[direction])
 
 
 PLAIN = Layout()
+PAIRS = {"both": "pairs", "forward": "causal_pairs", "backward": "later_pairs"}  # fields by direction
 
 
 def valid_of(segments: Tensor) -> Tensor:

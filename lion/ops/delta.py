@@ -56,7 +56,8 @@ def with_delta(tokens: TokenBlock, beta: Tensor | None, erase: Tensor | None, re
 def check_beta(beta: Tensor | None, valid: Tensor | None, segments: Tensor | SegmentIndex | None) -> None:
     """Check the range of beta (B, H, L) at valid tokens, except in a graph, on a GPU, and with prepared masks.
 
-    There, the check would wait for the device, or run again in every layer.
+    There, the check would wait for the device, or run again in every layer. A NaN passes and
+    reaches the outputs: it is no fault of a range, and a trainer skips steps whose loss is not finite.
 
     Raises:
         ValueError: A beta outside [0, 2].

@@ -16,6 +16,8 @@ from lion.layers.mixers import (
 )
 from lion.layers.mixers.base import forms_of, set_form
 from lion.layers.mixers.decay import Decay, Gating
+from lion.layers.mixers.fox import FOX
+from lion.models.encoder import Encoder, EncoderConfig
 from lion.ops import Gates
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
@@ -238,6 +240,44 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="chunk_size: expected at least 1, got 0"):
         set_form(layer, "chunk", 0)
     assert (layer.form, layer.chunk_size) == ("auto", 8)
+
+
+@pytest.mark.parametrize("masks", [(None, None), (PADDED, None), (PADDED, PACKED)], ids=["plain", "padding", "packed"])
+@pytest.mark.parametrize("mixer", [SOFTMAX, FOX])
+def test_backward_softmax_is_forward_on_reversed_tokens(mixer, masks):
+    layers = []
+    for direction in ("forward", "backward"):
+        torch.manual_seed(0)
+        layers.append(make_mixer(mixer, 12, 3, AttentionConfig(direction=direction, conv_width=3)).double())
+    layers[1].conv.weight.data = layers[0].conv.weight.data.flip(0)  # the offsets of both are in sequence order
+    x, weight = torch.randn(2, 2, 8, 12, dtype=torch.double)
+    turned = [None if mask is None else mask.flip(1) for mask in masks]
+    given, own = (t.clone().requires_grad_() for t in (x.flip(1), x))
+    want = layers[0](given, Layout.of(x, *turned)).flip(1)
+    got = layers[1](own, Layout.of(x, *masks))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    (want * weight).sum().backward(), (got * weight).sum().backward()
+    torch.testing.assert_close(own.grad, given.grad.flip(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mixer", [SOFTMAX, FOX])
+@torch.no_grad()
+def test_alternating_softmax_sees_the_past_then_the_future(mixer):
+    torch.manual_seed(0)
+    model = Encoder(EncoderConfig(mixer, 12, depth=2, num_heads=3, attention=AttentionConfig(direction="alternating")))
+    x = torch.randn(1, 6, 12)
+    other = x.clone()
+    other[:, 3] += 1
+    seen = [(block.attention(other) != block.attention(x)).any(-1)[0].tolist() for block in model.blocks]
+    assert seen == [[False] * 3 + [True] * 3, [True] * 4 + [False] * 2]
+    layout = Layout.of(x, torch.tensor([[True] * 5 + [False]]))
+    assert torch.allclose(model(x, layout)[:, :5], model(x[:, :5]), atol=1e-5)
+
+
+@torch.no_grad()
+def test_norms_over_tokens_leave_the_direction_of_softmax():
+    layer, x = SoftmaxAttention(12, 3, direction="forward", out_norm="batchnorm").eval(), torch.randn(1, 6, 12)
+    assert torch.allclose(layer(x)[:, :4], layer(x[:, :4]), atol=1e-6)
 
 
 def test_softmax_takes_a_feature_map_only_if_asked():

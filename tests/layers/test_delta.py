@@ -53,8 +53,9 @@ def test_forms_of_deltaproduct_agree_with_rotations_and_masks(direction):
 
 
 def test_settings_of_deltaproduct():
-    with pytest.raises(ValueError, match="skip: a token of 'deltaproduct' has several values"):
-        LionAttention(DIM, HEADS, "deltaproduct", skip=True)
+    for part in ({"skip": True}, {"bonus": True}, {"qk_norm": "rmsnorm"}):
+        with pytest.raises(ValueError, match=f"{next(iter(part))}: a token of 'deltaproduct' has several keys and val"):
+            LionAttention(DIM, HEADS, "deltaproduct", **part)
     with pytest.raises(ValueError, match="householders"):
         LionAttention(DIM, HEADS, "deltaproduct", householders=0)
     assert DeltaProductConfig(householders=3).label() == "3 steps per token"

@@ -8,6 +8,7 @@ import torch
 from lion.layers.layout import Layout
 from lion.layers.mixers import ForgettingAttention, make_mixer
 from lion.layers.mixers.attention import AttentionConfig
+from lion.ops import DIRECTIONS
 
 DIM, HEADS = 24, 3
 
@@ -33,11 +34,12 @@ def oracle(w, x, direction):
     for i in range(length):
         heads = []
         for h in range(HEADS):
-            seen = range(i + 1) if direction == "forward" else range(length)
+            seen = {"forward": range(i + 1), "backward": range(i, length), "both": range(length)}[direction]
             scores = []
             for j in seen:
                 low, high = min(i, j), max(i, j)
-                gate = math.prod([f[l, h] for l in range(low + 1, high + 1)], start=torch.ones((), dtype=x.dtype))
+                between = range(low, high) if direction == "backward" else range(low + 1, high + 1)
+                gate = math.prod([f[l, h] for l in between], start=torch.ones((), dtype=x.dtype))
                 scores.append(torch.exp(q[i, h] @ k[j, h] / math.sqrt(size)) * gate)
             total = sum(scores)
             heads.append(sum(s * v[j, h] for s, j in zip(scores, seen)) / total)
@@ -49,7 +51,7 @@ def weights(made):
     return {name: p.detach().clone() for name, p in made.named_parameters()}
 
 
-@pytest.mark.parametrize("direction", ["forward", "both"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("bias", [0.0, 6.0, -6.0])
 def test_values_and_gradients_are_those_of_the_formula(direction, bias):
     made, x = layer(direction, bias), tokens(9)
@@ -67,7 +69,7 @@ def test_values_and_gradients_are_those_of_the_formula(direction, bias):
         assert p.grad.abs().max() > 0 or name == "qkv.bias"
 
 
-@pytest.mark.parametrize("direction", ["forward", "both"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_padding_and_packing_are_separate_rows(direction):
     made, x = layer(direction), tokens(12)
     segments = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3, [-1] * 2 + [0] * 7 + [1] * 3])
@@ -112,6 +114,6 @@ def test_saturated_gates(bias):
 
 
 def test_settings_of_linear_mixers_are_refused():
-    for settings in ({"direction": "backward"}, {"form": "chunk"}, {"normalize": "sum"}, {"scans": ("row_snake",)}):
+    for settings in ({"form": "chunk"}, {"normalize": "sum"}, {"scans": ("row_snake",)}):
         with pytest.raises(ValueError, match="fox"):
             ForgettingAttention(DIM, HEADS, **settings)

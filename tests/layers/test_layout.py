@@ -32,12 +32,12 @@ def test_boolean_segments_are_a_mask_of_padding():
 
 def test_pairs_keep_segments_apart():
     layout = Layout.of(X, segments=torch.tensor([[0, 0, 1, 1, 1, -1], [4, 4, 4, 4, 4, 4]]))
-    for causal in (False, True):
-        pairs = layout.with_pairs(causal).readable(causal)[:, 0]
+    for direction, seen in (("both", (-1, 0, 1)), ("forward", (-1, 0)), ("backward", (0, 1))):
+        pairs = layout.with_pairs(direction).readable(direction)[:, 0]
         for row, i, j in ((r, i, j) for r in range(2) for i in range(6) for j in range(6)):
             ids = [[0, 0, 1, 1, 1, -1], [4] * 6][row]
-            allowed = ids[i] == -1 or (ids[i] == ids[j] and ids[j] >= 0 and (j <= i or not causal))
-            assert pairs[row, i, j] == allowed, (causal, row, i, j)
+            allowed = ids[i] == -1 or (ids[i] == ids[j] and ids[j] >= 0 and (j > i) - (j < i) in seen)
+            assert pairs[row, i, j] == allowed, (direction, row, i, j)
 
 
 def test_padding_is_cleaned_by_selection():

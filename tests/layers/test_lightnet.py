@@ -236,7 +236,7 @@ def test_what_does_not_go_together():
         ({"score_dropout": 0.1}, "score_dropout is not available with mixer 'lightnet', which computes no scores"),
         ({"score_dropout": 0.1, "direction": "forward"}, "score_dropout is not available with mixer 'lightnet'"),
         ({"scans": ("row_snake", "column_snake")}, "scans: not available with mixer 'lightnet'"),
-        ({"out_gate_rank": 0}, "out_gate_rank: expected at least 1, got 0"),
+        ({"out_gate_rank": -1}, "out_gate_rank: expected at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=words):
             LightNetAttention(DIM, HEADS, "lightnet", **settings)

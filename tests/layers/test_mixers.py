@@ -9,7 +9,7 @@ import torch
 import lion.layers.mixers.linear as linear_module
 import lion.layers.rotations as rotations_module
 from lion.layers.layout import Layout
-from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig, LionAttention
+from lion.layers.mixers import LINEAR, AttentionConfig, LionAttention
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.linear import LinearState
 from lion.models.encoder import Encoder, EncoderConfig
@@ -306,12 +306,9 @@ def test_alternating_blocks_go_forward_and_backward():
     assert not moved[1][:, 5:].any() and (moved[1][:, :5].amax(-1) > 0).all()
 
 
-def test_alternating_is_of_models_and_of_linear_mixers():
+def test_alternating_is_of_models():
     with pytest.raises(ValueError, match="direction: 'alternating' is for a model"):
         LionAttention(DIM, HEADS, direction="alternating")
-    attention = AttentionConfig(direction="alternating")
-    with pytest.raises(ValueError, match=r"attention\.direction 'alternating' is not available with mixer 'softmax'"):
-        EncoderConfig(SOFTMAX, DIM, 2, HEADS, attention=attention)
 
 
 @every_mixer

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.layers.convolution import TokenShift
+from lion.layers.convolution import AdaptiveTokenShift, TokenShift
 from lion.layers.layout import Layout
-from lion.layers.mixers import MIXERS, AttentionConfig, LionAttention, make_mixer, set_form
+from lion.layers.mixers import MIXERS, AttentionConfig, LionAttention, make_mixer, resolve_mixer, set_form
+from lion.layers.mixers.delta import RWKV7Attention
 from lion.layers.mixers.fox import FOX
 from tests.layers.test_attention import PACKED, PADDED, check_padding
 
@@ -15,9 +16,12 @@ PARTS = {
     "key_heads": 1,
     "value_ratio": 2,
     "conv_width": 3,
+    "kv_shift": True,
+    "qk_norm": "rmsnorm",
     "value_map": "silu",
     "skip": True,
     "head_norm": "groupnorm",
+    "bonus": True,
     "out_norm": "rmsnorm",
     "out_gate": "silu",
     "out_gate_rank": 2,
@@ -28,6 +32,42 @@ CASES = [(name, {"block": "published"}) for name in PUBLISHED] + [("lion_s", PAR
 NAMES = [name if "block" in settings else f"{name}, all parts" for name, settings in CASES]
 every_case = pytest.mark.parametrize(("mixer", "settings"), CASES, ids=NAMES)
 every_direction = pytest.mark.parametrize("direction", ["both", "forward"])
+
+
+# What each publication has around its recurrence, copied from it (or from recipes.md, section 8.3), not from the code.
+PLAIN = dict(token_shift=False, key_heads=None, conv_width=0, kv_shift=False, qk_norm="none", value_map="identity")
+PLAIN |= dict(
+    conv_first=False, value_ratio=1, skip=False, head_norm="none", bonus=False, out_gate="none", out_gate_rank=None
+)
+PLAIN |= dict(out_norm=None, gate_first=False)
+CONVOLVED = dict(feature_map="silu_unit", conv_width=4, value_map="silu", head_norm="rmsnorm")  # unit q and k
+LOW_RANK = dict(out_gate="sigmoid", out_gate_rank=0)  # 0: the head dimension
+NORM_AND_GATE = dict(head_norm="groupnorm", out_gate="silu")
+PUBLICATIONS = {
+    "deltanet": CONVOLVED,
+    "gated_deltanet": dict(CONVOLVED, value_ratio=2, out_gate="silu"),
+    "kda": CONVOLVED | LOW_RANK,
+    "gdn2": CONVOLVED | LOW_RANK,
+    "comba": dict(CONVOLVED, value_ratio=2, out_gate="sigmoid"),
+    "deltaproduct": dict(CONVOLVED, value_ratio=2, out_gate="silu", householders=2, negative_eigenvalues=True),
+    "rwkv7": dict(token_shift=True, head_norm="groupnorm", bonus=True, out_gate="inner_sigmoid", out_gate_rank=128),
+    "fox": dict(kv_shift=True, qk_norm="rmsnorm", head_norm="rmsnorm", out_gate="sigmoid"),
+    "mamba": dict(value_map="silu", skip=True, out_gate="silu"),
+    "mamba2": dict(key_heads=1, value_ratio=2, conv_width=4, feature_map="silu", value_map="silu", skip=True)
+    | dict(out_gate="silu", gate_first=True, out_norm="rmsnorm"),
+    "retnet": dict(NORM_AND_GATE, value_ratio=2, rotation="rope"),
+    "rwkv6": dict(NORM_AND_GATE, token_shift=True),
+    "gla": NORM_AND_GATE,
+    "hgrn2": dict(feature_map="silu", value_map="silu", out_norm="rmsnorm"),
+    "xlstm": dict(conv_width=4, conv_first=True, head_norm="groupnorm", out_gate="sigmoid", normalize="max"),
+}
+
+
+@pytest.mark.parametrize("mixer", PUBLISHED)
+def test_published_blocks_have_the_settings_of_their_publication(mixer):
+    config = resolve_mixer(mixer, AttentionConfig(block="published"))
+    want = PLAIN | PUBLICATIONS[mixer]
+    assert {name: getattr(config, name) for name in want} == want
 
 
 def make(mixer, settings, direction="both"):
@@ -44,34 +84,45 @@ def formula(layer, x, direction):
     width = layer.value_dim * H
     before, after = F.pad(x, (0, 0, 1, 0))[:, :-1], F.pad(x, (0, 0, 0, 1))[:, 1:]
     other = before if direction == "forward" else (before + after) / 2
-    shifted = [x] * 5 if not c.token_shift else [x + mu * (other - x) for mu in layer.token_shift.mix]
+    shifted = [x] * 5 if not c.token_shift else [x + mu * (other - x) for mu in mixes(layer.token_shift, x, other)]
+    for_decay = torch.cat(shifted[3:-1], -1)
+    if c.conv_first:
+        convolved = F.silu(convolve(layer, x, direction))
+        shifted[:2] = convolved, convolved
     q, k, v = (F.linear(*part) for part in zip(shifted, layer.qkv.weight.split(layer.widths), biases(layer)))
-    if c.conv_width:
-        left = c.conv_width - 1 if direction == "forward" else c.conv_width // 2
-        pad = (left, c.conv_width - 1 - left)
-        channels = F.pad(torch.cat([q, k, v], -1).mT, pad)
-        weight = layer.conv.weight.T[:, None]
-        q, k, v = F.conv1d(channels, weight, layer.conv.bias, groups=len(weight)).mT.split(layer.widths, -1)
+    if c.conv_width and not c.conv_first:
+        q, k, v = convolve(layer, torch.cat([q, k, v], -1), direction).split(layer.widths, -1)
+    if c.kv_shift:
+        for_k, for_v = (x @ layer.kv_shift.share.weight.T).sigmoid().split((layer.key_heads, H), -1)
+        k, v = data_shift(k, for_k, direction), data_shift(v, for_v, direction)
     if c.value_map == "silu":
         v = v * torch.sigmoid(v)
     shared = H // layer.key_heads
     q, k = (t.split(t.shape[-1] // layer.key_heads, -1) for t in (q, k))
     q, k = (torch.stack([t[h // shared] for h in range(H)], 1) for t in (q, k))
     v = torch.stack(v.chunk(H, -1), 1)
-    heads = layer.mix(shifted[3], q, k, v, Layout())
+    if c.qk_norm == "rmsnorm":
+        q, k = (rms(t) * norm.weight for t, norm in zip((q, k), layer.qk_norm))
+    heads = layer.mix(for_decay, q, k, v, Layout())
     if c.skip:
         heads = torch.stack([heads[:, h] + layer.skip[h] * v[:, h] for h in range(H)], 1)
     if c.head_norm == "rmsnorm":
-        heads = heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.head_norm.weight
+        heads = rms(heads) * layer.head_norm.weight
     y = heads.transpose(1, 2).reshape(*x.shape[:2], width)
     if c.head_norm == "groupnorm":
         y = F.group_norm(y.flatten(0, 1), H, layer.head_norm.weight, layer.head_norm.bias, 1e-5).view_as(y)
+    if c.conv_first:
+        y = y + layer.conv_skip * convolved
+    if c.bonus:
+        keys = torch.stack([k[:, h] * rwkv7_factor(layer, for_decay, h) for h in range(H)], 1)
+        score = torch.stack([(q[:, h] * keys[:, h]) @ layer.bonus[h] for h in range(H)], 1)
+        y = y + (score[..., None] * v).transpose(1, 2).flatten(2)
     gate = 1
     if c.out_gate != "none":
-        logits = shifted[4]
-        for matrix in layer.out_gate:
-            logits = logits @ matrix.weight.T
-        gate = logits.sigmoid() * (logits if c.out_gate == "silu" else 1)
+        logits, matrices = shifted[-1], [part.weight.T for part in layer.out_gate if hasattr(part, "weight")]
+        for i, matrix in enumerate(matrices):
+            logits = (logits.sigmoid() if i and c.out_gate == "inner_sigmoid" else logits) @ matrix
+        gate = {"silu": logits * logits.sigmoid(), "sigmoid": logits.sigmoid(), "inner_sigmoid": logits}[c.out_gate]
     if c.gate_first:
         y, gate = y * gate, 1
     if c.out_norm == "rmsnorm":
@@ -80,16 +131,68 @@ def formula(layer, x, direction):
     return F.linear(y * gate, layer.proj.weight, layer.proj.bias)
 
 
+def mixes(shift, x, other):
+    """Compute the weights of a token shift: numbers, or RWKV-6's mu + tanh((x + mu_x (x' - x)) A) B."""
+    if isinstance(shift, AdaptiveTokenShift):
+        first = x + shift.first * (other - x)
+        return [mu + torch.tanh(first @ shift.down[:, m]) @ shift.up[m] for m, mu in enumerate(shift.mix)]
+    return shift.mix
+
+
+def convolve(layer, x, direction):
+    width, weight = layer.config.conv_width, layer.conv.weight.T[:, None]
+    left = width - 1 if direction == "forward" else width // 2
+    return F.conv1d(F.pad(x.mT, (left, width - 1 - left)), weight, layer.conv.bias, groups=len(weight)).mT
+
+
+def rms(x):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def data_shift(x, share, direction):
+    """Compute FoX's shift, `share` (B, L, heads) of the other token of x (B, L, C), token by token."""
+    share, rows = share.repeat_interleave(x.shape[-1] // share.shape[-1], -1), []
+    for i in range(x.shape[1]):
+        before = x[:, i - 1] if i else torch.zeros_like(x[:, 0])
+        after = x[:, i + 1] if i + 1 < x.shape[1] else torch.zeros_like(x[:, 0])
+        other = before if direction == "forward" else (before + after) / 2
+        rows.append(share[:, i] * other + (1 - share[:, i]) * x[:, i])
+    return torch.stack(rows, 1)
+
+
+def rwkv7_factor(layer, x, head):
+    """Compute `1 + (a - 1) k_a` of RWKV-7, with which the keys of its bonus are multiplied; 1 for other mixers."""
+    if not isinstance(layer, RWKV7Attention):
+        return 1
+    rule, own = layer.decays[0], slice(4 * head, 4 * head + 4)
+    a = (rule.a + x[..., -12:] @ rule.a_down.weight.T @ rule.a_up.weight.T).sigmoid()
+    return (1 + (a - 1) * rule.k_a)[..., own]
+
+
 def biases(layer):
     return layer.qkv.bias.split(layer.widths)
 
 
 @every_case
 @every_direction
-@torch.no_grad()
 def test_parts_are_their_formulas(mixer, settings, direction):
-    layer, x = make(mixer, settings, direction), torch.randn(2, 9, 12, dtype=torch.double)
-    torch.testing.assert_close(layer(x), formula(layer, x, direction), rtol=1e-11, atol=1e-12)
+    """Check outputs and the gradients of the input and of all parameters."""
+    layer, x = make(mixer, settings, direction), torch.randn(2, 9, 12, dtype=torch.double, requires_grad=True)
+    weight, leaves, found = torch.randn(2, 9, 12, dtype=torch.double), [x, *layer.parameters()], []
+    for y in (layer(x), formula(layer, x, direction)):
+        found.append((y, *torch.autograd.grad((y * weight).sum(), leaves)))
+    for got, want in zip(*found):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+@torch.no_grad()
+def test_decay_and_erase_of_rwkv7_read_their_own_mix():
+    layer, x, y = make("rwkv7", {"block": "published"}), *torch.randn(2, 1, 5, 12, dtype=torch.double)
+    rule, k = layer.decays[0], torch.randn(1, 3, 5, 4, dtype=torch.double)
+    both, of_x, of_y = (rule(t, k) for t in (torch.cat([x, y], -1), x, y))
+    assert layer.token_shift.mix.shape == (6, 12) and not torch.equal(of_x.k, of_y.k)
+    assert torch.equal(both.log_decay, of_x.log_decay) and torch.equal(both.gates.erase, of_y.gates.erase)
+    assert torch.equal(both.k, of_y.k)
 
 
 @every_case
@@ -132,15 +235,35 @@ def test_forms_with_parts(mixer):
 
 def test_token_shift_starts_half_way():
     x = torch.arange(1.0, 4)[None, :, None]
+    assert torch.equal(AdaptiveTokenShift(1, 2)(x), TokenShift(1, 2)(x))
+    assert type(make("rwkv6", {"block": "published"}).token_shift) is AdaptiveTokenShift
     assert TokenShift(1, 1, "forward")(x).flatten().tolist() == [0.5, 1.5, 2.5]
     assert TokenShift(1, 1, "backward")(x).flatten().tolist() == [1.5, 2.5, 1.5]
     assert TokenShift(1, 2, "both")(x)[0].T.tolist() == [[1.0, 2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@torch.no_grad()
+def test_every_mixer_has_both_blocks(mixer):
+    """Check that a sweep over mixers can set `block`, which changes those alone that have parts to add."""
+    plain, published = (make(mixer, {"block": block}, "forward") for block in ("plain", "published"))
+    x = torch.randn(1, 5, 12, dtype=torch.double)
+    assert torch.equal(plain(x), published(x)) == (mixer not in PUBLISHED)
 
 
 def test_published_blocks_are_overridden_by_settings():
     layer = LionAttention(12, 3, "mamba2", block="published", value_ratio=1, out_gate="none")
     assert (layer.value_dim, layer.out_gate, layer.key_heads, layer.conv.offsets) == (4, None, 1, range(-2, 2))
     assert LionAttention(12, 3, "lion_s", block="published").config.conv_width == 0
+
+
+@pytest.mark.parametrize("mixer", ["kda", "gdn2"])
+def test_a_gate_has_the_rank_of_its_publication(mixer):
+    def sizes(**settings):
+        return [tuple(m.weight.shape) for m in LionAttention(12, 3, mixer, block="published", **settings).out_gate]
+
+    assert len(LionAttention(12, 3, out_gate="inner_sigmoid").out_gate[0].weight) == 4  # such a gate has some rank
+    assert sizes() == sizes(out_gate_rank=0) == [(4, 12), (12, 4)] and sizes(out_gate_rank=2) == [(2, 12), (12, 2)]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +273,8 @@ def test_published_blocks_are_overridden_by_settings():
         ("lion_s", {"key_heads": 2}, "key_heads: expected a divisor of num_heads=3, got 2"),
         ("gdn2", {"value_ratio": 2}, "value_ratio 2: mixer 'gdn2' has a gate for each value, use 1"),
         ("lion_s_hippo", {"value_ratio": 2}, "value_start 'zoh' makes a square matrix, use value_ratio 1 or 'dense'"),
+        ("lion_s", {"conv_first": True}, "conv_first: expected a conv_width, no token_shift, and value_ratio 1"),
+        ("xlstm", {"block": "published", "token_shift": True}, "conv_first: expected a conv_width, no token_shift"),
         ("lion_s", {"conv_width": -1}, "conv_width: expected at least 0, got -1"),
         ("lion_s", {"block": "publishd"}, "block: 'publishd' is not a choice, did you mean 'published'"),
     ],

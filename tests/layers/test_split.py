@@ -36,6 +36,8 @@ def cases() -> dict[str, tuple[Mixer, dict[str, torch.Tensor]]]:
         next(kinds) if direction == "backward" else None  # another kind for the next mixer
     for mixer, rotation in (("lion_s", "rope"), ("gla", "lrpe"), ("lightnet", "lrpe")):
         made[f"{mixer} {rotation}"] = layer(mixer, rotation=rotation), MASKS["segments"]
+    for mixer in ("rwkv7", "xlstm"):
+        made[f"{mixer} published"] = layer(mixer, block="published"), MASKS["segments"]
     for direction, masks in itertools.product(DIRECTIONS, MASKS):
         for mixer, settings in WITH_NEIGHBOURS.items():
             made[f"{mixer} {direction} {masks}"] = layer(mixer, direction=direction, **settings), MASKS[masks]
@@ -50,8 +52,8 @@ def cases_by_heads() -> dict[str, tuple[Mixer, dict[str, torch.Tensor]]]:
     """Return layers of which each process mixes whole rows of its heads, so that 2 and 3 processes share them."""
     made = {}
     for mixer, direction, masks in itertools.product(BY_HEADS, DIRECTIONS, MASKS):
-        if mixer in LINEAR or direction != "backward":
-            made[f"{mixer} {direction} {masks}"] = layer(mixer, heads=6, direction=direction), MASKS[masks]
+        made[f"{mixer} {direction} {masks}"] = layer(mixer, heads=6, direction=direction), MASKS[masks]
+    made["fox published"] = layer("fox", heads=6, block="published"), MASKS["segments"]
     made["softmax rope"] = layer("softmax", heads=6, rotation="rope"), MASKS["segments"]
     made["deltaproduct rope"] = layer("deltaproduct", heads=6, rotation="rope"), MASKS["segments"]
     for masks in MASKS:

@@ -234,7 +234,7 @@ def test_the_start_is_the_published_one():
 def test_settings_of_other_mixers_are_refused():
     for settings in ({"feature_map": "elu1"}, {"scans": ("row_snake",)}, {"score_dropout": 0.1}, {"rotation": "rope"}):
         with pytest.raises(
-            ValueError, match="not available with mixer 'vim', which has expand, state, conv_width, direction"
+            ValueError, match="not available with mixer 'vim', which has expand, state, block, conv_width, direction"
         ):
             VimMixer(DIM, 3, **settings)
     with pytest.raises(ValueError, match="form 'full' is not available with mixer 'vim', which has chunk, rnn"):

@@ -150,10 +150,10 @@ def test_angles_are_made_once(monkeypatch):
 
 
 def test_what_may_be_read_depends_on_the_direction():
-    """Check that a layout prepared for both directions shows a causal layer no later tokens."""
+    """Check that a layout prepared for other directions shows a causal layer no later tokens."""
     x = torch.randn(1, 6, 12, dtype=torch.double)
     valid = torch.ones(1, 6, dtype=torch.bool)
-    prepared = Layout.of(x, valid).with_pairs(False)
+    prepared = Layout.of(x, valid).with_pairs("both").with_pairs("backward")
     layer = encoder(SOFTMAX).blocks[0].attention
     torch.testing.assert_close(layer(x, prepared), layer(x))
 

@@ -133,6 +133,15 @@ def test_beta_out_of_range(value):
     assert torch.equal(bad.on(linear_attention, normalize="none", valid=valid), good)
 
 
+def test_nan_in_beta_is_nan_in_the_outputs():
+    inputs = delta(11)
+    beta = inputs.beta.clone()
+    beta[1, 0, 4] = torch.nan
+    for how in FORMS.values():
+        y = inputs._replace(beta=beta).on(linear_attention, **how, normalize="none")
+        assert y[1, 0].isnan().any() and y[0].isfinite().all() and y[:, 1:].isfinite().all()
+
+
 def test_gate_is_nothing_to_the_delta_rule():
     inputs = delta(11)
     expected = inputs.on(linear_attention, normalize="none")

@@ -28,7 +28,7 @@ from tools.commands import COMMANDS, parse_command
 from tools.compose import build_data, loader_workers, resolve
 from tools.listing import listing, recipe_names
 from tools.mixers import mixer_rows, mixer_table
-from tools.show import activation_bytes, show
+from tools.show import activation_bytes, parts, show
 
 pytest.importorskip("sklearn")
 
@@ -249,6 +249,11 @@ def test_show_says_first_what_a_recipe_costs_here(tmp_path, monkeypatch):
     assert not (tmp_path / "data").exists()
     large = show("mlm_base_softmax", ["model.depth=1", "model.dim=48"])
     assert "327 GB to download and about 312 GB to write" in large
+
+
+def test_show_prints_what_it_knows_before_it_measures():
+    first = next(parts("vim_base", [], 1, None))
+    assert re.search(r"^model +vim, [\d,]+ parameters$", first, re.M) and not re.search(r"^(memory|time) ", first, re.M)
 
 
 def test_recipes_by_family():

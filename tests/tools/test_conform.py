@@ -17,21 +17,16 @@ from tools.conform.target import open_subject, parse_init
 LAYERS = "tests/tools/conform_layers.py"
 EAGER = [name for name in CHECKS if name != COMPILE]
 COMPILED = (("lion_s", "both"), ("gated_deltanet", "forward"))
-DIRECTIONS = [
-    (name, direction)
-    for name in MIXERS
-    for direction in ("both", "forward", "backward")
-    if "chunk" in MIXERS[name].layer.forms or direction != "backward"
-]
+DIRECTIONS = [(name, direction) for name in MIXERS for direction in ("both", "forward", "backward")]
 
 
 def failures(subject, names=EAGER):
     return {result.name for result in examine(subject, names) if result.status == FAILS}
 
 
-def mixer(name, direction):
+def mixer(name, direction, more=""):
     kind = MIXERS[name].layer
-    init = f"dim=16,num_heads=2,mixer={name},direction={direction}"
+    init = f"dim=16,num_heads=2,mixer={name},direction={direction}{more}"
     return open_subject(f"lion.layers.mixers:{kind.__name__}", init, causal=direction == "forward")
 
 
@@ -43,6 +38,13 @@ def test_our_mixers_pass(name, direction):
     streams = set() if direction == "forward" or name == "none" else {"steps equal whole"}
     causal = set() if direction == "forward" else {"causal in evaluation", "causal in training"}
     assert absent == causal | streams | (set() if "chunk" in MIXERS[name].layer.forms else {"chunk sizes"})
+
+
+@pytest.mark.parametrize("name", [name for name, entry in MIXERS.items() if entry.layer.info(name).block != "-"])
+def test_published_blocks_pass(name):
+    results = examine(mixer(name, "forward", ",block=published"), EAGER)
+    assert not [(r.name, r.detail) for r in results if r.status == FAILS]
+    assert {r.name for r in results if r.status == ABSENT} <= {"chunk sizes"}
 
 
 @pytest.mark.compiled

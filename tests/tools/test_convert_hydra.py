@@ -153,6 +153,11 @@ def test_other_weights_are_refused(theirs, tmp_path, capsys):
     ):
         torch.save(weights, tmp_path / "their.pt")
         assert message in refuse(capsys, *command(tmp_path))
-    torch.save(whole, tmp_path / "their.pt")
-    line = refuse(capsys, "convert", tmp_path / "their.pt", "hydra_small", tmp_path / "run")
-    assert "model.name: a masked language model of Hydra is a 'bert', not a 'vit'" in line
+
+
+def test_no_classifiers_are_released(tmp_path, capsys):
+    torch.save({"head.weight": torch.zeros(3, 4)}, tmp_path / "vim.pth")
+    line = refuse(capsys, "convert", tmp_path / "vim.pth", "hydra_small", tmp_path / "run")
+    assert (
+        "model.name: only Hydra's masked language models are released ('bert', recipe mlm_base_hydra), no 'vit'" in line
+    )

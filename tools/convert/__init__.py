@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
     recipe = resolve(args.recipe, args.overrides)
     held = read_checkpoint(args.checkpoint, args.ema)
     converter = HubConverter(held) if held.said.get("model_type") == KIND else converter_of(recipe)
+    converter.check(recipe)
     ours = converter.rename(held)
     adopted = [f"{key}={json.dumps(value)}" for key, value in converter.adopted(held, ours, recipe).items()]
     recipe = resolve(args.recipe, [*adopted, *args.overrides, *place])

@@ -45,6 +45,13 @@ class Converter(ABC):
 
     trusted: ClassVar[tuple[str, ...]]
 
+    def check(self, recipe: Recipe) -> None:  # noqa: B027, most checkpoints show it by their weights
+        """Check, before any weight is read, that checkpoints of this kind hold the model of the recipe.
+
+        Raises:
+            ConfigError: They do not.
+        """
+
     @abstractmethod
     def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
         """Return the weights of the checkpoint under the names of our model, in float32.

@@ -71,6 +71,13 @@ class HydraConverter(LanguageConverter):
     trusted = ("model.norm_eps", "data.tokenizer")
     matrices = ("tokens.weight", *(f"{BLOCK}{part}.weight" for part in ("inputs", "steps", "convolution", "proj")))
 
+    def check(self, recipe: Recipe) -> None:
+        if recipe.model.name != "bert":
+            raise ConfigError(
+                f"model.name: only Hydra's masked language models are released ('bert', recipe mlm_base_hydra), no "
+                f"{recipe.model.name!r}"
+            )
+
     def names(self, depth: int) -> dict[str, tuple[str, ...]]:
         found = {ours: (theirs,) for ours, theirs in self.format.outer.items()}
         for n in range(depth):
@@ -103,6 +110,4 @@ class HydraConverter(LanguageConverter):
         return {f"model.{key}": (value, "its weights") for key, value in {**found, **PLAIN}.items()}
 
     def adopted(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
-        if recipe.model.name != "bert":
-            raise ConfigError(f"model.name: a masked language model of Hydra is a 'bert', not a {recipe.model.name!r}")
         return self.own_tokenizer(held)

@@ -19,7 +19,10 @@ from lion.samples.images import ImageInfo, numbered
 from tools.convert.base import Converter, Setting, checked, no_place
 from tools.convert.files import CheckpointContents
 
-PARTS = r"skip|(?:decays|rotation|token_shift|conv|head_norm|out_norm|out_gate)\.[\w.]+"  # only `lion.timm` has these
+# parts that only models of `lion.timm` have
+PARTS = (
+    r"skip|conv_skip|bonus|(?:decays|rotation|token_shift|conv|kv_shift|qk_norm|head_norm|out_norm|out_gate)\.[\w.]+"
+)
 NAMES = (  # their name, our name, sign; their selective decay is 1 - sigmoid(W x + b), ours is sigmoid(W x + b)
     (r"patch_embed\.proj\.(\w+)", r"patch.\1", 1),
     (r"cls_token", r"cls", 1),

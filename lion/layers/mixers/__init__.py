@@ -18,13 +18,14 @@ from lion.layers.mixers import (
 )
 from lion.layers.mixers.attention import Attention, AttentionConfig
 from lion.layers.mixers.base import Mixer, forms_of, mixers_of, set_form
-from lion.layers.mixers.delta import DeltaAttention
+from lion.layers.mixers.delta import DeltaAttention, RWKV7Attention
 from lion.layers.mixers.delta_product import DeltaProductAttention
 from lion.layers.mixers.fox import ForgettingAttention
 from lion.layers.mixers.hippo import HippoAttention
 from lion.layers.mixers.hydra import HydraAttention
 from lion.layers.mixers.lightnet import LightNetAttention
 from lion.layers.mixers.linear import LionAttention, linear_mixers
+from lion.layers.mixers.linear_transformers import RWKV6Attention
 from lion.layers.mixers.performer import PerformerAttention
 from lion.layers.mixers.registry import MIXERS
 from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
@@ -66,6 +67,8 @@ __all__ = [
     "Mixer",
     "NoMixing",
     "PerformerAttention",
+    "RWKV6Attention",
+    "RWKV7Attention",
     "SoftmaxAttention",
     "VimMixer",
     "forms_of",

@@ -11,11 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import fill, nearest, setting
-from lion.layers.convolution import ShortConvolution, TokenShift
+from lion.config import nearest, setting
+from lion.layers.convolution import KeyValueShift, ShortConvolution, TokenShift
 from lion.layers.layout import PLAIN, ROW_MAJOR, SCANS, Layout
 from lion.layers.mixers.base import Mixer, check_state
-from lion.layers.mixers.parts import BLOCKS, HEAD_NORMS, NO_PART, OUT_GATES, PLAIN_BLOCK, BlockState, make_gate
+from lion.layers.mixers.parts import (
+    BLOCKS,
+    HEAD_NORMS,
+    NO_PART,
+    OUT_GATES,
+    PLAIN_BLOCK,
+    BlockState,
+    make_gate,
+)
 from lion.layers.norms import NO_NORM, NORMS, check_causal, over_tokens
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
@@ -39,17 +47,22 @@ class AttentionConfig:
     have none. In any mixer, each part can be set by itself. In the order of the computation they are:
 
     - `token_shift` mixes each token with the one before (`lion.layers.convolution.TokenShift`), with separate weights
-      for q, k, v, the decay and the output gate.
+      for q, k, v, the decay (RWKV-7: the decay and the erase) and the output gate. RWKV-6's depend on the token.
     - `key_heads` is the number of heads of q and k, which a group of heads shares (1: all heads). None is the number
       of heads. `value_ratio` is the head dimension of v divided by that of q and k.
     - `conv_width` is the width of a depthwise convolution of q, k and v (0: none), centred in both directions. It has a
-      bias if the projections have one (`qkv_bias`).
+      bias if the projections have one (`qkv_bias`). With `conv_first` it is one of x: q and k read `c = silu(conv(x))`,
+      v reads x, and `s * c` with learned s is added to the outputs after `head_norm`, as in xLSTM.
+    - `kv_shift` mixes k and v with those before, by a gate (`lion.layers.convolution.KeyValueShift`).
+    - `qk_norm` is a norm of each head of q and k.
     - `value_map` is a feature map of v.
     - `skip` adds `D_h v_i` to the output of head h.
-    - `head_norm` is a norm of each head, `out_norm` a norm over the whole width.
-    - `out_gate` multiplies by `silu(x W)` or `sigmoid(x W)`, after the norms, or before `out_norm` (`gate_first`). W
-      is a product of two matrices with `out_gate_rank` columns between them (None: the rank of the mixer, usually a
-      full matrix).
+    - `head_norm` is a norm of each head, `out_norm` a norm over the whole width. Between them, `bonus` adds
+      `(q_i . (r_h * k_i)) v_i` with learned r_h, from the q and k before their feature map.
+    - `out_gate` multiplies by `silu(x W)`, `sigmoid(x W)`, or `sigmoid(x W1) W2` ("inner_sigmoid"), after the norms, or
+      before `out_norm` (`gate_first`). W
+      is a product of two matrices with `out_gate_rank` columns between them (0: the head dimension; None: the rank of
+      the mixer, usually a full matrix).
     """
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
@@ -68,12 +81,16 @@ class AttentionConfig:
     key_heads: int | None = setting(None, min=1)
     value_ratio: int | None = setting(None, min=1, max=8)
     conv_width: int | None = setting(None, min=0, max=64)
+    conv_first: bool | None = None
+    kv_shift: bool | None = None
+    qk_norm: str | None = setting(None, choices=(NO_PART, *HEAD_NORMS))
     value_map: str | None = setting(None, choices=FEATURE_MAPS)
     skip: bool | None = None
     head_norm: str | None = setting(None, choices=(NO_PART, *HEAD_NORMS))
+    bonus: bool | None = None
     out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
     out_gate: str | None = setting(None, choices=(NO_PART, *OUT_GATES))
-    out_gate_rank: int | None = setting(None, min=1)
+    out_gate_rank: int | None = setting(None, min=0)
     gate_first: bool | None = None
 
     def label(self) -> str:
@@ -131,25 +148,6 @@ def streams(config: AttentionConfig) -> bool:
     return config.direction == "forward" and not over_tokens(config.out_norm)
 
 
-def with_block(config: AttentionConfig, usual: Mapping[str, Any], published: Mapping[str, Any]) -> AttentionConfig:
-    """Return `config` with the parts around the heads filled in, where they are None.
-
-    Args:
-        config: The settings.
-        usual: Settings of a mixer that differ from `PLAIN_BLOCK` in every block.
-        published: Settings of the mixer's published block that differ from these.
-
-    Raises:
-        ValueError: A rank of a gate without a gate.
-    """
-    out = fill(config, {**PLAIN_BLOCK, **usual, **(published if config.block == "published" else {})})
-    if out.out_gate != NO_PART:
-        return out
-    if config.out_gate_rank is not None:
-        raise ValueError(f"out_gate_rank: there is no gate, set out_gate to {' or '.join(OUT_GATES)}")
-    return replace(out, out_gate_rank=None)
-
-
 class Inputs(NamedTuple):
     """Inputs of the mixing of heads.
 
@@ -157,6 +155,7 @@ class Inputs(NamedTuple):
         x: Tokens (B, L, dim) that decays read.
         q, k, v: Queries and keys (B, H, L, D), values (B, H, L, E).
         gate: Tokens (B, L, dim) that the output gate reads.
+        convolved: Tokens (B, L, dim) after a first convolution, or None.
     """
 
     x: Tensor
@@ -164,6 +163,7 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Tensor
     gate: Tensor
+    convolved: Tensor | None = None
 
 
 class Attention(Mixer):
@@ -173,6 +173,8 @@ class Attention(Mixer):
     """
 
     Config = AttentionConfig
+    Shift: ClassVar[type[TokenShift]] = TokenShift
+    shifts: ClassVar[int] = 5  # outputs of the token shift: those that q, k, v, the decay and the output gate read
     # Settings of the published block, for mixers whose entry in `MIXERS` has none.
     published: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
@@ -191,17 +193,27 @@ class Attention(Mixer):
             raise ValueError(f"key_heads: expected a divisor of num_heads={num_heads}, got {self.key_heads}")
         keys, width = self.key_heads * self.head_dim, num_heads * self.value_dim
         self.widths = self.projected(keys, width)
-        self.token_shift = TokenShift(dim, 5, c.direction) if c.token_shift else None
+        self.token_shift = self.Shift(dim, self.shifts, c.direction) if c.token_shift else None
         self.qkv = nn.Linear(dim, sum(self.widths), bias=c.qkv_bias)
-        self.conv = ShortConvolution(sum(self.widths), c.conv_width, c.direction, c.qkv_bias) if c.conv_width else None
+        channels = dim if c.conv_first else sum(self.widths)
+        self.conv = ShortConvolution(channels, c.conv_width, c.direction, c.qkv_bias) if c.conv_width else None
+        self.conv_skip = nn.Parameter(torch.ones(dim)) if c.conv_first else None
+        heads, sizes = (
+            (self.widths[1] // self.head_dim, self.widths[2] // self.value_dim),
+            (self.head_dim, self.value_dim),
+        )
+        self.kv_shift = KeyValueShift(dim, heads, sizes, c.direction) if c.kv_shift else None
         self.proj = nn.Linear(width, dim)
         self.rotation = None
         if config.rotation not in (None, NO_ROTATION):
             self.rotation = ROTATIONS[config.rotation](num_heads, self.head_dim)
+        norm = None if c.qk_norm == NO_PART else HEAD_NORMS[c.qk_norm]
+        self.qk_norm = nn.ModuleList(norm(num_heads, self.head_dim) for _ in range(2)) if norm else None
         self.skip = nn.Parameter(torch.ones(num_heads)) if c.skip else None
+        self.bonus = nn.Parameter(torch.zeros(num_heads, self.head_dim)) if c.bonus else None
         self.head_norm = None if c.head_norm == NO_PART else HEAD_NORMS[c.head_norm](num_heads, self.value_dim)
         self.out_norm = None if c.out_norm in (None, NO_NORM) else NORMS[c.out_norm](width)
-        self.out_gate = None if c.out_gate == NO_PART else make_gate(dim, width, c.out_gate_rank)
+        self.out_gate = None if c.out_gate == NO_PART else make_gate(dim, width, self.gate_rank, c.out_gate)
 
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
         """Mix tokens x (B, L, dim).
@@ -238,12 +250,22 @@ class Attention(Mixer):
         if not self.neighbours:
             return state
         none = self.proj.weight.new_zeros(batch, 0, 0)
-        return BlockState(state, *(p.initial_state(batch) if p else none for p in (self.token_shift, self.conv)))
+        return BlockState(state, *(p.initial_state(batch) if p else none for p in self.windows))
+
+    @property
+    def windows(self) -> tuple[nn.Module | None, ...]:
+        """Return token shift, convolution, and the shift of keys and values; None for those that are off."""
+        return self.token_shift, self.conv, self.kv_shift
 
     @property
     def neighbours(self) -> bool:
-        """Return whether the projections read neighbouring tokens, by a token shift or a convolution."""
-        return self.token_shift is not None or self.conv is not None
+        """Return whether the projections read neighbouring tokens."""
+        return any(part is not None for part in self.windows)
+
+    @property
+    def gate_rank(self) -> int | None:
+        """Return the rank of the output gate; None: a full matrix."""
+        return self.head_dim if self.config.out_gate_rank == 0 else self.config.out_gate_rank
 
     def projected(self, keys: int, values: int) -> tuple[int, int, int]:
         """Return the widths of the projections to q, k and v, for the widths of the keys and values of all heads."""
@@ -274,29 +296,42 @@ class Attention(Mixer):
     def read(
         self, x: Tensor, run: Callable[[nn.Module, Tensor, int], tuple[Tensor, Any]], layout: Layout = PLAIN
     ) -> tuple[Inputs, list[Any]]:
-        """Return the inputs of the heads, and the states of token shift and convolution, for tokens x (B, L, dim).
+        """Return the inputs of the heads, and the states of the `windows`, for tokens x (B, L, dim).
 
-        `run(part, tokens, index)` returns the output and the state of one of these two parts, 0 or 1.
+        `run(part, tokens, index)` returns the output and the state of one of these parts.
         """
         if x.dim() != 3 or x.shape[-1] != self.qkv.in_features:
             raise ValueError(f"x: expected tokens (B, L, {self.qkv.in_features}), got shape {tuple(x.shape)}")
-        x = layout.clean(x)
-        tails, gate = [x[:, :0], x[:, :0]], x
-        if self.token_shift is None:
+        tokens = gate = x = layout.clean(x)
+        tails = [x[:, :0]] * len(self.windows)
+        parts = convolved = None
+        if self.token_shift is not None:
+            shifted, tails[0] = run(self.token_shift, x, 0)
+            *parts, gate = (shifted[..., i * x.shape[-1] :][..., : x.shape[-1]] for i in (0, 1, 2, self.shifts - 1))
+            x = shifted[..., 3 * x.shape[-1] : -x.shape[-1]]
+        elif self.config.conv_first:
+            convolved, tails[1] = run(self.conv, x, 1)
+            convolved = F.silu(convolved)
+            parts = convolved, convolved, x
+        if parts is None:
             qkv = self.qkv(x)
         else:
-            shifted, tails[0] = run(self.token_shift, x, 0)
-            *parts, x, gate = shifted.chunk(5, -1)
             biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.split(self.widths)
             weights = self.qkv.weight.split(self.widths)
             qkv = torch.cat([F.linear(*part) for part in zip(parts, weights, biases)], -1)
-        if self.conv is not None:
+        if self.conv is not None and convolved is None:
             qkv, tails[1] = run(self.conv, layout.clean(qkv), 1)
+        if self.kv_shift is not None:
+            q, kv = qkv.tensor_split((self.widths[0],), -1)
+            kv, tails[2] = run(self.kv_shift, layout.clean(torch.cat([kv, self.kv_shift.share(tokens)], -1)), 2)
+            qkv = torch.cat([q, kv], -1)
         q, k, v = qkv.split(self.widths, -1)
         q, k = (self.by_head(t, self.key_heads) for t in (q, k))
+        if self.qk_norm is not None:
+            q, k = (norm(t).to(t.dtype) for norm, t in zip(self.qk_norm, (q, k)))
         if self.config.value_map != "identity":
             v = apply_feature_map(self.config.value_map, v)
-        return Inputs(x, q, k, self.by_head(v, self.num_heads), gate), tails
+        return Inputs(x, q, k, self.by_head(v, self.num_heads), gate, convolved), tails
 
     def by_head(self, x: Tensor, heads: int) -> Tensor:
         """Return x (B, L, heads * D) as (B, H, L, D), where each of `heads` serves a group of the H heads."""
@@ -323,13 +358,22 @@ class Attention(Mixer):
             y = y + (self.skip[:, None, None] * inputs.v).to(y.dtype)
         if self.head_norm is not None:
             y = self.head_norm(y)
+        if self.bonus is not None:
+            weight = (inputs.q * self.bonus_keys(inputs) * self.bonus[:, None]).sum(-1, keepdim=True)
+            y = y + (weight * inputs.v).to(y.dtype)
         y = y.transpose(1, 2).flatten(2)
+        if self.conv_skip is not None:
+            y = y + (self.conv_skip * inputs.convolved).to(y.dtype)
         gate = None if self.out_gate is None else OUT_GATES[self.config.out_gate](self.out_gate(inputs.gate))
         if gate is not None and self.config.gate_first:
             y = y * gate
         if self.out_norm is not None:
             y = self.out_norm(y, layout)
         return self.proj(y if gate is None or self.config.gate_first else y * gate)
+
+    def bonus_keys(self, inputs: Inputs) -> Tensor:
+        """Return the keys (B, H, L, D) of the bonus."""
+        return inputs.k
 
     @property
     def causal(self) -> bool:

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import Layout
-from lion.layers.mixers.attention import AttentionConfig
+from lion.layers.mixers.attention import AttentionConfig, Inputs
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.linear_transformers import DiscreteDecay, inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
-from lion.ops import Gates
+from lion.ops import Gates, no_autocast
 
 
 @dataclass
@@ -157,16 +157,37 @@ class GeneralizedDeltaRule(Decay):
         self.k_k, self.k_a = nn.Parameter(torch.full((dim,), 0.85)), nn.Parameter(torch.ones(dim))
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
-        w = self.w.to(x.dtype) + linear(self.w_up, torch.tanh(linear(self.w_down, x)))
-        a = self.by_head(torch.sigmoid(self.a.to(x.dtype) + linear(self.a_up, linear(self.a_down, x))))
-        k_k, k_a = (t.to(x.dtype).view(self.num_heads, 1, -1) for t in (self.k_k, self.k_a))
-        read = F.normalize(k * k_k, dim=-1)
+        w = self.w.to(x.dtype) + linear(self.w_up, torch.tanh(linear(self.w_down, x[..., : self.dim])))
+        a = self.strength(x)
+        read = F.normalize(k * self.k_k.to(x.dtype).view(self.num_heads, 1, -1), dim=-1)
         log_decay = -math.exp(-0.5) * torch.sigmoid(self.by_head(w))
-        return Gating((k * (1 + (a - 1) * k_a)).to(k.dtype), Gates(log_decay, erase=a * read, read=read))
+        return Gating(self.written(k, a), Gates(log_decay, erase=a * read, read=read))
+
+    def strength(self, x: Tensor) -> Tensor:
+        """Return a (B, H, L, D); with a token shift, x (B, L, 2 dim) has tokens for w and for a."""
+        return self.by_head(
+            torch.sigmoid(self.a.to(x.dtype) + linear(self.a_up, linear(self.a_down, x[..., -self.dim :])))
+        )
+
+    def written(self, k: Tensor, a: Tensor) -> Tensor:
+        """Return the keys k' (B, H, L, D)."""
+        return (k * (1 + (a - 1) * self.k_a.to(a.dtype).view(self.num_heads, 1, -1))).to(k.dtype)
+
+
+class RWKV7Attention(LionAttention):
+    """RWKV-7: its token shift has a sixth output, for a, and the keys of its bonus are those that are written."""
+
+    shifts = 6
+
+    def bonus_keys(self, inputs: Inputs) -> Tensor:
+        x = inputs.x
+        with no_autocast(x):
+            a = self.decays[0].strength(x.to(torch.promote_types(x.dtype, torch.float32)))
+            return self.decays[0].written(inputs.k, a)
 
 
 BLOCK = {"conv_width": 4, "value_map": "silu", "head_norm": "rmsnorm"}
-LOW_RANK_GATE = {"out_gate": "sigmoid", "out_gate_rank": 64}  # the rank is the head dimension in the publications
+LOW_RANK_GATE = {"out_gate": "sigmoid", "out_gate_rank": 0}  # the rank is the head dimension
 UNIT: dict[str, Any] = {"feature_map": "silu_unit"}
 FAMILY = {
     "deltanet": Entry(
@@ -200,14 +221,20 @@ FAMILY = {
         ),
     ),
     "rwkv7": Entry(
-        LionAttention,
+        RWKV7Attention,
         LinearMixer(
             GeneralizedDeltaRule,
             scale=1.0,
             undecayed_erase=True,
             source="2503.14456",
-            block={"token_shift": True, "head_norm": "groupnorm"},
-            left_out="values of the first layer, bonus, output gate",
+            block={
+                "token_shift": True,
+                "head_norm": "groupnorm",
+                "bonus": True,
+                "out_gate": "inner_sigmoid",
+                "out_gate_rank": 128,
+            },
+            left_out="values of the first layer (a layer knows no other)",
         ),
     ),
 }

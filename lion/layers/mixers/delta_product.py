@@ -26,6 +26,7 @@ from lion.layers.mixers.base import check_state
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.delta import BLOCK, UNIT, DeltaAttention, DeltaConfig, GatedDeltaRule
 from lion.layers.mixers.linear import LinearMixer, LinearState
+from lion.layers.mixers.parts import NO_PART
 from lion.layers.mixers.registry import Entry
 from lion.layers.shares import by_heads, check_share
 from lion.ops import Gates, SegmentIndex, Settings, State, linear_attention, prefill, step
@@ -67,8 +68,9 @@ class DeltaProductAttention(DeltaAttention):
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> DeltaProductConfig:
         out = DeltaAttention.resolve(name, config)
-        if out.skip:
-            raise ValueError(f"skip: a token of {name!r} has several values")
+        for part in ("skip", "qk_norm", "bonus"):
+            if getattr(out, part) not in (False, NO_PART):
+                raise ValueError(f"{part}: a token of {name!r} has several keys and values")
         return out
 
     def projected(self, keys: int, values: int) -> tuple[int, int, int]:

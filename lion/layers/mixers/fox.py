@@ -1,8 +1,8 @@
 """FoX, the forgetting transformer (2503.02130): softmax attention with a forget gate per token and head.
 
-The mask of Lion-S is a bias of the scores: `softmax(q_i k_j / sqrt(D) + log M_ij) v_j`. In one direction
-`log M_ij = sum_{j < l <= i} log f_l`; in both directions the sum runs over the tokens after the earlier one of i and j,
-up to the later one.
+The mask of Lion-S is a bias of the scores: `softmax(q_i k_j / sqrt(D) + log M_ij) v_j`. In direction "forward"
+`log M_ij = sum_{j < l <= i} log f_l`, and in "backward", the same on reversed tokens, `sum_{i <= l < j} log f_l`. In
+both directions the sum runs over the tokens after the earlier one of i and j, up to the later one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lion.layers.mixers.parts import describe
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.softmax import KeyValueCache, SoftmaxAttention
 from lion.layers.shares import by_heads
+from lion.ops.tokens import flip
 
 FOX = "fox"
 
@@ -40,7 +41,9 @@ class ForgettingAttention(SoftmaxAttention):
     With `direction="forward"` the layer streams; its state is a KV cache with a number per token and head.
     """
 
-    published = MappingProxyType({"head_norm": "rmsnorm", "out_gate": "sigmoid"})
+    published = MappingProxyType(
+        {"kv_shift": True, "qk_norm": "rmsnorm", "head_norm": "rmsnorm", "out_gate": "sigmoid"}
+    )
 
     def __init__(
         self, dim: int, num_heads: int, mixer: str = FOX, config: AttentionConfig | None = None, **settings: Any
@@ -50,9 +53,7 @@ class ForgettingAttention(SoftmaxAttention):
 
     @staticmethod
     def info(name: str) -> MixerInfo:
-        left_out = "shift and norm of keys, shift of values, norm of queries"
-        block = describe(ForgettingAttention.published)
-        return MixerInfo("FoX, 2503.02130", "a token and head", "softmax", block, left_out)
+        return MixerInfo("FoX, 2503.02130", "a token and head", "softmax", describe(ForgettingAttention.published))
 
     @staticmethod
     def knows_order(name: str, config: AttentionConfig) -> bool:
@@ -68,10 +69,13 @@ class ForgettingAttention(SoftmaxAttention):
         return by_heads(self.mix_rows, layout, *self.map_and_rotate(x, q, k, layout), v, gates)
 
     def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor, layout: Layout) -> Tensor:
-        sums = log_gates.cumsum(-1)
-        mask = layout.with_pairs(self.causal).readable(self.causal)
-        if mask is None and self.causal:
-            mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        direction = self.config.direction
+        reverse = direction == "backward"
+        sums = flip(flip(log_gates, -1, reverse).cumsum(-1), -1, reverse)
+        mask = layout.with_pairs(direction).readable(direction)
+        if mask is None and direction != "both":
+            mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+            mask = mask.triu() if reverse else mask.tril()
         y = self.attend(q, k, v, self.bias(sums, sums, mask).to(q.dtype))
         return y if layout.valid is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
 

@@ -17,11 +17,10 @@ from lion.layers.mixers.attention import (
     check_rotation,
     check_scan_names,
     streams,
-    with_block,
 )
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.decay import Decay, Gating, fold
-from lion.layers.mixers.parts import NO_PART, describe
+from lion.layers.mixers.parts import NO_PART, describe, with_block
 from lion.layers.mixers.registry import MIXERS, own_settings
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
@@ -121,7 +120,8 @@ class LionAttention(Attention):
             `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"), `chunk_size`,
             `qkv_bias`, `score_dropout`. `block` set to "published" adds the parts around the published recurrence; in
             any mixer, each can be set by itself (`AttentionConfig`): `token_shift`, `key_heads`, `value_ratio`,
-            `conv_width`, `value_map`, `skip`, `head_norm`, `out_norm`, `out_gate`, `out_gate_rank`, `gate_first`.
+            `conv_width`, `conv_first`, `kv_shift`, `qk_norm`, `value_map`, `skip`, `head_norm`, `bonus`, `out_norm`,
+            `out_gate`, `out_gate_rank`, `gate_first`.
 
     Raises:
         ValueError: An unknown mixer or value, or settings that cannot be combined.

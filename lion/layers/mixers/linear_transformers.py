@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lion.layers.convolution import AdaptiveTokenShift
 from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay, Gating, fold, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
@@ -148,6 +149,12 @@ class BoundedDecay(Decay):
         return Gating((rest + F.logsigmoid(-logits)).exp().to(k.dtype), Gates(log_decay))
 
 
+class RWKV6Attention(LionAttention):
+    """RWKV-6, whose token shift has weights that depend on the token."""
+
+    Shift = AdaptiveTokenShift
+
+
 NORM_AND_GATE = {"head_norm": "groupnorm", "out_gate": "silu"}
 LINEAR_TRANSFORMERS = {
     "linear_transformer": LinearMixer(
@@ -157,8 +164,8 @@ LINEAR_TRANSFORMERS = {
         RetentionDecay,
         rotation="rope",
         source="2307.08621",
-        block=NORM_AND_GATE,
-        left_out="normalised scores",
+        block={"value_ratio": 2, **NORM_AND_GATE},
+        left_out="normalised scores (without effect before a head groupnorm)",
     ),
     "gated_rfa": LinearMixer(
         RandomFeatureGate,
@@ -188,8 +195,8 @@ LINEAR_TRANSFORMERS = {
         scale=1.0,
         source="2312.00752",
         block={"value_map": "silu", "skip": True, "out_gate": "silu"},
-        left_out="convolution before the gates, A and a low-rank step for each channel and B, C for all (here for each "
-        "head)",
+        left_out="convolution before the gates, A and step by channel, B and C of all heads (`vim` in one direction "
+        "has them)",
     ),
     "rwkv6": LinearMixer(
         ReceptanceDecay,
@@ -198,17 +205,19 @@ LINEAR_TRANSFORMERS = {
         causal_decay_convention="between",
         source="2404.05892",
         block={"token_shift": True, **NORM_AND_GATE},
-        left_out="weights of the token shift that depend on the token",
     ),
-    "gla": LinearMixer(LowRankDecay, source="2312.06635", block=NORM_AND_GATE),
+    "gla": LinearMixer(
+        LowRankDecay, source="2312.06635", block=NORM_AND_GATE, left_out="q and k half as wide as v (here as wide)"
+    ),
     "hgrn2": LinearMixer(
         BoundedDecay,
         feature_map="silu",
         key_map="identity",
         scale=1.0,
         source="2404.07904",
-        block={"out_norm": "rmsnorm"},
-        left_out="bounds that rise over layers, activation of v, output gate",
+        block={"value_map": "silu", "out_norm": "rmsnorm"},
+        left_out="bounds that rise over layers (a layer knows no other)",
     ),
 }
 FAMILY = {name: Entry(LionAttention, fields) for name, fields in LINEAR_TRANSFORMERS.items()}
+FAMILY["rwkv6"] = FAMILY["rwkv6"]._replace(layer=RWKV6Attention)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lion.config import fill
 from lion.layers.mixers.base import state_type
 from lion.layers.norms import RMSNorm
+
+if TYPE_CHECKING:
+    from lion.layers.mixers.attention import AttentionConfig
 
 NO_PART = "none"
 BLOCKS = ("plain", "published")
@@ -19,14 +24,23 @@ BLOCKS = ("plain", "published")
 PLAIN_BLOCK: Mapping[str, Any] = {
     "token_shift": False,
     "conv_width": 0,
+    "conv_first": False,
+    "kv_shift": False,
+    "qk_norm": NO_PART,
     "value_map": "identity",
     "value_ratio": 1,
     "skip": False,
     "head_norm": NO_PART,
+    "bonus": False,
     "out_gate": NO_PART,
     "gate_first": False,
 }
-OUT_GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
+INNER_SIGMOID = "inner_sigmoid"  # RWKV-7's gate, `sigmoid(x W1) W2`
+OUT_GATES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    INNER_SIGMOID: lambda logits: logits,
+}
 
 
 class HeadRMSNorm(RMSNorm):
@@ -53,25 +67,51 @@ class HeadGroupNorm(nn.Module):
 HEAD_NORMS: Mapping[str, Callable[[int, int], nn.Module]] = {"groupnorm": HeadGroupNorm, "rmsnorm": HeadRMSNorm}
 
 
-def make_gate(dim: int, width: int, rank: int | None) -> nn.Sequential:
+def with_block(config: AttentionConfig, usual: Mapping[str, Any], published: Mapping[str, Any]) -> AttentionConfig:
+    """Return `config` with the parts around the heads filled in, where they are None.
+
+    Args:
+        config: The settings.
+        usual: Settings of a mixer that differ from `PLAIN_BLOCK` in every block.
+        published: Settings of the mixer's published block that differ from these.
+
+    Raises:
+        ValueError: A rank of a gate without a gate, or a first convolution that cannot be combined with other parts.
+    """
+    out = fill(config, {**PLAIN_BLOCK, **usual, **(published if config.block == "published" else {})})
+    if out.conv_first and (out.token_shift or not out.conv_width or out.value_ratio != 1):
+        raise ValueError("conv_first: expected a conv_width, no token_shift, and value_ratio 1")
+    if out.out_gate == INNER_SIGMOID and out.out_gate_rank is None:
+        return replace(out, out_gate_rank=0)
+    if out.out_gate != NO_PART:
+        return out
+    if config.out_gate_rank is not None:
+        raise ValueError(f"out_gate_rank: there is no gate, set out_gate to {' or '.join(OUT_GATES)}")
+    return replace(out, out_gate_rank=None)
+
+
+def make_gate(dim: int, width: int, rank: int | None, kind: str) -> nn.Sequential:
     """Return the logits of an output gate, (.., dim) -> (.., width); a rank of None is a full matrix."""
     sizes = (dim, width) if rank is None else (dim, rank, width)
-    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
+    gate = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
+    return gate.insert(1, nn.Sigmoid()) if kind == INNER_SIGMOID else gate
 
 
 @state_type
 class BlockState(NamedTuple):
-    """The state of a causal layer with a token shift or a convolution.
+    """The state of a causal layer with a token shift, a convolution, or a shift of keys and values.
 
     Attributes:
         heads: State of the mixing of heads.
         shift: The last token, (B, 1, dim); (B, 0, dim) without token shift.
         conv: The tokens (B, width - 1, C) that the next convolution reads; (B, 0, C) without convolution.
+        kv: The last key and value before their shift, (B, 1, C); (B, 0, C) without a shift.
     """
 
     heads: Any
     shift: Tensor
     conv: Tensor
+    kv: Tensor
 
 
 def describe(block: Mapping[str, Any]) -> str:
@@ -81,10 +121,14 @@ def describe(block: Mapping[str, Any]) -> str:
         "key_heads": "q and k shared by heads",
         "value_ratio": f"values {block.get('value_ratio')} times as wide",
         "conv_width": f"convolution of width {block.get('conv_width')}",
+        "conv_first": "before q and k, with a skip",
+        "kv_shift": "shift of k and v",
+        "qk_norm": f"{block.get('qk_norm')} of q and k",
         "value_map": f"{block.get('value_map')} on v",
         "skip": "skip D",
         "head_norm": f"head {block.get('head_norm')}",
+        "bonus": "bonus",
         "out_norm": f"{block.get('out_norm')}",
-        "out_gate": f"{block.get('out_gate')} gate",
+        "out_gate": f"{str(block.get('out_gate')).replace('_', ' ')} gate",
     }
     return ", ".join(text for name, text in words.items() if name in block) or "-"

@@ -123,6 +123,11 @@ class PerformerAttention(LionAttention):
 FAMILY = {
     "performer": Entry(
         PerformerAttention,
-        LinearMixer(None, normalize="sum", source="2009.14794", left_out="1e-4 added to features, features drawn anew"),
+        LinearMixer(
+            None,
+            normalize="sum",
+            source="2009.14794",
+            left_out="1e-4 added to features (its meaning depends on a stabiliser), features drawn anew in training",
+        ),
     ),
 }

@@ -12,13 +12,15 @@ from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
 from lion.layers.layout import ROW_MAJOR, Layout
-from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names, streams, with_block
+from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names, streams
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
+from lion.layers.mixers.parts import with_block
 from lion.layers.mixers.registry import MIXERS, Entry
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
 from lion.ops.features import apply_feature_map
 from lion.ops.rotary import rotate_each
+from lion.ops.tokens import flip
 
 SOFTMAX = "softmax"  # the baseline: no feature map, no decay, PyTorch's SDPA
 NONE = "none"  # the floor: values pass through unchanged
@@ -90,10 +92,6 @@ class SoftmaxAttention(Attention):
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
         check_settings(config)
         check_scan_names(config)
-        if config.direction not in ("both", "forward"):
-            raise ValueError(
-                f"direction {config.direction!r} is not available with mixer {name!r}, use 'both' or 'forward'"
-            )
         if config.form not in ("auto", "full"):
             raise ValueError(f"form {config.form!r} is not available with mixer {name!r}, which has only 'full'")
         config = with_block(fill(config, {"rotation": NO_ROTATION}), {}, MIXERS[name].layer.published)
@@ -116,17 +114,21 @@ class SoftmaxAttention(Attention):
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
         layout = super().prepare(x, layout)
         if layout.whole is not None:
-            return layout._replace(whole=layout.whole.with_pairs(self.causal))
-        return layout.with_pairs(self.causal)
+            return layout._replace(whole=layout.whole.with_pairs(self.config.direction))
+        return layout.with_pairs(self.config.direction)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         return by_heads(self.mix_rows, layout, *self.map_and_rotate(x, q, k, layout), v)
 
     def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Mix whole rows of any heads, whose queries and keys are mapped and rotated."""
-        mask = layout.with_pairs(self.causal).readable(self.causal)
-        y = self.attend(q, k, v, mask, causal=self.causal and mask is None)
-        return y if mask is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
+        direction = self.config.direction
+        mask = layout.with_pairs(direction).readable(direction)
+        if mask is not None:
+            return self.attend(q, k, v, mask).masked_fill(~layout.valid[:, None, :, None], 0)
+        reverse = direction == "backward"  # the kernel of causal attention, without a mask, reads from the left
+        y = self.attend(*(flip(t, 2, reverse) for t in (q, k, v)), None, causal=direction != "both")
+        return flip(y, 2, reverse)
 
     def map_and_rotate(self, x: Tensor, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Apply the feature map to q and k, then rotate them by the positions of their tokens."""

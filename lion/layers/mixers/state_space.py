@@ -17,7 +17,8 @@ from lion.layers.rotations import NO_ROTATION
 
 SIDES = {"both": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",)}
 OWN = ("expand", "state")
-SHARED = ("conv_width", "direction", "form", "chunk_size")  # settings of attention layers that these mixers have, too
+# Settings of attention layers that these mixers have, too. Both values of `block` are their published block.
+SHARED = ("block", "conv_width", "direction", "form", "chunk_size")
 OFF = (None, 0, False, "none")  # values that turn off what these mixers do not have anyway
 
 

@@ -171,8 +171,8 @@ FAMILY = {
             InputAndForgetGate,
             normalize="max",
             source="mLSTM, 2405.04517",
-            block={"head_norm": "groupnorm", "out_gate": "sigmoid"},
-            left_out="short convolution of queries and keys, skip",
+            block={"conv_width": 4, "conv_first": True, "head_norm": "groupnorm", "out_gate": "sigmoid"},
+            left_out="projection to twice the width around it",
         ),
     ),
 }
