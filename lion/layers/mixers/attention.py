@@ -60,9 +60,8 @@ class AttentionConfig:
     - `head_norm` is a norm of each head, `out_norm` a norm over the whole width. Between them, `bonus` adds
       `(q_i . (r_h * k_i)) v_i` with learned r_h, from the q and k before their feature map.
     - `out_gate` multiplies by `silu(x W)`, `sigmoid(x W)`, or `sigmoid(x W1) W2` ("inner_sigmoid"), after the norms, or
-      before `out_norm` (`gate_first`). W
-      is a product of two matrices with `out_gate_rank` columns between them (0: the head dimension; None: the rank of
-      the mixer, usually a full matrix).
+      before `out_norm` (`gate_first`). W is a product of two matrices with `out_gate_rank` columns between them (0: the
+      head dimension; None: the rank of the mixer, usually a full matrix).
     """
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
@@ -198,10 +197,8 @@ class Attention(Mixer):
         channels = dim if c.conv_first else sum(self.widths)
         self.conv = ShortConvolution(channels, c.conv_width, c.direction, c.qkv_bias) if c.conv_width else None
         self.conv_skip = nn.Parameter(torch.ones(dim)) if c.conv_first else None
-        heads, sizes = (
-            (self.widths[1] // self.head_dim, self.widths[2] // self.value_dim),
-            (self.head_dim, self.value_dim),
-        )
+        sizes = self.head_dim, self.value_dim
+        heads = tuple(width // size for width, size in zip(self.widths[1:3], sizes))
         self.kv_shift = KeyValueShift(dim, heads, sizes, c.direction) if c.kv_shift else None
         self.proj = nn.Linear(width, dim)
         self.rotation = None
