@@ -32,6 +32,16 @@ def test_the_exchange_of_states_is_that_of_the_formula(bert):
         assert shared.calls == 2 * layers and shared.flops < whole.flops
 
 
+def test_the_exchange_of_heads_is_that_of_the_formula():
+    """Check an all-to-all of q, k and v and one of outputs in each layer, and the same backward."""
+    recipe = resolve("mlm_tiny_softmax", [*SMALL, "model.dropout=0", "model.attention.score_dropout=0"])
+    task, rows, layers = make_task(recipe, describe_data(recipe, look=False)[0]), 2, 2
+    tokens, width, sharing = recipe.data.length, 32, 2
+    shared = count_pass(task, recipe, rows, sharing)
+    assert shared.calls == 2 * layers * 4
+    assert shared.received == 2 * layers * 4 * rows * 4 * tokens / sharing * width * (sharing - 1) / sharing
+
+
 def test_memory_and_time_of_a_gpu(bert):
     recipe, task, samples = bert
     model, mesh, one = build_on_meta(task, recipe.model), Mesh(2, 2), Pass(8e9, 4, 1000.0)
