@@ -1,5 +1,6 @@
 """Training with rows split over 2, 3 and 4 real processes against training in one process, in float64."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from lion.trainer.runtime import Runtime, seed_everything
 from tests.helpers import refuse
 from tests.processes import in_processes, in_ranks
 from tests.trainer.helpers import lines
+from tools.evaluate import measure_forms
 
 from .toys import settings
 
@@ -199,7 +201,12 @@ def test_the_command_trains_and_evaluates(book, tmp_path):
     done = in_ranks(2, "train", "gpt2_tiny_lion_s", *book)
     assert done.returncode == 0, done.stderr
     assert "x 2 (sequence, 2 for each row)" in done.stdout and "rnn" in done.stdout, done.stdout
-    assert lines(tmp_path / "runs" / "gpt2_tiny_lion_s")[-1]["step"] == 2
+    run = tmp_path / "runs" / "gpt2_tiny_lion_s"
+    assert lines(run)[-1]["step"] == 2
+    forms = json.loads((run / "summary.json").read_text())["forms"]
+    for name, whole in (("full", measure_forms(run, "full")[0]), ("chunk", measure_forms(run, "chunk")[0])):
+        assert forms[name]["values"] == pytest.approx(whole["values"], rel=1e-5)
+        assert forms[name]["peak_bytes"] < 0.8 * whole["peak_bytes"]  # of half the rows
 
 
 def test_what_cannot_be_shared_is_refused(book, capsys):
