@@ -1,14 +1,19 @@
 """Training with rows split over 2, 3 and 4 real processes against training in one process, in float64."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import Dataset
 
 from lion.config import build
+from lion.layers.layout import Layout
+from lion.layers.mixers import LionAttention
 from lion.models import MODELS
 from lion.ops import Part
 from lion.samples.base import Splits
@@ -17,6 +22,7 @@ from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo, TextInfo
 from lion.tasks import TASKS
+from lion.trainer.compilation import compile_blocks, missing_compiler
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime, seed_everything
@@ -222,3 +228,33 @@ def test_what_cannot_be_shared_is_refused(book, capsys):
     assert "model.name: DiT does not split" in refuse(
         capsys, "show", "dit_tiny_lightnet", "trainer.parallel=sequence", "--processes", 2
     )
+
+
+class Layer(LionAttention):
+    """A model of one layer."""
+
+    def units(self):
+        return [self]
+
+
+def generated(group) -> list[list[str]]:
+    """Return the exchanges and kernels (".") of the compiled forward and backward pass, in their order."""
+    torch.distributed.destroy_process_group()  # nothing is sent: a process compiles as the first one of two
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    layer, x = Layer(32, 2, "lion_s", form="full"), torch.randn(2, 64, 32, requires_grad=True)
+    layer.part = Part.of(torch.distributed.group.WORLD)
+    layout = layer.prepare(x, Layout().split(torch.empty(2, 128, 0), layer.part))
+    assert compile_blocks(layer)
+    _, codes = run_and_get_code(lambda: layer(x, layout).sum().backward())
+    calls = re.compile(r"^ +(?:.*_c10d_functional\.(\w+)\.default|cpp_fused|extern_kernels)", re.MULTILINE)
+    return [[call or "." for call in calls.findall(code[code.index("def call(") :])] for code in codes]
+
+
+@pytest.mark.compiled
+@pytest.mark.skipif(missing_compiler() is not None, reason="no compiler")
+def test_compiled_exchanges_overlap_with_kernels():
+    """Check that the waits come after the kernels of the own tokens; Inductor alone waits at once in the backward."""
+    (codes,) = in_processes(1, generated)
+    for calls, start, kernels in zip(codes, ("all_gather_into_tensor", "reduce_scatter_tensor"), (4, 5), strict=True):
+        between = calls[calls.index(start) + 1 : calls.index("wait_tensor")]
+        assert between.count(".") >= kernels, (start, calls)
