@@ -55,7 +55,7 @@ from lion.trainer.runtime import (
 )
 from lion.trainer.state import RunState
 from tools import evaluate
-from tools.agreement import check_agreement
+from tools.agreement import check_agreement, check_data_agreement
 from tools.cli import Parser, count, run_command
 from tools.compose import (
     build_data,
@@ -168,6 +168,7 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     if recipe.trainer.compile and not torch.cuda.is_available():
         prepare_compiler()
     source, splits, plan, task, model = together(partial(prepare, recipe, world, fresh=fresh, first=first))
+    together(partial(check_data_agreement, splits))
     runtime = start_runtime(
         recipe.trainer.device,
         deterministic=recipe.trainer.deterministic,
