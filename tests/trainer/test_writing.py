@@ -19,6 +19,7 @@ from lion.trainer.writing import copied
 from tests.helpers import state_of
 from tests.processes import CONTEXT, in_processes
 from tests.trainer import toys
+from tests.trainer.helpers import lines
 from tools.soak import differing
 
 BESIDE = {"save_async": True, "save_every": 1, "eval_every": 20}
@@ -51,6 +52,17 @@ def test_the_file_holds_the_state_of_its_step(tmp_path, monkeypatch):
     for (_, a), (_, b) in zip(files["whole"], files["late"], strict=True):
         assert not differing(load_state(a / "state.pt"), load_state(b / "state.pt"))
         assert (a / "state.pt").stat().st_size == (b / "state.pt").stat().st_size
+
+
+def test_the_time_of_a_save_is_that_for_which_training_stops(tmp_path, monkeypatch):
+    """Check the seconds in the log, of saves that take at least 0.3 s to write."""
+    seal = checkpointer.seal
+    monkeypatch.setattr(checkpointer, "seal", lambda *args, **kwargs: (time.sleep(0.3), seal(*args, **kwargs))[1])
+    for name, beside in (("plain", False), ("beside", True)):
+        assert toys.trainer(tmp_path / name, save_every=2, save_async=beside, eval_every=20, log_every=1).fit()
+        stops = [line.get("save_seconds") for line in lines(tmp_path / name) if line["kind"] == "train"]
+        assert [stop is not None for stop in stops] == [False, False, True, False, True, False]
+        assert (stops[2] < 0.3) == beside
 
 
 def test_copies_share_what_was_shared():
