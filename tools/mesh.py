@@ -131,8 +131,11 @@ def largest(held: Memory, plan: Plan, batch: int) -> int:
 
 
 def on_mesh(recipe: Recipe, mesh: Mesh) -> Recipe:
-    """Return a recipe whose processes share rows as in a mesh."""
-    return replace(recipe, trainer=replace(recipe.trainer, sequence=mesh.sequence))
+    """Return a recipe whose processes share rows as in a mesh; where they do, scores have no dropout."""
+    model, trainer = recipe.model, replace(recipe.trainer, sequence=mesh.sequence)
+    if mesh.sequence > 1 and model.attention.score_dropout:
+        model = replace(model, attention=replace(model.attention, score_dropout=0.0))
+    return replace(recipe, model=model, trainer=trainer)
 
 
 def meshes(asked: Mesh) -> list[Mesh]:

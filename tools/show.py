@@ -46,7 +46,7 @@ def show(path: str, overrides: list[str], processes: int | None = None, mesh: Me
 
     With a mesh, memory and time are estimates for its GPUs.
     """
-    recipe = resolve(path, overrides)
+    given = recipe = resolve(path, overrides)
     if mesh is not None:
         recipe, processes = on_mesh(recipe, mesh), mesh.gpus
     info, samples, note = describe_data(recipe)
@@ -82,6 +82,8 @@ def show(path: str, overrides: list[str], processes: int | None = None, mesh: Me
         lines.append(f"note: {note}")
     if mesh is not None:
         lines += ["", describe_meshes(task, recipe, samples, mesh)]
+    if recipe.model != given.model:
+        lines.append("estimated with model.attention.score_dropout=0, which a run that shares rows needs")
     return "\n".join(lines) + f"\n\n{dump_recipe(recipe)}\n{open_settings(recipe)}"
 
 

@@ -58,11 +58,12 @@ def kinds() -> dict[str, tuple]:
         ),
         "lra masked": ("lra_masked", ids, {"mixer": "gla", "norm": "layernorm"}),
         "bert": ("masked_lm", TEXT, {"mixer": "lion_s"}),
+        "bert dropout": ("masked_lm", TEXT, {"mixer": "lion_s", "dropout": 0.2}),
         "bert positions": ("masked_lm", TEXT, {"mixer": "softmax", "num_heads": 6, "token_types": 2}),
         "tokens": ("token_classification", TokenLabelsInfo(3, LENGTH, LENGTH, 7, 2), {"mixer": "retnet"}),
         "bert classes": ("sequence_classification", CLASSES, {"mixer": "rwkv6", "classifier_dropout": 0.0}),
         "gpt": ("causal_lm", TEXT, {"mixer": "kda", "attention": PUBLISHED}),
-        "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 2}),
+        "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 2, "dropout": 0.1}),
         "vit": ("image_classification", IMAGES, {"mixer": "lion_s"}),
         "vit cls": ("image_classification", IMAGES, {"mixer": "lion_lit", "readout": "cls", "cls_place": "middle"}),
         "vit distilled": ("image_classification", IMAGES, {"mixer": "hydra", "distilled": True, "mlp": "none"}),
@@ -223,7 +224,8 @@ def test_what_cannot_be_shared_is_refused(book, capsys):
     assert "trainer.sequence: 3 does not divide 4 processes, nearest: 2" in refuse(
         capsys, *shown, 4, "trainer.sequence=3"
     )
-    assert "model.dropout: the processes" in refuse(capsys, *shown, 2, "model.dropout=0.1")
+    dropped = "model.attention.score_dropout=0"
+    assert f"{dropped} is needed: scores between processes" in refuse(capsys, *shown, 2, f"{dropped}.1")
     assert "model.dim: 16 cannot be divided among 3" in refuse(capsys, *shown, 3, "model.tpe=2")
     assert "model.name: DiT does not split" in refuse(
         capsys, "show", "dit_tiny_lightnet", "trainer.parallel=sequence", "--processes", 2
