@@ -2,6 +2,7 @@
 
 Assumptions: products reach `SHARE` of the GPU's rate; the update reads and writes its state once; gradients and states
 travel by rings at the rates of `tools.bench.sequence`, and hide behind the products as far as these last.
+That is too good for states of delta rules and LightNet, selective scans and all-to-alls, which layers wait for.
 """
 
 from __future__ import annotations
