@@ -1,4 +1,4 @@
-"""Agreement of the processes of a run, which may be on several machines: the same recipe, code and PyTorch."""
+"""Agreement of the processes of a run, which may be on several machines: the same recipe, code, PyTorch and data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import tools
 from lion.config import ConfigError, flatten, to_dict
 from lion.distribution import VERSION
 from lion.recipe import Recipe
+from lion.samples.base import Splits
 from lion.trainer.runtime import gathered
 
 
@@ -33,7 +34,27 @@ def check_agreement(recipe: Recipe) -> None:
     Raises:
         ConfigError: They do not; every process raises it.
     """
-    first, *others = gathered(fingerprint(recipe))
+    check_equal(fingerprint(recipe))
+
+
+def check_data_agreement(splits: Splits) -> None:
+    """Check that all processes read the same data: as many samples, with the same fingerprint.
+
+    Raises:
+        ConfigError: They do not; every process raises it.
+    """
+    parts = {"train": splits.train, "val": splits.val, "test": splits.test, **splits.more}
+    counts = {f"the number of {name} samples": len(part) for name, part in parts.items() if part is not None}
+    check_equal({**counts, "the fingerprint of the data": splits.fingerprint})
+
+
+def check_equal(values: dict[str, Any]) -> None:
+    """Check that named values are the same in all processes.
+
+    Raises:
+        ConfigError: They are not; every process raises it.
+    """
+    first, *others = gathered(values)
     for rank, other in enumerate(others, 1):
         for name in {**first, **other}:
             a, b = first.get(name), other.get(name)

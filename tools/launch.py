@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from typing import NamedTuple
 
 from torch.distributed import DistError
@@ -41,15 +42,31 @@ class Machines(NamedTuple):
         """Return the options of `torchrun`.
 
         Raises:
-            ConfigError: There are several machines, and no head.
+            ConfigError: There are several machines, and no head; or a head without a port or of an unknown name.
         """
         if self.nodes == 1:
             where = ["--standalone"]
         elif self.head is None:
             raise ConfigError("--nodes: several machines need --head HOST:PORT, the same on each of them")
         else:
+            check_head(self.head)
             where = [f"--nnodes={self.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.head}"]
         return [*where, f"--nproc-per-node={self.processes}", f"--max-restarts={self.restarts}"]
+
+
+def check_head(head: str) -> None:
+    """Check the address of the machine where the others meet.
+
+    Raises:
+        ConfigError: It is not HOST:PORT, or this machine does not know the host.
+    """
+    host, _, port = head.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"--head: expected HOST:PORT such as {head.split(':')[0] or 'HOST'}:29500, got {head!r}")
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port))
+    except OSError as error:
+        raise ConfigError(f"--head: host {host!r} is not known here ({error.strerror})") from None
 
 
 def launch(

@@ -2,6 +2,7 @@
 
 Assumptions: products reach `SHARE` of the GPU's rate; the update reads and writes its state once; gradients and states
 travel by rings at the rates of `tools.bench.sequence`, and hide behind the products as far as these last.
+That is too good for states of delta rules and LightNet, selective scans and all-to-alls, which layers wait for.
 """
 
 from __future__ import annotations
@@ -131,8 +132,11 @@ def largest(held: Memory, plan: Plan, batch: int) -> int:
 
 
 def on_mesh(recipe: Recipe, mesh: Mesh) -> Recipe:
-    """Return a recipe whose processes share rows as in a mesh."""
-    return replace(recipe, trainer=replace(recipe.trainer, sequence=mesh.sequence))
+    """Return a recipe whose processes share rows as in a mesh; where they do, scores have no dropout."""
+    model, trainer = recipe.model, replace(recipe.trainer, sequence=mesh.sequence)
+    if mesh.sequence > 1 and model.attention.score_dropout:
+        model = replace(model, attention=replace(model.attention, score_dropout=0.0))
+    return replace(recipe, model=model, trainer=trainer)
 
 
 def meshes(asked: Mesh) -> list[Mesh]:

@@ -69,7 +69,7 @@ class Received(TorchDispatchMode):
 
     Attributes:
         calls: Number of collectives.
-        bytes: Their bytes, if each travels by a ring.
+        bytes: Their bytes: a piece from each other process in an all-to-all, all others by a ring.
     """
 
     def __init__(self, sharing: int) -> None:
@@ -79,6 +79,7 @@ class Received(TorchDispatchMode):
             "all_gather_into_tensor": others,
             "reduce_scatter_tensor": others / sharing,
             "all_reduce": 2 * others / sharing,
+            "all_to_all_single": others / sharing,
         }
         self.calls, self.bytes = 0, 0.0
 

@@ -53,7 +53,7 @@ def show(path: str, overrides: list[str], processes: int | None = None, mesh: Me
 
 def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | None) -> Iterator[str]:
     """Yield the text of `show` piece by piece: what is known at once comes before what is measured."""
-    recipe = resolve(path, overrides)
+    given = recipe = resolve(path, overrides)
     if mesh is not None:
         recipe, processes = on_mesh(recipe, mesh), mesh.gpus
     info, samples, note = describe_data(recipe)
@@ -88,6 +88,8 @@ def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | N
         yield f"note: {note}"
     if mesh is not None:
         yield f"\n{describe_meshes(task, recipe, samples, mesh)}"
+    if recipe.model != given.model:
+        yield "estimated with model.attention.score_dropout=0, which a run that shares rows needs"
     yield f"\n{dump_recipe(recipe)}\n{open_settings(recipe)}"
 
 

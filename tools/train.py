@@ -55,7 +55,7 @@ from lion.trainer.runtime import (
 )
 from lion.trainer.state import RunState
 from tools import evaluate
-from tools.agreement import check_agreement
+from tools.agreement import check_agreement, check_data_agreement
 from tools.cli import Parser, count, run_command
 from tools.compose import (
     build_data,
@@ -168,6 +168,7 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     if recipe.trainer.compile and not torch.cuda.is_available():
         prepare_compiler()
     source, splits, plan, task, model = together(partial(prepare, recipe, world, fresh=fresh, first=first))
+    together(partial(check_data_agreement, splits))
     runtime = start_runtime(
         recipe.trainer.device,
         deterministic=recipe.trainer.deterministic,
@@ -205,23 +206,25 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
             source.keep(recipe.folder)
 
     complete, place = trainer.fit(describe), trainer.state.progress_text()
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-    if not complete:
-        if runtime.main:
-            print(f"stopped at {place}; the same command resumes from there")
-        return 130
-    if not runtime.main or form is None:
-        return 0
+    if not complete and runtime.main:
+        print(f"stopped at {place}; the same command resumes from there")
     del trainer, model
     gc.collect()
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
-    summarise(recipe.folder, form, Runtime(runtime.device))
-    print_summary(recipe)
+    evaluates = complete and form is not None
+    if evaluates and runtime.part is not None:  # one process may have no memory for whole rows
+        dist.barrier()  # the best checkpoint is written
+        summarise(recipe.folder, form, runtime)
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    if evaluates and runtime.main:
+        if runtime.part is None:
+            summarise(recipe.folder, form, Runtime(runtime.device))
+        print_summary(recipe)
     del lock
-    return 0
+    return 0 if complete else 130
 
 
 def prepare(recipe: Recipe, world: int, *, fresh: bool, first: bool) -> tuple[DataSet, Splits, Plan, Task, Model]:
@@ -359,8 +362,10 @@ def describe_folder(recipe: Recipe, made_by: str) -> None:
 
 
 def summarise(folder: Path, form: str, runtime: Runtime) -> None:
-    """Evaluate the best checkpoint in one form or in all forms, and write `summary.json`."""
+    """Evaluate the best checkpoint in one form or in all forms; the first process writes `summary.json`."""
     results = evaluate.measure_forms(folder, form, runtime=runtime)
+    if not runtime.main:
+        return
     first = results[0]
     forms = {}
     for result in results:

@@ -119,7 +119,7 @@ def measure(
             "value": values[task.metric.name],
             "values": values,
             "remark": task.remark(values),
-            "samples_per_second": samples / measured.seconds,
+            "samples_per_second": runtime.batch_world * samples / measured.seconds,
             "peak_bytes": None if None in peaks else max(peaks),
             "deviation": max(deviations),
         }

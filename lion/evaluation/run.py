@@ -43,7 +43,7 @@ def evaluate_run(
         workers: Processes that load the data.
         eager: Whether not to compile, even if the recipe does.
         runtime: Device and process; by default those of the recipe. With `runtime.part`, its processes share the tokens
-            of each row, and all of them return the same values.
+            of each row, groups of them share the samples, and all of them return the same values.
 
     Returns:
         One row per form: `form`, `chunk_size`, `value`, `values`, `samples_per_second`, `peak_bytes`, `deviation`, and
@@ -71,6 +71,8 @@ def evaluate_run(
         seed=recipe.seed,
         split=split,
         batch=batch,
+        rank=runtime.batch_rank,
+        world=runtime.batch_world,
         collate=splits.collate,
         workers=workers,
         faults=recipe.trainer.faults,
@@ -91,6 +93,6 @@ def evaluate_run(
     log.info(
         "evaluating on %s, %s %s in batches of %d: %s%s", split, f"{len(dataset):,}", task.unit, batch, which, compiling
     )
-    rounds, seed = -(-len(dataset) // batch), derive(recipe.seed, split)
+    rounds, seed = -(-len(dataset) // (batch * runtime.batch_world)), derive(recipe.seed, split)
     results = measure(model, task, batches, rounds, wanted, runtime, recipe.trainer.precision, seed)
     return [{"form": form, "chunk_size": size, **about, **results[form, size]} for form, size in forms]

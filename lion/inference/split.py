@@ -57,7 +57,7 @@ def read_piece(model: GPT, tokens: Tensor, real: Tensor, position: Tensor, chain
     valid = None if real.all() else real
     x = model.embed(tokens)
     layout = Layout.after(x, position, valid)
-    x = model.embedded(x, layout.positions)
+    x = model.embedded(x, layout)
     for number, stage in enumerate(model.encoder.stages):
         x, state = stage.step(x, chain.receive(number), None, valid)
         chain.send(number, state)

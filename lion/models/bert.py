@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lion.config import fill, setting
 from lion.layers.blocks import BLOCKS
+from lion.layers.blocks.base import Dropout
 from lion.layers.layout import ROW_MAJOR
 from lion.layers.norms import NO_NORM
 from lion.layers.positions import POSITIONS
@@ -105,7 +106,7 @@ class BertEncoder(TokenModel):
         self.positions = POSITIONS[c.position_kind](c.max_positions, c.dim) if c.position_embedding else None
         self.types = nn.Embedding(c.token_types, c.dim) if c.token_types else None
         self.norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
-        self.dropout = nn.Dropout(c.dropout)
+        self.dropout = Dropout(c.dropout)
         self.encoder = Encoder(c)
         if not c.bias:
             drop_biases(self.encoder, nn.Linear)
@@ -131,7 +132,7 @@ class BertEncoder(TokenModel):
             x = x + (self.types.weight[0] if types is None else self.types(self.own(types)))
         elif types is not None:
             raise ValueError("types: this model has no embeddings of token types (model.token_types)")
-        return layout.clean(self.encoder(self.dropout(self.norm(x)), layout))
+        return layout.clean(self.encoder(self.dropout(self.norm(x), layout), layout))
 
 
 class Bert(BertEncoder):

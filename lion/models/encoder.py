@@ -226,8 +226,6 @@ class Encoder(nn.Module):
                 part.check_split(count)
         except ValueError as error:
             raise ValueError(f"model.{error}") from None
-        if any(dropout.p for dropout in self.modules() if type(dropout) is nn.Dropout):
-            raise ValueError("model.dropout: the processes that share a row would drop the same tokens, use dropout 0")
 
     def prepared(self, x: Tensor, layout: Layout) -> Layout:
         """Return the layout, with the fields added that all blocks share."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.config import setting
+from lion.layers.blocks.base import Dropout
 from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.mixers import AttentionConfig
 from lion.layers.mixers.base import state_type
@@ -111,7 +112,7 @@ class GPT(TokenModel):
         self.vocabulary, self.length = vocabulary, length
         self.tokens = nn.Embedding(-(-vocabulary // c.pad_vocabulary) * c.pad_vocabulary, c.dim)
         self.positions = nn.Embedding(length, c.dim) if c.position_embedding else None
-        self.dropout = nn.Dropout(c.dropout)
+        self.dropout = Dropout(c.dropout)
         self.encoder = Encoder(c)
         if not c.bias:
             drop_biases(self, nn.Linear, nn.LayerNorm)
@@ -134,11 +135,11 @@ class GPT(TokenModel):
         """
         tokens, layout = self.laid_out(tokens, segments)
         x = self.embed(tokens)
-        return self.encoder(self.embedded(x, layout.positions_of(x)), layout)
+        return self.encoder(self.embedded(x, layout), layout)
 
-    def embedded(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return the input of the encoder for token embeddings x (B, L, dim) at positions (B or 1, L)."""
-        return self.dropout(self.placed(x, positions))
+    def embedded(self, x: Tensor, layout: Layout) -> Tensor:
+        """Return the input of the encoder for token embeddings x (B, L, dim)."""
+        return self.dropout(self.placed(x, layout.positions_of(x)), layout)
 
     def logits(self, x: Tensor) -> Tensor:
         """Map (B, L, dim) to logits (B, L, vocabulary)."""
@@ -162,7 +163,7 @@ class GPT(TokenModel):
             raise ValueError("prefill: a stream is not split over processes")
         x = self.embed(inputs)
         layout = Layout.of(x, valid)
-        x, blocks = self.encoder.prefill(self.embedded(x, layout.positions_of(x)), layout)
+        x, blocks = self.encoder.prefill(self.embedded(x, layout), layout)
         return x, GPTState(layout.next_position(x), blocks)
 
     def step(self, inputs: Tensor, state: GPTState, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
@@ -177,5 +178,5 @@ class GPT(TokenModel):
         """Return the input of the head (B, C, dim) for the next tokens (B, C), and the state after them."""
         x = self.embed(inputs)
         layout = Layout.after(x, state.position, valid)
-        x, blocks = self.encoder.step(self.embedded(x, layout.positions), state.blocks, valid=valid)
+        x, blocks = self.encoder.step(self.embedded(x, layout), state.blocks, valid=valid)
         return x, GPTState(state.position + layout.count(x), blocks)

@@ -2,7 +2,11 @@
 
 The two halves of a gather are separate: what is computed between `start` and `finish` overlaps with the communication,
 in eager code and in a graph. Backward, the reduction begins where the gather was finished and ends where it began, so
-it overlaps with the gradients of the same work.
+it overlaps with the gradients of the same work. Inductor by itself waits at the start of an exchange; training lets it
+move the waits (`lion.trainer.compilation.overlap_exchanges`).
+
+Linear attention with decays computes its own tokens in between. Delta rules, LightNet, the selective scan, windows over
+neighbours, sums (`Part.sum`) and all-to-alls (`Part.swap`) wait at once.
 
 Every process must call the same functions in the same order, and use the results in its loss. Otherwise the others wait
 for a reduction that this process never begins.

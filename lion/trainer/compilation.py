@@ -35,6 +35,8 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool
         return False
     device = next(model.parameters()).device
     avoid_wrong_gradients(model, device.type, torch.__version__)
+    if getattr(model, "part", None) is not None:
+        overlap_exchanges()
     if device.type == "cuda" and backend == "inductor":
         check_fused(model, device)
     for unit in model.units():
@@ -69,6 +71,15 @@ def avoid_wrong_gradients(model: nn.Module, device: str, version: str) -> None:
         from torch._inductor import config
 
         config.triton.mix_order_reduction = False
+
+
+def overlap_exchanges() -> None:
+    """Let Inductor wait for an exchange between processes only where its result is read, instead of at its start."""
+    from torch._inductor import config
+
+    if hasattr(config, "reorder_for_compute_comm_overlap_passes"):
+        config.reorder_for_compute_comm_overlap = True
+        config.reorder_for_compute_comm_overlap_passes = ["sink_waits"]
 
 
 def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:

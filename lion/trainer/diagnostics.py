@@ -33,7 +33,7 @@ class Monitor:
 
     def restart(self) -> None:
         """Restart the measurement, because the time since the last report was partly spent outside training."""
-        self.started, self.waited, self.samples = time.perf_counter(), 0.0, 0
+        self.started, self.waited, self.saving, self.samples = time.perf_counter(), 0.0, 0.0, 0
 
     def report(self, loss: Tensor, lr: float, norm: Tensor) -> None:
         """Write a line with the values of the last step and the speed since the previous line."""
@@ -51,6 +51,8 @@ class Monitor:
             "memory_mib": peak_so_far(state.runtime.device) / 2**20,
             "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         }
+        if self.saving:
+            values["save_seconds"] = self.saving
         if state.plan.ramp is not None:
             values["batch_size"] = state.taken
         faults = self.faults()

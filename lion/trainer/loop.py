@@ -156,9 +156,11 @@ class Trainer:
             last = stop or not complete or state.finished
             save_due = save_due or timer_due or state.due(self.plan.save_every)
             if last or (save_due and not state.guard.read()[1]):
+                begun = time.perf_counter()
                 with out.pause("saving"):
                     # a periodic save waits while steps are being skipped
                     self.save(out, beside=self.config.save_async and not last)
+                monitor.saving += time.perf_counter() - begun
                 timer.restart()
                 clock.restart()
                 save_due = False

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from lion.config import ConfigError
+from lion.samples.base import Splits
 from lion.trainer.runtime import together
 from tests.helpers import ROOT, tiny_recipe
 from tests.processes import in_processes
 from tools import agreement
-from tools.agreement import check_agreement, fingerprint
+from tools.agreement import check_agreement, check_data_agreement, fingerprint
 from tools.compose import resolve
 from tools.train import prepare
 
@@ -41,6 +42,9 @@ def outcomes(group, path, short):
     yield from (outcome(same), outcome(lambda: refuse("no data") if second else 3), outcome(lambda: refuse("typo")))
     yield outcome(partial(check_agreement, dataclasses.replace(recipe, seed=int(second))))
     yield outcome(lambda: fits() and None)
+    for changes in ({}, {"train": range(4 + second)}, {"fingerprint": "01" if second else "00"}):
+        splits = Splits(range(4), range(2), None, None, more={"other": range(3)})._replace(**changes)
+        yield outcome(partial(check_data_agreement, splits))
     for module, name in ((agreement, "VERSION"), (torch, "__version__")):
         before = getattr(module, name)
         setattr(module, name, "9.1" if second else "9.0")
@@ -65,10 +69,13 @@ def test_the_first_process_alone_says_what_is_wrong_anywhere(tmp_path):
         "typo",
         "processes 0 and 1 differ in seed: 0 and 1; give all machines the same",
         "processes: rows of 1 tokens are too short for 2 processes",
+        None,
+        "processes 0 and 1 differ in the number of train samples: 4 and 5; give all machines the same",
+        "processes 0 and 1 differ in the fingerprint of the data: 00 and 01; give all machines the same",
         f"processes 0 and 1 differ in lion: 9.0 {code} and 9.1 {code}; give all machines the same",
         "processes 0 and 1 differ in torch: 9.0 and 9.1; give all machines the same",
     ]
-    assert second == [None, *[2] * 6]
+    assert second == [2 if text else None for text in first]
 
 
 def test_one_process_returns_or_raises():

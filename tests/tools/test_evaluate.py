@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lion
@@ -54,8 +55,9 @@ def test_all_forms_are_of_one_checkpoint(run, monkeypatch):
     assert chunk["best_step"] == first and chunk["deviation"] < 1e-4
 
 
-def evaluated(group, run) -> list[dict]:
-    runtime = Runtime(torch.device("cpu"), group.rank(), group.size(), Part.of(group))
+def evaluated(group, run, sequence) -> list[dict]:
+    mesh = init_device_mesh("cpu", (group.size() // sequence, sequence), mesh_dim_names=("data", "sequence"))
+    runtime = Runtime(torch.device("cpu"), group.rank(), group.size(), Part.of(mesh.get_group("sequence")))
     return evaluate.measure_forms(run, "chunk", 2, eager=True, runtime=runtime)
 
 
@@ -65,7 +67,7 @@ def test_processes_share_rows(run, capsys):
         evaluate.measure_forms(run, "chunk", 2, eager=True),
         ("samples_per_second", "peak_bytes", "deviation"),
     )
-    for rows in in_processes(2, evaluated, run):
+    for rows in [*in_processes(2, evaluated, run, 2), *in_processes(4, evaluated, run, 2)]:
         for row, whole in zip(rows, alone, strict=True):
             assert row["values"] == pytest.approx(whole["values"], rel=1e-5) and row["deviation"] < 1e-4
             assert {k: row[k] for k in row if k not in (*measured, "value", "values")}.items() <= whole.items()

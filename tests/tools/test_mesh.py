@@ -32,6 +32,16 @@ def test_the_exchange_of_states_is_that_of_the_formula(bert):
         assert shared.calls == 2 * layers and shared.flops < whole.flops
 
 
+def test_the_exchange_of_heads_is_that_of_the_formula():
+    """Check an all-to-all of q, k and v and one of outputs in each layer, and the same backward."""
+    recipe = resolve("mlm_tiny_softmax", [*SMALL, "model.dropout=0", "model.attention.score_dropout=0"])
+    task, rows, layers = make_task(recipe, describe_data(recipe, look=False)[0]), 2, 2
+    tokens, width, sharing = recipe.data.length, 32, 2
+    shared = count_pass(task, recipe, rows, sharing)
+    assert shared.calls == 2 * layers * 4
+    assert shared.received == 2 * layers * 4 * rows * 4 * tokens / sharing * width * (sharing - 1) / sharing
+
+
 def test_memory_and_time_of_a_gpu(bert):
     recipe, task, samples = bert
     model, mesh, one = build_on_meta(task, recipe.model), Mesh(2, 2), Pass(8e9, 4, 1000.0)
@@ -55,12 +65,14 @@ def test_memory_and_time_of_a_gpu(bert):
 
 def test_show_on_a_mesh(capsys):
     assert meshes(Mesh(4, 3)) == [(4, 3), (12, 1), (6, 2), (3, 4), (2, 6)]
-    assert here("show", "mlm_tiny_lion_s", *SMALL, "model.depth=1", "--mesh", "2x2") == 0
+    dropout = ["model.dropout=0.1", "model.attention.score_dropout=0.1"]
+    assert here("show", "mlm_tiny_lion_s", *SMALL, *dropout, "model.depth=1", "--mesh", "2x2") == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.startswith(("2x2", "4x1", "1x4"))]
     assert [" ".join(row[:2]) for row in rows] == ["2x2 ddp", "2x2 fsdp", "4x1 ddp", "4x1 fsdp", "1x4 ddp", "1x4 fsdp"]
     assert "in each of 4 GPUs (NVIDIA H100 SXM, 80 GiB)" in out and "an estimate" in out and "sequence: 2" in out
-    assert "measured now" not in out
+    assert "measured now" not in out and "score_dropout: 0.0" in out
+    assert "estimated with model.attention.score_dropout=0, which" in out
     assert "--mesh: expected DATAxSEQUENCE such as 8x4, got '8'" in refuse(capsys, "show", "quickstart", "--mesh", "8")
     assert "model.name: DiT does not split" in refuse(capsys, "show", "dit_tiny_lightnet", "--mesh", "2x2")
     assert "cannot be divided evenly among 16" in refuse(capsys, "show", "mlm_tiny_lion_s", *SMALL, "--mesh", "16x1")

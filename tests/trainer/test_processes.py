@@ -113,13 +113,24 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tools_train, "launch", lambda *call: calls.append(call) or 0)
     assert tools_train.main([str(path), "seed=2", "--processes", "2", "--fresh", "--no-eval"]) == 0
     assert calls == [(Machines(2), [str(path), "seed=2", "--fresh", "--no-eval", "--form", "all"])]
-    machines = ("--nodes", "4", "--processes", "2", "--head", "a:1", "--restarts", "3")
+    machines = ("--nodes", "4", "--processes", "2", "--head", "127.0.0.1:1", "--restarts", "3")
     assert tools_train.main([str(path), "seed=2", *machines]) == 0
-    assert calls.pop() == (Machines(2, 4, "a:1", 3), [str(path), "seed=2", "--form", "all"])
-    options = ["--nnodes=4", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1", "--nproc-per-node=2", "--max-restarts=3"]
-    assert Machines(2, 4, "a:1", 3).options() == options
+    assert calls.pop() == (Machines(2, 4, "127.0.0.1:1", 3), [str(path), "seed=2", "--form", "all"])
+    options = [
+        "--nnodes=4",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:1",
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+    ]
+    assert Machines(2, 4, "127.0.0.1:1", 3).options() == options
     with pytest.raises(ConfigError, match="--nodes: several machines need --head HOST:PORT"):
         Machines(2, 4).options()
+    for head in ("node1", "node1:", ":29500", "node1:port", "node1:70000"):
+        with pytest.raises(ConfigError, match=f"--head: expected HOST:PORT .*, got '{head}'"):
+            Machines(2, 4, head).options()
+    with pytest.raises(ConfigError, match=r"--head: host 'no\.such\.invalid' is not known here"):
+        Machines(2, 4, "no.such.invalid:29500").options()
     with pytest.raises(ConfigError, match="--fresh: every restart would start anew"):
         tools_train.main([str(path), "--fresh", *machines])
     with pytest.raises(ConfigError, match=r"trainer\.device: 'cuda:77' is not available"):

@@ -1,13 +1,19 @@
 """Training with rows split over 2, 3 and 4 real processes against training in one process, in float64."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import Dataset
 
 from lion.config import build
+from lion.layers.layout import Layout
+from lion.layers.mixers import LionAttention
 from lion.models import MODELS
 from lion.ops import Part
 from lion.samples.base import Splits
@@ -16,12 +22,14 @@ from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo, TextInfo
 from lion.tasks import TASKS
+from lion.trainer.compilation import compile_blocks, missing_compiler
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime, seed_everything
 from tests.helpers import refuse
 from tests.processes import in_processes, in_ranks
 from tests.trainer.helpers import lines
+from tools.evaluate import measure_forms
 
 from .toys import settings
 
@@ -50,11 +58,12 @@ def kinds() -> dict[str, tuple]:
         ),
         "lra masked": ("lra_masked", ids, {"mixer": "gla", "norm": "layernorm"}),
         "bert": ("masked_lm", TEXT, {"mixer": "lion_s"}),
+        "bert dropout": ("masked_lm", TEXT, {"mixer": "lion_s", "dropout": 0.2}),
         "bert positions": ("masked_lm", TEXT, {"mixer": "softmax", "num_heads": 6, "token_types": 2}),
         "tokens": ("token_classification", TokenLabelsInfo(3, LENGTH, LENGTH, 7, 2), {"mixer": "retnet"}),
         "bert classes": ("sequence_classification", CLASSES, {"mixer": "rwkv6", "classifier_dropout": 0.0}),
         "gpt": ("causal_lm", TEXT, {"mixer": "kda", "attention": PUBLISHED}),
-        "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 2}),
+        "gpt lightnet": ("causal_lm", TEXT, {"mixer": "lightnet", "tpe": 2, "dropout": 0.1}),
         "vit": ("image_classification", IMAGES, {"mixer": "lion_s"}),
         "vit cls": ("image_classification", IMAGES, {"mixer": "lion_lit", "readout": "cls", "cls_place": "middle"}),
         "vit distilled": ("image_classification", IMAGES, {"mixer": "hydra", "distilled": True, "mlp": "none"}),
@@ -199,7 +208,12 @@ def test_the_command_trains_and_evaluates(book, tmp_path):
     done = in_ranks(2, "train", "gpt2_tiny_lion_s", *book)
     assert done.returncode == 0, done.stderr
     assert "x 2 (sequence, 2 for each row)" in done.stdout and "rnn" in done.stdout, done.stdout
-    assert lines(tmp_path / "runs" / "gpt2_tiny_lion_s")[-1]["step"] == 2
+    run = tmp_path / "runs" / "gpt2_tiny_lion_s"
+    assert lines(run)[-1]["step"] == 2
+    forms = json.loads((run / "summary.json").read_text())["forms"]
+    for name, whole in (("full", measure_forms(run, "full")[0]), ("chunk", measure_forms(run, "chunk")[0])):
+        assert forms[name]["values"] == pytest.approx(whole["values"], rel=1e-5)
+        assert forms[name]["peak_bytes"] < 0.8 * whole["peak_bytes"]  # of half the rows
 
 
 def test_what_cannot_be_shared_is_refused(book, capsys):
@@ -210,8 +224,39 @@ def test_what_cannot_be_shared_is_refused(book, capsys):
     assert "trainer.sequence: 3 does not divide 4 processes, nearest: 2" in refuse(
         capsys, *shown, 4, "trainer.sequence=3"
     )
-    assert "model.dropout: the processes" in refuse(capsys, *shown, 2, "model.dropout=0.1")
+    dropped = "model.attention.score_dropout=0"
+    assert f"{dropped} is needed: scores between processes" in refuse(capsys, *shown, 2, f"{dropped}.1")
     assert "model.dim: 16 cannot be divided among 3" in refuse(capsys, *shown, 3, "model.tpe=2")
     assert "model.name: DiT does not split" in refuse(
         capsys, "show", "dit_tiny_lightnet", "trainer.parallel=sequence", "--processes", 2
     )
+
+
+class Layer(LionAttention):
+    """A model of one layer."""
+
+    def units(self):
+        return [self]
+
+
+def generated(group) -> list[list[str]]:
+    """Return the exchanges and kernels (".") of the compiled forward and backward pass, in their order."""
+    torch.distributed.destroy_process_group()  # nothing is sent: a process compiles as the first one of two
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    layer, x = Layer(32, 2, "lion_s", form="full"), torch.randn(2, 64, 32, requires_grad=True)
+    layer.part = Part.of(torch.distributed.group.WORLD)
+    layout = layer.prepare(x, Layout().split(torch.empty(2, 128, 0), layer.part))
+    assert compile_blocks(layer)
+    _, codes = run_and_get_code(lambda: layer(x, layout).sum().backward())
+    calls = re.compile(r"^ +(?:.*_c10d_functional\.(\w+)\.default|cpp_fused|extern_kernels)", re.MULTILINE)
+    return [[call or "." for call in calls.findall(code[code.index("def call(") :])] for code in codes]
+
+
+@pytest.mark.compiled
+@pytest.mark.skipif(missing_compiler() is not None, reason="no compiler")
+def test_compiled_exchanges_overlap_with_kernels():
+    """Check that the waits come after the kernels of the own tokens; Inductor alone waits at once in the backward."""
+    (codes,) = in_processes(1, generated)
+    for calls, start, kernels in zip(codes, ("all_gather_into_tensor", "reduce_scatter_tensor"), (4, 5), strict=True):
+        between = calls[calls.index(start) + 1 : calls.index("wait_tensor")]
+        assert between.count(".") >= kernels, (start, calls)

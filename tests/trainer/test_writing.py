@@ -1,5 +1,7 @@
 """Tests of checkpoints that a thread writes while training continues."""
 
+import datetime
+import itertools
 import os
 import signal
 import sys
@@ -9,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 from lion.trainer import checkpointer
@@ -19,6 +22,7 @@ from lion.trainer.writing import copied
 from tests.helpers import state_of
 from tests.processes import CONTEXT, in_processes
 from tests.trainer import toys
+from tests.trainer.helpers import lines
 from tools.soak import differing
 
 BESIDE = {"save_async": True, "save_every": 1, "eval_every": 20}
@@ -51,6 +55,17 @@ def test_the_file_holds_the_state_of_its_step(tmp_path, monkeypatch):
     for (_, a), (_, b) in zip(files["whole"], files["late"], strict=True):
         assert not differing(load_state(a / "state.pt"), load_state(b / "state.pt"))
         assert (a / "state.pt").stat().st_size == (b / "state.pt").stat().st_size
+
+
+def test_the_time_of_a_save_is_that_for_which_training_stops(tmp_path, monkeypatch):
+    """Check the seconds in the log, of saves that take at least 0.3 s to write."""
+    seal = checkpointer.seal
+    monkeypatch.setattr(checkpointer, "seal", lambda *args, **kwargs: (time.sleep(0.3), seal(*args, **kwargs))[1])
+    for name, beside in (("plain", False), ("beside", True)):
+        assert toys.trainer(tmp_path / name, save_every=2, save_async=beside, eval_every=20, log_every=1).fit()
+        stops = [line.get("save_seconds") for line in lines(tmp_path / name) if line["kind"] == "train"]
+        assert [stop is not None for stop in stops] == [False, False, True, False, True, False]
+        assert (stops[2] < 0.3) == beside
 
 
 def test_copies_share_what_was_shared():
@@ -169,3 +184,52 @@ def test_shards_are_those_of_their_step(tmp_path):
     for (_, a), (_, b) in zip(steps["sync"], steps["async"], strict=True):
         assert not differing(join_shards(a), join_shards(b))
         assert not differing(load_state(a / "state.pt"), load_state(b / "state.pt"))
+
+
+def shared_life(rank, folder, meeting, victim=None):
+    """Train in one of two processes that shard the state; process `victim` dies in the middle of its third save."""
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=limit)
+    owner, name = (checkpointer, "seal") if rank == 0 else (FileSystemWriter, "write_data")
+    act, saves = getattr(owner, name), itertools.count(1)
+
+    def act_or_die(*args, **kwargs):
+        if rank == victim and next(saves) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return act(*args, **kwargs)
+
+    setattr(owner, name, act_or_die)
+    runtime = Runtime(torch.device("cpu"), rank, 2)
+    assert toys.trainer(folder, runtime=runtime, parallel="fsdp", steps=8, **BESIDE).fit()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="the processes are forked from a server")
+def test_a_kill_of_one_process_leaves_a_whole_sharded_checkpoint(tmp_path):
+    """Kill a process before its shard is written, then the first one when all shards are written."""
+    reached = [0]
+    for number, (folder, victim) in enumerate((("killed", 1), ("killed", 0), ("killed", None), ("whole", None))):
+        both = [
+            CONTEXT.Process(target=shared_life, args=(rank, tmp_path / folder, tmp_path / str(number), victim))
+            for rank in range(2)
+        ]
+        for process in both:
+            process.start()
+        if victim is not None:
+            both[victim].join(60)
+            assert both[victim].exitcode == -signal.SIGKILL
+            both[1 - victim].kill()  # as the launcher does
+        for process in both:
+            process.join(60)
+        if victim is not None:
+            assert any(name.startswith(".last") for name in os.listdir(tmp_path / folder / FOLDER))
+            reached.append(newest(tmp_path / folder, "last", quiet=True).step)
+        else:
+            assert [process.exitcode for process in both] == [0, 0]
+    assert 0 < reached[1] < reached[2] < 8
+    killed, whole = (newest(tmp_path / name, "last").path for name in ("killed", "whole"))
+    assert not differing(join_shards(killed), join_shards(whole))
+    assert not [name for name in os.listdir(tmp_path / "killed" / FOLDER) if not name.startswith(("last-", "best-"))]

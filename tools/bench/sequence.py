@@ -45,8 +45,9 @@ LENGTHS = [65_536, 131_072, 262_144, 524_288, 1_048_576]
 SETTING = ("mixer", "heads", "dim")
 KEY = (*SETTING, "length", "processes")
 ASSUMED = """\
-The exchange overlaps with the work: the longer of the two remains. Assumed per GPU: 450 GB/s in a node of 8,
-50 GB/s beyond, 10 us for each step of a collective, 40 % of the rate of bfloat16 products."""
+The exchange overlaps with the work: the longer of the two remains. That holds for decays; delta rules, LightNet, the
+selective scan, convolutions and all-to-alls wait for their exchange, so both times add up. Assumed per GPU: 450 GB/s
+in a node of 8, 50 GB/s beyond, 10 us for each step of a collective, 40 % of the rate of bfloat16 products."""
 
 
 class Layer(NamedTuple):

@@ -69,9 +69,9 @@ class AdaLNZero(Block):
 
     def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Tensor) -> Tensor:
         first, *modulation = self.after_mixer(context)
-        x = x + first * self.drop_path(self.dropout(mixed))
+        x = x + first * self.drop_path(self.dropout(mixed, layout))
         if self.mlp is None:
             return x
         shift, scale, second = modulation
         y = self.mlp(modulated(self.norm2(x, layout), shift, scale))
-        return x + second * self.drop_path(self.dropout(y))
+        return x + second * self.drop_path(self.dropout(y, layout))

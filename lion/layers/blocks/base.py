@@ -85,6 +85,19 @@ class DropPath(nn.Module):
         return x * (kept / keep).to(x.dtype)
 
 
+class Dropout(nn.Dropout):
+    """Dropout of numbers of tokens (B, L, dim).
+
+    Processes that share rows have the same random numbers: each draws the mask of whole rows, and cuts its part.
+    """
+
+    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
+        if layout.part is None or not self.training or not self.p:
+            return super().forward(x)
+        mask = super().forward(x.new_ones(len(x), layout.part.length, x.shape[-1]))
+        return x * layout.part.own(mask).clone()  # a view would keep the mask of whole rows in memory
+
+
 class Block(nn.Module):
     """A layer of an encoder: a mixer, and the MLPs, norms and residual connections that a subclass adds.
 
@@ -93,7 +106,7 @@ class Block(nn.Module):
 
     final_norm: ClassVar[bool]  # whether the output of the last block still needs a norm
     conditional: ClassVar[bool] = False  # whether the block needs a `context`
-    Dropout: ClassVar[type[nn.Module]] = nn.Dropout
+    Dropout: ClassVar[type[nn.Module]] = Dropout
 
     def __init__(
         self,
@@ -172,5 +185,5 @@ class PreNorm(Block):
         return self.norm1(x, layout)
 
     def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
-        x = x + self.drop_path(self.dropout(mixed))
-        return x if self.mlp is None else x + self.drop_path(self.dropout(self.mlp(self.norm2(x, layout))))
+        x = x + self.drop_path(self.dropout(mixed, layout))
+        return x if self.mlp is None else x + self.drop_path(self.dropout(self.mlp(self.norm2(x, layout)), layout))

@@ -19,5 +19,5 @@ class PostNorm(Block):
         return x
 
     def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
-        x = self.norm1(x + self.drop_path(self.dropout(mixed)), layout)
-        return x if self.mlp is None else self.norm2(x + self.drop_path(self.dropout(self.mlp(x))), layout)
+        x = self.norm1(x + self.drop_path(self.dropout(mixed, layout)), layout)
+        return x if self.mlp is None else self.norm2(x + self.drop_path(self.dropout(self.mlp(x), layout)), layout)

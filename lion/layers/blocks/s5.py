@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.blocks.base import MLPS, Block
-from lion.layers.layout import Layout
+from lion.layers.layout import PLAIN, Layout
 
 
 class ChannelDropout(nn.Dropout):
     """Dropout of whole channels of a sequence (B, L, dim), with one mask for all its tokens."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         return x * super().forward(x.new_ones(x.shape[0], 1, x.shape[-1])) if self.training and self.p else x
 
 

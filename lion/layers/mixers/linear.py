@@ -216,7 +216,7 @@ class LionAttention(Attention):
 
     def check_split(self, count: int) -> None:
         if self.config.score_dropout:
-            raise ValueError("attention.score_dropout: scores between processes are not computed, use 0")
+            raise ValueError("attention.score_dropout=0 is needed: scores between processes are not computed")
         if self.config.scans != ROW_MAJOR:
             check_share("num_heads", self.num_heads, count)
 

@@ -108,7 +108,7 @@ class SoftmaxAttention(Attention):
 
     def check_split(self, count: int) -> None:
         if self.config.score_dropout:
-            raise ValueError("attention.score_dropout: processes would drop the same scores of their heads, use 0")
+            raise ValueError("attention.score_dropout=0 is needed: a process has the scores of its heads alone")
         check_share("num_heads", self.num_heads, count)
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
