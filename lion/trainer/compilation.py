@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from lion.layers.mixers import LionAttention
@@ -24,15 +25,19 @@ log = logging.getLogger("lion")
 EMPTY_KERNEL = 'extern "C" void kernel(float* x) {}'
 
 
-def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool | None = False) -> bool:
+def compile_blocks(
+    model: nn.Module, backend: Any = "inductor", *, dynamic: bool | None = False, memory_budget: float = 1.0
+) -> bool:
     """Compile every block of the model in place, with static shapes; return False if there is no compiler.
 
     Without a compiler the model stays eager, and a warning is logged. Compilation in place (`Module.compile`) keeps the
     names in checkpoints. Equal blocks share their graphs. With `dynamic=None`, a size that changes between calls
-    becomes symbolic, for callers with batches of different sizes.
+    becomes symbolic, for callers with batches of different sizes. With a `memory_budget` below 1, graphs save less for
+    the backward pass, which recomputes the rest (`activation_memory_budget` of PyTorch, for the whole process).
     """
     if not can_compile(backend):
         return False
+    torch._functorch.config.activation_memory_budget = memory_budget
     device = next(model.parameters()).device
     avoid_wrong_gradients(model, device.type, torch.__version__)
     if device.type == "cuda" and backend == "inductor":

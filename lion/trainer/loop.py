@@ -117,7 +117,8 @@ class Trainer:
     def prepare(self) -> None:
         """Compile the models and restore the newest usable checkpoint."""
         if self.config.compile:
-            self.state.compiled = all(compile_blocks(model) for model in self.models)
+            budget = self.config.memory_budget
+            self.state.compiled = all(compile_blocks(model, memory_budget=budget) for model in self.models)
         if self.state.compiled:
             log.info("compiling: the first steps and the first evaluation take longer")
         best, kept = self.checkpoints.best(), self.checkpoints.resume(self.state.restore)

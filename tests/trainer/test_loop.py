@@ -35,6 +35,14 @@ def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path, ema):
     assert losses[0] == losses[1]
 
 
+def test_compiled_blocks_get_the_memory_budget(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr("lion.trainer.loop.compile_blocks", lambda _, memory_budget: given.append(memory_budget))
+    path = tiny_recipe(tmp_path, trainer={"compile": True, "steps": 1})
+    train(path, tmp_path / "run", "trainer.memory_budget=0.5")
+    assert given == [0.5]
+
+
 def test_the_average_follows_the_weights(tmp_path):
     t = trainer(resolve(tiny_recipe(tmp_path, trainer={"steps": 2, "ema": 0.9})), tmp_path / "run")
     weights, step = [[p.detach().clone() for p in t.model.parameters()]], t.train_step

@@ -125,6 +125,32 @@ def test_evaluation_takes_one_more_graph(mixer, form):
 
 
 @pytest.mark.compiled
+@pytest.mark.parametrize("form", ["full", pytest.param("chunk", marks=pytest.mark.every)])
+def test_with_a_memory_budget_less_is_saved_and_gradients_are_equal(form):
+    results = []
+    for budget in (1.0, 0.3):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        m = model("lion_s", attention=AttentionConfig(form=form, chunk_size=8)).eval()  # no stochastic depth
+        own, saved = {p.data_ptr() for p in m.parameters()}, []
+
+        def keep(x, own=own, saved=saved):
+            saved.append(0 if x.data_ptr() in own else x.nbytes)
+            return x
+
+        with torch._functorch.config.patch(activation_memory_budget=1.0):  # restores it
+            assert compile_blocks(m, backend="aot_eager_decomp_partition", memory_budget=budget)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                loss = m(torch.randn(2, 1, 8, 8)).square().sum()
+            loss.backward()
+        results.append((sum(saved), [p.grad for p in m.parameters()]))
+    (before, expected), (after, gradients) = results
+    assert after < 0.5 * before
+    for got, want in zip(gradients, expected):
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.compiled
 @pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 def test_the_compiler_is_prepared_in_a_thread(caplog, monkeypatch):
     caplog.set_level("DEBUG", "lion")
