@@ -18,6 +18,7 @@ import torch
 import torch._functorch.config
 from torch import nn
 
+from lion.files import write_atomic
 from lion.layers.mixers import LionAttention
 from lion.ops import flex
 
@@ -45,6 +46,32 @@ def compile_blocks(
     for unit in model.units():
         unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return True
+
+
+def load_compiled(file: str | None) -> None:
+    """Fill the compiler's caches from a file of `save_compiled`, of this or of another machine.
+
+    The file contains code that is run. Without a usable file, everything is compiled, and a warning is logged.
+    """
+    if file is None or not Path(file).exists():
+        return
+    logging.getLogger("torch.compiler._cache").setLevel(logging.ERROR)  # logs a traceback before our line
+    try:
+        if torch.compiler.load_cache_artifacts(Path(file).read_bytes()) is None:
+            raise OSError(0, "no file of compiled code")
+    except OSError as error:
+        log.warning("%s: not used (%s)", file, error.strerror)
+
+
+def save_compiled(file: str | None) -> None:
+    """Write the code that this process has compiled, or found in its caches, to a file."""
+    made = None if file is None else torch.compiler.save_cache_artifacts()
+    if made is None:
+        return
+    try:
+        write_atomic(Path(file), lambda f: f.write(made[0]))
+    except OSError as error:
+        log.warning("%s: not saved (%s)", file, error.strerror)
 
 
 def check_fused(model: nn.Module, device: torch.device) -> None:

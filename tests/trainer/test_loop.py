@@ -35,12 +35,15 @@ def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path, ema):
     assert losses[0] == losses[1]
 
 
-def test_compiled_blocks_get_the_memory_budget(tmp_path, monkeypatch):
+def test_settings_of_compilation_reach_the_compiler(tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr("lion.trainer.loop.compile_blocks", lambda _, memory_budget: given.append(memory_budget))
+    for name in ("load_compiled", "save_compiled"):
+        monkeypatch.setattr(f"lion.trainer.loop.{name}", lambda file, name=name: given.append((name, file)))
+    budget = "lion.trainer.loop.compile_blocks"
+    monkeypatch.setattr(budget, lambda _, memory_budget: given.append(("budget", memory_budget)) or True)
     path = tiny_recipe(tmp_path, trainer={"compile": True, "steps": 1})
-    train(path, tmp_path / "run", "trainer.memory_budget=0.5")
-    assert given == [0.5]
+    train(path, tmp_path / "run", "trainer.memory_budget=0.5", "trainer.compiled_code=code")
+    assert given == [("load_compiled", "code"), ("budget", 0.5), ("save_compiled", "code")]
 
 
 def test_the_average_follows_the_weights(tmp_path):
