@@ -34,7 +34,9 @@ from lion.ops.tokens import ScoreSettings, TokenBlock
 
 SWITCH = "LION_FUSED"  # environment variable: 0 turns the fused form off
 WHOLE_UP_TO = 1024  # tokens; longer sequences are cut into chunks, unless the form is "full"
-CHUNK = 512  # tokens per chunk: the products of a chunk then take about as long as its memory traffic
+# tokens per chunk: its products then take about as long as its memory traffic; 1,024 moves 6 % fewer bytes, with 1.8
+# times the products (masked pairs counted): at half of the peak rate 454 us for 298 at 4,096 tokens on an H100
+CHUNK = 512
 LEAST_SUM = 1e-20
 CHECK_LENGTHS = (150, 1100)  # tokens: two blocks, one of them not full; three chunks with states between them
 TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # of the check, relative to the largest value; TF32 may be on

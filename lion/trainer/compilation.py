@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 
+from lion.files import write_atomic
 from lion.layers.mixers import LionAttention
 from lion.ops import flex
 
@@ -24,15 +26,19 @@ log = logging.getLogger("lion")
 EMPTY_KERNEL = 'extern "C" void kernel(float* x) {}'
 
 
-def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool | None = False) -> bool:
+def compile_blocks(
+    model: nn.Module, backend: Any = "inductor", *, dynamic: bool | None = False, memory_budget: float = 1.0
+) -> bool:
     """Compile every block of the model in place, with static shapes; return False if there is no compiler.
 
     Without a compiler the model stays eager, and a warning is logged. Compilation in place (`Module.compile`) keeps the
     names in checkpoints. Equal blocks share their graphs. With `dynamic=None`, a size that changes between calls
-    becomes symbolic, for callers with batches of different sizes.
+    becomes symbolic, for callers with batches of different sizes. With a `memory_budget` below 1, graphs save less for
+    the backward pass, which recomputes the rest (`activation_memory_budget` of PyTorch, for the whole process).
     """
     if not can_compile(backend):
         return False
+    torch._functorch.config.activation_memory_budget = memory_budget
     device = next(model.parameters()).device
     avoid_wrong_gradients(model, device.type, torch.__version__)
     if getattr(model, "part", None) is not None:
@@ -42,6 +48,32 @@ def compile_blocks(model: nn.Module, backend: Any = "inductor", *, dynamic: bool
     for unit in model.units():
         unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return True
+
+
+def load_compiled(file: str | None) -> None:
+    """Fill the compiler's caches from a file of `save_compiled`, of this or of another machine.
+
+    The file contains code that is run. Without a usable file, everything is compiled, and a warning is logged.
+    """
+    if file is None or not Path(file).exists():
+        return
+    logging.getLogger("torch.compiler._cache").setLevel(logging.ERROR)  # logs a traceback before our line
+    try:
+        if torch.compiler.load_cache_artifacts(Path(file).read_bytes()) is None:
+            raise OSError(0, "no file of compiled code")
+    except OSError as error:
+        log.warning("%s: not used (%s)", file, error.strerror)
+
+
+def save_compiled(file: str | None) -> None:
+    """Write the code that this process has compiled, or found in its caches, to a file."""
+    made = None if file is None else torch.compiler.save_cache_artifacts()
+    if made is None:
+        return
+    try:
+        write_atomic(Path(file), lambda f: f.write(made[0]))
+    except OSError as error:
+        log.warning("%s: not saved (%s)", file, error.strerror)
 
 
 def check_fused(model: nn.Module, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from lion.samples.base import Batch, Splits
 from lion.samples.seeds import derive
 from lion.tasks.base import Task, to_device
 from lion.trainer.checkpointer import Checkpointer
-from lion.trainer.compilation import compile_blocks
+from lion.trainer.compilation import compile_blocks, load_compiled, save_compiled
 from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, progress_of
 from lion.trainer.ema import Average, Buffers
 from lion.trainer.evaluate import FirstBatchKept, evaluate
@@ -108,6 +108,8 @@ class Trainer:
                     self.save(out)
         if state.step and self.checkpoints.saved != state.step:
             raise RunError(f"step {state.step} could not be saved: {self.checkpoints.kept}")
+        if state.compiled and self.runtime.main:
+            save_compiled(self.config.compiled_code)
         if complete and state.step == resumed:
             log.info("the run is complete, at step %d: nothing to train", state.step)
         elif complete:
@@ -117,7 +119,9 @@ class Trainer:
     def prepare(self) -> None:
         """Compile the models and restore the newest usable checkpoint."""
         if self.config.compile:
-            self.state.compiled = all(compile_blocks(model) for model in self.models)
+            load_compiled(self.config.compiled_code)
+            budget = self.config.memory_budget
+            self.state.compiled = all(compile_blocks(model, memory_budget=budget) for model in self.models)
         if self.state.compiled:
             log.info("compiling: the first steps and the first evaluation take longer")
         best, kept = self.checkpoints.best(), self.checkpoints.resume(self.state.restore)

@@ -1,6 +1,7 @@
 """`bench gpu`: estimates, reports and refused arguments."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -67,3 +68,21 @@ def test_what_it_refuses(capsys, monkeypatch, tmp_path):
     line = refuse(capsys, "bench", "gpu", "lion_s", "--out", tmp_path)
     assert f"under torch 2.1, this is {torch.__version__}" in line
     assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "no Triton in this environment" in refuse(capsys, "bench", "gpu", "lion_s", "--out", tmp_path)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_traced_is_named_in_a_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "say", lambda _: None)
+    line = refuse(capsys, "bench", "gpu", "lion_s_vector", "--form", "fused", "--length", "16", "--out", tmp_path)
+    assert "lion_s_vector, fused, 16 tokens: no fused form" in line
+
+    def forward(self, x, *args, **kwargs):
+        torch._dynamo.graph_break()
+        return x
+
+    monkeypatch.setattr("lion.layers.mixers.LionAttention.forward", forward)
+    line = refuse(capsys, "bench", "gpu", "deit_tiny_lion_lit", "--batch", "1", "--out", tmp_path)
+    assert "deit_tiny_lion_lit: cannot be traced" in line

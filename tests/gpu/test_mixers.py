@@ -22,12 +22,18 @@ from tools.gpu.targets import TARGETS
 TOLERANCE = 1e-4  # relative to the largest value, float32; gradients of decays are sums over all pairs
 FUSED_TOLERANCE = 3e-4
 BF16_TOLERANCE = 0.1  # the graph on the CPU rounds every intermediate result to bfloat16, fused kernels do not
+# the gradient of the gate's bias, a sum over tokens that cancels: against float64 (relative to the largest value), the
+# graph on the CPU is off by 0.154 and the GPU code by 0.041; other gradients differ by 0.016
+FUSED_CHUNKS_BF16_TOLERANCE = 0.2
 FULL, CHUNK, ONE_WAY = ("full", "both", 24), ("chunk", "both", 40), ("full", "forward", 24)
 FULL_BF16, CHUNK_BF16 = (*FULL, "bfloat16"), (*CHUNK, "bfloat16")
+FUSED_BOTH, FUSED_IN_CHUNKS, FUSED_CAUSAL = (FUSED, "both", 24), (FUSED_CHUNKS, "both", 72), (FUSED, "forward", 24)
+FUSED_BF16, FUSED_IN_CHUNKS_BF16 = (*FUSED_BOTH, "bfloat16"), (*FUSED_IN_CHUNKS, "bfloat16")
+FUSED_CAUSAL_BF16 = (*FUSED_CAUSAL, "bfloat16")
 KINDS = {  # a mixer for each kind of operator
     "lion_lit": [FULL],  # no decay
     # scalar decays, row sums
-    "lion_s": [FULL, CHUNK, FULL_BF16, (FUSED, "both", 24), (FUSED_CHUNKS, "both", 72)],
+    "lion_s": [FULL, CHUNK, FULL_BF16, FUSED_BOTH, FUSED_CAUSAL_BF16, FUSED_IN_CHUNKS],
     "gla": [("chunk", "forward", 40)],  # vector decays
     "lion_s_hippo": [FULL],  # vector decays and a rotation
     # Lion-D for two blocks: the interpreter cannot run a cumulative sum over more than 128 tokens (programs wait)
@@ -39,7 +45,9 @@ KINDS = {  # a mixer for each kind of operator
     "selective_scan": [("chunk", "both", 4)],  # a step of Vim's loop, and its gradients
 }
 OTHERS = {mixer: [FULL] for mixer in LINEAR if mixer not in KINDS}  # differ from these in gates only
-OTHERS |= {"lightnet": [ONE_WAY], "lion_lit": [CHUNK], "lion_s": [ONE_WAY, CHUNK_BF16], "gla": [FULL, CHUNK, FULL_BF16]}
+OTHERS |= {"lightnet": [ONE_WAY], "lion_lit": [CHUNK, FUSED_BOTH], "gla": [FULL, CHUNK, FULL_BF16]}
+OTHERS |= {"lion_s": [ONE_WAY, CHUNK_BF16, FUSED_CAUSAL, (FUSED, "backward", 24), FUSED_BF16, FUSED_IN_CHUNKS_BF16]}
+OTHERS["lion_s"] += [(FUSED_CHUNKS, "forward", 72)]
 OTHERS |= {"hydra": [FULL, CHUNK], "lion_d": [FULL], "gated_deltanet": [FULL, CHUNK], "kda": [FULL, CHUNK]}
 OTHERS |= {"vim": [CHUNK]}  # around its loop, which is one operator
 OPERATORS = ("linalg_solve_triangular", "lion.delta_states", "lion.selective_scan")  # no kernels of the graph
@@ -47,6 +55,12 @@ GROUPS = [  # importing PyTorch takes longer than a case
     *(dict([*KINDS.items()][i::2]) for i in range(2)),
     *(pytest.param(dict([*OTHERS.items()][i::2]), marks=pytest.mark.every) for i in range(2)),
 ]
+
+
+def tolerance_of(case: str) -> float:
+    if case.endswith("bfloat16"):
+        return FUSED_CHUNKS_BF16_TOLERANCE if FUSED_CHUNKS in case else BF16_TOLERANCE
+    return FUSED_TOLERANCE if FUSED in case else TOLERANCE
 
 
 @pytest.mark.slow
@@ -61,8 +75,7 @@ def test_generated_kernels_are_right_and_compile(group, tmp_path):
     assert [row["stage"] for row in rows] == ["forward", "backward"] * len(cases)
     for case, row in zip([case for case in cases for _ in range(2)], rows):
         assert "unsupported" not in row, (case, row)
-        tolerance = FUSED_TOLERANCE if FUSED in case else BF16_TOLERANCE if case.endswith("bfloat16") else TOLERANCE
-        assert row["error"] <= tolerance, (case, row)
+        assert row["error"] <= tolerance_of(case), (case, row)
         assert all(any(own in name for own in OPERATORS) for name in row["fallbacks"]), (case, row)
         assert FUSED not in case or not row["fallbacks"], (case, row)
     kernels = sorted(tmp_path.glob("*.json"))

@@ -35,6 +35,17 @@ def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path, ema):
     assert losses[0] == losses[1]
 
 
+def test_settings_of_compilation_reach_the_compiler(tmp_path, monkeypatch):
+    given = []
+    for name in ("load_compiled", "save_compiled"):
+        monkeypatch.setattr(f"lion.trainer.loop.{name}", lambda file, name=name: given.append((name, file)))
+    budget = "lion.trainer.loop.compile_blocks"
+    monkeypatch.setattr(budget, lambda _, memory_budget: given.append(("budget", memory_budget)) or True)
+    path = tiny_recipe(tmp_path, trainer={"compile": True, "steps": 1})
+    train(path, tmp_path / "run", "trainer.memory_budget=0.5", "trainer.compiled_code=code")
+    assert given == [("load_compiled", "code"), ("budget", 0.5), ("save_compiled", "code")]
+
+
 def test_the_average_follows_the_weights(tmp_path):
     t = trainer(resolve(tiny_recipe(tmp_path, trainer={"steps": 2, "ema": 0.9})), tmp_path / "run")
     weights, step = [[p.detach().clone() for p in t.model.parameters()]], t.train_step

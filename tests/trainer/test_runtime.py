@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 
 from lion.config import ConfigError
 from lion.files import write_atomic
@@ -11,7 +12,14 @@ from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig
 from lion.models.dit import DiT, DiTConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.trainer.checkpoint_files import load_state
-from lion.trainer.compilation import avoid_wrong_gradients, compile_blocks, missing_compiler, prepare_compiler
+from lion.trainer.compilation import (
+    avoid_wrong_gradients,
+    compile_blocks,
+    load_compiled,
+    missing_compiler,
+    prepare_compiler,
+    save_compiled,
+)
 from lion.trainer.runtime import random_state, restore_random_state, seed_everything, start_runtime
 
 
@@ -122,6 +130,64 @@ def test_evaluation_takes_one_more_graph(mixer, form):
         for _ in range(2):
             m(torch.randn(2, 1, 8, 8))
     assert counter.frame_count == 2
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("form", ["full", pytest.param("chunk", marks=pytest.mark.every)])
+def test_with_a_memory_budget_less_is_saved_and_gradients_are_equal(form):
+    results = []
+    for budget in (1.0, 0.3):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        m = model("lion_s", attention=AttentionConfig(form=form, chunk_size=8)).eval()  # no stochastic depth
+        own, saved = {p.data_ptr() for p in m.parameters()}, []
+
+        def keep(x, own=own, saved=saved):
+            saved.append(0 if x.data_ptr() in own else x.nbytes)
+            return x
+
+        with torch._functorch.config.patch(activation_memory_budget=1.0):  # restores it
+            assert compile_blocks(m, backend="aot_eager_decomp_partition", memory_budget=budget)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                loss = m(torch.randn(2, 1, 8, 8)).square().sum()
+            loss.backward()
+        results.append((sum(saved), [p.grad for p in m.parameters()]))
+    (before, expected), (after, gradients) = results
+    assert after < 0.5 * before
+    for got, want in zip(gradients, expected):
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.every
+@pytest.mark.compiled
+@pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
+def test_compiled_code_is_carried_in_a_file(tmp_path, monkeypatch):
+    file, found = tmp_path / "code", []
+    for cache in ("here", "elsewhere"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / cache))
+        torch._dynamo.reset()
+        counters.clear()
+        load_compiled(str(file))
+        assert torch.compile(lambda x: x.sin() * 2)(torch.zeros(3)).eq(0).all()
+        found.append(counters["aot_autograd"]["autograd_cache_hit"])
+        save_compiled(str(file))
+    assert found == [0, 1]
+
+
+def test_a_file_of_compiled_code_that_cannot_be_used_is_named_in_a_line(tmp_path, monkeypatch, caplog):
+    file, elsewhere = tmp_path / "code", tmp_path / "no" / "folder"
+    file.write_bytes(b"damaged")
+    monkeypatch.setattr("torch.compiler.save_cache_artifacts", lambda: (b"code", None))
+    load_compiled(None)
+    load_compiled(str(elsewhere))
+    load_compiled(str(file))
+    save_compiled(str(elsewhere))
+    assert caplog.messages == [
+        f"{file}: not used (no file of compiled code)",
+        f"{elsewhere}: not saved (No such file or directory)",
+    ]
+    save_compiled(str(file))
+    assert file.read_bytes() == b"code"
 
 
 @pytest.mark.compiled

@@ -14,9 +14,10 @@ least 6 us of CPU time per call. Softmax is FlashAttention, estimated in the sam
 tensor cores' rate. For a recipe, softmax is the same model with softmax, or with `--against` the model of that recipe.
 
 The row of a mixer is its operator alone, with its feature map. The form `fused` is the full form through
-flex_attention, which graphs for a GPU use where it is exact (`lion.ops.flex`); products of masked pairs are counted. In
-the column `products`, `*` marks operators that also call other eager operators. The row of a recipe is a whole training
-step: its blocks are compiled (and fused), and the rest of the step runs eagerly, with one launch per operator.
+flex_attention, which graphs for a GPU use where it is exact (`lion.ops.flex`); products of masked pairs are counted. It
+has no row where the library does not use it, as for decays per head (`lion_d`) in bfloat16. In the column `products`,
+`*` marks operators that also call other eager operators. The row of a recipe is a whole training step: its blocks are
+compiled (and fused), and the rest of the step runs eagerly, with one launch per operator.
 
 Results are added to `reports/gpu.md` and `gpu.json`.
 """
@@ -93,6 +94,8 @@ class Report(Store):
 def main(argv: list[str]) -> int:
     args = parse(argv)
     check_toolchain()
+    from tools.gpu.graphs import UNTRACEABLE
+
     warnings.filterwarnings("ignore", module="torch")
     report = Report(args.out).load(args.fresh)
     jobs = [job for name in args.names or DEFAULT for job in jobs_of(name, args)]
@@ -103,11 +106,13 @@ def main(argv: list[str]) -> int:
             begin = time.perf_counter()
             try:
                 row = {**job(), "target": args.target, **stamp(command)}
-            except ConfigError:
-                raise
+            except ConfigError as error:
+                raise ConfigError(f"{text}: {error}") from None
+            except UNTRACEABLE as error:
+                raise ConfigError(f"{text}: cannot be traced, {first_line(error)}") from None
             except Exception as error:  # a compiler can raise any exception
                 failed = True
-                say(f"  {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+                say(f"  {first_line(error)}")
                 continue
             report.add(row)
             say(f"  {line_of(row)} ({time.perf_counter() - begin:.0f} s)")
@@ -117,6 +122,10 @@ def main(argv: list[str]) -> int:
             print(report.terminal())
             print(report.files())
     return 1 if failed or not report.new else 0
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -7,6 +7,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from lion.config import ConfigError
+from lion.ops.settings import FULL_UP_TO
+
 FUSED = "fused"  # name of the fused form, in place of a form of the library
 FUSED_CHUNKS = "fused_chunks"  # the same, in chunks of `SMALL` tokens
 SMALL = 32
@@ -31,7 +34,7 @@ def taken(form: str) -> Iterator[str]:
     """Trace graphs in `form`, which may be fused; yield the name of the form to pass to the library.
 
     Raises:
-        ValueError: The traced operator has no fused form.
+        ConfigError: The library has no fused form of the traced operator.
     """
     if form not in (FUSED, FUSED_CHUNKS):
         yield form
@@ -41,7 +44,7 @@ def taken(form: str) -> Iterator[str]:
     answers: list[bool] = []
 
     def applies(q: Any, v: Any, gates: Any, settings: Any) -> bool:
-        answers.append(flex.expressible(gates, settings))
+        answers.append(flex.suits(q, v, gates, settings))
         return answers[-1]
 
     with ExitStack() as stack:
@@ -51,4 +54,7 @@ def taken(form: str) -> Iterator[str]:
             stack.enter_context(mock.patch.multiple(flex, WHOLE_UP_TO=SMALL, CHUNK=SMALL))
         yield "auto"
     if not answers or not all(answers):
-        raise ValueError("no fused form: it requires a row sum of positive scores and one decay per token and head")
+        raise ConfigError(
+            "no fused form: it requires a row sum of positive scores, and one decay per token and head, a decay per "
+            f"head in float32, or no decay and at most {FULL_UP_TO} tokens"
+        )
