@@ -23,6 +23,7 @@ LIT, FIXED = "lion_lit", "lion_d"
 DECAY = "lion_decay"  # attribute of an attention module: the parameters a (H,) of Lion-D
 DIRECTIONS = {torch.int32: "forward", torch.int64: "both"}  # by dtype of a mask of ours, which models only pass on
 PLAIN = {causal_mask_function: torch.int32, bidirectional_mask_function: torch.int64}
+CROSS = "cross-attention is not available, so that encoder-decoder models are not"
 OTHER = ("softcap", "s_aux", "position_bias")  # arguments that change the scores of softmax attention
 
 
@@ -72,7 +73,8 @@ def attention(
     has no effect.
 
     Raises:
-        ValueError: A mask or an argument that linear attention does not have, or Lion-D without its decays.
+        ValueError: A mask or an argument that linear attention does not have, cross-attention, or Lion-D without its
+            decays.
     """
     for other in OTHER:
         if others.get(other) is not None:
@@ -88,8 +90,8 @@ def attention(
     else:
         direction = DIRECTIONS[attention_mask.dtype]
     queries, tokens = query.shape[2], key.shape[2]
-    if queries != tokens and (direction == "both" or queries > tokens):
-        raise ValueError(f"{name}: {queries} queries and {tokens} keys: cross-attention is not available")
+    if crosses(module, direction) or queries > tokens or (queries != tokens and direction == "both"):
+        raise ValueError(f"{name}: {type(module).__name__}: {CROSS}")
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     query = F.pad(query, (0, 0, tokens - queries, 0))
@@ -104,6 +106,18 @@ def attention(
     )
     y = linear_attention(query, key, value, decays(name, module), segments=attention_mask, settings=settings)
     return y[:, :, tokens - queries :].transpose(1, 2).contiguous(), None
+
+
+def crosses(module: nn.Module, direction: str) -> bool:
+    """Return whether a module attends to another sequence, or belongs to a model with such modules.
+
+    Lengths do not show it: both sequences may be equally long.
+    """
+    if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
+        return True
+    config = getattr(module, "config", None)
+    paired = getattr(module, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    return direction == "both" and paired
 
 
 def decays(name: str, module: nn.Module) -> Tensor | None:
@@ -136,8 +150,10 @@ def segments_mask(
     The arguments are those of all mask functions of `transformers`.
 
     Raises:
-        ValueError: The mask is neither causal nor of both directions, within documents.
+        ValueError: The mask is neither causal nor of both directions, within documents, or of two sequences.
     """
+    if mask_function is bidirectional_mask_function and q_length != kv_length:
+        raise ValueError(f"attention_mask: {CROSS}")
     if q_offset + q_length != kv_offset + kv_length:
         raise ValueError("attention_mask: a static cache has keys after the queries, use a dynamic one")
     if mask_function in PLAIN:

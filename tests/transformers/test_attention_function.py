@@ -129,3 +129,32 @@ def test_what_cannot_be_expressed_is_refused():
         model(ROWS[1][None])
     with pytest.raises(ValueError, match="LlamaModel has no module of the class BertSelfAttention"):
         add_decays(model, BertSelfAttention)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 3), (3, 5)])
+def test_cross_attention_is_refused_at_equal_lengths_too(name, lengths):
+    """Run BART, and the causal decoder of a BART and of a BERT on the outputs of another encoder, padded or not."""
+    sizes = {"d_model": 16, "vocab_size": 40, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16}
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 16)
+    bart = transformers.BartConfig(**sizes)
+    bert = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    source, target = (ids(2, length) for length in lengths)
+    states = torch.randn(2, lengths[0], 16)
+    padding = torch.arange(lengths[0]) < torch.tensor([[3], [2]])
+    models = [transformers.BartModel(bart), transformers.BartForCausalLM(bart), transformers.BertLMHeadModel(bert)]
+    for model in models:
+        for module in model.modules():
+            if "Attention" in type(module).__name__ and name == "lion_d":
+                module.lion_decay = torch.nn.Parameter(torch.randn(2 if "Bart" in type(module).__name__ else 4))
+        model.set_attn_implementation(name)
+        for mask in (None, padding):
+            with pytest.raises(ValueError, match="cross-attention is not available, so that encoder-decoder models"):
+                if isinstance(model, transformers.BartModel):
+                    model(input_ids=source, decoder_input_ids=target, attention_mask=mask)
+                else:
+                    model(target, encoder_hidden_states=states, encoder_attention_mask=mask)
+    models[1](target)  # a decoder alone, and an encoder alone
+    transformers.BertModel(transformers.BertConfig(**SIZES, attn_implementation="lion_lit"))(source)
