@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
@@ -37,22 +39,39 @@ def register_attention() -> None:
         AttentionMaskInterface.register(name, segments_mask)
 
 
-def add_decays(model: nn.Module, kind: type[nn.Module]) -> None:
+def add_decays(model: nn.Module, kind: type[nn.Module], folder: str | Path | None = None) -> None:
     """Add the learned decays of Lion-D, `lambda = sigmoid(a)` with a ~ N(0, 1) per head, to all modules of a class.
+
+    `from_pretrained` does not load decays, because the class of the model has none: pass its folder to this function.
 
     Args:
         model: A model of `transformers`.
         kind: Class of its attention modules, such as `LlamaAttention`.
+        folder: Where `save_pretrained` has saved the decays; new ones by default. The heads of the model may differ.
 
     Raises:
-        ValueError: The model has no such module.
+        ValueError: The model has no such module, or the folder does not have its decays.
     """
-    found = [module for module in model.modules() if isinstance(module, kind)]
+    found = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     if not found:
         raise ValueError(f"add_decays: {type(model).__name__} has no module of the class {kind.__name__}")
-    for module in found:
-        a = torch.randn(model.config.num_attention_heads, device=model.device)
-        module.register_parameter(DECAY, nn.Parameter(a))
+    shape, prefix = (model.config.num_attention_heads,), f"{model.base_model_prefix}."
+    saved = {} if folder is None else saved_decays(Path(folder))
+    saved = {name.removeprefix(prefix): a for name, a in saved.items()}
+    for name, module in found.items():
+        a = torch.randn(shape) if folder is None else saved.get(f"{name.removeprefix(prefix)}.{DECAY}")
+        if a is None or a.shape != shape:
+            raise ValueError(f"add_decays: {folder} does not have {shape[0]} decays for {name}")
+        module.register_parameter(DECAY, nn.Parameter(a.to(model.device)))
+
+
+def saved_decays(folder: Path) -> dict[str, Tensor]:
+    """Return the decays in a folder of `save_pretrained`, by their names in the model that was saved."""
+    saved = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            saved |= {name: file.get_tensor(name) for name in file.keys() if name.endswith(f".{DECAY}")}
+    return saved
 
 
 def attention(

@@ -115,6 +115,25 @@ def test_gradients_reach_the_decays():
     assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if name.endswith("lion_decay"))
 
 
+@torch.no_grad()
+def test_decays_are_saved_and_loaded(tmp_path):
+    model = transformers.LlamaForCausalLM(made("llama", "lion_d").config)
+    add_decays(model, LlamaAttention)
+    model.save_pretrained(tmp_path, max_shard_size="4kB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    wanted = model(ROWS[1][None], output_hidden_states=True)
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):  # with and without a head
+        again = auto.from_pretrained(tmp_path, attn_implementation="lion_d")
+        add_decays(again, LlamaAttention, tmp_path)
+        found = again(ROWS[1][None], output_hidden_states=True)
+        torch.testing.assert_close(found.hidden_states[-1], wanted.hidden_states[-1], rtol=0, atol=0)
+    again.save_pretrained(tmp_path / "body")
+    add_decays(model, LlamaAttention, tmp_path / "body")
+    torch.testing.assert_close(model(ROWS[1][None]).logits, wanted.logits, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"add_decays: .*other does not have 4 decays for layers.0.self_attn"):
+        add_decays(again, LlamaAttention, tmp_path / "other")
+
+
 def test_what_cannot_be_expressed_is_refused():
     model = made("mistral", "lion_lit", sliding_window=4)
     with pytest.raises(ValueError, match=r"documents, causal or in both directions, and no others \(sliding windows"):
