@@ -12,7 +12,7 @@ try:
 except ImportError:
     raise ImportError(f"lion.transformers needs transformers: pip install '{NAME}[transformers]'") from None
 
-from lion.transformers.attention import add_decays, register_attention
+from lion.transformers.attention import add_decays, check_attention, register_attention
 from lion.transformers.cache import LionCache
 from lion.transformers.classifiers import LionForSequenceClassification, LionForTokenClassification
 from lion.transformers.config import LionConfig
@@ -32,6 +32,7 @@ __all__ = [
     "LionForTokenClassification",
     "LionModel",
     "add_decays",
+    "check_attention",
     "chunk_gated_delta_rule",
     "from_run",
     "use_delta_rule",

@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    MODEL_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from lion.layers.mixers.linear import linear_mixers
@@ -39,6 +45,24 @@ def register_attention() -> None:
         AttentionMaskInterface.register(name, segments_mask)
 
 
+def check_attention(model: nn.Module) -> None:
+    """Check that the attention of a model can be replaced by `attn_implementation`.
+
+    `transformers` does not report it, and such a model computes softmax attention as before.
+
+    Raises:
+        ValueError: The model, or a model in it, computes attention itself, as DeBERTa does.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            check_class(type(module))
+
+
+def check_class(kind: type[PreTrainedModel]) -> None:
+    if not kind._can_set_attn_implementation():
+        raise ValueError(f"attn_implementation: {kind.__name__} computes attention itself, without attention functions")
+
+
 def add_decays(model: nn.Module, kind: type[nn.Module], folder: str | Path | None = None) -> None:
     """Add the learned decays of Lion-D, `lambda = sigmoid(a)` with a ~ N(0, 1) per head, to all modules of a class.
 
@@ -50,8 +74,9 @@ def add_decays(model: nn.Module, kind: type[nn.Module], folder: str | Path | Non
         folder: Where `save_pretrained` has saved the decays; new ones by default. The heads of the model may differ.
 
     Raises:
-        ValueError: The model has no such module, or the folder does not have its decays.
+        ValueError: The model has no such module, or computes attention itself, or the folder does not have its decays.
     """
+    check_attention(model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     if not found:
         raise ValueError(f"add_decays: {type(model).__name__} has no module of the class {kind.__name__}")
@@ -162,6 +187,7 @@ def segments_mask(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> Tensor:
     """Return the documents of the keys (B, T), -1 for padding; the dtype determines the direction (`DIRECTIONS`).
@@ -169,8 +195,13 @@ def segments_mask(
     The arguments are those of all mask functions of `transformers`.
 
     Raises:
-        ValueError: The mask is neither causal nor of both directions, within documents, or of two sequences.
+        ValueError: The mask is neither causal nor of both directions, within documents, or of two sequences, or a model
+            computes attention itself, and would add the documents to its scores.
     """
+    if not torch.compiler.is_compiling() and type(config) in MODEL_MAPPING:
+        kinds = MODEL_MAPPING[type(config)]
+        for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+            check_class(kind)
     if mask_function is bidirectional_mask_function and q_length != kv_length:
         raise ValueError(f"attention_mask: {CROSS}")
     if q_offset + q_length != kv_offset + kv_length:

@@ -9,7 +9,7 @@ import transformers
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from lion.transformers import add_decays
+from lion.transformers import add_decays, check_attention
 from lion.transformers.attention import register_attention
 from tests.transformers.tiny import ids, left_padded
 
@@ -177,3 +177,17 @@ def test_cross_attention_is_refused_at_equal_lengths_too(name, lengths):
                     model(target, encoder_hidden_states=states, encoder_attention_mask=mask)
     models[1](target)  # a decoder alone, and an encoder alone
     transformers.BertModel(transformers.BertConfig(**SIZES, attn_implementation="lion_lit"))(source)
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "DebertaV2", "MegatronBert"])
+def test_a_model_that_computes_attention_itself_is_refused(kind):
+    sizes = {**SIZES, "attn_implementation": "lion_lit"}
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
+    calls = [lambda: check_attention(model), lambda: add_decays(model, torch.nn.Module)]
+    if kind != "DebertaV2":  # which asks for no mask
+        calls += [lambda: model(ROWS[0][None]), lambda: model(ROWS[0][None], torch.ones(1, 6))]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"^attn_implementation: {kind}Model computes attention itself, without"):
+            call()
+    for name in NAMES:
+        check_attention(made("llama", name))
