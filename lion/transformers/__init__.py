@@ -9,8 +9,13 @@ from lion.distribution import NAME
 
 try:
     import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        raise ImportError
 except ImportError:
-    raise ImportError(f"lion.transformers needs transformers: pip install '{NAME}[transformers]'") from None
+    raise ImportError(
+        f"lion.transformers needs transformers 5.23 or newer: pip install -U '{NAME}[transformers]'"
+    ) from None
 
 from lion.transformers.attention import add_decays, check_attention, register_attention
 from lion.transformers.cache import LionCache
