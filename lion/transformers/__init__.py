@@ -21,7 +21,7 @@ from lion.transformers.attention import add_decays, check_attention, register_at
 from lion.transformers.cache import LionCache
 from lion.transformers.classifiers import LionForSequenceClassification, LionForTokenClassification
 from lion.transformers.config import LionConfig
-from lion.transformers.delta import chunk_gated_delta_rule, use_delta_rule
+from lion.transformers.delta import chunk_gated_delta_rule, chunk_gated_delta_rule_beta_g, use_delta_rule
 from lion.transformers.images import LionForImageClassification
 from lion.transformers.remote import AUTO
 from lion.transformers.runs import from_run
@@ -39,6 +39,7 @@ __all__ = [
     "add_decays",
     "check_attention",
     "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_beta_g",
     "from_run",
     "use_delta_rule",
 ]
