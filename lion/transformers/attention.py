@@ -202,6 +202,11 @@ def segments_mask(
         kinds = MODEL_MAPPING[type(config)]
         for kind in kinds if isinstance(kinds, tuple) else (kinds,):
             check_class(kind)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask: expected padding (B, L), got {tuple(attention_mask.shape)}; "
+            "a mask of pairs of tokens cannot be expressed"
+        )
     if mask_function is bidirectional_mask_function and q_length != kv_length:
         raise ValueError(f"attention_mask: {CROSS}")
     if q_offset + q_length != kv_offset + kv_length:

@@ -143,6 +143,10 @@ def test_what_cannot_be_expressed_is_refused():
         model(ROWS[1][None], softcap=30.0)
     with pytest.raises(ValueError, match=r"attention_mask: .*got float64 \(1, 1, 9, 9\); a mask of pairs"):
         model(ROWS[1][None], torch.zeros(1, 1, 9, 9, dtype=torch.float64))
+    with pytest.raises(
+        ValueError, match=r"attention_mask: expected padding \(B, L\), got \(1, 9, 9\); a mask of pairs"
+    ):
+        model(ROWS[1][None], torch.ones(1, 9, 9, dtype=torch.bool))
     model.set_attn_implementation("lion_d")
     with pytest.raises(ValueError, match=r"lion_d: LlamaAttention has no decays, call .*add_decays\(model, LlamaAtt"):
         model(ROWS[1][None])
