@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +27,6 @@ optim: {lr: 1e-3}
 PROGRAM = """
 import json, sys
 site, run = sys.argv[1:]
-sys.path.insert(0, site)
 sys.modules["torchvision"] = None  # the operator and the layers do without
 import torch, lion
 assert lion.__file__.startswith(site), lion.__file__
@@ -41,10 +42,33 @@ print(json.dumps([recipe.model.mixer, model(torch.ones(1, 1, 8, 8)).tolist()]))
 
 
 def run(*command, cwd, env=None):
-    line = [sys.executable, *map(str, command)]
-    done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def needed(*names):
+    """Return the installed distributions that packages need, themselves included."""
+    requirements = pytest.importorskip("packaging.requirements")
+    found, waiting = {}, [requirements.Requirement(name) for name in names]
+    for need in waiting:
+        key = (need.name.lower(), *sorted(need.extras))
+        if key not in found:
+            found[key] = metadata.distribution(need.name)
+            for line in found[key].requires or ():
+                more = requirements.Requirement(line)
+                if more.marker is None or any(more.marker.evaluate({"extra": x}) for x in need.extras or {""}):
+                    waiting.append(more)
+    return found.values()
+
+
+def link(distributions, site):
+    """Link the files of installed distributions into another folder of packages."""
+    for distribution in distributions:
+        tops = {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}
+        for place in (Path(distribution.locate_file(top)) for top in tops):
+            if not (site / place.name).exists():
+                (site / place.name).symlink_to(place)
 
 
 def in_a_wheel(path):
@@ -58,23 +82,41 @@ def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
     pytest.importorskip("setuptools")
     pytest.importorskip("pip")
     pytest.importorskip("sklearn")
-    clone, site, empty = (tmp_path / name for name in ("clone", "site", "empty"))
+    clone, empty = tmp_path / "clone", tmp_path / "empty"
     for folder in (*FOLDERS, "tests"):
         shutil.copytree(ROOT / folder, clone / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, clone)
     offline = ("--no-deps", "--no-index", "--no-cache-dir", "--disable-pip-version-check")
-    run("-m", "pip", "wheel", *offline, "--no-build-isolation", "--wheel-dir", tmp_path, clone, cwd=tmp_path)
+    here_python, python, command = sys.executable, *(tmp_path / "env" / "bin" / name for name in ("python", "lion"))
+    run(
+        here_python,
+        "-m",
+        "pip",
+        "wheel",
+        *offline,
+        "--no-build-isolation",
+        "--wheel-dir",
+        tmp_path,
+        clone,
+        cwd=tmp_path,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     held = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     kept = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".yaml", ".typed")]
     assert held == {in_a_wheel(path) for path in kept} and "lion/py.typed" in held
     assert wheel.name.startswith(f"{NAME.replace('-', '_')}-{VERSION}-")
-    run("-m", "pip", "install", *offline, "--target", site, wheel, cwd=tmp_path)
+    run(here_python, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
+    (site,) = tmp_path.glob("env/lib/*/site-packages")
+    run(here_python, "-m", "pip", "--python", python, "install", *offline, wheel, cwd=tmp_path)
+    (ours,) = metadata.distributions(name=NAME, path=[str(site)])
+    assert ours.metadata["Description-Content-Type"] == "text/markdown"
+    assert ours.read_text("METADATA").endswith((ROOT / "README.md").read_text())
+    link(needed(*(line for line in ours.requires if "extra" not in line)), site)
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     folder = tmp_path / "runs" / "tiny"
     empty.mkdir()
-    mixer, logits = json.loads(run("-I", "-c", PROGRAM, site, folder, cwd=empty))
+    mixer, logits = json.loads(run(python, "-I", "-c", PROGRAM, site, folder, cwd=empty))
     model = lion.load(folder, compile=False)
     lion.set_form(model, "rnn")
     assert mixer == "lion_s"
@@ -82,20 +124,25 @@ def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
     assert not list(empty.iterdir())
 
     (empty / "tools.py").write_text("raise ImportError('not these tools')\n")
-    env = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "", "OMP_NUM_THREADS": "1"}
-    assert "98 top-1" in run(site / "bin" / "lion", "list", "quickstart", cwd=empty, env=env)
-    run("-m", "lion", "trainer.steps=2", "trainer.compile=false", "--no-eval", cwd=empty, env=env)
-    written = json.loads((empty / "runs" / "quickstart" / "environment.json").read_text())
-    assert written["commit"] is None and list((empty / "runs" / "quickstart" / "checkpoints").iterdir())
-    assert "top-1 %" in run(site / "bin" / "lion", "eval", "quickstart", "--form", "rnn", "--eager", cwd=empty, env=env)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {
+        "OMP_NUM_THREADS": "1"
+    }
+    quickstart = ("trainer.steps=2", "trainer.compile=false", "--no-eval")
+    assert "98 top-1" in run(command, "list", "quickstart", cwd=empty, env=env)
+    done = subprocess.run([command, *quickstart], cwd=empty, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.endswith("pip install scikit-learn\n")
     (empty / "text.txt").write_text("the cat sat on the mat. " * 100)
     (empty / "gpt.yaml").write_text(GPT)
-    run("-m", "lion", "./gpt.yaml", f"data.root={empty / 'data'}", "--no-eval", cwd=empty, env=env)
-    text = run("-m", "lion", "generate", "gpt", "--prompt", "the ", "--tokens", 3, "--eager", cwd=empty, env=env)
+    run(command, "./gpt.yaml", f"data.root={empty / 'data'}", "--no-eval", cwd=empty, env=env)
+    text = run(command, "generate", "gpt", "--prompt", "the ", "--tokens", 3, "--eager", cwd=empty, env=env)
     assert text.startswith("the ") and len(text) == len("the ") + 3 + 1
+    link(needed("scikit-learn", "scipy"), site)  # the extra "digits"
+    run(python, "-m", "lion", *quickstart, cwd=empty, env=env)
+    written = json.loads((empty / "runs" / "quickstart" / "environment.json").read_text())
+    assert written["commit"] is None and list((empty / "runs" / "quickstart" / "checkpoints").iterdir())
+    assert "top-1 %" in run(command, "eval", "quickstart", "--form", "rnn", "--eager", cwd=empty, env=env)
 
     (site / "lion" / "__init__.py").write_text("Mapper = None\n")  # the other project `lion`, installed later
-    line = [sys.executable, site / "bin" / "lion", "list"]
-    done = subprocess.run(line, cwd=empty, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([command, "list"], cwd=empty, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.startswith("error: another project named 'lion' has replaced")
     assert done.stderr.count("\n") == 1 and NAME in done.stderr

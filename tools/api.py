@@ -14,7 +14,8 @@ from typing import Any
 from lion.files import save_text
 
 PAGE = Path(__file__).resolve().parent.parent / "reports" / "api.md"
-MODULES = ("lion", "lion.ops", "lion.layers.mixers")  # whose `__all__` is public
+EXTRAS = ("lion.timm", "lion.transformers")  # which need packages of an extra
+MODULES = ("lion", "lion.ops", "lion.layers.mixers", *EXTRAS)  # whose `__all__` is public
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises):$")
 
 
@@ -49,7 +50,7 @@ def page() -> str:
 
 def described_object(name: str, value: Any) -> Iterator[str]:
     """Yield the lines that describe a function, or a class with its public methods."""
-    node = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+    node = parsed(value)
     yield from code(f"{name}{signature(node)}")
     yield from docstring(node)
     for method in node.body if isinstance(node, ast.ClassDef) else ():
@@ -58,6 +59,14 @@ def described_object(name: str, value: Any) -> Iterator[str]:
             yield ""
             yield from code(f"{name}.{method.name}{'' if plain else signature(method)}")
             yield from docstring(method)
+
+
+def parsed(value: Any) -> ast.stmt:
+    """Return the code of a function or a class, or of the base of a class that a function has made."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+    except OSError:
+        return parsed(value.__base__)
 
 
 def signature(node: ast.AST) -> str:

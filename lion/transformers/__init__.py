@@ -9,14 +9,19 @@ from lion.distribution import NAME
 
 try:
     import transformers
-except ImportError:
-    raise ImportError(f"lion.transformers needs transformers: pip install '{NAME}[transformers]'") from None
 
-from lion.transformers.attention import add_decays, register_attention
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        raise ImportError
+except ImportError:
+    raise ImportError(
+        f"lion.transformers needs transformers 5.23 or newer: pip install -U '{NAME}[transformers]'"
+    ) from None
+
+from lion.transformers.attention import add_decays, check_attention, register_attention
 from lion.transformers.cache import LionCache
 from lion.transformers.classifiers import LionForSequenceClassification, LionForTokenClassification
 from lion.transformers.config import LionConfig
-from lion.transformers.delta import chunk_gated_delta_rule, use_delta_rule
+from lion.transformers.delta import chunk_gated_delta_rule, chunk_gated_delta_rule_beta_g, use_delta_rule
 from lion.transformers.images import LionForImageClassification
 from lion.transformers.remote import AUTO
 from lion.transformers.runs import from_run
@@ -32,7 +37,9 @@ __all__ = [
     "LionForTokenClassification",
     "LionModel",
     "add_decays",
+    "check_attention",
     "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_beta_g",
     "from_run",
     "use_delta_rule",
 ]

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    MODEL_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from lion.layers.mixers.linear import linear_mixers
@@ -23,6 +31,7 @@ LIT, FIXED = "lion_lit", "lion_d"
 DECAY = "lion_decay"  # attribute of an attention module: the parameters a (H,) of Lion-D
 DIRECTIONS = {torch.int32: "forward", torch.int64: "both"}  # by dtype of a mask of ours, which models only pass on
 PLAIN = {causal_mask_function: torch.int32, bidirectional_mask_function: torch.int64}
+CROSS = "cross-attention is not available, so that encoder-decoder models are not"
 OTHER = ("softcap", "s_aux", "position_bias")  # arguments that change the scores of softmax attention
 
 
@@ -36,22 +45,58 @@ def register_attention() -> None:
         AttentionMaskInterface.register(name, segments_mask)
 
 
-def add_decays(model: nn.Module, kind: type[nn.Module]) -> None:
+def check_attention(model: nn.Module) -> None:
+    """Check that the attention of a model can be replaced by `attn_implementation`.
+
+    `transformers` does not report it, and such a model computes softmax attention as before.
+
+    Raises:
+        ValueError: The model, or a model in it, computes attention itself, as DeBERTa does.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            check_class(type(module))
+
+
+def check_class(kind: type[PreTrainedModel]) -> None:
+    if not kind._can_set_attn_implementation():
+        raise ValueError(f"attn_implementation: {kind.__name__} computes attention itself, without attention functions")
+
+
+def add_decays(model: nn.Module, kind: type[nn.Module], folder: str | Path | None = None) -> None:
     """Add the learned decays of Lion-D, `lambda = sigmoid(a)` with a ~ N(0, 1) per head, to all modules of a class.
+
+    `from_pretrained` does not load decays, because the class of the model has none: pass its folder to this function.
 
     Args:
         model: A model of `transformers`.
         kind: Class of its attention modules, such as `LlamaAttention`.
+        folder: Where `save_pretrained` has saved the decays; new ones by default. The heads of the model may differ.
 
     Raises:
-        ValueError: The model has no such module.
+        ValueError: The model has no such module, or computes attention itself, or the folder does not have its decays.
     """
-    found = [module for module in model.modules() if isinstance(module, kind)]
+    check_attention(model)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     if not found:
         raise ValueError(f"add_decays: {type(model).__name__} has no module of the class {kind.__name__}")
-    for module in found:
-        a = torch.randn(model.config.num_attention_heads, device=model.device)
-        module.register_parameter(DECAY, nn.Parameter(a))
+    shape, prefix = (model.config.num_attention_heads,), f"{model.base_model_prefix}."
+    saved = {} if folder is None else saved_decays(Path(folder))
+    saved = {name.removeprefix(prefix): a for name, a in saved.items()}
+    for name, module in found.items():
+        a = torch.randn(shape) if folder is None else saved.get(f"{name.removeprefix(prefix)}.{DECAY}")
+        if a is None or a.shape != shape:
+            raise ValueError(f"add_decays: {folder} does not have {shape[0]} decays for {name}")
+        module.register_parameter(DECAY, nn.Parameter(a.to(model.device)))
+
+
+def saved_decays(folder: Path) -> dict[str, Tensor]:
+    """Return the decays in a folder of `save_pretrained`, by their names in the model that was saved."""
+    saved = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            saved |= {name: file.get_tensor(name) for name in file.keys() if name.endswith(f".{DECAY}")}
+    return saved
 
 
 def attention(
@@ -72,7 +117,8 @@ def attention(
     has no effect.
 
     Raises:
-        ValueError: A mask or an argument that linear attention does not have, or Lion-D without its decays.
+        ValueError: A mask or an argument that linear attention does not have, cross-attention, or Lion-D without its
+            decays.
     """
     for other in OTHER:
         if others.get(other) is not None:
@@ -88,8 +134,8 @@ def attention(
     else:
         direction = DIRECTIONS[attention_mask.dtype]
     queries, tokens = query.shape[2], key.shape[2]
-    if queries != tokens and (direction == "both" or queries > tokens):
-        raise ValueError(f"{name}: {queries} queries and {tokens} keys: cross-attention is not available")
+    if crosses(module, direction) or queries > tokens or (queries != tokens and direction == "both"):
+        raise ValueError(f"{name}: {type(module).__name__}: {CROSS}")
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     query = F.pad(query, (0, 0, tokens - queries, 0))
@@ -104,6 +150,18 @@ def attention(
     )
     y = linear_attention(query, key, value, decays(name, module), segments=attention_mask, settings=settings)
     return y[:, :, tokens - queries :].transpose(1, 2).contiguous(), None
+
+
+def crosses(module: nn.Module, direction: str) -> bool:
+    """Return whether a module attends to another sequence, or belongs to a model with such modules.
+
+    Lengths do not show it: both sequences may be equally long.
+    """
+    if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
+        return True
+    config = getattr(module, "config", None)
+    paired = getattr(module, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    return direction == "both" and paired
 
 
 def decays(name: str, module: nn.Module) -> Tensor | None:
@@ -129,6 +187,7 @@ def segments_mask(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> Tensor:
     """Return the documents of the keys (B, T), -1 for padding; the dtype determines the direction (`DIRECTIONS`).
@@ -136,8 +195,20 @@ def segments_mask(
     The arguments are those of all mask functions of `transformers`.
 
     Raises:
-        ValueError: The mask is neither causal nor of both directions, within documents.
+        ValueError: The mask is neither causal nor of both directions, within documents, or of two sequences, or a model
+            computes attention itself, and would add the documents to its scores.
     """
+    if not torch.compiler.is_compiling() and type(config) in MODEL_MAPPING:
+        kinds = MODEL_MAPPING[type(config)]
+        for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+            check_class(kind)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask: expected padding (B, L), got {tuple(attention_mask.shape)}; "
+            "a mask of pairs of tokens cannot be expressed"
+        )
+    if mask_function is bidirectional_mask_function and q_length != kv_length:
+        raise ValueError(f"attention_mask: {CROSS}")
     if q_offset + q_length != kv_offset + kv_length:
         raise ValueError("attention_mask: a static cache has keys after the queries, use a dynamic one")
     if mask_function in PLAIN:

@@ -13,6 +13,18 @@ from lion.models import MODELS
 from lion.models.base import ModelConfig
 
 
+def entry(key: str) -> Any:
+    """Return a property that reads an entry of the `model` section, under the name that transformers has for it."""
+
+    def read(self: LionConfig) -> Any:
+        return self.section[key]
+
+    def write(self: LionConfig, value: Any) -> None:
+        raise ValueError(f"LionConfig: sizes are in the model section, model={{'{key}': {value!r}, ..}}")
+
+    return property(read, write)
+
+
 class LionConfig(PreTrainedConfig):
     """Configuration of a model: the `model` section of a recipe, sizes of the data, and the fields of `transformers`.
 
@@ -68,17 +80,9 @@ class LionConfig(PreTrainedConfig):
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Do nothing: `save_pretrained` of a model writes its own code, see `lion.transformers.remote`."""
 
-    @property
-    def hidden_size(self) -> int:
-        return self.section["dim"]
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.section["depth"]
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.section["num_heads"]
+    hidden_size = entry("dim")
+    num_hidden_layers = entry("depth")
+    num_attention_heads = entry("num_heads")
 
     @property
     def section(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from lion.ops.segments import may_wait
 from lion.trainer.compilation import can_compile
 
 EPS = 1e-6  # of the normalisation of queries and keys
+KERNEL = ("cu_seqlens_cpu", "chunk_indices", "chunk_indices_cpu")  # options of fla that do not change the result
 PLAIN = {"normalize": "none", "decay_convention": "target"}
 
 
@@ -32,15 +33,16 @@ def chunk_gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     head_first: bool = False,
+    *,
     chunk_size: int = 64,
     compile: bool = True,
+    **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gated delta rule of whole sequences, in chunks.
 
@@ -57,13 +59,18 @@ def chunk_gated_delta_rule(
         head_first: Whether the axes of heads and tokens are exchanged, (B, H, L, ..), as in early versions of `fla`.
         chunk_size: Tokens per chunk.
         compile: Whether to compile the computation, if there is a compiler.
+        others: Options of `fla` that are None or False, or that only concern its kernels (`KERNEL`).
 
     Returns:
         Outputs (B, L, HV, V) in the dtype of `q`, and the state in float32 or wider, or None.
 
     Raises:
-        ValueError: Positive values in `g`, or `cu_seqlens` with several rows.
+        ValueError: Positive values in `g`, `cu_seqlens` with several rows or another end than the row, or an option
+            that would change the result.
     """
+    for name, value in others.items():
+        if name not in KERNEL and value is not None and value is not False:
+            raise ValueError(f"chunk_gated_delta_rule: {name}: this option of fla is not available")
     if may_wait(g.device) and (g > 0).any():
         raise ValueError(
             "g: expected logarithms of decays, at most 0; callers with the order (beta, g) use "
@@ -74,6 +81,9 @@ def chunk_gated_delta_rule(
     tokens, dtype = [q, k, v, g, beta], q.dtype
     if head_first:
         tokens = [x.transpose(1, 2) for x in tokens]
+    length = tokens[0].shape[1]
+    if cu_seqlens is not None and may_wait(q.device) and cu_seqlens[-1] != length:
+        raise ValueError(f"cu_seqlens: the last document ends at {int(cu_seqlens[-1])}, the row at {length}")
     run = compiled() if compile and not torch.compiler.is_compiling() and can_compile("inductor") else computed
     keep = initial_state is not None or output_final_state
     lengths = None if cu_seqlens is None else cu_seqlens.diff()
@@ -82,7 +92,7 @@ def chunk_gated_delta_rule(
         valid = torch.arange(int(lengths.max()), device=q.device) < lengths[:, None]
         tokens = [rows_of(x, valid) for x in tokens]
     elif lengths is not None:
-        places = torch.arange(tokens[0].shape[1], device=q.device)
+        places = torch.arange(length, device=q.device)
         segments = torch.bucketize(places, cu_seqlens[1:].long(), right=True)[None]
     y, state = run(
         *tokens, initial_state, segments, valid, scale, use_qk_l2norm_in_kernel, output_final_state, chunk_size
@@ -93,10 +103,10 @@ def chunk_gated_delta_rule(
 
 
 def chunk_gated_delta_rule_beta_g(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **others: Any
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, *others: Any, **named: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `chunk_gated_delta_rule` for callers that pass beta before g."""
-    return chunk_gated_delta_rule(q, k, v, g, beta, **others)
+    return chunk_gated_delta_rule(q, k, v, g, beta, *others, **named)
 
 
 def rows_of(x: Tensor, valid: Tensor) -> Tensor:

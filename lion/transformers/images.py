@@ -21,11 +21,11 @@ class LionForImageClassification(LionPreTrainedModel):
     model: ViT
 
     def build(self) -> ViT:
-        c = self.config
+        c, settings = self.config, self.settings()  # which refuses other kinds of models
         if c.image_size is None:
             raise ValueError("LionConfig: image_size: missing, expected (height, width) in pixels")
         data = {"channels": c.num_channels, "mean": c.mean, "std": c.std}
-        return ViT(self.settings(), image_size=tuple(c.image_size), num_classes=c.num_labels, **data)
+        return ViT(settings, image_size=tuple(c.image_size), num_classes=c.num_labels, **data)
 
     def get_input_embeddings(self) -> nn.Conv2d:
         return self.model.patch

@@ -23,7 +23,7 @@ CODE = f'''"""Models of the package lion: pip install '{NAME}[transformers]'"""
 
 try:
     from lion.transformers import {", ".join(AUTO.values())}
-except ImportError as error:
+except ModuleNotFoundError as error:  # other errors, as of an old transformers, are of the package itself
     raise ImportError("this model needs the package lion: pip install '{NAME}[transformers]'") from error
 '''
 

@@ -108,6 +108,8 @@ class LionTextModel(LionPreTrainedModel):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         packed = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
         cache = past_key_values if cache is None else cache
+        if not isinstance(cache, LionCache | None):
+            raise ValueError(f"cache: expected a LionCache, got {type(cache).__name__}, which holds keys and values")
         if cache is None and not use_cache:
             segments = segments_of(tuple(inputs.shape[:2]), attention_mask, **packed)
             more = {"types": token_type_ids} if self.has_types else {} if hidden is None else {"hidden": hidden}

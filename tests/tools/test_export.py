@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from torchvision.transforms import v2
 
 import lion
 from data.text.tokenizers import open_tokenizer
+from data.vision import images as pictures
+from lion.config import to_dict
 from lion.inference.text import Sampling
 from lion.runs import open_run
 from lion.samples.images import ImageInfo
@@ -24,7 +28,7 @@ from tools.compose import make_task, resolve
 from tools.convert import write_run
 from tools.export import FORMATS, pt2
 from tools.export.onnx import solved
-from tools.export.ports import PORTS, Port
+from tools.export.ports import PORTS, Port, facts_of
 
 SMALL = ["model.dim=16", "model.depth=1", "model.num_heads=2", "model.init_std=0.3", "trainer.compile=false"]
 TEXT = ["data.name=text", "data.tokenizer=bytes"]
@@ -109,6 +113,25 @@ torch.save([logits, classes(images), [program(*row) for row in rows]], "outputs.
     for logits, (ids, _), mask in zip(found, rows, masks):
         close(logits[mask], model(ids, mask)[mask])
     close(classes, model_of(folder, "images")(images))
+    about = {"metadata.json": ""}
+    torch.export.load(folder / "images.pt2", extra_files=about)
+    whole = {"mode": "L", "size": {"height": 8, "width": 8}, "resample": "bicubic"}
+    assert json.loads(about["metadata.json"])["prepare"] == whole
+
+
+@pytest.mark.parametrize("settings", [{}, {"crop": 0.5}, {"pad": 2}])
+def test_the_description_says_how_a_picture_is_scaled_and_cut(settings):
+    info = ImageInfo((16, 16), 3, ("a", "b"), (0.5,) * 3, (0.5,) * 3)
+    config = pictures.PictureConfig("imagefolder", **settings)
+    rule = facts_of(SimpleTask(info, 0), to_dict(config))["prepare"]
+    picture = Image.effect_mandelbrot((60, 40), (-2, -1, 1, 1), 50)
+    wanted = pictures.test_transform(config, info)(picture)
+    if "crop_size" in rule:
+        picture = v2.functional.resize(picture, [rule["size"]["shortest_edge"]], interpolation=pictures.BICUBIC)
+        picture = v2.functional.center_crop(picture, [*rule["crop_size"].values()])
+    else:
+        picture = picture.resize([*rule["size"].values()][::-1], Image.Resampling.BICUBIC)
+    assert torch.equal(v2.functional.pil_to_tensor(picture.convert(rule["mode"])), wanted)
 
 
 def test_a_process_without_lion_generates_text_and_images(folder, capsys):

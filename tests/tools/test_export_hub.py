@@ -48,6 +48,16 @@ def back(folder, out):
     return out
 
 
+def run_card(folder):
+    """Run the lines of Python of a model card, and return their variables."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    for name in ("FOLDER", "image.png"):
+        code = code.replace(name, str(folder / name).removesuffix("/FOLDER"))
+    found = {}
+    exec(code.replace(", trust_remote_code=True", ""), found)
+    return found
+
+
 def same_run(run, other):
     a, b = (state_of(folder, "best") for folder in (run, other))
     assert a["model"].keys() == b["model"].keys() and a["info"] == b["info"]
@@ -140,9 +150,7 @@ def test_models_of_long_sequences_and_of_labelled_tokens(name, tmp_path):
         wanted = ours(inputs, None, hidden)
         torch.testing.assert_close(model(inputs, bool_masked_pos=hidden).logits, wanted, rtol=0, atol=1e-5)
     same_run(recipe.folder, back(tmp_path / "out", tmp_path / "again"))
-    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "out" / "README.md").read_text(), re.DOTALL)
-    found = {}
-    exec(code.replace("FOLDER", str(tmp_path / "out")).replace(", trust_remote_code=True", ""), found)
+    found = run_card(tmp_path / "out")
     assert found["inputs"].shape[1:] == inputs.shape[1:] and int(found["inputs"].max()) < (info.vocabulary or 256)
 
 
@@ -167,11 +175,29 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     summary = json.loads((run / "summary.json").read_text())
     (result,) = head["model-index"][0]["results"]
     assert result["metrics"][0]["value"] == pytest.approx(summary["value"], abs=1e-6)
-    assert result["dataset"]["split"] == "test" and head["pipeline_tag"] == "image-classification"
+    assert result["dataset"]["split"] == "test" and "pipeline_tag" not in head
     assert head["license"] == "mit" and "pip install 'lion-attention[transformers]'" in card
     for form in ("full", "chunk (64)", "rnn (1)"):
         assert f"\n{form} " in card, form
+    Image.fromarray(pixels).convert("RGB").save(out / "image.png")
+    torch.testing.assert_close(run_card(out)["logits"], wanted)
     assert "digits" in card and "## Licence" in card and "(recipe.yaml)" in card
+
+
+@torch.no_grad()
+def test_a_pipeline_classifies_images_in_colour(tmp_path):
+    recipe = resolve("cifar10_mini", [*SMALL, f"run.root={tmp_path}", "run.name=run"])
+    info = describe_data(recipe, look=False)[0]
+    weights = make_task(recipe, info).build_model(recipe.model).state_dict()
+    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
+    out = tmp_path / "out"
+    assert here("export", recipe.folder, out) == 0
+    assert yaml.safe_load((out / "README.md").read_text().split("---")[1])["pipeline_tag"] == "image-classification"
+    Image.effect_mandelbrot((40, 32), (-2, -1, 1, 1), 50).save(out / "image.png")
+    classify = transformers.pipeline("image-classification", str(out))
+    wanted = run_card(out)["logits"].softmax(-1)[0]
+    found = {row["label"]: row["score"] for row in classify(str(out / "image.png"), top_k=10)}
+    assert found == pytest.approx({info.classes[i]: float(p) for i, p in enumerate(wanted)}, abs=1e-6)
 
 
 def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
@@ -192,5 +218,5 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     line = refuse(capsys, "export", run, tmp_path / "out")
-    assert "lion.transformers needs transformers: pip install 'lion-attention[transformers]'" in line
+    assert "needs transformers 5.23 or newer: pip install -U 'lion-attention[transformers]'" in line
     assert not (tmp_path / "out").exists()

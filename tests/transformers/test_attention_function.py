@@ -9,7 +9,7 @@ import transformers
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from lion.transformers import add_decays
+from lion.transformers import add_decays, check_attention
 from lion.transformers.attention import register_attention
 from tests.transformers.tiny import ids, left_padded
 
@@ -115,6 +115,25 @@ def test_gradients_reach_the_decays():
     assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if name.endswith("lion_decay"))
 
 
+@torch.no_grad()
+def test_decays_are_saved_and_loaded(tmp_path):
+    model = transformers.LlamaForCausalLM(made("llama", "lion_d").config)
+    add_decays(model, LlamaAttention)
+    model.save_pretrained(tmp_path, max_shard_size="4kB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    wanted = model(ROWS[1][None], output_hidden_states=True)
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):  # with and without a head
+        again = auto.from_pretrained(tmp_path, attn_implementation="lion_d")
+        add_decays(again, LlamaAttention, tmp_path)
+        found = again(ROWS[1][None], output_hidden_states=True)
+        torch.testing.assert_close(found.hidden_states[-1], wanted.hidden_states[-1], rtol=0, atol=0)
+    again.save_pretrained(tmp_path / "body")
+    add_decays(model, LlamaAttention, tmp_path / "body")
+    torch.testing.assert_close(model(ROWS[1][None]).logits, wanted.logits, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"add_decays: .*other does not have 4 decays for layers.0.self_attn"):
+        add_decays(again, LlamaAttention, tmp_path / "other")
+
+
 def test_what_cannot_be_expressed_is_refused():
     model = made("mistral", "lion_lit", sliding_window=4)
     with pytest.raises(ValueError, match=r"documents, causal or in both directions, and no others \(sliding windows"):
@@ -124,8 +143,55 @@ def test_what_cannot_be_expressed_is_refused():
         model(ROWS[1][None], softcap=30.0)
     with pytest.raises(ValueError, match=r"attention_mask: .*got float64 \(1, 1, 9, 9\); a mask of pairs"):
         model(ROWS[1][None], torch.zeros(1, 1, 9, 9, dtype=torch.float64))
+    with pytest.raises(
+        ValueError, match=r"attention_mask: expected padding \(B, L\), got \(1, 9, 9\); a mask of pairs"
+    ):
+        model(ROWS[1][None], torch.ones(1, 9, 9, dtype=torch.bool))
     model.set_attn_implementation("lion_d")
     with pytest.raises(ValueError, match=r"lion_d: LlamaAttention has no decays, call .*add_decays\(model, LlamaAtt"):
         model(ROWS[1][None])
     with pytest.raises(ValueError, match="LlamaModel has no module of the class BertSelfAttention"):
         add_decays(model, BertSelfAttention)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 3), (3, 5)])
+def test_cross_attention_is_refused_at_equal_lengths_too(name, lengths):
+    """Run BART, and the causal decoder of a BART and of a BERT on the outputs of another encoder, padded or not."""
+    sizes = {"d_model": 16, "vocab_size": 40, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16}
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 16)
+    bart = transformers.BartConfig(**sizes)
+    bert = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    source, target = (ids(2, length) for length in lengths)
+    states = torch.randn(2, lengths[0], 16)
+    padding = torch.arange(lengths[0]) < torch.tensor([[3], [2]])
+    models = [transformers.BartModel(bart), transformers.BartForCausalLM(bart), transformers.BertLMHeadModel(bert)]
+    for model in models:
+        for module in model.modules():
+            if "Attention" in type(module).__name__ and name == "lion_d":
+                module.lion_decay = torch.nn.Parameter(torch.randn(2 if "Bart" in type(module).__name__ else 4))
+        model.set_attn_implementation(name)
+        for mask in (None, padding):
+            with pytest.raises(ValueError, match="cross-attention is not available, so that encoder-decoder models"):
+                if isinstance(model, transformers.BartModel):
+                    model(input_ids=source, decoder_input_ids=target, attention_mask=mask)
+                else:
+                    model(target, encoder_hidden_states=states, encoder_attention_mask=mask)
+    models[1](target)  # a decoder alone, and an encoder alone
+    transformers.BertModel(transformers.BertConfig(**SIZES, attn_implementation="lion_lit"))(source)
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "DebertaV2", "MegatronBert"])
+def test_a_model_that_computes_attention_itself_is_refused(kind):
+    sizes = {**SIZES, "attn_implementation": "lion_lit"}
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
+    calls = [lambda: check_attention(model), lambda: add_decays(model, torch.nn.Module)]
+    if kind != "DebertaV2":  # which asks for no mask
+        calls += [lambda: model(ROWS[0][None]), lambda: model(ROWS[0][None], torch.ones(1, 6))]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"^attn_implementation: {kind}Model computes attention itself, without"):
+            call()
+    for name in NAMES:
+        check_attention(made("llama", name))

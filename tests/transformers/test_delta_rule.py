@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from lion.transformers import chunk_gated_delta_rule, delta, use_delta_rule
-from lion.transformers.delta import causal_conv1d_fn, chunk_gated_delta_rule_beta_g
+from lion.transformers import chunk_gated_delta_rule, chunk_gated_delta_rule_beta_g, delta, use_delta_rule
+from lion.transformers.delta import causal_conv1d_fn
 from tests.transformers.tiny import ids, left_padded
 
 LENGTHS = [7, 20, 1]
@@ -77,6 +77,15 @@ def test_both_orders_of_arguments_and_of_axes():
     heads_first = (x.transpose(1, 2) for x in (q, k, v, g, beta))
     close(chunk_gated_delta_rule(*heads_first, head_first=True, **EAGER)[0].transpose(1, 2), wanted)
     close(chunk_gated_delta_rule(q, k, v, g, beta, scale=2.0, **EAGER)[0], wanted * 2 * 5**0.5)
+    state = torch.randn(2, 4, 5, 3, dtype=torch.float64)
+    wanted = by_hand(q, k, v, g, beta, state, unit=True)
+    positional = (5**-0.5, state, True, True, None, False)  # the order of fla
+    for found in (
+        chunk_gated_delta_rule(q, k, v, g, beta, *positional, **EAGER),
+        chunk_gated_delta_rule_beta_g(q, k, v, beta, g, *positional, **EAGER),
+    ):
+        for a, b in zip(found, wanted):
+            close(a, b)
     with pytest.raises(ValueError, match=r"g: expected logarithms .*\(beta, g\) use chunk_gated_delta_rule_beta_g"):
         chunk_gated_delta_rule(q, k, v, beta, g, **EAGER)
 
@@ -97,6 +106,13 @@ def test_packed_documents_are_separate(states):
     assert (last is None) is not states
     if states:
         close(last, torch.cat([S for _, S in alone]))
+    harmless = {"cu_seqlens_cpu": ends, "cp_context": None, "transpose_state_layout": False}
+    close(chunk_gated_delta_rule(*given, **how, **harmless)[0], y)
+    with pytest.raises(ValueError, match="chunk_gated_delta_rule: use_gate_in_kernel: this option of fla is not"):
+        chunk_gated_delta_rule(*given, **how, use_gate_in_kernel=True)
+    for end in (27, 29):
+        with pytest.raises(ValueError, match=f"cu_seqlens: the last document ends at {end}, the row at 28"):
+            chunk_gated_delta_rule(*given, **how | {"cu_seqlens": torch.tensor([0, 7, 27, end])})
     with pytest.raises(ValueError, match="cu_seqlens: expected packed documents in one row, got 2"):
         chunk_gated_delta_rule(*arguments(), cu_seqlens=ends, **EAGER)
 

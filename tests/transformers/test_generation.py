@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 
 import lion
 from lion.inference.text import Sampling
@@ -115,6 +116,13 @@ def test_what_a_cache_cannot_do_is_refused():
     cache = model(tokens, use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"attention_mask: expected .* \(1, 7\), got int64 \(1, 1\)"):
         model(tokens[:, :1], torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    calls = [lambda cache: model(tokens, past_key_values=cache), lambda cache: model(tokens, cache=cache)]
+    calls.append(lambda cache: model.generate(tokens, past_key_values=cache, max_new_tokens=2))
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=r"cache: expected a LionCache, got DynamicCache, which holds keys and val"
+        ):
+            call(transformers.DynamicCache())
     with pytest.raises(ValueError, match="tokens: more than the 32 position embeddings"):
         model(ids(1, 27), past_key_values=cache)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):

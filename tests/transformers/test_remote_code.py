@@ -1,8 +1,10 @@
 """Folders that the Auto classes load in a process that knows nothing of this package."""
 
+import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers.dynamic_module_utils import check_imports
 
 from lion.distribution import NAME
 from lion.transformers import LionForCausalLM, LionForTokenClassification
-from lion.transformers.remote import FILE
+from lion.transformers.remote import CODE, FILE
 from tests.transformers.tiny import ids, made
 
 LOAD = """
@@ -54,3 +56,12 @@ def test_a_process_loads_it_by_its_remote_code(tmp_path):
     again = {path.name for path in (tmp_path / "again").iterdir()}
     assert again == {"config.json", "generation_config.json", "model.safetensors", FILE}
     assert (tmp_path / "again" / FILE).read_bytes() == (tmp_path / FILE).read_bytes()
+
+
+def test_an_old_transformers_is_one_line_here_and_in_the_remote_code(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="4.57.1"))
+    line = rf"needs transformers 5.23 or newer: pip install -U '{NAME}\[transformers\]'$"
+    for load in (lambda: importlib.import_module("lion.transformers"), lambda: exec(CODE, {})):
+        monkeypatch.delitem(sys.modules, "lion.transformers", raising=False)
+        with pytest.raises(ImportError, match=line):
+            load()

@@ -299,6 +299,10 @@ def test_bad_configurations_name_the_valid_ones(tmp_path):
         ValueError, match=r"LionModel: a model of tokens, .*hidden states of LionForImageClassification"
     ):
         LionModel(config("vit"))
+    with pytest.raises(ValueError, match=r"LionForImageClassification is made from vit, not from 'gpt'"):
+        LionForImageClassification(config("gpt"))
+    with pytest.raises(ValueError, match=r"sizes are in the model section, model=\{'dim': 3, \.\.\}"):
+        LionConfig(hidden_size=3)
     with pytest.raises(ValueError, match="image_size: missing"):
         LionForImageClassification(config("vit", image_size=None))
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}

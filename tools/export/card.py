@@ -29,7 +29,7 @@ PREPARE = {
     "text-classification": ("AutoTokenizer", '"A sentence."'),
     "fill-mask": ("AutoTokenizer", '"Paris is the [MASK] of France."'),
     "text-generation": ("AutoTokenizer", '"Once upon a time"'),
-    "image-classification": ("AutoImageProcessor", "image"),
+    "image-classification": ("AutoImageProcessor", 'Image.open("image.png").convert("{mode}")'),
 }
 READ = ("text", "labelled text", "images")  # kinds of data with a tokenizer or an image processor
 
@@ -44,7 +44,8 @@ def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
     c = recipe.model
     read = type(run.task.info).kind in READ
     head: dict[str, Any] = {"library_name": "transformers", "license": LICENCE}
-    if read:  # a pipeline needs a tokenizer or an image processor
+    grey = getattr(run.task.info, "channels", 3) == 1
+    if read and not grey:  # a pipeline needs a tokenizer or an image processor, and opens images in colour
         head["pipeline_tag"] = task
     head["tags"] = ["lion", "linear-attention", c.mixer]
     if math.isfinite(value):
@@ -75,9 +76,9 @@ pip install '{NAME}[transformers]'
 ```
 
 ```python
-{usage(auto, task) if read else usage_of_ids(auto, run)}```
+{usage(auto, task, grey) if read else usage_of_ids(auto, run)}```
 
-`lion.set_form(model, "rnn")` sets the form: `full`, `chunk` or `rnn`. The logits agree up to rounding.
+`import lion; lion.set_form(model, "rnn")` sets the form: `full`, `chunk` or `rnn`. The logits agree up to rounding.
 
 ## Results
 
@@ -96,12 +97,15 @@ The code is under the MIT licence. The licence of the training data may restrict
 """
 
 
-def usage(auto: str, task: str) -> str:
+def usage(auto: str, task: str, grey: bool) -> str:
     """Return the lines of Python that load and call a model."""
     prepare, example = PREPARE[task]
-    call = "model.generate(**inputs, max_new_tokens=20)" if task == "text-generation" else "model(**inputs).logits"
+    reads = "from PIL import Image\n" if task == "image-classification" else ""
+    example = example.format(mode="L" if grey else "RGB")
+    call = "ids = model.generate(**inputs, max_new_tokens=20)"
+    call = call if task == "text-generation" else "logits = model(**inputs).logits"
     return (
-        f"from transformers import {auto}, {prepare}\n\n"
+        f"{reads}from transformers import {auto}, {prepare}\n\n"
         f'model = {auto}.from_pretrained("FOLDER", trust_remote_code=True)\n'
         f'inputs = {prepare}.from_pretrained("FOLDER")({example}, return_tensors="pt")\n'
         f"{call}\n"
@@ -116,7 +120,7 @@ def usage_of_ids(auto: str, run: LoadedRun) -> str:
         f"import torch\nfrom transformers import {auto}\n\n"
         f'model = {auto}.from_pretrained("FOLDER", trust_remote_code=True)\n'
         f"inputs = torch.randint({ids or PIXELS}, {shape})  # {'ids' if ids else 'intensities of pixels'}\n"
-        "model(inputs).logits\n"
+        "logits = model(inputs).logits\n"
     )
 
 

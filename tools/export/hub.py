@@ -10,7 +10,6 @@ the image processor, the recipe, and a model card. `./run.sh convert FOLDER FOLD
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from tools.compose import open_tokenizer_of, resolve_run
 from tools.export import transformers
 from tools.export.card import card
 from tools.export.place import written
+from tools.export.ports import scaling
 
 BICUBIC = 3  # as numbered by PIL
 
@@ -71,14 +71,13 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, model: Any) -> None:
 
 def image_processor(info: ImageInfo, data: dict[str, Any]) -> dict[str, Any]:
     """Return the image processor that prepares images as in the evaluation of a run with the `data` settings."""
-    height, width = info.size
+    scaled = scaling(info, data)
     pixels = {"do_normalize": True, "image_mean": list(info.mean), "image_std": list(info.std), "do_rescale": True}
     pixels |= {"rescale_factor": 1 / 255, "do_convert_rgb": info.channels == 3, "do_resize": True, "resample": BICUBIC}
-    if data.get("pad") or "crop" not in data:
-        return {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}, **pixels}
-    short = max(int(min(height, width) / data["crop"]), math.ceil(min(height, width)))
-    cut = {"do_center_crop": True, "crop_size": {"height": height, "width": width}}
-    return {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": short}, **cut, **pixels}
+    kind = {"image_processor_type": "ViTImageProcessor"}
+    if "crop_size" in scaled:
+        kind = {"image_processor_type": "BitImageProcessor", "do_center_crop": True}
+    return {**kind, **scaled, **pixels}
 
 
 def public(recipe: Recipe) -> Recipe:

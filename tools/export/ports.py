@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lion.runs import LoadedRun
+from lion.samples.images import ImageInfo
 from lion.samples.sequences import PIXELS
 from lion.tasks.diffusion import Diffusion
 
@@ -149,9 +150,24 @@ PORTS: dict[str, Callable[[LoadedRun], Ports]] = {  # by `task.name`
 }
 
 
-def facts_of(run: LoadedRun) -> dict[str, Any]:
-    """Return what the description of a program says beyond its inputs and outputs, as plain data."""
-    facts: dict[str, Any] = {"data": run.task.info.to_dict()}
+def facts_of(run: LoadedRun, data: dict[str, Any]) -> dict[str, Any]:
+    """Return what the description of a program says beyond its inputs and outputs, as plain data.
+
+    `data` are the settings of the run's data.
+    """
+    info = run.task.info
+    facts: dict[str, Any] = {"data": info.to_dict()}
     if isinstance(run.task, Diffusion):
         facts["alphas_cumprod"] = run.task.process.alphas_cumprod.tolist()
+    elif isinstance(info, ImageInfo):
+        facts["prepare"] = {"mode": "L" if info.channels == 1 else "RGB", **scaling(info, data), "resample": "bicubic"}
     return facts
+
+
+def scaling(info: ImageInfo, data: dict[str, Any]) -> dict[str, Any]:
+    """Return how evaluation scales an image, and cuts out its center, in the words of image processors."""
+    height, width = info.size
+    if data.get("pad") or "crop" not in data:
+        return {"size": {"height": height, "width": width}}
+    short = max(int(min(height, width) / data["crop"]), min(height, width))
+    return {"size": {"shortest_edge": short}, "crop_size": {"height": height, "width": width}}

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import lion
-from lion.config import ConfigError
+from lion.config import ConfigError, to_dict
 from lion.layers.mixers import forms_of, mixers_of, set_form
 from lion.layers.tpe import TPE
 from lion.ops.chunk import GROUP
 from lion.runs import LoadedRun, count_parameters
 from lion.samples.text import TextInfo
-from tools.compose import open_tokenizer_of
+from tools.compose import open_tokenizer_of, resolve_run
 from tools.export.ports import BATCH, LENGTH, PORTS, SEEN, Port, facts_of
 from tools.export.transformers import dressed
 
@@ -167,7 +167,8 @@ def files_of(
 ) -> dict[str, str]:
     """Return the texts inside a program: its description, and the tokenizer of a run on text.
 
-    In the description, `data` holds class names, and special tokens by name; `alphas_cumprod` describes the diffusion.
+    In the description, `data` holds class names, and special tokens by name; `alphas_cumprod` describes the diffusion,
+    and `prepare` how a picture becomes pixels of the size of the input.
     """
     about = {
         "lion": lion.__version__,
@@ -180,7 +181,7 @@ def files_of(
         "inputs": [port.described() for port in inputs],
         "outputs": [port.described() for port in outputs],
         "longest": longest,
-        **facts_of(run),
+        **facts_of(run, to_dict(resolve_run(run.folder, overrides).data)),
     }
     files = {METADATA: json.dumps(about, indent=2)}
     if isinstance(run.task.info, TextInfo):
