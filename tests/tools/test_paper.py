@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from scipy import stats
 
@@ -14,7 +15,7 @@ from tests.helpers import ROOT, TINY, here, refuse
 from tools import paper
 from tools import statistics as ours
 from tools.compose import resolve
-from tools.paper import page, tables
+from tools.paper import drawings, figures, measured, page, tables
 from tools.paper.results import hash_of, open_store, results_of
 from tools.paper.tables import SCALES, Table, cells, read_tables
 from tools.report.runs import load
@@ -74,6 +75,15 @@ def test_power_is_that_of_simulated_runs():
     seen = (stats.ttest_1samp(gaps, 0, axis=1).pvalue < 0.05).mean()
     assert ours.power(3, 2) == pytest.approx(seen, abs=0.01) == pytest.approx(0.47, abs=0.01)
     assert ours.seeds_needed(2) == 5 and ours.power(4, 2) < 0.8 <= ours.power(5, 2) and ours.power(1, 2) == 0
+
+
+def test_an_undecided_difference_names_the_seeds_that_would_decide_it():
+    values = {"a": {0: 1.0, 1: 3.0, 2: 2.0}, "b": {0: 0.0, 1: 1.0, 2: 1.5}}
+    found = ours.paired(values, "a", "b")
+    gaps = [1.0, 2.0, 0.5]
+    assert found.seeds == ours.seeds_needed(statistics.mean(gaps) / statistics.stdev(gaps)) == 6
+    equal = {"a": {0: 1.0, 1: 2.0}, "b": {0: 2.0, 1: 1.001}}
+    assert ours.paired(equal, "a", "b").seeds == ours.MOST + 1
 
 
 # tables
@@ -191,6 +201,86 @@ def test_all_claims_are_corrected_together(tmp_path):
     assert verdict == {0: "confirmed", 9: "undecided"}
 
 
+def test_claims_without_runs_count_in_the_correction(tmp_path):
+    rows = {name: tables.Row(set={"model.mixer": mixer}) for name, mixer in zip("abc", ("lion_s", "lion_d", "gla"))}
+    values = {"a": dict(enumerate([0.60, 0.64, 0.66])), "b": dict(enumerate([0.58, 0.60, 0.63]))}
+    verdict = {}
+    for others in (0, 9):
+        made = table(rows=rows, paired=True, claims=[["a", "b"], *[["a", "c"]] * others])
+        text = page.markdown({"t": made}, filled(tmp_path, made, values), {})
+        verdict[others] = next(line for line in text.splitlines() if line.startswith("| a > b |")).split(" | ")[3]
+    assert verdict == {0: "confirmed", 9: "undecided"}
+
+
+def test_tables_of_one_frame_and_data_share_their_noise(tmp_path):
+    """Compare a table of two rows alone and beside one with a third row, whose runs are wide apart."""
+    made = table(claims=[["a", "b"]])
+    values = {"a": {0: 0.5, 1: 0.52, 2: 0.51}, "b": {0: 0.4, 1: 0.43, 2: 0.42}}
+    store = filled(tmp_path, made, values)
+    other = table(rows={"c": tables.Row(set={"model.mixer": "gla"})}, title="O")
+    for cell, value in zip(cells("o", other, "mini"), (0.1, 0.9, 0.4)):
+        store.add(raw(cell, value))
+    alone, beside = (page.parts_of(each, store) for each in ({"t": made}, {"t": made, "o": other}))
+    (first,), (second,) = page.comparisons(alone[0], alone), page.comparisons(beside[0], beside)
+    three = {**alone[0].results.values, "c": beside[1].results.values["c"]}
+    assert first.found == ours.two_way(alone[0].results.values, "a", "b")
+    assert second.found == ours.two_way(three, "a", "b") and second.found.half > first.found.half
+
+
+def test_published_tables_without_runs_are_on_the_page(tmp_path):
+    made = table(mini=None, columns=["top-1"], rows={"a": tables.Row(recipe="quickstart", published={"top-1": "98"})})
+    text = page.markdown({"t": made}, open_store(tmp_path / "none.json"), {})
+    assert "## T (published)" in text and "| a | 98 | not run |" in text and "--scale published" in text
+
+
+def test_the_page_says_how_its_runs_were_made(tmp_path):
+    made = table()
+    store = filled(tmp_path, made, {"a": {0: 0.5}})
+    for row in store.rows.values():
+        row["command"] = "./run.sh quickstart data.name=hf data.path=digits seed=0"
+    text = page.markdown({"t": made}, store, {})
+    assert "`./run.sh paper --table t --data digits data.name=hf data.path=digits`" in text
+    assert "read with `data.name=hf data.path=digits`" in text and "All runs so far took 0.017 core hours" in text
+
+
+def test_plots_show_what_the_runs_say(tmp_path):
+    """Draw a table by length and one by state, and remove the plot of a table that is gone."""
+    made = table(lengths=[32, 64])
+    store = filled(tmp_path, made, {"a": {0: 0.5}, "b": {0: 0.7}})
+    for row in store.rows.values():
+        row["more"] = {f"{n} tokens": {"top1": row["val"]} for n in (32, 64)}
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "paper" / "gone.png").touch()
+    found = figures.draw({"t": made}, store)
+    assert {"t", "t-lengths", "masks", "scans"} == set(found) == {p.stem for p in (tmp_path / "paper").iterdir()}
+    assert set(figures.draw({"t": table(state=True)}, store)) == {"t", "masks", "scans"}
+
+
+def test_the_size_of_a_state():
+    size = lambda *overrides: figures.state_numbers(resolve("recall_lion_s", overrides))  # noqa: E731
+    dim, heads = 64, 2
+    assert size("model.attention.normalize=none") == pytest.approx(dim * dim // heads, abs=2 * dim)
+    assert size("model.num_heads=8") < size() / 3 and size("model.mixer=softmax") == 2 * dim * 64
+
+
+def test_masks_are_products_of_decays():
+    log_decay = -torch.rand(5, dtype=torch.float64)
+    mask, decay = drawings.mask(log_decay), log_decay.exp()
+    assert mask[3, 1] == pytest.approx(float(decay[1:3].prod())) and mask[1, 3] == pytest.approx(
+        float(decay[2:4].prod())
+    )
+    assert torch.equal(mask.diagonal(), torch.ones(5, dtype=torch.float64))
+
+
+def test_times_of_steps_are_those_measured_last(tmp_path):
+    row = {"model": "vit", "size": 224, "shape": "dim 384, depth 12", "against": None}
+    rows = [row | {"mixer": "lion_s", "date": date, "ratio": ratio} for date, ratio in (("2", 1.1), ("1", 1.5))]
+    rows.append(row | {"mixer": "vim with positions", "date": "1", "ratio": 2.5, "against": {"ratio": 2.1}})
+    rows.append(row | {"mixer": "lion_d", "date": "1", "ratio": 9.0, "size": 512})
+    (tmp_path / "train.json").write_text(json.dumps({"rows": rows}))
+    assert measured.step_times(tmp_path) == {"lion_s": 1.1, "vim": 2.1}
+
+
 def test_runs_on_other_data_are_left_out(tmp_path):
     made = table()
     store = filled(tmp_path, made, {"a": {0: 0.5, 1: 0.6}, "b": {0: 0.7}})
@@ -246,7 +336,8 @@ def own_tables(tmp_path, monkeypatch):
 def test_runs_are_made_once_and_stored_when_they_end(own_tables, capsys):
     out = own_tables / "reports"
     assert here("paper", "--dry-run", "--out", str(out)) == 0
-    assert "own" in capsys.readouterr().out and not (own_tables / "runs").exists()
+    plan = capsys.readouterr().out
+    assert "own" in plan and "weights" in plan and " free; a run" in plan and not (own_tables / "runs").exists()
     assert here("paper", "--jobs", "2", "--out", str(out)) == 0
     rows = json.loads((out / "paper.json").read_text())["rows"]
     assert len(rows) == 2 and {row["settings"]["model.mixer"] for row in rows} == {"lion_s", "lion_d"}
