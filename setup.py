@@ -1,4 +1,5 @@
 import runpy
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
@@ -23,6 +24,8 @@ setup(
     name=DISTRIBUTION["NAME"],
     version=DISTRIBUTION["VERSION"],
     description="Linear attention for bidirectional sequence modelling: full attention, chunks and an RNN",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.11",
     packages=[

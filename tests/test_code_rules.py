@@ -46,6 +46,7 @@ EXTRAS |= {
     for room in ("timm", "transformers")
     for path in (ROOT / "lion" / room).glob("*.py")
 }
+EXTRAS["lion/transformers/attention.py"] |= {"safetensors"}  # a dependency of transformers
 SOURCES = sorted(p for folder in ("lion", "data", "tools") for p in (ROOT / folder).rglob("*.py"))
 
 
