@@ -3,8 +3,7 @@
 The generated kernels run in Triton's interpreter on CPU tensors, forward and backward. Their results are compared with
 the same graph on the CPU. Sizes are small: 16 features, 2 heads, 24 tokens in the full form, and 40 tokens in chunks of
 16. The fused form takes 32 features, and Lion-D has two blocks of it. By default one mixer runs for each kind of
-operator, with `--every` all mixers.
-`./run.sh bench gpu --compile` compiles all forms for sm_80 and sm_90.
+operator, with `--every` all mixers; then all mixers, forms and directions also compile for sm_80.
 """
 
 import json
@@ -12,11 +11,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from lion.layers.mixers import LINEAR
+from lion.config import ConfigError
+from lion.layers.mixers import LINEAR, MIXERS
 from tests.helpers import ROOT
 from tools.gpu.cubins import compile_kernels
-from tools.gpu.fused import FUSED, FUSED_CHUNKS
+from tools.gpu.fused import FUSED, FUSED_CHUNKS, taken
+from tools.gpu.graphs import trace
+from tools.gpu.lower import lower
 from tools.gpu.targets import TARGETS
 
 TOLERANCE = 1e-4  # relative to the largest value, float32; gradients of decays are sums over all pairs
@@ -82,3 +85,24 @@ def test_generated_kernels_are_right_and_compile(group, tmp_path):
     assert len(kernels) == len(rows)
     for path in kernels:
         compile_kernels(json.loads(path.read_text()), TARGETS["h100"])
+
+
+@pytest.mark.slow
+@pytest.mark.every
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+@pytest.mark.parametrize("form", ["full", "chunk", FUSED, FUSED_CHUNKS])
+@pytest.mark.parametrize("mixer", LINEAR)
+def test_every_mixer_form_and_direction_compiles_for_sm_80(mixer, form, direction):
+    torch._dynamo.reset()
+    try:
+        with taken(form) as name:
+            layer = MIXERS[mixer].layer(32, 2, mixer, form=name, direction=direction, chunk_size=16)
+            graphs = trace(layer, torch.randn(1, 72, 32, requires_grad=True))
+    except ConfigError:
+        assert form in (FUSED, FUSED_CHUNKS)
+        pytest.skip("no fused form")
+    assert [graph.stage for graph in graphs] == ["forward", "backward"]
+    for graph in graphs:
+        program = lower(graph, TARGETS["a100"])
+        assert program.kernels and all(any(own in name for own in OPERATORS) for name in program.fallbacks)
+        compile_kernels(program.kernels, TARGETS["a100"])
