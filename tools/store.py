@@ -123,6 +123,12 @@ def widen(ax: Any, share: float = 0.1) -> None:
         ax.set_ylim(low - lack / 2, high + lack / 2)
 
 
+def tidy(ax: Any, axis: str = "both") -> None:
+    """Draw a light grid along an axis, and only the left and the lower border."""
+    ax.grid(True, axis=axis, color="0.9")
+    ax.spines[["top", "right"]].set_visible(False)
+
+
 def digits(x: float) -> str:
     """Format a number with about three significant digits."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 0.1 else f"{x:.3f}"

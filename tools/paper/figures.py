@@ -20,7 +20,7 @@ from tools.paper import drawings, measured
 from tools.paper.page import Part, parts_of, shapes_of
 from tools.paper.tables import Table
 from tools.statistics import interval
-from tools.store import Row, Store
+from tools.store import Row, Store, tidy
 
 DECAYS = "decays"  # name of the plot of the decays of Lion-D
 SPEED, SPEED_OF = "accuracy-by-speed", "lion-2"  # name of that plot, and its table
@@ -106,7 +106,7 @@ def lengths(fig: Any, part: Part) -> None:
     ax.set(xscale="log", xlabel="tokens of a window", ylabel=part.metric.heading)
     ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
     ax.minorticks_off()
-    tidy(ax, "both")
+    tidy(ax)
     fig.legend(loc="outside right center", frameon=False)
     fig.suptitle(f"{part.table.title}, by length", fontsize=10)
 
@@ -128,7 +128,7 @@ def states(fig: Any, part: Part) -> None:
     ax.set(xscale="log", xlabel="numbers of the state of a layer and direction", ylabel=part.metric.heading)
     ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45, fontsize=7)
     ax.minorticks_off()
-    tidy(ax, "both")
+    tidy(ax)
     fig.legend(loc="outside right center", frameon=False)
     fig.suptitle(part.table.title, fontsize=10)
 
@@ -148,11 +148,6 @@ def style(count: dict[str, int], row: str) -> dict[str, Any]:
     count[mixer] = number = count.get(mixer, -1) + 1
     dashes = {"linestyle": ("-", "--", ":", "-.")[number % 4], "marker": MARKERS[number % len(MARKERS)]}
     return {**dashes, "color": colour_of(row), "markersize": 4}
-
-
-def tidy(ax: Any, axis: str) -> None:
-    ax.grid(True, axis=axis, color="0.9")
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def ends(fig: Any, part: Part) -> None:
@@ -206,7 +201,7 @@ def sizes(fig: Any, part: Part) -> None:
         ax.set(xscale="log", xlabel=title)
         ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
         ax.minorticks_off()
-        tidy(ax, "both")
+        tidy(ax)
     axes[0].set_ylabel(part.metric.heading)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     fig.suptitle(f"{part.table.title}: means over seeds", fontsize=10)

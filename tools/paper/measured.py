@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.colours import SOFTMAX, colour_of
-from tools.store import Row
+from tools.store import Row, tidy
 
 FORM = {"chunk": ("-", "o"), "rnn": ("--", "s"), "full": (":", "^")}
 
@@ -58,7 +58,7 @@ def speed(
     left.minorticks_off()
     for ax in (left, right):
         ax.set(xlabel="time of a training step / softmax", ylabel="top-1 %")
-        finish(ax)
+        tidy(ax)
 
 
 def inference(fig: Any, rows: list[Row]) -> None:
@@ -84,7 +84,7 @@ def inference(fig: Any, rows: list[Row]) -> None:
         ax.set_xticks(sorted(drawn), [str(size) for size in sorted(drawn)], fontsize=7, rotation=45)
         ax.set_yticks([0.3, 0.5, 1, 2, 5, 10, 20], ["0.3", "0.5", "1", "2", "5", "10", "20"])
         ax.minorticks_off()
-        finish(ax)
+        tidy(ax)
     fig.legend(loc="outside right center", frameon=False, fontsize=8)
 
 
@@ -96,8 +96,3 @@ def point(ax: Any, row: str, x: float, y: float, marker: str) -> None:
 def number(text: str | None) -> float | None:
     found = re.search(r"\d+(\.\d+)?", text or "")
     return float(found[0]) if found else None
-
-
-def finish(ax: Any) -> None:
-    ax.grid(True, color="0.9")
-    ax.spines[["top", "right"]].set_visible(False)

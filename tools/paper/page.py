@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     @property
     def frame(self) -> tuple[Any, ...]:
-        """What runs share whose noise is alike: the recipe of a table's small runs, its budget, and the metric."""
+        """Return the scale, recipe, budget, data and metric; the noise of runs with the same frame is alike."""
         first = self.cells[0].recipe
         return self.scale, self.table.mini and self.table.mini.recipe, first.trainer, first.data, self.metric.name
 
