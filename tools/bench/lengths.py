@@ -58,7 +58,7 @@ def picture(fig: Any, rows: list[Row]) -> None:
                 ax.plot(x, y, label=label, color=colour, linestyle=dashes, marker=marker, markersize=4)
             ax.set(xscale="log", yscale="log")
             ax.set_title(title, fontsize=10)
-            ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
+            ax.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=45, fontsize=8)
             ax.minorticks_off()
             ax.yaxis.set_major_formatter("{x:,g}")
             ax.grid(True, color="0.88", linewidth=0.7)
