@@ -157,10 +157,6 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
         times = {job.cell.key: known for job in own if (known := seconds_before(job, store))}
         new = next((job for job in own if job.cell.key not in times), None)
         each = estimate(new) if new else 0.0
-        first = {job.cell.key: job for job in own}
-        sizes = {key: 0 if isinstance(each, str) else weights(job) for key, job in first.items()}
-        disk = sum(sizes[job.cell.key] for job in own)
-        space += disk
         row = [name, str(len(every)), str(len(own))]
         if isinstance(each, str):
             notes.append(f"{name}: {each}")
@@ -168,8 +164,10 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
             continue
         if new:
             store.add({"table": name, "scale": scale, "seconds": each}, "estimates")
+        sizes = {key: weights(job) for key, job in {job.cell.key: job for job in own}.items()}
+        disk = sum(sizes[job.cell.key] for job in own)
         left = sum(times.get(job.cell.key, each) for job in own)
-        total += left
+        space, total = space + disk, total + left
         rows.append([*row, duration_text(left / len(own)) if own else "-", duration_text(left), gigabytes(disk)])
     header = ["table", "runs", "left, own", "a run", "all that are left", "weights"]
     without = f", without the {len(notes)} tables whose data are missing" if notes else ""

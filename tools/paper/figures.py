@@ -49,14 +49,13 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
             plots[part.name] = (9, 1.4 + 0.28 * rows), partial(ends, part=part)
         if part.table.lengths and shapes_of(part.results):
             plots[f"{part.name}{LENGTHS}"] = (8, 4), partial(lengths, part=part)
-    if with_decays := [row for row in store.rows.values() if row.get("decays")]:
-        plots[DECAYS] = (9, 3), partial(decays, rows=with_decays)
-    for part in parts_of(tables, store):
-        if part.name == SPEED_OF and part.scale == "mini":
+        if part.name == SPEED_OF:
             published = {name: row.published for name, row in part.table.rows.items()}
             values = {name: list(found.values()) for name, found in part.results.values.items()}
             times = measured.step_times(store.path.parent)
             plots[SPEED] = (10, 4), partial(measured.speed, published=published, values=values, times=times)
+    if with_decays := [row for row in store.rows.values() if row.get("decays")]:
+        plots[DECAYS] = (9, 3), partial(decays, rows=with_decays)
     if rows := measured.rows_of(store.path.parent / "inference.json"):
         plots[INFERENCE] = (10, 4), partial(measured.inference, rows=rows)
     if plots:
@@ -64,7 +63,7 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
     folder = store.path.parent / "paper"
     found = {name: f"paper/{name}.png" for name, how in plots.items() if store.draw(folder / f"{name}.png", *how)}
     for path in folder.glob("*.png"):
-        if path.stem not in found:  # of a table that is gone or has other runs now
+        if path.stem not in plots:  # of a table that is gone or has other runs now
             path.unlink()
     return found
 
