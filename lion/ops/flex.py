@@ -26,7 +26,7 @@ from lion.ops.arguments import Gates, expand_decay, is_static, no_autocast
 from lion.ops.chunk import chunk_grid, in_chunks
 from lion.ops.decay import materialized
 from lion.ops.features import FEATURE_MAPS
-from lion.ops.flex_scan import Pairs, attend, scan
+from lion.ops.flex_scan import Pairs, attend, block_lists, scan
 from lion.ops.full import masked_parts
 from lion.ops.segments import SegmentIndex, prepared
 from lion.ops.settings import FULL_UP_TO, Settings
@@ -115,7 +115,8 @@ def fused_attention(
         grid = (length, 1) if whole else chunk_grid(length, CHUNK)
         q, k, v, directions = in_chunks(tokens, how, *grid)
         if log_decay is None:
-            pairs = Pairs((side,), directions[0].query.segment_index, q.shape[3])
+            lists = block_lists((side,), q.shape[3], q.shape[3], 0, q.device)
+            pairs = Pairs((side,), directions[0].query.segment_index, q.shape[3], lists)
             outputs, log_sums = attend(*(x[:, :, :, None] for x in (q, k, v)), pairs)
         else:
             outputs, log_sums = scan(q, k, v, directions)
@@ -153,7 +154,8 @@ def shares(log_sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
     Sums below `eps` count as `eps`.
     """
-    total = log_sums.logsumexp(1, keepdim=True)
+    largest = log_sums.amax(1, keepdim=True)
+    total = largest + (log_sums - largest).exp().sum(1, keepdim=True).log()
     share = (log_sums - total.clamp_min(math.log(eps))).exp().masked_fill(total < math.log(LEAST_SUM), 0)
     return share[..., None], (total < math.log(eps))[..., None]
 

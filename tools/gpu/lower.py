@@ -11,7 +11,9 @@ import torch
 from torch._inductor import config
 from torch._inductor.compile_fx import _recursive_post_grad_passes
 from torch._inductor.debug import DebugContext
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -71,7 +73,7 @@ def lower(graph: Graph, target: Target) -> Program:
             with V.set_graph_handler(lowering):
                 lowering.run(*inputs)
                 code = lowering.codegen()[0]
-                moved = lowering.count_bytes()[0]
+                moved = sum(map(bytes_of, lowering.scheduler.nodes))
     code = getattr(code, "value", code)
     body = call_of(code)
     kernels, fallbacks = kernels_of(code), re.findall(r"= (torch\.ops\.[\w.]+|aten\.[\w.]+)\(", body)
@@ -86,6 +88,23 @@ def lower(graph: Graph, target: Target) -> Program:
     for step, count in steps_of(graph.module):
         cost += lower(step, target).cost * count
     return Program(graph.stage, code, kernels, fallbacks, cost)
+
+
+def bytes_of(node: BaseSchedulerNode) -> int:
+    """Return the bytes that a kernel reads and writes.
+
+    Inductor counts whole buffers for fused kernels; here, a kernel that reads a part of a buffer has the bytes of that
+    part.
+    """
+    found = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    if not isinstance(node, FusedSchedulerNode):
+        return sum(found.values())
+    parts: dict[str, int] = {}
+    for dep in node.read_writes.reads | node.read_writes.writes:
+        known = isinstance(dep, MemoryDep) and not dep.is_indirect()
+        size = int(dep.get_numel()) * V.graph.get_dtype(dep.name).itemsize if known else found.get(dep.name, 0)
+        parts[dep.name] = parts.get(dep.name, 0) + size
+    return sum(min(count, parts[name]) for name, count in found.items())
 
 
 def attention_flops(module: GraphModule) -> int:
