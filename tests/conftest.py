@@ -15,7 +15,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # access to the Hub fails at once, here and in started processes
 OUTSIDE = ("slow", "compiled", "process")  # markers of pyproject.toml
-MOST_CASES, MOST_GRAPHS = 1500, 20
+MOST_CASES, MOST_GRAPHS = 1500, 25
 GRID, GRIDS = 12, ("tests/ops/", "tests/layers/", "tests/models/")
 graphs = 0  # number of graphs compiled by all processes of a quick run
 

@@ -39,6 +39,8 @@ def in_a_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) 
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a signal that came meanwhile is raised here
         with contextlib.suppress(EOFError):
             while True:
+                while not ours.poll(1):  # returns to Python, which raises Ctrl-C that another thread has received
+                    pass
                 message = ours.recv()
                 if message["kind"] == "failed":
                     return message["text"]

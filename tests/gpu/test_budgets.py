@@ -38,6 +38,7 @@ BUDGETS = {
 }
 
 EVERY = [("lion_lit", "full", 1024), ("lion_lit", "chunk", 1024), ("gated_deltanet", "chunk", 1024)]
+EVERY += [("lion_d", "full", 197), ("lion_s_vector", "full", 64)]
 ONE_VERSION = {  # counted with 2.14 alone
     ("lion_d", "full", 197),
     ("lion_lit", "chunk", 1024),

@@ -38,7 +38,6 @@ KINDS = {  # a mixer for each kind of operator
     # scalar decays, row sums
     "lion_s": [FULL, CHUNK, FULL_BF16, FUSED_BOTH, FUSED_CAUSAL_BF16, FUSED_IN_CHUNKS],
     "gla": [("chunk", "forward", 40)],  # vector decays
-    "lion_s_hippo": [FULL],  # vector decays and a rotation
     # Lion-D for two blocks: the interpreter cannot run a cumulative sum over more than 128 tokens (programs wait)
     "lion_d": [(FUSED, "both", 150)],
     "rwkv6": [FULL],  # decays between tokens, a bonus
