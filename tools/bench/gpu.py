@@ -5,8 +5,9 @@
 
 No GPU is needed. The forward and backward passes are traced with fake tensors and lowered for the target. The report
 counts Triton kernels, kernel launches, matrix products of libraries, calls of other eager operators, the bytes that all
-of these read and write, and the FLOPs of products. `--compile` compiles every Triton kernel with ptxas to a cubin for
-sm_80 and sm_90.
+of these read and write, and the FLOPs of products. A kernel that reads a part of a buffer has the bytes of that part;
+rows measured before 2026-11-25 have those of the whole buffer. `--compile` compiles every Triton kernel with ptxas to a
+cubin for sm_80 and sm_90.
 
 Nothing is timed; all times are estimates. An estimate is the larger of two times, bytes over memory bandwidth and FLOPs
 over the tensor cores' rate, plus 1 us per call for the gap between kernels. Without CUDA graphs, the estimate is at
