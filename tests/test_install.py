@@ -129,6 +129,10 @@ def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
     }
     quickstart = ("trainer.steps=2", "trainer.compile=false", "--no-eval")
     assert "98 top-1" in run(command, "list", "quickstart", cwd=empty, env=env)
+    for words, own in ((["--help"], "  lion bench ops "), (["bench", "ops", "--help"], "usage: lion bench ops ")):
+        assert own in (text := run(command, *words, cwd=empty, env=env)) and "./run.sh" not in text
+    done = subprocess.run([command, "quickstrat"], cwd=empty, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "run.sh" not in done.stderr
     done = subprocess.run([command, *quickstart], cwd=empty, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.endswith("pip install scikit-learn\n")
     (empty / "text.txt").write_text("the cat sat on the mat. " * 100)

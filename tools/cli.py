@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from lion.config import ConfigError, nearest
 from lion.trainer.faults import RunError, full_disk, os_error_text, truncated_library
+from tools.commands import as_called
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,6 +40,9 @@ class Parser(argparse.ArgumentParser):
         if settings.get("nargs") == "*":
             settings.setdefault("default", [])  # without a default, argparse lists the argument as required
         return super().add_argument(*names, **settings)
+
+    def format_help(self) -> str:
+        return as_called(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2]
@@ -171,7 +175,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         if line is None or debug:
             traceback.print_exc()
         if line is not None:
-            print(line, file=sys.stderr)
+            print(as_called(line), file=sys.stderr)
         code = 2 if isinstance(error, ConfigError) or getattr(error, "errno", None) in NAMED else 1
     try:
         sys.stdout.flush()

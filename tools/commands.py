@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
+
+IN_A_CLONE = (Path(__file__).parents[1] / "run.sh").is_file()
 
 
 class Command(NamedTuple):
@@ -181,10 +184,15 @@ Environment: LION_DATA (data root), PYTHON (interpreter for .venv), CUDA_VISIBLE
 def help_for(argv: list[str]) -> str | None:
     """Return the help text if a command line asks for help on all commands or on a group of commands, else None."""
     if argv[:1] and argv[0] in HELP:
-        return usage()
+        return as_called(usage())
     if argv[1:] and argv[1] in HELP and is_group(argv[0]):
-        return usage(f"{argv[0]} ")
+        return as_called(usage(f"{argv[0]} "))
     return None
+
+
+def as_called(text: str) -> str:
+    """Return a text in which commands have the name by which they are called: `lion` if no run.sh is beside them."""
+    return text if IN_A_CLONE else text.replace("./run.sh", "lion").replace("run.sh ", "lion ")
 
 
 def usage(group: str = "") -> str:
