@@ -277,7 +277,8 @@ def block_lists(sides: Iterable[str], queries: int, keys: int, states: int, devi
     of all pairs.
 
     Returns:
-        Lists by row and by column of blocks (S, 2, n + 1, n); their last line has the length of each list.
+        Lists by row and by column of blocks (S, 2, n + 1, n), with n blocks on the longer side. The last line has the
+        length of each list.
     """
     rows, columns, ahead = (-(-n // BLOCK) for n in (queries, keys, states))
     most = max(rows, columns) if set(sides) != {"both"} else 1

@@ -10,9 +10,10 @@ parts of a compiled first step are Dynamo (tracing Python), AOTAutograd (the joi
 (lowering and code generation) and the wait for the C++ compiler (g++, `torch._inductor.config.compile_threads` at a
 time).
 
-Equal blocks are compiled once. AOTAutograd's cache skips graphs with an `autograd.Function` (`bypass`).
-TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD=1 includes them, at the risk that a change of the function's Python
-code goes unnoticed. Inductor's cache holds the compiled kernels in any case.
+Equal blocks are compiled once, each call as a graph of its own. They are not nested regions of one graph, which PyTorch
+may reuse where their guards differ (pytorch#192905). AOTAutograd's cache skips graphs with an `autograd.Function`
+(`bypass`). TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD=1 includes them, at the risk that a change of the
+function's Python code goes unnoticed. Inductor's cache holds the compiled kernels in any case.
 """
 
 from __future__ import annotations
