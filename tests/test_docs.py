@@ -10,6 +10,7 @@ from data import DATASETS
 from tests.helpers import ROOT, here, tiny_recipe
 from tools.bench.lengths import LINES, PASSES, panels
 from tools.bench.report import Report
+from tools.bench.train import published
 from tools.commands import COMMANDS, parse_command
 from tools.listing import recipe_names
 from tools.mixers import mixer_rows
@@ -87,7 +88,7 @@ def test_tables_are_whole():
 
 
 def test_the_picture_shows_what_was_measured():
-    rows = Report(ROOT / "reports").load().settings()[0]
+    rows = Report(ROOT / "reports").load().widest()
     for which in PASSES:
         time, memory = panels(rows, which).values()
         assert [line for line, lengths, _ in time if lengths] == [
@@ -99,20 +100,50 @@ def test_the_picture_shows_what_was_measured():
                 assert row["ratio"] == ratio and row["peak_bytes"] == pytest.approx(1024 * each * row["batch"] * length)
 
 
+COSTS = (ROOT / "recipes/README.md").read_text().partition("## What it costs\n")[2]
+NAMES = {"without a mixer": "no mixer at all", "vim with positions": "vim"}
+NAMES |= {f"lion_{kind} multiscan": f"lion_{kind}, two scans" for kind in "ds"}
+
+
+def cost_table(place):
+    """Return the header and the rows of a table in the section on costs of recipes/README.md."""
+    lines = re.findall(r"(?:^\|.*\n)+", COSTS, re.MULTILINE)[place].splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return head[1:], {row[0]: row[1:] for row in rows}
+
+
+def measured_steps():
+    """Return the rows of reports/train.json that are in float32 on the machine of recipes/README.md, last ones last."""
+    rows = json.loads((ROOT / "reports/train.json").read_text())["rows"]
+    setting = {"device": "AMD EPYC, AVX512", "precision": "fp32", "matmul": "highest"}
+    return [row for row in sorted(rows, key=lambda row: row["date"]) if {**row, **setting} == row]
+
+
 def test_recipes_cost_what_was_measured_last():
-    """Check the ratios to softmax in recipes/README.md against the last rows of their machine in the report."""
-    lines = (ROOT / "recipes/README.md").read_text().partition("## What it costs\n")[2].splitlines()
-    head, _, *rows = (line.strip("| ").split(" | ") for line in lines if line.startswith("|"))
-    names = {"no mixer at all": "without a mixer", "lion_d, two scans": "lion_d multiscan"}
-    names["lion_s, two scans"] = "lion_s multiscan"
-    measured = sorted(json.loads((ROOT / "reports/train.json").read_text())["rows"], key=lambda row: row["date"])
-    shape = {"device": "AMD EPYC, AVX512", "precision": "fp32", "matmul": "highest", "model": "vit"}
-    shape["shape"] = "dim 384, depth 12, 6 heads, patches of 16 x 16"
-    for row in rows:
-        size = int(row[0].split()[0])
-        last = {held["mixer"]: held["ratio"] for held in measured if {**held, **shape, "size": size} == held}
-        wanted = [last.get(names.get(column, column)) for column in head]
-        assert row[1:] == ["-" if ratio is None else f"{ratio:.2f}" for ratio in wanted], row[0]
+    head, rows = cost_table(0)
+    shape = {"model": "vit", "shape": "dim 384, depth 12, 6 heads, patches of 16 x 16"}
+    for name_, cells in rows.items():
+        own = [row for row in measured_steps() if {**row, **shape, "size": int(name_.split()[0])} == row]
+        last = {NAMES.get(row["mixer"], row["mixer"]): f"{row['ratio']:.2f}" for row in own}
+        assert cells == [last.get(column, "-") for column in head], name_
+
+
+def test_steps_of_all_sizes_cost_what_was_measured_last():
+    """Check the ratios to DeiT and BERT, and those of the paper; Hydra and Vim are compared with these recipes."""
+    head, rows = cost_table(1)
+    shapes = {"dim 192, depth 12, 3 heads": "DeiT tiny", "dim 384, depth 12, 6 heads": "small"}
+    shapes |= {"dim 768, depth 12, 12 heads": "base", "dim 1024, depth 24, 16 heads": "BERT large"}
+    recipes = dict(zip(("deit_tiny_softmax", "deit_small_softmax", "deit_base_softmax", "mlm_large_softmax"), head))
+    last = {}
+    for row in measured_steps():
+        other = row.get("against")
+        column = recipes.get(other["recipe"]) if other else shapes.get(", ".join(row["shape"].split(", ")[:3]))
+        if (row["model"], row["size"]) in (("vit", 224), ("bert", 128)) and (
+            theirs := published(row, other and other["recipe"])
+        ):
+            last[NAMES.get(row["mixer"], row["mixer"]), column] = f"{(other or row)['ratio']:.2f} ({theirs})"
+    for mixer, cells in rows.items():
+        assert cells == [last.get((mixer, column), "-") for column in head], mixer
 
 
 def test_paths_in_comments_of_recipes_exist():

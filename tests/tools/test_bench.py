@@ -226,11 +226,11 @@ def test_pictures_need_matplotlib(tmp_path, monkeypatch):
     for r in (row(128, 0.5), row(), sdpa(), sdpa(length=128), row(form="full", chunk_size=None)):
         report.add_row(r)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.draw_last() is None and not (tmp_path / "ops.png").exists()
+    assert report.draw_widest() is None and not (tmp_path / "ops.png").exists()
     assert "no plot, because matplotlib is missing" in report.files_and(None)
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
-    assert report.draw_last() == tmp_path / "ops.png"
+    assert report.draw_widest() == tmp_path / "ops.png"
     assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
 
 

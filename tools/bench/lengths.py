@@ -29,9 +29,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report of bench ops")
     args = parser.parse_args(argv)
     report = Report(args.out).load()
-    if not (settings := report.settings()):
+    if not report.rows:
         raise ConfigError(f"{report.path}: no measurements yet, run ./run.sh bench ops first")
-    drawn = report.draw(args.out / "lengths.png", (9, 5), lambda fig: picture(fig, settings[0]))
+    drawn = report.draw(args.out / "lengths.png", (9, 5), lambda fig: picture(fig, report.widest()))
     if drawn is None:
         raise ConfigError("bench lengths: the plot needs matplotlib (pip install matplotlib)")
     print(f"written: {drawn}")

@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
         if report.new:
             report.write()
             print(report.terminal())
-            print(report.files_and(report.draw_last()))
+            print(report.files_and(report.draw_widest()))
     if not report.new:
         say("no measurements were made")
     return 1 if failed or not report.new else 0

@@ -104,9 +104,14 @@ class Report(Store):
         text = f"{name_of(row)}, {row['length']:,} tokens, {PASSES[row['pass']].lower()}: {row['ms']:.1f} ms"
         return f"{text}, {row['ratio']:.2f} x SDPA, {row['ms'] / row['floor_ms']:.1f} x floor"
 
-    def draw_last(self) -> Path | None:
-        """Draw `ops.png` for the setting measured last."""
-        rows = self.settings()[0]
+    def widest(self) -> list[Row]:
+        """Return the rows of the setting that has the most, on the machine that measured last."""
+        settings = self.settings()
+        return max((rows for rows in settings if rows[0]["device"] == settings[0][0]["device"]), key=len)
+
+    def draw_widest(self) -> Path | None:
+        """Draw `ops.png` for the widest setting."""
+        rows = self.widest()
         return self.draw(
             self.path.with_suffix(".png"), (5 * len(panels_of(rows)) + 2, 5.2), lambda fig: picture(fig, rows)
         )
