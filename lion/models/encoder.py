@@ -59,6 +59,7 @@ class EncoderConfig(ModelConfig):
         "feature map": "attention.feature_map",
         "row sum": "attention.normalize",
         "decay convention": "attention.decay_convention",
+        "decay temperature": "attention.decay_temperature",
         "TPE": "tpe",
         "rotation": "attention.rotation",
     }
@@ -130,7 +131,7 @@ class EncoderConfig(ModelConfig):
         for words, path in self.conventions.items():
             value = built[path]
             if value != usual[path]:
-                how = "without" if not value or value == "none" else "with" if isinstance(value, int) else value
+                how = "without" if not value or value == "none" else "with" if isinstance(value, int) else f"{value}"
                 parts.append(f"{how} {words}")
         labels = [attention.label(), attention.block_label()]
         return " ".join([*parts, *filter(None, labels)])

@@ -160,6 +160,49 @@ def test_conventions_of_mixer_and_direction():
     assert resolve_mixer("lion_lit", AttentionConfig()).feature_map == "silu_shifted"
 
 
+@pytest.mark.parametrize("mixer", ["lion_d", "lion_s", "lion_s_vector"])
+def test_a_temperature_is_a_root_of_every_decay(mixer):
+    """Check the mask of the decays' 4th roots in all forms, in steps and in several scans."""
+    torch.manual_seed(0)
+    x, snakes = torch.randn(2, 7, 12, dtype=torch.double), ("row_snake", "column_snake")
+    for settings in ({}, {"direction": "forward"}, {"scans": snakes}):
+        grid = grid_layout(3, 2, scans=snakes) if "scans" in settings else GRID
+        config = AttentionConfig(**settings)
+        layer = LionAttention(12, 3, mixer, config).double().eval()
+        tempered = LionAttention(12, 3, mixer, config, decay_temperature=4.0).double().eval()
+        tempered.load_state_dict(layer.state_dict())
+        for decay in layer.decays:
+            decay.gating = lambda *given, own=decay.gating: rooted(own(*given))
+        want = layer(x, grid)
+        for form, size in (("full", None), ("chunk", 2), ("rnn", 1)):
+            set_form(tempered, form, size)
+            assert (tempered(x, grid) - want).abs().max() < 1e-12
+    layer = LionAttention(12, 3, mixer, direction="forward", decay_temperature=4.0).double().eval()
+    state, outputs = layer.initial_state(2), []
+    for i in range(7):
+        y, state = layer.step(x[:, i : i + 1], state)
+        outputs.append(y)
+    assert (torch.cat(outputs, 1) - layer(x)).abs().max() < 1e-12
+
+
+def rooted(gating: Gating) -> Gating:
+    return gating._replace(gates=gating.gates._replace(log_decay=gating.log_decay / 4))
+
+
+@pytest.mark.parametrize(
+    "mixer", ["lion_lit", "gla", "gated_deltanet", "lightnet", "lion_s_hippo", SOFTMAX, FOX, "hydra"]
+)
+def test_other_mixers_have_no_temperature(mixer):
+    with pytest.raises(ValueError, match="decay_temperature"):
+        resolve_mixer(mixer, AttentionConfig(decay_temperature=4.0))
+
+
+def test_a_temperature_is_in_the_label():
+    config = EncoderConfig(mixer="lion_s", dim=12, depth=1, num_heads=3)
+    config.attention = AttentionConfig(decay_temperature=4.0)
+    assert config.label() == "lion_s 4.0 decay temperature"
+
+
 @pytest.mark.parametrize("name", ["identity", "silu"])
 def test_a_row_sum_needs_a_sign(name):
     with pytest.raises(ValueError, match="row sum"):

@@ -71,7 +71,7 @@ def raw_row(key: str, seed: int, run: Run) -> Row:
 def decays_of(folder: Path) -> list[list[float]]:
     """Return lambda of every head by layer, for models with fixed decays (Lion-D); an empty list for other models."""
     decays = [part for part in open_run(folder).model.modules() if isinstance(part, FixedDecay)]
-    return [decay.a.sigmoid().tolist() for decay in decays]
+    return [decay.rates().tolist() for decay in decays]
 
 
 def hash_of(settings: Mapping[str, object], data: str | None) -> str:

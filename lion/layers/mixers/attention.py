@@ -40,6 +40,9 @@ class AttentionConfig:
     directions and "target" in a single direction, as in the paper (`lion.ops.decay`). The same weights then make
     different masks. An explicit `decay_convention` holds in every direction.
 
+    `decay_temperature` T changes the decays of LION to `lambda^(1/T)`. With `lambda = sigmoid(0)` at the start of
+    training, half of a token's weight is left after T tokens; the paper has T = 1, GLA 16.
+
     `scans` are the orders in which the patches of an image are visited (entries of `SCANS`). Each scan has a separate
     decay. `scan_merge` determines how several scans are merged (`lion.ops.multiscan`).
 
@@ -67,6 +70,7 @@ class AttentionConfig:
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
     normalize: str | None = setting(None, choices=NORMALIZE)
     decay_convention: str | None = setting(None, choices=DECAY_CONVENTIONS)
+    decay_temperature: float | None = setting(None, above=0, max=1000)
     direction: str = setting("both", choices=(*DIRECTIONS, ALTERNATING))
     scans: tuple[str, ...] = ROW_MAJOR
     scan_merge: str = setting("masks", choices=SCAN_MERGES)

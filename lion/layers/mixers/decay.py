@@ -39,22 +39,26 @@ class Decay(nn.Module):
 
     Most decays have no state. A decay with a state (a running maximum, a running sum) starts from `initial_state` and
     returns the state after these tokens; with several segments, the state after the last segment. If `reverse` is set,
-    the decay scans tokens from right to left.
+    the decay scans tokens from right to left. Decays that are `tempered` have a temperature T: `lambda^(1/T)`.
     """
 
     per = "a token and head"  # what has a separate lambda
     delta = False  # whether the gates are those of a delta rule, with or without a decay
     value_gates = False  # whether each value dimension has a gate, so that values are as wide as keys
+    tempered = False  # whether the decay has a temperature
     scans = False  # whether several scans can share q, k and v, because only log_decay is computed
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.dim, self.num_heads, self.reverse = dim, num_heads, False
+        self.dim, self.num_heads, self.reverse, self.temperature = dim, num_heads, False, 1.0
 
     def forward(self, x: Tensor, k: Tensor, layout: Layout = PLAIN, state: tuple[Tensor, ...] = ()) -> Gating:
         with no_autocast(x):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-            return self.gating(x, k, layout, *([state] if state else []))
+            gating = self.gating(x, k, layout, *([state] if state else []))
+            if self.temperature == 1:
+                return gating
+            return gating._replace(gates=gating.gates._replace(log_decay=gating.log_decay / self.temperature))
 
     def initial_state(self, z: Tensor) -> tuple[Tensor, ...]:
         """Return the state of the decay before the first token; `z` (B, H, D) is the empty z of the operator."""

@@ -116,12 +116,12 @@ class LionAttention(Attention):
             "deltaproduct", "lightnet".
         config: Settings as one object, `AttentionConfig`; None selects the published settings of the mixer.
         **settings: Settings by name, which override `config`: `feature_map`, `normalize`, `decay_convention`,
-            `rotation` (by default those of the mixer), `direction` ("both", "forward", "backward"), `scans`,
-            `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"), `chunk_size`,
-            `qkv_bias`, `score_dropout`. `block` set to "published" adds the parts around the published recurrence; in
-            any mixer, each can be set by itself (`AttentionConfig`): `token_shift`, `key_heads`, `value_ratio`,
-            `conv_width`, `conv_first`, `kv_shift`, `qk_norm`, `value_map`, `skip`, `head_norm`, `bonus`, `out_norm`,
-            `out_gate`, `out_gate_rank`, `gate_first`.
+            `rotation` (by default those of the mixer), `decay_temperature`, `direction` ("both", "forward",
+            "backward"), `scans`, `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"),
+            `chunk_size`, `qkv_bias`, `score_dropout`. `block` set to "published" adds the parts around the published
+            recurrence; in any mixer, each can be set by itself (`AttentionConfig`): `token_shift`, `key_heads`,
+            `value_ratio`, `conv_width`, `conv_first`, `kv_shift`, `qk_norm`, `value_map`, `skip`, `head_norm`,
+            `bonus`, `out_norm`, `out_gate`, `out_gate_rank`, `gate_first`.
 
     Raises:
         ValueError: An unknown mixer or value, or settings that cannot be combined.
@@ -154,6 +154,7 @@ class LionAttention(Attention):
         self.decays = nn.ModuleList(self.make_decays(dim))
         for decay in self.decays:
             decay.reverse = self.config.direction == "backward"
+            decay.temperature = self.config.decay_temperature or 1.0
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
 
     def make_decays(self, dim: int) -> list[Decay]:
@@ -172,6 +173,9 @@ class LionAttention(Attention):
         if several and not (entry.decay and entry.decay.scans):
             fits = ", ".join(n for n, other in linear_mixers().items() if other.decay and other.decay.scans)
             raise ValueError(f"scans: not available with mixer {name!r}, only with {fits}")
+        if config.decay_temperature is not None and not (entry.decay and entry.decay.tempered):
+            fits = ", ".join(n for n, other in linear_mixers().items() if other.decay and other.decay.tempered)
+            raise ValueError(f"decay_temperature: not available with mixer {name!r}, only with {fits}")
         if config.score_dropout and config.form in ("chunk", "rnn"):
             raise ValueError(
                 f"score_dropout exists in the full form only, use form 'auto' or 'full', got {config.form!r}"

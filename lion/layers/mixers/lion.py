@@ -26,7 +26,7 @@ class FixedDecay(Decay):
     """Lion-D: `lambda = sigmoid(a)`, one learned `a ~ N(0, 1)` per head; log_decay (H,)."""
 
     per = "a head"
-    scans = True
+    tempered = scans = True
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)
@@ -35,6 +35,10 @@ class FixedDecay(Decay):
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         return Gating(k, Gates(F.logsigmoid(self.a.to(x.dtype))))
 
+    def rates(self) -> Tensor:
+        """Return lambda (H,) of each head."""
+        return (F.logsigmoid(self.a) / self.temperature).exp()
+
 
 class SelectiveDecay(Decay):
     """Lion-S: `lambda_i = sigmoid(W x_i + b)`; log_decay (B, H, L).
@@ -42,7 +46,7 @@ class SelectiveDecay(Decay):
     Special tokens (cls) do not decay (lambda = 1), as in the released code.
     """
 
-    scans = True
+    tempered = scans = True
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)
@@ -59,7 +63,7 @@ class SelectiveVectorDecay(Decay):
     """Lion-S with vectors (Table 13): `lambda_i = sigmoid(W x_i + b)` per key dimension; log_decay (B, H, L, D)."""
 
     per = "a token and key dimension"
-    scans = True
+    tempered = scans = True
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)

@@ -95,7 +95,7 @@ class SoftmaxAttention(Attention):
         if config.form not in ("auto", "full"):
             raise ValueError(f"form {config.form!r} is not available with mixer {name!r}, which has only 'full'")
         config = with_block(fill(config, {"rotation": NO_ROTATION}), {}, MIXERS[name].layer.published)
-        for setting in ("normalize", "decay_convention"):
+        for setting in ("normalize", "decay_convention", "decay_temperature"):
             if getattr(config, setting) is not None:
                 raise ValueError(f"{setting} belongs to linear mixers, {name!r} has none")
         if config.scans != ROW_MAJOR:
