@@ -131,7 +131,8 @@ class EncoderConfig(ModelConfig):
         for words, path in self.conventions.items():
             value = built[path]
             if value != usual[path]:
-                how = "without" if not value or value == "none" else "with" if isinstance(value, int) else f"{value}"
+                how = "without" if not value or value == "none" else "with" if isinstance(value, int) else value
+                how = f"{value:g}" if isinstance(value, float) else how
                 parts.append(f"{how} {words}")
         labels = [attention.label(), attention.block_label()]
         return " ".join([*parts, *filter(None, labels)])

@@ -200,7 +200,7 @@ def test_other_mixers_have_no_temperature(mixer):
 def test_a_temperature_is_in_the_label():
     config = EncoderConfig(mixer="lion_s", dim=12, depth=1, num_heads=3)
     config.attention = AttentionConfig(decay_temperature=4.0)
-    assert config.label() == "lion_s 4.0 decay temperature"
+    assert config.label() == "lion_s 4 decay temperature"
 
 
 @pytest.mark.parametrize("name", ["identity", "silu"])
