@@ -154,7 +154,7 @@ def shares(log_sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
     Sums below `eps` count as `eps`.
     """
-    largest = log_sums.amax(1, keepdim=True)
+    largest = log_sums.amax(1, keepdim=True)  # `logsumexp` handles infinities, too, in a kernel of its own
     total = largest + (log_sums - largest).exp().sum(1, keepdim=True).log()
     share = (log_sums - total.clamp_min(math.log(eps))).exp().masked_fill(total < math.log(LEAST_SUM), 0)
     return share[..., None], (total < math.log(eps))[..., None]

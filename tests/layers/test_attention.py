@@ -197,6 +197,17 @@ def test_other_mixers_have_no_temperature(mixer):
         resolve_mixer(mixer, AttentionConfig(decay_temperature=4.0))
 
 
+def test_gla_takes_the_16th_root_of_its_gates():
+    """Check the decays that a layer computes, which start near 1 (2312.06635, section 4.4)."""
+    torch.manual_seed(0)
+    layer, x = LionAttention(12, 3, "gla").double(), torch.randn(2, 7, 12, dtype=torch.double)
+    (decay,) = layer.decays
+    k = layer.heads(x)[1]
+    want = (decay.up(decay.down(x)).sigmoid() ** (1 / 16)).unflatten(-1, (3, 4)).transpose(1, 2)
+    torch.testing.assert_close(decay(x, k).log_decay.exp(), want, rtol=0, atol=1e-12)
+    assert want.min() > 0.9
+
+
 def test_a_temperature_is_in_the_label():
     config = EncoderConfig(mixer="lion_s", dim=12, depth=1, num_heads=3)
     config.attention = AttentionConfig(decay_temperature=4.0)

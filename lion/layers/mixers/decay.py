@@ -39,18 +39,20 @@ class Decay(nn.Module):
 
     Most decays have no state. A decay with a state (a running maximum, a running sum) starts from `initial_state` and
     returns the state after these tokens; with several segments, the state after the last segment. If `reverse` is set,
-    the decay scans tokens from right to left. Decays that are `tempered` have a temperature T: `lambda^(1/T)`.
+    the decay scans tokens from right to left. With a `temperature` T, `forward` takes the roots `lambda^(1/T)` of
+    what `gating` computes; `tempered` decays take T from the settings of the layer.
     """
 
     per = "a token and head"  # what has a separate lambda
     delta = False  # whether the gates are those of a delta rule, with or without a decay
     value_gates = False  # whether each value dimension has a gate, so that values are as wide as keys
-    tempered = False  # whether the decay has a temperature
+    temperature = 1.0
+    tempered = False  # whether a setting changes the temperature
     scans = False  # whether several scans can share q, k and v, because only log_decay is computed
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.dim, self.num_heads, self.reverse, self.temperature = dim, num_heads, False, 1.0
+        self.dim, self.num_heads, self.reverse = dim, num_heads, False
 
     def forward(self, x: Tensor, k: Tensor, layout: Layout = PLAIN, state: tuple[Tensor, ...] = ()) -> Gating:
         with no_autocast(x):

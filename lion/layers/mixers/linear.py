@@ -154,7 +154,7 @@ class LionAttention(Attention):
         self.decays = nn.ModuleList(self.make_decays(dim))
         for decay in self.decays:
             decay.reverse = self.config.direction == "backward"
-            decay.temperature = self.config.decay_temperature or 1.0
+            decay.temperature = self.config.decay_temperature or decay.temperature
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
 
     def make_decays(self, dim: int) -> list[Decay]:

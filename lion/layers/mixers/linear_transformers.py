@@ -116,15 +116,15 @@ class LowRankDecay(Decay):
     """GLA (arXiv 2312.06635, section 4.4): the vector `lambda_i = sigmoid(x_i W1 W2 + b)^(1/16)`; W1 has rank 16."""
 
     per = "a token and key dimension"
+    temperature = 16.0
 
-    def __init__(self, dim: int, num_heads: int, rank: int = 16, temperature: float = 16.0) -> None:
+    def __init__(self, dim: int, num_heads: int, rank: int = 16) -> None:
         super().__init__(dim, num_heads)
         self.down = nn.Linear(dim, rank, bias=False)
         self.up = nn.Linear(rank, dim)
-        self.temperature = temperature
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
-        log_decay = F.logsigmoid(linear(self.up, linear(self.down, x))) / self.temperature
+        log_decay = F.logsigmoid(linear(self.up, linear(self.down, x)))
         return Gating(k, Gates(self.by_head(log_decay)))
 
 
