@@ -132,8 +132,7 @@ class EncoderConfig(ModelConfig):
             value = built[path]
             if value != usual[path]:
                 how = "without" if not value or value == "none" else "with" if isinstance(value, int) else value
-                how = f"{value:g}" if isinstance(value, float) else how
-                parts.append(f"{how} {words}")
+                parts.append(f"{words} {value:g}" if isinstance(value, float) else f"{how} {words}")
         labels = [attention.label(), attention.block_label()]
         return " ".join([*parts, *filter(None, labels)])
 

@@ -62,6 +62,9 @@ class ViTConfig(PatchedConfig):
             raise ValueError("distilled: its token sees no patch, because it is first and all layers go forward")
         return c
 
+    def label(self) -> str:
+        return f"{super().label()} distilled" if self.distilled else super().label()
+
 
 class ViT(ImageClassifier):
     """An image classifier: normalisation, patches, cls token (if any), encoder, readout, linear head.

@@ -48,6 +48,7 @@ class Outcome:
 class Task(ABC):
     """A learning problem. A new task is one file and its line in `TASKS`."""
 
+    title: ClassVar[str]  # name of the problem, above the tables of its runs
     Config: ClassVar[type]  # the recipe's `task` section
     Model: ClassVar[type[models.Model]]  # base class of the models in `MODELS` that suit this task
     default_model: ClassVar[str]  # name of the model if the recipe has no `model.name`

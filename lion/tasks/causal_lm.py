@@ -35,6 +35,7 @@ class CausalLM(LanguageTask):
     tokens gives 64 tokens of context, nanoGPT's `block_size`.
     """
 
+    title = "Causal language modelling"
     Config = CausalLMConfig
     Model = GPT
     default_model = "gpt"

@@ -78,6 +78,7 @@ class Diffusion(Task):
     sizes see the same inputs.
     """
 
+    title = "Image generation"
     Config = DiffusionConfig
     Model = DiT
     default_model = "dit"

@@ -69,6 +69,7 @@ class ImageClassification(Task):
             The caller sets it before training if `config.teacher` names one (`lion.teachers.open_teacher`).
     """
 
+    title = "Image classification"
     Config = ImageClassificationConfig
     Model = ImageClassifier
     default_model = "vit"

@@ -86,6 +86,7 @@ class LRATaskConfig:
 class LRATask(SequenceTask):
     """Task of the Long Range Arena. Batches also hold `label` (B,); evaluation batches also hold `mask` (B,)."""
 
+    title = "Long Range Arena"
     Config = LRATaskConfig
     Model = LRA
     default_model = "lra"

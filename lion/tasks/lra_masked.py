@@ -40,6 +40,7 @@ class LRAMaskedTask(SequenceTask):
     not used. Evaluation batches also hold `mask` and `key` (B,). The documents of a pair are separate sequences.
     """
 
+    title = "Self-pretraining on the Long Range Arena"
     Config = LRAMaskedTaskConfig
     Model = LRAMasked
     default_model = "lra_masked"

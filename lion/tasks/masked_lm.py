@@ -83,6 +83,7 @@ class MaskedLM(LanguageTask):
     """
 
     fills_masks = True
+    title = "Masked language modelling"
     Config = MaskedLMConfig
     Model = Bert
     default_model = "bert"

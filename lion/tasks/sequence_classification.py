@@ -94,6 +94,7 @@ class SequenceClassification(LanguageTask):
     Evaluation batches also hold `mask` (B,). Types are passed only to a model with type embeddings.
     """
 
+    title = "Sequence classification"
     Config = SequenceClassificationConfig
     Model = BertClassifier
     default_model = "bert_classifier"

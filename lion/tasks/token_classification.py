@@ -29,6 +29,7 @@ class TokenClassification(Task):
     hold `mask` (B,).
     """
 
+    title = "Token classification"
     Config = TokenClassificationConfig
     Model = TokenClassifier
     default_model = "token_classifier"

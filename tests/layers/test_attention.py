@@ -211,7 +211,7 @@ def test_gla_takes_the_16th_root_of_its_gates():
 def test_a_temperature_is_in_the_label():
     config = EncoderConfig(mixer="lion_s", dim=12, depth=1, num_heads=3)
     config.attention = AttentionConfig(decay_temperature=4.0)
-    assert config.label() == "lion_s 4 decay temperature"
+    assert config.label() == "lion_s decay temperature 4"
 
 
 @pytest.mark.parametrize("name", ["identity", "silu"])

@@ -15,10 +15,10 @@ from tests.helpers import ROOT, TINY, here, refuse
 from tools import paper
 from tools import statistics as ours
 from tools.compose import resolve
+from tools.finished import load
 from tools.paper import drawings, figures, measured, page, tables
 from tools.paper.results import hash_of, open_store, results_of
 from tools.paper.tables import SCALES, Table, cells, read_tables
-from tools.report.runs import load
 
 TABLES = read_tables()
 

@@ -7,13 +7,14 @@ import yaml
 
 from tests.helpers import here, refuse, tiny_recipe
 from tools.distance import FIGURES
+from tools.finished import load
 from tools.report.distance import distance_table, frechet
-from tools.report.paper import read_paper
-from tools.report.runs import group, load
+from tools.report.paper import claims_about
+from tools.report.runs import group
 from tools.report.tables import comparisons
 
 pytest.importorskip("sklearn")
-PAPER = read_paper("diffusion")
+ABOUT = claims_about("diffusion")
 KINDS = {"patch 2": {"patch_size": 2}, "patch 4": {"patch_size": 4}, "bare": {"patch_size": 2, "tpe": 0}}
 
 
@@ -62,7 +63,7 @@ def test_figures_are_kept_in_the_run(runs):
     assert (held["reference"], held["steps"], held["guidance"]) == ("train", 2, 1.5)
     made, real = held["rows"]
     assert made["samples"] == 24 == real["samples"] and real["name"] == "real, test"
-    header, (own, below) = distance_table(group([load(str(run)) for run in runs], PAPER))
+    header, (own, below) = distance_table(group([load(str(run)) for run in runs]))
     assert header == ["model", "samples", "FD-own", "IS-own", "precision %", "recall %", "n"]
     figures = [made["figures"][name][0] for name in ("FD-own", "IS-own", "precision", "recall")]
     shown = [f"{x * scale:.2f}" for x, scale in zip(figures, (1, 1, 100, 100))]
@@ -71,16 +72,16 @@ def test_figures_are_kept_in_the_run(runs):
 
 def test_rows_by_patches_and_claims_by_distance(runs, tmp_path, capsys):
     told(runs, [3.0, 3.2, 5.0, 5.3, 2.0, 2.1])
-    groups = group([load(str(run)) for run in runs], PAPER)
+    groups = group([load(str(run)) for run in runs])
     assert list(groups) == ["lightnet patch 2", "lightnet patch 4", "lightnet without TPE patch 2"]
     assert [row[2] for row in distance_table(groups)[1][:3]] == ["3.10 ± 0.14", "5.15 ± 0.21", "2.05 ± 0.07"]
-    first, second = comparisons(groups, PAPER, frechet)
+    second, first = comparisons(groups, ABOUT, frechet)
     assert first.pair == ("lightnet patch 2", "lightnet patch 4") and first.unit == second.unit == "FD-own"
     assert first.found.mean == pytest.approx(2.05) and second.found.mean == pytest.approx(-1.05)
     metric, _, values = frechet(groups["lightnet patch 4"])
     assert not metric.higher_is_better and list(values.values()) == [5.0, 5.3]
     assert here("report", *runs, "--out", tmp_path) == 0
-    text = (tmp_path / "generation.md").read_text()
+    text = (tmp_path / "diffusion.md").read_text()
     assert "| lightnet patch 2 > lightnet patch 4 | +2.05 ± " in text and "Distance from real pictures" in text
     assert "patches of 2 x 2 or dim 16, depth 2, 2 heads, patches of 4 x 4" in text
     assert "difference, loss" not in text  # the papers make no claims about the loss
@@ -114,4 +115,4 @@ def test_features_from_a_file_tell_no_classes(runs):
     del held["rows"][1]["figures"]["IS-own"]
     for run in runs[:2]:
         (run / FIGURES).write_text(json.dumps(held))
-    assert distance_table(group([load(str(run)) for run in runs[:2]], PAPER))[1][-1][3] == "-"
+    assert distance_table(group([load(str(run)) for run in runs[:2]]))[1][-1][3] == "-"

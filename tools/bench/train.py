@@ -48,7 +48,6 @@ from tools.bench.probe import check_compiler, device_name, pick_device, stamp, t
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.processes import Send, in_a_process
-from tools.report.paper import PAPERS
 from tools.store import Store, digits, pipes
 
 FLOOR = "without a mixer"
@@ -323,7 +322,7 @@ def published(row: dict[str, Any], against: str | None = None) -> str:
 
 @functools.cache
 def published_times() -> list[dict[str, Any]]:
-    return yaml.safe_load((PAPERS / "times.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((Path(__file__).parent / "times.yaml").read_text(encoding="utf-8"))
 
 
 def markdown(report: Store) -> str:

@@ -13,8 +13,8 @@ from lion.layers.mixers.lion import FixedDecay
 from lion.runs import SUMMARY, open_run
 from lion.tasks.metrics import Metric
 from tools import distance, evaluate
+from tools.finished import Run, load
 from tools.paper.tables import Cell, Distance, Table, settings_of, short_hash
-from tools.report.runs import Run, load
 from tools.store import Row, Store
 
 TOKENS = 40_000  # of held-out text, in windows of each length

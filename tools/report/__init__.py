@@ -1,13 +1,13 @@
-"""Report runs as tables beside the paper's numbers: mean and deviation over seeds, the paper's claims, and curves.
+"""Report runs as tables beside the papers' numbers: mean and deviation over seeds, the papers' claims, and curves.
 
     ./run.sh report [RUN ...] [--section TITLE RUN [RUN ...] ..]
         [--out reports] [--name vision] [--notes FILE] [--fresh]
 
 Runs whose recipes differ only in the seed form one row. All runs of a table must have the same data and budget (epochs
 or steps, batch size); other differing settings are listed. Each --section is a separate table, for another task, data
-set or budget. The paper's numbers (`tools/report/papers`) are the claims of our recipes with the same mixer, scans and
-direction. They were measured on other data, so only their order is comparable. Results of `./run.sh glue` follow the
-table of their runs.
+set or budget. A paper's number stands beside runs of the same model on the same data. The claims are those of the
+tables of `./run.sh paper` for this task; on other data they are about the order of rows. Results of `./run.sh glue`
+follow the table of their runs.
 
 The command writes NAME.md, NAME.json and NAME.png. It keeps the content of an existing report of that name: a new table
 replaces only the table with the same title, and new notes replace the old notes. The runs of the other tables are
@@ -21,10 +21,12 @@ from pathlib import Path
 from lion.config import ConfigError
 from tools.claims import VERDICTS, table_of
 from tools.cli import Parser, file_name, table
-from tools.report.paper import USER_FILES, read_paper
-from tools.report.runs import group, load
+from tools.finished import load
+from tools.report.runs import group
 from tools.report.section import Section, as_rows, as_section, curves, judged, markdown
 from tools.store import Store
+
+USER_FILES = ("hf", "imagefolder", "text")  # data sets of user files
 
 
 def main(argv: list[str]) -> int:
@@ -57,8 +59,8 @@ def main(argv: list[str]) -> int:
         lambda fig: curves(fig, held, store.rows.values()),
     )
     notes = "\n\n".join(row["notes"] for row in store.tables["notes"].values())
-    of = {row["paper"] for row in held}
-    title = of.pop() if len(of) == 1 else name.replace("_", " ").capitalize()
+    tasks = {row["task"] for row in held}
+    title = tasks.pop() if len(tasks) == 1 else name.replace("_", " ").capitalize()
     store.save(markdown(held, title, picture and picture.name, notes))
     compared = dict(zip((row["section"] for row in held), judged(held)))
     for section in sections:
@@ -87,16 +89,15 @@ def asked_for(runs: list[str], sections: list[list[str]]) -> list[tuple[str, lis
 
 
 def default_name(sections: list[Section]) -> str:
-    """Return the name of the task's report; if all runs use user files as data, the name of the first run."""
+    """Return the name of the first task; if all runs use user files as data, the name of the first run."""
     runs = [run for section in sections for run in section.runs]
     own = all(run.recipe.data.name in USER_FILES for run in runs)
-    return runs[0].folder.name if own else sections[0].paper.name
+    return runs[0].folder.name if own else runs[0].recipe.task.name
 
 
 def read_section(title: str, names: list[str]) -> Section:
     runs = [load(name) for name in dict.fromkeys(names)]
-    paper = read_paper(runs[0].recipe.task.name)
-    return Section(title, paper, group(runs, paper))
+    return Section(title, group(runs))
 
 
 def put(store: Store, section: Section) -> None:

@@ -10,7 +10,7 @@ from lion.config import ConfigError
 from lion.tasks.metrics import Mean, Metric
 from lion.trainer.checkpoint_files import steps_of
 from tools.distance import FIGURES, SHARES
-from tools.report.runs import Run
+from tools.finished import Run
 from tools.report.tables import Groups, Table, Values
 from tools.store import spread
 

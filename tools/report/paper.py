@@ -1,96 +1,76 @@
-"""The papers' statements about a task: numbers, and which row is better than which other row."""
+"""The papers' numbers and claims about runs, from the recipes and from the tables of `./run.sh paper`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
-from pathlib import Path
-from typing import Any
+import functools
+import re
+from typing import NamedTuple
 
-import yaml
-
-from lion.recipe import NO_RESULT, Recipe
-from lion.tasks import TASKS
+from lion.recipe import Recipe
 from tools.compose import metric_of, resolve
 from tools.listing import recipe_files
+from tools.paper.tables import SCALES, cells, read_tables
 
-PAPERS = Path(__file__).parent / "papers"
-USER_FILES = ("hf", "imagefolder", "text")  # data sets of user files, for which no paper has numbers
+NUMBER = re.compile(r"\d|fail")  # beginning of an `about.expected` that is a result of a paper
 
 
-@dataclass(frozen=True)
-class Paper:
-    """Statements of the papers about a task, from a file of `tools/report/papers`.
+class Claims(NamedTuple):
+    """Claims and questions about rows, by the names that `called` returns.
 
-    Args:
-        title: Title of a report of this task.
-        name: Name of the report's files.
-        columns: Columns of numbers. The numbers of a column are the claims of our recipes that match its pattern or
-            patterns.
-        numbers: {row: {column: number}} for rows without a recipe.
-        order: Order of the rows.
-        better: Pairs of rows (better, worse), as claimed by the paper.
-        asked: Pairs of rows to compare in the same way, about which the paper makes no claim.
-        alike: Suffixes of row names; each pair is also compared between the two rows with this suffix.
-        quoted: Tables of the papers as printed, including models that this package does not implement: title, columns
-            and rows.
-        judged_by: Measure of the claims: "metric" (the metric of the task) or "distance" (`./run.sh distance`).
+    Attributes:
+        claims: Pairs of rows (better, worse), as claimed by a paper.
+        open: Pairs of rows about which the papers make no claim.
     """
 
-    title: str
-    name: str
-    columns: dict[str, str | list[str]] = field(default_factory=dict)
-    numbers: dict[str, dict[str, str]] = field(default_factory=dict)
-    order: tuple[str, ...] = ()
-    better: tuple[tuple[str, str], ...] = ()
-    asked: tuple[tuple[str, str], ...] = ()
-    alike: tuple[str, ...] = ()
-    quoted: tuple[dict[str, Any], ...] = ()
-    judged_by: str = "metric"
+    claims: tuple[tuple[str, str], ...]
+    open: tuple[tuple[str, str], ...]
 
 
-def quoted(titles: Iterable[str]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return the title, header and rows of each quoted table for reports with these titles."""
-    found = []
-    for paper in map(read_paper, TASKS):
-        for table in paper.quoted if paper.title in titles else ():
-            rows = [[name, *map(str, cells)] for name, cells in table["rows"].items()]
-            found.append((table["title"], ["model", *table["columns"]], rows))
-    return found
+@functools.cache
+def claims_about(task: str) -> Claims:
+    """Return the claims and questions of all tables of a task (`tools/paper/tables`)."""
+    claims, asked = dict[tuple[str, str], None](), dict[tuple[str, str], None]()
+    for name, table in read_tables().items():
+        for scale in SCALES:
+            names = {cell.row: called(cell.recipe) for cell in cells(name, table, scale) if of(cell.recipe) == task}
+            for found, pairs in ((claims, table.claims), (asked, table.open)):
+                named = [(names[a], names[b]) for a, b in pairs if a in names and b in names]
+                found |= {(a, b): None for a, b in named if a != b and (b, a) not in found}
+    return Claims(tuple(claims), tuple(pair for pair in asked if not {pair, pair[::-1]} & claims.keys()))
 
 
-def read_paper(task: str) -> Paper:
-    """Read the paper's statements about a task; without a file for the task, they are empty."""
-    path = PAPERS / f"{task}.yaml"
-    return Paper(**yaml.safe_load(path.read_text())) if path.is_file() else Paper(task, task)
+def published(recipe: Recipe) -> str:
+    """Return the papers' result of the same model on the same data, or "-" if there is none."""
+    kind = kind_of(recipe)
+    return " / ".join(dict.fromkeys(text for other, text in results() if other == kind)) or "-"
 
 
-def claimed(paper: Paper, data: str = "") -> dict[str, dict[str, str]]:
-    """Return the paper's numbers by row and column: {"lion_s": {"CIFAR-100": "77.56", ..}, ..}.
+@functools.cache
+def results() -> list[tuple[tuple[str, ...], str]]:
+    """Return the results that our recipes state, each with the kind of its recipe, without the name of the metric."""
+    recipes = [resolve(path) for path in recipe_files().values()]
+    return [
+        (kind_of(recipe), recipe.about.expected.removesuffix(f" {metric_of(recipe).title}"))
+        for recipe in recipes
+        if NUMBER.match(recipe.about.expected)
+    ]
 
-    If some columns belong to the data set `data`, only these columns are returned, because the others belong to other
-    tasks. For data sets of user files, the result is empty.
+
+def kind_of(recipe: Recipe) -> tuple[str, ...]:
+    """Return the task, the data set, and the name, shape and mixer of the model."""
+    model = recipe.model
+    return of(recipe), recipe.data.name, type(model).__qualname__, model.label(), model.shape()
+
+
+def of(recipe: Recipe) -> str:
+    return recipe.task.name
+
+
+def called(recipe: Recipe) -> str:
+    """Return the name of a recipe's row.
+
+    The name consists of the label of the model, the label of the data (if rows may differ in training data), and
+    "pre-trained" if the run started from another run.
     """
-    if data in USER_FILES:
-        return {}
-    columns = {
-        name: [r for p in ([patterns] if isinstance(patterns, str) else patterns) for r in recipes(p)]
-        for name, patterns in paper.columns.items()
-    }
-    own = {name: each for name, each in columns.items() if any(recipe.data.name == data for recipe in each)}
-    found: dict[str, dict[str, str]] = {}
-    for column, each in (own or columns).items():
-        for recipe in each:
-            if recipe.about.expected == NO_RESULT:
-                continue
-            number = recipe.about.expected.removesuffix(f" {metric_of(recipe).title}")
-            found.setdefault(recipe.model.label(), {})[column] = number
-        for row, numbers in paper.numbers.items():
-            if column in numbers:
-                found.setdefault(row, {})[column] = numbers[column]
-    return found
-
-
-def recipes(pattern: str) -> list[Recipe]:
-    return [resolve(path) for name, path in recipe_files().items() if fnmatch(path.name, pattern)]
+    started = "" if recipe.init_from is None else "pre-trained"
+    return " ".join(filter(None, (recipe.model.label(), recipe.data.label(), started)))

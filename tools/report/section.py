@@ -12,23 +12,24 @@ from typing import Any
 from tools.claims import CLAIM, QUESTION, Comparison, table_of, verdicts
 from tools.colours import colour_of
 from tools.distance import FIGURES
+from tools.finished import Run
 from tools.report.distance import distance_table, frechet
 from tools.report.glue import glue_table
-from tools.report.paper import USER_FILES, Paper, quoted
-from tools.report.runs import Run, settings_of
+from tools.report.paper import claims_about
+from tools.report.runs import settings_of
 from tools.report.tables import Groups, Table, comparisons, own_metric, result_table
 from tools.statistics import RULE
 from tools.store import Row, pipes, widen
 
-JUDGES = {"metric": own_metric, "distance": frechet}
+JUDGES = {"diffusion": frechet}  # by task, what its rows are compared by, if not by the metric of the task
 TEXT = ("model", CLAIM, QUESTION, "verdict", "fine-tuned as")  # columns of text
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")
-HEADINGS = {CLAIM: "What the paper claims", QUESTION: "What it leaves open"}
+HEADINGS = {CLAIM: "Claims of the papers", QUESTION: "Open questions"}
 LEGEND = (
     "Values are mean ± sample standard deviation over n seeds. `test` is measured with the weights that were best on "
     "`val`; other metrics on `val` are from the same step. Speed is the median training speed in the log, without "
-    "padding; other jobs on the machine may have reduced it. The papers' columns are their numbers on their data, so "
-    f"only the order of rows is comparable. Rows are compared on test if all runs were tested.\n\n{RULE}"
+    "padding; other jobs on the machine may have reduced it. Rows are compared on test if all runs were tested."
+    f"\n\n{RULE}"
 )
 
 
@@ -37,7 +38,6 @@ class Section:
     """A section of a report: comparable runs in rows. The title may be empty if the report has one section."""
 
     title: str
-    paper: Paper
     groups: Groups
 
     @property
@@ -50,7 +50,8 @@ class Section:
         return "\n".join(f"- {name}, seed {run.recipe.seed}: {run.remark}" for name, run in told)
 
     def comparisons(self) -> list[Comparison]:
-        return comparisons(self.groups, self.paper, JUDGES[self.paper.judged_by])
+        task = self.runs[0].recipe.task.name
+        return comparisons(self.groups, claims_about(task), JUDGES.get(task, own_metric))
 
     def tables(self) -> list[Table]:
         """Return the tables that have rows."""
@@ -59,7 +60,7 @@ class Section:
     def parts(self) -> list[tuple[str, Table]]:
         """Return the tables that have rows, each with its heading."""
         found = [
-            ("", result_table(self.groups, self.paper)),
+            ("", result_table(self.groups)),
             ("Distance from real pictures", distance_table(self.groups)),
             ("GLUE", glue_table(self.groups)),
         ]
@@ -69,10 +70,10 @@ class Section:
 def markdown(sections: list[Row], title: str, picture: str | None, notes: str = "") -> str:
     """Return the Markdown of a whole report from the results of `as_section`."""
     only = len(sections) == 1
-    title = (sections[0]["section"] or sections[0]["paper"]) if only else title
+    title = (sections[0]["section"] or sections[0]["task"]) if only else title
     parts = [f"# {title}: runs at one budget{'' if only else ' each'}", "Written by `./run.sh report`.", LEGEND]
     for section, compared in zip(sections, judged(sections)):
-        parts += [f"## {section['section'] or section['paper']}"] if not only else []
+        parts += [f"## {section['section'] or section['task']}"] if not only else []
         tables = [(HEADINGS[kind], *table_of(kind, compared)) for kind in HEADINGS]
         claims = [(heading, pipes(header, rows, text=TEXT)) for heading, header, rows in tables if rows]
         for heading, text in [*section["parts"], *claims]:
@@ -80,8 +81,6 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
             parts.append(text)
     if picture:
         parts += ["## Curves", f"![validation curves]({picture})", "Mean over seeds, with the range as a band."]
-    for heading, header, rows in quoted([s["paper"] for s in sections if s.get("quoted", True)]):
-        parts += [f"## {heading}", pipes(header, rows, text=TEXT)]
     if notes:
         parts += ["## Notes", notes]
     return "\n\n".join(parts) + "\n"
@@ -125,8 +124,7 @@ def as_section(section: Section) -> Row:
     parts = [("", budget(section.runs)), *tables, *([("", remarks)] if (remarks := section.remarks()) else [])]
     return {
         "section": section.title,
-        "paper": section.paper.title,
-        "quoted": any(run.recipe.data.name not in USER_FILES for run in section.runs),
+        "task": first.task.title,
         "parts": [list(part) for part in parts],
         "comparisons": [each.as_row() for each in section.comparisons()],
         "x": "step" if first.recipe.trainer.epochs is None else "epoch",

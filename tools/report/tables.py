@@ -1,16 +1,16 @@
-"""Tables of runs: results beside the paper's numbers, and comparisons of two rows."""
+"""Tables of runs: results beside the papers' numbers, and comparisons of two rows."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lion.samples.text import TextInfo
 from lion.tasks.metrics import Metric
 from tools.claims import CLAIM, QUESTION, Comparison, compare
-from tools.report.paper import Paper, claimed
-from tools.report.runs import Run
+from tools.finished import Run
+from tools.report.paper import Claims, published
 from tools.store import spread
 
 Groups = dict[str, list[Run]]
@@ -19,15 +19,14 @@ Values = dict[Path, float]  # value of each run, by its folder
 Judge = Callable[[list[Run]], tuple[Metric, str, Values]]  # returns the metric, what it was measured on, and its values
 
 
-def result_table(groups: Groups, paper: Paper) -> Table:
+def result_table(groups: Groups) -> Table:
     """Return the table of results, a row for each recipe; columns without information are left out."""
     first = next(iter(groups.values()))[0]
-    numbers = claimed(paper, first.recipe.data.name)
     beside = [metric for metric, _ in first.beside]
     header = ["model", f"test {first.metric.heading}", f"val {first.metric.heading}"]
     header += [f"val {metric.heading}" for metric in beside]
     unit = first.task.speed_unit
-    header += ["n", "parameters", f"{unit} seen", f"{unit}/s", *(f"paper: {column}" for column in paper.columns)]
+    header += ["n", "parameters", f"{unit} seen", f"{unit}/s", "paper"]
     rows = []
     for name, runs in groups.items():
         tests = [run.test for run in runs if run.test is not None]
@@ -37,7 +36,7 @@ def result_table(groups: Groups, paper: Paper) -> Table:
         row += [spread([run.beside[i][1] for run in runs], metric.number) for i, metric in enumerate(beside)]
         row += [str(len(runs)), f"{runs[0].parameters:,}", "-" if runs[0].seen is None else f"{runs[0].seen:,.0f}"]
         row.append(f"{statistics.median(speeds):,.0f}" if speeds else "-")
-        rows.append([*row, *(numbers.get(name, {}).get(column, "-") for column in paper.columns)])
+        rows.append([*row, published(runs[0].recipe)])
     told = {i: {row[i] for row in rows} for i in range(len(header))}
     kept = [i for i in told if told[i] != {"-"} and (len(told[i]) > 1 or not header[i].endswith(" seen"))]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
@@ -49,11 +48,11 @@ def own_metric(runs: list[Run]) -> tuple[Metric, str, Values]:
     return runs[0].metric, split, {run.folder: getattr(run, split) for run in runs}
 
 
-def comparisons(groups: Groups, paper: Paper, judge: Judge = own_metric) -> list[Comparison]:
-    """Compare the two rows of each claim of the paper and of each open question, if both rows have runs.
+def comparisons(groups: Groups, about: Claims, judge: Judge = own_metric) -> list[Comparison]:
+    """Compare the two rows of each claim of the papers and of each open question, if both rows have runs.
 
-    Each pair is also compared between the two rows with each suffix of `paper.alike`. Runs of one seed are alike if
-    they read text, or digits.
+    A claim about rows `a` and `b` is one about `a with positions` and `b with positions`, too, and so on for every
+    ending that two rows share. Runs of one seed are alike if they read text, or digits.
     """
     metric, _, values = judge([run for some in groups.values() for run in some])
     shown = {
@@ -62,8 +61,13 @@ def comparisons(groups: Groups, paper: Paper, judge: Judge = own_metric) -> list
     }
     first = next(iter(groups.values()))[0]
     alike, found = isinstance(first.info, TextInfo) or first.recipe.data.name == "digits", []
-    for kind, pairs in ((CLAIM, paper.better), (QUESTION, paper.asked)):
-        named = [(f"{a} {so}".strip(), f"{b} {so}".strip()) for so in ("", *paper.alike) for a, b in pairs]
-        there = [pair for pair in named if all(shown.get(name) for name in pair)]
+    for kind, pairs in ((CLAIM, about.claims), (QUESTION, about.open)):
+        named = [(a + end, b + end) for a, b in pairs for end in endings(a, shown)]
+        there = dict.fromkeys(pair for pair in named if all(shown.get(name) for name in pair))
         found += compare(kind, there, shown, metric, alike=alike)
     return found
+
+
+def endings(row: str, names: Iterable[str]) -> list[str]:
+    """Return what follows the name of a row in the names that begin with it; "" for the row itself."""
+    return [name.removeprefix(row) for name in names if f"{name} ".startswith(f"{row} ")]

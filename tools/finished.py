@@ -1,0 +1,123 @@
+"""Finished runs, loaded with what their training measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lion.config import ConfigError
+from lion.recipe import Recipe
+from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, find_run, read_run
+from lion.samples.base import Info
+from lion.tasks import Task
+from lion.tasks.metrics import Metric, MetricOfMeans
+from lion.trainer.schedule import to_seconds
+from tools.compose import open_data, resolve_run
+
+
+class Run(NamedTuple):
+    """A finished run.
+
+    Attributes:
+        folder: The folder of the run.
+        recipe: The recipe of the run.
+        task: The task of the run.
+        metric: The metric that chose the checkpoint `best`.
+        curve: (epoch, value) of every validation; (step, value) if the recipe does not count in epochs.
+        beside: Other metrics, with their values at the step where `metric` was best.
+        more: All metrics on further held-out sets at that step, by the name of the set.
+        test: The test metric, if it was evaluated.
+        seen: Number of `task.speed_unit`s in training, without padding; None if the data are missing.
+        speed: `task.speed_unit`s per second; None if the data are missing or the log has no rates.
+        parameters: Number of parameters of the model.
+        environment: Metadata of the machine, the software versions and the command.
+        info: Metadata of the data.
+        remark: A warning about the run (e.g. that it is stuck at chance), if any.
+        data: The fingerprint of the data, if they have one.
+    """
+
+    folder: Path
+    recipe: Recipe
+    task: Task
+    metric: Metric
+    curve: list[tuple[float, float]]
+    beside: list[tuple[Metric, float]]
+    more: dict[str, dict[str, float]]
+    test: float | None
+    seen: float | None
+    speed: float | None
+    parameters: int
+    environment: dict[str, Any]
+    info: Info
+    remark: str | None
+    data: str | None
+
+    @property
+    def val(self) -> float:
+        return self.metric.best(value for _, value in self.curve)
+
+
+def load(name: str) -> Run:
+    """Load a finished run.
+
+    Raises:
+        ConfigError: There is no such run, the run is not finished, or its metrics cannot be read.
+    """
+    folder = find_run(name)
+    recipe = resolve_run(folder)
+    try:
+        lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+        trained, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "val"))
+        if not held_out:
+            raise ConfigError(f"{folder}: not validated yet, train it first")
+        if not finished(recipe, held_out[-1]):
+            raise ConfigError(f"{folder}: stopped at step {held_out[-1]['step']:,}, finish its training first")
+        _, task, checkpoint = read_run(folder, "best")
+        metric, *others = task.metrics
+        unit = "step" if recipe.trainer.epochs is None else "epoch"
+        curve = [(line[unit], line[metric.name]) for line in held_out]
+        top = metric.best(value for _, value in curve)
+        best = next(line for line in reversed(held_out) if line[metric.name] == top)  # of equal values, the latest
+        beside = [(m, best[m.name]) for m in others if not isinstance(m, MetricOfMeans)]
+        more = {
+            line["kind"].removeprefix("val_"): {m.name: line[m.name] for m in task.metrics}
+            for line in lines
+            if line["kind"].startswith("val_") and not line["kind"].endswith("_ema") and line["step"] == best["step"]
+        }
+        environment = json.loads((folder / ENVIRONMENT).read_text())
+        summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else None
+        test = summary["value"] if summary and summary["split"] == "test" else None
+        remark = summary["remark"] if summary and "remark" in summary else task.remark(best)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{folder}: its metrics cannot be read ({error})") from None
+    parameters = count_parameters(build_on_meta(task, recipe.model))
+    rates = [line[key] for line in trained if (key := f"{task.unit}_per_second") in line]
+    of_sample = units_per_sample(recipe, task)
+    seen = of_sample and of_sample * samples_of(recipe, held_out[-1])
+    speed = of_sample and of_sample * statistics.median(rates) if rates else None
+    measured = (metric, curve, beside, more, test, seen, speed, parameters)
+    return Run(folder, recipe, task, *measured, environment, task.info, remark, checkpoint.get("data"))
+
+
+def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
+    """Return whether the last validation happened at the last step of the training."""
+    c, step = recipe.trainer, last["step"]
+    if c.time is not None:
+        return last["seconds"] >= to_seconds(c.time)
+    return step >= (c.steps if c.steps is not None else round(c.epochs * step / last["epoch"]))
+
+
+def samples_of(recipe: Recipe, last: dict[str, Any]) -> int:
+    """Return the number of samples that a run was trained on until its last validation."""
+    c = recipe.trainer
+    return last["step"] * c.batch_size if c.batch_ramp is None else last["samples"]
+
+
+def units_per_sample(recipe: Recipe, task: Task) -> float | None:
+    """Return the average number of `task.speed_unit`s per training sample, without padding; None without the data."""
+    try:
+        return task.pieces * open_data(recipe).filled()
+    except ConfigError:
+        return None
