@@ -11,12 +11,13 @@ import yaml
 from scipy import stats
 
 from lion.config import ConfigError, build, changed
-from tests.helpers import ROOT, TINY, here, refuse
+from tests.helpers import ROOT, TINY, glue_folder, here, refuse
 from tools import paper
 from tools import statistics as ours
 from tools.compose import resolve
 from tools.finished import load
 from tools.paper import drawings, figures, measured, page, tables
+from tools.paper.finetune import missing
 from tools.paper.results import hash_of, open_store, results_of
 from tools.paper.tables import SCALES, Table, cells, read_tables
 
@@ -129,6 +130,8 @@ def test_settings_that_are_default_are_left_out():
     [
         ({"claims": [["a", "c"]]}, "claims: unknown row 'c'"),
         ({"rows": {"a": {"published": {"top-2": "1"}}, "b": {}}}, "unknown column 'top-2'"),
+        ({"glue": {"recipes": ["m2_bas"]}}, "glue: unknown recipe 'm2_bas', did you mean 'm2_base'?"),
+        ({"rows": {"a": {"glue": ["m2_bas"]}, "b": {}}}, "did you mean 'm2_base'?"),
         ({"ordre": 3}, "ordre"),
         ({"mini": {"recipe": "quickstart", "seeds": 0}}, "seeds"),
     ],
@@ -317,6 +320,26 @@ def test_a_distance_replaces_the_metric_of_the_task(tmp_path):
     assert "|row|test FD-own|" in text and "| a > b | +7.33" in text and "| b | 8.67 ±" in text
 
 
+def test_the_best_rows_are_fine_tuned_when_all_runs_are_finished(tmp_path):
+    made = table(glue={"recipes": ["m2_base", "modified"], "best": 1, "mini": ["--seeds=1"]})
+    values = {"a": {0: 0.1, 1: 0.1, 2: 0.2}, "b": {0: 0.9, 1: 0.8}}
+    assert not missing("t", made, "mini", filled(tmp_path, made, values))
+    store = filled(tmp_path, made, values | {"b": values["b"] | {2: 0.9}})
+    ((cell, recipe, options),) = missing("t", made, "mini", store)
+    assert (cell.row, cell.seed, recipe, options) == ("b", 0, "m2_base", ("--seeds=1",))
+    store.rows[cell.key, 0]["glue"] = {"m2_base": {"rte": [50.0, 60.0], "cola": [10.0]}}
+    assert not missing("t", made, "mini", store)
+    assert "| b | m2_base | 55.00 | 10.00 | 32.50 | 1-2 |" in page.markdown({"t": made}, store, {})
+
+
+def test_every_published_run_is_fine_tuned_with_the_recipes_of_its_row(tmp_path):
+    store = open_store(tmp_path / "paper.json")
+    for cell in cells("lightnet-5", TABLES["lightnet-5"], "published")[:2]:
+        store.add(raw(cell, 0.5))
+    found = missing("lightnet-5", TABLES["lightnet-5"], "published", store)
+    assert [(cell.row, recipe) for cell, recipe, _ in found] == [("softmax", "cramming"), ("lightnet", "lightnet")]
+
+
 # the command
 
 
@@ -385,3 +408,31 @@ def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own_table
     capsys.readouterr()
     assert here("paper", "--out", str(out), "--data", "cifar10", f"data.root={own_tables}") == 0
     assert "6 runs are left out, --data cifar10 key=value .." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_masked_language_models_are_fine_tuned(own_tables, capsys):
+    """Check that GLUE follows the training, is stored once, and may be missing."""
+    (own_tables / "text.txt").write_text("\n".join(f"abcdef xyz zyx {i % 7} yz" for i in range(200)))
+    model = {"mixer": "lion_s", "dim": 16, "depth": 1, "num_heads": 2, "token_types": 2, "max_positions": 32}
+    text = {"name": "text", "path": str(own_tables / "text.txt"), "root": str(own_tables / "text"), "document": "line"}
+    text |= {"tokenizer": "wordpiece", "vocabulary": 300, "length": 32}
+    values = {"task": {"name": "masked_lm"}, "data": text, "model": model}
+    values["trainer"] = TINY["trainer"] | {"batch_size": 8}
+    (own_tables / "tiny.yaml").write_text(yaml.safe_dump({**TINY, **values}))
+    held = yaml.safe_load((own_tables / "tables" / "own.yaml").read_text())
+    mini = ["--seeds=1", "--tasks=stsb", "--no-mnli", "trainer.epochs=1", "trainer.batch_size=8", "data.length=32"]
+    held |= {"rows": {"lion_s": {}}, "claims": [], "glue": {"recipes": ["m2_base"], "best": 1, "mini": mini}}
+    (own_tables / "tables" / "own.yaml").write_text(yaml.safe_dump(held))
+    out = own_tables / "reports"
+    assert here("paper", "--out", out) == 0  # GLUE is not there
+    assert "GLUE is left out, --data glue data.path=FOLDER names its data" in capsys.readouterr().err
+    glue = glue_folder(own_tables / "glue", ["stsb"])
+    assert here("paper", "--out", out, "--data", "glue", f"data.path={glue}") == 0
+    (row,) = json.loads((out / "paper.json").read_text())["rows"]
+    ((task, (score,)),) = row["glue"]["m2_base"].items()
+    assert task == "stsb" and f"| lion_s | m2_base | {score:.2f} | {score:.2f} | 1 |" in (out / "paper.md").read_text()
+    capsys.readouterr()
+    assert here("paper", "--out", out, "--data", "glue", f"data.path={glue}") == 0
+    assert "reading stsb" not in capsys.readouterr().err

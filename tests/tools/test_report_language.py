@@ -10,9 +10,8 @@ from lion.config import ConfigError
 from tests.helpers import here, refuse, tiny_recipe
 from tools.compose import open_data
 from tools.finished import load
-from tools.report.glue import glue_table
 from tools.report.runs import group
-from tools.report.tables import result_table
+from tools.report.tables import glue_table, result_table
 
 LAYOUTS = {"packed": "pack: documents", "borderless": "document_mask: false", "padded": "pack: padded"}
 
@@ -131,12 +130,17 @@ def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
     files = [run / "glue" / "m2_base" / "results.json" for run in runs[:2]]
     for path, held in zip(files, scores):
         path.parent.mkdir(parents=True)
-        rows = [{"task": task, "seed": i, "score": x} for task, some in held.items() for i, x in enumerate(some)]
+        rows = [
+            {"task": task, "seed": i, "lr": lr, "score": x - 1e4 * (lr > 1e-5)}
+            for task, some in held.items()
+            for lr in (1e-5, 1e-4)  # the better one counts
+            for i, x in enumerate(some)
+        ]
         path.write_text(json.dumps({"rows": rows}))
     header, rows = glue_table(groups)
     assert header == ["model", "fine-tuned as", "cola", "rte", "mean of 2", "n"]
     assert rows == [["lion_s packed", "m2_base", "25.00", "65.00", "45.00", "4"]]
-    files[1].write_text(json.dumps({"rows": [{"task": "rte", "seed": 0, "score": 70.0}]}))
+    files[1].write_text(json.dumps({"rows": [{"task": "rte", "seed": 0, "lr": 1e-5, "score": 70.0}]}))
     ((*_, n),) = glue_table(groups)[1]
     assert n == "2-3"
     files[0].write_text("{}")

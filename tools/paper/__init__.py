@@ -4,9 +4,10 @@
         [--dry-run] [--no-runs]
 
 Every row and seed of a table is a run in runs/paper. Finished runs are not repeated; stopped runs are resumed. The raw
-results of a run are added to reports/paper.json when it ends, so its folder may be deleted. The command ends by writing
-reports/paper.md and the figures in reports/paper; --dry-run writes them with its estimates. --data replaces the data
-set NAME of the recipes by other data, such as `--data cifar10 data.name=hf data.path=FOLDER`.
+results of a run are added to reports/paper.json when it ends, so its folder may be deleted. Masked language models are
+fine-tuned on GLUE afterwards, where the paper has its scores. The command ends by writing reports/paper.md and the
+figures in reports/paper; --dry-run writes them with its estimates. --data replaces the data set NAME of the recipes by
+other data, such as `--data cifar10 data.name=hf data.path=FOLDER`; `--data glue data.path=FOLDER` names GLUE's folder.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tools.compose import build_data, describe_data, make_task, open_data, resol
 from tools.cost import duration_text, time_step
 from tools.jobs import Job, at_once, work
 from tools.paper.figures import draw
+from tools.paper.finetune import fine_tune
 from tools.paper.page import markdown
 from tools.paper.results import collect, open_store
 from tools.paper.tables import RUNS, SCALES, Cell, Table, cells, choose, read_tables
@@ -66,12 +68,18 @@ def main(argv: list[str]) -> int:
     chosen = choose(tables, args.table)
     for name, *_ in args.data:
         dataset(name)
-    jobs = make_jobs(chosen, args.scale, store, {name: overrides for name, *overrides in args.data})
+    data = {name: overrides for name, *overrides in args.data}
+    jobs = make_jobs(chosen, args.scale, store, data)
     if args.dry_run:
         print(plan(chosen, args.scale, store, jobs))
         write(tables, store)
         return 0
-    code = 0 if args.no_runs else run(jobs, tables, store, args.jobs or at_once())
+    code, most = 0, args.jobs or at_once()
+    if not args.no_runs:
+        code = run(jobs, tables, store, most)
+        if code != 130:
+            options = "--jobs", str(most), *data.get("glue", ())
+            code = fine_tune(chosen, args.scale, store, options, lambda: write(tables, store)) or code
     write(tables, store)
     print(store.files())
     return code
@@ -149,7 +157,7 @@ def write(tables: Mapping[str, Table], store: Store) -> None:
 
 def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[PaperJob]) -> str:
     """Return a table of the runs that are left, with their time on this machine, disk space, and what is missing."""
-    rows, notes, total, space = [], [], 0.0, 0
+    rows, notes, total, space, left_out = [], [], 0.0, 0, 0
     for name, table in tables.items():
         own = [job for job in jobs if job.cell.table == name]
         if not (every := cells(name, table, scale)):
@@ -159,18 +167,21 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
         each = estimate(new) if new else 0.0
         row = [name, str(len(every)), str(len(own))]
         if isinstance(each, str):
+            left_out += 1
             notes.append(f"{name}: {each}")
             rows.append([*row, "-", "-", "-"])
             continue
         if new:
             store.add({"table": name, "scale": scale, "seconds": each}, "estimates")
+        if table.glue and own:
+            notes.append(f"{name}: without GLUE, which `./run.sh glue RUN --recipe NAME --dry-run` estimates")
         sizes = {key: weights(job) for key, job in {job.cell.key: job for job in own}.items()}
         disk = sum(sizes[job.cell.key] for job in own)
         left = sum(times.get(job.cell.key, each) for job in own)
         space, total = space + disk, total + left
         rows.append([*row, duration_text(left / len(own)) if own else "-", duration_text(left), gigabytes(disk)])
     header = ["table", "runs", "left, own", "a run", "all that are left", "weights"]
-    without = f", without the {len(notes)} tables whose data are missing" if notes else ""
+    without = f", without the {left_out} tables whose data are missing" if left_out else ""
     free = shutil.disk_usage(next(p for p in (RUNS.absolute(), *RUNS.absolute().parents) if p.is_dir())).free
     return "\n".join(
         [

@@ -13,12 +13,13 @@ import yaml
 
 from lion.tasks.metrics import Metric
 from tools.claims import CLAIM, NOT_RUN, QUESTION, UNDECIDED, VERDICTS, Comparison, compare, table_of, verdicts
+from tools.glue.scores import Scores, scores_table
 from tools.paper.results import Results, results_of
 from tools.paper.tables import SCALES, Cell, Table, cells
 from tools.statistics import RULE, Values, interval
 from tools.store import Row, Store, digits, pipes
 
-TEXT = ("row", "claim", "question", "verdict", "table")  # columns of text
+TEXT = ("row", "claim", "question", "verdict", "table", "model", "fine-tuned as")  # columns of text
 FIGURES = Path(__file__).parent / "figures_of_papers.yaml"
 LEGEND = f"""\
 Values are means over seeds ± half of the 95 % interval of the mean (Student's t), and in brackets the number of seeds.
@@ -174,7 +175,19 @@ def section(part: Part, compared: Sequence[Comparison], judged: Mapping[int, str
         header, rows = table_of(kind, [(each, judged[id(each)]) for each in compared])
         if rows:
             text.append(pipes(header, rows, text=TEXT))
+    if scores := glue_scores(results):
+        text.append(pipes(*scores_table(scores), text=TEXT))
     return [each for each in text if each]
+
+
+def glue_scores(results: Results) -> dict[tuple[str, str], list[Scores]]:
+    """Return the scores of the runs on GLUE, by row and fine-tuning recipe."""
+    found: dict[tuple[str, str], list[Scores]] = {}
+    for row, own in results.runs.items():
+        for run in own.values():
+            for recipe, scores in run.get("glue", {}).items():
+                found.setdefault((row, recipe), []).append(scores)
+    return found
 
 
 def facts(part: Part) -> str:

@@ -19,6 +19,7 @@ from lion.config import ConfigError, build, changed, nearest, parse_yaml, settin
 from lion.recipe import Recipe, free_keys
 from lion.tasks.metrics import Metric
 from tools.compose import metric_of, resolve
+from tools.glue.plan import TABLE_8
 
 TABLES = Path(__file__).parent / "tables"
 SCALES = ("mini", "published")
@@ -35,11 +36,13 @@ class Row:
         recipe: Recipe of the runs at scale `published`; empty: not run at that scale.
         set: Overrides of the runs at scale `mini`, by key; None: not run at that scale. The value `run of ROW` is the
             run of another row with the same seed, which is trained first.
+        glue: Fine-tuning recipes of the row in place of those of the table.
     """
 
     published: dict = field(default_factory=dict)
     recipe: str = ""
     set: dict | None = field(default_factory=dict)
+    glue: tuple[str, ...] = ()
 
 
 @dataclass
@@ -77,6 +80,23 @@ class Distance:
 
 
 @dataclass
+class FineTuning:
+    """Fine-tuning on GLUE (`./run.sh glue`) of the runs of a table.
+
+    Args:
+        recipes: Rows of the paper's Table 8 (`tools/glue/tables`): every run at scale `published` is fine-tuned with
+            each of them.
+        best: Number of rows of which the run with the first seed is fine-tuned at scale `mini`, with the first recipe:
+            the rows that are best when all runs of the table are finished.
+        mini: Options of `./run.sh glue` at scale `mini`.
+    """
+
+    recipes: tuple[str, ...]
+    best: int = setting(0, min=0)
+    mini: tuple[str, ...] = ()
+
+
+@dataclass
 class Table:
     """A table or figure of a paper, or a question of our own.
 
@@ -92,6 +112,7 @@ class Table:
         state: Whether to plot the values by the size of the state, which the rows vary.
         distance: Images that every run at scale `mini` generates, to compare their distances from real ones in place of
             the metric of the task.
+        glue: Fine-tuning of the runs; None: no fine-tuning.
         claims: Pairs of rows (better, worse), as claimed by the paper.
         open: Pairs of rows to compare, about which the paper makes no claim.
         published_seeds: Number of seeds at scale `published`.
@@ -108,6 +129,7 @@ class Table:
     lengths: tuple[int, ...] = ()
     state: bool = False
     distance: Distance | None = None
+    glue: FineTuning | None = None
     claims: tuple[tuple[str, str], ...] = ()
     open: tuple[tuple[str, str], ...] = ()
     published_seeds: int = setting(1, min=1)
@@ -165,6 +187,10 @@ def read_table(path: Path) -> Table:
             raise ConfigError(
                 f"{path}: rows.{name}: unknown column {unknown[0]!r}, {nearest(unknown[0], table.columns)}"
             )
+    known = sorted(recipe.stem for recipe in TABLE_8.glob("*.yaml"))
+    for recipes in (table.glue.recipes if table.glue else (), *(row.glue for row in table.rows.values())):
+        if unknown := [name for name in recipes if name not in known]:
+            raise ConfigError(f"{path}: glue: unknown recipe {unknown[0]!r}, {nearest(unknown[0], known)}")
     for kind in ("claims", "open"):
         for name in (name for pair in getattr(table, kind) for name in pair):
             if name not in table.rows:

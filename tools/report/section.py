@@ -14,10 +14,9 @@ from tools.colours import colour_of
 from tools.distance import FIGURES
 from tools.finished import Run
 from tools.report.distance import distance_table, frechet
-from tools.report.glue import glue_table
 from tools.report.paper import claims_about
 from tools.report.runs import settings_of
-from tools.report.tables import Groups, Table, comparisons, own_metric, result_table
+from tools.report.tables import Groups, Table, comparisons, glue_table, own_metric, result_table
 from tools.statistics import RULE
 from tools.store import Row, pipes, widen
 

@@ -10,6 +10,7 @@ from lion.samples.text import TextInfo
 from lion.tasks.metrics import Metric
 from tools.claims import CLAIM, QUESTION, Comparison, compare
 from tools.finished import Run
+from tools.glue.scores import Scores, read_scores, scores_table
 from tools.report.paper import Claims, published
 from tools.store import spread
 
@@ -40,6 +41,15 @@ def result_table(groups: Groups) -> Table:
     told = {i: {row[i] for row in rows} for i in range(len(header))}
     kept = [i for i in told if told[i] != {"-"} and (len(told[i]) > 1 or not header[i].endswith(" seen"))]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def glue_table(groups: Groups) -> Table:
+    """Return a table of the scores that `./run.sh glue` measured for runs (RUN/glue/RECIPE/results.json)."""
+    found: dict[tuple[str, str], list[Scores]] = {}
+    for name, runs in groups.items():
+        for path in sorted(p for run in runs for p in run.folder.glob("glue/*/results.json")):
+            found.setdefault((name, path.parent.name), []).append(read_scores(path))
+    return scores_table(found)
 
 
 def own_metric(runs: list[Run]) -> tuple[Metric, str, Values]:

@@ -1,28 +1,27 @@
-"""Tables of the scores that `./run.sh glue` measured for runs (RUN/glue/RECIPE/results.json)."""
+"""Tables of GLUE scores of several models, one row for each model and fine-tuning recipe."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lion.config import ConfigError
-from tools.report.tables import Groups, Table
+from tools.glue.results import best_rate
 
 Scores = dict[str, list[float]]  # by task, a score for each seed
 
 
-def glue_table(groups: Groups) -> Table:
-    """Return a table with a row for each row of runs and each fine-tuning recipe (row of the paper's Table 8).
+def scores_table(found: Mapping[tuple[str, str], Sequence[Scores]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table with the mean score of each task and the mean over all tasks.
 
-    The columns are the mean score of each task and the mean over all tasks. `n` is the number of scores per task; it is
-    a range if tasks differ.
+    `n` is the number of scores per task; it is a range if tasks differ.
+
+    Args:
+        found: For each model and fine-tuning recipe (row of the paper's Table 8), the scores of each of its runs.
     """
-    found: dict[tuple[str, str], list[Scores]] = {}
-    for name, runs in groups.items():
-        for path in sorted(p for run in runs for p in run.folder.glob("glue/*/results.json")):
-            found.setdefault((name, path.parent.name), []).append(read_scores(path))
-    tasks = list(dict.fromkeys(task for some in found.values() for scores in some for task in scores))
+    tasks = tasks_of([scores for some in found.values() for scores in some])
     rows = []
     for (name, recipe), some in found.items():
         means = {task: statistics.mean(x for scores in some for x in scores.get(task, ())) for task in tasks_of(some)}
@@ -33,19 +32,19 @@ def glue_table(groups: Groups) -> Table:
     return ["model", "fine-tuned as", *tasks, f"mean of {len(tasks)}", "n"], rows
 
 
-def tasks_of(some: list[Scores]) -> list[str]:
+def tasks_of(some: Sequence[Scores]) -> list[str]:
     return list(dict.fromkeys(task for scores in some for task in scores))
 
 
 def read_scores(path: Path) -> Scores:
-    """Read the scores in a file of `./run.sh glue`.
+    """Read the scores in a file of `./run.sh glue`; of several learning rates, those of the best one of each task.
 
     Raises:
         ConfigError: `./run.sh glue` did not write the file.
     """
     scores: Scores = {}
     try:
-        for row in json.loads(path.read_text())["rows"]:
+        for row in best_rate(json.loads(path.read_text())["rows"]):
             scores.setdefault(row["task"], []).append(float(row["score"]))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path}: not a file of ./run.sh glue ({type(error).__name__}: {error})") from None

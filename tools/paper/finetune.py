@@ -1,0 +1,84 @@
+"""Fine-tuning on GLUE of the runs of the tables, after their training (`./run.sh glue`)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from lion.config import ConfigError
+from lion.runs import SUMMARY
+from tools import glue
+from tools.cli import say
+from tools.glue.scores import Scores, read_scores
+from tools.paper.results import results_of
+from tools.paper.tables import Cell, Table, cells
+from tools.store import Store
+
+
+def fine_tune(
+    tables: Mapping[str, Table], scale: str, store: Store, options: Sequence[str], keep: Callable[[], None]
+) -> int:
+    """Fine-tune all finished runs that their tables ask for, and add the scores to their raw rows.
+
+    Args:
+        tables: The tables.
+        scale: Scale of the runs.
+        store: The raw results.
+        options: Options of `./run.sh glue`, such as `--jobs` and `data.path`.
+        keep: Function that writes the results; called after each run.
+
+    Returns:
+        0, the exit code of the first fine-tuning that failed, or 130 after an interrupt.
+    """
+    code = 0
+    for cell, recipe, own in [each for name, table in tables.items() for each in missing(name, table, scale, store)]:
+        if not (cell.run / SUMMARY).is_file():
+            say(f"{cell.run.name}: not fine-tuned, its folder is gone")
+            continue
+        try:
+            ended = glue.main([str(cell.run), "--recipe", recipe, *own, *options])
+        except ConfigError as error:
+            say(f"GLUE is left out, --data glue data.path=FOLDER names its data: {error}")
+            break
+        if ended == 130:
+            return ended
+        code = code or ended
+        if not ended:
+            place, scores = (cell.key, cell.seed), read_scores(cell.run / "glue" / recipe / "results.json")
+            store.add({**store.rows[place], "glue": {**scores_of(cell, store), recipe: scores}})
+            keep()
+    return code
+
+
+def missing(name: str, table: Table, scale: str, store: Store) -> list[tuple[Cell, str, tuple[str, ...]]]:
+    """List the runs of a table to fine-tune, each with a recipe and the options of `./run.sh glue` at this scale."""
+    if table.glue is None:
+        return []
+    every, options = [cell for cell in cells(name, table, scale) if cell.row in table.rows], ()
+    recipes = {row: each.glue or table.glue.recipes for row, each in table.rows.items()}
+    if scale == "mini":
+        options = table.glue.mini
+        recipes = {row: some[:1] for row, some in recipes.items()}
+        every = best(table, every, store)
+    finished = [cell for cell in every if (cell.key, cell.seed) in store.rows]
+    return [
+        (cell, recipe, options)
+        for cell in finished
+        for recipe in recipes[cell.row]
+        if recipe not in scores_of(cell, store)
+    ]
+
+
+def best(table: Table, every: Sequence[Cell], store: Store) -> list[Cell]:
+    """Return the runs with the first seed of the best rows; none before all runs of the table are finished."""
+    values = {row: found for row, found in results_of(table, every, store).values.items() if found}
+    if not every or sum(map(len, values.values())) < len(every):
+        return []
+    sign = 1 if table.metric(every).higher_is_better else -1
+    names = sorted(values, key=lambda row: -sign * statistics.mean(values[row].values()))[: table.glue.best]
+    return [cell for cell in every if cell.seed == 0 and cell.row in names]
+
+
+def scores_of(cell: Cell, store: Store) -> dict[str, Scores]:
+    """Return the scores of a finished run on GLUE, by fine-tuning recipe."""
+    return store.rows[cell.key, cell.seed].get("glue", {})
