@@ -14,7 +14,7 @@ from lion.config import ConfigError, build, changed
 from tests.helpers import ROOT, TINY, glue_folder, here, refuse
 from tools import paper
 from tools import statistics as ours
-from tools.compose import resolve
+from tools.compose import metric_of, resolve
 from tools.finished import load
 from tools.paper import drawings, figures, measured, page, tables
 from tools.paper.finetune import missing
@@ -228,6 +228,20 @@ def test_tables_of_one_frame_and_data_share_their_noise(tmp_path):
     three = {**alone[0].results.values, "c": beside[1].results.values["c"]}
     assert first.found == ours.two_way(alone[0].results.values, "a", "b")
     assert second.found == ours.two_way(three, "a", "b") and second.found.half > first.found.half
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([50.0, 51.0, 52.0], "51.00 ± 2.48 (3)"),
+        ([99.6, 35.6, 100.0], "78.40 [35.60, 100.00] (3)"),
+        ([0.1, 0.3], "0.20 [0.10, 0.30] (2)"),
+        ([100.0, 100.0], "100.00 ± 0.00 (2)"),
+        ([40.0], "40.00 (1)"),
+    ],
+)
+def test_intervals_that_would_leave_the_percentages_are_ranges(values, text):
+    assert page.spread(metric_of(resolve("quickstart")), values, count=True) == text
 
 
 def test_published_tables_without_runs_are_on_the_page(tmp_path):

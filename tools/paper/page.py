@@ -22,8 +22,8 @@ from tools.store import Row, Store, digits, pipes
 TEXT = ("row", "claim", "question", "verdict", "table", "model", "fine-tuned as")  # columns of text
 FIGURES = Path(__file__).parent / "figures_of_papers.yaml"
 LEGEND = f"""\
-Values are means over seeds ± half of the 95 % interval of the mean (Student's t), and in brackets the number of seeds.
-The papers' columns are as printed.
+Values are means over seeds ± half of the 95 % interval of the mean (Student's t), or [lowest, highest] where that
+interval would leave 0 to 100 %, and in brackets the number of seeds. The papers' columns are as printed.
 
 {RULE}
 
@@ -235,10 +235,16 @@ def row_of(part: Part, name: str, shapes: Sequence[str]) -> list[str]:
 
 
 def spread(metric: Metric, values: Sequence[float], count: bool = False) -> str:
-    """Format the mean of values and half of its 95 % interval, and their number if `count` is set."""
+    """Format the mean of values and half of its 95 % interval, and their number if `count` is set.
+
+    The range of the values replaces an interval of percentages that would leave 0 to 100.
+    """
     if not values:
         return "-"
-    half = interval(values)
-    text = f"{statistics.mean(values):.{metric.digits}f}"
-    text += "" if math.isinf(half) else f" ± {half:.{metric.digits}f}"
+    mean, half, places = statistics.mean(values), interval(values), metric.digits
+    text = f"{mean:.{places}f}"
+    if metric.percent and not math.isinf(half) and not half <= mean <= 100 - half:
+        text += f" [{min(values):.{places}f}, {max(values):.{places}f}]"
+    elif not math.isinf(half):
+        text += f" ± {half:.{places}f}"
     return f"{text} ({len(values)})" if count else text
