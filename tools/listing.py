@@ -24,6 +24,8 @@ SMALL = "2 CPU cores"  # `about.hardware` of recipes that need minutes to hours 
 FAMILIES = {  # title by the beginning of a name; the longest beginning that fits counts
     "deit": "ImageNet-1k, DeiT's training (LION, Tables 2 and 12)",
     "hydra": "ImageNet-1k, Hydra's training (LION, Table 2)",
+    "vim": "ImageNet-1k, Vim's training (LION, Tables 2 and 12)",
+    "distilled": "ImageNet-1k, distillation (LION, Table 15)",
     "cifar100": "CIFAR-100 (LION, Tables 13, 14 and 16)",
     "mlm": "Masked language models on C4 (LION, Tables 3 and 8 to 11)",
     "glue": "GLUE, one recipe per task (./run.sh glue runs all eight)",

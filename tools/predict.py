@@ -31,14 +31,15 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh predict", description=__doc__.splitlines()[0])
     parser.add_argument("run")
     parser.add_argument("files", nargs="+")
-    parser.add_argument("--form", choices=FORMS, default="full")
+    parser.add_argument("--form", choices=FORMS, help="form of the model (default: the form it has)")
     parser.add_argument("--eager", action="store_true", help="do not use torch.compile; suited to a few files")
     parser.add_argument(
         "--top", type=count, default=3, help="number of predictions to show, the most likely first (default: 3)"
     )
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
-    choose_form(loaded.model, args.form)
+    if args.form:
+        choose_form(loaded.model, args.form)
     if loaded.task.fills_masks:
         return fill(loaded, args.files, args.top)
     loaded.task.check_prediction()
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
     if not files:
         return code
     size = next(n for n in SIZES if n >= min(len(files), SIZES[-1]))
-    if not args.eager:
+    if recipe.trainer.compile and not args.eager:
         compile_blocks(loaded.model, dynamic=None)  # texts differ in length
     rows = []
     for start in range(0, len(files), size):

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         "--eta", type=number(0, 1), default=0.0, help="share of fresh noise; 0 (default): DDIM, 1: like DDPM"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--form", choices=FORMS, default="full")
+    parser.add_argument("--form", choices=FORMS, help="form of the model (default: the form it has)")
     parser.add_argument("--chunk-size", type=count, help="tokens per chunk (form chunk) or per step (form rnn)")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
     parser.add_argument("--raw", action="store_true", help="use the weights as trained, not their average")
@@ -63,13 +63,14 @@ def main(argv: list[str]) -> int:
         "--out", type=Path, metavar="FILE.png", help="file to write (default: samples.png in the folder of the run)"
     )
     args = parser.parse_args(argv)
-    if args.chunk_size and args.form == "full":
+    if args.chunk_size and args.form in (None, "full"):
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
     folder = find_run(args.run)
     loaded = open_diffusion(folder, args.checkpoint, args.raw)
     out = where(args.out, loaded)
     classes = chosen(args.classes, loaded.task.info.classes)
-    choose_form(loaded.model, args.form, args.chunk_size)
+    if args.form:
+        choose_form(loaded.model, args.form, args.chunk_size)
     started = time.perf_counter()
     x = make(loaded, [label for label in classes for _ in range(args.count)], args)
     check_finite(x, folder)

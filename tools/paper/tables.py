@@ -116,6 +116,7 @@ class Table:
         claims: Pairs of rows (better, worse), as claimed by the paper.
         open: Pairs of rows to compare, about which the paper makes no claim.
         published_seeds: Number of seeds at scale `published`.
+        judged: Whether the metric of the runs at scale `published` is that of the claims.
         text: Sentences above the table.
     """
 
@@ -133,6 +134,7 @@ class Table:
     claims: tuple[tuple[str, str], ...] = ()
     open: tuple[tuple[str, str], ...] = ()
     published_seeds: int = setting(1, min=1)
+    judged: bool = True
     text: str = ""
 
     def metric(self, cells: Sequence[Cell]) -> Metric:

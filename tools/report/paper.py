@@ -11,7 +11,8 @@ from tools.compose import metric_of, resolve
 from tools.listing import recipe_files
 from tools.paper.tables import SCALES, cells, read_tables
 
-NUMBER = re.compile(r"\d|fail")  # beginning of an `about.expected` that is a result of a paper
+NUMBER = re.compile(r"\d|fail")  # beginning of an `about.expected` that is a result
+OWN = "- ("  # beginning of an `about.row` that is in no paper
 
 
 class Claims(NamedTuple):
@@ -47,12 +48,12 @@ def published(recipe: Recipe) -> str:
 
 @functools.cache
 def results() -> list[tuple[tuple[str, ...], str]]:
-    """Return the results that our recipes state, each with the kind of its recipe, without the name of the metric."""
+    """Return the papers' results in our recipes, each with the kind of its recipe, without the name of the metric."""
     recipes = [resolve(path) for path in recipe_files().values()]
     return [
         (kind_of(recipe), recipe.about.expected.removesuffix(f" {metric_of(recipe).title}"))
         for recipe in recipes
-        if NUMBER.match(recipe.about.expected)
+        if NUMBER.match(recipe.about.expected) and not recipe.about.row.startswith(OWN)
     ]
 
 
