@@ -78,6 +78,7 @@ def evaluate_run(
         faults=recipe.trainer.faults,
         device=runtime.device,
     )
+    model.to(runtime.device)  # before the compilation, which depends on the device
     compiled = recipe.trainer.compile and not eager and compile_blocks(model)
     about = {
         "metric": task.metric.name,
@@ -88,7 +89,6 @@ def evaluate_run(
         "precision": recipe.trainer.precision,
         "compiled": compiled,
     }
-    model.to(runtime.device)
     which, compiling = ", ".join(form_label(*form) for form in wanted), ", compiling first" if compiled else ""
     log.info(
         "evaluating on %s, %s %s in batches of %d: %s%s", split, f"{len(dataset):,}", task.unit, batch, which, compiling

@@ -72,7 +72,7 @@ def blockwise_attention(
                 tokens, bonus = tokens._replace(gate=torch.zeros_like(tokens.gate)), None
             rowsum = block_sums(tokens, bonus, settings)[1]
         rowsum = None if settings.normalize == "none" else rowsum
-        return normalized(numerator, rowsum, settings, q.shape[-1]).to(v.dtype)
+        return normalized(numerator, rowsum, settings, q.shape[-1], gates.floor).to(v.dtype)
 
 
 def block_sums(tokens: TokenBlock, bonus: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor]:

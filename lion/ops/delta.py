@@ -81,7 +81,7 @@ def delta_parts(
         size = None if how.form == "full" else how.chunk_size
         y, _ = delta_chunks(tokens, size, how.direction, how.undecayed_erase, part=part)
     if how.direction == "both":
-        tokens = tokens.masked()
+        tokens = tokens.masked().to(y.dtype)
         y = y - (tokens.q * write_vectors(tokens)).sum(-1, keepdim=True) * tokens.v
     return y.to(sum_dtype(tokens.v)), None
 

@@ -136,6 +136,8 @@ def arguments(config: ViTConfig) -> dict[str, Any]:
     for found, key, value in (
         (c.block != "pre_norm", "block", c.block),
         (c.distilled, "distilled", c.distilled),
+        (c.cls_place != "first", "cls_place", c.cls_place),
+        (c.mlp not in MLPS, "mlp", c.mlp),
         (over_tokens(c.norm), "norm", c.norm),
         (c.attention.direction == ALTERNATING, "attention.direction", c.attention.direction),
         (c.mixer not in (SOFTMAX, *LINEAR), "mixer", c.mixer),

@@ -105,6 +105,16 @@ def test_dtypes(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_float16_is_computed_in_float32(form):
+    """Check values whose sums exceed float16, in both directions, where the diagonal is counted once."""
+    inputs = delta(9, dtype=torch.float16)
+    large = inputs._replace(q=torch.full_like(inputs.q, 4000.0), v=torch.full_like(inputs.v, 400.0))
+    how = FORMS[form] | dict(normalize="none", scale=1e-4, feature_map=None)
+    want = large.to(torch.float32).on(linear_attention, **how)
+    assert_close(large.on(linear_attention, **how).float(), want, 2e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_parts_and_scale(form):
     inputs, how = delta(11), FORMS[form] | dict(normalize="none")
     numerator, rowsum = inputs.on(linear_attention_parts, **how, feature_map=None)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lion.ops import linear_attention, linear_attention_parts, prefill, reference_attention, step
+from lion.ops import blockwise_attention, linear_attention, linear_attention_parts, prefill, reference_attention, step
 
 from .checks import BATCH, LENGTH, check_gradients, check_masks, check_outputs, gradcheck
 from .helpers import (
@@ -61,6 +61,8 @@ def test_floor(direction):
     assert not torch.allclose(want, reference_attention(*inputs, **arguments))
     for how in SMALL_FORMS.values():
         assert_close(linear_attention(*inputs, floor=floor, feature_map=None, **how, **arguments), want, 1e-12)
+    blocks = blockwise_attention(*inputs, floor=floor, feature_map=None, chunk_size=4, **arguments)
+    assert_close(blocks, want, 1e-12)
     if direction == "forward":
         q, k, v, a = inputs
         del arguments["direction"]

@@ -226,6 +226,8 @@ def test_softmax_is_timms_own_attention():
     ("settings", "message"),
     [
         ({"block": "post_norm"}, "block: timm's VisionTransformer has no place for 'post_norm'"),
+        ({"cls_place": "middle"}, "cls_place: timm's VisionTransformer has no place for 'middle'"),
+        ({"mlp": "none"}, "mlp: timm's VisionTransformer has no place for 'none'"),
         ({"distilled": True}, "distilled: timm's VisionTransformer has no place for True"),
         ({"norm": "batchnorm"}, "norm: timm's VisionTransformer has no place for 'batchnorm'"),
         ({"mixer": "fox"}, "mixer: timm's VisionTransformer has no place for 'fox'"),

@@ -16,6 +16,7 @@ from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.parts import with_block
 from lion.layers.mixers.registry import MIXERS, Entry
+from lion.layers.norms import over_tokens
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
 from lion.ops.features import apply_feature_map
@@ -199,7 +200,8 @@ class NoMixing(Attention):
 
     @property
     def causal(self) -> bool:
-        return not self.neighbours or streams(self.config)
+        mixes = self.neighbours or over_tokens(self.config.out_norm)
+        return not mixes or streams(self.config)
 
     def check_causal(self) -> None:
         if not self.causal:
