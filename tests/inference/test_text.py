@@ -174,7 +174,7 @@ def test_a_cache_has_room_for_what_is_to_come_alone(monkeypatch):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s", "gla"])
+@pytest.mark.parametrize("mixer", [SOFTMAX, "fox", "lion_s", "gla"])
 def test_one_graph_serves_all_blocks_and_tokens(mixer):
     torch._dynamo.reset()
     expected = generated(gpt(mixer).double(), streaming_mode(gpt(mixer)))

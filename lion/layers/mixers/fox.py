@@ -34,6 +34,11 @@ class ForgettingCache(NamedTuple):
     cache: KeyValueCache
     sums: Tensor
 
+    def with_room(self, count: int) -> ForgettingCache:
+        """Return the state with room for `count` more tokens in its cache."""
+        torch._dynamo.maybe_mark_dynamic(self.sums, 2)  # symbolic, as the lengths of the cache
+        return ForgettingCache(self.cache.with_room(count), self.sums)
+
 
 class ForgettingAttention(SoftmaxAttention):
     """Softmax attention with forget gates `f_i = sigmoid(W x_i + b)` per token and head.

@@ -73,7 +73,7 @@ def reserve(state: Any, count: int) -> Any:
     """
 
     def is_cache(part: Any) -> bool:
-        return isinstance(part, KeyValueCache)
+        return hasattr(part, "with_room")
 
     return tree_map(lambda part: part.with_room(count) if is_cache(part) else part, state, is_leaf=is_cache)
 
