@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     if not files:
         return code
     size = next(n for n in SIZES if n >= min(len(files), SIZES[-1]))
-    if recipe.trainer.compile and not args.eager:
+    if not args.eager and loaded.recipe.trainer.compile:
         compile_blocks(loaded.model, dynamic=None)  # texts differ in length
     rows = []
     for start in range(0, len(files), size):

@@ -172,6 +172,17 @@ def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[2:] == [f"{files[3]}   dddd"]
 
 
+def test_predict_takes_the_form_and_the_compilation_of_the_run(tmp_path, monkeypatch, capsys):
+    """Check a mixer without the full form, in a run without compilation."""
+    model = {"mixer": "vim", "mlp": "none", "position_embedding": None}
+    assert here("train", tiny_recipe(tmp_path, model=model), "--no-eval") == 0
+    Image.new("L", (8, 8), 99).save(tmp_path / "grey.png")
+    monkeypatch.setattr(predict, "compile_blocks", lambda *_, **__: pytest.fail("compiled"))
+    capsys.readouterr()
+    assert here("predict", tmp_path / "runs" / "tiny", tmp_path / "grey.png") == 0
+    assert "grey.png" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path, capsys):
     path = tiny_recipe(tmp_path, model={"mixer": "softmax"})
