@@ -253,10 +253,10 @@ def test_show_says_first_what_a_recipe_costs_here(tmp_path, monkeypatch):
         r"recipe +books: book.txt, no number yet",
         r"data +text, .*; about \d.* MB to write, .* GB free under",
         r"steps +2,000 = [\d,.]+ epochs of \d+",
-        r"time +about [\d.]+ (s|min|h) here \(\d+ CPU threads?, float32, eager: ",
+        r"time +about [\d.,]+ (ms|s|min|h|days) here \(\d+ CPU threads?, float32, eager: ",
         r"run folder +runs/books, [\d.]+ MB of checkpoints",
     ):
-        assert re.search(line, summary), line
+        assert re.search(line, summary), (line, summary)
     assert not (tmp_path / "data").exists()
     large = show("mlm_base_softmax", ["model.depth=1", "model.dim=48"])
     assert "327 GB to download and about 312 GB to write" in large
