@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from lion.recipe import Recipe
 from lion.samples.base import Batch
 from lion.tasks import Task
 from lion.tasks.base import to_device
+from lion.trainer.memory import free_bytes
 from lion.trainer.optim import make_optimizer
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime, start_runtime
@@ -53,7 +52,7 @@ def describe_time(task: Task, recipe: Recipe, plan: Plan, state: int, activation
         activations: Bytes of the activations of a micro-batch.
     """
     runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
-    if runtime.device.type == "cpu" and state + activations / plan.micro > available_memory() / 2:
+    if runtime.device.type == "cpu" and state + activations / plan.micro > free_bytes(runtime.device) / 2:
         return "not measured: training does not fit into the memory of this machine"
     sample, update = time_step(task, recipe, plan, runtime)
     batch, threads = recipe.trainer.batch_size, torch.get_num_threads()
@@ -82,8 +81,3 @@ def duration_text(seconds: float) -> str:
         if seconds >= least:
             return f"{digits(seconds / unit)} {name}"
     return f"{digits(seconds * 1e3)} ms"
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that are free now."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

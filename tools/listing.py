@@ -39,6 +39,7 @@ FAMILIES = {  # title by the beginning of a name; the longest beginning that fit
     "dit": "DiT: image generation with softmax (2212.09748)",
 }
 OWN = "Your own"
+NO_ROW = re.compile(r"^- \((.*)\)$")  # an `about.row` that is no row of a paper
 CPU = "For two CPU cores, minutes to hours; no result of a paper"
 
 
@@ -128,7 +129,7 @@ def family(name: str) -> str:
 
 def claim(row: str) -> str:
     """Return the row of a paper; a row "- (text)", which is no row of a paper, becomes "text"."""
-    return re.sub(r"^- \((.*)\)$", r"\1", row)
+    return NO_ROW.sub(r"\1", row)
 
 
 @functools.cache

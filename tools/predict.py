@@ -38,8 +38,7 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
-    if args.form:
-        choose_form(loaded.model, args.form)
+    choose_form(loaded.model, args.form)
     if loaded.task.fills_masks:
         return fill(loaded, args.files, args.top)
     loaded.task.check_prediction()

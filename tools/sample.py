@@ -69,8 +69,7 @@ def main(argv: list[str]) -> int:
     loaded = open_diffusion(folder, args.checkpoint, args.raw)
     out = where(args.out, loaded)
     classes = chosen(args.classes, loaded.task.info.classes)
-    if args.form:
-        choose_form(loaded.model, args.form, args.chunk_size)
+    choose_form(loaded.model, args.form, args.chunk_size)
     started = time.perf_counter()
     x = make(loaded, [label for label in classes for _ in range(args.count)], args)
     check_finite(x, folder)

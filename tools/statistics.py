@@ -1,9 +1,9 @@
 """Statistics of runs: differences between rows of runs with intervals, correction for many claims, and power.
 
-The rule. Runs of one seed share the order of the data. Where this makes them alike (text and
-digits), two rows are compared by the differences of runs with the same seed (`paired`). Elsewhere, a linear model of
-rows and seeds is fitted to all runs whose noise is alike, and its residuals estimate the noise of every difference
-(`two_way`). All claims of a report are corrected together by Holm's method.
+Runs of one seed share the order of the data. Where this makes them alike (text and digits), two rows are compared by
+the differences of runs with the same seed (`paired`). Elsewhere, a linear model of rows and seeds is fitted to all runs
+whose noise is alike, and its residuals estimate the noise of every difference (`two_way`). All claims of a report are
+corrected together by Holm's method.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ alike because they share the order of the data (text, digits), two rows are comp
 same seed. Elsewhere, a linear model of rows and seeds is fitted to the runs, and its residuals estimate the noise; a
 difference is adjusted for the seeds where rows have different ones. A claim is decided if both rows have two runs and p
 is below {level:.0%} after Holm's correction for all claims and questions of the page; the intervals (95 %) and p are
-not corrected. For an undecided claim, the last columns are the smallest
-difference that its runs would have shown with a probability of {power:.0%}, and the number of seeds that would show the
-difference that was found, both without the correction. By this calculation, three paired seeds show a difference of two
-standard deviations in {three:.0%} of all cases; {needed} seeds are needed for {power:.0%}."""
+not corrected. For an undecided claim, the last columns are the smallest difference that its runs would have shown with
+a probability of {power:.0%}, and the number of seeds that would show the difference that was found, both without the
+correction. By this calculation, three paired seeds show a difference of two standard deviations in {three:.0%} of all
+cases; {needed} seeds are needed for {power:.0%}."""
 
 Values = Mapping[str, Mapping[int, float]]  # by row and seed
 

@@ -436,12 +436,12 @@ def test_bad_tokens_and_states_are_named(mixer):
         layer.step(torch.randn(1, 1, 12), None)
 
 
-@pytest.mark.compiled
 def test_a_norm_over_tokens_lets_the_floor_see_later_tokens():
     assert make_mixer("none", 12, 3, AttentionConfig()).causal
     assert not make_mixer("none", 12, 3, AttentionConfig(out_norm="batchnorm")).causal
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("mixer", ["lion_s", "softmax", "none"])
 def test_graphs_read_the_same_direction(mixer):
     for direction in ("both", "forward"):

@@ -96,6 +96,12 @@ class Table:
         return [f"{key}={json.dumps(value)}" for key, value in found.items()]
 
 
+@functools.cache
+def table_names() -> list[str]:
+    """Return the names of the recipes for GLUE in `tools/glue/tables`."""
+    return sorted(path.stem for path in TABLE_8.glob("*.yaml"))
+
+
 def read_table(name: str, cited: bool = False) -> Table:
     """Read a recipe for GLUE, given by its name in `tools/glue/tables` or by a file of the same format.
 
@@ -106,7 +112,7 @@ def read_table(name: str, cited: bool = False) -> Table:
     Raises:
         ConfigError: There is no such recipe, or the file is invalid.
     """
-    names = sorted(path.stem for path in TABLE_8.glob("*.yaml"))
+    names = table_names()
     path = TABLE_8 / f"{name}.yaml" if name in names else Path(name)
     if not path.is_file():
         raise ConfigError(f"--recipe: unknown GLUE recipe {name!r}, {nearest(name, names, ', '.join(names))}")

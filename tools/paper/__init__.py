@@ -74,8 +74,9 @@ def main(argv: list[str]) -> int:
         print(plan(chosen, args.scale, store, jobs))
         write(tables, store)
         return 0
-    code, most = 0, args.jobs or at_once()
+    code = 0
     if not args.no_runs:
+        most = args.jobs or at_once()
         code = run(jobs, tables, store, most)
         if code != 130:
             options = "--jobs", str(most), *data.get("glue", ())

@@ -75,9 +75,10 @@ def comparisons(part: Part, parts: Sequence[Part]) -> list[Comparison]:
 
     The noise of unpaired differences is estimated by the runs of all tables with the frame and the data of this one.
     """
-    values = part.results.values if part.table.paired else pooled(part, parts)
     if part.scale == "published" and not part.table.judged:
-        values = {}  # the claims are about another metric than that of the runs
+        values: Values = {}  # the claims are about another metric than that of the runs
+    else:
+        values = part.results.values if part.table.paired else pooled(part, parts)
     return [
         each
         for kind, pairs in ((CLAIM, part.table.claims), (QUESTION, part.table.open))
@@ -246,8 +247,10 @@ def spread(metric: Metric, values: Sequence[float], count: bool = False) -> str:
         return "-"
     mean, half, places = statistics.mean(values), interval(values), metric.digits
     text = f"{mean:.{places}f}"
-    if metric.percent and not math.isinf(half) and not half <= mean <= 100 - half:
+    if math.isinf(half):
+        pass  # a single value
+    elif metric.percent and not half <= mean <= 100 - half:
         text += f" [{min(values):.{places}f}, {max(values):.{places}f}]"
-    elif not math.isinf(half):
+    else:
         text += f" ± {half:.{places}f}"
     return f"{text} ({len(values)})" if count else text

@@ -19,7 +19,7 @@ from lion.config import ConfigError, build, changed, nearest, parse_yaml, settin
 from lion.recipe import Recipe, free_keys
 from lion.tasks.metrics import Metric
 from tools.compose import metric_of, resolve
-from tools.glue.plan import TABLE_8
+from tools.glue.plan import table_names
 
 TABLES = Path(__file__).parent / "tables"
 SCALES = ("mini", "published")
@@ -189,7 +189,7 @@ def read_table(path: Path) -> Table:
             raise ConfigError(
                 f"{path}: rows.{name}: unknown column {unknown[0]!r}, {nearest(unknown[0], table.columns)}"
             )
-    known = sorted(recipe.stem for recipe in TABLE_8.glob("*.yaml"))
+    known = table_names()
     for recipes in (table.glue.recipes if table.glue else (), *(row.glue for row in table.rows.values())):
         if unknown := [name for name in recipes if name not in known]:
             raise ConfigError(f"{path}: glue: unknown recipe {unknown[0]!r}, {nearest(unknown[0], known)}")

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from lion.recipe import Recipe
 from tools.compose import metric_of, resolve
-from tools.listing import recipe_files
+from tools.listing import NO_ROW, recipe_files
 from tools.paper.tables import SCALES, cells, read_tables
 
 NUMBER = re.compile(r"\d|fail")  # beginning of an `about.expected` that is a result
-OWN = "- ("  # beginning of an `about.row` that is in no paper
 
 
 class Claims(NamedTuple):
@@ -53,7 +52,7 @@ def results() -> list[tuple[tuple[str, ...], str]]:
     return [
         (kind_of(recipe), recipe.about.expected.removesuffix(f" {metric_of(recipe).title}"))
         for recipe in recipes
-        if NUMBER.match(recipe.about.expected) and not recipe.about.row.startswith(OWN)
+        if NUMBER.match(recipe.about.expected) and not NO_ROW.match(recipe.about.row)
     ]
 
 
