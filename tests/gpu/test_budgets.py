@@ -98,6 +98,9 @@ def test_a_block_of_a_training_step_stays_within_its_budget():
     assert forward.calls <= depth * BLOCK[0]
     assert backward.calls <= depth * BLOCK[1]
     assert forward.moved + backward.moved <= depth * BLOCK[2] * 1e6
+    tokens, pairs, dim, heads = 4 * 197, 4 * 197**2, 384, 6
+    weights = 12 * dim**2 + dim * heads  # of the block's products, among them the gates'
+    assert forward.flops == depth * (2 * tokens * weights + 2 * 4 * pairs * dim)  # attention once per direction
 
 
 def elements(source: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.node import Node, map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
 from tools.gpu.cost import Cost
 from tools.gpu.graphs import Graph
@@ -58,14 +57,9 @@ def lower(graph: Graph, target: Target) -> Program:
         inputs = [
             torch.empty_strided(*x[:2], dtype=x[2], device=DEVICE) if isinstance(x, tuple) else x for x in graph.inputs
         ]
-    counter = FlopCounterMode(display=False)
-    with (
-        pretend(target),
-        config.patch(compile_threads=1),
-        nullcontext() if flex else counter,  # the counter does not support operators with subgraphs
-    ):
+    with pretend(target), config.patch(compile_threads=1):
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
-        flops = attention_flops(module) if flex else counter.get_total_flops()
+        flops = flops_of(module)
         with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
             if not flex:  # the passes reject flex_attention's moved subgraphs
                 _recursive_post_grad_passes(module, is_inference=graph.stage == "inference")
@@ -107,10 +101,18 @@ def bytes_of(node: BaseSchedulerNode) -> int:
     return sum(min(count, parts[name]) for name, count in found.items())
 
 
-def attention_flops(module: GraphModule) -> int:
-    """Return the FLOPs of the fused attention in a graph, with masked pairs counted (twice the FLOPs of a triangle)."""
-    nodes = [node for node in module.graph.nodes if FLEX in str(node.target)]
-    return sum(flop_registry[n.target](*map_aggregate(n.args, value_of)) for n in nodes)
+def flops_of(module: GraphModule) -> int:
+    """Return the FLOPs of a graph's products and attention, masked pairs counted (twice the FLOPs of a triangle)."""
+    return sum(map(node_flops, module.graph.nodes))
+
+
+def node_flops(node: Node) -> int:
+    """Return the FLOPs of an operator, 0 for one that is neither a product nor attention."""
+    count = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
+    if count is None:
+        return 0
+    args, kwargs = map_aggregate((node.args, node.kwargs), value_of)
+    return int(count(*args, **kwargs, out_val=value_of(node)))
 
 
 def value_of(x: Any) -> Any:
