@@ -49,6 +49,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
         choose_form(model, args.form)
     forms = forms_to_measure(args.form, args.chunk_size or CHUNK, forms_of(model))
     forms = list(dict.fromkeys((form, size if form == "full" else args.chunk_size or CHUNK) for form, size in forms))
+    reference = forms_to_measure("all", args.chunk_size or CHUNK, forms_of(model))[0]
     splits = build_data(recipe, loaded.folder)
     check_data(splits.info, loaded.task.info, loaded.folder)
     split = args.split or ("val" if splits.test is None else "test")
@@ -83,7 +84,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     rows: list[Row] = []
     try:
         for length in args.lengths:
-            rows += measure_length(loaded, text, length, forms, about, runtime)
+            rows += measure_length(loaded, text, length, forms, reference, about, runtime)
     finally:  # keep results measured before Ctrl-C
         if rows:
             print(f"{title(rows[0])}\n{table(*tabled(rows))}")
@@ -96,16 +97,19 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
 
 
 def measure_length(
-    loaded: LoadedRun, text: HeldOut, length: int, forms: list[Form], about: Row, runtime: Runtime
+    loaded: LoadedRun, text: HeldOut, length: int, forms: list[Form], reference: Form, about: Row, runtime: Runtime
 ) -> list[Row]:
-    """Measure all forms at one length; returns a row per form, without values if the model has too few positions."""
+    """Measure all forms at one length, and their deviation from the form `reference`.
+
+    Returns a row per form, without values if the model has too few positions.
+    """
     longest, metric, found = loaded.model.longest, loaded.task.metric, {}
     if longest is not None and length > longest:
         say(f"{length} tokens: more than the {longest} positions of this model")
     else:
         say(f"{length} tokens")
         batches = Windows(text, length, derive(loaded.recipe.seed, about["split"]))
-        wanted = list(dict.fromkeys([("full", None), *forms]))  # the deviation is measured from the full form
+        wanted = list(dict.fromkeys([reference, *forms]))
         found = measure(
             loaded.model, loaded.task, batches, len(batches), wanted, runtime, loaded.recipe.trainer.precision
         )

@@ -32,7 +32,8 @@ def evaluate_run(
 ) -> list[dict[str, Any]]:
     """Measure a run in one form, or in all forms of its mixer: metrics, speed, memory, deviation.
 
-    The deviation is measured from the full form, or from the chunk form if samples are longer than `LONG`.
+    The deviation is measured from the full form, or from the chunk form if samples are longer than `LONG`. The model is
+    left in the form that was measured last, on the device and in the group of processes of `runtime`.
 
     Args:
         loaded: The run (`lion.runs.open_run`); one model serves all forms.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from lion.layers.mixers import SoftmaxAttention, mixers_of
 from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
+from lion.ops.settings import number
 from lion.samples.seeds import derive, uniform
 
 MODES = {
@@ -36,11 +38,20 @@ class Sampling:
 
     Logits are divided by `temperature` (0: take the most likely token, without sampling). Then only the `top_k` most
     likely tokens remain, and of these the smallest set that holds `top_p` of the probability.
+
+    Raises:
+        ValueError: A temperature below 0, `top_k` below 1, or `top_p` outside 0 to 1.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        number("temperature", self.temperature, Real, 0)
+        number("top_p", self.top_p, Real, 0, 1)
+        if self.top_k is not None:
+            number("top_k", self.top_k, Integral, 1)
 
     def choose(self, logits: Tensor, chance: Tensor) -> Tensor:
         """Choose a token (B,) for each row of logits (B, vocabulary), from uniform draws `chance` (B,) in [0, 1)."""
@@ -157,8 +168,10 @@ def generate(
         seed: Seed of the draws.
 
     Raises:
-        ValueError: An empty prompt, a mode that the model does not have, or too few position embeddings.
+        ValueError: An empty prompt, a mode that the model does not have, a negative `count`, or too few position
+            embeddings.
     """
+    number("count", count, Integral, 0)
     continuation = Continuation.of(model, mode or streaming_mode(model), prompts)
     for _ in continuation.generate(count, sampling, seed):
         pass

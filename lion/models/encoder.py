@@ -15,6 +15,7 @@ from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import MLPS, NO_MLP
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import MIXERS, AttentionConfig, mixers_of, resolve_mixer
+from lion.layers.mixers.registry import entry_of
 from lion.layers.norms import NORMS, NoNorm, check_causal
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.tpe import TPE
@@ -80,12 +81,12 @@ class EncoderConfig(ModelConfig):
         """Return a copy with every None replaced by its convention: the settings of the model that is built.
 
         Raises:
-            ValueError: Settings that cannot be combined.
+            ValueError: An unknown mixer, or settings that cannot be combined.
         """
         c = fill(self, self.released.get(self.mixer, {})) if self.preset == "released" else copy.copy(self)
         if BLOCKS[c.block].conditional and not self.conditions:
             raise ValueError(f"block: {c.block!r} is conditioned on a class and a time, which only model 'dit' has")
-        info = MIXERS[c.mixer].layer.info(c.mixer)
+        info = entry_of(c.mixer).layer.info(c.mixer)
         c = fill(c, {"tpe": info.tpe, "attention": {"rotation": info.rotation}})
         try:
             c.attention = resolve_mixer(c.mixer, c.attention)

@@ -84,7 +84,7 @@ def chunk_gated_delta_rule(
     length = tokens[0].shape[1]
     if cu_seqlens is not None and may_wait(q.device) and cu_seqlens[-1] != length:
         raise ValueError(f"cu_seqlens: the last document ends at {int(cu_seqlens[-1])}, the row at {length}")
-    run = compiled() if compile and not torch.compiler.is_compiling() and can_compile("inductor") else computed
+    run = compiled() if compile and not torch.compiler.is_compiling() else computed
     keep = initial_state is not None or output_final_state
     lengths = None if cu_seqlens is None else cu_seqlens.diff()
     segments = valid = None
@@ -117,7 +117,8 @@ def rows_of(x: Tensor, valid: Tensor) -> Tensor:
 
 @functools.cache
 def compiled() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    return torch.compile(computed)  # lengths that change become symbolic
+    """Return `computed`, compiled if there is a compiler, else with a warning."""
+    return torch.compile(computed) if can_compile("inductor") else computed  # lengths that change become symbolic
 
 
 def computed(

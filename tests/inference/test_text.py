@@ -104,6 +104,25 @@ def test_what_remains_to_draw_from():
     assert Sampling(top_k=3).choose(logits.expand(2, -1), edge).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"temperature": -1.0}, "temperature: expected at least 0, got -1.0"),
+        ({"top_p": 1.5}, "top_p: expected 0 to 1, got 1.5"),
+        ({"top_k": 0}, "top_k: expected at least 1, got 0"),
+        ({"top_k": 2.5}, "top_k: expected a whole number, got 2.5"),
+    ],
+)
+def test_settings_of_sampling_that_make_no_sense(settings, line):
+    with pytest.raises(ValueError, match=line):
+        Sampling(**settings)
+
+
+def test_a_negative_number_of_tokens():
+    with pytest.raises(ValueError, match="count: expected at least 0, got -1"):
+        generated(gpt("lion_s"), "rnn", count=-1)
+
+
 def test_the_likeliest_are_found_without_a_sort_of_all(monkeypatch):
     logits, chance = torch.randn(50, 200), torch.rand(50)
     whole, few = (Sampling(top_k=k, top_p=0.8).choose(logits, chance) for k in (200, 5))

@@ -9,6 +9,7 @@ from lion.layers.mixers import (
     LINEAR,
     SOFTMAX,
     AttentionConfig,
+    HydraAttention,
     LionAttention,
     SoftmaxAttention,
     make_mixer,
@@ -17,6 +18,7 @@ from lion.layers.mixers import (
 from lion.layers.mixers.base import forms_of, set_form
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.fox import FOX
+from lion.layers.mixers.hippo import HippoConfig
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.ops import Gates
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
@@ -248,7 +250,7 @@ def test_softmax_has_one_form():
     set_form(layer, "full")
     with pytest.raises(ValueError, match="SoftmaxAttention has only full, got 'rnn'"):
         set_form(layer, "rnn")
-    with pytest.raises(ValueError, match="expected one of auto, full, chunk, rnn, got 'chunks'"):
+    with pytest.raises(ValueError, match="expected one of auto, full, chunk, rnn, got 'chunks', did you mean 'chunk'"):
         set_form(layer, "chunks")
 
 
@@ -271,9 +273,9 @@ def test_help_names_every_mixer_and_setting():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match='is_causal: unknown setting of a layer, direction="forward"'):
+    with pytest.raises(ValueError, match=r'is_causal: unknown setting of mixer .lion_s., direction="forward"'):
         LionAttention(16, 2, "lion_s", is_causal=True)
-    with pytest.raises(ValueError, match="chunk: unknown setting of a layer, did you mean 'chunk_size'"):
+    with pytest.raises(ValueError, match="chunk: unknown setting of mixer 'lion_s', did you mean 'chunk_size'"):
         LionAttention(16, 2, "lion_s", chunk=4)
     with pytest.raises(ValueError, match="mixer: expected one of lion_lit"):
         LionAttention(12, 3, "lion_x")
@@ -424,6 +426,30 @@ def test_unknown_mixers_are_named():
         LionAttention(64, 2, "lightnt")
     with pytest.raises(ValueError, match="got 'softmax', a class of its own"):
         LionAttention(64, 2, "softmax")
+    for make in (make_mixer, resolve_mixer, SoftmaxAttention, HydraAttention):
+        settings = ("sofmax", AttentionConfig()) if make is resolve_mixer else (12, 3, "sofmax", AttentionConfig())
+        if make is make_mixer:
+            settings = ("sofmax", 12, 3, AttentionConfig())
+        with pytest.raises(ValueError, match=r"mixer: unknown mixer 'sofmax', did you mean 'softmax'\?"):
+            make(*settings)
+    with pytest.raises(ValueError, match="unknown mixer 'sofmax'"):
+        EncoderConfig(mixer="sofmax", dim=12, num_heads=3, depth=1)
+
+
+def test_settings_of_another_mixer_are_not_dropped():
+    with pytest.raises(ValueError, match="spectrum: unknown setting of mixer 'lion_s', valid: "):
+        make_mixer("lion_s", 12, 3, HippoConfig(spectrum="s4d_real"))
+    with pytest.raises(ValueError, match="spectrum: unknown setting of mixer 'softmax'"):
+        resolve_mixer("softmax", HippoConfig(spectrum="s4d_real"))
+    with pytest.raises(ValueError, match="chunksize: unknown setting of mixer 'hydra', did you mean 'chunk_size'"):
+        HydraAttention(12, 3, "hydra", None, chunksize=4)
+    assert make_mixer("lion_s", 12, 3, HippoConfig(chunk_size=7)).chunk_size == 7
+
+
+@pytest.mark.parametrize("scans", [["row_major"], "row_major"])
+def test_scans_are_a_tuple(scans):
+    with pytest.raises(ValueError, match="scans: expected a tuple of names, got "):
+        LionAttention(12, 3, scans=scans)
 
 
 @pytest.mark.parametrize("mixer", ["lion_s", "softmax"])

@@ -121,6 +121,15 @@ def test_accuracy_of_a_masked_model(runs, tmp_path):
         assert row["value"] == pytest.approx(right / asked) and asked > 10
 
 
+def test_the_deviation_is_from_the_first_form_of_a_mixer_without_the_full_form(tmp_path, monkeypatch):
+    monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
+    run = trained(tmp_path, "causal_lm", "vim")
+    assert here("eval", run, "--lengths", "16,32", "--chunk-size", "8", "--out", tmp_path) == 0
+    rows = rows_of(tmp_path)
+    assert [(row["length"], row["form"]) for row in rows] == [(n, form) for n in (16, 32) for form in ("chunk", "rnn")]
+    assert all(row["deviation"] <= (0 if row["form"] == "chunk" else 1e-4) for row in rows)
+
+
 def test_lengths_are_of_text(tmp_path, capsys):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0

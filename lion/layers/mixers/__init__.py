@@ -27,7 +27,7 @@ from lion.layers.mixers.lightnet import LightNetAttention
 from lion.layers.mixers.linear import LionAttention, linear_mixers
 from lion.layers.mixers.linear_transformers import RWKV6Attention
 from lion.layers.mixers.performer import PerformerAttention
-from lion.layers.mixers.registry import MIXERS
+from lion.layers.mixers.registry import MIXERS, entry_of, own_settings
 from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
 from lion.layers.mixers.vim import VIM, VimMixer
 from lion.layers.mixers.xlstm import MLSTMAttention
@@ -83,11 +83,15 @@ def resolve_mixer(name: str, config: AttentionConfig) -> AttentionConfig:
     """Return `config` with every None replaced by the convention of the mixer `name`.
 
     Raises:
-        ValueError: An invalid value, or two values that cannot be combined.
+        ValueError: An unknown mixer, an invalid value, or two values that cannot be combined.
     """
-    return MIXERS[name].layer.resolve(name, config)
+    return entry_of(name).layer.resolve(name, own_settings(name, config))
 
 
 def make_mixer(name: str, dim: int, num_heads: int, config: AttentionConfig) -> Mixer:
-    """Return a new layer of the mixer `name` (`model.mixer` of a recipe); `config` may still contain None."""
-    return MIXERS[name].layer(dim, num_heads, name, config)
+    """Return a new layer of the mixer `name` (`model.mixer` of a recipe); `config` may still contain None.
+
+    Raises:
+        ValueError: An unknown mixer, an invalid value, or values that cannot be combined.
+    """
+    return entry_of(name).layer(dim, num_heads, name, config)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
 from lion.ops import FORMS
-from lion.ops.settings import check_chunk_size
+from lion.ops.settings import check_chunk_size, choice
 
 
 class MixerInfo(NamedTuple):
@@ -152,9 +152,7 @@ def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None
     Raises:
         ValueError: An unknown form, a form that a mixer does not have, or a chunk size below 1.
     """
-    known = ("auto", *FORMS)
-    if form not in known:
-        raise ValueError(f"form: expected one of {', '.join(known)}, got {form!r}")
+    choice("form", form, ("auto", *FORMS))
     mixers = mixers_of(model)
     for mixer in mixers:  # check all mixers before changing one
         mixer.check_form(form)

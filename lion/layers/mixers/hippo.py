@@ -15,7 +15,7 @@ from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.lion import LION
-from lion.layers.mixers.registry import MIXERS, Entry, own_settings
+from lion.layers.mixers.registry import MIXERS, Entry
 from lion.layers.mixers.spectra import RANDOM, ROTATING, SPECTRA
 from lion.ops import Gates, rotary_angles
 
@@ -180,7 +180,7 @@ class HippoAttention(LionAttention):
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> HippoConfig:
-        c = fill(own_settings(name, config), {"decay_shape": "vector"})
+        c = fill(config, {"decay_shape": "vector"})
         c = fill(c, {"spectrum": USUAL_SPECTRUM[c.decay_shape]})
         if c.spectrum in ROTATING and c.decay_shape == "scalar":
             raise ValueError(

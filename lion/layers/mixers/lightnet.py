@@ -21,7 +21,7 @@ from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
-from lion.layers.mixers.registry import Entry, own_settings
+from lion.layers.mixers.registry import Entry
 from lion.ops import Gates, log_sum_outside, logcumsumexp, one_scan_attention, split_one_scan_attention
 
 
@@ -112,7 +112,6 @@ class LightNetAttention(LionAttention):
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> LightNetConfig:
-        config = own_settings(name, config)
         if config.direction == "both" and not config.share:
             raise ValueError(
                 "share: direction 'both' has no decay, so share=false needs direction 'forward' or 'backward'"

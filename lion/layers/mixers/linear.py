@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,6 @@ from lion.ops import (
     step,
 )
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
-from lion.ops.settings import hint
 
 
 @dataclass(frozen=True)
@@ -145,11 +144,7 @@ class LionAttention(Attention):
         if mixer not in linear:
             other = "a class of its own, see lion.layers.mixers" if mixer in MIXERS else nearest(mixer, linear, "")
             raise ValueError(f"mixer: expected one of {', '.join(linear)}, got {mixer!r}{other and f', {other}'}")
-        config, names = config or self.Config(), [field.name for field in fields(self.Config)]
-        for name in settings:
-            if name not in names:
-                raise ValueError(f"{name}: unknown setting of a layer, {hint(name, names)}")
-        super().__init__(dim, num_heads, self.resolve(mixer, replace(config, **settings)))
+        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings)))
         self.mixer = linear[mixer]
         self.decays = nn.ModuleList(self.make_decays(dim))
         for decay in self.decays:
@@ -164,7 +159,6 @@ class LionAttention(Attention):
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
-        config = own_settings(name, config)
         check_settings(config)
         check_scan_names(config)
         entry, several = MIXERS[name].fields, config.scans != ROW_MAJOR

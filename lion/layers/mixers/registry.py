@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lion.config import nearest
+from lion.ops.settings import hint
 
 if TYPE_CHECKING:
     from lion.layers.mixers.base import Mixer
@@ -18,7 +24,36 @@ class Entry(NamedTuple):
 MIXERS: dict[str, Entry] = {}
 
 
-def own_settings(name: str, config: Any) -> Any:
-    """Return the settings as an object of the mixer's own class, which may have more of them."""
-    kind = MIXERS[name].layer.Config
-    return config if isinstance(config, kind) else kind(**vars(config))
+def entry_of(name: str) -> Entry:
+    """Return the entry of a mixer.
+
+    Raises:
+        ValueError: An unknown mixer.
+    """
+    if name not in MIXERS:
+        raise ValueError(f"mixer: unknown mixer {name!r}, {nearest(name, MIXERS)}")
+    return MIXERS[name]
+
+
+def own_settings(name: str, config: Any = None, settings: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return a config of the class of a mixer, which may have settings of its own.
+
+    Args:
+        name: The mixer.
+        config: A config of this or another class; by default that without settings.
+        settings: Values by name, in place of those of `config`.
+
+    Raises:
+        ValueError: An unknown mixer, or a setting that it does not have.
+    """
+    kind = entry_of(name).layer.Config
+    names = [field.name for field in fields(kind)]
+    given = dict(settings)
+    for field in () if config is None else fields(config):
+        value = getattr(config, field.name)
+        if field.name in names or value != field.default:
+            given.setdefault(field.name, value)
+    for key in given:
+        if key not in names:
+            raise ValueError(f"{key}: unknown setting of mixer {name!r}, {hint(key, names)}")
+    return replace(config, **settings) if isinstance(config, kind) else kind(**given)

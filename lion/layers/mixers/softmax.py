@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names, streams
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.parts import with_block
-from lion.layers.mixers.registry import MIXERS, Entry
+from lion.layers.mixers.registry import Entry, entry_of, own_settings
 from lion.layers.norms import over_tokens
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
@@ -87,7 +86,7 @@ class SoftmaxAttention(Attention):
     def __init__(
         self, dim: int, num_heads: int, mixer: str = SOFTMAX, config: AttentionConfig | None = None, **settings
     ) -> None:
-        super().__init__(dim, num_heads, self.resolve(mixer, replace(config or AttentionConfig(), **settings)))
+        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings)))
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
@@ -95,7 +94,7 @@ class SoftmaxAttention(Attention):
         check_scan_names(config)
         if config.form not in ("auto", "full"):
             raise ValueError(f"form {config.form!r} is not available with mixer {name!r}, which has only 'full'")
-        config = with_block(fill(config, {"rotation": NO_ROTATION}), {}, MIXERS[name].layer.published)
+        config = with_block(fill(config, {"rotation": NO_ROTATION}), {}, entry_of(name).layer.published)
         for setting in ("normalize", "decay_convention", "decay_temperature"):
             if getattr(config, setting) is not None:
                 raise ValueError(f"{setting} belongs to linear mixers, {name!r} has none")
@@ -182,7 +181,7 @@ class NoMixing(Attention):
     def __init__(
         self, dim: int, num_heads: int, mixer: str = NONE, config: AttentionConfig | None = None, **settings
     ) -> None:
-        super().__init__(dim, num_heads, self.resolve(mixer, replace(config or AttentionConfig(), **settings)))
+        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings)))
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from lion.config import check_settings, fill, setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import ALTERNATING, AttentionConfig
 from lion.layers.mixers.base import Mixer
-from lion.layers.mixers.registry import MIXERS, own_settings
+from lion.layers.mixers.registry import entry_of, own_settings
 from lion.layers.norms import NO_NORM
 from lion.layers.rotations import NO_ROTATION
 
@@ -57,15 +57,14 @@ class StateSpaceMixer(Mixer):
         super().__init__()
         if num_heads < 1 or dim < 1 or dim % num_heads:
             raise ValueError(f"dim: expected a multiple of num_heads={num_heads}, got {dim}")
-        self.config = c = self.resolve(mixer, replace(config or self.Config(), **settings))
+        self.config = c = self.resolve(mixer, own_settings(mixer, config, settings))
         if c.direction == ALTERNATING:
             raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
         self.set_form(c.form)
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> StateSpaceConfig:
-        layer = MIXERS[name].layer
-        config = own_settings(name, config)
+        layer = entry_of(name).layer
         check_settings(config)
         for field in fields(config):
             value = getattr(config, field.name)
