@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lion.tasks.metrics import Metric
@@ -63,12 +63,17 @@ def compare(
     return found
 
 
-def verdicts(found: Sequence[Comparison]) -> list[str]:
-    """Return the verdict on each comparison, after Holm's correction for all of them, also those without runs."""
-    corrected = holm([each.found.p if each.found else 1.0 for each in found])
+def verdicts(found: Sequence[Comparison], marks: Iterable[Hashable] | None = None) -> list[str]:
+    """Return the verdict on each comparison, after Holm's correction for all of them, also those without runs.
+
+    Comparisons with equal `marks` are of the same runs, and count once.
+    """
+    marks = list(range(len(found)) if marks is None else marks)
+    once = dict(zip(marks, found))
+    corrected = dict(zip(once, holm([each.found.p if each.found else 1.0 for each in once.values()])))
     return [
-        NOT_RUN if each.missing else UNDECIDED if p >= LEVEL else VERDICTS[each.kind][each.found.mean < 0]
-        for each, p in zip(found, corrected)
+        NOT_RUN if each.missing else UNDECIDED if corrected[mark] >= LEVEL else VERDICTS[each.kind][each.found.mean < 0]
+        for each, mark in zip(found, marks)
     ]
 
 
@@ -85,7 +90,7 @@ def row_of(each: Comparison, verdict: str) -> list[str]:
     if found is None:
         return [name, "-", "-", verdict, "-", "-"]
     p = f"{found.p:.3f}" if found.p >= 0.001 else f"{found.p:.0e}"
-    row = [name, f"{found.mean:+.2f} ± {found.half:.2f}", p, verdict]
+    row = [name, f"{round(found.mean, 2) + 0.0:+.2f} ± {found.half:.2f}", p, verdict]  # + 0.0: never -0.00
     if verdict != UNDECIDED:
         return [*row, "-", "-"]
     seeds = "-" if found.seeds is None else f"> {MOST}" if found.seeds > MOST else str(found.seeds)

@@ -12,13 +12,13 @@ from scipy import stats
 
 from lion.config import ConfigError, build, changed
 from tests.helpers import ROOT, TINY, glue_folder, here, refuse
-from tools import paper
+from tools import claims, paper
 from tools import statistics as ours
 from tools.compose import metric_of, resolve
 from tools.finished import load
 from tools.paper import drawings, figures, measured, page, tables
 from tools.paper.finetune import missing
-from tools.paper.results import hash_of, open_store, results_of
+from tools.paper.results import hash_of, lengths_of, open_store, results_of
 from tools.paper.tables import SCALES, Table, cells, read_tables
 
 TABLES = read_tables()
@@ -192,27 +192,60 @@ def test_verdicts(tmp_path, a, b, kind, verdict):
     assert row.split(" | ")[1] == (f"{100 * statistics.mean(b):.2f}{half} ({len(b)})" if b else "not run")
 
 
+CLOSE = {"a": dict(enumerate([0.60, 0.64, 0.66])), "b": dict(enumerate([0.58, 0.60, 0.63]))}
+
+
+def rows_with(others):
+    """Return rows a and b, and further rows whose settings all differ."""
+    more = {str(i): tables.Row(set={"optim.lr": 1e-3 * (2 + i)}) for i in range(others)}
+    return {"a": tables.Row(), "b": tables.Row(set={"model.mixer": "lion_d"}), **more}
+
+
+def verdict_of(tmp_path, values, *made):
+    text = page.markdown({f"t{i}": each for i, each in enumerate(made)}, filled(tmp_path, made[0], values), {})
+    return next(line for line in text.splitlines() if line.startswith("| a > b |")).split(" | ")[3]
+
+
 def test_all_claims_are_corrected_together(tmp_path):
     """Add claims until one that was decided alone is not decided any more."""
-    rows = {"a": tables.Row(), "b": tables.Row(set={"model.mixer": "lion_d"})}
-    values = {"a": dict(enumerate([0.60, 0.64, 0.66])), "b": dict(enumerate([0.58, 0.60, 0.63]))}
     verdict = {}
     for others in (0, 9):
-        made = table(rows=rows, paired=True, claims=[["a", "b"]] * (1 + others))
-        text = page.markdown({"t": made}, filled(tmp_path, made, values), {})
-        verdict[others] = next(line for line in text.splitlines() if line.startswith("| a > b |")).split(" | ")[3]
+        rows = rows_with(others)
+        values = CLOSE | {name: CLOSE["b"] for name in rows if name not in "ab"}
+        made = table(rows=rows, paired=True, claims=[["a", name] for name in rows if name != "a"])
+        verdict[others] = verdict_of(tmp_path, values, made)
     assert verdict == {0: "confirmed", 9: "undecided"}
 
 
 def test_claims_without_runs_count_in_the_correction(tmp_path):
-    rows = {name: tables.Row(set={"model.mixer": mixer}) for name, mixer in zip("abc", ("lion_s", "lion_d", "gla"))}
-    values = {"a": dict(enumerate([0.60, 0.64, 0.66])), "b": dict(enumerate([0.58, 0.60, 0.63]))}
     verdict = {}
     for others in (0, 9):
-        made = table(rows=rows, paired=True, claims=[["a", "b"], *[["a", "c"]] * others])
-        text = page.markdown({"t": made}, filled(tmp_path, made, values), {})
-        verdict[others] = next(line for line in text.splitlines() if line.startswith("| a > b |")).split(" | ")[3]
+        rows = rows_with(others)
+        made = table(rows=rows, paired=True, claims=[["a", name] for name in rows if name != "a"])
+        verdict[others] = verdict_of(tmp_path, CLOSE, made)
     assert verdict == {0: "confirmed", 9: "undecided"}
+
+
+def test_a_comparison_of_several_tables_counts_once_in_the_correction(tmp_path):
+    rows = {"first": tables.Row(), "second": tables.Row(set={"model.mixer": "lion_d"})}
+    same = [table(rows=rows, paired=True, open=[["first", "second"]], title=f"T{i}") for i in range(9)]
+    made = table(paired=True, claims=[["a", "b"]])
+    assert verdict_of(tmp_path, CLOSE, made, *same) == "confirmed"
+    text = page.markdown({"t": made, "u": same[0]}, filled(tmp_path, made, CLOSE), {})
+    assert next(line for line in text.splitlines() if "first > second" in line).split(" | ")[3] == "yes"
+
+
+def test_a_difference_of_nothing_has_no_sign():
+    found = ours.paired({"a": {0: 0.0, 1: 0.0}, "b": {0: 1e-9, 1: 2e-9}}, "a", "b")
+    compared = claims.Comparison("claim", ("a", "b"), found, False, "points")
+    assert found.mean < 0 and claims.row_of(compared, "undecided")[1] == "+0.00 ± 0.00"
+
+
+def test_a_shared_run_is_evaluated_at_the_lengths_of_all_its_tables():
+    short = table(rows={"b": tables.Row(set={"model.mixer": "lion_d"})}, lengths=[64, 32])
+    every = {"t": table(), "u": short, "v": table(rows={"c": tables.Row(set={"model.mixer": "gla"})}, lengths=[99])}
+    a, b = cells("t", every["t"], "mini")[:2]
+    assert lengths_of(a, every) == [] and lengths_of(b, every) == [32, 64]
 
 
 def test_tables_of_one_frame_and_data_share_their_noise(tmp_path):

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from data import dataset
 from lion.config import ConfigError
 from lion.runs import build_on_meta
@@ -123,7 +125,7 @@ def run(jobs: Sequence[PaperJob], tables: Mapping[str, Table], store: Store, mos
     """Train all missing runs, and write the page with the result of each when it ends; returns the exit code."""
 
     def keep(job: PaperJob) -> str:
-        found = collect(store, job.cell, tables[job.cell.table])
+        found = collect(store, job.cell, tables)
         write(tables, store)
         return found.metric.text(found.val if found.test is None else found.test)
 
@@ -173,26 +175,23 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
             rows.append([*row, "-", "-", "-"])
             continue
         if new:
-            store.add({"table": name, "scale": scale, "seconds": each}, "estimates")
+            store.add({"table": name, "scale": scale, "seconds": each, "threads": torch.get_num_threads()}, "estimates")
         if table.glue and own:
             notes.append(f"{name}: without GLUE, which `./run.sh glue RUN --recipe NAME --dry-run` estimates")
         sizes = {key: weights(job) for key, job in {job.cell.key: job for job in own}.items()}
         disk = sum(sizes[job.cell.key] for job in own)
         left = sum(times.get(job.cell.key, each) for job in own)
         space, total = space + disk, total + left
-        rows.append([*row, duration_text(left / len(own)) if own else "-", duration_text(left), gigabytes(disk)])
+        rows.append([*row, *((duration_text(left / len(own)), duration_text(left), gigabytes(disk)) if own else "---")])
     header = ["table", "runs", "left, own", "a run", "all that are left", "weights"]
     without = f", without the {left_out} tables whose data are missing" if left_out else ""
     free = shutil.disk_usage(next(p for p in (RUNS.absolute(), *RUNS.absolute().parents) if p.is_dir())).free
-    return "\n".join(
-        [
-            columns(header, rows),
-            *notes,
-            f"about {duration_text(total)} one after the other{without}; by finished runs of a row, else by a step of "
-            "the table's first new row, timed now (eager, without evaluation)",
-            f"{gigabytes(space)} of weights, {gigabytes(free)} free; a run that is being trained has checkpoints, too",
-        ]
+    costs = (
+        f"about {duration_text(total)} one after the other{without}; by finished runs of a row, else by a step of the "
+        "table's first new row, timed now (eager, without evaluation)",
+        f"{gigabytes(space)} of weights, {gigabytes(free)} free; a run that is being trained has checkpoints, too",
     )
+    return "\n".join([columns(header, rows), *notes, *(costs if total else [f"nothing is left to run{without}"])])
 
 
 def seconds_before(job: PaperJob, store: Store) -> float | None:

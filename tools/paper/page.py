@@ -33,7 +33,8 @@ data) in place of one table. One noise for all rows does not fit tasks that some
 (recall, selective copying): there, the intervals of rows without noise are too wide.
 
 Runs at scale `mini` are small, on the data named above each table: they test the order of rows, not the values.
-A row is bound to its runs by a hash of all settings that are not default, and of the data.
+A row is bound to its runs by a hash of all settings that are not default. Where the runs of a table have several data
+sets, those on the most frequent one count.
 `./run.sh paper --table NAME` makes the runs of a table that are missing, and writes this page."""
 
 
@@ -56,6 +57,11 @@ class Part(NamedTuple):
         """Return the scale, recipe, budget, data and metric; the noise of runs with the same frame is alike."""
         first = self.cells[0].recipe
         return self.scale, self.table.mini and self.table.mini.recipe, first.trainer, first.data, self.metric.name
+
+    def runs_of(self, each: Comparison) -> tuple[Any, ...]:
+        """Return the same value for comparisons of the same runs, also from different tables."""
+        keys = {cell.row: cell.key for cell in self.cells}
+        return self.metric.name, self.table.paired, *(keys.get(row, (self.name, row)) for row in each.pair)
 
 
 def parts_of(tables: Mapping[str, Table], store: Store) -> list[Part]:
@@ -103,8 +109,9 @@ def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, st
     parts = parts_of(tables, store)
     compared = {id(part): comparisons(part, parts) for part in parts}
     every = [each for part in parts for each in compared[id(part)]]
-    counted = [each for part in parts if part.scale == "mini" or part.has_runs for each in compared[id(part)]]
-    judged = {**dict.fromkeys(map(id, every), NOT_RUN), **dict(zip(map(id, counted), verdicts(counted)))}
+    counted = [(part, each) for part in parts if part.scale == "mini" or part.has_runs for each in compared[id(part)]]
+    found = verdicts([each for _, each in counted], [part.runs_of(each) for part, each in counted])
+    judged = {**dict.fromkeys(map(id, every), NOT_RUN), **{id(each): word for (_, each), word in zip(counted, found)}}
     text = ["# The papers' tables, run again", "Written by `./run.sh paper`; raw results of every run: `paper.json`."]
     text += [LEGEND, summary(parts, compared, judged, store)]
     for part in parts:
@@ -145,8 +152,8 @@ def summary(
 
 
 def hours(row: Row) -> float:
-    """Return the core hours of a run, also those of interruptions."""
-    return row["seconds"] * (row["threads"] or 1) / 3600
+    """Return the core hours of a run or of an estimate; interruptions count."""
+    return row["seconds"] * (row.get("threads") or 1) / 3600
 
 
 def left(part: Part, store: Store) -> str:
@@ -156,7 +163,7 @@ def left(part: Part, store: Store) -> str:
     missing = len(part.cells) - len(runs)
     if not missing:
         return "0"
-    each = statistics.median(runs) if runs else estimated["seconds"] / 3600 if estimated else None
+    each = statistics.median(runs) if runs else hours(estimated) if estimated else None
     return "-" if each is None else digits(missing * each)
 
 
@@ -173,7 +180,7 @@ def section(part: Part, compared: Sequence[Comparison], judged: Mapping[int, str
     text = [f"## {table.title} ({part.scale})", table.text.strip()]
     text.append(facts(part))
     shapes = shapes_of(results) if table.more or table.lengths else []
-    header = ["row", *table.columns, f"{results.split} {metric.heading}", *shapes, "parameters", "minutes"]
+    header = ["row", *table.columns, f"{results.split} {metric.heading}".strip(), *shapes, "parameters", "minutes"]
     text.append(pipes(header, [row_of(part, name, shapes) for name in table.rows], text=TEXT))
     for kind in VERDICTS:
         header, rows = table_of(kind, [(each, judged[id(each)]) for each in compared])
@@ -198,7 +205,8 @@ def facts(part: Part) -> str:
     """Return what the runs of a table share, as a Markdown list."""
     results, lines = part.results, []
     if part.scale == "mini" and part.table.mini.note:
-        lines.append(f"- Differences from the paper: {part.table.mini.note}")
+        head = "Differences from the paper" if part.table.columns else "Setup, of no table in the papers"
+        lines.append(f"- {head}: {part.table.mini.note}")
     rows = [row for own in results.runs.values() for row in own.values()]
     name, other = part.cells[0].recipe.data.name, replaced(part)
     if results.data:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from lion.runs import SUMMARY, open_run
 from lion.tasks.metrics import Metric
 from tools import distance, evaluate
 from tools.finished import Run, load
-from tools.paper.tables import Cell, Distance, Table, settings_of, short_hash
+from tools.paper.tables import Cell, Distance, Table, cells, settings_of, short_hash
 from tools.store import Row, Store
 
 TOKENS = 40_000  # of held-out text, in windows of each length
@@ -26,7 +26,7 @@ class Results(NamedTuple):
 
     Attributes:
         values: By row and seed, on `split`.
-        split: `test` if all runs were tested, else `val`.
+        split: `test` if all runs were tested, else `val`; empty without runs.
         data: Fingerprint of the data of these runs.
         left_out: Number of runs on other data.
         runs: The raw rows, by row and seed.
@@ -84,15 +84,14 @@ def seconds(folder: Path) -> float:
     return round((folder / SUMMARY).stat().st_mtime - (folder / "recipe.yaml").stat().st_mtime, 1)
 
 
-def results_of(table: Table, cells: Iterable[Cell], store: Store) -> Results:
+def results_of(table: Table, places: Sequence[Cell], store: Store) -> Results:
     """Select the raw rows of a table's cells. If they have several data sets, the one with the most runs counts."""
-    cells = list(cells)
-    found = [(cell, row) for cell in cells if (row := store.rows.get((cell.key, cell.seed)))]
+    found = [(cell, row) for cell in places if (row := store.rows.get((cell.key, cell.seed)))]
     marks = [row["data"] for _, row in found]
     data = max(marks, key=marks.count, default=None)
     chosen = [(cell, row) for cell, row in found if row["data"] == data]
-    split = "test" if all(row["test"] is not None for _, row in chosen) else "val"
-    metric = table.metric(cells) if cells else None
+    split = ("test" if all(row["test"] is not None for _, row in chosen) else "val") if chosen else ""
+    metric = table.metric(places) if places else None
     runs: dict[str, dict[int, Row]] = {name: {} for name in table.rows}
     for cell, row in chosen:
         runs[cell.row][cell.seed] = row
@@ -103,15 +102,26 @@ def results_of(table: Table, cells: Iterable[Cell], store: Store) -> Results:
     return Results(values, split, data, len(found) - len(chosen), runs)
 
 
-def collect(store: Store, cell: Cell, table: Table) -> Run:
-    """Add the raw row of a finished run to the store, with what its table measures beside the metric of the task."""
-    run = load(str(cell.run))
-    if table.lengths:
-        run = run._replace(more=run.more | by_length(run, table.lengths))
+def collect(store: Store, cell: Cell, tables: Mapping[str, Table]) -> Run:
+    """Add the raw row of a finished run to the store, with what its tables measure beside the metric of the task."""
+    run, table = load(str(cell.run)), tables[cell.table]
+    if lengths := lengths_of(cell, tables):
+        run = run._replace(more=run.more | by_length(run, lengths))
     if table.distance and cell.row in table.rows:
         run = run._replace(beside=[*run.beside, distance_of(run, cell.after.run, table.distance)])
     store.add(raw_row(cell.key, cell.seed, run))
     return run
+
+
+def lengths_of(cell: Cell, tables: Mapping[str, Table]) -> list[int]:
+    """Return the lengths at which a run is evaluated: those of all tables that share it."""
+    found = {
+        length
+        for name, table in tables.items()
+        if table.lengths and any(each.key == cell.key for each in cells(name, table, cell.scale))
+        for length in table.lengths
+    }
+    return sorted(found)
 
 
 def by_length(run: Run, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
