@@ -6,12 +6,14 @@ import functools
 import logging
 import os
 import socket
+import sys
 import urllib.request
+from types import ModuleType
 from urllib.parse import urlsplit
 
 
 def configure_hub() -> None:
-    """Configure the Hub libraries; call this before they are imported.
+    """Configure the Hub libraries.
 
     Their warnings are silenced, because the errors here say more. If the host name of the Hub cannot be resolved, the
     libraries use only their cache; otherwise they would retry for half a minute.
@@ -24,6 +26,17 @@ def configure_hub() -> None:
         logging.getLogger(name).setLevel(level.upper())  # in case the library is already imported
     if hub_unreachable():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        for name in ("huggingface_hub.constants", "datasets.config"):  # in case the library is already imported
+            if module := sys.modules.get(name):
+                module.HF_HUB_OFFLINE = True
+
+
+def import_datasets() -> ModuleType:
+    """Import the `datasets` library, with the Hub configured; this takes a second."""
+    configure_hub()
+    import datasets
+
+    return datasets
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Turn a sharded checkpoint (trainer.parallel=fsdp) into one file, in place.
 
-python -m tools.consolidate RUN
+./run.sh consolidate RUN
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Evaluate a run as full attention, in chunks and as an RNN: metric, speed, memory, deviation.
 
-    python -m tools.evaluate RUN [data.root=PATH] [--form full|chunk|rnn|all] [--chunk-size N] [--lengths 256,512,..]
+    ./run.sh eval RUN [data.root=PATH] [--form full|chunk|rnn|all] [--chunk-size N] [--lengths 256,512,..]
         [--choices FILE.jsonl] [--processes N]
 
 Blocks are compiled as in training, if the recipe asks for it and there is a compiler; compilation is not timed. Memory

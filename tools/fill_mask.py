@@ -48,7 +48,7 @@ def answer(loaded: LoadedRun, tokenizer: Tokenizer, text: str, top: int) -> list
     if not rest:
         raise ConfigError(f"{text[:40]!r}: expected at least one {mask}, the token to predict")
     ids = [*before, *first, *(i for part in rest for i in (hidden, *part)), *after]
-    tokens = torch.tensor([ids])  # (1, L)
+    tokens = torch.tensor([ids], device=next(loaded.model.parameters()).device)  # (1, L)
     try:
         with torch.inference_mode():
             logits = loaded.task.outputs(loaded.model, {"tokens": tokens})[tokens == hidden]  # (masks, vocabulary)

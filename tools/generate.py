@@ -1,6 +1,6 @@
 """Generate text from prompts with a causal language model, token by token.
 
-    python -m tools.generate RUN --prompt TEXT [--prompt TEXT ..] [--mode attention|kv|rnn] [--tokens N]
+    ./run.sh generate RUN --prompt TEXT [--prompt TEXT ..] [--mode attention|kv|rnn] [--tokens N]
         [--temperature T] [--top-k K] [--top-p P] [--seed S] [--state FILE] [--processes N] [--eager]
 
 Text is printed to stdout as it is generated. Several prompts are continued in one batch: the first one is printed as it

@@ -1,6 +1,6 @@
 """List of the recipes by family, each with the row of a paper that it reproduces; those for two CPU cores first.
 
-python -m tools list [PATTERN] [--mixers]
+./run.sh list [PATTERN] [--mixers]
 
 No model is built, so that the command needs no PyTorch; `show` counts parameters.
 """

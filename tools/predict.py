@@ -1,6 +1,6 @@
 """Predict the classes of files or sentences, or masked tokens of texts, with a trained run.
 
-python -m tools.predict RUN FILE|SENTENCE ... [--form full|chunk|rnn] [--top K]
+./run.sh predict RUN FILE|SENTENCE ... [--form full|chunk|rnn] [--top K]
 
 Image classifiers read image files. Runs on GLUE read sentences; for tasks of sentence pairs, sentences are taken two by
 two. A masked language model predicts the masked tokens of texts (`tools.fill_mask`). A file that cannot be read is
@@ -18,7 +18,9 @@ from data.base import DataSet
 from lion.config import ConfigError
 from lion.ops import FORMS
 from lion.runs import LoadedRun, open_run
+from lion.tasks.base import to_device
 from lion.trainer.compilation import compile_blocks
+from lion.trainer.runtime import start_runtime
 from tools.cli import Parser, choose_form, count, run_command, table
 from tools.compose import check_finite, open_data, resolve_run
 from tools.fill_mask import fill
@@ -39,6 +41,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
+    loaded.model.to(start_runtime(loaded.recipe.trainer.device, matmul=loaded.recipe.trainer.matmul).device)
     if loaded.task.fills_masks:
         return fill(loaded, args.files, args.top)
     loaded.task.check_prediction()
@@ -87,8 +90,9 @@ def answer(loaded: LoadedRun, source: DataSet, samples: list[Sample], size: int,
         ConfigError: The outputs are not finite.
     """
     batch = source.collate([*samples, *samples[:1] * (size - len(samples))])
+    batch = to_device(batch, next(loaded.model.parameters()).device)
     with torch.inference_mode():
-        outputs = loaded.task.outputs(loaded.model, batch)[: len(samples)].float()
+        outputs = loaded.task.outputs(loaded.model, batch)[: len(samples)].float().cpu()
     check_finite(outputs, loaded.folder)
     return loaded.task.describe(outputs, top)
 

@@ -1,6 +1,6 @@
 """Prepare the data of a recipe once for all runs, such as token files and generated samples.
 
-python -m tools.prepare recipes/NAME.yaml [key=value ...]
+./run.sh prepare recipes/NAME.yaml [key=value ...]
 
 An interrupted preparation is resumed.
 """

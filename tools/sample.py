@@ -1,6 +1,6 @@
 """Generate images with a diffusion model, as a grid with one row per class.
 
-    python -m tools.sample RUN [--classes 0,1,cat] [--count N] [--steps N] [--guidance G] [--eta E] [--seed S]
+    ./run.sh sample RUN [--classes 0,1,cat] [--count N] [--steps N] [--guidance G] [--eta E] [--seed S]
         [--form full|chunk|rnn] [--chunk-size N] [--raw] [--checkpoint best|last] [--out FILE.png]
 
 The averaged weights (EMA) are used if the run has them; --raw selects the weights as trained. An image depends on the

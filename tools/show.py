@@ -1,6 +1,6 @@
 """Summary of a recipe before training: its cost on this machine, then the resolved recipe in full.
 
-python -m tools show recipes/NAME.yaml [key=value ...]
+./run.sh show recipes/NAME.yaml [key=value ...]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kill a training run repeatedly, and compare the result with that of an uninterrupted run.
 
-    python -m tools.soak [--recipe FILE] [key=value ...] [--kills 100] [--seed 0] [--report FILE.md]
+    ./run.sh soak [--recipe FILE] [key=value ...] [--kills 100] [--seed 0] [--report FILE.md]
 
 Every kill is a SIGKILL at a random moment: half of the kills come between the start and a few steps, half while a
 checkpoint is being written. Every restart has a random number of loader workers. In the end, all tensors, counters,

@@ -1,6 +1,6 @@
 """Training command: train a recipe, evaluate its best checkpoint in every form, and print the summary.
 
-python -m tools.train recipes/NAME.yaml [key=value ...] [--fresh] [--no-eval] [--processes N] [--nodes N --head HOST]
+./run.sh recipes/NAME.yaml [key=value ...] [--fresh] [--no-eval] [--processes N] [--nodes N --head HOST]
 """
 
 from __future__ import annotations

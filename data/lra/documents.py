@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.base import data_root, user_path
+from data.hub import import_datasets
 from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
 from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts
@@ -235,10 +235,7 @@ def load_table(path: str, files: dict[str, list[Path]] | None) -> dict[str, Any]
     Raises:
         ConfigError: The tables cannot be loaded.
     """
-    import datasets  # this import takes a second
-
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at every retry
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # unreadable files become a ConfigError below
+    datasets = import_datasets()
     try:
         if files is None:
             found = datasets.load_dataset(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path, walk
-from data.hub import configure_hub
+from data.hub import import_datasets
 from lion.config import ConfigError, nearest
 
 log = logging.getLogger("lion")
@@ -214,9 +214,7 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
     Raises:
         ConfigError: The data set or the split does not exist, or cannot be read.
     """
-    configure_hub()
-    import datasets  # this import takes a second
-
+    datasets = import_datasets()
     try:
         if files:
             # the default batch size fails for files without rows

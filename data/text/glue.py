@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DataSet, user_path
-from data.hub import configure_hub
+from data.hub import import_datasets
 from data.text.text import KNOWN
 from data.text.tokenizers import Tokenizer, looks_like_path, open_tokenizer
 from lion.config import ConfigError, nearest, setting
@@ -236,9 +236,7 @@ class Glue(DataSet):
 
     def rows(self, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (location, row) of a split; the location is the file or Hub id with the number of the row."""
-        configure_hub()
-        import datasets  # this import takes a second
-
+        datasets = import_datasets()
         source = self.source(split)
         try:
             if isinstance(source, Path):

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 from PIL import Image
 
 from data.base import user_path
+from data.hub import import_datasets
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Splits
 
+datasets = import_datasets()
 log = logging.getLogger("lion")
 
 VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # names of splits
@@ -77,8 +78,6 @@ def load_splits(config: HubConfig) -> Any:
         raise ConfigError("data.path: missing, expected a Hub id, a local folder or a parquet file")
     path = user_path(config.path)
     check_links(path)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at every retry
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # unreadable files become a ConfigError below
     try:
         if path.is_file():
             return datasets.load_dataset("parquet", data_files={config.train: str(path)})
