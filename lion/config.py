@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING
 from typing import Any
 
@@ -91,7 +91,9 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
         hints |= schema.types(values)
     for name in values:
         if name not in fields:
-            raise ConfigError(f"{source(join(key, name))}: unknown key '{join(key, name)}': {nearest(name, fields)}")
+            below = sorted(keys_named(name, schema, values, key), key=lambda path: path.count("."))
+            likely = f"did you mean {' or '.join(map(repr, below[:3]))}?" if below else nearest(name, fields)
+            raise ConfigError(f"{source(join(key, name))}: unknown key '{join(key, name)}': {likely}")
     arguments = {}
     for name, f in fields.items():
         path = join(key, name)
@@ -106,6 +108,18 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
         return schema(**arguments)
     except ValueError as error:  # from `__post_init__`, which checks fields against each other
         raise ConfigError(f"{source(key)}: {join(key, error)}") from None
+
+
+def keys_named(name: str, schema: type, values: Any, key: str) -> Iterator[str]:
+    """Yield the keys of a name in the sections of `schema`, whose `values` may be built already."""
+    for section, hint in typing.get_type_hints(schema).items():
+        value = values.get(section) if isinstance(values, dict) else getattr(values, section, None)
+        kind = type(value) if dataclasses.is_dataclass(value) else hint
+        if dataclasses.is_dataclass(kind):
+            path = join(key, section)
+            if name in {f.name for f in dataclasses.fields(kind)}:
+                yield join(path, name)
+            yield from keys_named(name, kind, value, path)
 
 
 def join(key: str, name: Any) -> str:

@@ -94,6 +94,10 @@ def test_files_that_are_no_recipe(text, message, tmp_path, capsys):
     ("override", "message"),
     [
         ("trainer.step=3", "override: unknown key 'trainer.step': did you mean 'steps'?"),
+        ("lr=3", "override: unknown key 'lr': did you mean 'optim.lr'?"),
+        ("direction=3", "override: unknown key 'direction': did you mean 'model.attention.direction'?"),
+        ("model.chunk_size=3", "unknown key 'model.chunk_size': did you mean 'model.attention.chunk_size'?"),
+        ("name=x", "override: unknown key 'name': did you mean 'task.name' or 'model.name' or 'data.name'?"),
         ("trainer.steps", "expected section.key=value"),
         ("model.dim=15", "override: model.num_heads 2 does not divide dim 15, nearest: 1"),
         ("optim.betas=[a, 0.9]", "override: optim.betas[0]: expected a number, got 'a'"),
@@ -240,7 +244,7 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("show --from 3", "unknown option --from: "),
         ("list --all", "unknown option --all: "),
         ("eval", "required: run\n"),
-        ("eval x --form chunks", "--form: invalid choice: 'chunks' (choose from"),
+        ("eval x --form chunks", "--form: invalid choice: 'chunks', did you mean 'chunk'?"),
         ("eval x --from full", "unknown option --from full: did you mean '--form'?"),
         ("eval x --chunk-size 1.5", "--chunk-size: expected a whole number, got '1.5'"),
         ("eval x --chunk-size 8 --form full", "--chunk-size: the full form has no chunks"),
@@ -271,7 +275,7 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("report x --name ..", "--name: expected a name without folders"),
         ("bench ops --length 0", "--length: expected at least 1, got 0"),
         ("bench ops --rounds x", "--rounds: expected a whole number, got 'x'"),
-        ("bench ops --mixer softmax", "--mixer: invalid choice: 'softmax'"),
+        ("bench ops --mixer softmax", "--mixer: invalid choice: 'softmax', "),
     ],
     ids=lambda x: x[:30],
 )

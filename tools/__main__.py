@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"unknown command {name!r}, {nearest(name, [*COMMANDS, *recipes], otherwise)}")
     if (unknown := unknown_option(name, rest)) is not None:
         text, option, options = unknown
-        settings = " (settings are key=value)" * ("key=value" in COMMANDS[name].synopsis)
+        settings = " (settings are section.key=value)" * ("key=value" in COMMANDS[name].synopsis)
         raise ConfigError(f"run.sh {name}: unknown option {text}: {nearest(option, options)}{settings}")
     if COMMANDS[name].synopsis.startswith("RECIPE") and rest and rest[0].replace("_", "").isalnum():  # a bare name
         recipe_path(rest[0])

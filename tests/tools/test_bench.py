@@ -237,7 +237,7 @@ def test_pictures_need_matplotlib(tmp_path, monkeypatch):
 def test_bad_input(tmp_path, capsys):
     out = tmp_path / "out"
     assert "rnn' is timed in inference only" in refuse(capsys, "bench", "ops", "--form", "rnn", "--pass", "both")
-    assert "--mixer: invalid choice: 'lion'" in refuse(capsys, "bench", "ops", "--mixer", "lion")
+    assert "--mixer: invalid choice: 'lion', did you mean 'lion_" in refuse(capsys, "bench", "ops", "--mixer", "lion")
     out.write_text("")
     assert "is not a folder" in refuse(capsys, "bench", "ops", "--eager", "--out", out / "deeper")
     out.unlink()

@@ -155,7 +155,8 @@ class Spelling:
 
 
 def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
-    loaded = SimpleNamespace(model=None, task=Spelling(), folder=tmp_path)
+    model, recipe = torch.nn.Linear(1, 1), resolve("quickstart", ["trainer.device=cpu"])
+    loaded = SimpleNamespace(model=model, task=Spelling(), folder=tmp_path, recipe=recipe)
     for name, value in (("open_run", loaded), ("choose_form", None), ("resolve_run", None), ("open_data", Letters())):
         monkeypatch.setattr(predict, name, lambda *args, value=value: value)
     words = [

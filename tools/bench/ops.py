@@ -156,7 +156,14 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="run.sh bench ops", description=__doc__.splitlines()[0])
-    parser.add_argument("--mixer", nargs="+", choices=(*OPERATORS, "all"), default=list(DEFAULT))
+    parser.add_argument(
+        "--mixer",
+        nargs="+",
+        choices=(*OPERATORS, "all"),
+        default=list(DEFAULT),
+        metavar="NAME",
+        help=f"mixers of ./run.sh list --mixers, or all (default: {' '.join(DEFAULT)})",
+    )
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024, 4096])
     parser.add_argument("--pass", dest="passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
