@@ -63,6 +63,11 @@ def nearest(name: str, names: typing.Iterable[str], otherwise: str | None = None
     return f"valid: {', '.join(names)}" if names else "nothing is valid here"
 
 
+def nearest_divisor(number: int, of: int) -> int:
+    """Return the divisor of `of` that is closest to `number`."""
+    return min((n for n in range(1, of + 1) if of % n == 0), key=lambda n: abs(n - number))
+
+
 Source = Callable[[str], str]  # returns the file (or "override") that a dotted key comes from
 
 

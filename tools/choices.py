@@ -22,9 +22,9 @@ from lion.runs import find_run, open_run
 from lion.tasks.causal_lm import CausalLM
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
-from tools.bench.probe import Variant
 from tools.cli import choose_form, table
 from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
+from tools.probe import Variant
 
 
 def evaluate_choices(args: Namespace) -> int:

@@ -12,7 +12,7 @@ from lion.trainer.memory import free_bytes
 from lion.trainer.optim import make_optimizer
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime, start_runtime
-from tools.bench.probe import best
+from tools.probe import best
 from tools.store import digits
 
 ENOUGH = 0.5  # seconds that a pass must take to be a reliable measurement

@@ -46,10 +46,10 @@ from lion.runs import RECIPE, LoadedRun, find_run, open_run
 from lion.tasks.image_classification import ImageClassification
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
-from tools.bench.probe import device_name, stamp
 from tools.cli import Parser, check_folder, count, number, run_command, say, table
 from tools.compose import build_data, check_finite, digest, resolve_run
 from tools.image_sources import SPLITS, Pictures, images_of_path, images_of_run, images_of_split, open_diffusion
+from tools.probe import device_name, stamp
 
 FIGURES = "distance.json"
 FEWEST = 2 * GROUPS  # smallest number of images in a set

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lion.config import ConfigError
 from lion.progress import progress
 from lion.samples.base import Splits
-from tools.bench.probe import pick_device
+from tools.probe import pick_device
 
 BATCH = 64
 SEEN = 2000  # most images for measuring an accuracy

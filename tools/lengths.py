@@ -29,9 +29,9 @@ from lion.samples.seeds import derive
 from lion.tasks.language import LanguageTask
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
-from tools.bench.probe import Variant, device_name, stamp
 from tools.cli import choose_form, say, table
 from tools.compose import build_data, check_data, resolve_run
+from tools.probe import Variant, device_name, stamp
 from tools.store import Row, Store, digits, pipes, widen
 
 CHUNK = 64  # default of tokens per chunk and per step

@@ -18,11 +18,11 @@ from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from lion.trainer.plan import Plan, make_plan
 from tools.bench.sequence import NETWORK, NODE, NVLINK, SHARE, transfer
+from tools.checks import check_sharing
 from tools.cli import count, table
 from tools.gpu.targets import TARGETS
 from tools.meta import Pass, activation_bytes, count_pass
 from tools.store import digits
-from tools.train import check_sharing
 
 FLOAT = 4  # bytes of a weight, a gradient or a moment
 GPU = TARGETS["h100"]

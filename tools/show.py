@@ -16,6 +16,7 @@ from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.trainer.plan import Plan, make_plan
 from tools.bench.floors import published_flops
+from tools.checks import check_sharing, checkpoint_bytes
 from tools.cli import Parser, count, run_command
 from tools.compose import describe_data, describe_warmup, make_task, open_data, process_count, resolve
 from tools.cost import describe_time
@@ -23,7 +24,6 @@ from tools.listing import claim
 from tools.mesh import Mesh, describe_meshes, on_mesh, read_mesh
 from tools.meta import activation_bytes
 from tools.store import digits
-from tools.train import check_sharing, checkpoint_bytes
 
 
 def main(argv: list[str]) -> int:

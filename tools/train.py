@@ -28,21 +28,18 @@ from lion.runs import (
     ENVIRONMENT,
     RECIPE,
     SUMMARY,
-    build_on_meta,
     check_unlocked,
-    check_weights,
     count_parameters,
     init_from,
     lock_run,
     stored_recipe,
 )
-from lion.samples.base import Info, Splits
+from lion.samples.base import Splits
 from lion.tasks import Task
-from lion.trainer.checkpoint_files import Checkpoint, check_space, load_state, newest, steps_of
+from lion.trainer.checkpoint_files import steps_of
 from lion.trainer.compilation import prepare_compiler
 from lion.trainer.loop import Trainer
-from lion.trainer.parallel import check_rows
-from lion.trainer.plan import Plan, make_plan
+from lion.trainer.plan import Plan
 from lion.trainer.runtime import (
     Runtime,
     check_device,
@@ -56,13 +53,13 @@ from lion.trainer.runtime import (
 from lion.trainer.state import RunState
 from tools import evaluate
 from tools.agreement import check_agreement, check_data_agreement
+from tools.checks import check_checkpoint, check_settings
 from tools.cli import Parser, count, run_command
 from tools.compose import (
     build_data,
     describe_length,
     describe_warmup,
     loader_workers,
-    make_task,
     metric_of,
     needs_preparing,
     open_data,
@@ -248,59 +245,12 @@ def prepare(recipe: Recipe, world: int, *, fresh: bool, first: bool) -> tuple[Da
     return source, splits, plan, task, model
 
 
-def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room: bool) -> tuple[Plan, Task]:
-    """Return the plan and the task of a recipe on data of `samples` training samples.
-
-    Raises:
-        ConfigError: Settings contradict each other or the data; or, if `room` is set, the disk has too little space for
-            the checkpoints.
-    """
-    plan, task = make_plan(recipe, samples=samples, world=world), make_task(recipe, info, teacher=True)
-    model = build_on_meta(task, recipe.model)
-    check_sharing(recipe, model, world)
-    if room:
-        check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
-    return plan, task
-
-
 def processes_text(recipe: Recipe, world: int) -> str:
     """Return how `world` processes share the work, as text for the first line of a run."""
     if world == 1:
         return ""
     count = recipe.trainer.sharing(world)
     return f" x {world} ({recipe.trainer.parallel}{f', {count} for each row' if count > 1 else ''})"
-
-
-def check_sharing(recipe: Recipe, model: Model, world: int) -> int:
-    """Return how many of `world` processes share a row of the model.
-
-    Raises:
-        ConfigError: The model does not split its rows, or has fewer tokens than processes.
-    """
-    count = recipe.trainer.sharing(world)
-    if count > 1:
-        check_rows(model, count)
-    return count
-
-
-def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:
-    """Return the bytes of a checkpoint to resume from (weights, two moments, average), and of a `best` checkpoint."""
-    weights = sum(t.nbytes for t in model.state_dict().values())
-    return weights * (4 if ema else 3), weights * (2 if ema else 1)
-
-
-def check_checkpoint(folder: Path, model: nn.Module) -> None:
-    """Check that the newest checkpoint fits the model, before anything is written to the folder.
-
-    Raises:
-        ConfigError: The weights do not fit.
-    """
-
-    def read(found: Checkpoint) -> None:
-        if not found.sharded:
-            check_weights(model, load_state(found.state, mapped=True).get("model"), str(found.state))
-
-    newest(folder, "last", read=read, quiet=True)
 
 
 def set_aside(folder: Path) -> None:

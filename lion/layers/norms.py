@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_reduce
 
 from lion.layers.layout import PLAIN, Layout
+from lion.ops.exchange import Summed
 
 
 class LayerNorm(nn.LayerNorm):
@@ -26,18 +26,6 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         return super().forward(x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype)))
-
-
-class OverProcesses(torch.autograd.Function):
-    """A sum over all processes, whose gradient is summed over all processes as well."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return all_reduce(x, "sum", dist.group.WORLD)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return all_reduce(gradient.contiguous(), "sum", dist.group.WORLD)
 
 
 class BatchNorm(nn.Module):
@@ -83,7 +71,7 @@ class BatchNorm(nn.Module):
 def summed(x: Tensor) -> Tensor:
     """Return the sum of x over all processes, if there are several."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return OverProcesses.apply(x) if several else x
+    return Summed.apply(x, dist.group.WORLD.group_name) if several else x
 
 
 class NoNorm(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from lion.config import fill, flatten, setting, to_dict
+from lion.config import fill, flatten, nearest_divisor, setting, to_dict
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import MLPS, NO_MLP
 from lion.layers.layout import PLAIN, Layout
@@ -72,8 +72,7 @@ class EncoderConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads:
-            fits = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
-            near = min(fits, key=lambda h: abs(h - self.num_heads))
+            near = nearest_divisor(self.num_heads, self.dim)
             raise ValueError(f"num_heads {self.num_heads} does not divide dim {self.dim}, nearest: {near}")
         self.resolved()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from lion.config import nearest_divisor
 from lion.models.encoder import EncoderConfig
 
 
@@ -37,7 +38,6 @@ def grid_of(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[i
     """
     for side, size, patch in zip(("height", "width"), image_size, patch_size):
         if size % patch:
-            fits = [p for p in range(1, size + 1) if size % p == 0]
-            near = min(fits, key=lambda p: abs(p - patch))
+            near = nearest_divisor(patch, size)
             raise ValueError(f"model.patch_size: {patch} does not divide image {side} {size}, nearest: {near}")
     return tuple(size // patch for size, patch in zip(image_size, patch_size))

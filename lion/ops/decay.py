@@ -49,6 +49,11 @@ DIRECTIONS = ("both", "forward", "backward")
 LOG_ZERO = -1e3  # its exp is 0 in float64; lower values would only reduce the precision of sums
 
 
+def scan_directions(direction: str) -> list[str]:
+    """Return the directions of the scans, "forward", "backward" or both."""
+    return [name for name in ("forward", "backward") if direction in (name, "both")]
+
+
 class CumulativeDecay(NamedTuple):
     """Cumulative log decays of all tokens in one direction, and the segments of the tokens.
 
@@ -229,9 +234,7 @@ def make_directions(
     inclusive, exclusive = prefix_sums(log_decay)
     index = None if segment_index is None else segment_index[:, None, ..., None]
     made = []
-    for name in ("forward", "backward"):
-        if direction not in (name, "both"):
-            continue
+    for name in scan_directions(direction):
         reverse = name == "backward"
         if reverse:  # up to a constant, an inclusive sum from the right is minus the exclusive sum from the left
             inclusive, exclusive = (tuple(-t for t in terms) for terms in (exclusive, inclusive))

@@ -37,13 +37,13 @@ from torch import Tensor
 
 from lion.ops.arguments import sum_dtype
 from lion.ops.chunk import chunk_grid
-from lion.ops.decay import LOG_ZERO, exp_where, make_directions
+from lion.ops.decay import LOG_ZERO, exp_where, make_directions, scan_directions
 from lion.ops.delta_states import chunk_states
 from lion.ops.exchange import Part
 from lion.ops.full import decayed_scores, pad_segments
 from lion.ops.rnn import Compiler, eager, scan
 from lion.ops.segments import SegmentIndex, may_wait
-from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state, scan_directions
+from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state
 from lion.ops.vector import exclusive_sum
 from lion.ops.vector_scores import FACTORS, lambdas, vector_scores
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lion.ops.arguments import no_autocast, sum_dtype
 from lion.ops.chunk import EnteringState, chunk_parts
-from lion.ops.decay import make_directions
+from lion.ops.decay import make_directions, scan_directions
 from lion.ops.delta import delta_parts
 from lion.ops.full import add_diagonal
 from lion.ops.key_softmax import one_scan_loop
 from lion.ops.rnn import Compiler, eager, next_state, rnn_parts
-from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state, scan_directions
+from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state
 from lion.ops.vector import chunk_vector_parts
 
 WHOLE = 16  # most chunks that are processed at once; more are cut into pieces

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from lion.ops.arguments import sum_dtype
-from lion.ops.decay import Direction, decay, exp_where, make_directions, query_and_key
+from lion.ops.decay import Direction, decay, exp_where, make_directions, query_and_key, scan_directions
 from lion.ops.full import decayed_scores
-from lion.ops.tokens import ScoreSettings, State, TokenBlock, flip, initial_state, scan_directions
+from lion.ops.tokens import ScoreSettings, State, TokenBlock, flip, initial_state
 from lion.ops.vector_scores import vector_scores
 
 Compiler = Callable[[Callable], Callable]  # wraps the function that is called for every piece

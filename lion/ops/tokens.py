@@ -136,7 +136,3 @@ class TokenBlock(NamedTuple):
 def flip(x: Tensor, dim: int, reverse: bool) -> Tensor:
     """Flip x into scan order, or back into its original order, if `reverse`."""
     return x.flip(dim) if reverse and x.shape[dim] > 1 else x
-
-
-def scan_directions(direction: str) -> list[str]:
-    return [name for name in ("forward", "backward") if direction in (name, "both")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lion.config import ConfigError, setting
+from lion.config import ConfigError, nearest_divisor, setting
 from lion.trainer.faults import FaultsConfig
 from lion.trainer.parallel import STRATEGIES
 from lion.trainer.runtime import MATMUL
@@ -95,8 +95,7 @@ class TrainerConfig:
         """
         count = self.processes_of_a_row(world)
         if world % count:
-            fits = [n for n in range(1, world + 1) if world % n == 0]
-            near = min(fits, key=lambda n: abs(n - count))
+            near = nearest_divisor(count, world)
             raise ConfigError(f"trainer.sequence: {count} does not divide {world} processes, nearest: {near}")
         return count
 
@@ -125,8 +124,7 @@ class TrainerConfig:
         if self.epochs is not None:
             raise ValueError("batch_ramp: not possible with trainer.epochs, give trainer.steps or trainer.time")
         if self.batch_size % self.batch_start:
-            fits = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
-            near = min(fits, key=lambda n: abs(n - self.batch_start))
+            near = nearest_divisor(self.batch_start, self.batch_size)
             raise ValueError(
                 f"batch_start: {self.batch_start} does not divide batch_size {self.batch_size}, nearest: {near}"
             )

@@ -15,7 +15,7 @@ from lion.runs import open_run
 from tests.helpers import here, refuse, tiny_recipe
 from tools.bench import collect, inference, probe
 from tools.bench.blockwise import mix_blockwise
-from tools.bench.probe import Variant
+from tools.probe import Variant
 
 
 @pytest.fixture(scope="module")

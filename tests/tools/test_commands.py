@@ -22,7 +22,7 @@ from lion.config import ConfigError
 from lion.evaluation.forms import forms_to_measure
 from lion.trainer.checkpoint_files import load_state
 from tests.helpers import ROOT, here, pictures, refuse, state_of, tiny_recipe
-from tools import external, predict, train
+from tools import checks, external, predict, train
 from tools.cli import one_line, run_command
 from tools.commands import COMMANDS, parse_command
 from tools.compose import build_data, loader_workers, resolve
@@ -548,7 +548,7 @@ def test_bad_settings_are_refused_before_data_are_prepared(tmp_path, monkeypatch
         ("trainer.device=cuda:77", "trainer.device: 'cuda:77' is not available"),
     ):
         assert words in refuse(capsys, "train", path, override)
-    monkeypatch.setattr(train, "checkpoint_bytes", lambda *args: (2**60, 2**60))
+    monkeypatch.setattr(checks, "checkpoint_bytes", lambda *args: (2**60, 2**60))
     assert "run.root: checkpoints in" in refuse(capsys, "train", path)
 
 

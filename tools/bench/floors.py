@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tools.bench.probe import best
+from tools.probe import best
 
 
 class Size(NamedTuple):

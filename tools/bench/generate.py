@@ -36,12 +36,12 @@ from lion.runs import find_run, read_run
 from lion.tasks import Task
 from lion.trainer.memory import tensor_peak
 from tools.bench.collect import collect
-from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.bench.report import by_length
 from tools.cli import Parser, count, counts
 from tools.colours import colour_of
 from tools.compose import describe_data, make_task, resolve
 from tools.generate import compile_mode
+from tools.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.processes import Send
 from tools.store import Row, Store, digits, pipes
 

@@ -43,13 +43,13 @@ from lion.config import ConfigError, nearest
 from lion.runs import build_on_meta
 from tools.bench.beside import softmax_beside
 from tools.bench.operators import OPERATORS
-from tools.bench.probe import stamp
 from tools.bench.report import rank
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.gpu.cost import Cost, fused_seconds, fused_softmax, total
 from tools.gpu.fused import FUSED
 from tools.gpu.targets import TARGETS, check_toolchain
+from tools.probe import stamp
 from tools.store import Row, Store, digits, pipes
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "lion_s_vector")

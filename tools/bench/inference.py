@@ -47,7 +47,9 @@ from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
 from tools.bench.collect import collect
 from tools.bench.floors import published_flops
-from tools.bench.probe import (
+from tools.cli import Parser, count, counts
+from tools.compose import build_data, resolve_run
+from tools.probe import (
     Variant,
     check_compiler,
     device_name,
@@ -59,8 +61,6 @@ from tools.bench.probe import (
     time_rounds,
     warm_up,
 )
-from tools.cli import Parser, count, counts
-from tools.compose import build_data, resolve_run
 from tools.processes import Send, first_line
 from tools.store import Row, Store, digits, pipes
 

@@ -34,7 +34,9 @@ from lion.config import ConfigError
 from lion.trainer.memory import process_peak
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
 from tools.bench.operators import OPERATORS, Operator
-from tools.bench.probe import (
+from tools.bench.report import FORMS, Report
+from tools.cli import Parser, count, say
+from tools.probe import (
     Variant,
     check_compiler,
     device_name,
@@ -46,8 +48,6 @@ from tools.bench.probe import (
     time_rounds,
     warm_up,
 )
-from tools.bench.report import FORMS, Report
-from tools.cli import Parser, count, say
 from tools.processes import Send, first_line, in_a_process
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "gla")  # no decay; a number per head; a number per token; a vector per token

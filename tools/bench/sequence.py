@@ -28,10 +28,10 @@ from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import LINEAR, LionAttention
 from lion.ops import Part
 from lion.trainer.memory import tensor_peak
-from tools.bench.probe import stamp
 from tools.cli import Parser, count, say, table
 from tools.gpu.targets import TARGETS
 from tools.meta import Received
+from tools.probe import stamp
 from tools.store import Row, Store, pipes
 
 GPUS = (8, 64, 256, 1024)

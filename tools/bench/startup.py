@@ -32,9 +32,9 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 
 from lion.trainer.compilation import compile_blocks, prepare_compiler
 from lion.trainer.optim import make_optimizer
-from tools.bench.probe import device_name, stamp
 from tools.cli import Parser, count, run_command, say, table
 from tools.compose import describe_data, make_task, resolve
+from tools.probe import device_name, stamp
 from tools.store import Row, Store, digits, pipes
 
 DEFAULT = ("quickstart", "deit_tiny_lion_s", "deit_tiny_softmax")

@@ -44,9 +44,9 @@ from lion.trainer.memory import process_peak
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import MATMUL, Runtime
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
-from tools.bench.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
+from tools.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.processes import Send, in_a_process
 from tools.store import Store, digits, pipes
 

@@ -23,6 +23,7 @@ from lion.config import ConfigError
 from lion.tasks import Task
 from lion.trainer.optim import OptimConfig
 from lion.trainer.runtime import start_runtime
+from tools.checks import check_settings
 from tools.cli import Parser, count, file_name, say
 from tools.cli import table as columns
 from tools.compose import build_data
@@ -32,7 +33,6 @@ from tools.glue.results import read as read_result
 from tools.glue.results import summarise
 from tools.jobs import at_once, work
 from tools.store import digits
-from tools.train import check_settings
 
 MEASURED = 8  # samples of a step that a dry run times
 

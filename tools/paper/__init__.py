@@ -25,6 +25,7 @@ from lion.config import ConfigError
 from lion.runs import build_on_meta
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
+from tools.checks import checkpoint_bytes
 from tools.cli import Parser, count, say
 from tools.cli import table as columns
 from tools.compose import build_data, describe_data, make_task, open_data, resolve
@@ -37,7 +38,6 @@ from tools.paper.results import collect, open_store
 from tools.paper.tables import RUNS, SCALES, Cell, Table, cells, choose, read_tables
 from tools.show import gigabytes
 from tools.store import Store
-from tools.train import checkpoint_bytes
 
 
 @dataclass(frozen=True)

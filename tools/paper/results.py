@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from data.manifest import short_hash
 from lion.layers.mixers.lion import FixedDecay
 from lion.runs import SUMMARY, open_run
 from lion.tasks.metrics import Metric
 from tools import distance, evaluate
 from tools.finished import Run, load
-from tools.paper.tables import Cell, Distance, Table, cells, settings_of, short_hash
+from tools.paper.tables import Cell, Distance, Table, cells, settings_of
 from tools.store import Row, Store
 
 TOKENS = 40_000  # of held-out text, in windows of each length

@@ -7,7 +7,6 @@ A table is a file `tools/paper/tables/NAME.yaml`. At scale `published` its runs 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from data.manifest import short_hash
 from lion.config import ConfigError, build, changed, nearest, parse_yaml, setting
 from lion.recipe import Recipe, free_keys
 from lion.tasks.metrics import Metric
@@ -277,7 +277,3 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that are not default, except the seed and those that do not change the results."""
     free = free_keys(recipe) | {"seed"}
     return {k: v for k, v in changed(recipe).items() if k not in free and not k.startswith("about.")}
-
-
-def short_hash(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

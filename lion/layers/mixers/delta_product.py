@@ -30,8 +30,8 @@ from lion.layers.mixers.parts import NO_PART
 from lion.layers.mixers.registry import Entry
 from lion.layers.shares import by_heads, check_share
 from lion.ops import Gates, SegmentIndex, Settings, State, linear_attention, prefill, step
+from lion.ops.decay import scan_directions
 from lion.ops.rotary import rotate_each
-from lion.ops.tokens import scan_directions
 
 
 @dataclass

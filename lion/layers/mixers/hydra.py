@@ -30,9 +30,10 @@ from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.decay import fold, linear
 from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
-from lion.layers.mixers.state_space import SIDES, StateSpaceConfig, StateSpaceMixer
+from lion.layers.mixers.state_space import StateSpaceConfig, StateSpaceMixer
 from lion.layers.norms import RMSNorm
 from lion.ops import FORMS, State, initial_state, linear_attention, no_autocast, prefill, split_attention, step
+from lion.ops.decay import scan_directions
 
 HYDRA = "hydra"
 NORM_EPS = 1e-5
@@ -99,7 +100,7 @@ class HydraAttention(StateSpaceMixer):
     ) -> None:
         super().__init__(dim, num_heads, mixer, config, **settings)
         c = self.config
-        self.num_heads, self.sides = num_heads, SIDES[c.direction]
+        self.num_heads, self.sides = num_heads, scan_directions(c.direction)
         inner, vectors = c.expand * dim, 2 * c.state * len(self.sides)
         self.split = (inner, vectors)
         self.inputs = nn.Linear(dim, 2 * inner + vectors, bias=False)  # z, x, then B and C of each direction

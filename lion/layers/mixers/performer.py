@@ -28,6 +28,7 @@ from lion.layers.mixers.running import running_maximum
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
 from lion.ops import Gates, no_autocast
+from lion.ops.decay import scan_directions
 
 LOWEST = -60.0  # least c: padding, which has no logit, does not change it
 EPS = 1e-18  # least row sum: where query and keys are far apart, a sum is as small as exp(-|q' - k'|^2 / 2)
@@ -103,10 +104,8 @@ class PerformerAttention(LionAttention):
         """Return c of each token, c before each token (None in both directions), and the last c, all above `LOWEST`."""
         index, direction = layout.segment_index, self.config.direction
         scans = {}
-        for name in ("forward", "backward"):
-            if direction in (name, "both"):
-                reverse = name == "backward"
-                scans[name] = running_maximum(largest, torch.zeros_like(largest), index, before, reverse)
+        for name in scan_directions(direction):
+            scans[name] = running_maximum(largest, torch.zeros_like(largest), index, before, name == "backward")
         if direction != "both":
             return scans[direction]
         c = torch.maximum(*(scan[0] for scan in scans.values()))

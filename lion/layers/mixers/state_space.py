@@ -15,7 +15,6 @@ from lion.layers.mixers.registry import entry_of, own_settings
 from lion.layers.norms import NO_NORM
 from lion.layers.rotations import NO_ROTATION
 
-SIDES = {"both": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",)}
 OWN = ("expand", "state")
 # Settings of attention layers that these mixers have, too. Both values of `block` are their published block.
 SHARED = ("block", "conv_width", "direction", "form", "chunk_size")

@@ -26,9 +26,10 @@ from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.decay import linear
 from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
-from lion.layers.mixers.state_space import SIDES, StateSpaceMixer
+from lion.layers.mixers.state_space import StateSpaceMixer
 from lion.layers.optim_factors import OptimFactors
 from lion.ops import Part, no_autocast
+from lion.ops.decay import scan_directions
 from lion.ops.selective_scan import selective_scan
 from lion.ops.split_selective_scan import entering_states
 from lion.ops.tokens import flip
@@ -144,7 +145,8 @@ class VimMixer(StateSpaceMixer):
         super().__init__(dim, num_heads, mixer, config, **settings)
         c, channels, rank = self.config, self.config.expand * dim, math.ceil(dim / 16)
         self.inputs = nn.Linear(dim, 2 * channels, bias=False)
-        self.sides = nn.ModuleList(Side(channels, c.state, rank, c.conv_width, side) for side in SIDES[c.direction])
+        sides = scan_directions(c.direction)
+        self.sides = nn.ModuleList(Side(channels, c.state, rank, c.conv_width, side) for side in sides)
         self.proj = nn.Linear(channels, dim, bias=False)
 
     @staticmethod

@@ -1,0 +1,64 @@
+"""Checks of a recipe before training: its plan, its processes, and the disk space and weights of its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from lion.models.base import Model
+from lion.recipe import Recipe
+from lion.runs import build_on_meta, check_weights
+from lion.samples.base import Info
+from lion.tasks import Task
+from lion.trainer.checkpoint_files import Checkpoint, check_space, load_state, newest
+from lion.trainer.parallel import check_rows
+from lion.trainer.plan import Plan, make_plan
+from tools.compose import make_task
+
+
+def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room: bool) -> tuple[Plan, Task]:
+    """Return the plan and the task of a recipe on data of `samples` training samples.
+
+    Raises:
+        ConfigError: Settings contradict each other or the data; or, if `room` is set, the disk has too little space for
+            the checkpoints.
+    """
+    plan, task = make_plan(recipe, samples=samples, world=world), make_task(recipe, info, teacher=True)
+    model = build_on_meta(task, recipe.model)
+    check_sharing(recipe, model, world)
+    if room:
+        check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
+    return plan, task
+
+
+def check_sharing(recipe: Recipe, model: Model, world: int) -> int:
+    """Return how many of `world` processes share a row of the model.
+
+    Raises:
+        ConfigError: The model does not split its rows, or has fewer tokens than processes.
+    """
+    count = recipe.trainer.sharing(world)
+    if count > 1:
+        check_rows(model, count)
+    return count
+
+
+def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:
+    """Return the bytes of a checkpoint to resume from (weights, two moments, average), and of a `best` checkpoint."""
+    weights = sum(t.nbytes for t in model.state_dict().values())
+    return weights * (4 if ema else 3), weights * (2 if ema else 1)
+
+
+def check_checkpoint(folder: Path, model: nn.Module) -> None:
+    """Check that the newest checkpoint fits the model, before anything is written to the folder.
+
+    Raises:
+        ConfigError: The weights do not fit.
+    """
+
+    def read(found: Checkpoint) -> None:
+        if not found.sharded:
+            check_weights(model, load_state(found.state, mapped=True).get("model"), str(found.state))
+
+    newest(folder, "last", read=read, quiet=True)
