@@ -92,7 +92,7 @@ COMMANDS = {
         f"{CLOCK} --size --batch --precision --matmul --set --plain --against",
     ),
     "bench inference": Command(
-        "RUN",
+        "RUN|RECIPE",
         "measure latency and memory by form and input size",
         "tools.bench.inference",
         f"{CLOCK} --sizes --form --chunk-size --batch --evaluate --against",

@@ -18,8 +18,8 @@ import torch
 from lion.config import ConfigError
 from lion.ops import linear_attention
 from tests.helpers import ROOT, here, refuse
-from tools import processes
-from tools.bench import operators, ops, probe
+from tools import probe, processes
+from tools.bench import operators, ops
 from tools.bench.floors import Size, floor, flops, published_flops, traffic
 from tools.bench.operators import OPERATORS
 from tools.bench.report import Report, crossing, crossovers

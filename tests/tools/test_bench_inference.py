@@ -13,7 +13,8 @@ from lion.layers.layout import Layout
 from lion.layers.mixers import Attention, LionAttention
 from lion.runs import open_run
 from tests.helpers import here, refuse, tiny_recipe
-from tools.bench import collect, inference, probe
+from tools import probe
+from tools.bench import collect, inference
 from tools.bench.blockwise import mix_blockwise
 from tools.probe import Variant
 
@@ -165,6 +166,23 @@ def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
     assert "| 16 | 17 | rnn 4 |" in text and "](inference_tiny.png)" in text
     pytest.importorskip("matplotlib")
     assert (tmp_path / "inference_tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_recipe_has_random_weights_without_its_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
+    recipe = tiny_recipe(tmp_path)
+    command = ["bench", "inference", recipe, "--sizes", "8", "--rounds", "1", "--eager", "--out", tmp_path]
+    assert here(*command, "--form", "full") == 0
+    rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
+    assert {(row["run"], row["form"]) for row in rows} == {("tiny_random_weights", f) for f in ("softmax", "full")}
+    (first, second) = (inference.open_model(str(recipe)).model.state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    capsys.readouterr()
+    line = refuse(capsys, "bench", "inference", recipe, "--evaluate", "5")
+    assert "is a recipe, whose weights are random; give a run" in line
+    assert inference.open_model("vim_tiny").folder.name == "vim_tiny_random_weights"
+    line = refuse(capsys, "bench", "inference", "vim_tinny")
+    assert "neither a run nor a recipe; run 'vim_tinny': no recipe.yaml" in line and "did you mean 'vim_tiny'?" in line
 
 
 @pytest.fixture(scope="module")

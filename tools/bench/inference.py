@@ -1,9 +1,10 @@
-"""Measure latency and memory of a trained model by form and input size (the paper's Figures 1, 3, 4 and 10).
+"""Measure latency and memory of a model by form and input size (the paper's Figures 1, 3, 4 and 10).
 
-    ./run.sh bench inference RUN [--sizes 224,384,512] [--form full chunk rnn blockwise] [--chunk-size 16 64]
+    ./run.sh bench inference RUN|RECIPE [--sizes 224,384,512] [--form full chunk rnn blockwise] [--chunk-size 16 64]
                              [--evaluate N] [--against RECIPE]
 
-The model of the run is adapted to every input size: pixels of a square image, or tokens (positions are interpolated).
+The model is that of a run, or of a recipe with random weights, which needs no data. It is adapted to every input size:
+pixels of a square image, or tokens (positions are interpolated).
 It runs without gradients and compiled, except for `blockwise`; `--eager` compiles nothing. Each size has a separate
 process with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which
 is the same model with softmax attention (PyTorch's SDPA) and random weights, or with `--against` the model of that
@@ -34,7 +35,7 @@ from lion.layers.mixers import LINEAR, SOFTMAX, forms_of
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.lion import FixedDecay
 from lion.models.base import Model
-from lion.runs import LoadedRun, build_on_meta, open_run
+from lion.runs import LoadedRun, build_on_meta, find_run, open_run
 from lion.samples.base import Batch, Splits
 from lion.samples.seeds import derive
 from lion.tasks.base import Task
@@ -42,13 +43,13 @@ from lion.trainer.compilation import compile_blocks
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
 from lion.trainer.memory import tensor_peak
-from lion.trainer.runtime import start_runtime
+from lion.trainer.runtime import seed_everything, start_runtime
 from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
 from tools.bench.collect import collect
 from tools.bench.floors import published_flops
 from tools.cli import Parser, count, counts
-from tools.compose import build_data, resolve_run
+from tools.compose import build_data, describe_data, make_task, resolve, resolve_run
 from tools.probe import (
     Variant,
     check_compiler,
@@ -92,7 +93,7 @@ class Job:
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench inference", description=__doc__.splitlines()[0])
-    parser.add_argument("run")
+    parser.add_argument("run", metavar="RUN|RECIPE")
     parser.add_argument("--sizes", type=counts, help="input sizes in px or tokens, e.g. 224,384 (default: the run's)")
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
     parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="tokens per chunk")
@@ -107,19 +108,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)
-    loaded = open_run(args.run)
+    loaded = open_model(args.run)
     args.sizes = args.sizes or (loaded.task.info.sample_size,)
     for size in args.sizes:  # refuses bad sizes and recipes before anything is measured
         check_size(loaded, size)
         softmax_beside(loaded.recipe.model, args.against, resized(loaded, size))
     if args.samples:
+        if not loaded.checkpoint:
+            raise ConfigError(f"--evaluate: {args.run} is a recipe, whose weights are random; give a run")
         held_out(loaded, args.sizes[0])
     report = Store(args.out / "inference.json", rows=(*SETTING, "size", "form", "chunk_size")).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
     jobs = {
         f"{size} {loaded.task.info.size_unit}": Job(
-            run=str(loaded.folder),
+            run=args.run,
             variants=tuple(variants(loaded, args.form, args.chunk_size)),
             size=size,
             batch=args.batch,
@@ -134,6 +137,27 @@ def main(argv: list[str]) -> int:
         for size in args.sizes
     }
     return collect(report, jobs, measure, line=line, title=title, tabled=tabled, markdown=markdown, draw=draw)
+
+
+def open_model(name: str) -> LoadedRun:
+    """Load a run, or build the model of a recipe with random weights, under the name RECIPE_random_weights.
+
+    Raises:
+        ConfigError: There is neither such a run nor such a recipe.
+    """
+    try:
+        find_run(name)
+    except ConfigError as no_run:
+        try:
+            recipe = resolve(name)
+        except ConfigError as error:
+            raise ConfigError(f"neither a run nor a recipe; {no_run}; {error}") from None
+    else:
+        return open_run(name)
+    task = make_task(recipe, describe_data(recipe, look=False)[0])
+    seed_everything(recipe.seed)  # every process has the same weights
+    model = task.build_model(recipe.model).eval()
+    return LoadedRun(Path(f"{Path(name).stem}_random_weights"), recipe, task, model, {})
 
 
 def variants(loaded: LoadedRun, forms: list[str], chunk_sizes: list[int]) -> list[Variant]:
@@ -205,7 +229,7 @@ def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = 
 def measure(job: Job, send: Send) -> None:
     """Measure memory (and the metric) of every variant, then time all variants in rounds."""
     torch.set_num_threads(job.threads)
-    device, loaded = pick_device(), open_run(job.run)
+    device, loaded = pick_device(), open_model(job.run)
     runs: dict[Variant, Callable[[], torch.Tensor]] = {}
     rows: dict[Variant, Row] = {}
     trained = next((v for v in job.variants if v.form != SOFTMAX), job.variants[0])  # has the run's weights

@@ -86,7 +86,7 @@ class DropPath(nn.Module):
 
 
 class Dropout(nn.Dropout):
-    """Dropout of numbers of tokens (B, L, dim).
+    """Dropout of single features of tokens (B, L, dim).
 
     Processes that share rows have the same random numbers: each draws the mask of whole rows, and cuts its part.
     """
