@@ -119,6 +119,13 @@ def measured_steps():
     return [row for row in sorted(rows, key=lambda row: row["date"]) if {**row, **setting} == row]
 
 
+def test_results_of_the_readme_are_in_the_report():
+    section = (ROOT / "README.md").read_text().partition("## What small runs show")[2].partition("\n## ")[0]
+    values, report = re.findall(r"\d+\.\d\d", section), (ROOT / "reports" / "paper.md").read_text()
+    assert len(values) > 10
+    assert [value for value in values if not re.search(rf"\| {re.escape(value)} [±\[]", report)] == []
+
+
 def test_recipes_cost_what_was_measured_last():
     head, rows = cost_table(0)
     shape = {"model": "vit", "shape": "dim 384, depth 12, 6 heads, patches of 16 x 16"}
