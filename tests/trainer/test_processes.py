@@ -108,7 +108,7 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
     """Check that the launching process does not build what every launched process builds."""
     path, folder, calls = tiny_recipe(tmp_path), tmp_path / "runs" / "tiny", []
     folder.mkdir(parents=True)
-    for name in ("build_data", "make_plan", "make_task", "start_runtime", "set_aside"):
+    for name in ("build_data", "check_settings", "start_runtime", "set_aside"):
         monkeypatch.setattr(tools_train, name, lambda *args, name=name, **kwargs: pytest.fail(name))
     monkeypatch.setattr(tools_train, "launch", lambda *call: calls.append(call) or 0)
     assert tools_train.main([str(path), "seed=2", "--processes", "2", "--fresh", "--no-eval"]) == 0
