@@ -68,6 +68,19 @@ def test_it_is_the_recurrence_with_gradients(unit, started):
 
 
 @torch.no_grad()
+def test_without_a_compiler_there_is_one_warning(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-compiler")
+    delta.compiled.cache_clear()
+    given = arguments()
+    for _ in range(3):
+        close(chunk_gated_delta_rule(*given, chunk_size=8)[0], by_hand(*given)[0])
+    delta.compiled.cache_clear()
+    assert [record.message for record in caplog.records if "running eager" in record.message] == [
+        "running eager, without torch.compile: no C++ compiler found (no-compiler); install g++"
+    ]
+
+
+@torch.no_grad()
 def test_both_orders_of_arguments_and_of_axes():
     q, k, v, g, beta = arguments()
     wanted = by_hand(q, k, v, g, beta)[0]
