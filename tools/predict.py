@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
-    loaded.model.to(start_runtime(loaded.recipe.trainer.device, matmul=loaded.recipe.trainer.matmul).device)
+    loaded.model.to(start_runtime("auto", matmul=loaded.recipe.trainer.matmul).device)
     if loaded.task.fills_masks:
         return fill(loaded, args.files, args.top)
     loaded.task.check_prediction()

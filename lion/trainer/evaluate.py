@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -36,13 +35,10 @@ class Totals:
     def values(self, runtime: Runtime) -> dict[str, float]:
         """Compute every metric over all processes.
 
-        Sums are added over processes before they are divided; a mean over no samples is NaN. Rows are concatenated in
-        the order of the split.
+        Sums are added over processes before they are divided. Rows are concatenated in the order of the split.
         """
         flat = runtime.sum(*[x for pair in self.sums.values() for x in pair]).tolist() if self.sums else []
-        means = {
-            name: flat[2 * i] / flat[2 * i + 1] if flat[2 * i + 1] else math.nan for i, name in enumerate(self.sums)
-        }
+        means = {name: flat[2 * i] / max(flat[2 * i + 1], 1) for i, name in enumerate(self.sums)}
         each = runtime.sequence  # processes that share rows have the same outputs of rows
         rows = {name: torch.cat(runtime.gather(torch.cat(kept).cpu())[::each]) for name, kept in self.rows.items()}
         return {metric.name: metric.value(means, rows) for metric in self.metrics}

@@ -250,7 +250,7 @@ class Trainer:
         state.evaluated = state.step
         chosen_by = [results[kind] for kind in ("val", "val_ema") if kind in results]
         if self.runtime.any(not all_finite(chosen_by, local(list(self.model.parameters()))))[0]:
-            what = f"step {state.step}: weights, or metrics on val, are not finite"
+            what = f"step {state.step}: weights, or outputs on val, are not finite"
             if state.finished:
                 self.diverged(what)
             log.warning("%s: no best checkpoint", what)

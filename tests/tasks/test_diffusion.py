@@ -11,7 +11,7 @@ from lion.models.dit import DiTConfig
 from lion.samples.images import ImageInfo
 from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import Diffusion, DiffusionConfig, scaled, to_bytes
-from tests.helpers import state_of, tiny_recipe
+from tests.helpers import here, pictures, state_of, tiny_recipe
 from tests.trainer.helpers import same, train
 
 INFO = ImageInfo((4, 4), 1, ("a", "b", "c"), (0.5,), (0.5,))
@@ -235,6 +235,17 @@ def test_tensorboard_shows_the_same_noise_and_the_data_beside_it():
     assert first.keys() == {"data", "samples"} and first["data"].shape == first["samples"].shape
     assert torch.equal(first["samples"], second["samples"])
     assert task(steps=20, shown=0).progress(model, b) == {}
+
+
+def test_a_range_of_times_without_images_is_no_divergence(tmp_path):
+    """Train with so few images that no image of val has a time of the second range."""
+    pictures(tmp_path / "images", {"train": {"a": 8, "b": 8}, "val": {"a": 2, "b": 2}})
+    path = tiny_recipe(tmp_path, trainer={"batch_size": 8, "steps": 4, "eval_every": 2, "save_every": 2})
+    values = yaml.safe_load(path.read_text())
+    values["data"] = {"name": "imagefolder", "root": str(tmp_path / "images"), "image_size": [8, 8]}
+    path.write_text(yaml.safe_dump(values | {"task": {"name": "diffusion", "shown": 0}}))
+    assert here("train", path, "--no-eval") == 0
+    assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("best-*"))
 
 
 def test_it_judges_no_pictures():

@@ -322,7 +322,7 @@ def test_a_run_that_diverges_within_its_last_steps_stops_and_has_no_best(tmp_pat
     path = tiny_recipe(tmp_path, optim={"lr": 1e30}, schedule={"warmup": 0}, trainer={"steps": 5, "ema": 0.9})
     with pytest.raises(RunError) as error:
         train(path, tmp_path / "run")
-    for part in ("step 5: weights, or metrics on val, are not finite; there is no checkpoint", "(run.name=NAME) try"):
+    for part in ("step 5: weights, or outputs on val, are not finite; there is no checkpoint", "(run.name=NAME) try"):
         assert part in str(error.value), error.value
-    assert "step 3: weights, or metrics on val, are not finite: no best checkpoint" in caplog.text
+    assert "step 3: weights, or outputs on val, are not finite: no best checkpoint" in caplog.text
     assert not steps_of(tmp_path / "run", "*")
