@@ -24,8 +24,7 @@ def configure_hub() -> None:
     ):
         os.environ.setdefault(variable, level)
         logging.getLogger(name).setLevel(level.upper())  # in case the library is already imported
-    if hub_unreachable():
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if hub_unreachable() and os.environ.setdefault("HF_HUB_OFFLINE", "1") == "1":
         for name in ("huggingface_hub.constants", "datasets.config"):  # in case the library is already imported
             if module := sys.modules.get(name):
                 module.HF_HUB_OFFLINE = True

@@ -116,7 +116,10 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
 
 
 def keys_named(name: str, schema: type, values: Any, key: str) -> Iterator[str]:
-    """Yield the keys of a name in the sections of `schema`, whose `values` may be built already."""
+    """Yield the dotted keys of all fields called `name` in the sections below `schema`.
+
+    A section of `values` that is built already is searched by its own class.
+    """
     for section, hint in typing.get_type_hints(schema).items():
         value = values.get(section) if isinstance(values, dict) else getattr(values, section, None)
         kind = type(value) if dataclasses.is_dataclass(value) else hint

@@ -19,7 +19,7 @@ from data.base import DataSet, data_root, locked
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError, nearest
 from lion.recipe import Recipe, free_keys, load_recipe
-from lion.runs import RECIPE, LoadedRun, stored_recipe
+from lion.runs import RECIPE, LoadedRun, find_run, stored_recipe
 from lion.samples.base import Info, Splits
 from lion.samples.text import TextInfo
 from lion.tasks import TASKS, Task
@@ -55,6 +55,22 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
             f"{TASKS[task].Info.kind}, {nearest(task, fits)}"
         )
     return recipe
+
+
+def recipe_unless_run(name: str) -> Recipe | None:
+    """Return the recipe of this name, or None if there is a run of the name.
+
+    Raises:
+        ConfigError: There is neither a run nor a recipe.
+    """
+    try:
+        find_run(name)
+    except ConfigError as no_run:
+        try:
+            return resolve(name)
+        except ConfigError as no_recipe:
+            raise ConfigError(f"{no_run}; no recipe of that name either: {no_recipe}") from None
+    return None
 
 
 def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:

@@ -50,7 +50,7 @@ LOG_ZERO = -1e3  # its exp is 0 in float64; lower values would only reduce the p
 
 
 def scan_directions(direction: str) -> list[str]:
-    """Return the directions of the scans, "forward", "backward" or both."""
+    """Return the directions in which the tokens are scanned: "forward", "backward", or one after the other."""
     return [name for name in ("forward", "backward") if direction in (name, "both")]
 
 

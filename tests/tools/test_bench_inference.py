@@ -182,7 +182,8 @@ def test_a_recipe_has_random_weights_without_its_data(tmp_path, monkeypatch, cap
     assert "is a recipe, whose weights are random; give a run" in line
     assert inference.open_model("vim_tiny").folder.name == "vim_tiny_random_weights"
     line = refuse(capsys, "bench", "inference", "vim_tinny")
-    assert "neither a run nor a recipe; run 'vim_tinny': no recipe.yaml" in line and "did you mean 'vim_tiny'?" in line
+    assert "run 'vim_tinny': no recipe.yaml" in line
+    assert "no recipe of that name either: vim_tinny: no such recipe, did you mean 'vim_tiny'?" in line
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from lion.trainer.compilation import EMPTY_KERNEL, missing_compiler
 from tests.helpers import refuse, state_of, tiny_recipe
 from tests.processes import Command, in_ranks
 from tests.trainer.helpers import lines, train
-from tools import consolidate
+from tools import checks, consolidate
 from tools import train as tools_train
 from tools.compose import resolve
 from tools.launch import Machines
@@ -108,8 +108,10 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
     """Check that the launching process does not build what every launched process builds."""
     path, folder, calls = tiny_recipe(tmp_path), tmp_path / "runs" / "tiny", []
     folder.mkdir(parents=True)
-    for name in ("build_data", "check_settings", "start_runtime", "set_aside"):
-        monkeypatch.setattr(tools_train, name, lambda *args, name=name, **kwargs: pytest.fail(name))
+    builders = {tools_train: ("build_data", "start_runtime", "set_aside"), checks: ("make_plan", "make_task")}
+    for module, names in builders.items():
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: pytest.fail(name))
     monkeypatch.setattr(tools_train, "launch", lambda *call: calls.append(call) or 0)
     assert tools_train.main([str(path), "seed=2", "--processes", "2", "--fresh", "--no-eval"]) == 0
     assert calls == [(Machines(2), [str(path), "seed=2", "--fresh", "--no-eval", "--form", "all"])]

@@ -39,7 +39,7 @@ from tools.bench.collect import collect
 from tools.bench.report import by_length
 from tools.cli import Parser, count, counts
 from tools.colours import colour_of
-from tools.compose import describe_data, make_task, resolve
+from tools.compose import describe_data, make_task, recipe_unless_run
 from tools.generate import compile_mode
 from tools.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.processes import Send
@@ -109,16 +109,10 @@ def open_task(name: str) -> tuple[Task, Any]:
     Raises:
         ConfigError: No run and no recipe has that name, or its task does not generate text.
     """
-    try:
-        folder = find_run(name)
-    except ConfigError as error:
-        try:
-            recipe = resolve(name)
-        except ConfigError:
-            raise ConfigError(f"{error}; no recipe of that name either") from None
-        task = make_task(recipe, describe_data(recipe, look=False)[0])
+    if (recipe := recipe_unless_run(name)) is None:
+        recipe, task, _ = read_run(find_run(name), "best")
     else:
-        recipe, task, _ = read_run(folder, "best")
+        task = make_task(recipe, describe_data(recipe, look=False)[0])
     if not issubclass(task.Model, GPT):
         raise ConfigError(f"{name}: task {recipe.task.name!r} does not generate text, expected causal_lm")
     return task, recipe.model

@@ -3,9 +3,9 @@
     ./run.sh bench inference RUN|RECIPE [--sizes 224,384,512] [--form full chunk rnn blockwise] [--chunk-size 16 64]
                              [--evaluate N] [--against RECIPE]
 
-The model is that of a run, or of a recipe with random weights, which needs no data. It is adapted to every input size:
-pixels of a square image, or tokens (positions are interpolated).
-It runs without gradients and compiled, except for `blockwise`; `--eager` compiles nothing. Each size has a separate
+The model is that of a run, or of a recipe with random weights, whose data are read only if their sizes are not
+published. It is adapted to every input size: pixels of a square image, or tokens (positions are interpolated). It runs
+without gradients and compiled, except for `blockwise`; `--eager` compiles nothing. Each size has a separate
 process with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which
 is the same model with softmax attention (PyTorch's SDPA) and random weights, or with `--against` the model of that
 recipe, as the paper compares Hydra and Vim with DeiT. For a mixer without decay, `quadratic` is
@@ -35,7 +35,7 @@ from lion.layers.mixers import LINEAR, SOFTMAX, forms_of
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.lion import FixedDecay
 from lion.models.base import Model
-from lion.runs import LoadedRun, build_on_meta, find_run, open_run
+from lion.runs import LoadedRun, build_on_meta, open_run
 from lion.samples.base import Batch, Splits
 from lion.samples.seeds import derive
 from lion.tasks.base import Task
@@ -49,7 +49,7 @@ from tools.bench.blockwise import use_blockwise
 from tools.bench.collect import collect
 from tools.bench.floors import published_flops
 from tools.cli import Parser, count, counts
-from tools.compose import build_data, describe_data, make_task, resolve, resolve_run
+from tools.compose import build_data, describe_data, make_task, recipe_unless_run, resolve_run
 from tools.probe import (
     Variant,
     check_compiler,
@@ -145,14 +145,7 @@ def open_model(name: str) -> LoadedRun:
     Raises:
         ConfigError: There is neither such a run nor such a recipe.
     """
-    try:
-        find_run(name)
-    except ConfigError as no_run:
-        try:
-            recipe = resolve(name)
-        except ConfigError as error:
-            raise ConfigError(f"neither a run nor a recipe; {no_run}; {error}") from None
-    else:
+    if (recipe := recipe_unless_run(name)) is None:
         return open_run(name)
     task = make_task(recipe, describe_data(recipe, look=False)[0])
     seed_everything(recipe.seed)  # every process has the same weights

@@ -162,7 +162,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=(*OPERATORS, "all"),
         default=list(DEFAULT),
         metavar="NAME",
-        help=f"mixers of ./run.sh list --mixers, or all (default: {' '.join(DEFAULT)})",
+        help=f"{', '.join(OPERATORS)} or all (default: {' '.join(DEFAULT)})",
     )
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024, 4096])

@@ -107,12 +107,14 @@ def flops_of(module: GraphModule) -> int:
 
 
 def node_flops(node: Node) -> int:
-    """Return the FLOPs of an operator, 0 for one that is neither a product nor attention."""
-    count = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
-    if count is None:
-        return 0
     args, kwargs = map_aggregate((node.args, node.kwargs), value_of)
-    return int(count(*args, **kwargs, out_val=value_of(node)))
+    return operator_flops(node.target, args, kwargs, value_of(node))
+
+
+def operator_flops(operator: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """Return the FLOPs of a call of an operator, 0 for one that is neither a product nor attention."""
+    count = flop_registry.get(getattr(operator, "overloadpacket", operator))
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 def value_of(x: Any) -> Any:

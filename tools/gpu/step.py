@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import register_flop_formula
 
 from lion.recipe import Recipe
 from lion.tasks import Task
@@ -25,7 +25,7 @@ from tools.bench.train import training_step
 from tools.gpu.cost import Cost
 from tools.gpu.fused import as_checked
 from tools.gpu.graphs import Graph, fake_module, trace
-from tools.gpu.lower import lower
+from tools.gpu.lower import lower, operator_flops
 from tools.gpu.targets import Target
 
 FREE = ("empty", "detach", "alias", "_record_function", "device", "is_same_size")  # operators without a kernel
@@ -147,8 +147,7 @@ class Counter(TorchDispatchMode):
         read, written = tensors_of((args, kwargs)), tensors_of(out)
         if name.endswith("_"):  # in place
             written = read
-        count = flop_registry.get(func.overloadpacket)
-        flops = 0 if count is None else int(count(*args, **(kwargs or {}), out_val=out))
+        flops = operator_flops(func, args, kwargs or {}, out)
         moved = sum(x.numel() * x.itemsize for x in (*read, *written))
         self.cost += Cost(launches=int(not flops), library=int(bool(flops)), moved=moved, flops=flops)
         return out

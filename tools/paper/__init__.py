@@ -182,7 +182,8 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
         disk = sum(sizes[job.cell.key] for job in own)
         left = sum(times.get(job.cell.key, each) for job in own)
         space, total = space + disk, total + left
-        rows.append([*row, *((duration_text(left / len(own)), duration_text(left), gigabytes(disk)) if own else "---")])
+        known = [duration_text(left / len(own)), duration_text(left), gigabytes(disk)] if own else ["-"] * 3
+        rows.append([*row, *known])
     header = ["table", "runs", "left, own", "a run", "all that are left", "weights"]
     without = f", without the {left_out} tables whose data are missing" if left_out else ""
     free = shutil.disk_usage(next(p for p in (RUNS.absolute(), *RUNS.absolute().parents) if p.is_dir())).free
@@ -191,7 +192,8 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
         "table's first new row, timed now (eager, without evaluation)",
         f"{gigabytes(space)} of weights, {gigabytes(free)} free; a run that is being trained has checkpoints, too",
     )
-    return "\n".join([columns(header, rows), *notes, *(costs if total else [f"nothing is left to run{without}"])])
+    nothing = f"nothing to estimate{without}" if jobs else "nothing is left to run"
+    return "\n".join([columns(header, rows), *notes, *(costs if total else [nothing])])
 
 
 def seconds_before(job: PaperJob, store: Store) -> float | None:

@@ -60,7 +60,7 @@ class Part(NamedTuple):
         return self.scale, self.table.mini and self.table.mini.recipe, first.trainer, first.data, self.metric.name
 
     def runs_of(self, each: Comparison) -> tuple[Any, ...]:
-        """Return the same value for comparisons of the same runs, also from different tables."""
+        """Return a mark that is equal for comparisons of the same runs, also in different tables."""
         keys = {cell.row: cell.key for cell in self.cells}
         return self.metric.name, self.table.paired, *(keys.get(row, (self.name, row)) for row in each.pair)
 

@@ -40,7 +40,8 @@ def own_settings(name: str, config: Any = None, settings: Mapping[str, Any] = Ma
 
     Args:
         name: The mixer.
-        config: A config of this or another class; by default that without settings.
+        config: A config of this or another class; None: the defaults of the mixer. Settings that the mixer does not
+            have must have their defaults.
         settings: Values by name, in place of those of `config`.
 
     Raises:
