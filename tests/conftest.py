@@ -1,9 +1,10 @@
 """Configuration of all tests: no network access, and selection of cases.
 
 The tests of operators, layers and models have large grids of cases (forms x directions x decays x ..). By default each
-of these tests runs `GRID` cases, spread evenly; `--every` runs all cases, and the tests marked `every`. `--quick` gives
-fast feedback: it runs one case of every test that is not slow, does not compile and starts no processes. That case is
-the last one, because parameters are listed from plain to special. The limits below bound a quick run on any processor.
+of these tests runs the cases in which every value of every parameter occurs, at least `GRID`; tests marked `whole` run
+all cases, and `--every` runs all cases of all tests, those marked `every` among them. `--quick` gives fast feedback: it
+runs one case of every test that is not slow, does not compile and starts no processes. That case is the last one,
+because parameters are listed from plain to special. The limits below bound a quick run on any processor.
 """
 
 import gc
@@ -22,7 +23,7 @@ graphs = 0  # number of graphs compiled by all processes of a quick run
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="one case of every test that is fast")
-    parser.addoption("--every", action="store_true", help=f"all cases of grids, not {GRID} of each")
+    parser.addoption("--every", action="store_true", help="all cases of all tests")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -36,8 +37,8 @@ def pytest_collection_modifyitems(config, items):
         if not (quick and any(item.get_closest_marker(name) for name in OUTSIDE)):
             cases[item.location[0], getattr(item, "originalname", item.name)].append(item)
     for (file, _), several in cases.items():
-        most = 1 if quick else GRID if file.startswith(GRIDS) else len(several)
-        chosen.update(spread(several, most))
+        whole = not file.startswith(GRIDS) or several[-1].get_closest_marker("whole")
+        chosen.update(several[-1:] if quick else several if whole else covering(several, GRID))
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
     if quick and len(items) > MOST_CASES:
@@ -49,9 +50,27 @@ def pytest_collection_finish():
     gc.freeze()  # modules and cases live to the end: each later `gc.collect` would take a second to visit them
 
 
-def spread(cases: list, most: int) -> list:
-    """Return `most` cases at even distances, including the last case."""
-    return cases if len(cases) <= most else [cases[(i + 1) * len(cases) // most - 1] for i in range(most)]
+def covering(cases: list, least: int) -> list:
+    """Choose cases in which every value of every parameter occurs, at least `least` if there are as many.
+
+    Cases at even distances would not do: in stacked grids a distance can meet the same values of a parameter each time.
+    """
+    if len(cases) <= least:
+        return cases
+    values = {case: {(name, label(value)) for name, value in case.callspec.params.items()} for case in cases}
+    chosen, left = [cases[-1]], cases[:-1]
+    missing = set().union(*values.values()) - values[cases[-1]]
+    while missing or len(chosen) < least:
+        best = max(left, key=lambda case: len(values[case] & missing))
+        missing -= values[best]
+        left.remove(best)
+        chosen.append(best)
+    return chosen
+
+
+def label(value) -> object:
+    """Return a hashable label of a parameter's value."""
+    return id(value) if callable(value) else repr(value)
 
 
 def compiled() -> int:

@@ -19,6 +19,7 @@ from lion.layers.mixers.base import forms_of, set_form
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.fox import FOX
 from lion.layers.mixers.hippo import HippoConfig
+from lion.layers.mixers.performer import PerformerAttention
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.ops import Gates
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
@@ -445,6 +446,23 @@ def test_settings_of_another_mixer_are_not_dropped():
     with pytest.raises(ValueError, match="chunksize: unknown setting of mixer 'hydra', did you mean 'chunk_size'"):
         HydraAttention(12, 3, "hydra", None, chunksize=4)
     assert make_mixer("lion_s", 12, 3, HippoConfig(chunk_size=7)).chunk_size == 7
+
+
+def test_classes_refuse_mixers_of_other_classes():
+    for make, name, expected in (
+        (SoftmaxAttention, "lion_s", "softmax in SoftmaxAttention, got 'lion_s', a LionAttention"),
+        (SoftmaxAttention, FOX, "softmax in SoftmaxAttention, got 'fox', a ForgettingAttention"),
+        (PerformerAttention, "lion_s", "performer in PerformerAttention, got 'lion_s', a LionAttention"),
+    ):
+        with pytest.raises(ValueError, match=f"mixer: expected {expected}"):
+            make(12, 3, name)
+    with pytest.raises(ValueError, match="mixer: expected hydra in HydraAttention, got 'softmax', a SoftmaxAttention"):
+        HydraAttention(12, 3, SOFTMAX, None)
+
+    class Own(LionAttention):
+        pass
+
+    assert type(Own(12, 3, "lion_s")) is Own
 
 
 @pytest.mark.parametrize("scans", [["row_major"], "row_major"])

@@ -77,6 +77,7 @@ def test_every_entry_is_published_and_has_an_oracle():
 @every_mixer
 @every_direction
 @pytest.mark.parametrize("length", [1, 65, 197])
+@pytest.mark.whole
 def test_forms_are_the_published_recurrence(mixer, direction, length):
     want, x = expected(mixer, direction, length), tokens(length)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 2e-5)):
@@ -98,6 +99,7 @@ def oracle_of(layer: LionAttention, x: torch.Tensor, direction: str) -> torch.Te
 @every_mixer
 @every_direction
 @pytest.mark.slow
+@pytest.mark.whole
 def test_gradients_are_those_of_the_published_recurrence(mixer, direction):
     layer, x, length = make(mixer, direction), tokens(65), 65
     projection = tokens(length, seed=2)

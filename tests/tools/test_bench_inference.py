@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from lion.layers.layout import Layout
-from lion.layers.mixers import Attention, LionAttention
+from lion.layers.mixers import LINEAR, Attention, LionAttention
 from lion.runs import open_run
 from tests.helpers import here, refuse, tiny_recipe
 from tools import probe
@@ -115,6 +115,19 @@ def test_lion_lit_under_decays_of_one(tmp_path):
             found.append(model(images))
     assert shapes[0] is None and shapes[1].shape == (2,) and (shapes[1].exp() == 1).all()
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("mixer", [name for name, entry in LINEAR.items() if entry.decay is None])
+def test_every_variant_of_a_mixer_without_decay_is_the_model(mixer, tmp_path):
+    loaded = inference.open_model(str(tiny_recipe(tmp_path, model={"mixer": mixer})))
+    images, found = torch.randn(2, 1, 8, 8), {}
+    for variant in inference.variants(loaded, ["full", "chunk"], [8])[1:]:
+        _, model = inference.build(loaded, 8, variant)
+        with torch.inference_mode():
+            found[variant.form] = model(images)
+    assert ("quadratic" in found) == (mixer != "performer")  # Lion-D has no random features
+    for form, values in found.items():
+        torch.testing.assert_close(values, found["full"], msg=form)
 
 
 @pytest.mark.parametrize("form", ("full", "quadratic"))

@@ -8,7 +8,7 @@ published. It is adapted to every input size: pixels of a square image, or token
 without gradients and compiled, except for `blockwise`; `--eager` compiles nothing. Each size has a separate
 process with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which
 is the same model with softmax attention (PyTorch's SDPA) and random weights, or with `--against` the model of that
-recipe, as the paper compares Hydra and Vim with DeiT. For a mixer without decay, `quadratic` is
+recipe, as the paper compares Hydra and Vim with DeiT. For Lion-lit and linear_transformer, `quadratic` is
 its full form with decays of 1 and all L x L scores, as in the paper's plots of Lion-lit. `mixer` is the peak memory
 that one attention layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a matrix` divide it by
 the memory of SDPA and by the size of an attention matrix, which SDPA does not build. `peak` is the peak memory of
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from lion.config import ConfigError
-from lion.layers.mixers import LINEAR, SOFTMAX, forms_of
+from lion.layers.mixers import LINEAR, MIXERS, SOFTMAX, LionAttention, forms_of
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.lion import FixedDecay
 from lion.models.base import Model
@@ -161,7 +161,8 @@ def variants(loaded: LoadedRun, forms: list[str], chunk_sizes: list[int]) -> lis
     for form in FORMS:
         if form in forms and {BLOCKWISE: "full"}.get(form, form) in offered:
             found += [Variant(form)] if form == "full" else [Variant(form, size) for size in chunk_sizes]
-    return [*found, Variant(QUADRATIC)] if no_decay(loaded) else found
+    plain = MIXERS[loaded.recipe.model.mixer].layer is LionAttention  # no features that Lion-D lacks
+    return [*found, Variant(QUADRATIC)] if plain and no_decay(loaded) else found
 
 
 def no_decay(loaded: LoadedRun) -> bool:

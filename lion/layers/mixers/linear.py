@@ -144,7 +144,7 @@ class LionAttention(Attention):
         if mixer not in linear:
             other = "a class of its own, see lion.layers.mixers" if mixer in MIXERS else nearest(mixer, linear, "")
             raise ValueError(f"mixer: expected one of {', '.join(linear)}, got {mixer!r}{other and f', {other}'}")
-        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings)))
+        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings, type(self))))
         self.mixer = linear[mixer]
         self.decays = nn.ModuleList(self.make_decays(dim))
         for decay in self.decays:

@@ -35,7 +35,12 @@ def entry_of(name: str) -> Entry:
     return MIXERS[name]
 
 
-def own_settings(name: str, config: Any = None, settings: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def own_settings(
+    name: str,
+    config: Any = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    layer: type[Mixer] | None = None,
+) -> Any:
     """Return a config of the class of a mixer, which may have settings of its own.
 
     Args:
@@ -43,11 +48,19 @@ def own_settings(name: str, config: Any = None, settings: Mapping[str, Any] = Ma
         config: A config of this or another class; None: the defaults of the mixer. Settings that the mixer does not
             have must have their defaults.
         settings: Values by name, in place of those of `config`.
+        layer: The class that is being constructed; None: that of the mixer.
 
     Raises:
-        ValueError: An unknown mixer, or a setting that it does not have.
+        ValueError: An unknown mixer, one of another class, or a setting that it does not have.
     """
-    kind = entry_of(name).layer.Config
+    of_mixer = entry_of(name).layer
+    if layer is not None:
+        classes = {entry.layer for entry in MIXERS.values()}
+        own = next((base for base in layer.__mro__ if base in classes), of_mixer)
+        if own is not of_mixer:
+            names = ", ".join(other for other, entry in MIXERS.items() if entry.layer is own)
+            raise ValueError(f"mixer: expected {names} in {layer.__name__}, got {name!r}, a {of_mixer.__name__}")
+    kind = of_mixer.Config
     names = [field.name for field in fields(kind)]
     given = dict(settings)
     for field in () if config is None else fields(config):

@@ -86,7 +86,7 @@ class SoftmaxAttention(Attention):
     def __init__(
         self, dim: int, num_heads: int, mixer: str = SOFTMAX, config: AttentionConfig | None = None, **settings
     ) -> None:
-        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings)))
+        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings, type(self))))
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
@@ -181,7 +181,7 @@ class NoMixing(Attention):
     def __init__(
         self, dim: int, num_heads: int, mixer: str = NONE, config: AttentionConfig | None = None, **settings
     ) -> None:
-        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings)))
+        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings, type(self))))
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:

@@ -56,7 +56,7 @@ class StateSpaceMixer(Mixer):
         super().__init__()
         if num_heads < 1 or dim < 1 or dim % num_heads:
             raise ValueError(f"dim: expected a multiple of num_heads={num_heads}, got {dim}")
-        self.config = c = self.resolve(mixer, own_settings(mixer, config, settings))
+        self.config = c = self.resolve(mixer, own_settings(mixer, config, settings, type(self)))
         if c.direction == ALTERNATING:
             raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
         self.set_form(c.form)
