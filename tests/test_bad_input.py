@@ -84,7 +84,7 @@ def test_malformed_recipes(change, message, tmp_path, capsys):
         ("\x00", "not YAML"),
     ],
 )
-def test_files_that_are_no_recipe(text, message, tmp_path, capsys):
+def test_files_that_are_not_recipes(text, message, tmp_path, capsys):
     path = tmp_path / "r.yaml"
     path.write_text(text)
     assert message in refuse(capsys, "train", path)
@@ -113,7 +113,7 @@ def test_malformed_overrides(override, message, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
-def test_an_environment_of_no_launcher(name, tmp_path, capsys, monkeypatch):
+def test_an_environment_without_a_launcher(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(name, "abc")
     line = refuse(capsys, "train", tiny_recipe(tmp_path))
     assert line == f"error: environment variable {name}: expected a whole number, got 'abc'\n"
@@ -125,7 +125,7 @@ def test_both_lengths_at_once(tmp_path, capsys):
     assert "override: give exactly one of trainer.epochs and trainer.steps" in line
 
 
-def test_a_base_is_no_recipe(capsys):
+def test_a_base_is_not_a_recipe(capsys):
     assert "a base of several recipes, not a recipe" in refuse(capsys, "train", "recipes/base/deit.yaml")
 
 
@@ -188,7 +188,7 @@ WHOLE = ("train/a/1.png", "train/a/2.png", "train/b/1.png", "train/b/2.png", "va
         (WHOLE[1:], "trainer.batch_size: 4 is more than the 3 training samples"),
     ],
 )
-def test_folders_of_pictures(layout, message, tmp_path, capsys):
+def test_folders_of_images(layout, message, tmp_path, capsys):
     root = tmp_path / "root"
     pictures(root, layout)
     recipe = tiny_recipe(tmp_path, **merge(FOLDERS, {"data": {"root": str(root)}}))

@@ -80,7 +80,7 @@ def test_whole_numbers_are_what_people_read(text, value):
     assert make({"size": 1, "inner": parse_overrides(["rate=01"])}).inner.rate == 1
 
 
-def test_what_is_no_number_is_not_made_one():
+def test_values_that_are_not_numbers_are_not_converted():
     """Check texts that YAML 1.1 reads as numbers or dates (1:30 as 90, 2026-11-22 as a date)."""
     for text in ("1:30", "-1:30", "1:30.5", "2026-11-22", "0o10"):
         with pytest.raises(ConfigError, match=f"size: expected a whole number, got '{text}'"):

@@ -231,7 +231,7 @@ def test_a_summary_that_is_none(text, refuse_run, tmp_path):
 
 @pytest.mark.slow  # a damaged size may be a very large one
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF"])
-def test_damaged_pictures_are_classified_or_refused(kind, trained, tmp_path):
+def test_damaged_images_are_classified_or_refused(kind, trained, tmp_path):
     path, dice, file = tmp_path / "picture", random.Random(kind), io.BytesIO()
     Image.linear_gradient("L").resize((16, 16)).save(file, kind)
     for i in range(20):

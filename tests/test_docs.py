@@ -87,7 +87,7 @@ def test_tables_are_whole():
         assert f"`{command}" in commands, command
 
 
-def test_the_picture_shows_what_was_measured():
+def test_the_image_shows_what_was_measured():
     rows = Report(ROOT / "reports").load().widest()
     for which in PASSES:
         time, memory = panels(rows, which).values()

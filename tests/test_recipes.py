@@ -459,7 +459,7 @@ def test_lightnet_on_wikitext_is_trained_as_published():
     assert (schedule.kind, schedule.warmup) == ("inverse_sqrt", 4000)
 
 
-def test_ablations_of_lightnet_are_told_apart():
+def test_ablations_of_lightnet_are_distinguished():
     names = ("full", "no_tpe", "no_lrpe", "no_share")
     labels = [resolve(f"lightnet_lm_{name}").model.label() for name in names]
     said = ["", " without TPE", " without rotation", " with a decay of its own"]

@@ -83,7 +83,7 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int, *, title: str
         0, the exit code of the first job that failed, or 130 after an interrupt, when all jobs have saved their state.
     """
     waiting, running, code = [job for job in jobs if not job.finished], list[Running](), 0
-    slots, told = list(range(min(most, len(waiting)))), False
+    slots, noted = list(range(min(most, len(waiting)))), False
     share = max(1, len(os.sched_getaffinity(0)) // max(1, len(slots)))
     shown = {"total": sum(steps.values()), "unit": "step", "desc": title, "leave": True}
     with progress(**shown) as bar, interruptible():
@@ -103,9 +103,9 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int, *, title: str
                         continue
                     running.append(start(job, slots.pop(0), share, log))
                     say(f"{job.name}: started, {log.name}")
-                if busy and not running and not told:
+                if busy and not running and not noted:
                     say(f"waiting for {', '.join(busy)}: another command is training them")
-                    told = True
+                    noted = True
                 time.sleep(PAUSE)
                 for each in [r for r in running if r.process.poll() is not None]:
                     running.remove(each)

@@ -264,7 +264,7 @@ def test_malformed_strings(text, why):
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3, 4, 4), Image.new("RGBA", (4, 4)), None])
-def test_what_is_no_picture(wrong):
+def test_files_that_are_not_images(wrong):
     with pytest.raises(TypeError, match=r"expected a PIL image, RGB or L, got (Tensor|RGBA|NoneType)$"):
         RandAugment()(wrong)
 

@@ -65,7 +65,7 @@ def folder(root, **settings):
 TWO = {"train": {"cat": 3, "dog": 2}, "val": {"cat": 1, "dog": 1}}
 
 
-def test_a_folder_of_pictures(tmp_path):
+def test_a_folder_of_images(tmp_path):
     pictures(tmp_path, TWO)
     splits = folder(tmp_path)
     assert splits.info.classes == ("cat", "dog") and splits.info.size == (16, 24) and splits.test is None
@@ -89,7 +89,7 @@ def test_sizes_and_channels_come_from_the_data(tmp_path):
         folder(tmp_path / "photos", channels=1, mean=[0.5, 0.4, 0.3])
 
 
-def test_pictures_of_sixteen_bits(tmp_path):
+def test_images_of_sixteen_bits(tmp_path):
     """Pillow's conversion to 8 bits clips at 255."""
     for split in ("train", "val"):
         for name in ("a", "b"):
@@ -104,7 +104,7 @@ def test_pictures_of_sixteen_bits(tmp_path):
 
 @pytest.mark.parametrize("size", [(64, 128), (32, 8), (30, 20)])
 @pytest.mark.parametrize("crop", (0.875, 1.0))
-def test_the_middle_of_a_picture_fills_the_frame(tmp_path, size, crop):
+def test_the_middle_of_a_image_fills_the_frame(tmp_path, size, crop):
     for split in ("train", "val"):
         for name in ("a", "b"):
             (tmp_path / split / name).mkdir(parents=True)
@@ -115,7 +115,7 @@ def test_the_middle_of_a_picture_fills_the_frame(tmp_path, size, crop):
         assert val[i]["image"].shape[1:] == size and val[i]["image"].min() == 255
 
 
-def test_no_picture_can_be_read(tmp_path):
+def test_no_image_can_be_read(tmp_path):
     pictures(tmp_path, TWO)
     for path in tmp_path.glob("val/*/*.png"):
         path.write_bytes(path.read_bytes()[:80])
@@ -149,7 +149,7 @@ def test_one_folder_without_a_split(tmp_path):
         folder(tmp_path, val_split=0.001)
 
 
-def test_fewer_pictures(tmp_path):
+def test_fewer_images(tmp_path):
     pictures(tmp_path, {"": {"cat": 12, "dog": 8}})
     splits = folder(tmp_path, val_split=0.25, limit=6)
     assert (len(splits.train), len(splits.val)) == (6, 5)
@@ -174,7 +174,7 @@ def test_decoding_once_changes_nothing(tmp_path, settings):
 
 
 @pytest.mark.parametrize("cache", ["memory", "device"])
-def test_a_damaged_picture_has_no_place_in_a_cache(tmp_path, cache):
+def test_a_damaged_image_has_no_place_in_a_cache(tmp_path, cache):
     pictures(tmp_path, TWO)
     file = tmp_path / "train" / "dog" / "1.png"
     file.write_bytes(file.read_bytes()[:200])
@@ -183,7 +183,7 @@ def test_a_damaged_picture_has_no_place_in_a_cache(tmp_path, cache):
         folder(tmp_path, pad=3, cache=cache)
 
 
-def test_pictures_that_stay_on_the_device(tmp_path):
+def test_images_that_stay_on_the_device(tmp_path):
     pictures(tmp_path, TWO)
     plain, kept = (folder(tmp_path, pad=3, flip=0.5, cache=c) for c in (None, "device"))
     assert kept.info == plain.info and [len(s) for s in kept[:2]] == [5, 2]
@@ -314,7 +314,7 @@ def odd_files(folder):
 
 
 @pytest.mark.parametrize("name, key", [("imagefolder", "root"), ("hf", "path")])
-def test_only_files_are_pictures_and_hidden_folders_are_no_classes(tmp_path, name, key):
+def test_only_files_are_images_and_hidden_folders_are_not_classes(tmp_path, name, key):
     pictures(tmp_path, TWO)
     odd_files(tmp_path / "train")
     odd_files(tmp_path / "val" / "cat")
@@ -440,7 +440,7 @@ def test_hf_parquet_in_split_folders(tmp_path):
     assert [len(s) for s in make("hf", path=str(tmp_path))[:3]] == [6, 2, 4]
 
 
-def test_hf_labels_that_are_no_class(tmp_path, caplog):
+def test_hf_labels_that_are_not_classes(tmp_path, caplog):
     parquet(tmp_path / "train.parquet", 6)
     parquet(tmp_path / "validation.parquet", 4)
     parquet(tmp_path / "test.parquet", 4, labels=[-1] * 4)
@@ -474,7 +474,7 @@ def test_hf_columns_named_and_labels_of_text(tmp_path):
     assert labels == [1, 0, 1, 0, 1, 0]
 
 
-def test_hf_folders_of_pictures(tmp_path):
+def test_hf_folders_of_images(tmp_path):
     pictures(tmp_path, TWO)
     splits = make("hf", path=str(tmp_path), image_size=[8, 8])
     assert splits.info.classes == ("cat", "dog") and [len(s) for s in splits[:2]] == [5, 2]
@@ -559,7 +559,7 @@ except ImportError:
     assert done.returncode == 7, done.stderr
 
 
-def test_what_is_no_file_cannot_be_predicted_from(tmp_path):
+def test_predict_refuses_what_is_not_a_file(tmp_path):
     class Sums(DataSet):
         Config, Info = DataConfig, ImageInfo
 

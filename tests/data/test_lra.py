@@ -128,7 +128,7 @@ def test_a_killed_generation_goes_on_where_it_was(tmp_path, monkeypatch, caplog)
     assert not list((tmp_path / "cut" / "made").glob("*.parts"))
 
 
-def test_what_is_no_finished_part_is_named(tmp_path):
+def test_unfinished_parts_are_named(tmp_path):
     source = lra_set(tmp_path, "listops", **SHORT)
     part = source.folder.with_name(f"{source.folder.name}.parts") / "train.0.npz"
     part.parent.mkdir(parents=True)
@@ -222,7 +222,7 @@ def test_a_limit_takes_the_same_training_samples_each_time(tmp_path):
     assert few.published()[1] == 10 and len(few.build().val) == 2
 
 
-def test_a_run_trains_shows_its_pictures_and_answers(tmp_path, capsys):
+def test_a_run_trains_shows_its_images_and_predicts(tmp_path, capsys):
     file = recipe(tmp_path, name="pathfinder", **SMALL)
     assert here("prepare", file) == 0
     assert here(file) == 0
@@ -415,7 +415,7 @@ def test_files_are_read_whole_however_they_are_cut(tmp_path, monkeypatch):
         prepared(tmp_path, "listops", path=str(tmp_path), length=16)
 
 
-def test_a_first_row_that_is_no_header_is_not_lost(tmp_path, capsys):
+def test_a_first_row_that_is_not_a_header_is_kept(tmp_path, capsys):
     for name in ("train", "val", "test"):
         (tmp_path / f"basic_{name}.tsv").write_text("[MAX 1 2 ]\t2\n[MAX 1 3 ]\t3\n")
     line = refuse(capsys, "prepare", recipe(tmp_path, name="listops", path=str(tmp_path), length=10))
@@ -490,7 +490,7 @@ def test_reviews_by_character_leave_rare_ones_out(tmp_path):
     assert source.published() is None
 
 
-def test_ids_of_other_characters_are_told_apart(tmp_path):
+def test_ids_of_different_characters_are_distinguished(tmp_path):
     """The two data sets have equally many characters, so their number does not distinguish them."""
     infos = []
     for name, text in (("one", "abab"), ("other", "acac")):
@@ -621,7 +621,7 @@ def parquet(folder, pictures, labels):
     return str(folder)
 
 
-def test_pictures_are_grey_and_read_row_by_row(tmp_path):
+def test_images_are_grey_and_read_row_by_row(tmp_path):
     pictures = [picture(i, (32, 32)) for i in range(20)]
     path = parquet(tmp_path, pictures, [i % 2 for i in range(20)])
     splits = prepared(tmp_path, "cifar10_pixels", path=path).build()
@@ -635,7 +635,7 @@ def test_pictures_are_grey_and_read_row_by_row(tmp_path):
     assert splits.train.batch([0, 1], "cpu")["pixels"].shape == (2, 1024)
 
 
-def test_a_picture_of_another_size_is_named(tmp_path):
+def test_a_image_of_another_size_is_named(tmp_path):
     pictures = [picture(i, (32, 32) if i != 3 else (32, 30)) for i in range(6)]
     with pytest.raises(ConfigError, match="train row 4: an image of 32 x 30 pixels, expected 32 x 32"):
         prepared(tmp_path, "cifar10_pixels", path=parquet(tmp_path, pictures, [0, 1] * 3))
@@ -669,7 +669,7 @@ def test_what_is_fetched_is_made_once(tmp_path, monkeypatch):
     assert folders[0] == folders[1] and [p for p in (tmp_path / "made").iterdir() if p.is_dir()] == folders[:1]
 
 
-def test_sizes_that_pictures_cannot_have_are_refused(tmp_path):
+def test_impossible_sizes_of_images_are_refused(tmp_path):
     drawn = lra_set(tmp_path, "pathfinder").config
     with pytest.raises(ConfigError, match="square images: 1000 pixels, nearest: 1024"):
         drawn.resized(1000)
@@ -689,7 +689,7 @@ def look(**settings):
 
 
 @pytest.mark.slow
-def test_a_picture_depends_on_its_key_alone(monkeypatch):
+def test_a_image_depends_on_its_key_alone(monkeypatch):
     small = {"side": 40, "seed_distance": 8, "paddle_length": 3, "contour_length": 4}
     contours = build(PathXConfig, small, source=str).contours()
     assert contours.margins == (2, 3)
@@ -739,7 +739,7 @@ def test_dashes_follow_one_another_and_touch_no_others():
         assert (rooms[0, :-1].max(0) + rooms[1, -1]).max() < TOUCH
 
 
-def test_pictures_look_as_published():
+def test_images_look_as_published():
     contours = look()
     pictures, labels = draw(contours, keys_of(100))
     assert pictures.shape == (100, 32, 32) and pictures.dtype == np.uint8 and (pictures.max((1, 2)) == 255).all()
@@ -779,11 +779,11 @@ def test_pictures_look_as_published():
         ({"val_samples": 10**12}, "data.val_samples: expected at most 10000000"),
     ],
 )
-def test_pictures_that_cannot_be_are_refused(tmp_path, capsys, settings, message):
+def test_impossible_images_are_refused(tmp_path, capsys, settings, message):
     assert message in refuse(capsys, "prepare", recipe(tmp_path, name="pathfinder", **settings))
 
 
-def test_the_largest_discs_stay_in_their_pictures():
+def test_the_largest_discs_stay_in_their_images():
     """An image drawn alone equals the same image drawn with others."""
     keys = keys_of(6)
     contours = build(PathfinderConfig, {"marker_radius": 10.0}, source=lambda key: "test").contours()
@@ -823,7 +823,7 @@ def lra_folder(root, name, rows, *, binary=False):
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_lras_pictures_are_read_from_the_folder_of_the_task(tmp_path, binary, caplog):
+def test_lras_images_are_read_from_the_folder_of_the_task(tmp_path, binary, caplog):
     root = tmp_path / "pathfinder32"
     rows = [(i, i % 2) for i in range(40)]
     lra_folder(root, "curv_contour_length_14", rows, binary=binary)
@@ -843,7 +843,7 @@ def test_lras_pictures_are_read_from_the_folder_of_the_task(tmp_path, binary, ca
     assert not is_empty(root / "curv_baseline" / "imgs" / "0" / "sample_17.png")
 
 
-def test_a_picture_that_is_listed_twice_counts_once(tmp_path, caplog):
+def test_a_image_that_is_listed_twice_counts_once(tmp_path, caplog):
     root = tmp_path / "pathfinder32"
     path = lra_folder(root, "curv_contour_length_14", [(i, i % 2) for i in range(20)])
     lines = path.read_text()
@@ -855,7 +855,7 @@ def test_a_picture_that_is_listed_twice_counts_once(tmp_path, caplog):
     assert "40 repeated entries of images are ignored" in caplog.text
 
 
-def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):
+def test_bad_images_and_metadata_are_named(tmp_path, capsys):
     root = tmp_path / "pathfinder32"
     path = lra_folder(root, "curv_contour_length_14", [(i, 0) for i in range(12)])
     file = recipe(tmp_path, name="pathfinder", path=str(root))
@@ -883,7 +883,7 @@ def test_bad_pictures_and_metadata_are_named(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_small_network_learns_each_half_of_the_pictures_alike(tmp_path, capsys):
+def test_a_small_network_learns_each_half_of_the_images_alike(tmp_path, capsys):
     """Half of a published Path-X could not be learned; random labels in one half reproduce this."""
     easy = {"contour_length": 3, "distractors": 0, "continuity": 2.0, "samples": 6000, "val_samples": 1000}
     file = recipe(tmp_path, name="pathfinder", test_samples=1, **easy)

@@ -304,7 +304,7 @@ def test_a_description_beside_a_table_is_no_document(tmp_path, kind, caplog):
 
 
 @pytest.mark.parametrize("value", ['{"a": [1, 2]}', "5", "true", '["a", "b"]', "1.5"])
-def test_a_value_that_is_no_text_is_refused(tmp_path, value):
+def test_a_value_that_is_not_text_is_refused(tmp_path, value):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "one"}}\n{{"text": "two"}}\n{{"text": {value}}}\n')
     with pytest.raises(ConfigError, match=r"a\.jsonl: column 'text' holds .*, not text; set data\.column to another"):
@@ -479,7 +479,7 @@ def test_a_command_that_is_refused_leaves_the_run_as_it_is(tmp_path, run_on_word
     assert (run / "recipe.yaml").read_bytes() == before, "a complete run keeps what it was trained on"
 
 
-def test_what_is_no_finished_part_is_named(tmp_path):
+def test_unfinished_parts_are_named(tmp_path):
     source = lines_set(tmp_path, sentences(20))
     parts = source.folder.with_name(f"{source.folder.name}.parts")
     parts.parent.mkdir()
@@ -600,7 +600,7 @@ def test_packing_loses_and_doubles_nothing(tmp_path, length):
         assert torch.equal(borders, begins)
 
 
-def test_without_a_mask_packed_documents_have_no_borders(tmp_path):
+def test_without_a_mask_samples_have_no_document_borders(tmp_path):
     source = prepared(lines_set(tmp_path, sentences(60), document_mask=False))
     splits = source.build()
     tokens = torch.cat([splits.train[i]["tokens"] for i in range(len(splits.train))])

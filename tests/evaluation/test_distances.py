@@ -43,7 +43,7 @@ def test_against_the_square_root_of_a_matrix():
 
 
 @pytest.mark.parametrize("count", [4, 50])
-def test_of_more_features_than_pictures(count):
+def test_of_more_features_than_images(count):
     """Check that a rotation from a space of 20 dimensions into one of 64 leaves the distance unchanged."""
     turn = torch.linalg.qr(features(64, 64, 9)).Q[:20]  # (20, 64)
     a, b = features(count, 20), features(count, 20, 1, scale=2.0)

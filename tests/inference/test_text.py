@@ -113,7 +113,7 @@ def test_what_remains_to_draw_from():
         ({"top_k": 2.5}, "top_k: expected a whole number, got 2.5"),
     ],
 )
-def test_settings_of_sampling_that_make_no_sense(settings, line):
+def test_invalid_settings_of_sampling_are_refused(settings, line):
     with pytest.raises(ValueError, match=line):
         Sampling(**settings)
 

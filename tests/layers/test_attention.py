@@ -109,7 +109,7 @@ def check_padding(module, valid, segments, *gives) -> None:
 @pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
 @pytest.mark.parametrize("direction", ["both", "forward"])
 @pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
-def test_what_padding_holds_reaches_no_parameter(mixer, direction, valid, segments):
+def test_contents_of_padding_do_not_change_gradients(mixer, direction, valid, segments):
     torch.manual_seed(0)
     config = AttentionConfig(direction=direction, out_norm="layernorm", out_gate="sigmoid", out_gate_rank=2)
     layer = make_mixer(mixer, 12, 3, config).double()

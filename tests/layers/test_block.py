@@ -142,7 +142,7 @@ def test_a_post_norm_block_streams():
 @pytest.mark.parametrize("kind", BLOCKS.values())
 @pytest.mark.parametrize("mixer", ["softmax", "lion_s"])
 @pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
-def test_what_padding_holds_reaches_no_parameter(kind, mixer, valid, segments):
+def test_contents_of_padding_do_not_change_gradients(kind, mixer, valid, segments):
     """Check that padding reaches no gradient of a parameter, not even through the residual connection."""
     torch.manual_seed(0)
     for mlp, norm in (("mlp", "layernorm"), ("glu", "rmsnorm")):

@@ -55,7 +55,7 @@ def test_it_starts_by_finding_nothing(block):
 
 @pytest.mark.parametrize("block", BLOCKS)
 @torch.no_grad()
-def test_it_is_told_time_and_class(block):
+def test_it_is_conditioned_on_time_and_class(block):
     model, (x, times, labels) = dit(block=block), asked()
     told = model(x, times, labels)
     for other in (
@@ -150,7 +150,7 @@ def test_times_are_cosines_and_sines():
     )
 
 
-def test_shapes_tell_how_time_and_class_come_in():
+def test_shapes_identify_the_conditioning():
     """Check that models with different conditioning are not rows of one table."""
     config = DiTConfig(mixer="softmax", dim=8, depth=1, num_heads=2, patch_size=(2, 4))
     plain = "dim 8, depth 1, 2 heads, patches of 2 x 4"

@@ -81,7 +81,7 @@ def test_of_several_segments_the_last_goes_on(mixer):
     torch.testing.assert_close(y, alone, rtol=0, atol=1e-10)
 
 
-def test_what_tells_the_order_is_said():
+def test_labels_name_tpe_and_rotation():
     """Check that labels name TPE and rotation that differ from the mixer's convention, but not their consequences."""
 
     def label(mixer, attention=None, **settings):

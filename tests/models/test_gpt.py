@@ -54,7 +54,7 @@ def test_what_writes_into_the_residual_stream_starts_smaller():
             assert not parameter.any(), name
 
 
-def test_positions_are_for_mixers_that_know_no_order():
+def test_positions_are_for_mixers_without_order():
     with_positions = {mixer for mixer in MIXERS if gpt(mixer).positions is not None}
     assert with_positions == {"softmax", "none", "lion_lit", "linear_transformer", "performer"}
     assert gpt(SOFTMAX).longest == 24 and gpt("lion_s").longest is None

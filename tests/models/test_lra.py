@@ -108,7 +108,7 @@ def test_pixels_are_normalised():
     torch.testing.assert_close(seen[0][..., 0], value)
 
 
-def test_positions_of_pixels_are_those_of_the_picture():
+def test_positions_of_pixels_are_those_of_the_image():
     """Check position embeddings of a model for another size.
 
     Embeddings of pixels are interpolated to larger and smaller images. Of the embeddings of tokens a shorter model
@@ -227,7 +227,7 @@ def test_dropout_takes_whole_channels():
     assert (gone.all(1) | ~gone.any(1)).all() and 0.2 < gone.double().mean() < 0.8
 
 
-def test_labels_tell_rows_apart():
+def test_labels_distinguish_rows():
     labels = [
         config("softmax").label(),
         config("softmax", {"rotation": "rope"}).label(),

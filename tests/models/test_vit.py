@@ -115,7 +115,7 @@ def test_what_has_no_cls_does_not_read_it():
         ViTConfig(SOFTMAX, 12, 1, 3, cls=False, readout="cls")
 
 
-def test_tpe_learns_on_pictures_of_any_size():
+def test_tpe_learns_on_images_of_any_size():
     source, target = (vit("lion_s", size, tpe=3) for size in ((8, 12), (16, 10)))
     source(torch.randn(2, 3, 8, 12)).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in source.encoder.tpe.parameters())
@@ -125,7 +125,7 @@ def test_tpe_learns_on_pictures_of_any_size():
 KNOWN = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "classes": tuple("abcde")}
 
 
-def test_pictures_go_in_as_they_are():
+def test_images_go_in_as_they_are():
     model = vit(known=KNOWN).eval()
     pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
     by_hand = (pixels.double().movedim(1, -1) / 255 - torch.tensor(KNOWN["mean"])) / torch.tensor(KNOWN["std"])
@@ -143,7 +143,7 @@ def test_pictures_go_in_as_they_are():
             )
 
 
-def test_what_is_known_of_the_data_is_in_no_weights():
+def test_properties_of_the_data_are_not_in_the_weights():
     """Check that older checkpoints load, and that metadata of the data are not stored in weights files."""
     plain, model = vit(), vit(known=KNOWN)
     assert model.classes == KNOWN["classes"] and plain.classes == ()

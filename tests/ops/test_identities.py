@@ -85,7 +85,7 @@ def test_softmax_needs_positive_scores():
 
 @pytest.mark.parametrize("decay_convention", ["source", "target", "between", "symmetric"])
 @pytest.mark.parametrize("decay", ["D", "S", "vector"])
-def test_both_directions_cannot_tell_an_order_from_its_reverse(decay_convention, decay):
+def test_both_directions_do_not_distinguish_an_order_from_its_reverse(decay_convention, decay):
     """Check invariance to reversal: without position embedding, an image rotated by 180 degrees looks the same."""
     inputs = make(decay, 17)
     a = inputs.log_decay

@@ -119,7 +119,7 @@ def test_tensors(name, form):
 
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
-def test_what_is_no_tensor(name):
+def test_values_that_are_not_tensors(name):
     for bad in (-0.1, [1.0], "x", *[None] * (name in "qkv")):
         for function in (linear_attention, linear_attention_parts, prefill):
             with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {type(bad).__name__}$"):

@@ -102,7 +102,7 @@ def test_too_many_steps_are_refused():
         DiffusionConfig(steps=10)
 
 
-def test_guidance_needs_labels_that_are_not_told():
+def test_guidance_needs_dropped_labels():
     """Check that training without dropped labels allows only guidance 1, and training without labels only 0."""
     for dropout, only in ((0, 1), (1, 0)):
         t = task(label_dropout=dropout, shown_guidance=only, steps=20, shown_steps=5)
@@ -132,7 +132,7 @@ class Told(torch.nn.Module):
         return torch.zeros_like(x)
 
 
-def test_the_loss_is_of_the_noise_and_some_labels_are_not_told():
+def test_the_loss_is_of_the_noise_and_some_labels_are_dropped():
     t, model = task(label_dropout=0.3), Told()
     sums = t.loss(model, batch(5000))
     assert (sums.loss / sums.weight).item() == pytest.approx(1, rel=0.02) and sums.weight == 5000
@@ -204,13 +204,13 @@ def test_guidance():
     kept = t.process.alphas_cumprod[-1].item()
     times = torch.full((4,), 19)
     with torch.no_grad():
-        told, untold = model(x[0], times, classes), model(x[0], times, torch.full((4,), 3))
-    noise = untold + 3 * (told - untold)
+        conditioned, unconditioned = model(x[0], times, classes), model(x[0], times, torch.full((4,), 3))
+    noise = unconditioned + 3 * (conditioned - unconditioned)
     expected = ((x[0] - math.sqrt(1 - kept) * noise) / math.sqrt(kept)).clamp(-1, 1)
     torch.testing.assert_close(found(3.0), expected)
 
 
-def test_every_form_makes_the_same_pictures():
+def test_every_form_makes_the_same_images():
     t = task(steps=20, shown_steps=5)
     model, classes = model_of(t), torch.tensor([0, 1])
     expected = t.generate(model, classes, keys(2), steps=4, guidance=1.5)
@@ -219,7 +219,7 @@ def test_every_form_makes_the_same_pictures():
         torch.testing.assert_close(t.generate(model, classes, keys(2), steps=4, guidance=1.5), expected)
 
 
-def test_latents_have_no_bound_and_are_no_pictures():
+def test_latents_have_no_bound_and_are_no_images():
     t = task(LATENTS, steps=20, shown_steps=5)
     model = model_of(t)
     x = t.sample(model, torch.tensor([0, 1]), keys(2), steps=3)
@@ -237,7 +237,7 @@ def test_tensorboard_shows_the_same_noise_and_the_data_beside_it():
     assert task(steps=20, shown=0).progress(model, b) == {}
 
 
-def test_a_range_of_times_without_images_is_no_divergence(tmp_path):
+def test_a_range_of_times_without_images_does_not_count_as_divergence(tmp_path):
     """Train with so few images that no image of val has a time of the second range."""
     pictures(tmp_path / "images", {"train": {"a": 8, "b": 8}, "val": {"a": 2, "b": 2}})
     path = tiny_recipe(tmp_path, trainer={"batch_size": 8, "steps": 4, "eval_every": 2, "save_every": 2})
@@ -248,7 +248,7 @@ def test_a_range_of_times_without_images_is_no_divergence(tmp_path):
     assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("best-*"))
 
 
-def test_it_judges_no_pictures():
+def test_a_diffusion_task_predicts_no_classes():
     t = task()
     with pytest.raises(ConfigError, match=r"generates images and classifies none: \./run\.sh sample RUN"):
         t.check_prediction()

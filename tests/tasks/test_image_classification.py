@@ -74,7 +74,7 @@ def test_two_kinds_of_mixing_switch():
     assert 5 < sum(whole) < 35  # mixup keeps constant images constant, cutmix does not
 
 
-def test_views_of_one_picture_are_not_mixed_with_each_other():
+def test_views_of_one_image_are_not_mixed_with_each_other():
     """Check that a batch is shuffled: repeated augmentation puts views side by side, and mixing pairs neighbours."""
     model, t, seen = Table(), task(mixup=0.8), []
     mix, images = t.mix, torch.arange(8).repeat_interleave(12)  # 8 images, 12 views each
@@ -142,7 +142,7 @@ def test_a_wrapped_model_is_called_and_normalises_by_itself():
     assert unwrapped(model) is model and unwrapped(wrapped) is model
 
 
-def test_preview_is_a_picture():
+def test_preview_is_a_image():
     model = ViT(
         ViTConfig("lion_s", 6, 1, 1, patch_size=1, attention=AttentionConfig(scans=("row_snake", "column_snake"))),
         image_size=(3, 4),

@@ -136,9 +136,9 @@ def test_chance_is_the_commonest_class_within_its_noise():
     assert above_chance(prediction, label) == pytest.approx(2)
 
 
-def test_what_is_stuck_is_told():
-    told = LRATask.remark({"accuracy": 0.504, "above_chance": 1.1})
-    assert told.startswith("stuck at chance: accuracy 50.40 % is 1.1 standard deviations")
+def test_accuracy_at_chance_is_remarked():
+    remark = LRATask.remark({"accuracy": 0.504, "above_chance": 1.1})
+    assert remark.startswith("stuck at chance: accuracy 50.40 % is 1.1 standard deviations")
     assert LRATask.remark({"accuracy": 0.62, "above_chance": 5.0}) is None
     assert LRATask.remark({"accuracy": None, "above_chance": None}) is None
     assert TASKS["image_classification"].remark({"top1": 0.1}) is None
@@ -235,7 +235,7 @@ def test_no_such_data(values):
         SequenceInfo.from_dict(values)
 
 
-def test_pictures_are_shown_and_answers_said():
+def test_images_are_shown_with_predictions():
     task, model = classifier(INFOS["pixels"])
     assert task.preview(model, Made(INFOS["pixels"]).batch())["inputs"].ndim == 3
     assert classifier(INFOS["ids"])[0].preview(model, {}) == {}

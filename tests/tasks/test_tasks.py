@@ -19,7 +19,7 @@ print(found["torchvision"], "torchvision" in sys.modules)
 
 
 @pytest.mark.slow
-def test_a_task_without_pictures_loads_no_torchvision():
+def test_a_task_without_images_loads_no_torchvision():
     import torchvision
 
     done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=120)

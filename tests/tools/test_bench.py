@@ -133,7 +133,7 @@ def test_what_cannot_be_measured_is_a_line(monkeypatch):
     assert len(rows) == 2 and not notes  # the product without decay has no L x L matrix
 
 
-def test_the_picture_of_the_readme(tmp_path, capsys):
+def test_the_image_of_the_readme(tmp_path, capsys):
     line = refuse(capsys, "bench", "lengths", "--out", tmp_path)
     assert f"{tmp_path}/ops.json: no measurements yet, run ./run.sh bench ops first" in line
     (tmp_path / "ops.json").write_text((ROOT / "reports" / "ops.json").read_text())
@@ -221,7 +221,7 @@ def test_markdown_and_table(tmp_path):
     assert "Crossover with SDPA" in report.terminal() and "chunk 8*" in report.terminal()
 
 
-def test_pictures_need_matplotlib(tmp_path, monkeypatch):
+def test_images_need_matplotlib(tmp_path, monkeypatch):
     report = Report(tmp_path)
     for r in (row(128, 0.5), row(), sdpa(), sdpa(length=128), row(form="full", chunk_size=None)):
         report.add_row(r)

@@ -427,7 +427,7 @@ def test_a_run_in_eager_mode_and_why_another_length_is_another_run(tmp_path, cap
 
 
 @pytest.mark.slow
-def test_a_closed_stderr_and_ascii_stop_no_run(tmp_path):
+def test_a_closed_stderr_and_ascii_do_not_stop_a_run(tmp_path):
     call = [sys.executable, "-m", "tools", "train", tiny_recipe(tmp_path), "--no-eval", "run.name=\u00e9"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *call], cwd=ROOT, env=env, capture_output=True, text=True)

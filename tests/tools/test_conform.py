@@ -66,7 +66,7 @@ def test_a_fault_of_the_compiled_layer_is_found():
     assert result.status == FAILS and 0.005 < result.worst.value < 0.02
 
 
-def test_dropout_in_training_is_no_leak():
+def test_dropout_in_training_does_not_count_as_a_leak():
     layer = LionAttention(16, 2, "lion_s", direction="forward", score_dropout=0.5)
     causal = ("causal in evaluation", "causal in training")
     assert all(r.status == HOLDS for r in examine(Subject("", layer, adapt_mixer, 16, causal=True), causal))

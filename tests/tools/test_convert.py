@@ -275,19 +275,19 @@ TOLD = [  # arguments of a training that contradict the recipe
 
 
 @pytest.mark.parametrize(("kind", "recipe", "settings", "changes", "message"), TOLD)
-def test_what_the_training_was_told_is_held_against_the_recipe(
+def test_recorded_settings_of_training_are_compared_with_the_recipe(
     kind, recipe, settings, changes, message, tmp_path, capsys
 ):
     their, run = tmp_path / "their.pth", tmp_path / "run"
-    told = (
+    args = (
         DEIT if changes is DEIT else {"model": "lion_tiny_patch16_224", "mask_type": kind, "cls_tok": False, **changes}
     )
-    torch.save({"model": theirs(kind, position=True).state_dict(), "args": argparse.Namespace(**told)}, their)
+    torch.save({"model": theirs(kind, position=True).state_dict(), "args": argparse.Namespace(**args)}, their)
     path = ROOT / f"recipes/deit_tiny_{KINDS.get(recipe, recipe)}.yaml"
     assert message in refuse(capsys, "convert", their, path, run, *SMALL, *settings)
     assert os.listdir(tmp_path) == ["their.pth"]
-    path = ROOT / "recipes/deit_tiny_softmax.yaml" if told is DEIT else recipe_of(kind)
-    fits = [f"model.readout={'cls' if told is DEIT or told['cls_tok'] else 'mean'}"]
+    path = ROOT / "recipes/deit_tiny_softmax.yaml" if args is DEIT else recipe_of(kind)
+    fits = [f"model.readout={'cls' if args is DEIT or args['cls_tok'] else 'mean'}"]
     assert here("convert", their, path, run, *SMALL, *fits) == 0
     assert capsys.readouterr().out.endswith("taken from the recipe: data.mean, data.std\n")
 

@@ -104,8 +104,8 @@ def test_the_logits_are_theirs_and_come_back_the_same(kind, padded, tokenizers, 
     assert len(ours.tokens.weight) % 64 == 0
     assert here("export", run, tmp_path / "back") == 0
     auto = {"bert": transformers.AutoModelForMaskedLM, "gpt": transformers.AutoModelForCausalLM}[kind]
-    back, told = auto.from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert type(back) is type(theirs) and not any(told[k] for k in ("missing_keys", "unexpected_keys"))
+    back, info = auto.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert type(back) is type(theirs) and not any(info[k] for k in ("missing_keys", "unexpected_keys"))
     assert apart(ours, back, padded) < 1e-10
     wanted = theirs.float().state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in back.float().state_dict().items())
@@ -184,8 +184,8 @@ def test_a_file_without_its_config_is_what_the_recipe_says(tokenizers, tmp_path,
     theirs = gpt(tokenizers["gpt"])
     saved(tmp_path, theirs, tokenizers["gpt"])
     (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
-    told = [f"data.tokenizer={tmp_path / 'tokenizer.json'}", "model.num_heads=3"]
-    run = convert(tmp_path / "weights.safetensors", tmp_path / "run", *told, kind="gpt")
+    settings = [f"data.tokenizer={tmp_path / 'tokenizer.json'}", "model.num_heads=3"]
+    run = convert(tmp_path / "weights.safetensors", tmp_path / "run", *settings, kind="gpt")
     said = capsys.readouterr().out
     assert "taken from the recipe: model.num_heads=3, model.norm_eps=1e-05, data.tokenizer=" in said
     assert apart(lion.load(run, compile=False), theirs) < 1e-10
@@ -336,8 +336,8 @@ def test_other_models_are_refused(kind, changes, settings, message, tokenizers, 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     capsys.readouterr()
-    told = [f"data.{name}" for name in ("name=text", "length=17")]
-    assert message in refuse(capsys, "convert", folder, SIZES[kind], tmp_path / "run", *told, *settings)
+    source = [f"data.{name}" for name in ("name=text", "length=17")]
+    assert message in refuse(capsys, "convert", folder, SIZES[kind], tmp_path / "run", *source, *settings)
     assert os.listdir(tmp_path) == ["their"]
 
 

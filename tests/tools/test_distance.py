@@ -59,7 +59,7 @@ def figures(capsys, *args):
     return heading, rows, lines[2:]
 
 
-def test_the_training_pictures_are_as_real_as_can_be(classifier, real, tmp_path, capsys):
+def test_the_distance_of_the_training_images_is_zero(classifier, real, tmp_path, capsys):
     file, data = tmp_path / "train.npz", tmp_path / "d.json"
     np.savez(file, np.flip(real[0], 0))
     heading, rows, notes = figures(capsys, file, "--features", classifier, "--out", data)
@@ -72,7 +72,7 @@ def test_the_training_pictures_are_as_real_as_can_be(classifier, real, tmp_path,
     assert held["rows"][0]["figures"]["FD-own"][0] < 1e-9 and held["rows"][1]["figures"]["FD-own"][1] > 0
 
 
-def test_what_is_not_real_is_farther(classifier, real, tmp_path, capsys):
+def test_other_images_are_farther(classifier, real, tmp_path, capsys):
     """Compare noise (channels last), and one image repeated, with real images."""
     np.savez(tmp_path / "noise.npz", np.random.default_rng(0).integers(0, 256, (300, 8, 8, 1), dtype=np.uint8))
     np.savez(tmp_path / "same.npz", real[0][:1].repeat(60, 0))
@@ -84,7 +84,7 @@ def test_what_is_not_real_is_farther(classifier, real, tmp_path, capsys):
     assert same["same"][3] == 1
 
 
-def test_features_are_what_the_head_is_given(classifier, real):
+def test_features_are_the_inputs_of_the_head(classifier, real):
     model = open_run(classifier).model
     args = type("Args", (), {"features": classifier, "eager": True})
     own = ClassifierFeatures(args, CPU)
@@ -97,7 +97,7 @@ def test_features_are_what_the_head_is_given(classifier, real):
         assert values.shape == (len(some), model.head.in_features)
 
 
-def test_training_pictures_are_read_without_augmentation(tmp_path):
+def test_training_images_are_read_without_augmentation(tmp_path):
     pictures(tmp_path, {"train": {"a": 4, "b": 4}, "val": {"a": 2, "b": 2}})
     changes = {"name": "imagefolder", "root": str(tmp_path), "image_size": [8, 8], "workers": 0}
     for more in ({}, {"pad": 2, "cache": "device"}):
@@ -190,7 +190,7 @@ def test_features_of_torchscript_and_of_a_file(real, tmp_path, capsys):
     assert out[0] == out[1] and out[0][0][2] > 0
 
 
-def test_pictures_against_features_of_a_file(classifier, real, tmp_path, capsys):
+def test_images_against_features_of_a_file(classifier, real, tmp_path, capsys):
     """Check that the row of images has one more score than the row of a features file, which has no classes."""
     own = ClassifierFeatures(type("Args", (), {"features": classifier, "eager": True}), CPU)
     with torch.inference_mode():
@@ -204,7 +204,7 @@ def test_pictures_against_features_of_a_file(classifier, real, tmp_path, capsys)
     assert "IS-own" in figures(capsys, seen, *judge, "--reference", some)[0]
 
 
-def test_what_cannot_be_judged(classifier, generator, real, tmp_path, capsys):
+def test_samples_that_cannot_be_compared_are_refused(classifier, generator, real, tmp_path, capsys):
     np.savez(tmp_path / "few.npz", real[0][:19])
     np.savez(tmp_path / "some.npz", real[0][:30])
     np.savez(tmp_path / "wide.npz", np.zeros((30, 1, 8, 9), np.uint8))

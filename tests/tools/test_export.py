@@ -120,7 +120,7 @@ torch.save([logits, classes(images), [program(*row) for row in rows]], "outputs.
 
 
 @pytest.mark.parametrize("settings", [{}, {"crop": 0.5}, {"pad": 2}])
-def test_the_description_says_how_a_picture_is_scaled_and_cut(settings):
+def test_the_description_states_how_an_image_is_scaled_and_cropped(settings):
     info = ImageInfo((16, 16), 3, ("a", "b"), (0.5,) * 3, (0.5,) * 3)
     config = pictures.PictureConfig("imagefolder", **settings)
     rule = facts_of(SimpleTask(info, 0), to_dict(config))["prepare"]

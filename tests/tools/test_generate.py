@@ -66,7 +66,7 @@ def test_modes_write_the_same_text(runs, capsys, mixer, mode):
     assert text_of(capsys, *drawn)[0] == text_of(capsys, *drawn, "--mode", "attention")[0] != text
 
 
-def test_the_state_that_is_told_is_what_is_used(runs, capsys):
+def test_the_reported_state_is_the_state_used(runs, capsys):
     _, said = text_of(capsys, runs["softmax"], *["--prompt", "the "] * 100, "--tokens", 12)
     # float32 keys and values of 16 channels, and a flag, for 16 tokens in 2 blocks
     kept = 100 * 16 * 2 * (2 * 16 * 4 + 1)
@@ -326,7 +326,7 @@ def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
     assert here("eval", run, f"data.path={other}", "--form", "full") == 0
 
 
-def test_a_model_of_pictures_writes_no_text(capsys, tmp_path):
+def test_an_image_model_cannot_generate_text(capsys, tmp_path):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     capsys.readouterr()

@@ -248,7 +248,7 @@ def test_the_best_rate_of_each_task_counts():
     ]
 
 
-def test_a_folder_may_hold_tasks_that_the_recipe_has_no_longer():
+def test_a_folder_may_hold_tasks_that_the_recipe_no_longer_has():
     table = read_table("lightnet")
     del table.tasks["rte"]
     rows = rows_of({("rte", 5e-5): [60, 50]}, settings={})
@@ -257,7 +257,7 @@ def test_a_folder_may_hold_tasks_that_the_recipe_has_no_longer():
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_rates_are_trained_and_the_best_is_told(run, tmp_path, capsys):
+def test_rates_are_trained_and_the_best_is_reported(run, tmp_path, capsys):
     recipe = tmp_path / "rates.yaml"
     text = "{lr: 1e-5, weight_decay: 0, epochs: 1, optimizer: adamw, metrics: [pearson, spearman]}"
     recipe.write_text(f"length: 32\nfrom_mnli: false\nrates: [1e-2, 1e-4]\ntasks: {{stsb: {text}}}\n")
@@ -310,7 +310,7 @@ def test_the_table(trained):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_what_is_finished_is_not_run_again(trained, capsys):
+def test_finished_tasks_are_not_run_again(trained, capsys):
     folder, call, _ = trained
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
     assert here("glue", *call, "--tasks", "rte") == 0  # the run of mnli exists, and is not requested
@@ -348,7 +348,7 @@ def test_the_pooler_comes_from_mnli_and_the_last_layer_is_new(trained, run):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_fine_tuned_run_is_evaluated_and_answers(trained, run, capsys):
+def test_a_fine_tuned_run_is_evaluated_and_predicts(trained, run, capsys):
     folder, *_ = trained
     assert here("eval", folder / "rte_seed19", "--form", "rnn", "--chunk-size", "8") == 0
     assert "accuracy %" in capsys.readouterr().out
@@ -362,7 +362,7 @@ def test_a_fine_tuned_run_is_evaluated_and_answers(trained, run, capsys):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_one_that_fails_does_not_keep_the_others(trained):
+def test_a_failed_task_does_not_stop_the_others(trained):
     folder, _, said = trained
     assert "cola_seed19: failed, " in said and "trains there now" in said and "rte_seed19: finished, " in said
     assert "trains there now" in (folder / "logs" / "cola_seed19.log").read_text()
@@ -389,7 +389,7 @@ def test_jobs_share_the_cores(run, monkeypatch, cores, gpus, tasks, threads):
 
 
 @pytest.mark.parametrize("ends", ["finished", "failed"])
-def test_what_another_command_trains_is_waited_for(run, monkeypatch, ends):
+def test_runs_of_another_command_are_waited_for(run, monkeypatch, ends):
     seen = []
     jobs = jobs_of(run, ["qnli", "sst2", "cola"], name=f"twice_{ends}", from_mnli=False)
     theirs, *ours = (job.name for job in jobs)
@@ -417,7 +417,7 @@ def test_what_another_command_trains_is_waited_for(run, monkeypatch, ends):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_what_is_stopped_goes_on_within_a_task(run):
+def test_a_stopped_task_resumes(run):
     call = [run[0], "--recipe", "modified", "--name", "stopped", f"data.path={run[1]}", "--tasks", "qqp", *QUICK]
     call = [*map(str, call), "trainer.epochs=100000"]
     process = start_command("glue", *call)
@@ -465,7 +465,7 @@ def test_bad_input_is_refused_in_a_line(run, tmp_path, capsys):
     assert "data.length: 256 tokens, but model.max_positions allows only 32" in said
 
 
-def test_a_run_of_another_task_is_no_start(run, tmp_path, capsys):
+def test_a_run_of_another_task_is_refused_as_a_start(run, tmp_path, capsys):
     shutil.copytree(run[0] / "checkpoints", tmp_path / "gpt" / "checkpoints")
     recipe = yaml.safe_load((run[0] / "recipe.yaml").read_text())
     recipe["task"], recipe["model"] = {"name": "causal_lm"}, {"mixer": "lion_s", "dim": 16, "depth": 1, "num_heads": 2}

@@ -41,9 +41,9 @@ def test_from_its_own_inputs_to_a_report(tmp_path, monkeypatch, capsys):
     assert here("train", "lra_listops_softmax_window", *SHRINK, "model.window=8") == 0
     capsys.readouterr()
     assert here("report", "started", "lra_listops_softmax_window") == 0
-    told = capsys.readouterr().out
-    assert "lion_s_hippo pre-trained" in told and "softmax rope rotation window 8" in told
-    assert "lion_s_hippo pre-trained, seed 6554595: stuck at chance" in told
+    output = capsys.readouterr().out
+    assert "lion_s_hippo pre-trained" in output and "softmax rope rotation window 8" in output
+    assert "lion_s_hippo pre-trained, seed 6554595: stuck at chance" in output
 
 
 def test_a_window_of_nothing(capsys):

@@ -277,7 +277,7 @@ def test_a_file_of_another_kind_is_not_written_over(runs, tmp_path, capsys):
     assert "image_classification.json: not a report of this command; --fresh starts over" in line
 
 
-def test_labels_tell_merges_apart(runs):
+def test_labels_distinguish_merges(runs):
     recipe = load(str(runs / "lion_s_multiscan0")).recipe
     recipe.model.attention.scan_merge = "outputs"
     assert recipe.model.label() == "lion_s multiscan (outputs)"
@@ -292,8 +292,8 @@ def test_what_started_from_another_run_is_a_row_of_its_own(runs):
     assert list(group([run, started])) == ["lion_s", "lion_s pre-trained"]
 
 
-def test_a_run_that_is_stuck_is_told(runs):
-    told = [run._replace(remark="stuck at chance: ..") for run in of(runs, "lion_s", "softmax")[:1]]
-    groups = group([*told, *of(runs, "softmax")])
+def test_a_stuck_run_is_reported(runs):
+    remarked = [run._replace(remark="stuck at chance: ..") for run in of(runs, "lion_s", "softmax")[:1]]
+    groups = group([*remarked, *of(runs, "softmax")])
     text = markdown([as_section(Section("", groups))], "Vision", None)
     assert "- lion_s, seed 0: stuck at chance: .." in text and text.count("stuck at chance") == 1

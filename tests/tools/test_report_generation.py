@@ -50,7 +50,7 @@ def restore_files(runs):
     (runs[0] / FIGURES).write_text(first)
 
 
-def told(runs, values):
+def store_values(runs, values):
     """Write distance files of runs with these values, as copies of the first run's file."""
     held = json.loads((runs[0] / FIGURES).read_text())
     for run, value in zip(runs, values):
@@ -71,7 +71,7 @@ def test_figures_are_kept_in_the_run(runs):
 
 
 def test_rows_by_patches_and_claims_by_distance(runs, tmp_path, capsys):
-    told(runs, [3.0, 3.2, 5.0, 5.3, 2.0, 2.1])
+    store_values(runs, [3.0, 3.2, 5.0, 5.3, 2.0, 2.1])
     groups = group([load(str(run)) for run in runs])
     assert list(groups) == ["lightnet patch 2", "lightnet patch 4", "lightnet without TPE patch 2"]
     assert [row[2] for row in distance_table(groups)[1][:3]] == ["3.10 ± 0.14", "5.15 ± 0.21", "2.05 ± 0.07"]
@@ -90,7 +90,7 @@ def test_rows_by_patches_and_claims_by_distance(runs, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_distances_that_do_not_compare(runs, tmp_path, capsys):
-    told(runs, [3.0, 3.2])
+    store_values(runs, [3.0, 3.2])
     path, call = runs[1] / FIGURES, ["report", *runs[:2], "--out", tmp_path]
     held = json.loads(path.read_text())
     changes = {"guidance": 4.0, "judge": "another", "checkpoint": "last", "raw": True, "reference": "test"}
@@ -109,7 +109,7 @@ def test_runs_of_another_task_are_another_table(runs, tmp_path, capsys):
     assert f"{judge}: task 'image_classification', but {runs[0]} has 'diffusion'; use --section" in said
 
 
-def test_features_from_a_file_tell_no_classes(runs):
+def test_features_from_a_file_have_no_class_probabilities(runs):
     """The row of real images has no score of classes either."""
     held = json.loads((runs[0] / FIGURES).read_text())
     del held["rows"][1]["figures"]["IS-own"]

@@ -60,7 +60,7 @@ def better(line):
     return -line["accuracy"], -line["step"]
 
 
-def test_padding_counts_for_no_speed(runs):
+def test_padding_does_not_count_as_speed(runs):
     packed, padded = load(str(runs[0])), load(str(runs[4]))
     share = open_data(padded.recipe).filled()
     assert 0.3 < share < 0.9
@@ -149,7 +149,7 @@ def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
         path.unlink()
 
 
-def test_a_run_of_a_time_tells_what_it_has_seen(tmp_path, capsys):
+def test_a_run_limited_by_time_reports_its_tokens(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("\n".join(f"{i} " + "abc def " * (i % 3) for i in range(60)))
     growing = ("trainer.time=0.002min", "trainer.batch_ramp=60%", "trainer.batch_start=2")
     run = trained(tmp_path, "timed", LAYOUTS["packed"], *growing)

@@ -112,7 +112,7 @@ def test_a_run_that_makes_nothing(tmp_path, capsys):
     assert "task 'image_classification' generates no images, expected a run of diffusion" in said
 
 
-def test_predict_says_what_makes_pictures(run, capsys, tmp_path):
+def test_predict_says_what_makes_images(run, capsys, tmp_path):
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     assert "./run.sh sample RUN" in refuse(capsys, "predict", run, tmp_path / "a.png", "--eager")
 

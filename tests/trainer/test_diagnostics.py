@@ -32,7 +32,7 @@ def test_as_tensorboard_makes_them(tmp_path, name):
     assert got.sum == pytest.approx(expected.sum, rel=1e-5)
 
 
-def test_what_is_not_a_number_is_in_no_bin():
+def test_nan_is_not_counted_in_a_bin():
     assert histogram(torch.full((3,), float("nan"))) is None
     assert sum(histogram(torch.tensor([0.5, float("nan")])).bucket_counts) == 1
 

@@ -132,7 +132,7 @@ def test_more_splits_are_measured_and_choose_nothing(tmp_path):
         assert torch.equal(value, both.model.state_dict()[name]), name
 
 
-def test_text_and_pictures_of_progress_are_shown(tmp_path):
+def test_text_and_images_of_progress_are_shown(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     class Writer(toys.Sides):

@@ -116,7 +116,7 @@ def test_evaluation_leaves_out_what_cannot_be_read():
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_corrupt_picture_in_a_real_folder(tmp_path, caplog):
+def test_a_corrupt_image_in_a_real_folder(tmp_path, caplog):
     for split, count in (("train", 12), ("val", 4)):
         for label in ("cat", "dog"):
             folder = tmp_path / "pictures" / split / label

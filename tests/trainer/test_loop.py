@@ -83,7 +83,7 @@ def test_best_is_chosen_on_val_and_metrics_are_complete(tmp_path):
     assert state_of(tmp_path / "run", "best")["step"] == t.state.best["step"]
 
 
-def test_tensorboard_holds_curves_pictures_and_decays(tmp_path):
+def test_tensorboard_holds_curves_images_and_decays(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(tiny_recipe(tmp_path), tmp_path / "run")

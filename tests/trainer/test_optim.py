@@ -66,7 +66,7 @@ def test_modules_mark_their_parameters():
 
 
 @pytest.mark.parametrize("wrong", ["stepp", "gate", "gate.weigh", "rest.weight", "forward", "training", "tree.step"])
-def test_a_mark_of_what_is_no_parameter_is_refused(wrong):
+def test_marks_of_unknown_parameters_are_refused(wrong):
     net = nn.Sequential(nn.Linear(2, 2), Marked())
     net[1].gate = nn.Linear(2, 2, bias=False)
     net[1].optim_factors = {"gate.weight": OptimFactors(lr=2), "gate.bias": OptimFactors(lr=3)}

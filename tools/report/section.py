@@ -45,8 +45,8 @@ class Section:
 
     def remarks(self) -> str:
         """Return the remarks on single runs as Markdown, one line per run."""
-        told = [(name, run) for name, runs in self.groups.items() for run in runs if run.remark]
-        return "\n".join(f"- {name}, seed {run.recipe.seed}: {run.remark}" for name, run in told)
+        remarked = [(name, run) for name, runs in self.groups.items() for run in runs if run.remark]
+        return "\n".join(f"- {name}, seed {run.recipe.seed}: {run.remark}" for name, run in remarked)
 
     def comparisons(self) -> list[Comparison]:
         task = self.runs[0].recipe.task.name

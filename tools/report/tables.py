@@ -38,8 +38,8 @@ def result_table(groups: Groups) -> Table:
         row += [str(len(runs)), f"{runs[0].parameters:,}", "-" if runs[0].seen is None else f"{runs[0].seen:,.0f}"]
         row.append(f"{statistics.median(speeds):,.0f}" if speeds else "-")
         rows.append([*row, published(runs[0].recipe)])
-    told = {i: {row[i] for row in rows} for i in range(len(header))}
-    kept = [i for i in told if told[i] != {"-"} and (len(told[i]) > 1 or not header[i].endswith(" seen"))]
+    shown = {i: {row[i] for row in rows} for i in range(len(header))}
+    kept = [i for i in shown if shown[i] != {"-"} and (len(shown[i]) > 1 or not header[i].endswith(" seen"))]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
