@@ -6,6 +6,8 @@ from PIL import Image
 
 from lion.config import merge
 from tests.helpers import TINY, refuse, tiny_recipe
+from tools import __main__ as commands
+from tools.cli import run_command
 
 pytest.importorskip("sklearn")
 
@@ -118,6 +120,13 @@ def test_an_environment_without_a_launcher(name, tmp_path, capsys, monkeypatch):
     line = refuse(capsys, "train", tiny_recipe(tmp_path))
     assert line == f"error: environment variable {name}: expected a whole number, got 'abc'\n"
     assert not (tmp_path / "runs").exists()
+
+
+def test_debug_shows_the_traceback_before_the_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        run_command(commands.main, ["train", str(tmp_path / "none.yaml"), "--debug"])
+    lines = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and lines[0].startswith("Traceback") and lines[-1].startswith("error: ")
 
 
 def test_both_lengths_at_once(tmp_path, capsys):

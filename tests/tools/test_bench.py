@@ -76,6 +76,23 @@ def test_every_mixer_is_verified_and_measured(mixer):
     assert all(r["error"] <= ops.TOLERANCE for r in rows[1:])
 
 
+def test_dtype_and_threads_reach_the_measurement(tmp_path, monkeypatch):
+    jobs, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: jobs.append(job))
+    call = ("bench", "ops", "--mixer", "lion_s", "--dtype", "bfloat16", "--threads", 1, "--eager", "--out", tmp_path)
+    try:
+        assert here(*call) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert [(job.mixer, job.dtype, job.threads) for job in jobs] == [("lion_s", "bfloat16", 1)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_measured(dtype):
+    rows, notes = measure(mixer="lion_s", forms=("chunk",), passes=("forward",), rounds=1, dtype=dtype)
+    assert not notes and [row["dtype"] for row in rows] == [dtype, dtype]
+
+
 @pytest.mark.slow
 def test_rows_hold_time_ratio_floor_and_memory():
     rows, _ = measure(chunk_sizes=(8, 16))

@@ -72,6 +72,12 @@ def test_the_distance_of_the_training_images_is_zero(classifier, real, tmp_path,
     assert held["rows"][0]["figures"]["FD-own"][0] < 1e-9 and held["rows"][1]["figures"]["FD-own"][1] > 0
 
 
+def test_fewer_real_images_are_read(classifier, real, tmp_path, capsys):
+    np.savez(tmp_path / "test.npz", real[1])
+    _, rows, _ = figures(capsys, tmp_path / "test.npz", "--features", classifier, "--real", 40)
+    assert rows["test"][:2] == [len(real[1]), 40] and rows["real test"][1] == 40
+
+
 def test_other_images_are_farther(classifier, real, tmp_path, capsys):
     """Compare noise (channels last), and one image repeated, with real images."""
     np.savez(tmp_path / "noise.npz", np.random.default_rng(0).integers(0, 256, (300, 8, 8, 1), dtype=np.uint8))

@@ -178,6 +178,11 @@ def test_a_dry_run_prints_the_plan_and_its_cost(run, capsys):
     assert "stsb: values of Table 8; the file that it cites has optimizer decoupled_adamw (--cited)" in text
     assert "runs, 0.0 M tokens" in text and "one after the other" in text
     assert not (run[0] / "glue" / "m2_base").exists()
+    assert here(*call, "--cited") == 0
+    cited = capsys.readouterr().out
+    assert "(--cited)" not in cited and "stsb: values of Table 8" not in cited
+    (row,) = [line.split() for line in cited.splitlines() if line.startswith("stsb")]
+    assert row[:4] == rows["stsb"][:4] and row[4] != rows["stsb"][4]  # AdamW's weight decay of another optimizer
 
 
 def test_crammed_berts_fine_tuning(run):
