@@ -30,7 +30,7 @@ from lion.ops.arguments import (
 )
 from lion.ops.decay import decay_mask, make_directions, pad_with_last
 from lion.ops.full import aligned, weighted_sum
-from lion.ops.segments import check_masks
+from lion.ops.segments import check_masks, may_wait
 from lion.ops.settings import DEFAULTS, Settings, resolve_form, with_fields
 from lion.ops.tokens import TokenBlock
 
@@ -62,7 +62,8 @@ def multi_scan_attention(
         Outputs (B, H, L, E) in the dtype of `v`.
 
     Raises:
-        ValueError: An argument of the wrong shape, dtype or name.
+        ValueError: An argument of the wrong shape, dtype or name; on a CPU outside of graphs also orders that are not
+            permutations.
     """
     settings = with_fields(settings, fields)
     check_tokens(q, k, v)
@@ -72,6 +73,8 @@ def multi_scan_attention(
         raise mismatch("orders", f"integer (scans, {length})", orders)
     if len(log_decays) != len(orders):
         raise ValueError(f"log_decays: expected one for each of {len(orders)} scans, got {len(log_decays)}")
+    if may_wait(orders.device) and (orders.sort(1).values != torch.arange(length)).any():
+        raise ValueError(f"orders: expected permutations of 0 .. {length - 1}")
     for log_decay in log_decays:
         check_gates(q, Gates(log_decay), settings)
 

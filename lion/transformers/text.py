@@ -19,13 +19,13 @@ from lion.models.gpt import GPT
 from lion.models.lra import LRAMasked, SequenceEncoder
 from lion.models.tokens import TokenModel
 from lion.ops.segments import may_wait
+from lion.samples.labels import UNLABELLED
 from lion.transformers.base import LionPreTrainedModel
 from lion.transformers.cache import LionCache, cache_of
 from lion.transformers.masks import segments_of, starts_of, valid_of
 
 BERT = {"bert": "bert", "bert_classifier": "bert"}
 LRA_NAMES = ("lra", "lra_masked")
-UNLABELLED = -100  # label of tokens without one
 
 
 class LionTextModel(LionPreTrainedModel):

@@ -170,6 +170,7 @@ def test_half_precision_keeps_its_dtype():
         (dict(decay_convention="both"), "decay_convention: expected one of"),
         (dict(direction="up"), "direction: expected one of"),
         (dict(normalize="softmax"), "normalize: expected one of"),
+        (dict(orders=torch.tensor([[*range(9)], [0, *range(8)]])), "orders: expected permutations of 0 .. 8"),
     ],
 )
 def test_bad_arguments(change, message):
