@@ -149,3 +149,15 @@ def test_teachers_of_timm(tmp_path):
     for name in ("timm:resnet10z", "timm:resnet10t:/nowhere.pth", "timm:resnet10t"):  # unknown, missing, no network
         with pytest.raises(ConfigError, match=r"task.teacher: 'timm:.*' (cannot be loaded|has 1000 classes)"):
             open_teacher(name, INFO)
+
+
+def test_the_mean_excludes_the_distillation_token():
+    recipe = resolve("quickstart", ["model.distilled=true", "task.teacher=x"])
+    model, seen = make_task(recipe, build_data(recipe).info).build_model(recipe.model).eval(), {}
+    model.encoder.register_forward_hook(lambda *call: seen.update(tokens=call[-1]))
+    for name in ("head", "head_distill"):
+        getattr(model, name).register_forward_pre_hook(lambda _, x, name=name: seen.update({name: x[0]}))
+    model(torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8))
+    others = [i for i in range(model.length) if i != 1]  # cls, then the distillation token
+    torch.testing.assert_close(seen["head"], seen["tokens"][:, others].mean(1))
+    torch.testing.assert_close(seen["head_distill"], seen["tokens"][:, 1])

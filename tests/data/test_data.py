@@ -240,6 +240,8 @@ def test_augmentation_stands_between_crop_and_pixels(tmp_path, monkeypatch):
     kinds = [type(t).__name__ for t in train.transform.transforms]
     assert kinds == ["Channels", "RandomResizedCrop", "RandomHorizontalFlip", "RandAugment", "PILToTensor"]
     assert train.transform.transforms[3].fill == (124, 116, 104)
+    crop = folder(tmp_path, random_scale=[0.5, 0.6]).train.transform.transforms[1]
+    assert (crop.scale, crop.interpolation) == ((0.5, 0.6), v2.InterpolationMode.BICUBIC)
     assert not any("Rand" in type(t).__name__ for t in folder(tmp_path).val.transform.transforms)
     with pytest.raises(ConfigError, match=r"data.rand_augment: .*rand-m9-mstd0.5-inc1"):
         folder(tmp_path, rand_augment="rand-x9")

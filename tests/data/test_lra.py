@@ -480,7 +480,7 @@ def test_reviews_are_read_by_byte(tmp_path):
 
 
 def test_reviews_by_character_leave_rare_ones_out(tmp_path):
-    path = reviews(tmp_path, train=[{"text": "abba", "label": 0}, {"text": "abc", "label": 1}], test=REVIEWS[:1])
+    path = reviews(tmp_path, train=[{"text": "abba", "label": 0}, {"text": "abcc", "label": 1}], test=REVIEWS[:1])
     source = prepared(tmp_path, "imdb", path=path, length=4, tokenizer="characters", min_count=2)
     splits = source.build()
     assert splits.info.vocabulary == 3 + 2, "what is cut off does not count"
@@ -907,3 +907,9 @@ def test_labels_of_texts_are_not_checked(tmp_path, capsys):
     capsys.readouterr()
     file = recipe(tmp_path, name="listops", **SHORT)
     assert "are not images" in refuse(capsys, "prepare", file, "--check-labels", "1")
+
+
+def test_pixels_of_cifar_have_the_published_statistics():
+    kind = data.dataset("cifar10_pixels")
+    info = kind(kind.Config()).published()[0]
+    assert (info.mean, info.std) == pytest.approx((122.6 / 255, 61 / 255), abs=1e-4)  # those of S5

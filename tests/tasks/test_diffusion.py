@@ -124,7 +124,7 @@ def test_bytes_come_back():
     assert torch.equal(scaled(latents), latents.float())
 
 
-class Told(torch.nn.Module):
+class Recorder(torch.nn.Module):
     """A model that records its inputs and predicts zero noise."""
 
     def forward(self, x, times, labels):
@@ -133,7 +133,7 @@ class Told(torch.nn.Module):
 
 
 def test_the_loss_is_of_the_noise_and_some_labels_are_dropped():
-    t, model = task(label_dropout=0.3), Told()
+    t, model = task(label_dropout=0.3), Recorder()
     sums = t.loss(model, batch(5000))
     assert (sums.loss / sums.weight).item() == pytest.approx(1, rel=0.02) and sums.weight == 5000
     assert (model.labels == 3).float().mean().item() == pytest.approx(0.3, abs=0.03)
@@ -279,3 +279,22 @@ def test_it_learns(recipe, tmp_path):
     longer = ["trainer.steps=150", "trainer.eval_every=150", "trainer.save_every=150", "task.schedule=cosine"]
     t = train(recipe, tmp_path / "run", *longer)
     assert t.state.best["value"] < 0.5  # 1: loss of predicting zero noise
+
+
+def test_a_clamped_image_determines_the_noise():
+    process, seen = Process("linear", 1000), []
+    x, (now, then) = torch.full((1, 1), 2.0, dtype=torch.double), process.times(2)
+    process.denoise(lambda x, times: seen.append(x) or torch.zeros_like(x), x, steps=2, bound=1.0)
+    kept, left = (process.alphas_cumprod[t].item() for t in (now, then))
+    noise = (2 - math.sqrt(kept)) / math.sqrt(1 - kept)
+    assert seen[1].item() == pytest.approx(math.sqrt(left) + math.sqrt(1 - left) * noise)
+
+
+def test_the_noise_of_evaluation_does_not_follow_from_the_time():
+    t, model, count = task(), Recorder(), 2000
+    images, labels = torch.full((count, 1, 4, 4), 255, dtype=torch.uint8), torch.zeros(count).long()
+    more = {"mask": torch.ones(count, dtype=torch.bool), "key": torch.arange(count) * 977}
+    t.evaluate(model, {"image": images, "label": labels, **more})
+    kept = t.process.alphas_cumprod[model.times].float()[:, None]
+    noise = (model.x.flatten(1) - kept.sqrt()) / (1 - kept).sqrt()
+    assert torch.cat([model.times[:, None], noise], 1).mT.corrcoef()[0, 1:].abs().max() < 0.1

@@ -218,3 +218,25 @@ def test_erasing_draws_as_timm_does():
 def test_erasing_small_images_leaves_them_whole_or_fits(size):
     torch.manual_seed(0)
     rectangles((erase(torch.full((50, 1, *size), 9.0), 1) != 9).any(1))
+
+
+def test_labels_are_shuffled_with_their_images():
+    t, seen = task(mixup=0.8), []
+    t.mix = lambda *both: seen.append(both) or both
+    torch.manual_seed(0)
+    t.loss(Table(), batch())
+    images, labels = seen[0]
+    assert images[:, 0, 0, 0].tolist() == labels.tolist() != list(range(6))
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_mixing_has_the_alpha_of_its_setting(kind):
+    assert task(**{kind: 0.3}).mix.transforms[0].alpha == 0.3
+
+
+def test_images_are_erased_before_they_are_mixed():
+    t, seen = task(mixup=0.8, random_erasing=1.0), []
+    t.mix = lambda *both: seen.append(both[0]) or both
+    images = torch.full((20, 1, 16, 16), 9, dtype=torch.uint8)
+    t.loss(Table(), {"image": images, "label": torch.zeros(20, dtype=torch.long)})
+    assert seen[0].ne(9).flatten(1).any(1).all()

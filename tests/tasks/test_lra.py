@@ -173,6 +173,10 @@ def test_hidden_inputs_are_those_that_count(info):
     torch.testing.assert_close(task.evaluate(model, one).outputs[0], outcome.outputs[5])
     uniform = math.log(info.vocabulary) if info.vocabulary else None
     assert uniform is None or values["loss"] == pytest.approx(uniform, rel=0.5)
+    first = {name: rows[:20] for name, rows in batch.items()}
+    batch["mask"] = torch.arange(48) < 20  # the rest pads the last batch
+    for found, want in zip(task.evaluate(model, batch).sums["loss"], task.evaluate(model, first).sums["loss"]):
+        torch.testing.assert_close(found, want)
 
 
 def test_hidden_pixels_are_asked_for_normalised():

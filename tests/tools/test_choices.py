@@ -9,6 +9,7 @@ import lion
 from data.text.tokenizers import open_tokenizer
 from lion.evaluation.choices import accuracy_of_choices, interval, log_likelihoods
 from lion.evaluation.questions import Choices, encode, joined, read_questions
+from lion.runs import open_run
 from lion.samples.text import TextInfo
 from tests.helpers import here, refuse
 from tools.compose import make_task, resolve
@@ -185,3 +186,10 @@ def test_bad_files_and_runs(runs, tmp_path, capsys, file):
     assert "No such file" in refuse(capsys, "eval", run, "--choices", tmp_path / "none.jsonl")
     assert "leave --lengths out" in refuse(capsys, "eval", run, "--choices", file, "--lengths", 8)
     assert "has only full, got 'rnn'" in refuse(capsys, "eval", run, "--choices", file, "--form", "rnn")
+
+
+def test_the_weights_are_those_asked_for(runs, file, monkeypatch):
+    asked = []
+    monkeypatch.setattr("tools.choices.open_run", lambda run, **how: asked.append(how) or open_run(run))
+    assert here("eval", runs["lion_s"], "--choices", file, "--form", "full", "--ema", "--checkpoint", "last") == 0
+    assert asked == [{"checkpoint": "last", "ema": True}]

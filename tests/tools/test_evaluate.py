@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lion
 from lion.evaluation import forms as forms_module
 from lion.evaluation.forms import measure
+from lion.models.vit import ViT
 from lion.ops import Part
 from lion.runs import open_run
 from lion.tasks.base import Outcome
@@ -162,3 +163,21 @@ def test_compiled_where_the_recipe_says_so(run, tmp_path, capsys):
     assert ", compiled;" in tables[False] and ", eager;" in tables[True]
     values = [text.splitlines()[2].split()[2] for text in tables.values()]
     assert values[0] == values[1]
+
+
+def test_a_run_is_measured_in_its_precision(tmp_path, monkeypatch):
+    assert here("train", tiny_recipe(tmp_path, trainer={"precision": "bf16"}), "--no-eval") == 0
+    seen, forward = set(), ViT.forward
+    monkeypatch.setattr(ViT, "forward", lambda self, x: (out := forward(self, x), seen.add(out.dtype))[0])
+    evaluate.measure_forms(tmp_path / "runs" / "tiny", "full")
+    assert seen == {torch.bfloat16}
+
+
+def test_the_weights_are_those_asked_for(tmp_path, monkeypatch):
+    assert here("train", tiny_recipe(tmp_path, trainer={"ema": 0.999}), "--no-eval") == 0
+    run, asked = tmp_path / "runs" / "tiny", []
+    raw, ema = (evaluate.measure_forms(run, "full", split="val", ema=e)[0]["values"]["loss"] for e in (False, True))
+    assert raw != pytest.approx(ema, rel=1e-3)
+    monkeypatch.setattr(evaluate, "open_run", lambda run, **how: asked.append(how) or open_run(run))
+    assert here("eval", run, "--form", "full", "--ema", "--checkpoint", "last") == 0
+    assert {"checkpoint": "last", "ema": True} in asked

@@ -340,3 +340,10 @@ def test_the_digest_is_of_all_weights(runs):
     with torch.no_grad():
         model.encoder.norm.bias[0] += 1
     assert generate.digest(model) != before
+
+
+def test_options_of_sampling_reach_the_draws(runs, capsys):
+    call = [runs["lion_s"], "--prompt", "the ", "--tokens", 20]
+    greedy = text_of(capsys, *call, "--temperature", 0)[0]
+    assert text_of(capsys, *call)[0] != greedy
+    assert text_of(capsys, *call, "--top-p", 0)[0] == text_of(capsys, *call, "--top-k", 1)[0] == greedy

@@ -24,7 +24,7 @@ from tools import jobs as queue
 from tools.cli import run_command
 from tools.compose import resolve
 from tools.glue.plan import PUBLISHED_SEEDS, SEEDS, TABLE_8, make_jobs, read_pretrained, read_table
-from tools.glue.results import best_rate, changes, collect, enters, mean_of_tasks, paper_rows, rate_rows
+from tools.glue.results import best_rate, changes, collect, enters, mean_of_tasks, paper_rows, rate_rows, read
 from tools.processes import kill_tree, start_command
 
 QUEUE = {"title": "glue", "result": lambda job: ""}  # arguments of every queue here
@@ -493,3 +493,16 @@ def test_the_papers_averages_are_those_of_its_tasks():
             odd.append((row[1], row[-1]))
     assert header[3:-1] == ["mnli", "rte", "qqp", "qnli", "sst2", "stsb", "mrpc", "cola"]
     assert odd == [("Hydra", "84.30"), ("lion_s", "78.40")]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_score_is_that_of_the_last_step(trained, tmp_path):
+    (done,) = trained[0].glob("rte_seed*")
+    copy = shutil.copytree(done, tmp_path / done.name)
+    found = [json.loads(text) for text in (done / "metrics.jsonl").read_text().splitlines()]
+    end = next(line for line in reversed(found) if line["kind"] == "val")
+    val = [{**end, "step": step, "accuracy": value} for step, value in ((1, 0.75), (end["step"], 0.5))]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in val))
+    row = read(copy)
+    assert (row["score"], row["best"]) == (50, 75)

@@ -135,3 +135,11 @@ def test_lengths_are_of_text(tmp_path, capsys):
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     capsys.readouterr()
     assert "expected a run on text" in refuse(capsys, "eval", tmp_path / "runs" / "tiny", "--lengths", "16")
+
+
+def test_the_weights_are_those_asked_for(runs, monkeypatch):
+    asked = []
+    monkeypatch.setattr("tools.lengths.open_run", lambda run, **how: asked.append(how) or open_run(run))
+    call = ["--lengths", "16", "--form", "full", "--ema", "--checkpoint", "last"]
+    assert here("eval", runs["causal_lm", "lion_s"], *call) == 0
+    assert asked == [{"checkpoint": "last", "ema": True}]

@@ -483,3 +483,23 @@ def test_masked_language_models_are_fine_tuned(own_tables, capsys):
     capsys.readouterr()
     assert here("paper", "--out", out, "--data", "glue", f"data.path={glue}") == 0
     assert "reading stsb" not in capsys.readouterr().err
+
+
+def test_runs_of_another_budget_have_another_noise(tmp_path):
+    made = table(claims=[["a", "b"]])
+    store = filled(tmp_path, made, {"a": {0: 0.5, 1: 0.52, 2: 0.51}, "b": {0: 0.4, 1: 0.43, 2: 0.42}})
+    mini = {"recipe": "quickstart", "seeds": 3, "set": {"trainer.epochs": 7}}
+    other = table(rows={"c": tables.Row(set={"model.mixer": "gla"})}, title="O", mini=mini)
+    for cell, value in zip(cells("o", other, "mini"), (0.1, 0.9, 0.4)):
+        store.add(raw(cell, value))
+    alone, beside = (page.parts_of(each, store) for each in ({"t": made}, {"t": made, "o": other}))
+    assert page.comparisons(beside[0], beside) == page.comparisons(alone[0], alone)
+
+
+def test_a_run_without_a_test_makes_val_the_split(tmp_path):
+    made = table()
+    store = filled(tmp_path, made, {"a": {0: 0.5, 1: 0.6}})
+    (last,) = (cell for cell in cells("t", made, "mini") if (cell.row, cell.seed) == ("b", 0))
+    store.add({**raw(last, 0.7), "test": None})
+    found = results_of(made, cells("t", made, "mini"), store)
+    assert found.split == "val" and found.values["b"] == {0: 70.0}

@@ -297,3 +297,15 @@ def test_a_stuck_run_is_reported(runs):
     groups = group([*remarked, *of(runs, "softmax")])
     text = markdown([as_section(Section("", groups))], "Vision", None)
     assert "- lion_s, seed 0: stuck at chance: .." in text and text.count("stuck at chance") == 1
+
+
+def test_further_sets_are_measured_at_the_best_step(tmp_path):
+    assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
+    file = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    found = [json.loads(text) for text in file.read_text().splitlines()]
+    val = [line for line in found if line["kind"] == "val"]
+    for line, value in zip(val, (0.9, 0.5)):
+        line["top1"] = value
+    far = [{**line, "kind": "val_far", "loss": float(line["step"])} for line in val]
+    file.write_text("".join(json.dumps(line) + "\n" for line in (*found, *far)))
+    assert load(str(file.parent)).more["far"]["loss"] == val[0]["step"]

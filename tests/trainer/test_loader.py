@@ -180,3 +180,8 @@ def test_a_data_set_that_makes_its_own_batches():
     parts = [list(evaluation(Whole(), rank=r, world=2)) for r in (0, 1)]
     kept = [i for part in parts for b in part for i, m in zip(b["index"].tolist(), b["mask"].tolist()) if m]
     assert sorted(kept) == list(range(10)) and all("noise" not in b for part in parts for b in part)
+
+
+def test_views_of_a_sample_differ_within_an_epoch():
+    indices, draws = joined(batches(size=24, total=3, order=Shuffled(3)))
+    assert len(set(indices)) == 8 and len(set(draws)) == 24

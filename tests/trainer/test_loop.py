@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 import signal
@@ -158,3 +159,27 @@ def test_two_processes_equal_one(tmp_path):
     one, two = ([x for x in lines(f) if x["kind"] == "val"] for f in (tmp_path / "one", folder))
     assert [x["top1"] for x in one] == pytest.approx([x["top1"] for x in two], abs=0.01)
     assert json.loads((folder / "summary.json").read_text())["forms"].keys() == {"full", "chunk", "rnn", "rnn_64"}
+    first, second = (each["torch"] for each in state_of(folder)["random"])
+    assert not torch.equal(first, second), "both processes draw the same noise"
+
+
+@pytest.mark.parametrize("micro", [64, 16])
+def test_the_gradient_norm_is_that_of_the_mean_loss(tmp_path, micro):
+    changes = {"trainer": {"steps": 1, "log_every": 1, "micro_batch": micro}}
+    path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, **changes)
+    run, whole = (trainer(resolve(path, given), tmp_path / "run") for given in ([], ["trainer.micro_batch=64"]))
+    model = copy.deepcopy(run.model).train()
+    loss, weight = run.task.loss(model, next(iter(whole.data.train(0))))
+    (loss / weight).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    run.fit()
+    assert lines(tmp_path / "run")[0]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_a_run_is_trained_and_evaluated_in_its_precision(tmp_path):
+    changes = {"model": {"mixer": "softmax"}, "trainer": {"steps": 3, "precision": "bf16"}}
+    run = trainer(resolve(tiny_recipe(tmp_path, **changes)), tmp_path / "run")
+    seen = {True: set(), False: set()}
+    run.model.head.register_forward_hook(lambda module, _, out: seen[module.training].add(out.dtype))
+    run.fit()
+    assert seen == {True: {torch.bfloat16}, False: {torch.bfloat16}}

@@ -87,6 +87,8 @@ def test_groups_by_factor():
 def test_optimizer_groups_and_rate():
     optimizer, rates = make_optimizer(model(), OptimConfig(lr=1e-3, weight_decay=0.1))
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0] and rates == [1, 1]
+    optimizer = make_optimizer(model(), OptimConfig(lr=1e-3, betas=(0.8, 0.95), eps=1e-5))[0]
+    assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {((0.8, 0.95), 1e-5)}
     assert OptimConfig(lr=5e-4, lr_batch=512).peak(1024) == pytest.approx(1e-3)
     assert OptimConfig(lr=5e-4).peak(1024) == 5e-4
     assert isinstance(make_optimizer(model(), OptimConfig(lr=1.0, no_decay="none"))[0], torch.optim.AdamW)
