@@ -59,7 +59,7 @@ pytest.importorskip("sklearn")
         ({"model": {"patch_size": 3}}, "model.patch_size: 3 does not divide image height 8, nearest: 2"),
         ({"model": {"attention": {"feature_map": "identity"}}}, "model.attention.normalize 'sum' divides by a row sum"),
         ({"run": {"name": "../elsewhere"}}, "run.name: expected letters"),
-        ({"extends": "nothing.yaml"}, "nothing.yaml: no such file"),
+        ({"extends": "nothing.yaml"}, "nothing.yaml, paths start at this folder\n"),
         ({"extends": "tiny.yaml"}, "extends itself"),
         ({"init_from": "no-such-run"}, "run 'no-such-run': no recipe.yaml"),
     ],
@@ -120,6 +120,14 @@ def test_an_environment_without_a_launcher(name, tmp_path, capsys, monkeypatch):
     line = refuse(capsys, "train", tiny_recipe(tmp_path))
     assert line == f"error: environment variable {name}: expected a whole number, got 'abc'\n"
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("text", ["", "few words"])
+def test_a_text_without_a_sample(text, tmp_path, capsys):
+    (tmp_path / "few.txt").write_text(text)
+    settings = [f"data.path={tmp_path / 'few.txt'}", f"data.root={tmp_path}", f"run.root={tmp_path / 'runs'}"]
+    line = refuse(capsys, "train", "mlm_tiny_lion_s", "data.name=text", *settings)
+    assert "data: no training samples" in line or "data.path: no tokens" in line
 
 
 def test_debug_shows_the_traceback_before_the_line(tmp_path, capsys):
@@ -279,6 +287,8 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("convert x.pth y.yaml", "required: out\n"),
         ("convert x.pth y.yaml z", "y.yaml: no such recipe"),
         ("report", "expected runs, --section TITLE RUN"),
+        ("test --quik", "run.sh test: unknown option --quik, did you mean '--quick'?"),
+        ("paper --table nosuch", "--table: unknown table 'nosuch', valid: block-cifar10, "),
         ("report x", "run 'x': no recipe.yaml"),
         ("report x --name ../x", "--name: expected a name without folders, got '../x'"),
         ("report x --name ..", "--name: expected a name without folders"),

@@ -1,5 +1,6 @@
 """Markdown files: their code runs, and links, commands and tables are correct."""
 
+import importlib
 import json
 import re
 
@@ -147,6 +148,12 @@ def test_small_runs_in_the_readme_are_rows_of_the_report():
             (line,) = [line for line in lines if line.startswith(f"| {row} | ")]
             for value in values:
                 assert re.search(rf"\| {re.escape(value)} [±\[(]", line), (title, row, value)
+
+
+@pytest.mark.parametrize("name", ["generate", "gpu", "inference", "sequence", "startup", "train"])
+def test_reports_begin_with_the_text_of_today(name):
+    text = importlib.import_module(f"tools.bench.{name}").__doc__.split("\n\n")[2].strip()
+    assert f"\n\n{text}\n\n" in (ROOT / "reports" / f"{name}.md").read_text()
 
 
 def test_recipes_cost_what_was_measured_last():

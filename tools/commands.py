@@ -146,7 +146,7 @@ COMMANDS = {
         "[--table NAME ...]",
         "run the papers' tables, with verdicts on their claims",
         "tools.paper",
-        "--table --scale --jobs --data --out --dry-run --no-runs",
+        "--table --scale --jobs --data --out --dry-run --save --no-runs",
     ),
     "consolidate": Command("RUN", "turn a sharded checkpoint into one file", "tools.consolidate"),
     "soak": Command(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lion.config import ConfigError
+from lion.config import ConfigError, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
+OPTIONS = ("--quick", "--every")  # of the tests; others are pytest's
 
 
 def logs(argv: list[str]) -> NoReturn:
@@ -24,6 +26,9 @@ def test(argv: list[str]) -> NoReturn:
     """
     if not (ROOT / "tests").is_dir():
         raise ConfigError("run.sh test: the tests are not installed, use a clone of the repository")
+    for option in argv:
+        if option not in OPTIONS and difflib.get_close_matches(option, OPTIONS, cutoff=0.8):
+            raise ConfigError(f"run.sh test: unknown option {option}, {nearest(option, OPTIONS)}")
     os.chdir(ROOT)
     if "--quick" in argv:  # two processes with one thread each
         argv = ["-n", "2", "--dist", "worksteal", *argv]

@@ -39,7 +39,9 @@ from lion.trainer.compilation import compile_blocks, compile_steps
 from lion.trainer.runtime import catch_signals, start_runtime
 from tools.cli import Parser, count, number, run_command, say
 from tools.compose import check_finite, digest, open_tokenizer_of
+from tools.cost import duration_text
 from tools.launch import Machines, launch
+from tools.store import digits
 
 UNFINISHED, LONGEST = "\ufffd", 4  # decoded text of an incomplete character; most tokens of one character
 
@@ -193,8 +195,8 @@ def write(
     kept = sum(x.nbytes for x in tree_leaves(reserve(text.state, 0)) if torch.is_tensor(x))
     each = [b - a for a, b in itertools.pairwise(clock[1:])]
     some = f", then {1000 * statistics.median(each):.2f} ms per token" if each else ""
-    spent = f"the first in {clock[1] - clock[0]:.2f} s{some}"
-    say(f"mode {text.mode}: {written} tokens, {spent}; state {kept / 2**20:.2f} MiB")
+    spent = f"the first in {duration_text(clock[1] - clock[0])}{some}"
+    say(f"mode {text.mode}: {written} tokens, {spent}; state {digits(kept / 2**20)} MiB")
     return written == args.tokens
 
 

@@ -58,9 +58,12 @@ class Layout(NamedTuple):
         """Return the layout of tokens x (B, L, dim) from a caller's `Layout`, mask `valid` (B, L), or None.
 
         Raises:
-            ValueError: Any other type, or a mask of the wrong shape or dtype.
+            ValueError: Any other type, a mask of the wrong shape or dtype, or the layout of other tokens.
         """
         if isinstance(layout, Layout):
+            if layout.valid is not None and layout.valid.shape != x.shape[:2]:
+                made, got = tuple(layout.valid.shape), tuple(x.shape[:2])
+                raise ValueError(f"layout: made for tokens of shape {made}, got x of shape {got}")
             return layout
         if layout is None:
             return PLAIN

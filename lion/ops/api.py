@@ -52,9 +52,9 @@ def linear_attention(
         ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
         RuntimeError: A call under `torch.jit.trace`.
     """
+    check_tokens(q, k, v)
     gates = take_gates(gates, fields)
     settings = with_fields(settings, fields, unused=("scan_merge",))
-    check_tokens(q, k, v)
     check_gates(q, gates, settings)
     if fused_applies(q, v, gates, settings):
         return fused_attention(q, k, v, gates.log_decay, valid, segments, settings)
@@ -81,9 +81,9 @@ def linear_attention_parts(
     the gates `prefix` and `floor`, and `scale` and `eps`. With `normalize="none"` the row sum is None. For float16
     tokens the numerator is float32.
     """
+    check_tokens(q, k, v)
     gates = take_gates(gates, fields, prefix=False)
     settings = with_fields(settings, fields, unused=("scale", "eps", "scan_merge"))
-    check_tokens(q, k, v)
     check_gates(q, gates, settings)
     if gates.floor is not None:
         raise ValueError("floor: linear_attention_parts does not divide")

@@ -65,8 +65,8 @@ def multi_scan_attention(
         ValueError: An argument of the wrong shape, dtype or name; on a CPU outside of graphs also orders that are not
             permutations.
     """
-    settings = with_fields(settings, fields)
     check_tokens(q, k, v)
+    settings = with_fields(settings, fields)
     check_masks(q, valid, None)
     length, dim = q.shape[2:]
     if not is_integer_tensor(orders) or orders.dim() != 2 or orders.shape[1] != length or not len(orders):

@@ -52,8 +52,8 @@ def step(
         ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
     """
     gates = take_gates(gates, fields, prefix=False)
-    settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
     check_tokens(q, k, v)
+    settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
     check_gates(q, gates, settings)
     log_decay, beta, bonus, angles, _, erase, read, floor = gates
     check_masks(q, valid, None)
@@ -104,10 +104,10 @@ def prefill(
     Arguments and outputs are those of `linear_attention`. `form`, `direction`, `dropout_p` and `scan_merge` have no
     effect here, and are refused by name. With `segments`, the state is that of the last segment.
     """
+    check_tokens(q, k, v)
     gates = take_gates(gates, fields)
     settings = with_fields(settings, fields, unused=UNUSED)
     settings = replace(settings, form="chunk", direction="forward", dropout_p=0.0)
-    check_tokens(q, k, v)
     check_gates(q, gates, settings)
     log_decay, beta, _, angles, _, erase, read, _ = gates
     with no_autocast(q):

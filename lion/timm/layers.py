@@ -158,6 +158,8 @@ def attention(mixer: str = "lion_s", **settings: Any) -> type[TimmAttention]:
     Raises:
         ValueError: An unknown mixer.
     """
+    if mixer in MIXERS and mixer not in LINEAR:
+        raise ValueError(f"mixer: expected a linear mixer, {', '.join(LINEAR)}; got {mixer!r}")
     if mixer not in LINEAR:
         raise ValueError(f"mixer: unknown linear mixer {mixer!r}, {nearest(mixer, LINEAR)}")
     hashable = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}

@@ -186,6 +186,8 @@ def leave_signals(_: int) -> None:
 
 def steps_per_epoch(size: int, batch: int) -> int:
     """Return the number of whole batches in an epoch; the remainder is dropped so that all batches have one shape."""
+    if not size:
+        raise ConfigError("data: no training samples; the data set is empty, or shorter than one sample")
     if size < batch:
         raise ConfigError(
             f"trainer.batch_size: {batch} is more than the {size} training samples, nearest: {size} "

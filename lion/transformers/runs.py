@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lion.config import ConfigError, to_dict
-from lion.runs import LoadedRun
+from lion.runs import LoadedRun, open_run
 from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
@@ -28,12 +29,17 @@ KINDS: dict[str, type[LionPreTrainedModel]] = {  # by `model.name`
 }
 
 
-def from_run(run: LoadedRun) -> LionPreTrainedModel:
-    """Return the model of a run (`lion.open_run`), with a copy of its weights, in evaluation mode on the CPU.
+def from_run(run: LoadedRun | str | Path) -> LionPreTrainedModel:
+    """Return the model of a run with a copy of its weights, in evaluation mode on the CPU.
+
+    Args:
+        run: The run (`lion.open_run`), or its folder or name.
 
     Raises:
-        ConfigError: There is no class for the model of the run.
+        ConfigError: There is no such run, or no class for its model.
     """
+    if not isinstance(run, LoadedRun):
+        run = open_run(run)
     name, info = run.recipe.model.name, run.task.info
     if name not in KINDS:
         raise ConfigError(

@@ -241,6 +241,8 @@ ORACLES = {
 
 def scan(name: str, w: Weights, x: Tensor, way: Way) -> Read:
     """Run a cell over x (B, L, dim); return all read-outs (B, L, ..)."""
+    if name not in ORACLES:
+        raise LookupError(f"no oracle of {name!r}: write it from the paper, not from the code, and add it to ORACLES")
     state, reads = None, []
     for t in range(x.shape[1]):
         read, state = ORACLES[name][0](w, x[:, t], state, way)

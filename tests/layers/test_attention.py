@@ -285,7 +285,7 @@ def test_bad_arguments():
     for heads in (0, -3):
         with pytest.raises(ValueError, match=f"num_heads: expected at least 1, got {heads}"):
             LionAttention(12, heads)
-    with pytest.raises(ValueError, match="multiple of num_heads=3, got 0"):
+    with pytest.raises(ValueError, match="dim: expected at least 1, got 0"):
         LionAttention(0, 3)
     with pytest.raises(ValueError, match="feature_map: 'zz' is not a choice, valid: elu1, identity"):
         LionAttention(12, 3, feature_map="zz")
@@ -425,7 +425,7 @@ def test_bad_rotations():
 def test_unknown_mixers_are_named():
     with pytest.raises(ValueError, match=r"mixer: expected one of .*, got 'lightnt', did you mean 'lightnet'\?"):
         LionAttention(64, 2, "lightnt")
-    with pytest.raises(ValueError, match="got 'softmax', a class of its own"):
+    with pytest.raises(ValueError, match=r"got 'softmax', a mixer of lion\.layers\.mixers\.SoftmaxAttention"):
         LionAttention(64, 2, "softmax")
     for make in (
         lambda name: make_mixer(name, 12, 3, AttentionConfig()),
@@ -446,6 +446,23 @@ def test_settings_of_another_mixer_are_not_dropped():
     with pytest.raises(ValueError, match="chunksize: unknown setting of mixer 'hydra', did you mean 'chunk_size'"):
         HydraAttention(12, 3, "hydra", None, chunksize=4)
     assert make_mixer("lion_s", 12, 3, HippoConfig(chunk_size=7)).chunk_size == 7
+
+
+def test_widths_are_whole_numbers():
+    for args, message in (
+        ((12, 3.0), "num_heads: expected a whole number, got 3.0"),
+        (("12", 3), "dim: expected a whole number, got '12'"),
+        ((12, 0), "num_heads: expected at least 1, got 0"),
+        ((13, 3), "dim: expected a multiple of num_heads=3, got 13"),
+    ):
+        for layer in (LionAttention, SoftmaxAttention, HydraAttention):
+            with pytest.raises(ValueError, match=message):
+                layer(*args)
+
+
+def test_a_module_without_mixers_has_no_form():
+    with pytest.raises(ValueError, match="model: Linear has no mixers of lion"):
+        set_form(torch.nn.Linear(2, 2), "rnn")
 
 
 def test_classes_refuse_mixers_of_other_classes():

@@ -1,7 +1,10 @@
+import re
+
 import pytest
 import torch
 
 from lion.layers.layout import Layout, grid_layout, valid_of
+from lion.layers.mixers import LionAttention
 
 X = torch.randn(2, 6, 4)
 
@@ -59,3 +62,12 @@ def test_a_grid_can_have_padding_too():
     layout = grid_layout(1, 5).masked(X, torch.ones(2, 6, dtype=torch.bool))
     assert layout.coords.tolist() == [[-1, 0, 0, 0, 0, 0], [-1, 0, 1, 2, 3, 4]] and layout.valid is not None
     assert layout.special.tolist() == [True] + [False] * 5
+
+
+def test_the_layout_of_other_tokens_is_refused():
+    layer, x = LionAttention(12, 3), torch.randn(2, 7, 12)
+    for other in (x[:1], x[:, :4], torch.randn(3, 7, 12)):
+        layout = Layout.of(other, valid=torch.ones(other.shape[:2], dtype=torch.bool))
+        made = re.escape(f"{tuple(other.shape[:2])}, got x of shape (2, 7)")
+        with pytest.raises(ValueError, match=f"layout: made for tokens of shape {made}"):
+            layer(x, layout)

@@ -104,6 +104,7 @@ def test_a_mask_that_linear_attention_cannot_express_is_refused(message):
 def test_bad_arguments_are_refused():
     for message, made in {
         "mixer: unknown linear mixer 'lion_q', did you mean 'lion_": lambda: room.attention("lion_q"),
+        "got 'softmax'": lambda: room.attention("softmax"),
         "chunk_sise: unknown setting of mixer 'gla'": lambda: room.attention("gla", chunk_sise=3)(DIM, HEADS),
         "scale_norm: use the setting out_norm": lambda: room.LionAttention(DIM, HEADS, scale_norm=True),
         "qk_norm: needs norm_layer": lambda: room.LionAttention(DIM, HEADS, qk_norm=True),

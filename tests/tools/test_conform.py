@@ -37,6 +37,8 @@ def test_our_mixers_pass(name, direction):
     absent = {r.name for r in results if r.status == ABSENT}
     streams = set() if direction == "forward" or name == "none" else {"steps equal whole"}
     causal = set() if direction == "forward" else {"causal in evaluation", "causal in training"}
+    reasons = {r.detail for r in results if r.name in streams}
+    assert reasons <= {"streams in one direction only: --init direction=forward"}
     assert absent == causal | streams | (set() if "chunk" in MIXERS[name].layer.forms else {"chunk sizes"})
 
 
@@ -208,7 +210,7 @@ def test_attention_of_transformers(implementation):
         ([f"{LAYERS[:-3]}x.py:Attention"], f"no such file, did you mean '{LAYERS}'?"),
         ([f"{LAYERS}:Attention", "--adapter", "none.py"], "--adapter: none.py: no such file"),
         ([f"{LAYERS}:Attention", "--adapter", LAYERS], f"--adapter: {LAYERS} defines no function or class `adapt`"),
-        ([f"{LAYERS}:Attention", "--dim", "9"], "no width works; tokens (1, 8, 9) RuntimeError"),
+        ([f"{LAYERS}:Attention", "--dim", "9"], "forward fails with tokens (1, 8, 9) RuntimeError"),
         ([f"{LAYERS}:Attention", "--json", "none/x.json"], "--json: no folder none"),
         ([f"{LAYERS}:Attention", "--casual"], "unknown option --casual: did you mean '--causal'?"),
     ],

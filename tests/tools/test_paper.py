@@ -409,7 +409,10 @@ def test_runs_are_made_once_and_stored_when_they_end(own_tables, capsys):
     out = own_tables / "reports"
     assert here("paper", "--dry-run", "--out", str(out)) == 0
     plan = capsys.readouterr().out
-    assert "own" in plan and "weights" in plan and " free; a run" in plan and not (own_tables / "runs").exists()
+    assert "jobs left" in plan and "weights" in plan and " free; a run" in plan
+    assert not (own_tables / "runs").exists() and not out.exists()
+    assert here("paper", "--dry-run", "--save", "--out", str(out)) == 0
+    assert json.loads((out / "paper.json").read_text())["estimates"] and "paper.md" in capsys.readouterr().out
     assert here("paper", "--jobs", "2", "--out", str(out)) == 0
     rows = json.loads((out / "paper.json").read_text())["rows"]
     assert len(rows) == 2 and {row["settings"]["model.mixer"] for row in rows} == {"lion_s", "lion_d"}

@@ -5,7 +5,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from lion.transformers import LionForImageClassification
+from lion.runs import open_run
+from lion.transformers import LionForImageClassification, from_run
+from tests.helpers import here, tiny_recipe
 from tests.transformers.tiny import made
 
 
@@ -44,3 +46,14 @@ def test_other_images_are_refused():
         model(torch.zeros(1, 3, 8, 12))
     with pytest.raises(ValueError, match="output_attentions: linear mixers"):
         model(pixels(), output_attentions=True)
+
+
+def test_a_run_is_opened_by_its_name(tmp_path, monkeypatch):
+    assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
+    run, images = tmp_path / "runs" / "tiny", torch.randint(256, (2, 1, 8, 8), dtype=torch.uint8)
+    monkeypatch.chdir(tmp_path)
+    loaded = open_run(run)
+    for name in (run, "tiny", loaded):
+        model = from_run(name)
+        with torch.inference_mode():
+            torch.testing.assert_close(model.model(images), loaded.model(images))

@@ -5,18 +5,17 @@
 
 The model is that of a run, or of a recipe with random weights, whose data are read only if their sizes are not
 published. It is adapted to every input size: pixels of a square image, or tokens (positions are interpolated). It runs
-without gradients and compiled, except for `blockwise`; `--eager` compiles nothing. Each size has a separate
-process with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which
-is the same model with softmax attention (PyTorch's SDPA) and random weights, or with `--against` the model of that
-recipe, as the paper compares Hydra and Vim with DeiT. For Lion-lit and linear_transformer, `quadratic` is
-its full form with decays of 1 and all L x L scores, as in the paper's plots of Lion-lit. `mixer` is the peak memory
-that one attention layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a matrix` divide it by
-the memory of SDPA and by the size of an attention matrix, which SDPA does not build. `peak` is the peak memory of
-the whole model beyond weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12` is the count for
-one attention layer with one head by the paper's formulas. The plot of a run shows its latest measurement.
-`--evaluate N` also measures the task's metric on N held-out samples of every size, in the first variant that has the
-run's weights.
-Results are added to `reports/inference.md`, `inference.json` and `inference_RUN.png`.
+without gradients and compiled, except for `blockwise`; `--eager` compiles nothing. Each size has a separate process
+with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which is the
+same model with softmax attention (PyTorch's SDPA) and random weights, or with `--against` the model of that recipe, as
+the paper compares Hydra and Vim with DeiT. For Lion-lit and linear_transformer, `quadratic` is their full form with
+decays of 1 and all L x L scores, as in the paper's plots of Lion-lit. `mixer` is the peak memory that one attention
+layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a matrix` divide it by the memory of SDPA
+and by the size of an attention matrix, which SDPA does not build. `peak` is the peak memory of the whole model beyond
+weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12` is the count for one attention layer
+with one head by the paper's formulas. The plot of a run shows its latest measurement. `--evaluate N` also measures the
+task's metric on N held-out samples of every size, in the first variant that has the run's weights. Results are added to
+`reports/inference.md`, `inference.json` and `inference_RUN.png`.
 """
 
 from __future__ import annotations
@@ -351,7 +350,7 @@ def mega_flops(row: Row) -> str:
 
 
 def markdown(report: Store) -> str:
-    parts = ["# Inference by form and size", "Written by `./run.sh bench inference`.", __doc__.split("\n\n")[2]]
+    parts = ["# Inference by form and size", "Written by `./run.sh bench inference`.", __doc__.split("\n\n")[2].strip()]
     for rows in report.groups(SETTING):
         picture = picture_of(report, rows).name
         parts += [f"## {title(rows[0])}", f"![curves]({picture})", pipes(*tabled(rows)), report.commands(rows)]

@@ -28,6 +28,8 @@ def adapt_mixer(layer: Mixer) -> SimpleNamespace:
         offered.set_chunk_size = lambda size: layer.set_form("chunk", size)
     if layer.causal:
         offered.prefill, offered.step = layer.prefill, layer.step
+    else:
+        offered.reasons = {"streaming": "streams in one direction only: --init direction=forward"}
     return offered
 
 
@@ -49,10 +51,12 @@ class Calls:
     Attributes:
         layer: The copy.
         offers: "valid", "segments", "streaming", "chunk sizes", as far as the adapter has them.
+        reasons: Why the adapter lacks some of them, in place of the general reason.
     """
 
     def __init__(self, layer: nn.Module, adapt: Adapt) -> None:
         self.layer, self.adapted = layer, adapt(layer)
+        self.reasons: dict[str, str] = getattr(self.adapted, "reasons", {})
         forward = getattr(self.adapted, "forward", layer.forward)
         self.direct = self.adapted if isinstance(self.adapted, nn.Module) else getattr(self.adapted, "forward", layer)
         self.offers = {name for name in ("valid", "segments") if name in inspect.signature(forward).parameters}

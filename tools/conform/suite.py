@@ -82,14 +82,15 @@ class Result(NamedTuple):
 
 def examine(subject: Subject, names: Iterable[str] = CHECKS) -> list[Result]:
     """Run checks on a layer, by default all."""
-    offers = subject.fresh().offers | ({"causal"} if subject.causal else set())
-    return [examine_one(subject, name, offers) for name in names]
+    calls = subject.fresh()
+    offers = calls.offers | ({"causal"} if subject.causal else set())
+    return [examine_one(subject, name, offers, REASONS | calls.reasons) for name in names]
 
 
-def examine_one(subject: Subject, name: str, offers: set[str]) -> Result:
+def examine_one(subject: Subject, name: str, offers: set[str], reasons: dict[str, str]) -> Result:
     check = CHECKS[name]
     if check.needs and check.needs not in offers:
-        return Result(name, ABSENT, REASONS[check.needs])
+        return Result(name, ABSENT, reasons[check.needs])
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

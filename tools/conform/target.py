@@ -48,7 +48,7 @@ def open_subject(
             raise ConfigError(f"--adapter: {adapter} defines no function or class `adapt`")
     elif place.rpartition(":")[0].endswith(".py"):
         adapt = getattr(module, "adapt", adapt)
-    width = find_width(place, layer, adapt, [dim] if dim else widths(layer, settings))
+    width = find_width(place, layer, adapt, [dim] if dim else widths(make, layer, settings))
     name = f"{place}({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
     return Subject(name, layer, adapt, width, causal)
 
@@ -145,9 +145,10 @@ def construct(place: str, make: Callable[..., Any], settings: dict[str, Any]) ->
     return layer
 
 
-def widths(layer: nn.Module, settings: dict[str, Any]) -> list[int]:
-    """Return the widths to try: whole numbers among the arguments, then sizes of parameters."""
-    given = [value for value in settings.values() if type(value) is int]
+def widths(make: Callable[..., Any], layer: nn.Module, settings: dict[str, Any]) -> list[int]:
+    """Return the widths to try: whole numbers among the arguments and their defaults, then sizes of parameters."""
+    usual = {name: p.default for name, p in inspect.signature(make).parameters.items()}
+    given = [value for value in (usual | settings).values() if type(value) is int]
     sizes = [size for parameter in layer.parameters() for size in reversed(parameter.shape)]
     return list(dict.fromkeys(n for n in [*given, *sizes, 64] if 1 < n <= LARGEST))
 
@@ -163,4 +164,6 @@ def find_width(place: str, layer: nn.Module, adapt: Adapt, candidates: list[int]
             return width
         except Exception as error:
             first = first or f"{(1, 8, width)} {error_line(error)}"
+    if len(candidates) == 1:
+        raise ConfigError(f"{place}: forward fails with tokens {first}; --adapter sets how to call the layer")
     raise ConfigError(f"{place}: no width works; tokens {first}; --dim sets the width, --adapter how to call the layer")

@@ -115,7 +115,7 @@ def read_table(name: str, cited: bool = False) -> Table:
     names = table_names()
     path = TABLE_8 / f"{name}.yaml" if name in names else Path(name)
     if not path.is_file():
-        raise ConfigError(f"--recipe: unknown GLUE recipe {name!r}, {nearest(name, names, ', '.join(names))}")
+        raise ConfigError(f"--recipe: unknown GLUE recipe {name!r}, {nearest(name, names)}")
     values, source = functools.reduce(merge, (layer for _, layer in read_layers(path))), lambda _: str(path)
     table = build(Table, values, source=source)
     for task, cell in table.tasks.items():

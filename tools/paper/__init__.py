@@ -1,19 +1,21 @@
 """Run the tables of the papers, and write them beside the published values with verdicts on all claims.
 
     ./run.sh paper [--table lion-16 recall ..] [--scale mini|published] [--jobs N] [--data NAME key=value ..] ..
-        [--dry-run] [--no-runs]
+        [--dry-run [--save]] [--no-runs]
 
 Every row and seed of a table is a run in runs/paper. Finished runs are not repeated; stopped runs are resumed. The raw
 results of a run are added to reports/paper.json when it ends, so its folder may be deleted. Masked language models are
 fine-tuned on GLUE afterwards, where the paper has its scores. The command ends by writing reports/paper.md and the
-figures in reports/paper; --dry-run writes them with its estimates. --data replaces the data set NAME of the recipes by
-other data, such as `--data cifar10 data.name=hf data.path=FOLDER`; `--data glue data.path=FOLDER` names GLUE's folder.
+figures in reports/paper. `--dry-run` writes nothing; `--dry-run --save` writes the estimated hours on the page. --data
+replaces the data set NAME of the recipes by other data, such as `--data cifar10 data.name=hf data.path=FOLDER`;
+`--data glue data.path=FOLDER` names GLUE's folder.
 """
 
 from __future__ import annotations
 
 import shutil
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +66,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of paper.md and paper.json")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost, without training")
+    parser.add_argument("--save", action="store_true", help="with --dry-run: write the estimated hours on the page")
     parser.add_argument("--no-runs", action="store_true", help="only write the page from the stored results")
     args = parser.parse_args(argv)
     tables, store = read_tables(), open_store(args.out / "paper.json")
@@ -74,7 +77,9 @@ def main(argv: list[str]) -> int:
     jobs = make_jobs(chosen, args.scale, store, data)
     if args.dry_run:
         print(plan(chosen, args.scale, store, jobs))
-        write(tables, store)
+        if args.save:
+            write(tables, store)
+            print(store.files())
         return 0
     code = 0
     if not args.no_runs:
@@ -160,7 +165,7 @@ def write(tables: Mapping[str, Table], store: Store) -> None:
 
 def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[PaperJob]) -> str:
     """Return a table of the runs that are left, with their time on this machine, disk space, and what is missing."""
-    rows, notes, total, space, left_out = [], [], 0.0, 0, 0
+    rows, notes, absent, total, space = [], [], defaultdict[str, list[str]](list), 0.0, 0
     for name, table in tables.items():
         own = [job for job in jobs if job.cell.table == name]
         if not (every := cells(name, table, scale)):
@@ -170,8 +175,7 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
         each = estimate(new) if new else 0.0
         row = [name, str(len(every)), str(len(own))]
         if isinstance(each, str):
-            left_out += 1
-            notes.append(f"{name}: {each}")
+            absent[f"{each}; here: --data {new.recipe.data.name} KEY=VALUE"].append(name)
             rows.append([*row, "-", "-", "-"])
             continue
         if new:
@@ -184,8 +188,11 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
         space, total = space + disk, total + left
         known = [duration_text(left / len(own)), duration_text(left), gigabytes(disk)] if own else ["-"] * 3
         rows.append([*row, *known])
-    header = ["table", "runs", "left, own", "a run", "all that are left", "weights"]
-    without = f", without the {left_out} tables whose data are missing" if left_out else ""
+    header = ["table", "runs", "jobs left", "a job", "all jobs", "weights"]
+    left_out = sum(map(len, absent.values()))
+    without = f", without {left_out} table{'s' * (left_out > 1)} whose data are missing" if left_out else ""
+    notes += [f"{', '.join(names)}: {reason}" for reason, names in absent.items()]
+    notes.append("jobs: runs that no earlier table has, and classifiers that measure distances of images")
     free = shutil.disk_usage(next(p for p in (RUNS.absolute(), *RUNS.absolute().parents) if p.is_dir())).free
     costs = (
         f"about {duration_text(total)} one after the other{without}; by finished runs of a row, else by a step of the "

@@ -208,7 +208,7 @@ def choose(tables: Mapping[str, Table], names: Sequence[str]) -> dict[str, Table
     """
     for name in names:
         if name not in tables:
-            raise ConfigError(f"--table: unknown table {name!r}, {nearest(name, tables, ', '.join(tables))}")
+            raise ConfigError(f"--table: unknown table {name!r}, {nearest(name, tables)}")
     return {name: table for name, table in tables.items() if not names or name in names}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lion.config import nearest, setting
 from lion.layers.convolution import KeyValueShift, ShortConvolution, TokenShift
 from lion.layers.layout import PLAIN, ROW_MAJOR, SCANS, Layout
-from lion.layers.mixers.base import Mixer, check_state
+from lion.layers.mixers.base import Mixer, check_state, check_width
 from lion.layers.mixers.parts import (
     BLOCKS,
     HEAD_NORMS,
@@ -185,10 +185,7 @@ class Attention(Mixer):
 
     def __init__(self, dim: int, num_heads: int, config: AttentionConfig) -> None:
         super().__init__()
-        if num_heads < 1:
-            raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
-        if dim < 1 or dim % num_heads:
-            raise ValueError(f"dim: expected a multiple of num_heads={num_heads}, got {dim}")
+        check_width(dim, num_heads)
         if config.direction == ALTERNATING:
             raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
         self.num_heads, self.head_dim = num_heads, dim // num_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
 from lion.ops import FORMS
-from lion.ops.settings import check_chunk_size, choice
+from lion.ops.settings import check_chunk_size, choice, number
 
 
 class MixerInfo(NamedTuple):
@@ -127,6 +128,14 @@ class Mixer(nn.Module):
             raise ValueError(f"form: {type(self).__name__} has only {', '.join(self.forms)}, got {form!r}")
 
 
+def check_width(dim: int, num_heads: int) -> None:
+    """Raises ValueError: `dim` and `num_heads` are not whole numbers, or `dim` is not a multiple of `num_heads`."""
+    number("num_heads", num_heads, Integral, 1)
+    number("dim", dim, Integral, 1)
+    if dim % num_heads:
+        raise ValueError(f"dim: expected a multiple of num_heads={num_heads}, got {dim}")
+
+
 def state_type(kind: type[NamedTuple]) -> type[NamedTuple]:
     """Register a type of state, so that `torch.load(weights_only=True)` can load it."""
     torch.serialization.add_safe_globals([kind])
@@ -150,10 +159,12 @@ def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None
     """Run every mixer of `model` in this form, "auto" or one of `FORMS`, from now on; weights are unchanged.
 
     Raises:
-        ValueError: An unknown form, a form that a mixer does not have, or a chunk size below 1.
+        ValueError: An unknown form, a form that a mixer does not have, a chunk size below 1, or a model without mixers.
     """
     choice("form", form, ("auto", *FORMS))
     mixers = mixers_of(model)
+    if not mixers:
+        raise ValueError(f"model: {type(model).__name__} has no mixers of lion, and so no forms")
     for mixer in mixers:  # check all mixers before changing one
         mixer.check_form(form)
     if chunk_size is not None:

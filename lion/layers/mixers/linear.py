@@ -142,7 +142,8 @@ class LionAttention(Attention):
     ) -> None:
         linear = linear_mixers()
         if mixer not in linear:
-            other = "a class of its own, see lion.layers.mixers" if mixer in MIXERS else nearest(mixer, linear, "")
+            own = MIXERS[mixer].layer.__name__ if mixer in MIXERS else ""
+            other = f"a mixer of lion.layers.mixers.{own}" if own else nearest(mixer, linear, "")
             raise ValueError(f"mixer: expected one of {', '.join(linear)}, got {mixer!r}{other and f', {other}'}")
         super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings, type(self))))
         self.mixer = linear[mixer]

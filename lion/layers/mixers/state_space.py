@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lion.config import check_settings, fill, setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import ALTERNATING, AttentionConfig
-from lion.layers.mixers.base import Mixer
+from lion.layers.mixers.base import Mixer, check_width
 from lion.layers.mixers.registry import entry_of, own_settings
 from lion.layers.norms import NO_NORM
 from lion.layers.rotations import NO_ROTATION
@@ -54,8 +54,7 @@ class StateSpaceMixer(Mixer):
 
     def __init__(self, dim: int, num_heads: int, mixer: str, config: AttentionConfig | None, **settings: Any) -> None:
         super().__init__()
-        if num_heads < 1 or dim < 1 or dim % num_heads:
-            raise ValueError(f"dim: expected a multiple of num_heads={num_heads}, got {dim}")
+        check_width(dim, num_heads)
         self.config = c = self.resolve(mixer, own_settings(mixer, config, settings, type(self)))
         if c.direction == ALTERNATING:
             raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
