@@ -71,10 +71,13 @@ class RunLog:
         """Move the progress bar to the place `at` of `total` and show the values `shown`."""
         if shown:
             self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(min(round(at), self.bar.total) - self.bar.n)
-        if not self.started:  # the first step includes compilation
-            self.started = True
-            self.bar.restart_clock()
+        place = min(round(at), self.bar.total)
+        if self.started:
+            self.bar.update(place - self.bar.n)
+            return
+        self.started, self.bar.n = True, place
+        self.bar.restart_clock()  # before the bar shows a rate, because the first step includes compilation
+        self.bar.refresh()
 
     @contextlib.contextmanager
     def pause(self, what: str) -> Iterator[None]:

@@ -1,6 +1,7 @@
 import copy
 import json
 import os
+import re
 import signal
 import time
 
@@ -183,3 +184,10 @@ def test_a_run_is_trained_and_evaluated_in_its_precision(tmp_path):
     run.model.head.register_forward_hook(lambda module, _, out: seen[module.training].add(out.dtype))
     run.fit()
     assert seen == {True: {torch.bfloat16}, False: {torch.bfloat16}}
+
+
+def test_the_first_step_gives_no_rate(tmp_path, capsys):
+    """Check that the bar estimates no remaining time from the first step, which may include compilation."""
+    train(tiny_recipe(tmp_path, trainer={"steps": 3}), tmp_path / "run")
+    first = re.search(r" 1/3 \[[^]]*\]", capsys.readouterr().err)
+    assert first and "[00:00<?, ?step/s]" in first[0]
