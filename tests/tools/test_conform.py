@@ -238,3 +238,13 @@ def test_parameters_of_the_layer_are_not_at_their_start():
     nn.init.zeros_(layer.weight)
     subject = Subject("", layer, adapt_plain, 4)
     assert 0 < subject.layer.weight.abs().max() < 0.1 and failures(subject) == set()
+
+
+def test_defaults_of_the_constructor_are_widths(tmp_path, capsys):
+    layer = "import torch\nclass L(torch.nn.Module):\n    def __init__(self, dim=32):\n        super().__init__()\n"
+    layer += "        self.table = torch.nn.Parameter(torch.zeros(64, 64))\n    def forward(self, x):\n"
+    (tmp_path / "fits.py").write_text(f"{layer}        return x @ self.table[: x.shape[2], :32]\n")
+    assert open_subject(f"{tmp_path / 'fits.py'}:L").dim == 32
+    (tmp_path / "fails.py").write_text(f"{layer}        return self.table @ x\n")
+    line = refuse(capsys, "conform", f"{tmp_path / 'fails.py'}:L")
+    assert "no width works; tokens (1, 8, 32) RuntimeError" in line

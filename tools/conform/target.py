@@ -147,8 +147,8 @@ def construct(place: str, make: Callable[..., Any], settings: dict[str, Any]) ->
 
 def widths(make: Callable[..., Any], layer: nn.Module, settings: dict[str, Any]) -> list[int]:
     """Return the widths to try: whole numbers among the arguments and their defaults, then sizes of parameters."""
-    usual = {name: p.default for name, p in inspect.signature(make).parameters.items()}
-    given = [value for value in (usual | settings).values() if type(value) is int]
+    usual = [p.default for name, p in inspect.signature(make).parameters.items() if name not in settings]
+    given = [value for value in (*settings.values(), *usual) if type(value) is int]
     sizes = [size for parameter in layer.parameters() for size in reversed(parameter.shape)]
     return list(dict.fromkeys(n for n in [*given, *sizes, 64] if 1 < n <= LARGEST))
 
