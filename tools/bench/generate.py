@@ -10,7 +10,8 @@ rounds. `x shortest` is the median over rounds of the time divided by the time a
 length does not matter. `x kv` is the median ratio to softmax with a KV cache at the same length. `state` is the memory
 kept from one token to the next, for all sequences. `x less` is the size of the KV cache of softmax divided by `state`.
 `peak` is the memory that a call takes beyond weights and state. `state` and `peak` count the bytes of tensors.
-Results are added to `reports/generate.md`, `generate.json` and `generate.png`.
+
+Results are added to `generate.md`, `generate.json` and `generate.png` in runs/bench, or in the folder `--out`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lion.models.gpt import GPT
 from lion.runs import find_run, read_run
 from lion.tasks import Task
 from lion.trainer.memory import tensor_peak
+from tools.bench import OUT
 from tools.bench.collect import collect
 from tools.bench.report import by_length
 from tools.cli import Parser, count, counts
@@ -78,7 +80,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=count, default=300, help="time limit for the rounds of a batch size")
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)

@@ -21,7 +21,7 @@ has no row where the library does not use it, as for decays per head (`lion_d`) 
 `*` marks operators that also call other eager operators. The row of a recipe is a whole training step: its blocks are
 compiled (and fused), and the rest of the step runs eagerly, with one launch per operator.
 
-Results are added to `reports/gpu.md` and `gpu.json`.
+Results are added to `gpu.md` and `gpu.json` in runs/bench, or in the folder `--out`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ import torch
 
 from lion.config import ConfigError, nearest
 from lion.runs import build_on_meta
+from tools.bench import OUT
 from tools.bench.beside import softmax_beside
 from tools.bench.operators import OPERATORS
 from tools.bench.report import rank
@@ -142,7 +143,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dim", type=count, default=64, help="head dimension of operators")
     parser.add_argument("--compile", action="store_true", help="compile all kernels to cubins for sm_80 and sm_90")
     parser.add_argument("--against", metavar="RECIPE", help="a recipe of softmax, in place of the recipes' own models")
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier estimates")
     return parser.parse_args(argv)
 

@@ -14,8 +14,9 @@ layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a
 and by the size of an attention matrix, which SDPA does not build. `peak` is the peak memory of the whole model beyond
 weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12` is the count for one attention layer
 with one head by the paper's formulas. The plot of a run shows its latest measurement. `--evaluate N` also measures the
-task's metric on N held-out samples of every size, in the first variant that has the run's weights. Results are added to
-`reports/inference.md`, `inference.json` and `inference_RUN.png`.
+task's metric on N held-out samples of every size, in the first variant that has the run's weights.
+
+Results are added to `inference.md`, `inference.json` and `inference_RUN.png` in runs/bench, or in the folder `--out`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from lion.trainer.evaluate import evaluate
 from lion.trainer.loader import eval_batches
 from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import seed_everything, start_runtime
+from tools.bench import OUT
 from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
 from tools.bench.collect import collect
@@ -103,7 +105,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--evaluate", type=count, metavar="N", dest="samples", help="metric on N held-out samples")
     parser.add_argument("--against", metavar="RECIPE", help="a recipe of softmax, in place of the run's own model")
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)

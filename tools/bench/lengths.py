@@ -1,6 +1,8 @@
-"""Draw the README's plot `reports/lengths.png`: time and memory by sequence length, from the rows of `bench ops`.
+"""Draw `lengths.png`: time and memory by sequence length, from the rows of `bench ops`.
 
-./run.sh bench lengths [--out reports]
+./run.sh bench lengths [--out FOLDER]
+
+`--out reports` draws the README's plot.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lion.config import ConfigError
+from tools.bench import OUT
 from tools.bench.report import STYLES, Report
 from tools.cli import Parser
 from tools.colours import colour_of
@@ -26,7 +29,7 @@ PASSES = {"both": "Training", "forward": "Inference"}
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench lengths", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report of bench ops")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results of bench ops (default: {OUT})")
     args = parser.parse_args(argv)
     report = Report(args.out).load()
     if not report.rows:

@@ -12,8 +12,8 @@ interleaved: each round times every form of a mixer and SDPA once. A ratio is th
 Compilation and warm-up are excluded. `rnn` is timed in inference only. A form with an L x L matrix is left out if the
 matrix does not fit in memory.
 
-Results are added to `reports/ops.json`, `ops.md` and `ops.png` (`--fresh` starts over). A long measurement can be split
-into several commands, and Ctrl-C keeps the rows measured so far.
+Results are added to `ops.json`, `ops.md` and `ops.png` in runs/bench, or in the folder `--out`. `--fresh` starts over.
+A long measurement can be split into several commands, and Ctrl-C keeps the rows measured so far.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from lion.config import ConfigError
 from lion.trainer.memory import process_peak
+from tools.bench import OUT
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
 from tools.bench.operators import OPERATORS, Operator
 from tools.bench.report import FORMS, Report
@@ -176,7 +177,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=count, default=600, help="time limit for the rounds of a length and pass")
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     return parser.parse_args(argv)
 

@@ -6,8 +6,9 @@
 torch.compile; the ratio to one process follows it. In every direction a split layer also keeps its decayed keys, which
 make the state that leaves the part, and its decayed queries, which read the one that enters. `KB received` are the
 bytes that come into a process in the forward pass, as counted in its collectives, and `by formula` those of
-`B H (2 D E + 2 D + 1)` numbers from each other process (lion_lit, lion_d and lion_s). Results are added to
-`reports/sequence.md` and `sequence.json`.
+`B H (2 D E + 2 D + 1)` numbers from each other process (lion_lit, lion_d and lion_s).
+
+Results are added to `sequence.md` and `sequence.json` in runs/bench, or in the folder `--out`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import LINEAR, LionAttention
 from lion.ops import Part
 from lion.trainer.memory import tensor_peak
+from tools.bench import OUT
 from tools.cli import Parser, count, say, table
 from tools.gpu.targets import TARGETS
 from tools.meta import Received
@@ -136,7 +138,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--heads", type=count, default=1, help="heads of the measured layer")
     parser.add_argument("--dim", type=count, default=64, help="dimension of a head")
     parser.add_argument("--no-measure", action="store_true", help="print the arithmetic alone")
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     if args.mixer not in LINEAR:

@@ -32,6 +32,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 
 from lion.trainer.compilation import compile_blocks, prepare_compiler
 from lion.trainer.optim import make_optimizer
+from tools.bench import OUT
 from tools.cli import Parser, count, run_command, say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.probe import device_name, stamp
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh bench startup", description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
     parser.add_argument("--batch", type=count, default=16, help="samples per step")
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     report, command = Report(args.out).load(args.fresh), shlex.join(["./run.sh", "bench", "startup", *argv])

@@ -12,7 +12,8 @@ paper compares Hydra and Vim with DeiT. Rounds are interleaved. A ratio is the m
 divided by the softmax (or plain) step's time in the same round. Each command timed softmax again, so `x softmax` is
 comparable between commands and `ms` is not. The paper's ratios were measured on GPUs, with its kernels and those of the
 authors of Hydra and Vim.
-Results are added to `reports/train.md` and `train.json`.
+
+Results are added to `train.md` and `train.json` in runs/bench, or in the folder `--out`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from lion.trainer.loop import Trainer
 from lion.trainer.memory import process_peak
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import MATMUL, Runtime
+from tools.bench import OUT
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
@@ -88,7 +90,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--plain", action="store_true", help="also time the same GPT in plain eager PyTorch")
     parser.add_argument("--against", metavar="RECIPE", help="a recipe of another shape, timed in the same rounds")
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)
