@@ -48,9 +48,8 @@ def stored(monkeypatch, tmp_path):
         weights = kind().state_dict()
         state = {"model": weights, "info": Coded(code=code).to_dict(), "step": 1}
         monkeypatch.setattr(runs, "find_run", lambda run: tmp_path)
-        monkeypatch.setattr(
-            runs, "read_run", lambda *_: (SimpleNamespace(model=None), Task(toys.Config(), toys.Info()), state)
-        )
+        found = {"best": (SimpleNamespace(model=None), Task(toys.Config(), toys.Info()), state)}
+        monkeypatch.setattr(runs, "read_run", lambda folder, which: found[which])
         return weights
 
     return store

@@ -212,7 +212,9 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
     shutil.copytree(runs / "one/checkpoints/last-6", runs / "again/checkpoints/last-6")
     done = in_ranks(2, "train", path, "run.name=again", *fsdp)
     assert done.returncode == 0 and "resuming at step 6" in done.stderr, done.stderr
-    assert newest(runs / "again", "last").sharded
+    assert newest(runs / "again", "last").sharded and consolidate.main([str(runs / "again")]) == 0
+    first, second = (each["torch"] for each in state_of(runs / "again")["random"])
+    assert not torch.equal(first, second), "both processes draw the same noise"
 
 
 @pytest.fixture(scope="module")
