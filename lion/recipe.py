@@ -154,14 +154,13 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
     try:
         place, text = os.path.realpath(path), path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = [p for p in path.parent.glob("*.yaml") if p.exists()] if os.path.isdir(path.parent) else []
-        others = [p.name for p in near if os.path.realpath(p) not in seen]
+        beside = [p for p in path.parent.glob("*.yaml") if p.exists()] if os.path.isdir(path.parent) else []
+        others = [p.name for p in beside if os.path.realpath(p) not in seen]
         if path.is_symlink():
             raise ConfigError(f"{path}: a link to {os.readlink(path)}, which does not exist") from None
-        hint = f", {nearest(path.name, others, '')}".rstrip(", ") if others else ""
-        if seen:
-            raise ConfigError(f"{seen[-1]}: extends: no file {path}, paths start at this folder{hint}") from None
-        raise ConfigError(f"{path}: no such file{hint}") from None
+        near = nearest(path.name, others, otherwise="")
+        where = f"{seen[-1]}: extends: relative paths start at its folder; " if seen else ""
+        raise ConfigError(f"{where}{path}: no such file{near and f', {near}'}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if place in seen:

@@ -59,7 +59,7 @@ pytest.importorskip("sklearn")
         ({"model": {"patch_size": 3}}, "model.patch_size: 3 does not divide image height 8, nearest: 2"),
         ({"model": {"attention": {"feature_map": "identity"}}}, "model.attention.normalize 'sum' divides by a row sum"),
         ({"run": {"name": "../elsewhere"}}, "run.name: expected letters"),
-        ({"extends": "nothing.yaml"}, "nothing.yaml, paths start at this folder\n"),
+        ({"extends": "nothing.yaml"}, "tiny.yaml: extends: relative paths start at its folder; "),
         ({"extends": "tiny.yaml"}, "extends itself"),
         ({"init_from": "no-such-run"}, "run 'no-such-run': no recipe.yaml"),
     ],

@@ -51,8 +51,8 @@ def step(
     Raises:
         ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
     """
-    gates = take_gates(gates, fields, prefix=False)
     check_tokens(q, k, v)
+    gates = take_gates(gates, fields, prefix=False)
     settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
     check_gates(q, gates, settings)
     log_decay, beta, bonus, angles, _, erase, read, floor = gates
