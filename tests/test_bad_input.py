@@ -122,6 +122,13 @@ def test_an_environment_without_a_launcher(name, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_form_that_the_mixer_lacks_is_refused_before_training(tmp_path, capsys):
+    vim = {"mixer": "vim", "mlp": "none", "norm": "rmsnorm"}
+    path = tiny_recipe(tmp_path, model=vim)
+    assert "--form: VimMixer has only chunk, rnn, got 'full'" in refuse(capsys, "train", path, "--form", "full")
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("text", ["", "few words"])
 def test_a_text_without_a_sample(text, tmp_path, capsys):
     (tmp_path / "few.txt").write_text(text)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from torch import nn
 
+from lion.config import ConfigError
+from lion.layers.mixers.base import mixers_of
 from lion.models.base import Model
 from lion.recipe import Recipe
 from lion.runs import build_on_meta, check_weights
@@ -30,6 +32,21 @@ def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room
     if room:
         check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
     return plan, task
+
+
+def check_form(model: Model, form: str | None) -> None:
+    """Check that a model can be evaluated in a form, "all" or None.
+
+    Raises:
+        ConfigError: A mixer does not have this form.
+    """
+    if form in (None, "all"):
+        return
+    for mixer in mixers_of(model):
+        try:
+            mixer.check_form(form)
+        except ValueError as error:
+            raise ConfigError(f"--{error}") from None
 
 
 def check_sharing(recipe: Recipe, model: Model, world: int) -> int:

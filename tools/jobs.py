@@ -17,6 +17,7 @@ from typing import IO, NamedTuple
 
 import torch
 
+from lion.layers.mixers import MIXERS
 from lion.progress import progress
 from lion.recipe import Recipe
 from lion.runs import SUMMARY
@@ -152,8 +153,14 @@ def start(job: Job, slot: int, threads: int, log: IO[str]) -> Running:
     if (gpus := torch.cuda.device_count()) > 1:
         visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         env["CUDA_VISIBLE_DEVICES"] = visible[slot % gpus]
-    process = start_command("train", *job.argv, "--form", "full", "--processes", "1", out=log, env=env)
+    form = usual_form(job.recipe)
+    process = start_command("train", *job.argv, "--form", form, "--processes", "1", out=log, env=env)
     return Running(job, process, slot, log)
+
+
+def usual_form(recipe: Recipe) -> str:
+    """Return the form in which a run is evaluated once: "full", or the first form of a mixer without it."""
+    return MIXERS[recipe.model.mixer].layer.forms[0]
 
 
 def end(running: Running, result: Callable[[Job], str]) -> str:

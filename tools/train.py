@@ -53,7 +53,7 @@ from lion.trainer.runtime import (
 from lion.trainer.state import RunState
 from tools import evaluate
 from tools.agreement import check_agreement, check_data_agreement
-from tools.checks import check_checkpoint, check_settings
+from tools.checks import check_checkpoint, check_form, check_settings
 from tools.cli import Parser, count, run_command
 from tools.compose import (
     build_data,
@@ -166,6 +166,7 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
         prepare_compiler()
     source, splits, plan, task, model = together(partial(prepare, recipe, world, fresh=fresh, first=first))
     together(partial(check_data_agreement, splits))
+    together(partial(check_form, model, form))
     runtime = start_runtime(
         recipe.trainer.device,
         deterministic=recipe.trainer.deterministic,

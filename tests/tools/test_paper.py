@@ -12,7 +12,7 @@ from scipy import stats
 
 from lion.config import ConfigError, build, changed
 from tests.helpers import ROOT, TINY, glue_folder, here, refuse
-from tools import claims, paper
+from tools import claims, jobs, paper
 from tools import statistics as ours
 from tools.compose import metric_of, resolve
 from tools.finished import load
@@ -506,3 +506,12 @@ def test_a_run_without_a_test_makes_val_the_split(tmp_path):
     store.add({**raw(last, 0.7), "test": None})
     found = results_of(made, cells("t", made, "mini"), store)
     assert found.split == "val" and found.values["b"] == {0: 70.0}
+
+
+def test_a_run_without_a_full_form_is_evaluated_in_its_first(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(jobs, "start_command", lambda *argv, **_: started.append(argv))
+    for recipe, form in (("vim_tiny", "chunk"), ("deit_tiny_softmax", "full"), ("hydra_small", "full")):
+        with open(tmp_path / "log", "a") as log:
+            jobs.start(jobs.Job((recipe,), resolve(recipe), None), 0, 1, log)
+        assert started[-1][:4] == ("train", recipe, "--form", form)

@@ -15,6 +15,7 @@ from lion.runs import SUMMARY, open_run
 from lion.tasks.metrics import Metric
 from tools import distance, evaluate
 from tools.finished import Run, load
+from tools.jobs import usual_form
 from tools.paper.tables import Cell, Distance, Table, cells, settings_of
 from tools.store import Row, Store
 
@@ -128,8 +129,8 @@ def lengths_of(cell: Cell, tables: Mapping[str, Table]) -> list[int]:
 def by_length(run: Run, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
     """Evaluate a run on windows of these numbers of tokens, without those that exceed its position embeddings."""
     out = run.folder / "lengths"
-    options = ["--lengths", ",".join(map(str, lengths)), "--form", "full", "--tokens", str(TOKENS), "--eager"]
-    silently(evaluate.main, [str(run.folder), *options, "--out", str(out)])
+    options = ["--lengths", ",".join(map(str, lengths)), "--form", usual_form(run.recipe), "--tokens", str(TOKENS)]
+    silently(evaluate.main, [str(run.folder), *options, "--eager", "--out", str(out)])
     rows = json.loads((out / "extrapolation.json").read_text())["rows"]
     return {f"{row['length']} tokens": {run.metric.name: row["value"]} for row in rows if "value" in row}
 
