@@ -1,6 +1,7 @@
 """`paper`: statistics against SciPy, tables as data, raw results bound to their runs, the page, and the queue."""
 
 import json
+import os
 import statistics
 from pathlib import Path
 
@@ -11,12 +12,12 @@ import yaml
 from scipy import stats
 
 from lion.config import ConfigError, build, changed
-from tests.helpers import ROOT, TINY, glue_folder, here, refuse
+from tests.helpers import ROOT, TINY, glue_folder, here, refuse, tiny_recipe
 from tools import claims, jobs, paper
 from tools import statistics as ours
 from tools.compose import metric_of, resolve
 from tools.finished import load
-from tools.paper import drawings, figures, measured, page, tables
+from tools.paper import drawings, figures, measured, page, results, tables
 from tools.paper.finetune import missing
 from tools.paper.results import hash_of, lengths_of, open_store, results_of
 from tools.paper.tables import SCALES, Table, cells, read_tables
@@ -515,3 +516,11 @@ def test_a_run_without_a_full_form_is_evaluated_in_its_first(tmp_path, monkeypat
         with open(tmp_path / "log", "a") as log:
             jobs.start(jobs.Job((recipe,), resolve(recipe), None), 0, 1, log)
         assert started[-1][:4] == ("train", recipe, "--form", form)
+
+
+def test_interruptions_do_not_count_as_training(tmp_path):
+    assert here("train", tiny_recipe(tmp_path), "--form", "full") == 0
+    run = load(str(tmp_path / "runs" / "tiny"))
+    assert results.seconds(run) == pytest.approx(run.seen / run.speed, abs=0.1) and run.seen > 0 < run.speed
+    os.utime(run.folder / "recipe.yaml", (0, 0))
+    assert results.seconds(run) < 1000 < results.seconds(run._replace(speed=None))

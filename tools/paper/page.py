@@ -148,12 +148,13 @@ def summary(
     text = pipes(["table", "runs", *words, "questions answered", "core hours left"], rows, text=TEXT)
     return (
         f"{text}\n\nAll runs so far took {digits(total)} core hours. The hours left are the missing runs times\n"
-        "the median of the runs of their table, or, before the first run, the estimate of `--dry-run`."
+        "the median of the runs of their table, or, before the first run, the estimate of `--dry-run --save`.\n"
+        "Minutes are those of training; runs stored before 2026-11-25 include evaluation and interruptions."
     )
 
 
 def hours(row: Row) -> float:
-    """Return the core hours of a run or of an estimate; interruptions count."""
+    """Return the core hours of a run or of an estimate; rows stored before 2026-11-25 include interruptions."""
     return row["seconds"] * (row.get("threads") or 1) / 3600
 
 

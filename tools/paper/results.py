@@ -63,7 +63,7 @@ def raw_row(key: str, seed: int, run: Run) -> Row:
         "curve": run.curve,
         "parameters": run.parameters,
         "step": last["step"],
-        "seconds": seconds(run.folder),
+        "seconds": seconds(run),
         "remark": run.remark,
         "decays": decays_of(run.folder),
         **{name: run.environment.get(name) for name in MADE_BY},
@@ -81,9 +81,15 @@ def hash_of(settings: Mapping[str, object], data: str | None) -> str:
     return short_hash([settings, data])
 
 
-def seconds(folder: Path) -> float:
-    """Return the seconds from the start of a run to its end, by the times of its files; interruptions count."""
-    return round((folder / SUMMARY).stat().st_mtime - (folder / "recipe.yaml").stat().st_mtime, 1)
+def seconds(run: Run) -> float:
+    """Return the seconds of training at the median of the logged speeds: interruptions and evaluation do not count.
+
+    Without logged speeds, the seconds from the start of the run to its end, by the times of its files.
+    """
+    if run.seen and run.speed:
+        return round(run.seen / run.speed, 1)
+    start, end = ((run.folder / name).stat().st_mtime for name in ("recipe.yaml", SUMMARY))
+    return round(end - start, 1)
 
 
 def results_of(table: Table, places: Sequence[Cell], store: Store) -> Results:
