@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,7 +27,7 @@ def test(argv: list[str]) -> NoReturn:
     if not (ROOT / "tests").is_dir():
         raise ConfigError("run.sh test: the tests are not installed, use a clone of the repository")
     for option in argv:
-        if option not in OPTIONS and difflib.get_close_matches(option, OPTIONS, cutoff=0.8):
+        if option.startswith("--") and option not in OPTIONS and get_close_matches(option, OPTIONS, cutoff=0.8):
             raise ConfigError(f"run.sh test: unknown option {option}, {nearest(option, OPTIONS)}")
     os.chdir(ROOT)
     if "--quick" in argv:  # two processes with one thread each
