@@ -123,8 +123,7 @@ def parse_init(text: str) -> dict[str, Any]:
 
 def construct(place: str, make: Callable[..., Any], settings: dict[str, Any]) -> nn.Module:
     """Construct the layer from a fixed seed."""
-    signature = inspect.signature(make.__init__ if isinstance(make, type) else make)
-    parameters = list(signature.parameters.values())[isinstance(make, type) :]  # without self
+    parameters = parameters_of(make)
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in settings:
@@ -145,9 +144,15 @@ def construct(place: str, make: Callable[..., Any], settings: dict[str, Any]) ->
     return layer
 
 
+def parameters_of(make: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function, or of the constructor of a class, without `self`."""
+    signature = inspect.signature(make.__init__ if isinstance(make, type) else make)
+    return list(signature.parameters.values())[isinstance(make, type) :]
+
+
 def widths(make: Callable[..., Any], layer: nn.Module, settings: dict[str, Any]) -> list[int]:
     """Return the widths to try: whole numbers among the arguments and their defaults, then sizes of parameters."""
-    usual = [p.default for name, p in inspect.signature(make).parameters.items() if name not in settings]
+    usual = [p.default for p in parameters_of(make) if p.name not in settings]
     given = [value for value in (*settings.values(), *usual) if type(value) is int]
     sizes = [size for parameter in layer.parameters() for size in reversed(parameter.shape)]
     return list(dict.fromkeys(n for n in [*given, *sizes, 64] if 1 < n <= LARGEST))
