@@ -111,7 +111,7 @@ def listing(pattern: str = "") -> str:
     for title, own in families.items():
         if own:
             lines += ["", title, *(f"  {next(text)}" for _ in own)]
-    more = "./run.sh show NAME: cost on this machine and all settings; ./run.sh list --mixers: the mixers"
+    more = "./run.sh show NAME: all settings and the cost on this machine; ./run.sh list --mixers: the mixers"
     return "\n".join([*lines[1:], "", more])
 
 

@@ -1,4 +1,4 @@
-"""Summary of a recipe before training: its cost on this machine, then the resolved recipe in full.
+"""Summary of a recipe before training: all its settings, then its cost on this machine.
 
 ./run.sh show recipes/NAME.yaml [key=value ...]
 """
@@ -27,7 +27,7 @@ from tools.store import digits
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh show", description="Show the cost of a recipe on this machine, and all its settings.")
+    parser = Parser(prog="run.sh show", description="Show all settings of a recipe, then its cost on this machine.")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--processes", type=count, help="number of processes, one per GPU (default: visible GPUs)")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(path: str, overrides: list[str], processes: int | None = None, mesh: Mesh | None = None) -> str:
-    """Return the cost of a recipe on this machine (time, memory, disk), then the recipe resolved in full.
+    """Return the recipe resolved in full, then its cost on this machine (time, memory, disk).
 
     With a mesh, memory and time are estimates for its GPUs.
     """
@@ -52,7 +52,7 @@ def show(path: str, overrides: list[str], processes: int | None = None, mesh: Me
 
 
 def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | None) -> Iterator[str]:
-    """Yield the text of `show` piece by piece: what is known at once comes before what is measured."""
+    """Yield the text of `show` piece by piece: what is measured comes last, where a terminal still shows it."""
     given = recipe = resolve(path, overrides)
     if mesh is not None:
         recipe, processes = on_mesh(recipe, mesh), mesh.gpus
@@ -68,6 +68,7 @@ def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | N
     state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
     teacher = getattr(recipe.task, "teacher", None)
     flops = f"{digits(softmax)} MFLOP per layer, head and sample with softmax, {digits(rnn)} as an RNN (C.12)"
+    yield f"{dump_recipe(recipe)}\n{open_settings(recipe)}\n"
     yield table(
         ("recipe", f"{recipe.run.name}: {claim(recipe.about.row)}, {recipe.about.expected}"),
         ("model", f"{recipe.model.mixer}, {parameters:,} parameters"),
@@ -90,7 +91,6 @@ def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | N
         yield f"\n{describe_meshes(task, recipe, samples, mesh)}"
     if recipe.model != given.model:
         yield "estimated with model.attention.score_dropout=0, which a run that shares rows needs"
-    yield f"\n{dump_recipe(recipe)}\n{open_settings(recipe)}"
 
 
 def table(*facts: tuple[str, str]) -> str:

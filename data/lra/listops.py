@@ -123,7 +123,7 @@ class ListOps(SequenceSet):
         return SequenceInfo(classes=10, length=self.config.length, vocabulary=len(IDS))
 
     def published(self) -> tuple[SequenceInfo, int]:
-        return self.info(), self.config.samples if self.config.limit is None else self.config.limit
+        return self.info(), min(self.config.samples, self.config.limit or self.config.samples)
 
     def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
         """Load the expression in a text file as {tokens}."""

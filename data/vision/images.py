@@ -153,10 +153,14 @@ def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any
     )
 
 
-def published_info(config: PictureConfig, *, size: tuple[int, int], channels: int, classes: int) -> ImageInfo:
-    """Return the info of a published data set, without its files."""
+def published_info(
+    config: PictureConfig, *, size: tuple[int, int], channels: int, classes: int, samples: int
+) -> tuple[ImageInfo, int]:
+    """Return the info and the number of training samples of a published data set, without its files."""
     channels = config.channels or channels
-    return ImageInfo(tuple(config.image_size or size), channels, numbered(classes), *normalisation(config, channels))
+    info = ImageInfo(tuple(config.image_size or size), channels, numbered(classes), *normalisation(config, channels))
+    kept = samples - round((config.val_split or 0) * samples)
+    return info, min(kept, config.limit or kept)
 
 
 def describe(config: PictureConfig, sources: dict[str, Any]) -> tuple[ImageInfo, str]:

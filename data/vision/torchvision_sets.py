@@ -45,8 +45,8 @@ class TorchvisionSet(Pictures):
         return build_pictures(config, train, test=test)
 
     def published(self) -> tuple[ImageInfo, int]:
-        known = {"size": self.size, "channels": self.channels, "classes": self.classes}
-        return published_info(self.config, **known), self.samples
+        known = {"size": self.size, "channels": self.channels, "classes": self.classes, "samples": self.samples}
+        return published_info(self.config, **known)
 
 
 @dataclass

@@ -58,6 +58,20 @@ def published(name):
     return kind(kind.Config()).published()
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "samples"),
+    [
+        ("cifar10", {}, 50_000),
+        ("cifar10", {"limit": 10_000}, 10_000),
+        ("cifar10", {"limit": 60_000, "val_split": 0.1}, 45_000),
+        ("imagenet", {"limit": 1_000}, 1_000),
+    ],
+)
+def test_published_samples_are_those_that_a_run_trains_on(name, settings, samples):
+    kind = data.dataset(name)
+    assert kind(dataclasses.replace(kind.Config(), **settings)).published()[1] == samples
+
+
 def folder(root, **settings):
     return make("imagefolder", **{"root": str(root), "image_size": [16, 24], **settings})
 

@@ -74,6 +74,7 @@ def checksums(source):
     "name, settings, classes, length, vocabulary, samples",
     [
         ("listops", {}, 10, 2048, 18, 96_000),
+        ("listops", {"limit": 100_000}, 10, 2048, 18, 96_000),
         ("imdb", {}, 2, 4096, 259, 25_000),
         ("aan", {}, 2, 4000, 259, 147_086),
         ("cifar10_pixels", {}, 10, 1024, None, 45_000),

@@ -243,13 +243,14 @@ def test_show_and_list():
 
 
 @pytest.mark.slow
-def test_show_says_first_what_a_recipe_costs_here(tmp_path, monkeypatch):
-    """Check that time, memory and disk come before all keys, and that nothing is downloaded or tokenized."""
+def test_show_ends_with_what_a_recipe_costs_here(tmp_path, monkeypatch):
+    """Check that time, memory and disk come after all keys, and that nothing is downloaded or tokenized."""
     monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
     book = tmp_path / "book.txt"
     book.write_text("one long document\n" * 50_000)
     text = show("mlm_tiny_lion_s", ["data.name=text", f"data.path={book}", "run.name=books"])
-    summary = text.partition("\n\n")[0]
+    settings, summary = text.rsplit("\n\n", 1)
+    assert "mixer: lion_s" in settings and "#   model.attention.feature_map: " in settings
     for line in (
         r"recipe +books: book.txt, no number yet",
         r"data +text, .*; about \d.* MB to write, .* GB free under",
@@ -264,8 +265,9 @@ def test_show_says_first_what_a_recipe_costs_here(tmp_path, monkeypatch):
 
 
 def test_show_prints_what_it_knows_before_it_measures():
-    first = next(parts("vim_base", [], 1, None))
-    assert re.search(r"^model +vim, [\d,]+ parameters$", first, re.M) and not re.search(r"^(memory|time) ", first, re.M)
+    settings, known, *measured = parts("vim_base", [], 1, None)
+    assert "mixer: vim" in settings and re.search(r"^model +vim, [\d,]+ parameters$", known, re.M)
+    assert [text.split()[0] for text in measured[:2]] == ["memory", "time"]
 
 
 def test_recipes_by_family():
