@@ -6,12 +6,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lion.tasks.metrics import Metric
-from tools.statistics import LEVEL, MOST, Difference, Values, holm, paired, two_way
+from tools.statistics import LEVEL, MOST, NOISES, Difference, Values, holm
 from tools.store import digits
 
 CLAIM, QUESTION = "claim", "question"
 VERDICTS = {CLAIM: ("confirmed", "contradicted"), QUESTION: ("yes", "no, the other way round")}
-UNDECIDED, NOT_RUN = "undecided", "not run"
+UNDECIDED, INCOMPLETE, NOT_RUN = "undecided", "incomplete", "not run"
 
 
 class Comparison(NamedTuple):
@@ -21,14 +21,14 @@ class Comparison(NamedTuple):
         kind: `CLAIM` or `QUESTION`.
         pair: The rows, (better, worse).
         found: The difference, in favour of the first row; None: too few runs.
-        missing: Whether a row has no runs.
+        missing: `NOT_RUN` if a row has no runs, `INCOMPLETE` if it lacks some of its runs; else empty.
         unit: Unit of the difference.
     """
 
     kind: str
     pair: tuple[str, str]
     found: Difference | None
-    missing: bool
+    missing: str
     unit: str
 
     @classmethod
@@ -37,12 +37,22 @@ class Comparison(NamedTuple):
         found = None if row["found"] is None else Difference(**row["found"])
         return cls(row["kind"], tuple(row["pair"]), found, row["missing"], row["unit"])
 
+    @property
+    def name(self) -> str:
+        return " > ".join(self.pair)
+
+    @property
+    def difference(self) -> str:
+        """Return the difference and half of its 95 % interval as text; "-" without one."""
+        found = self.found
+        return "-" if found is None else f"{round(found.mean, 2) + 0.0:+.2f} ± {found.half:.2f}"  # + 0.0: never -0.00
+
     def as_row(self) -> dict[str, Any]:
         return {**self._asdict(), "found": self.found and self.found._asdict()}
 
 
 def compare(
-    kind: str, pairs: Iterable[tuple[str, str]], values: Values, metric: Metric, *, alike: bool
+    kind: str, pairs: Iterable[tuple[str, str]], values: Values, metric: Metric, *, noise: str, seeds: int = 1
 ) -> list[Comparison]:
     """Compare pairs of rows by values as shown.
 
@@ -51,47 +61,63 @@ def compare(
         pairs: Names of rows, (better, worse).
         values: Values by row and seed.
         metric: The metric of the values.
-        alike: Whether runs of one seed are alike, see `tools.statistics`.
+        noise: Model of the noise, a name of `tools.statistics.NOISES`.
+        seeds: Number of runs of a complete row.
     """
     unit, found = "points" if metric.percent else metric.title, []
     for first, second in pairs:
-        missing = not (values.get(first) and values.get(second))
-        made = None if missing else (paired if alike else two_way)(values, first, second)
+        fewest = min(len(values.get(row, ())) for row in (first, second))
+        missing = NOT_RUN if not fewest else INCOMPLETE if fewest < seeds else ""
+        made = NOISES[noise](values, first, second) if fewest else None
         if made and not metric.higher_is_better:
             made = made._replace(mean=-made.mean)
         found.append(Comparison(kind, (first, second), made, missing, unit))
     return found
 
 
-def verdicts(found: Sequence[Comparison], marks: Iterable[Hashable] | None = None) -> list[str]:
-    """Return the verdict on each comparison, after Holm's correction for all of them, also those without runs.
+def verdicts(found: Sequence[Comparison], marks: Iterable[Hashable] | None = None) -> tuple[list[str], float]:
+    """Return the verdict on each comparison, and the level of p below which one more would be decided.
 
-    Comparisons with equal `marks` are of the same runs, and count once.
+    The verdicts are corrected by Holm's method for all comparisons, also for those that lack runs. Comparisons with
+    equal `marks` are of the same runs, and count once.
     """
     marks = list(range(len(found)) if marks is None else marks)
-    once = dict(zip(marks, found))
-    corrected = dict(zip(once, holm([each.found.p if each.found else 1.0 for each in once.values()])))
-    return [
-        NOT_RUN if each.missing else UNDECIDED if corrected[mark] >= LEVEL else VERDICTS[each.kind][each.found.mean < 0]
+    once: dict[
+        Hashable, float
+    ] = {}  # p; a pair may lack runs that one of its tables asks for, and have those of others
+    for each, mark in zip(found, marks):
+        p = each.found.p if each.found and not each.missing else 1.0
+        once[mark] = min(p, once.get(mark, 1.0))
+    corrected = dict(zip(once, holm([*once.values()])))
+    words = [
+        each.missing or (UNDECIDED if corrected[mark] >= LEVEL else VERDICTS[each.kind][each.found.mean < 0])
         for each, mark in zip(found, marks)
     ]
+    return words, LEVEL / max(1, sum(p >= LEVEL for p in corrected.values()))
 
 
-def table_of(kind: str, found: Sequence[tuple[Comparison, str]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table of the comparisons of a kind, with their verdicts."""
+def table_of(kind: str, found: Sequence[tuple[Comparison, str]], level: float) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table of the comparisons of a kind, with their verdicts; `level` as in `verdicts`."""
     own = [(each, verdict) for each, verdict in found if each.kind == kind]
     unit = own[0][0].unit if own else ""
-    header = [kind, f"difference, {unit}", "p", "verdict", "smallest visible", "seeds needed"]
-    return header, [row_of(*each) for each in own]
+    header = [
+        kind,
+        f"difference, {unit}" if any(each.found for each, _ in own) else "difference",
+        "p",
+        "verdict",
+        "smallest visible",
+        "seeds needed",
+    ]
+    return header, [row_of(*each, level) for each in own]
 
 
-def row_of(each: Comparison, verdict: str) -> list[str]:
-    name, found = f"{each.pair[0]} > {each.pair[1]}", each.found
+def row_of(each: Comparison, verdict: str, level: float = LEVEL) -> list[str]:
+    found = each.found
     if found is None:
-        return [name, "-", "-", verdict, "-", "-"]
+        return [each.name, "-", "-", verdict, "-", "-"]
     p = f"{found.p:.3f}" if found.p >= 0.001 else f"{found.p:.0e}"
-    row = [name, f"{round(found.mean, 2) + 0.0:+.2f} ± {found.half:.2f}", p, verdict]  # + 0.0: never -0.00
+    row = [each.name, each.difference, p, verdict]
     if verdict != UNDECIDED:
         return [*row, "-", "-"]
-    seeds = "-" if found.seeds is None else f"> {MOST}" if found.seeds > MOST else str(found.seeds)
-    return [*row, digits(found.smallest), seeds]
+    seeds = found.seeds(level)
+    return [*row, digits(found.smallest(level)), "-" if seeds is None else f"> {MOST}" if seeds > MOST else str(seeds)]

@@ -1,9 +1,10 @@
 """Statistics of runs: differences between rows of runs with intervals, correction for many claims, and power.
 
-Runs of one seed share the order of the data. Where this makes them alike (text and digits), two rows are compared by
-the differences of runs with the same seed (`paired`). Elsewhere, a linear model of rows and seeds is fitted to all runs
-whose noise is alike, and its residuals estimate the noise of every difference (`two_way`). All claims of a report are
-corrected together by Holm's method.
+Three models of the noise compare two rows. Where runs of one seed are alike because they share the order of the data
+(text and digits), the differences of runs with the same seed are compared (`paired`). Elsewhere, a linear model of rows
+and seeds is fitted to all runs whose noise is alike, and its residuals estimate the noise of every difference
+(`two_way`). Where some rows always solve a task and others by chance, each row has noise of its own (`welch`). All
+claims of a report are corrected together by Holm's method.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from lion.config import ConfigError
 
 try:
-    from scipy import stats
+    from scipy import optimize, stats
 except ImportError:
     raise ConfigError("statistics of runs need SciPy: pip install scipy") from None
 
@@ -30,12 +31,13 @@ RULE = """\
 Differences between rows are positive where the first row is better. The rule for verdicts: where runs of one seed are
 alike because they share the order of the data (text, digits), two rows are compared by the differences of runs of the
 same seed. Elsewhere, a linear model of rows and seeds is fitted to the runs, and its residuals estimate the noise; a
-difference is adjusted for the seeds where rows have different ones. A claim is decided if both rows have two runs and p
-is below {level:.0%} after Holm's correction for all claims and questions of the page; the intervals (95 %) and p are
-not corrected. For an undecided claim, the last columns are the smallest difference that its runs would have shown with
-a probability of {power:.0%}, and the number of seeds that would show the difference that was found, both without the
-correction. By this calculation, three paired seeds show a difference of two standard deviations in {three:.0%} of all
-cases; {needed} seeds are needed for {power:.0%}."""
+difference is adjusted for the seeds where rows have different ones. Where some rows always solve a task and others by
+chance (recall, selective copying), each row has noise of its own (Welch's test). A claim is decided if both rows have
+all their runs and p is below {level:.0%} after Holm's correction for all claims and questions of the page; the
+intervals (95 %) and p are not corrected. For an undecided claim, the last columns are the smallest difference that its
+runs would have shown with a probability of {power:.0%}, and the number of seeds that would show the difference that was
+found, both after the correction. Without other claims, three paired seeds show a difference of two standard deviations
+in {three:.0%} of all cases; {needed} seeds are needed for {power:.0%}."""
 
 Values = Mapping[str, Mapping[int, float]]  # by row and seed
 
@@ -45,18 +47,45 @@ class Difference(NamedTuple):
 
     Attributes:
         mean: The difference.
-        half: Half of the width of its 95 % interval.
-        p: Probability of a difference at least this large without a true difference, not corrected.
-        smallest: Smallest true difference that these runs would have shown in `POWER` of all cases, not corrected.
-        seeds: Number of seeds that would show a difference of `mean` in `POWER` of all cases, not corrected; `MOST` + 1
-            stands for more, None for a number that is not known.
+        error: Its standard error.
+        freedom: Degrees of freedom of the error.
+        runs: Number of runs of the row with fewer runs.
     """
 
     mean: float
-    half: float
-    p: float
-    smallest: float
-    seeds: int | None = None
+    error: float
+    freedom: float
+    runs: int
+
+    @property
+    def half(self) -> float:
+        """Return half of the width of the 95 % interval."""
+        return float(stats.t(self.freedom).ppf(0.975)) * self.error
+
+    @property
+    def p(self) -> float:
+        """Return the probability of a difference at least this large without a true difference, not corrected."""
+        return 2 * float(stats.t(self.freedom).sf(abs(self.mean) / self.error)) if self.error else float(self.mean == 0)
+
+    def smallest(self, level: float = LEVEL) -> float:
+        """Return the true difference that these runs would have shown with p below `level` in `POWER` of all cases."""
+        limit = float(stats.t(self.freedom).ppf(1 - level / 2))
+        shift = optimize.brentq(lambda shift: seen(shift, self.freedom, level) - POWER, 0, 10 * limit)
+        return self.error * float(shift)
+
+    def seeds(self, level: float = LEVEL) -> int | None:
+        """Return the number of seeds that would show this difference with p below `level` in `POWER` of all cases.
+
+        `MOST` + 1 stands for all larger numbers, and None for a number that is not known (an error of 0).
+        """
+        if not self.error:
+            return None
+
+        def enough(n: int) -> bool:
+            shift = abs(self.mean) / self.error * math.sqrt(n / self.runs)
+            return seen(shift, self.freedom * (n - 1) / (self.runs - 1), level) >= POWER
+
+        return next((n for n in range(2, MOST + 1) if enough(n)), MOST + 1)
 
 
 def paired(values: Values, first: str, second: str) -> Difference | None:
@@ -64,7 +93,7 @@ def paired(values: Values, first: str, second: str) -> Difference | None:
     gaps = [values[first][seed] - values[second][seed] for seed in values[first] if seed in values[second]]
     if len(gaps) < 2:
         return None
-    return difference(statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)), len(gaps) - 1, len(gaps))
+    return Difference(statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)), len(gaps) - 1, len(gaps))
 
 
 def two_way(values: Values, first: str, second: str) -> Difference | None:
@@ -90,20 +119,24 @@ def two_way(values: Values, first: str, second: str) -> Difference | None:
     weights = inverse @ design.T @ found
     noise = ((found - design @ weights) ** 2).sum() / freedom
     mean = round(float(contrast @ weights), 10)  # the last digits depend on the processor, which would decide ties
-    error, pairs = (
-        math.sqrt(noise * float(contrast @ inverse @ contrast)),
-        min(map(len, (values[first], values[second]))),
-    )
-    return difference(mean, error, int(freedom), pairs)
+    error = math.sqrt(noise * float(contrast @ inverse @ contrast))
+    return Difference(mean, error, int(freedom), min(map(len, (values[first], values[second]))))
 
 
-def difference(mean: float, error: float, freedom: int, pairs: int) -> Difference:
-    """Return a difference with its standard error, of `pairs` seeds and `freedom` degrees of freedom (Student's t)."""
-    t = stats.t(freedom)
-    p = 2 * float(t.sf(abs(mean) / error)) if error else float(mean == 0)
-    half, smallest = float(t.ppf(0.975)) * error, float(t.ppf(0.975) + t.ppf(POWER)) * error
-    needed = seeds_needed(abs(mean) / (error * math.sqrt(pairs))) if error else None
-    return Difference(mean, half, p, smallest, needed)
+def welch(values: Values, first: str, second: str) -> Difference | None:
+    """Compare the means of two rows, each with noise of its own (Welch 1947); None if a row has fewer than two runs."""
+    one, other = (list(values[row].values()) for row in (first, second))
+    if min(len(one), len(other)) < 2:
+        return None
+    parts = [(statistics.variance(own) / len(own), len(own)) for own in (one, other)]
+    squared = sum(part for part, _ in parts)
+    weights = sum(part**2 / (n - 1) for part, n in parts)
+    freedom = squared**2 / weights if weights else len(one) + len(other) - 2.0
+    mean = statistics.mean(one) - statistics.mean(other)
+    return Difference(mean, math.sqrt(squared), freedom, min(len(one), len(other)))
+
+
+NOISES = {"frame": two_way, "pairs": paired, "own": welch}
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -122,20 +155,22 @@ def interval(values: Sequence[float]) -> float:
     return float(stats.t(len(values) - 1).ppf(0.975)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def seen(shift: float, freedom: float, level: float = LEVEL) -> float:
+    """Return the probability that a true difference of `shift` standard errors is found, with p below `level`."""
+    return float(stats.nct(freedom, shift).sf(stats.t(freedom).ppf(1 - level / 2)))
+
+
 def power(seeds: int, effect: float) -> float:
     """Return the probability that pairs of `seeds` runs show a true difference of `effect` deviations of a pair."""
-    if seeds < 2:
-        return 0.0
-    limit, shift = stats.t(seeds - 1).ppf(0.975), effect * math.sqrt(seeds)
-    return float(stats.nct(seeds - 1, shift).sf(limit) + stats.nct(seeds - 1, shift).cdf(-limit))
+    return seen(effect * math.sqrt(seeds), seeds - 1) if seeds > 1 else 0.0
 
 
-def seeds_needed(effect: float, wanted: float = POWER) -> int:
-    """Return the number of seeds that show a true difference of `effect` deviations of a pair with this power.
+def seeds_needed(effect: float) -> int:
+    """Return the number of seeds that show a true difference of `effect` deviations of a pair in `POWER` of all cases.
 
     `MOST` + 1 stands for all larger numbers.
     """
-    return next((n for n in range(2, MOST + 1) if power(n, effect) >= wanted), MOST + 1)
+    return next((n for n in range(2, MOST + 1) if power(n, effect) >= POWER), MOST + 1)
 
 
 RULE = RULE.format(level=LEVEL, power=POWER, three=power(3, 2), needed=seeds_needed(2))

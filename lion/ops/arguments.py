@@ -163,16 +163,12 @@ def check_floats(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
         raise mismatch(name, f"floating point {' or '.join([', '.join(others)] * bool(others) + [last])}", x)
 
 
-def expand_decay(log_decay: Tensor | None, q: Tensor, clamp: bool = True) -> Tensor:
-    """Expand a decay of any kind to (B or 1, H or 1, L, D or 1), float32 or wider.
-
-    Values above 0 become 0, because the forms would disagree on a lambda above 1. At exactly 0, torch 2.14 gives no
-    gradient. Without `clamp` the decays are not copied: the rnn form clamps one piece at a time.
-    """
+def expand_decay(log_decay: Tensor | None, q: Tensor) -> Tensor:
+    """Expand a decay of any kind to (B or 1, H or 1, L, D or 1), float32 or wider, without a copy of all tokens."""
     wide = torch.promote_types(q.dtype, torch.float32)
     if log_decay is None:
         return q.new_zeros((), dtype=wide).expand(1, 1, q.shape[2], 1)
-    log_decay = log_decay.to(wide).clamp_max(0) if clamp else log_decay.to(wide)
+    log_decay = log_decay.to(wide)
     if log_decay.dim() <= 2:  # (H,) or (H, D), shared by all tokens
         per_head = log_decay[:, None] if log_decay.dim() == 1 else log_decay
         log_decay = per_head[None, :, None].expand(-1, -1, q.shape[2], -1)

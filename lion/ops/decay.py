@@ -160,16 +160,19 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
     Over a long or steep sequence, the error of a float32 sum is far larger than the small differences between its
     values. The sum is therefore computed in float64 and kept as float32 (high, low) pairs. For float64 decays, the
     second term holds the rounding errors of their sum. Gradients flow through the first term.
+
+    Values above 0 count as 0, because the forms would disagree on a lambda above 1. At exactly 0, torch 2.14 gives no
+    gradient.
     """
     exact, shared = log_decay.dtype == torch.float64, log_decay.stride(-2) == 0
-    log_decay = log_decay.clamp_min(LOG_ZERO)
     if shared and not exact:
         total = multiples(log_decay)
-    else:
-        total = F.pad(log_decay.double(), (0, 0, 1, 0)).cumsum(-2)  # (.., L + 1, D or 1), before and after every token
+    else:  # clamped after padding, in the kernel of the sum
+        padded = F.pad(log_decay, (0, 0, 1, 0)).clamp(LOG_ZERO, 0)
+        total = padded.double().cumsum(-2)  # (.., L + 1, D or 1), before and after every token
     with torch.no_grad():
         if exact:
-            rest = F.pad((log_decay - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
+            rest = F.pad((padded[..., 1:, :] - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
         else:
             rest = (total - total.float().double()).float()
     terms = [materialized(t) for t in (total.to(log_decay.dtype), rest)]
@@ -184,7 +187,7 @@ def multiples(log_decay: Tensor) -> Tensor:
     """
     length = log_decay.shape[-2]
     places = torch.arange(length + 1, device=log_decay.device, dtype=torch.float64)[:, None] - length // 2
-    return log_decay[..., :1, :].double() * places
+    return log_decay[..., :1, :].clamp(LOG_ZERO, 0).double() * places
 
 
 def materialized(t: Tensor) -> Tensor:

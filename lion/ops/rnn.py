@@ -100,7 +100,7 @@ def advance(
         Numerators and row sums of the tokens, the new state, and the segment of the new state.
     """
     q, k, v, log_decay, _, index = tokens.masked().to(state.z.dtype)[:6]
-    log_decay = log_decay.clamp_max(0)  # see `expand_decay`
+    log_decay = log_decay.clamp_max(0)  # see `prefix_sums`
     if q.shape[2] == 1:
         return _advance_one(recurrence, state, segment, q, k, v, log_decay, index)
 

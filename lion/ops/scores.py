@@ -66,7 +66,7 @@ def score_sets(
     *rotated, erase, read = rotate_each(angles, valid, q, k, erase, read)
     if prefix is not None and prefix.requires_grad:
         rotated, log_decay = gradients_to(prefix, *rotated, valid), log_decay.detach()
-    decays = expand_decay(log_decay, q, clamp=form != "rnn" and not gates.delta)
+    decays = expand_decay(log_decay, q)
     tokens = TokenBlock(*rotated, v, decays, valid, index, feature_map)
     if gates.delta:
         check_beta(beta, valid, segments)

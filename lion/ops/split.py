@@ -105,8 +105,6 @@ def split_attention_parts(
         raise ValueError("floor: split_attention_parts does not divide")
     if settings.dropout_p:
         raise ValueError("dropout_p: scores between parts are not computed, so they cannot be dropped")
-    if gates.log_decay is not None:
-        gates = gates._replace(log_decay=gates.log_decay.clamp_max(0))
     with no_autocast(q):
         scores, sums = score_sets(q, k, v, gates, valid, part.numbered(segments), settings)
         if gates.delta:
@@ -140,7 +138,7 @@ def directions_of(scores: ScoreSet) -> tuple[Direction, ...]:
 
 def total_decay(scores: ScoreSet) -> Tensor:
     """Return the log decay (b, H, 1, D or 1) of all tokens of a part."""
-    return scores.tokens.gate.clamp_min(LOG_ZERO).sum(-2, keepdim=True)
+    return scores.tokens.gate.clamp(LOG_ZERO, 0).sum(-2, keepdim=True)
 
 
 def leaving_state(scores: ScoreSet, direction: Direction) -> State:

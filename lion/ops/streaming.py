@@ -66,7 +66,7 @@ def step(
         *rotated, erase, read = rotate_each(angles, None, q, k, erase, read)
         if gates.delta:
             check_beta(beta, valid, None)
-            tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q, clamp=False), valid)
+            tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q), valid)
             tokens = with_delta(tokens, beta, erase, read)
             y, row, state, _ = delta_advance(settings.undecayed_erase, state, None, tokens)
         else:
@@ -118,7 +118,7 @@ def prefill(
         settings = replace(settings, feature_map=None)
         rotated_q, rotated_k, erase, read = rotate_each(angles, valid, q, k, erase, read)
         if gates.delta:
-            tokens = TokenBlock(rotated_q, rotated_k, v, expand_decay(log_decay, q, clamp=False), valid, index)
+            tokens = TokenBlock(rotated_q, rotated_k, v, expand_decay(log_decay, q), valid, index)
             tokens = with_delta(tokens, beta, erase, read)
             y, state = delta_chunks(tokens, settings.chunk_size, "forward", settings.undecayed_erase, final=True)
             return normalized(y, None, settings, q.shape[-1]).to(v.dtype), state

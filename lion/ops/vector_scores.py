@@ -47,7 +47,7 @@ def vector_scores(q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor
     `segment_index` (B, .., L) numbers the segments.
     """
     length = q.shape[-2]
-    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp_min(LOG_ZERO)
+    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp(LOG_ZERO, 0)
     padded = pad(padding_of(length), q, k, log_decay)
     scores = _Scores.apply(*padded, how.decay_convention, how.include_diagonal)[..., :length, :length]
     if how.direction != "both":

@@ -43,8 +43,20 @@ def test_two_rows_without_gaps_agree_with_paired_differences():
     """Compare both methods on two complete rows, where the linear model is the paired test."""
     rng = np.random.default_rng(1)
     values = {row: dict(enumerate(rng.normal(i, 1, 4))) for i, row in enumerate("ab")}
-    for one, other in zip(ours.paired(values, "a", "b"), ours.two_way(values, "a", "b")):
-        assert one == pytest.approx(other)
+    assert ours.paired(values, "a", "b") == pytest.approx(ours.two_way(values, "a", "b"))
+
+
+def test_rows_with_noise_of_their_own_are_compared_by_welch():
+    rng = np.random.default_rng(5)
+    a, b = rng.normal(1, 1, 5), rng.normal(0, 9, 3)
+    values = {"a": dict(enumerate(a)), "b": dict(enumerate(b)), "c": {0: 100.0, 1: -100.0}}
+    found, known = ours.welch(values, "a", "b"), stats.ttest_ind(a, b, equal_var=False)
+    low, high = known.confidence_interval()
+    assert found.p == pytest.approx(known.pvalue) and found.runs == 3
+    assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))
+    assert ours.welch({"a": {0: 1.0, 1: 2.0}, "b": {0: 1.0}}, "a", "b") is None
+    always = {"a": {0: 100.0, 1: 100.0}, "b": {0: 100.0, 1: 100.0}}
+    assert ours.welch(always, "a", "b").p == 1 and ours.welch(always, "a", "b").seeds() is None
 
 
 def test_the_two_way_model_is_the_analysis_of_variance():
@@ -83,9 +95,19 @@ def test_an_undecided_difference_names_the_seeds_that_would_decide_it():
     values = {"a": {0: 1.0, 1: 3.0, 2: 2.0}, "b": {0: 0.0, 1: 1.0, 2: 1.5}}
     found = ours.paired(values, "a", "b")
     gaps = [1.0, 2.0, 0.5]
-    assert found.seeds == ours.seeds_needed(statistics.mean(gaps) / statistics.stdev(gaps)) == 6
+    assert found.seeds() == ours.seeds_needed(statistics.mean(gaps) / statistics.stdev(gaps)) == 6
     equal = {"a": {0: 1.0, 1: 2.0}, "b": {0: 2.0, 1: 1.001}}
-    assert ours.paired(equal, "a", "b").seeds == ours.MOST + 1
+    assert ours.paired(equal, "a", "b").seeds() == ours.MOST + 1
+
+
+@pytest.mark.parametrize("level", [0.05, 0.001])
+def test_the_smallest_visible_difference_is_seen_in_simulated_runs(level):
+    """Draw pairs of runs with a true difference, and count those that show it at a corrected level, too."""
+    rng = np.random.default_rng(6)
+    smallest = ours.Difference(0.0, 1 / np.sqrt(5), 4, 5).smallest(level)
+    gaps = rng.normal(smallest, 1, (20_000, 5))
+    assert (stats.ttest_1samp(gaps, 0, axis=1).pvalue < level).mean() == pytest.approx(ours.POWER, abs=0.02)
+    assert ours.Difference(1.001 * smallest, 1 / np.sqrt(5), 4, 5).seeds(level) == 5
 
 
 # tables
@@ -133,6 +155,7 @@ def test_settings_that_are_default_are_left_out():
         ({"rows": {"a": {"published": {"top-2": "1"}}, "b": {}}}, "unknown column 'top-2'"),
         ({"glue": {"recipes": ["m2_bas"]}}, "glue: unknown recipe 'm2_bas', did you mean 'm2_base'?"),
         ({"rows": {"a": {"glue": ["m2_bas"]}, "b": {}}}, "did you mean 'm2_base'?"),
+        ({"claims": [["a", "b"]], "notes": {"a > c": "no"}}, "notes: unknown claim 'a > c', did you mean 'a > b'"),
         ({"ordre": 3}, "ordre"),
         ({"mini": {"recipe": "quickstart", "seeds": 0}}, "seeds"),
     ],
@@ -177,7 +200,8 @@ def filled(tmp_path, made, values):
         ([0.9, 0.91, 0.92], [0.5, 0.51, 0.53], "claims", "confirmed"),
         ([0.5, 0.51, 0.53], [0.9, 0.91, 0.92], "claims", "contradicted"),
         ([0.5, 0.7, 0.6], [0.6, 0.5, 0.7], "claims", "undecided"),
-        ([0.5], [0.9], "claims", "undecided"),
+        ([0.5], [0.9], "claims", "incomplete"),
+        ([0.9, 0.91, 0.92], [0.5, 0.51], "claims", "incomplete"),
         ([0.9, 0.91, 0.92], [], "claims", "not run"),
         ([0.9, 0.91, 0.92], [0.5, 0.51, 0.53], "open", "yes"),
     ],
@@ -186,8 +210,9 @@ def test_verdicts(tmp_path, a, b, kind, verdict):
     made = table(**{kind: [["a", "b"]]})
     store = filled(tmp_path, made, {"a": dict(enumerate(a)), "b": dict(enumerate(b))})
     text = page.markdown({"t": made}, store, {})
-    (line,) = (line for line in text.splitlines() if line.startswith("| a > b |"))
-    assert f"| {verdict} |" in line
+    first, *own = (line for line in text.splitlines() if line.startswith("| a > b |"))
+    assert f"| {verdict} |" in (own or [first])[-1]
+    assert bool(own) == (verdict not in ("incomplete", "not run")), "the first table holds what is judged"
     (row,) = (line for line in text.splitlines() if line.startswith("| b |"))
     half = f" ± {100 * ours.interval(b):.2f}" if len(b) > 1 else ""
     assert row.split(" | ")[1] == (f"{100 * statistics.mean(b):.2f}{half} ({len(b)})" if b else "not run")
@@ -204,7 +229,12 @@ def rows_with(others):
 
 def verdict_of(tmp_path, values, *made):
     text = page.markdown({f"t{i}": each for i, each in enumerate(made)}, filled(tmp_path, made[0], values), {})
-    return next(line for line in text.splitlines() if line.startswith("| a > b |")).split(" | ")[3]
+    return line_of(text, "a > b").split(" | ")[3]
+
+
+def line_of(text, name):
+    """Return the line of a claim or question below its table."""
+    return [line for line in text.splitlines() if line.startswith(f"| {name} |")][-1]
 
 
 def test_all_claims_are_corrected_together(tmp_path):
@@ -213,7 +243,7 @@ def test_all_claims_are_corrected_together(tmp_path):
     for others in (0, 9):
         rows = rows_with(others)
         values = CLOSE | {name: CLOSE["b"] for name in rows if name not in "ab"}
-        made = table(rows=rows, paired=True, claims=[["a", name] for name in rows if name != "a"])
+        made = table(rows=rows, noise="pairs", claims=[["a", name] for name in rows if name != "a"])
         verdict[others] = verdict_of(tmp_path, values, made)
     assert verdict == {0: "confirmed", 9: "undecided"}
 
@@ -222,23 +252,31 @@ def test_claims_without_runs_count_in_the_correction(tmp_path):
     verdict = {}
     for others in (0, 9):
         rows = rows_with(others)
-        made = table(rows=rows, paired=True, claims=[["a", name] for name in rows if name != "a"])
+        made = table(rows=rows, noise="pairs", claims=[["a", name] for name in rows if name != "a"])
         verdict[others] = verdict_of(tmp_path, CLOSE, made)
     assert verdict == {0: "confirmed", 9: "undecided"}
 
 
 def test_a_comparison_of_several_tables_counts_once_in_the_correction(tmp_path):
     rows = {"first": tables.Row(), "second": tables.Row(set={"model.mixer": "lion_d"})}
-    same = [table(rows=rows, paired=True, open=[["first", "second"]], title=f"T{i}") for i in range(9)]
-    made = table(paired=True, claims=[["a", "b"]])
+    pair = ["first", "second"]  # in both orders
+    same = [table(rows=rows, noise="pairs", open=[pair[:: (-1) ** i]], title=f"T{i}") for i in range(9)]
+    made = table(noise="pairs", claims=[["a", "b"]])
     assert verdict_of(tmp_path, CLOSE, made, *same) == "confirmed"
     text = page.markdown({"t": made, "u": same[0]}, filled(tmp_path, made, CLOSE), {})
-    assert next(line for line in text.splitlines() if "first > second" in line).split(" | ")[3] == "yes"
+    assert line_of(text, "first > second").split(" | ")[3] == "yes"
+
+
+def test_a_row_has_the_seeds_of_all_tables(tmp_path):
+    few, many = (table(mini={"recipe": "cifar10_mini", "seeds": n}) for n in (2, 4))
+    values = {"a": dict(enumerate([0.5, 0.52, 0.51, 0.53])), "b": {0: 0.4}}
+    found = results_of(few, cells("t", few, "mini"), filled(tmp_path, many, values))
+    assert list(found.values["a"]) == [0, 1, 2, 3] and found.made == 3, "of the four runs that the table asks for"
 
 
 def test_a_difference_of_nothing_has_no_sign():
     found = ours.paired({"a": {0: 0.0, 1: 0.0}, "b": {0: 1e-9, 1: 2e-9}}, "a", "b")
-    compared = claims.Comparison("claim", ("a", "b"), found, False, "points")
+    compared = claims.Comparison("claim", ("a", "b"), found, "", "points")
     assert found.mean < 0 and claims.row_of(compared, "undecided")[1] == "+0.00 ± 0.00"
 
 

@@ -136,7 +136,7 @@ def test_a_metric_that_falls(runs):
     assert [row[1] for row in rows] == ["20.00 ± 0.00", "17.25 ± 0.00"]
     (asked,) = (each for each in comparisons(groups, ABOUT) if each.kind == QUESTION)
     assert asked.found.mean == pytest.approx(2.75) and asked.unit == "perplexity"
-    assert verdicts([asked]) == ["yes"]
+    assert verdicts([asked]) == (["yes"], 0.05)
 
 
 def test_a_run_that_is_not_finished(runs, tmp_path):
@@ -157,9 +157,10 @@ def test_all_sections_are_corrected_together(runs, tmp_path):
     held = json.loads((tmp_path / "two.json").read_text())["sections"]
     for row in held:
         (claim,) = row["comparisons"]
-        claim["found"] |= {"p": 0.03, "mean": 1.0}
-    assert [verdict for ((_, verdict),) in judged(held)] == ["undecided", "undecided"]
-    assert [verdict for ((_, verdict),) in judged(held[:1])] == ["yes"]
+        claim["found"] |= {"mean": 2.17, "error": 1.0, "freedom": 1e9}  # p = 0.03
+    (both, level), (one, alone) = judged(held), judged(held[:1])
+    assert [verdict for ((_, verdict),) in both] == ["undecided", "undecided"] and level == 0.025
+    assert [verdict for ((_, verdict),) in one] == ["yes"] and alone == 0.05
 
 
 def test_rows_stand_in_the_order_of_mixers():

@@ -30,6 +30,7 @@ class Results(NamedTuple):
         values: By row and seed, on `split`.
         split: `test` if all runs were tested, else `val`; empty without runs.
         data: Fingerprint of the data of these runs.
+        made: Number of runs that the table asks for and has.
         left_out: Number of runs on other data.
         runs: The raw rows, by row and seed.
     """
@@ -37,6 +38,7 @@ class Results(NamedTuple):
     values: dict[str, dict[int, float]]
     split: str
     data: str | None
+    made: int
     left_out: int
     runs: dict[str, dict[int, Row]]
 
@@ -93,21 +95,26 @@ def seconds(run: Run) -> float:
 
 
 def results_of(table: Table, places: Sequence[Cell], store: Store) -> Results:
-    """Select the raw rows of a table's cells. If they have several data sets, the one with the most runs counts."""
-    found = [(cell, row) for cell in places if (row := store.rows.get((cell.key, cell.seed)))]
-    marks = [row["data"] for _, row in found]
+    """Select the raw rows of a table, also those of further seeds that another table asks for.
+
+    If the rows have several data sets, the one with the most runs counts.
+    """
+    keys = {cell.row: cell.key for cell in places}
+    found = [(name, seed, row) for name, key in keys.items() for (own, seed), row in store.rows.items() if own == key]
+    marks = [row["data"] for *_, row in found]
     data = max(marks, key=marks.count, default=None)
-    chosen = [(cell, row) for cell, row in found if row["data"] == data]
-    split = ("test" if all(row["test"] is not None for _, row in chosen) else "val") if chosen else ""
+    chosen = [each for each in found if each[-1]["data"] == data]
+    split = ("test" if all(row["test"] is not None for *_, row in chosen) else "val") if chosen else ""
     metric = table.metric(places) if places else None
     runs: dict[str, dict[int, Row]] = {name: {} for name in table.rows}
-    for cell, row in chosen:
-        runs[cell.row][cell.seed] = row
+    for name, seed, row in sorted(chosen, key=lambda each: each[1]):
+        runs[name][seed] = row
+    made = sum(cell.seed in runs[cell.row] for cell in places)
     values = {
         name: {seed: metric.scaled(row["beside"].get(metric.name, row[split])) for seed, row in own.items()}
         for name, own in runs.items()
     }
-    return Results(values, split, data, len(found) - len(chosen), runs)
+    return Results(values, split, data, made, len(found) - len(chosen), runs)
 
 
 def collect(store: Store, cell: Cell, tables: Mapping[str, Table]) -> Run:

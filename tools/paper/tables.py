@@ -20,6 +20,7 @@ from lion.recipe import Recipe, free_keys
 from lion.tasks.metrics import Metric
 from tools.compose import metric_of, resolve
 from tools.glue.plan import table_names
+from tools.statistics import NOISES
 
 TABLES = Path(__file__).parent / "tables"
 SCALES = ("mini", "published")
@@ -106,7 +107,8 @@ class Table:
         rows: The rows by name.
         mini: The runs at scale `mini`; None: no such runs.
         columns: Columns of the published values.
-        paired: Whether runs of one seed are alike, see `tools.statistics`.
+        noise: Model of the noise: `frame` (of all tables with the same frame), `pairs` of runs with one seed, or each
+            row's `own`; see `tools.statistics`.
         more: Whether to report the values on further held-out sets.
         lengths: Numbers of tokens of windows of held-out text on which every run is evaluated, too.
         state: Whether to plot the values by the size of the state, which the rows vary.
@@ -114,7 +116,8 @@ class Table:
             the metric of the task.
         glue: Fine-tuning of the runs; None: no fine-tuning.
         claims: Pairs of rows (better, worse), as claimed by the paper.
-        open: Pairs of rows to compare, about which the paper makes no claim.
+        open: Pairs of rows to compare, about which the paper makes no claim, or claims of opposite orders.
+        notes: What else differs between the rows of a claim, by claim: "better > worse".
         published_seeds: Number of seeds at scale `published`.
         judged: Whether the metric of the runs at scale `published` is that of the claims.
         text: Sentences above the table.
@@ -125,7 +128,7 @@ class Table:
     rows: dict = field(default_factory=dict)
     mini: Frame | None = None
     columns: tuple[str, ...] = ()
-    paired: bool = False
+    noise: str = setting("frame", choices=tuple(NOISES))
     more: bool = False
     lengths: tuple[int, ...] = ()
     state: bool = False
@@ -133,6 +136,7 @@ class Table:
     glue: FineTuning | None = None
     claims: tuple[tuple[str, str], ...] = ()
     open: tuple[tuple[str, str], ...] = ()
+    notes: dict = field(default_factory=dict)
     published_seeds: int = setting(1, min=1)
     judged: bool = True
     text: str = ""
@@ -197,6 +201,9 @@ def read_table(path: Path) -> Table:
         for name in (name for pair in getattr(table, kind) for name in pair):
             if name not in table.rows:
                 raise ConfigError(f"{path}: {kind}: unknown row {name!r}, {nearest(name, table.rows)}")
+    pairs = [" > ".join(pair) for pair in (*table.claims, *table.open)]
+    if unknown := [name for name in table.notes if name not in pairs]:
+        raise ConfigError(f"{path}: notes: unknown claim {unknown[0]!r}, {nearest(unknown[0], pairs)}")
     return table
 
 

@@ -62,9 +62,10 @@ def main(argv: list[str]) -> int:
     tasks = {row["task"] for row in held}
     title = tasks.pop() if len(tasks) == 1 else name.replace("_", " ").capitalize()
     store.save(markdown(held, title, picture and picture.name, notes))
-    compared = dict(zip((row["section"] for row in held), judged(held)))
+    comparisons, level = judged(held)
+    compared = dict(zip((row["section"] for row in held), comparisons))
     for section in sections:
-        claims = [table_of(kind, compared[section.title]) for kind in VERDICTS]
+        claims = [table_of(kind, compared[section.title], level) for kind in VERDICTS]
         tables = [*section.tables(), *((header, rows) for header, rows in claims if rows)]
         parts = [section.title, *(table(*t) for t in tables), section.remarks()]
         print(*filter(None, parts), sep="\n\n", end="\n\n")

@@ -71,9 +71,10 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
     only = len(sections) == 1
     title = (sections[0]["section"] or sections[0]["task"]) if only else title
     parts = [f"# {title}: runs at one budget{'' if only else ' each'}", "Written by `./run.sh report`.", LEGEND]
-    for section, compared in zip(sections, judged(sections)):
+    comparisons, level = judged(sections)
+    for section, compared in zip(sections, comparisons):
         parts += [f"## {section['section'] or section['task']}"] if not only else []
-        tables = [(HEADINGS[kind], *table_of(kind, compared)) for kind in HEADINGS]
+        tables = [(HEADINGS[kind], *table_of(kind, compared, level)) for kind in HEADINGS]
         claims = [(heading, pipes(header, rows, text=TEXT)) for heading, header, rows in tables if rows]
         for heading, text in [*section["parts"], *claims]:
             parts += [f"{'##' if only else '###'} {heading}"] if heading else []
@@ -85,11 +86,15 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
     return "\n\n".join(parts) + "\n"
 
 
-def judged(sections: list[Row]) -> list[list[tuple[Comparison, str]]]:
-    """Return the comparisons of each section with their verdicts, which are corrected for those of all sections."""
+def judged(sections: list[Row]) -> tuple[list[list[tuple[Comparison, str]]], float]:
+    """Return the comparisons of each section with their verdicts, and the level of one more verdict.
+
+    The verdicts are corrected for the comparisons of all sections, see `tools.claims.verdicts`.
+    """
     found = [[Comparison.of(row) for row in section["comparisons"]] for section in sections]
-    every = iter(verdicts([each for some in found for each in some]))
-    return [[(each, next(every)) for each in some] for some in found]
+    words, level = verdicts([each for some in found for each in some])
+    every = iter(words)
+    return [[(each, next(every)) for each in some] for some in found], level
 
 
 def budget(runs: list[Run]) -> str:

@@ -70,11 +70,12 @@ def comparisons(groups: Groups, about: Claims, judge: Judge = own_metric) -> lis
         for name, runs in groups.items()
     }
     first = next(iter(groups.values()))[0]
-    alike, found = isinstance(first.info, TextInfo) or first.recipe.data.name == "digits", []
+    noise = "pairs" if isinstance(first.info, TextInfo) or first.recipe.data.name == "digits" else "frame"
+    found = []
     for kind, pairs in ((CLAIM, about.claims), (QUESTION, about.open)):
         named = [(a + end, b + end) for a, b in pairs for end in endings(a, shown)]
         there = dict.fromkeys(pair for pair in named if all(shown.get(name) for name in pair))
-        found += compare(kind, there, shown, metric, alike=alike)
+        found += compare(kind, there, shown, metric, noise=noise)
     return found
 
 
