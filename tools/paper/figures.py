@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +17,8 @@ from lion.recipe import Recipe
 from tools.claims import NOT_RUN
 from tools.colours import colour_of
 from tools.paper import drawings, measured
-from tools.paper.page import Part, parts_of, shapes_of
+from tools.paper.page import Part, bounds, parts_of, shapes_of
 from tools.paper.tables import Table
-from tools.statistics import interval
 from tools.store import Row, Store, tidy
 
 DECAYS = "decays"  # name of the plot of the decays of Lion-D
@@ -37,7 +36,8 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
         The file name of each plot by table, relative to the page; no plots without matplotlib.
     """
     plots: dict[str, tuple[tuple[float, float], Callable[[Any], None]]] = {}
-    for part in parts_of(tables, store):
+    parts = parts_of(tables, store)
+    for part in parts:
         made, rows = sum(map(bool, part.results.values.values())), len(part.table.rows)
         if part.scale != "mini" or made < max(2, rows / 2):
             continue
@@ -54,8 +54,9 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
             values = {name: list(found.values()) for name, found in part.results.values.items()}
             times = measured.step_times(store.path.parent)
             plots[SPEED] = (10, 4), partial(measured.speed, published=published, values=values, times=times)
-    if with_decays := [row for row in store.rows.values() if row.get("decays")]:
-        plots[DECAYS] = (9, 3), partial(decays, rows=with_decays)
+    rows = [(cell.table, cell.row, store.rows.get((cell.key, cell.seed))) for part in parts for cell in part.cells]
+    if with_decays := {row["key"]: (table, name) for table, name, row in reversed(rows) if row and row.get("decays")}:
+        plots[DECAYS] = (9, 3), partial(decays, models=with_decays, rows=list(store.rows.values()))
     if rows := measured.rows_of(store.path.parent / "inference.json"):
         plots[INFERENCE] = (10, 4), partial(measured.inference, rows=rows)
     if plots:
@@ -68,20 +69,18 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
     return found
 
 
-def decays(fig: Any, rows: Sequence[Row]) -> None:
-    """Plot the decays of the heads of all Lion-D models by layer, a panel for each kind of model."""
+def decays(fig: Any, models: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> None:
+    """Plot the decays of Lion-D by layer, a panel for each kind of model: its table and row, by key."""
     groups: dict[str, list[list[list[float]]]] = {}
-    for row in rows:
-        positions = row["settings"].get("model.position_embedding")
-        kind = f"{row['settings']['data.name']}, {'with' if positions else 'without'} positions"
-        groups.setdefault(f"{kind}, {len(row['decays'])} layers", []).append(row["decays"])
+    for key, place in models.items():
+        groups["\n".join(place)] = [row["decays"] for row in rows if row["key"] == key]
     axes = fig.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for ax, (kind, models) in zip(axes, groups.items()):
         for layer, values in enumerate(zip(*models)):
             heads = [value for each in values for value in each]
             ax.plot([layer + 1] * len(heads), heads, "o", color=colour_of("lion_d"), alpha=0.4, markersize=5)
         ax.set(xlabel="layer", ylim=(0, 1), xlim=(0.5, len(models[0]) + 0.5))
-        ax.set_title(f"{kind}; {len(models)} models", fontsize=9)
+        ax.set_title(f"{kind}\n{len(models)} seeds", fontsize=8)
         ax.set_xticks(range(1, 1 + len(models[0])))
         tidy(ax, "y")
     axes[0].set_ylabel("lambda")
@@ -99,7 +98,7 @@ def lengths(fig: Any, part: Part) -> None:
         }
         if points:
             line = {**style(count, row), "marker": MARKERS[place % len(MARKERS)], "markerfacecolor": "none"}
-            half = [interval(values) if len(values) > 2 else 0.0 for values in points.values()]
+            half = errors(part, points.values())
             ax.errorbar(list(points), list(map(statistics.mean, points.values())), half, capsize=3, label=row, **line)
     ticks = sorted(int(name.split()[0]) for name in windows)
     ax.set(xscale="log", xlabel="tokens of a window", ylabel=part.metric.heading)
@@ -119,10 +118,10 @@ def states(fig: Any, part: Part) -> None:
             points.setdefault(row.split()[0].rstrip(","), []).append(
                 (state_numbers(recipes[row]), list(values.values()))
             )
-    for mixer, found in points.items():
+    for marker, (mixer, found) in zip(MARKERS, points.items()):
         x, y = zip(*sorted(found))
-        half = [interval(values) if len(values) > 2 else 0.0 for values in y]
-        ax.errorbar(x, list(map(statistics.mean, y)), half, fmt="o-", capsize=3, color=colour_of(mixer), label=mixer)
+        line = {"fmt": f"{marker}-", "capsize": 3, "color": colour_of(mixer), "markerfacecolor": "none"}
+        ax.errorbar(x, list(map(statistics.mean, y)), errors(part, y), label=mixer, **line)
     ticks = sorted({x for found in points.values() for x, _ in found})
     ax.set(xscale="log", xlabel="numbers of the state of a layer and direction", ylabel=part.metric.heading)
     ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45, fontsize=7)
@@ -130,6 +129,13 @@ def states(fig: Any, part: Part) -> None:
     tidy(ax)
     fig.legend(loc="outside right center", frameon=False)
     fig.suptitle(part.table.title, fontsize=10)
+
+
+def errors(part: Part, found: Iterable[Sequence[float]]) -> list[list[float]]:
+    """Return the distances of means from the lower and the upper ends of their intervals; 0 for one or two runs."""
+    ends = [bounds(part.metric, v) if len(v) > 2 else (statistics.mean(v),) * 2 for v in found]
+    means = [statistics.mean(values) for values in found]
+    return [[mean - low for mean, (low, _) in zip(means, ends)], [high - mean for mean, (_, high) in zip(means, ends)]]
 
 
 def state_numbers(recipe: Recipe) -> int:
@@ -159,16 +165,20 @@ def ends(fig: Any, part: Part) -> None:
         values = list(part.results.values[name].values())
         colour = colour_of(name)
         if published[name] is not None:
-            axes[-1].plot(published[name], place, "D", color=colour, markerfacecolor="white")
-        if values:
-            half = interval(values) if len(values) > 2 else None  # two runs have an interval that hides the others
+            value, half = published[name]
+            axes[-1].errorbar(value, place, xerr=half, fmt="D", color=colour, markerfacecolor="white", capsize=3)
+        if values:  # two runs have an interval that hides the others
             axes[0].plot(values, [place] * len(values), "o", color=colour, alpha=0.35, markersize=4)
-            axes[0].errorbar(statistics.mean(values), place, xerr=half, fmt="D", color=colour, capsize=3)
+            axes[0].errorbar(
+                statistics.mean(values), place, xerr=errors(part, [values]), fmt="D", color=colour, capsize=3
+            )
         else:
             axes[0].annotate(NOT_RUN, (0.01, place), xycoords=("axes fraction", "data"), color="0.5", va="center")
     axes[0].set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
     better = "higher" if part.metric.higher_is_better else "lower"
-    axes[0].set_title(f"here: {part.results.split} {part.metric.heading}, {better} is better", fontsize=9)
+    data = part.table.mini.note.partition(", ")[0]
+    heading = f"{part.results.split} {part.metric.heading}, {better} is better"
+    axes[0].set_title(f"here: {data}\n{heading}" if columns == 2 else heading, fontsize=9)
     if columns == 2:
         axes[1].set_title(f"paper: {part.table.columns[0]}", fontsize=9)
     for ax in axes:
@@ -195,6 +205,8 @@ def sizes(fig: Any, part: Part) -> None:
             x = sorted(points)
             y = [statistics.mean(map(part.metric.scaled, points[i])) for i in x]
             ax.plot(x, y, label=row, **line)
+            for seed in zip(*(map(part.metric.scaled, points[i]) for i in x)):
+                ax.plot(x, seed, color=line["color"], alpha=0.3, linewidth=0.6)
     for ax, (title, names, axis) in zip(axes, series):
         ticks = sorted({shapes[name][axis] for name in names})
         ax.set(xscale="log", xlabel=title)
@@ -203,7 +215,7 @@ def sizes(fig: Any, part: Part) -> None:
         tidy(ax)
     axes[0].set_ylabel(part.metric.heading)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    fig.suptitle(f"{part.table.title}: means over seeds", fontsize=10)
+    fig.suptitle(f"{part.table.title}: means over seeds, and each seed", fontsize=10)
 
 
 def most_common(counts: Sequence[int]) -> int:
@@ -211,8 +223,8 @@ def most_common(counts: Sequence[int]) -> int:
     return max(sorted(set(counts)), key=counts.count)
 
 
-def number_of(part: Part, name: str) -> float | None:
-    """Return the first number in the first column of the paper for a row, if any."""
+def number_of(part: Part, name: str) -> tuple[float, float] | None:
+    """Return the number in the first column of the paper for a row, if any, and its interval, "17.42 ± 1.11", or 0."""
     text = str(part.table.rows[name].published.get(part.table.columns[0], "")) if part.table.columns else ""
-    found = re.match(r"\d+(\.\d+)?", text)
-    return float(found[0]) if found else None
+    found = re.match(r"(\d+(?:\.\d+)?)(?: ± (\d+\.\d+))?", text)
+    return (float(found[1]), float(found[2] or 0)) if found else None

@@ -42,15 +42,15 @@ all seeds that its rows have, also those that another table asks for.
 
 {RULE}
 
-History of the rule and of the tables. The rule was written before the runs, and changed on three occasions. 2026-11-24, after
-38 runs: Holm's correction counts claims without runs, and the noise of unpaired differences is estimated by all tables
-with the same frame (recipe, budget, data) in place of one table. 2026-11-25, after 220 runs: a comparison that stands
-in several tables counts once in the correction. 2026-11-25, after 253 runs: rows of recall and selective copying have
-noise of their own, which took back five verdicts; verdicts wait for all runs of both rows; and the tables of masked
-language models, of which no two rows had two runs, estimate their noise by the frame, because three pairs of runs are
-hardly ever enough after the correction. Seeds were added after results were seen: Shakespeare and `recall-start` have
-five in place of three. After first runs, recall was made easier (which changed all its rows), and `recall-start`, the
-temperatures and `readout-cifar10` were added as questions.
+History of the rule and of the tables. The rule was written before the runs, and changed on three occasions.
+2026-11-24, after 38 runs: Holm's correction counts claims without runs, and the noise of unpaired differences is
+estimated by all tables with the same frame (recipe, budget, data) in place of one table. 2026-11-25, after 220 runs: a
+comparison that stands in several tables counts once in the correction. 2026-11-25, after 253 runs: rows of recall and
+selective copying have noise of their own, which took back five verdicts; verdicts wait for all runs of both rows; and
+the tables of masked language models, of which no two rows had two runs, estimate their noise by the frame, because
+three pairs of runs are hardly ever enough after the correction. Seeds were added after results were seen: Shakespeare
+and `recall-start` have five in place of three. After first runs, recall was made easier (which changed all its rows),
+and `recall-start`, the temperatures and `readout-cifar10` were added as questions.
 
 Runs at scale `mini` are small, on the data named above each table: they test the order of rows, not the values.
 A row is bound to its runs by a hash of all settings that are not default. Where the runs of a table have several data
@@ -179,8 +179,13 @@ def overview(kind: str, parts: Sequence[Part], compared: Mapping[int, list[Compa
 def figure_table(figures: Mapping[str, str]) -> str:
     """Return a table of the papers' figures, and of what shows the same here."""
     found = yaml.safe_load(FIGURES.read_text(encoding="utf-8"))
-    plots = {f"plot of {name}": f"[plot]({file})" for name, file in figures.items()}
-    rows = [[name, plots.get(text, NOT_RUN if text.startswith("plot of ") else text)] for name, text in found.items()]
+    rows = []
+    for name, text in found.items():
+        plot, comma, more = text.partition(", ")
+        if plot.startswith("plot of "):
+            file = figures.get(plot.removeprefix("plot of "))
+            text = f"[plot]({file}){comma}{more}" if file else NOT_RUN
+        rows.append([name, text])
     return pipes(["figure", "here"], rows, text=("figure", "here"))
 
 
@@ -302,6 +307,18 @@ def row_text(part: Part, name: str, shapes: Sequence[str]) -> list[str]:
     return [name, *published, own, *more, f"{runs[0]['parameters']:,}"]
 
 
+def bounds(metric: Metric, values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the 95 % interval of the mean, or of the range if the interval would leave 0 to 100 %."""
+    mean, half = statistics.mean(values), interval(values)
+    if out_of_range(metric, mean, half):
+        return min(values), max(values)
+    return mean - half, mean + half
+
+
+def out_of_range(metric: Metric, mean: float, half: float) -> bool:
+    return metric.percent and math.isfinite(half) and not half <= mean <= 100 - half
+
+
 def spread(metric: Metric, values: Sequence[float], count: bool = False) -> str:
     """Format the mean of values and half of its 95 % interval, and their number if `count` is set.
 
@@ -311,10 +328,8 @@ def spread(metric: Metric, values: Sequence[float], count: bool = False) -> str:
         return "-"
     mean, half, places = statistics.mean(values), interval(values), metric.digits
     text = f"{mean:.{places}f}"
-    if math.isinf(half):
-        pass  # a single value
-    elif metric.percent and not half <= mean <= 100 - half:
+    if out_of_range(metric, mean, half):
         text += f" [{min(values):.{places}f}, {max(values):.{places}f}]"
-    else:
+    elif len(values) > 1:
         text += f" ± {half:.{places}f}"
     return f"{text} ({len(values)})" if count else text
