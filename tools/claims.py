@@ -82,9 +82,7 @@ def verdicts(found: Sequence[Comparison], marks: Iterable[Hashable] | None = Non
     equal `marks` are of the same runs, and count once.
     """
     marks = list(range(len(found)) if marks is None else marks)
-    once: dict[
-        Hashable, float
-    ] = {}  # p; a pair may lack runs that one of its tables asks for, and have those of others
+    once: dict[Hashable, float] = {}  # p; a pair may have all runs that one table asks for, and lack those of another
     for each, mark in zip(found, marks):
         p = each.found.p if each.found and not each.missing else 1.0
         once[mark] = min(p, once.get(mark, 1.0))

@@ -56,7 +56,10 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
             plots[SPEED] = (10, 4), partial(measured.speed, published=published, values=values, times=times)
     rows = [(cell.table, cell.row, store.rows.get((cell.key, cell.seed))) for part in parts for cell in part.cells]
     if with_decays := {row["key"]: (table, name) for table, name, row in reversed(rows) if row and row.get("decays")}:
-        plots[DECAYS] = (9, 3), partial(decays, models=with_decays, rows=list(store.rows.values()))
+        plots[DECAYS] = (
+            (max(9, 1.6 * len(with_decays)), 3.2),
+            partial(decays, models=with_decays, rows=list(store.rows.values())),
+        )
     if rows := measured.rows_of(store.path.parent / "inference.json"):
         plots[INFERENCE] = (10, 4), partial(measured.inference, rows=rows)
     if plots:
