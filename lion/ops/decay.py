@@ -168,7 +168,7 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
     if shared and not exact:
         total = multiples(log_decay)
     else:  # clamped after padding, in the kernel of the sum
-        padded = F.pad(log_decay, (0, 0, 1, 0)).clamp(LOG_ZERO, 0)
+        padded = F.pad(log_decay, (0, 0, 1, 0)).clamp(LOG_ZERO, 0.0)
         total = padded.double().cumsum(-2)  # (.., L + 1, D or 1), before and after every token
     with torch.no_grad():
         if exact:
@@ -187,7 +187,7 @@ def multiples(log_decay: Tensor) -> Tensor:
     """
     length = log_decay.shape[-2]
     places = torch.arange(length + 1, device=log_decay.device, dtype=torch.float64)[:, None] - length // 2
-    return log_decay[..., :1, :].clamp(LOG_ZERO, 0).double() * places
+    return log_decay[..., :1, :].clamp(LOG_ZERO, 0.0).double() * places
 
 
 def materialized(t: Tensor) -> Tensor:

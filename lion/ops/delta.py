@@ -178,7 +178,7 @@ class PairProducts(NamedTuple):
 
 def pair_products(tokens: TokenBlock, direction: str, undecayed_erase: bool) -> PairProducts:
     """Compute the products of all pairs of tokens inside chunks (B, H, .., C, D)."""
-    log_decay, index = tokens.gate.clamp(LOG_ZERO, 0), tokens.segment_index
+    log_decay, index = tokens.gate.clamp(LOG_ZERO, 0.0), tokens.segment_index
     read, write, erase = tokens.k if tokens.read is None else tokens.read, write_vectors(tokens), tokens.erase
     targets = torch.stack([write] if erase is None else [erase, write])
     own = (tokens.q * targets).sum(-1)

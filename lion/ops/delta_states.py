@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from lion.ops.once import once
 
 
 def chunk_states(
@@ -60,7 +61,6 @@ class _States(torch.autograd.Function):
         return states, values
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, of_states: Tensor, of_values: Tensor) -> tuple[Tensor | None, ...]:
         T, read, erase, kept, states, values = ctx.saved_tensors
         before = states[:-1]
@@ -68,7 +68,9 @@ class _States(torch.autograd.Function):
         after = of_before[1:]
         of_lower, of_read, of_erase = of_right @ values.mT, of_right @ before.mT, values @ after.mT
         of_lower, of_kept = -of_lower.tril(-1).to(kept.dtype), (after.to(kept.dtype) * before).sum_to_size(kept.shape)
-        return of_lower, -of_read, of_right, of_erase, of_kept, after if ctx.writes else None, None
+        found = (of_lower, -of_read, of_right, of_erase, of_kept, after)
+        *found, after = once(found, T, read, erase, kept, states, values, of_states, of_values)
+        return *found, after if ctx.writes else None, None
 
 
 def inverse(lower: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 BLOCK = 8  # tokens per block, processed one after the other
 
@@ -40,7 +39,6 @@ class _LogCumSumExp(torch.autograd.Function):
         return y.masked_fill(y == none, -torch.inf)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         x, y, index = ctx.saved_tensors
         return decayed(x, y) * from_right(grad, y, index), None

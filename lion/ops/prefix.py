@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from lion.ops.once import once
 
 
 def gradients_to(prefix: Tensor, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,6 @@ class _GradientTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dx: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, valid = ctx.saved_tensors
         prefix = x.to(ctx.dtype) * dx.to(ctx.dtype)
@@ -43,4 +43,5 @@ class _GradientTo(torch.autograd.Function):
             prefix = prefix.sum(-1, keepdim=True)
         if valid is not None:  # padding may hold NaN
             prefix = prefix.masked_fill(~valid[:, None, :, None], 0)
-        return prefix if ctx.sign > 0 else -prefix, dx, None, None
+        prefix, _ = once((prefix if ctx.sign > 0 else -prefix, dx), x, dx)
+        return prefix, dx, None, None

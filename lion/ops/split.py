@@ -138,7 +138,7 @@ def directions_of(scores: ScoreSet) -> tuple[Direction, ...]:
 
 def total_decay(scores: ScoreSet) -> Tensor:
     """Return the log decay (b, H, 1, D or 1) of all tokens of a part."""
-    return scores.tokens.gate.clamp(LOG_ZERO, 0).sum(-2, keepdim=True)
+    return scores.tokens.gate.clamp(LOG_ZERO, 0.0).sum(-2, keepdim=True)
 
 
 def leaving_state(scores: ScoreSet, direction: Direction) -> State:

@@ -41,7 +41,7 @@ def chunk_vector_parts(
     size += padding_of(size)
     padding = size * count - length
     q, k, v, log_decay = (
-        x.unflatten(2, (count, size)) for x in pad(padding, q, k, v, log_decay.clamp(LOG_ZERO, 0))
+        x.unflatten(2, (count, size)) for x in pad(padding, q, k, v, log_decay.clamp(LOG_ZERO, 0.0))
     )  # (B, H, N, C, D)
     if index is not None:
         index = pad_segments(index, padding).unflatten(1, (count, size))

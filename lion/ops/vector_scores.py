@@ -25,7 +25,6 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lion.ops.arguments import is_static
 from lion.ops.decay import LOG_ZERO, exp_where, least_log_decay, materialized
@@ -47,7 +46,7 @@ def vector_scores(q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor
     `segment_index` (B, .., L) numbers the segments.
     """
     length = q.shape[-2]
-    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp(LOG_ZERO, 0)
+    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp(LOG_ZERO, 0.0)
     padded = pad(padding_of(length), q, k, log_decay)
     scores = _Scores.apply(*padded, how.decay_convention, how.include_diagonal)[..., :length, :length]
     if how.direction != "both":
@@ -96,7 +95,6 @@ class _Scores(torch.autograd.Function):
         return scores.squeeze(-3)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor):
         q, k, log_decay = ctx.saved_tensors
         lam, size = lambdas(log_decay), q.shape[-2] >> halvings_of(q.shape[-2])

@@ -13,7 +13,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lion.ops.decay import LOG_ZERO, least_log_decay
 from lion.ops.tokens import ScoreSettings
@@ -26,7 +25,7 @@ def vector_row_sums(
     q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor | None, how: ScoreSettings
 ) -> Tensor:
     """Compute the row sums (B, H, .., L) of the scores that `vector_scores` computes from the same arguments."""
-    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp(LOG_ZERO, 0)
+    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp(LOG_ZERO, 0.0)
     (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), how.decay_convention)
     total = (q * k).sum(-1) if how.include_diagonal else torch.zeros_like(q[..., 0])
     if how.direction != "backward":
@@ -56,7 +55,6 @@ class _Scan(torch.autograd.Function):
         return h
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         h, log_decay = ctx.saved_tensors
         lam = lambdas(log_decay)

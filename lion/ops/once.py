@@ -1,0 +1,27 @@
+"""Gradients that have no derivative of their own, and say so.
+
+`torch.autograd.function.once_differentiable` marks the gradients alone: where `torch.autograd.grad` asks for the
+gradients of given inputs, it passes by the mark and returns a wrong second derivative, without an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def once(gradients: tuple[Tensor, ...], *sources: Tensor) -> tuple[Tensor, ...]:
+    """Return gradients that refuse to be differentiated with respect to the tensors that they were computed from."""
+    return _Once.apply(len(gradients), *gradients, *sources) if torch.is_grad_enabled() else gradients
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> None:
+        raise RuntimeError(
+            "no second derivatives of the delta rule in chunks and of LightNet in one direction"
+        )
