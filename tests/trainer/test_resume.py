@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import time
 
 import pytest
 import torch
@@ -240,7 +241,9 @@ def test_an_evaluation_made_again_is_logged_once(tmp_path):
     path = tiny_recipe(tmp_path, trainer={"log_every": 3})
     train(path, tmp_path / "run", stop_at=3)  # saved before the evaluation of step 3
     shutil.copytree(tmp_path / "run" / FOLDER, tmp_path / "copy")
+    time.sleep(1)  # TensorBoard reads files by their names, in which the second comes first, and then 10 before 9
     train(path, tmp_path / "run")
+    time.sleep(1)
     shutil.rmtree(tmp_path / "run" / FOLDER)
     shutil.copytree(tmp_path / "copy", tmp_path / "run" / FOLDER)
     train(path, tmp_path / "run")
