@@ -22,6 +22,4 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> None:
-        raise RuntimeError(
-            "no second derivatives of the delta rule in chunks and of LightNet in one direction"
-        )
+        raise RuntimeError("no second derivatives of the delta rule in chunks and of LightNet in one direction")
