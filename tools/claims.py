@@ -41,12 +41,6 @@ class Comparison(NamedTuple):
     def name(self) -> str:
         return " > ".join(self.pair)
 
-    @property
-    def difference(self) -> str:
-        """Return the difference and half of its 95 % interval as text; "-" without one."""
-        found = self.found
-        return "-" if found is None else f"{round(found.mean, 2) + 0.0:+.2f} ± {found.half:.2f}"  # + 0.0: never -0.00
-
     def as_row(self) -> dict[str, Any]:
         return {**self._asdict(), "found": self.found and self.found._asdict()}
 
@@ -114,7 +108,7 @@ def row_of(each: Comparison, verdict: str, level: float = LEVEL) -> list[str]:
     if found is None:
         return [each.name, "-", "-", verdict, "-", "-"]
     p = f"{found.p:.3f}" if found.p >= 0.001 else f"{found.p:.0e}"
-    row = [each.name, each.difference, p, verdict]
+    row = [each.name, f"{round(found.mean, 2) + 0.0:+.2f} ± {found.half:.2f}", p, verdict]  # + 0.0: never -0.00
     if verdict != UNDECIDED:
         return [*row, "-", "-"]
     seeds = found.seeds(level)

@@ -165,12 +165,12 @@ def power(seeds: int, effect: float) -> float:
     return seen(effect * math.sqrt(seeds), seeds - 1) if seeds > 1 else 0.0
 
 
-def seeds_needed(effect: float) -> int:
+def seeds_needed(effect: float) -> int | None:
     """Return the number of seeds that show a true difference of `effect` deviations of a pair in `POWER` of all cases.
 
     `MOST` + 1 stands for all larger numbers.
     """
-    return next((n for n in range(2, MOST + 1) if power(n, effect) >= POWER), MOST + 1)
+    return Difference(effect, 1 / math.sqrt(2), 1, 2).seeds()
 
 
 RULE = RULE.format(level=LEVEL, power=POWER, three=power(3, 2), needed=seeds_needed(2))

@@ -37,8 +37,7 @@ class ImageNet(Pictures):
         return splits._replace(info=replace(splits.info, classes=named(splits.info.classes)))
 
     def published(self) -> tuple[ImageInfo, int]:
-        known = {"size": (224, 224), "channels": 3, "classes": len(NAMES), "samples": 1_281_167}
-        info, samples = published_info(self.config, **known)
+        info, samples = published_info(self.config, size=(224, 224), channels=3, classes=len(NAMES), samples=1_281_167)
         return replace(info, classes=NAMES), samples
 
 

@@ -69,7 +69,9 @@ class _States(torch.autograd.Function):
         of_lower, of_read, of_erase = of_right @ values.mT, of_right @ before.mT, values @ after.mT
         of_lower, of_kept = -of_lower.tril(-1).to(kept.dtype), (after.to(kept.dtype) * before).sum_to_size(kept.shape)
         found = (of_lower, -of_read, of_right, of_erase, of_kept, after)
-        *found, after = once(found, T, read, erase, kept, states, values, of_states, of_values)
+        *found, after = once(
+            "the delta rule in chunks", found, T, read, erase, kept, states, values, of_states, of_values
+        )
         return *found, after if ctx.writes else None, None
 
 

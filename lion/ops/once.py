@@ -10,16 +10,23 @@ import torch
 from torch import Tensor
 
 
-def once(gradients: tuple[Tensor, ...], *sources: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients that refuse to be differentiated with respect to the tensors that they were computed from."""
-    return _Once.apply(len(gradients), *gradients, *sources) if torch.is_grad_enabled() else gradients
+def once(of: str, gradients: tuple[Tensor, ...], *sources: Tensor) -> tuple[Tensor, ...]:
+    """Return gradients that refuse to be differentiated with respect to the tensors that they were computed from.
+
+    Args:
+        of: Name of the operation in the error message.
+        gradients: The gradients.
+        sources: The tensors that they were computed from.
+    """
+    return _Once.apply(of, len(gradients), *gradients, *sources) if torch.is_grad_enabled() else gradients
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, of: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.of = of
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> None:
-        raise RuntimeError("no second derivatives of the delta rule in chunks and of LightNet in one direction")
+        raise RuntimeError(f"no second derivatives of {ctx.of}")

@@ -43,5 +43,5 @@ class _GradientTo(torch.autograd.Function):
             prefix = prefix.sum(-1, keepdim=True)
         if valid is not None:  # padding may hold NaN
             prefix = prefix.masked_fill(~valid[:, None, :, None], 0)
-        prefix, _ = once((prefix if ctx.sign > 0 else -prefix, dx), x, dx)
+        prefix, _ = once("decays through their prefix sums", (prefix if ctx.sign > 0 else -prefix, dx), x, dx)
         return prefix, dx, None, None

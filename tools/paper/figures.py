@@ -19,7 +19,7 @@ from tools.colours import colour_of
 from tools.paper import drawings, measured
 from tools.paper.page import Part, bounds, parts_of, shapes_of
 from tools.paper.tables import Table
-from tools.store import Row, Store, tidy
+from tools.store import Store, tidy
 
 DECAYS = "decays"  # name of the plot of the decays of Lion-D
 SPEED, SPEED_OF = "accuracy-by-speed", "lion-2"  # name of that plot, and its table
@@ -54,12 +54,8 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
             values = {name: list(found.values()) for name, found in part.results.values.items()}
             times = measured.step_times(store.path.parent)
             plots[SPEED] = (10, 4), partial(measured.speed, published=published, values=values, times=times)
-    rows = [(cell.table, cell.row, store.rows.get((cell.key, cell.seed))) for part in parts for cell in part.cells]
-    if with_decays := {row["key"]: (table, name) for table, name, row in reversed(rows) if row and row.get("decays")}:
-        plots[DECAYS] = (
-            (max(9, 1.6 * len(with_decays)), 3.2),
-            partial(decays, models=with_decays, rows=list(store.rows.values())),
-        )
+    if kinds := decays_of(parts):
+        plots[DECAYS] = (max(9, 1.6 * len(kinds)), 3.2), partial(decays, kinds=kinds)
     if rows := measured.rows_of(store.path.parent / "inference.json"):
         plots[INFERENCE] = (10, 4), partial(measured.inference, rows=rows)
     if plots:
@@ -72,13 +68,21 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
     return found
 
 
-def decays(fig: Any, models: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> None:
-    """Plot the decays of Lion-D by layer, a panel for each kind of model: its table and row, by key."""
-    groups: dict[str, list[list[list[float]]]] = {}
-    for key, place in models.items():
-        groups["\n".join(place)] = [row["decays"] for row in rows if row["key"] == key]
-    axes = fig.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-    for ax, (kind, models) in zip(axes, groups.items()):
+def decays_of(parts: Sequence[Part]) -> dict[str, list[list[list[float]]]]:
+    """Return the decays of all Lion-D models by the first table and row that have them: model, layer, head."""
+    kinds: dict[str, tuple[str, list[list[list[float]]]]] = {}
+    for part in parts:
+        for name, runs in part.results.runs.items():
+            found = [run for run in runs.values() if run.get("decays")]
+            if found:
+                kinds.setdefault(found[0]["key"], (f"{part.name}\n{name}", [run["decays"] for run in found]))
+    return dict(kinds.values())
+
+
+def decays(fig: Any, kinds: Mapping[str, list[list[list[float]]]]) -> None:
+    """Plot the decays of Lion-D by layer, a panel for each kind of model."""
+    axes = fig.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    for ax, (kind, models) in zip(axes, kinds.items()):
         for layer, values in enumerate(zip(*models)):
             heads = [value for each in values for value in each]
             ax.plot([layer + 1] * len(heads), heads, "o", color=colour_of("lion_d"), alpha=0.4, markersize=5)
@@ -136,9 +140,12 @@ def states(fig: Any, part: Part) -> None:
 
 def errors(part: Part, found: Iterable[Sequence[float]]) -> list[list[float]]:
     """Return the distances of means from the lower and the upper ends of their intervals; 0 for one or two runs."""
-    ends = [bounds(part.metric, v) if len(v) > 2 else (statistics.mean(v),) * 2 for v in found]
-    means = [statistics.mean(values) for values in found]
-    return [[mean - low for mean, (low, _) in zip(means, ends)], [high - mean for mean, (_, high) in zip(means, ends)]]
+    pairs = []
+    for values in found:
+        mean = statistics.mean(values)
+        low, high = bounds(part.metric, values) if len(values) > 2 else (mean, mean)
+        pairs.append((mean - low, high - mean))
+    return [*map(list, zip(*pairs))]
 
 
 def state_numbers(recipe: Recipe) -> int:
