@@ -61,9 +61,7 @@ class Layout(NamedTuple):
             ValueError: Any other type, a mask of the wrong shape or dtype, or the layout of other tokens.
         """
         if isinstance(layout, Layout):
-            if layout.valid is not None and layout.valid.shape != x.shape[:2]:
-                made, got = tuple(layout.valid.shape), tuple(x.shape[:2])
-                raise ValueError(f"layout: made for tokens of shape {made}, got x of shape {got}")
+            layout.check(x)
             return layout
         if layout is None:
             return PLAIN
@@ -71,6 +69,23 @@ class Layout(NamedTuple):
             return Layout.of(x, valid=layout)
         kind = type(layout).__name__
         raise ValueError(f"layout: expected lion.Layout, a boolean mask (B, L) of tokens, or None, got {kind}")
+
+    def check(self, x: Tensor) -> None:
+        """Check that this is the layout of tokens x (B, L, dim).
+
+        Raises:
+            ValueError: A field of another number of rows or tokens.
+        """
+        batch, length = x.shape[:2]
+        for name in ("valid", "segment_index", "positions", "coords", "special", "orders"):
+            field = getattr(self, name)
+            if field is None:
+                continue
+            rows = (batch,) if name in ("valid", "segment_index") else (1, batch)
+            by_row = name not in ("coords", "orders") and field.dim() == 2
+            if field.shape[-1] != length or (by_row and field.shape[0] not in rows):
+                got = tuple(x.shape[:2])
+                raise ValueError(f"layout: {name} {tuple(field.shape)} is of other tokens, got x of shape {got}")
 
     @staticmethod
     def after(x: Tensor, position: Tensor, valid: Tensor | None = None) -> Layout:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from lion.config import Section
+from lion.layers.constants import Constants
 from lion.ops import Part
 
 
@@ -112,7 +114,13 @@ class Model(nn.Module):
         return ValueError(f"{type(self).__name__} does not stream: it processes a sample as a whole")
 
 
-class ImageClassifier(Model):
+def statistics_of_pixels(channels: int, mean: Sequence[float], std: Sequence[float]) -> dict[str, Tensor]:
+    """Return mean and standard deviation (channels, 1, 1)."""
+    every = {"mean": mean, "std": std}
+    return {k: torch.tensor(v, dtype=torch.float32).expand(channels)[:, None, None].clone() for k, v in every.items()}
+
+
+class ImageClassifier(Model, Constants):
     """A model from images (B, channels, height, width) to logits (B, classes).
 
     Args:
@@ -145,8 +153,7 @@ class ImageClassifier(Model):
         for name, values in (("mean", mean), ("std", std)):
             if len(values) not in (1, channels):
                 raise ValueError(f"{name}: expected one number per channel, {channels}, got {list(values)}")
-            each = torch.tensor(values, dtype=torch.float32).expand(channels)[:, None, None]
-            self.register_buffer(name, each.clone(), persistent=False)  # (channels, 1, 1)
+        self.hold(partial(statistics_of_pixels, channels, tuple(mean), tuple(std)))
 
     def scan_orders(self) -> dict[str, Tensor]:
         """Return the scan orders of an image by name: rows and columns of the visited patches, (2, L)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -15,6 +16,7 @@ from lion.config import setting
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.adaln import Modulation, modulated, plain_norm
 from lion.layers.blocks.base import MLPS
+from lion.layers.constants import Constants
 from lion.layers.layout import Layout, grid_layout
 from lion.models.base import Model
 from lion.models.encoder import Encoder
@@ -65,7 +67,7 @@ class DiTConfig(PatchedConfig):
         return super().shape() + ("" if self.modulates else ", time and class as tokens")
 
 
-class DiT(Model):
+class DiT(Model, Constants):
     """A diffusion transformer, which predicts the noise added to an image.
 
     The parts are patches, an encoder, and a linear head back to the pixels of each patch.
@@ -102,12 +104,8 @@ class DiT(Model):
         self.final_norm = plain_norm(c.norm, c.dim, c.norm_eps) if c.modulates else None
         self.final_modulation = Modulation(c.dim, 2) if c.modulates else None
         self.head = nn.Linear(c.dim, channels * math.prod(c.patch_size))
-        layout = grid_layout(height, width, c.attention.scans, special=self.special)
-        position = position_embedding(height, width, c.dim) if c.position_embedding else None
-        held = {"coords": layout.coords, "orders": layout.orders, "position": position}
-        held["is_special"] = layout.special if self.special else None
-        for name, tensor in held.items():
-            self.register_buffer(name, tensor, persistent=False)
+        dim = c.dim if c.position_embedding else None
+        self.hold(partial(constants_of_tokens, height, width, c.attention.scans, self.special, dim))
 
         INITS[c.init](self, c.init_std)
         for layer in (self.times.fc1, self.times.fc2, self.labels):
@@ -177,6 +175,15 @@ class Times(nn.Module):
 def frequencies(count: int, device: torch.device | None = None) -> Tensor:
     """Return `count` frequencies that decrease geometrically from 1."""
     return LONGEST ** (-torch.arange(count, device=device) / count)
+
+
+def constants_of_tokens(
+    height: int, width: int, scans: Sequence[str], special: int, dim: int | None
+) -> dict[str, Tensor | None]:
+    """Return coordinates, scan orders, the mask of `special` tokens, and the position embedding of width `dim`."""
+    layout = grid_layout(height, width, scans, special=special)
+    held = {"coords": layout.coords, "orders": layout.orders, "is_special": layout.special if special else None}
+    return {**held, "position": None if dim is None else position_embedding(height, width, dim)}
 
 
 def position_embedding(height: int, width: int, dim: int) -> Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from lion.config import setting
-from lion.layers.layout import ROW_MAJOR, Layout, grid_layout
+from lion.layers.constants import grid_constants
+from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.mixers import SOFTMAX
 from lion.layers.optim_factors import OptimFactors
 from lion.models.base import ImageClassifier
@@ -110,9 +112,7 @@ class ViT(ImageClassifier):
         self.encoder = Encoder(c, self.patches)
         self.head = nn.Linear(c.dim, num_classes)
         self.head_distill = nn.Linear(c.dim, num_classes) if c.distilled else None
-        layout = grid_layout(height, width, c.attention.scans, special=special, before=self.before)
-        for name in ("coords", "special", "orders"):
-            self.register_buffer(name, getattr(layout, name), persistent=False)
+        self.hold(partial(grid_constants, height, width, scans=c.attention.scans, special=special, before=self.before))
 
         INITS[c.init](self, c.init_std)
         for parameter in (self.cls, self.distill, self.position):

@@ -204,6 +204,11 @@ def round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple if is_static(length) else (length // multiple + 1) * multiple
 
 
+def transforms_active() -> bool:
+    """Return whether a transform of `torch.func` is active, such as `grad`, `vmap` or `jvp`."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def no_autocast(x: Tensor) -> torch.autocast:
     """Disable autocast on the device of x, so that decays and row sums stay in float32 on every device."""
     return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)

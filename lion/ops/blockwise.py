@@ -22,7 +22,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lion.ops.api import normalized
-from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype, take_gates
+from lion.ops.arguments import (
+    Gates,
+    check_gates,
+    check_tokens,
+    expand_decay,
+    no_autocast,
+    sum_dtype,
+    take_gates,
+    transforms_active,
+)
 from lion.ops.decay import decay_mask, make_directions
 from lion.ops.full import add_diagonal
 from lion.ops.rotary import rotate_each
@@ -89,9 +98,10 @@ def block_sums(tokens: TokenBlock, bonus: Tensor | None, settings: Settings) -> 
         return weights.to(v.dtype) @ v[:, :, keys], weights.sum(-1)
 
     numerator, total = 0, 0
+    again = torch.is_grad_enabled() and not transforms_active()
     for start in range(0, q.shape[2], size):
         # recomputed in the backward pass: if stored, the blocks would add up to the L x L matrix
-        y, row = checkpoint(block, start, use_reentrant=False) if torch.is_grad_enabled() else block(start)
+        y, row = checkpoint(block, start, use_reentrant=False) if again else block(start)
         numerator, total = numerator + y, total + row
     if diagonal:
         return numerator, total

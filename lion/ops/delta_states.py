@@ -9,6 +9,10 @@ up in the dtype of L, and are multiplied and returned in that of V.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,14 +43,17 @@ def chunk_states(
     """
     if torch.compiler.is_exporting():
         return loop(inverse(lower).to(right.dtype), read, right, erase, kept, write, first)
-    return _States.apply(lower, read, right, erase, kept, write, first)
+    T = inverse(lower.detach()).to(right.dtype)
+    return _States.apply(lower, T, read, right, erase, kept, write, first)
 
 
 class _States(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx,
         lower: Tensor,
+        T: Tensor,
         read: Tensor,
         right: Tensor,
         erase: Tensor,
@@ -54,25 +61,28 @@ class _States(torch.autograd.Function):
         write: Tensor | None,
         first: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        T = inverse(lower).to(right.dtype)
-        states, values = loop_op(T, read, right, erase, kept, write, first)
-        ctx.save_for_backward(T, read, erase, kept, states, values)
+        return loop_op(T, read, right, erase, kept, write, first)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
+        _, T, read, _, erase, kept, write, _ = inputs
+        ctx.save_for_backward(T, read, erase, kept, *outputs)
         ctx.writes = write is not None
-        return states, values
 
     @staticmethod
     def backward(ctx, of_states: Tensor, of_values: Tensor) -> tuple[Tensor | None, ...]:
         T, read, erase, kept, states, values = ctx.saved_tensors
         before = states[:-1]
-        of_before, of_right = backward_op(T, read, erase, kept, of_states, of_values)
+        with torch.no_grad():  # see `once` below
+            of_before, of_right = backward_op(T, read, erase, kept, of_states, of_values)
         after = of_before[1:]
         of_lower, of_read, of_erase = of_right @ values.mT, of_right @ before.mT, values @ after.mT
         of_lower, of_kept = -of_lower.tril(-1).to(kept.dtype), (after.to(kept.dtype) * before).sum_to_size(kept.shape)
         found = (of_lower, -of_read, of_right, of_erase, of_kept, after)
-        *found, after = once(
+        of_lower, *found, after = once(
             "the delta rule in chunks", found, T, read, erase, kept, states, values, of_states, of_values
         )
-        return *found, after if ctx.writes else None, None
+        return of_lower, None, *found, after if ctx.writes else None, None
 
 
 def inverse(lower: Tensor) -> Tensor:
@@ -113,6 +123,19 @@ def results_like(right: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
 loop_op = torch.library.custom_op("lion::delta_states", loop, mutates_args=())
 
 
+def batched(op: Callable, info: Any, in_dims: tuple[int | None, ...], *args: Tensor | None) -> tuple[tuple, tuple]:
+    """Apply a loop to arguments (N, B, H, ..) that `vmap` batches along `in_dims`, as more rows of B."""
+
+    def rows(x: Tensor | None, dim: int | None) -> Tensor | None:
+        if x is None or x.dim() == 2:  # a constant first state
+            return x
+        x = x[:, None].expand(-1, info.batch_size, *x.shape[1:]) if dim is None else x.movedim(dim, 1)
+        return x.flatten(1, 2)
+
+    results = op(*map(rows, args, in_dims))
+    return tuple(x.unflatten(1, (info.batch_size, -1)) for x in results), (1, 1)
+
+
 @loop_op.register_fake
 def _(T, read, right, erase, kept, write, first):
     return results_like(right, read)
@@ -139,3 +162,7 @@ def backward_op(
 @backward_op.register_fake
 def _(T, read, erase, kept, of_states, of_values):
     return results_like(of_values, read)
+
+
+loop_op.register_vmap(functools.partial(batched, loop_op))
+backward_op.register_vmap(functools.partial(batched, backward_op))

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.ops.arguments import is_static, round_up
+
 BLOCK = 8  # tokens per block, processed one after the other
 
 
@@ -31,16 +33,22 @@ def logcumsumexp(x: Tensor, segment_index: Tensor | None = None) -> Tensor:
 
 
 class _LogCumSumExp(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x: Tensor, segment_index: Tensor | None) -> Tensor:
+    def forward(x: Tensor, segment_index: Tensor | None) -> Tensor:
         none = lowest(x)  # replaces minus infinity, so that differences are not NaN
         y = running(x.clamp_min(none), segment_index)
-        ctx.save_for_backward(x, y, segment_index)
         return y.masked_fill(y == none, -torch.inf)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, y: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], y, inputs[1])
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         x, y, index = ctx.saved_tensors
+        y = y.clamp_min(lowest(y))
         return decayed(x, y) * from_right(grad, y, index), None
 
 
@@ -107,9 +115,13 @@ def from_right(g: Tensor, y: Tensor, index: Tensor | None) -> Tensor:
 
 
 def in_blocks(x: Tensor, value: float) -> Tensor:
-    """Cut tokens (B, H, L, D) into blocks (B, H, N, S, D), padded with `value` at the end."""
-    size = min(BLOCK, x.shape[2])
-    padding = -x.shape[2] % size
+    """Cut tokens (B, H, L, D) into blocks (B, H, N, S, D), padded with `value` at the end.
+
+    A graph of all lengths has whole blocks, and one for each number of levels of blocks: one for each power of eight.
+    """
+    length = x.shape[2]
+    size = min(BLOCK, length) if is_static(length) else BLOCK
+    padding = round_up(length, size) - length
     return (F.pad(x, (0, 0, 0, padding), value=value) if padding else x).unflatten(2, (-1, size))
 
 

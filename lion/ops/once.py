@@ -22,10 +22,15 @@ def once(of: str, gradients: tuple[Tensor, ...], *sources: Tensor) -> tuple[Tens
 
 
 class _Once(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, of: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.of = of
+    def forward(of: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
+        ctx.of = inputs[0]
 
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> None:

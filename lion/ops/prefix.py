@@ -29,11 +29,17 @@ def gradient_to(prefix: Tensor, x: Tensor, sign: int, valid: Tensor | None = Non
 
 
 class _GradientTo(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, prefix: Tensor, x: Tensor, sign: int, valid: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, valid)
-        ctx.sign, ctx.dtype, ctx.scalar = sign, prefix.dtype, prefix.shape[-1] == 1
+    def forward(prefix: Tensor, x: Tensor, sign: int, valid: Tensor | None) -> Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+        prefix, x, ctx.sign, valid = inputs
+        ctx.save_for_backward(x, valid)
+        ctx.dtype, ctx.scalar = prefix.dtype, prefix.shape[-1] == 1
 
     @staticmethod
     def backward(ctx, dx: Tensor) -> tuple[Tensor, Tensor, None, None]:

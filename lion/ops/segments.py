@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import is_integer_tensor, mismatch
+from lion.ops.arguments import is_integer_tensor, mismatch, transforms_active
 
 
 class SegmentIndex(NamedTuple):
@@ -64,8 +64,8 @@ def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex
 
 
 def may_wait(device: torch.device) -> bool:
-    """Return whether a check may read its result: outside of graphs, on a CPU."""
-    return device.type == "cpu" and not torch.compiler.is_compiling()
+    """Return whether a check may read its result: outside of graphs and of `torch.func`, on a CPU."""
+    return device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()
 
 
 def prepared(q: Tensor, valid: Tensor | None, segments: Tensor | SegmentIndex | None) -> SegmentIndex:

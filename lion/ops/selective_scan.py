@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import no_autocast
+from lion.ops.arguments import no_autocast, transforms_active
 from lion.ops.piecewise import compiled
 from lion.ops.rnn import Compiler, eager
 
@@ -55,11 +55,11 @@ def selective_scan(
     if state is None:
         state = dt.new_zeros(*dt.shape[:2], *A.shape[-2:])
     size = min(chunk_size, TOKENS.get(x.device.type, TOKENS_ELSEWHERE), x.shape[2])
+    stores = torch.is_grad_enabled()
+    whole = (size == x.shape[2] or torch.compiler.is_exporting()) and not stores
     with no_autocast(x):
-        whole = size == x.shape[2] or torch.compiler.is_exporting()  # programs hold operators of torch alone
-        if whole and not torch.is_grad_enabled():
+        if whole or transforms_active():  # exported programs and transforms have operators of torch alone
             return scan_piece(x, dt, B, C, start, A, state)
-        stores = torch.is_grad_enabled()
         return scan(x, dt, A, B, C, start, state, size, stores, torch.compiler.is_compiling())[:2]
 
 

@@ -68,10 +68,10 @@ class _Scores(torch.autograd.Function):
     The length must be that of a short block, doubled any number of times.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, log_decay: Tensor, decay_convention: str, include_diagonal: bool) -> Tensor:
-        ctx.save_for_backward(q, k, log_decay)
-        ctx.decay_convention, ctx.include_diagonal = decay_convention, include_diagonal
+    def forward(q: Tensor, k: Tensor, log_decay: Tensor, decay_convention: str, include_diagonal: bool) -> Tensor:
         lam, size = lambdas(log_decay), q.shape[-2] >> halvings_of(q.shape[-2])
         (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, decay_convention)
 
@@ -93,6 +93,11 @@ class _Scores(torch.autograd.Function):
             upper, lower = corners.unbind(-3)
             scores = torch.cat([torch.cat([first, upper], -1), torch.cat([lower, second], -1)], -2)
         return scores.squeeze(-3)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, scores: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:3])
+        ctx.decay_convention, ctx.include_diagonal = inputs[3:]
 
     @staticmethod
     def backward(ctx, grad: Tensor):

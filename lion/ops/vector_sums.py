@@ -48,11 +48,15 @@ def states_before(k: Tensor, log_decay: Tensor, segment_index: Tensor | None) ->
 class _Scan(torch.autograd.Function):
     """Recurrence `h_i = lambda_i h_{i-1} + x_i`; its gradient is the same scan from the other end."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x: Tensor, log_decay: Tensor) -> Tensor:
-        h = scan(x, lambdas(log_decay))
-        ctx.save_for_backward(h, log_decay)
-        return h
+    def forward(x: Tensor, log_decay: Tensor) -> Tensor:
+        return scan(x, lambdas(log_decay))
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, h: Tensor) -> None:
+        ctx.save_for_backward(h, inputs[1])
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lion.layers.layout import Layout, grid_layout
+from lion.layers.constants import Constants, grid_constants
+from lion.layers.layout import Layout
 
 
-class Grid(nn.Module):
+class Grid(Constants):
     """The layout of the tokens of every image: prefix tokens (cls, registers), then patches.
 
     Args:
@@ -31,13 +33,10 @@ class Grid(nn.Module):
     def resize(self, size: tuple[int, int]) -> None:
         """Place the tokens of images with another number of patches, (height, width)."""
         self.size = tuple(size)
-        layout = grid_layout(*size, self.scans, special=self.prefix)
-        for name in ("coords", "special", "orders"):
-            self.register_buffer(name, getattr(layout, name), persistent=False)
+        self.hold(partial(grid_constants, *size, scans=self.scans, special=self.prefix))
 
     def reset_parameters(self) -> None:
-        with torch.device(self.coords.device):
-            self.resize(self.size)
+        self.remake(self.coords.device)
 
     def forward(self) -> Layout:
         return Layout(coords=self.coords, special=self.special, orders=self.orders)

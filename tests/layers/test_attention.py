@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from lion.layers.layout import Layout, grid_layout
 from lion.layers.mixers import (
     LINEAR,
+    MIXERS,
     SOFTMAX,
     AttentionConfig,
     HydraAttention,
@@ -488,14 +489,16 @@ def test_scans_are_a_tuple(scans):
         LionAttention(12, 3, scans=scans)
 
 
-@pytest.mark.parametrize("mixer", ["lion_s", "softmax"])
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "none"])
 def test_bad_tokens_and_states_are_named(mixer):
-    layer = make_mixer(mixer, 12, 3, AttentionConfig(direction="forward"))
-    for x in (torch.randn(4, 12), torch.randn(1, 4, 8)):
+    layer = make_mixer(mixer, 12, 3, MIXERS[mixer].layer.Config(direction="forward"))
+    for x in (torch.randn(4, 12), torch.randn(1, 4, 8), torch.randn(1, 0, 12)):
         with pytest.raises(ValueError, match=r"x: expected tokens \(B, L, 12\), got shape"):
             layer(x)
     with pytest.raises(ValueError, match=r"state: expected a .*, which prefill returns, .* got NoneType"):
         layer.step(torch.randn(1, 1, 12), None)
+    with pytest.raises(ValueError, match=r"state: made for 2 sequences, got 3"):
+        layer.step(torch.randn(3, 1, 12), layer.initial_state(2))
 
 
 def test_a_norm_over_tokens_lets_the_floor_see_later_tokens():

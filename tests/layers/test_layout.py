@@ -68,6 +68,9 @@ def test_the_layout_of_other_tokens_is_refused():
     layer, x = LionAttention(12, 3), torch.randn(2, 7, 12)
     for other in (x[:1], x[:, :4], torch.randn(3, 7, 12)):
         layout = Layout.of(other, valid=torch.ones(other.shape[:2], dtype=torch.bool))
-        made = re.escape(f"{tuple(other.shape[:2])}, got x of shape (2, 7)")
-        with pytest.raises(ValueError, match=f"layout: made for tokens of shape {made}"):
+        made = re.escape(f"valid {tuple(other.shape[:2])} is of other tokens, got x of shape (2, 7)")
+        with pytest.raises(ValueError, match=f"layout: {made}"):
             layer(x, layout)
+    for name, shape in {"coords": (2, 6), "special": (6,), "orders": (2, 6), "positions": (3, 7)}.items():
+        with pytest.raises(ValueError, match=f"layout: {name} {re.escape(str(shape))} is of other tokens"):
+            layer(x, Layout(**{name: torch.zeros(shape, dtype=torch.long)}))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lion.config import ConfigError, build
+from lion.layers.constants import Constants
 from lion.layers.mixers import MIXERS
 from lion.models import MODELS
 
@@ -41,6 +42,26 @@ def test_models_are_copied_and_pickled(name):
             assert copied.config == model.config and type(copied.config) is type(model.config)
             held = copied.state_dict()
             assert all(torch.equal(held[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_leave_the_meta_device_with_their_constants(name, mixer):
+    """Check buffers that are not in checkpoints, in both ways to give memory to a model without any."""
+    config = settings(name, mixer)
+    config.drop_path = 0.1
+    config.attention.direction = "forward" if name == "gpt" else config.attention.direction
+    want = MODELS[name](config, **DATA[name])
+    for assign in (False, True):
+        with torch.device("meta"):
+            got = MODELS[name](config, **DATA[name])
+        if not assign:
+            got = got.to_empty(device="cpu")
+        got.load_state_dict(want.state_dict(), assign=assign)
+        found = dict(got.named_buffers())
+        for key, value in want.named_buffers():
+            torch.testing.assert_close(found.pop(key), value, rtol=0, atol=0)
+        assert not found and all(part.makers for part in got.modules() if isinstance(part, Constants))
 
 
 @pytest.mark.parametrize("norm", ["norm", "attention.out_norm"])

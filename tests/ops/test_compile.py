@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import lion.ops.chunk
 from lion.layers.layout import Layout
-from lion.layers.mixers import LionAttention
+from lion.layers.mixers import MIXERS, LionAttention, make_mixer
 from lion.ops import linear_attention
 
 from .helpers import assert_close, backward, case, make, pairwise, signed, unit_keys
@@ -186,6 +186,18 @@ def test_layer_is_one_graph_of_all_lengths(mixer):
         layout = Layout.of(x, valid)
         assert_close(compiled(x, layout), layer(x, layout), 5e-6, f"{length} tokens")
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("form, graphs", [("full", 2), ("chunk", 1)])
+def test_graphs_of_lightnet_in_one_direction(form, graphs):
+    """Check that blocks of blocks need one graph for each power of eight; in full, one for each power of two."""
+    layer = make_mixer("lightnet", 16, 2, MIXERS["lightnet"].layer.Config(direction="forward")).double()
+    layer.form, counter = form, CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for length in LENGTHS[:5]:
+        x = torch.randn(2, length, 16, dtype=torch.float64)
+        assert_close(compiled(x), layer(x), 1e-12, f"{length} tokens")
+    assert counter.frame_count == graphs
 
 
 @pytest.mark.parametrize("mixer", ("lion_s", "retnet", "rwkv6", "deltanet"))

@@ -5,12 +5,14 @@ A new block is one file and its line in `BLOCKS`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lion.layers.constants import Constants, number_constant
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import AttentionConfig, make_mixer
 from lion.layers.norms import NORMS
@@ -67,7 +69,7 @@ NO_MLP = "none"  # a block of its mixer alone, as in Hydra and Vim
 MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu, "glu_bare": BareGlu, "glu_gelu": GeluGlu, NO_MLP: nn.Identity}
 
 
-class DropPath(nn.Module):
+class DropPath(Constants):
     """Stochastic depth: drops the whole branch of a sample with probability `rate`, and scales up the others.
 
     The rate is a buffer. As a float, each layer's rate would compile a separate graph.
@@ -75,7 +77,7 @@ class DropPath(nn.Module):
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.register_buffer("rate", torch.tensor(rate), persistent=False)
+        self.hold(partial(number_constant, "rate", rate))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

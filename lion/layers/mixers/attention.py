@@ -239,7 +239,7 @@ class Attention(Mixer):
         self.check_causal()
         layout, before = Layout.of(x, valid), ()
         if self.neighbours:
-            check_state(state, BlockState)
+            check_state(state, BlockState, x)
             state, *before = state
         inputs, tails = self.read(x, lambda part, tokens, i: part.step(tokens, before[i], valid), layout)
         y, state = self.step_heads(*inputs[:4], state, valid)
@@ -300,7 +300,7 @@ class Attention(Mixer):
 
         `run(part, tokens, index)` returns the output and the state of one of these parts.
         """
-        if x.dim() != 3 or x.shape[-1] != self.qkv.in_features:
+        if x.dim() != 3 or x.shape[-1] != self.qkv.in_features or x.shape[1] == 0:
             raise ValueError(f"x: expected tokens (B, L, {self.qkv.in_features}), got shape {tuple(x.shape)}")
         tokens = gate = x = layout.clean(x)
         tails = [x[:, :0]] * len(self.windows)

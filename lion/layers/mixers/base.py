@@ -142,13 +142,22 @@ def state_type(kind: type[NamedTuple]) -> type[NamedTuple]:
     return kind
 
 
-def check_state(state: Any, kind: type[NamedTuple]) -> None:
-    """Raises ValueError: The state of a stream is of another type than `kind`."""
+def check_state(state: Any, kind: type[NamedTuple], x: Tensor) -> None:
+    """Check the state of a stream whose next tokens are x (B, C, dim).
+
+    Raises:
+        ValueError: A state of another type than `kind`, or of another number of sequences.
+    """
     if not isinstance(state, kind):
         raise ValueError(
             f"state: expected a {kind.__name__}, which prefill returns, and initial_state(batch) without a prompt; "
             f"got {type(state).__name__}"
         )
+    first = state
+    while isinstance(first, tuple):
+        first = first[0]
+    if first.shape[0] != x.shape[0]:
+        raise ValueError(f"state: made for {first.shape[0]} sequences, got {x.shape[0]}")
 
 
 def mixers_of(model: nn.Module) -> list[Mixer]:

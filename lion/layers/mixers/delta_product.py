@@ -169,7 +169,7 @@ class DeltaProductAttention(DeltaAttention):
     def step_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LinearState, valid: Tensor | None
     ) -> tuple[Tensor, LinearState]:
-        check_state(state, LinearState)
+        check_state(state, LinearState, x)
         layout = Layout.after(x, state.position, valid)
         inputs, decay = self.arguments_and_state(x, q, k, v, layout, state.decay)
         valid = None if valid is None else valid.repeat_interleave(self.config.householders, 1)

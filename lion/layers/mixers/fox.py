@@ -103,7 +103,7 @@ class ForgettingAttention(SoftmaxAttention):
     def step_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: ForgettingCache, valid: Tensor | None
     ) -> tuple[Tensor, ForgettingCache]:
-        check_state(state, ForgettingCache)
+        check_state(state, ForgettingCache, x)
         layout = Layout.after(x, state.cache.valid.sum(1), valid)
         q, k = self.map_and_rotate(x, q, k, layout)
         before = F.pad(state.sums, (1, 0))[..., -1:]  # 0 before the first token

@@ -177,7 +177,7 @@ class HydraAttention(StateSpaceMixer):
 
     def step(self, x: Tensor, state: HydraState, valid: Tensor | None = None) -> tuple[Tensor, HydraState]:
         self.check_causal()
-        check_state(state, HydraState)
+        check_state(state, HydraState, x)
         layout = Layout.of(x, valid)
         x = self.cleaned(x, layout)
         z, wide = self.project(x)

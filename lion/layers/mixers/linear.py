@@ -304,7 +304,7 @@ class LionAttention(Attention):
     def step_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LinearState, valid: Tensor | None
     ) -> tuple[Tensor, LinearState]:
-        check_state(state, LinearState)
+        check_state(state, LinearState, x)
         layout = Layout.after(x, state.position, valid)
         inputs, decay = self.arguments_and_state(x, q, k, v, layout, state.decay)
         y, new = step(**inputs, state=State(state.S, state.z), valid=valid)

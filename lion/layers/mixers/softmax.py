@@ -153,7 +153,7 @@ class SoftmaxAttention(Attention):
     def step_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache, valid: Tensor | None
     ) -> tuple[Tensor, KeyValueCache]:
-        check_state(state, KeyValueCache)
+        check_state(state, KeyValueCache, x)
         q, k = self.map_and_rotate(x, q, k, Layout.after(x, state.valid.sum(1), valid))
         state, read = self.extended(state, k, v, valid)
         return self.attend(q, *state.read(), read), state

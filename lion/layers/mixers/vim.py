@@ -29,6 +29,7 @@ from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.state_space import StateSpaceMixer
 from lion.layers.optim_factors import OptimFactors
 from lion.ops import Part, no_autocast
+from lion.ops.arguments import transforms_active
 from lion.ops.decay import scan_directions
 from lion.ops.selective_scan import selective_scan
 from lion.ops.split_selective_scan import entering_states
@@ -167,7 +168,8 @@ class VimMixer(StateSpaceMixer):
         def convolved_and_selected(u: Tensor) -> Selection:
             return self.selection([side.convolution(u, around)[:, own] for side in self.sides], layout)
 
-        if torch.is_grad_enabled():  # the backward pass computes these again, which takes little time beside its scan
+        # the backward pass computes these again, which takes little time beside its scan; `torch.func` cannot
+        if torch.is_grad_enabled() and not transforms_active():
             selection = checkpoint(convolved_and_selected, u, use_reentrant=False, preserve_rng_state=False)
         else:
             selection = convolved_and_selected(u)
@@ -213,7 +215,7 @@ class VimMixer(StateSpaceMixer):
 
     def step(self, x: Tensor, state: VimState, valid: Tensor | None = None) -> tuple[Tensor, VimState]:
         self.check_causal()
-        check_state(state, VimState)
+        check_state(state, VimState, x)
         layout = Layout.of(x, valid)
         u, z = self.inputs(self.cleaned(x, layout)).chunk(2, -1)
         convolved, tokens = self.sides[0].convolution.step(u, state.tokens, valid)

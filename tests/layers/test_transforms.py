@@ -1,0 +1,77 @@
+"""Transforms of `torch.func`: gradients, gradients for each sample, and directional derivatives, right or refused."""
+
+import pytest
+import torch
+from torch.func import functional_call, grad, jvp, vmap
+
+from lion.layers.mixers import MIXERS, make_mixer
+
+CASES = [
+    (name, form, direction)
+    for name, entry in MIXERS.items()
+    if name != "none"
+    for form in entry.layer.forms or ("full",)
+    for direction in ("both", "forward")
+]
+REFUSED = r"implement the jvp function|forward AD with _scaled_dot_product"
+
+
+VECTOR_DECAYS = {
+    *("lion_s_vector", "lion_d_hippo", "lion_s_hippo", "mamba", "rwkv6", "gla", "hgrn2", "kda", "gdn2", "rwkv7"),
+}
+DELTA_RULES = {"deltanet", "gated_deltanet", "comba", "deltaproduct"}
+
+
+def no_forward_mode(mixer, form, direction):
+    own = mixer in VECTOR_DECAYS or (mixer in DELTA_RULES and form == "chunk")
+    return own or mixer in ("softmax", "fox") or (mixer, direction) == ("lightnet", "forward")
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
+def case(request):
+    """Return a layer, its parameters, three samples, and a loss of the parameters and one sample."""
+    name, form, direction = request.param
+    torch.manual_seed(0)
+    layer = make_mixer(name, 8, 2, MIXERS[name].layer.Config(direction=direction, chunk_size=4)).double()
+    if form in layer.forms:
+        layer.form = form
+    for parameter in layer.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+    x, weights = torch.randn(3, 9, 8, dtype=torch.float64), torch.randn(9, 8, dtype=torch.float64)
+
+    def loss(parameters, sample):
+        return (functional_call(layer, parameters, (sample[None],))[0] * weights).sum()
+
+    return parameters, x, loss
+
+
+def test_gradients_of_each_sample(case):
+    parameters, x, loss = case
+
+    def known(sample):
+        given = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+        found = torch.autograd.grad(loss(given, sample), [*given.values()], allow_unused=True, materialize_grads=True)
+        return dict(zip(given, found))
+
+    each = [known(sample) for sample in x]
+    one, every = grad(loss)(parameters, x[0]), vmap(grad(loss), (None, 0))(parameters, x)
+    for name in parameters:
+        torch.testing.assert_close(one[name], each[0][name], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(every[name], torch.stack([g[name] for g in each]), rtol=1e-9, atol=1e-11)
+
+
+def test_directional_derivative(case, request):
+    parameters, x, loss = case
+    along, step = torch.randn_like(x[0]), 1e-6
+
+    def of(sample):
+        return loss(parameters, sample)
+
+    if no_forward_mode(*request.node.callspec.params["case"]):
+        with pytest.raises(NotImplementedError, match=REFUSED):
+            jvp(of, (x[0],), (along,))
+        return
+    found = jvp(of, (x[0],), (along,))[1]
+    known = (of(x[0] + step * along) - of(x[0] - step * along)) / (2 * step)
+    torch.testing.assert_close(found, known, rtol=1e-6, atol=1e-8)
