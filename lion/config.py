@@ -203,14 +203,19 @@ def check_range(field: dataclasses.Field, value: Any, *, source: Source, key: st
 
 
 def check_settings(config: Any) -> None:
-    """Check choices and ranges of a dataclass that was constructed without `build`.
+    """Check types, choices and ranges of a dataclass that was constructed without `build`.
 
     Raises:
-        ValueError: A field is not one of its choices or out of range.
+        ValueError: A field is of another type, not one of its choices, or out of range.
     """
+    where, hints = {"source": lambda _: type(config).__name__}, typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
         try:
-            check_range(f, getattr(config, f.name), source=lambda _: type(config).__name__, key=f.name)
+            right = value if dataclasses.is_dataclass(value) else convert(hints[f.name], value, key=f.name, **where)
+            if right != value:  # text in place of a number, a list in place of a tuple
+                raise ConfigError(f"{type(config).__name__}: {f.name}: expected {right!r}, got {value!r}")
+            check_range(f, value, key=f.name, **where)
         except ConfigError as error:
             raise ValueError(str(error)) from None
 

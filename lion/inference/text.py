@@ -57,7 +57,7 @@ class Sampling:
         """Choose a token (B,) for each row of logits (B, vocabulary), from uniform draws `chance` (B,) in [0, 1)."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        scaled = logits.double() / self.temperature
+        scaled = (logits.double() - logits.amax(-1, keepdim=True)) / self.temperature  # at most 0, however cold
         if self.top_k is None:
             ranked, ids = scaled.sort(dim=-1, descending=True, stable=True)
         else:
@@ -101,15 +101,14 @@ class Continuation:
         """Start from prompts alone, which `reader` reads in place of `read`.
 
         Raises:
-            ValueError: The model does not have this mode, or a prompt is empty or longer than the position embeddings.
+            ValueError: The model does not have this mode, or a prompt is empty, longer than the position embeddings, or
+                holds other values than ids of the vocabulary.
         """
         if mode not in ("attention", streaming_mode(model)):
             raise ValueError(
                 f"mode: mixer {model.config.mixer!r} supports attention and {streaming_mode(model)}, got {mode!r}"
             )
-        rows = [list(prompt) for prompt in prompts]
-        if not rows or not all(rows):
-            raise ValueError("prompt: expected at least one token")
+        rows = rows_of(model, prompts)
         if mode == "attention":
             return cls(model, mode, rows, recomputed(model, rows))
         check_room(model, rows, 0)
@@ -161,21 +160,42 @@ def generate(
 
     Args:
         model: Causal model in evaluation mode (`lion.load`).
-        prompts: Token ids of each prompt, of any lengths.
+        prompts: Token ids of each prompt, of any lengths; lists, or integer tensors.
         count: Number of new tokens.
         mode: One of `MODES`; by default the mode that streams, "rnn" or, for softmax, "kv".
         sampling: Temperature, `top_k` and `top_p`.
         seed: Seed of the draws.
 
     Raises:
-        ValueError: An empty prompt, a mode that the model does not have, a negative `count`, or too few position
-            embeddings.
+        ValueError: Another model than a GPT, a prompt that is empty or not of token ids, a mode that the model does not
+            have, a negative `count`, or too few position embeddings.
     """
+    if not isinstance(model, GPT):
+        raise ValueError(f"model: expected a causal language model (gpt), got {type(model).__name__}")
     number("count", count, Integral, 0)
     continuation = Continuation.of(model, mode or streaming_mode(model), prompts)
     for _ in continuation.generate(count, sampling, seed):
         pass
     return continuation.rows
+
+
+def rows_of(model: GPT, prompts: Any) -> list[list[int]]:
+    """Return prompts, which may be tensors, as lists of token ids.
+
+    Raises:
+        ValueError: No prompts, an empty prompt, or values that are not ids of the model's vocabulary.
+    """
+    vocabulary = len(model.tokens.weight)
+    rows = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]  # of PyTorch or NumPy
+    for row in rows:
+        if not isinstance(row, (list, tuple)):
+            raise ValueError(f"prompts: expected the token ids of each prompt, such as [[1, 2, 3]], got {row!r} in it")
+        for token in row:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocabulary:
+                raise ValueError(f"prompts: expected token ids from 0 to {vocabulary - 1}, got {token!r}")
+    if not rows or not all(rows):
+        raise ValueError("prompt: expected at least one token")
+    return [list(row) for row in rows]
 
 
 def check_room(model: GPT, rows: list[list[int]], count: int) -> None:

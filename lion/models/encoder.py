@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from lion.config import fill, flatten, nearest_divisor, setting, to_dict
+from lion.config import check_settings, fill, flatten, nearest_divisor, setting, to_dict
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import MLPS, NO_MLP
 from lion.layers.layout import PLAIN, Layout
@@ -71,6 +71,7 @@ class EncoderConfig(ModelConfig):
         return {} if entry is None or entry.layer.Config is AttentionConfig else {"attention": entry.layer.Config}
 
     def __post_init__(self) -> None:
+        check_settings(self)
         if self.dim % self.num_heads:
             near = nearest_divisor(self.num_heads, self.dim)
             raise ValueError(f"num_heads {self.num_heads} does not divide dim {self.dim}, nearest: {near}")

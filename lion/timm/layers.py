@@ -18,6 +18,8 @@ from lion.layers.mixers.attention import Inputs
 from lion.layers.mixers.linear import LionAttention as Layer
 from lion.timm.grid import Grid, copy_own
 
+SHARED = ("qkv", "proj", "q_norm", "k_norm", "proj_drop")  # parts that are the same in all directions
+
 
 @register_notrace_module
 class TimmAttention(Layer):
@@ -107,14 +109,19 @@ class TimmAttention(Layer):
         """Mix tokens x (B, L, dim) in direction "forward", with the same parameters.
 
         Raises:
-            ValueError: The layer has direction "backward", several scans, or a norm over tokens.
+            ValueError: The layer has direction "backward", several scans, a norm over tokens, or new parameters in a
+                part that is not in `SHARED`.
         """
         if self.config.direction == "backward" or len(self.config.scans) > 1:
             what = "direction 'backward'" if self.config.direction == "backward" else "several scans"
             raise ValueError(f"is_causal: not available with {what}")
         self.causal_twin.check_causal()
-        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        return functional_call(self.causal_twin, tensors, (x, attn_mask))
+        self.causal_twin._modules.update({name: self._modules[name] for name in SHARED})  # with hooks and adapters
+        own, known = tensors_of(self), tensors_of(self.causal_twin)
+        for name in own:
+            if name not in known:
+                raise ValueError(f"is_causal: {name} was added; adapters are available in {', '.join(SHARED)} alone")
+        return functional_call(self.causal_twin, own, (x, attn_mask))
 
     def put(self, place: Grid) -> None:
         """Set the layout of the tokens of all images."""
@@ -140,6 +147,10 @@ class TimmAttention(Layer):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the class by its arguments, because it has no place in a module."""
         return new_layer, (self.name, self.settings), self.__dict__
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def new_layer(mixer: str, settings: dict[str, Any]) -> TimmAttention:

@@ -20,7 +20,9 @@ from transformers.activations import ACT2FN
 
 from lion.ops import Gates, State, linear_attention, prefill, step
 from lion.ops.segments import may_wait
+from lion.ops.settings import check_chunk_size
 from lion.trainer.compilation import can_compile
+from lion.transformers.masks import check_ends, documents_of_ends
 
 EPS = 1e-6  # of the normalisation of queries and keys
 KERNEL = ("cu_seqlens_cpu", "chunk_indices", "chunk_indices_cpu")  # options of fla that do not change the result
@@ -65,9 +67,10 @@ def chunk_gated_delta_rule(
         Outputs (B, L, HV, V) in the dtype of `q`, and the state in float32 or wider, or None.
 
     Raises:
-        ValueError: Positive values in `g`, `cu_seqlens` with several rows or another end than the row, or an option
-            that would change the result.
+        ValueError: No tokens, a chunk size below 1, positive values in `g`, `cu_seqlens` with several rows or with ends
+            that do not rise from 0 to L, or an option that would change the result.
     """
+    check_chunk_size(chunk_size)
     for name, value in others.items():
         if name not in KERNEL and value is not None and value is not False:
             raise ValueError(f"chunk_gated_delta_rule: {name}: this option of fla is not available")
@@ -82,8 +85,10 @@ def chunk_gated_delta_rule(
     if head_first:
         tokens = [x.transpose(1, 2) for x in tokens]
     length = tokens[0].shape[1]
-    if cu_seqlens is not None and may_wait(q.device) and cu_seqlens[-1] != length:
-        raise ValueError(f"cu_seqlens: the last document ends at {int(cu_seqlens[-1])}, the row at {length}")
+    if length == 0:
+        raise ValueError(f"q: expected at least one token, got the shape {tuple(q.shape)}")
+    if cu_seqlens is not None:
+        check_ends("cu_seqlens", cu_seqlens, length)
     run = compiled() if compile and not torch.compiler.is_compiling() else computed
     keep = initial_state is not None or output_final_state
     lengths = None if cu_seqlens is None else cu_seqlens.diff()
@@ -92,8 +97,7 @@ def chunk_gated_delta_rule(
         valid = torch.arange(int(lengths.max()), device=q.device) < lengths[:, None]
         tokens = [rows_of(x, valid) for x in tokens]
     elif lengths is not None:
-        places = torch.arange(length, device=q.device)
-        segments = torch.bucketize(places, cu_seqlens[1:].long(), right=True)[None]
+        segments = documents_of_ends("cu_seqlens", cu_seqlens, length)
     y, state = run(
         *tokens, initial_state, segments, valid, scale, use_qk_l2norm_in_kernel, output_final_state, chunk_size
     )
@@ -177,8 +181,7 @@ def causal_conv1d_fn(
     """
     length, taps = hidden_states.shape[-1], weight.shape[-1]
     if seq_idx is None and cu_seq_lens_q is not None:
-        places = torch.arange(length, device=weight.device)
-        seq_idx = torch.bucketize(places, cu_seq_lens_q[1:].long(), right=True)[None]
+        seq_idx = documents_of_ends("cu_seq_lens_q", cu_seq_lens_q, length)
     x, y = hidden_states.to(weight.dtype), 0
     for back in range(taps):
         shifted = F.pad(x, (back, 0))[..., :length]

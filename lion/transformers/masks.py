@@ -43,7 +43,8 @@ def segments_of(
         cu_seq_lens_q: (N + 1,), the ends of N documents in a single row, after a 0.
 
     Raises:
-        ValueError: A mask that cannot be expressed, or other positions than those of tokens in their documents.
+        ValueError: A mask that cannot be expressed, other positions than those of tokens in their documents, or ends
+            of documents that do not rise from 0 to L.
     """
     valid = valid_of(attention_mask, shape)
     if seq_idx is not None:
@@ -53,13 +54,33 @@ def segments_of(
     elif cu_seq_lens_q is not None:
         if shape[0] != 1:
             raise ValueError(f"cu_seq_lens_q: expected packed documents in one row, got {shape[0]} rows")
-        places = torch.arange(shape[1], device=cu_seq_lens_q.device)
-        documents = torch.bucketize(places, cu_seq_lens_q[1:].long(), right=True)[None]
+        documents = documents_of_ends("cu_seq_lens_q", cu_seq_lens_q, shape[1])
     else:
         documents = None if position_ids is None else starts_of(position_ids, valid, shape)
     if documents is None:
         return None if valid is None else valid.long() - 1
     return documents if valid is None else documents.masked_fill(~valid, -1)
+
+
+def documents_of_ends(name: str, ends: Tensor, length: int) -> Tensor:
+    """Return the number of each token's document (1, L) from the ends (N + 1,) of N documents in one row, after a 0.
+
+    Raises:
+        ValueError: Ends that do not rise from 0 to L; the argument `name` has them.
+    """
+    check_ends(name, ends, length)
+    return torch.bucketize(torch.arange(length, device=ends.device), ends[1:].long(), right=True)[None]
+
+
+def check_ends(name: str, ends: Tensor, length: int) -> None:
+    if ends.dim() != 1 or len(ends) < 2:
+        raise ValueError(f"{name}: expected 0 and the ends of documents (N + 1,), got the shape {tuple(ends.shape)}")
+    right = (ends[0] == 0) & (ends[-1] == length) & (ends.diff() >= 0).all()
+    message = f"{name}: expected ends of documents that rise from 0 to {length} tokens"
+    if not may_wait(ends.device):
+        torch._assert_async(right, message)
+    elif not right:
+        raise ValueError(f"{message}, got {ends.tolist() if len(ends) < 9 else f'{int(ends[0])} .. {int(ends[-1])}'}")
 
 
 def starts_of(position_ids: Tensor, valid: Tensor | None, shape: tuple[int, int]) -> Tensor | None:

@@ -10,6 +10,7 @@ from lion.inference import text as generation
 from lion.inference.text import Continuation, Sampling, streaming_mode
 from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.models.gpt import GPT, GPTConfig
+from lion.models.vit import ViT, ViTConfig
 from lion.trainer.compilation import compile_blocks, compile_steps
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7], [8, 9, 1]]
@@ -97,6 +98,7 @@ def test_what_remains_to_draw_from():
     assert counts(top_p=0.8) == [0, 0.62, 0, 0.38]  # 0.5 + 0.3 reach 0.8
     assert counts(top_p=0.81) == [0.16, 0.53, 0, 0.32]
     assert counts(top_p=0) == counts(top_p=1e-9) == counts(top_k=1) == counts(temperature=0) == [0, 1, 0, 0]
+    assert counts(temperature=1e-320) == counts(temperature=1e-320, top_k=3) == [0, 1, 0, 0]
     assert counts(top_k=9) == counts()
     squared = [p * p / 0.365 for p in (0.15, 0.5, 0.05, 0.3)]
     assert counts(temperature=0.5) == pytest.approx(squared, abs=0.006)
@@ -151,6 +153,19 @@ def test_wrong_modes_and_prompts():
         Continuation.of(gpt(), "rnn", PROMPTS)
     with pytest.raises(ValueError, match="at least one token"):
         Continuation.of(gpt(), "kv", [[1], []])
+    for prompts, found in (([1, 2], "1"), ([[1], [11]], "11"), ([[-1]], "-1"), ([[True]], "True"), ([[1.5]], "1.5")):
+        with pytest.raises(ValueError, match=rf"prompts: expected .* got {found}"):
+            Continuation.of(gpt(), "kv", prompts)
+    vit = ViT(ViTConfig("lion_s", 12, 1, 3), image_size=(16, 16), channels=1, num_classes=2)
+    with pytest.raises(ValueError, match=r"model: expected a causal language model \(gpt\), got ViT"):
+        generated(vit, None)
+
+
+def test_prompts_are_lists_or_tensors():
+    rows = [[1, 2, 3], [4, 5, 6]]
+    want = generated(gpt("lion_s"), "rnn", 3, prompts=rows)
+    for prompts in (torch.tensor(rows), [torch.tensor(row) for row in rows], torch.tensor(rows).numpy()):
+        assert generated(gpt("lion_s"), "rnn", 3, prompts=prompts) == want
 
 
 class Largest(TorchDispatchMode):

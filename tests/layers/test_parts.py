@@ -276,6 +276,12 @@ def test_a_gate_has_the_rank_of_its_publication(mixer):
         ("lion_s", {"conv_first": True}, "conv_first: expected a conv_width, no token_shift, and value_ratio 1"),
         ("xlstm", {"block": "published", "token_shift": True}, "conv_first: expected a conv_width, no token_shift"),
         ("lion_s", {"conv_width": -1}, "conv_width: expected at least 0, got -1"),
+        ("lion_s", {"gate_first": True}, "gate_first: there is no gate, set out_gate to sigmoid or silu"),
+        ("lion_s", {"conv_width": "3"}, "conv_width: expected 3, got '3'"),
+        ("lion_s", {"conv_width": 2.5}, "conv_width: expected a whole number, got 2.5"),
+        ("lion_s", {"qkv_bias": "false"}, "qkv_bias: expected true or false, got 'false'"),
+        ("lion_s", {"score_dropout": float("nan")}, "score_dropout: expected a number, got nan"),
+        ("lion_s", {"scans": ["row_major"]}, r"scans: expected \('row_major',\), got \['row_major'\]"),
         ("lion_s", {"block": "publishd"}, "block: 'publishd' is not a choice, did you mean 'published'"),
     ],
 )

@@ -200,3 +200,29 @@ def test_without_timm_one_line_names_the_package(monkeypatch):
     ):
         importlib.import_module("lion.timm")
     assert (ROOT / "setup.py").read_text().count("timm>=1.0.26") == 1
+
+
+def test_hooks_and_adapters_count_in_causal_calls():
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.low = base, nn.Linear(base.in_features, base.out_features, bias=False)
+            self.in_features = base.in_features
+
+        def forward(self, x):
+            return self.base(x) + self.low(x)
+
+    layer, same, x = layers("lion_s", direction="forward")
+    layer.qkv = Adapted(layer.qkv)
+    with torch.no_grad():
+        same.qkv.weight += layer.qkv.low.weight
+    nn.utils.parametrizations.weight_norm(layer.proj)
+    called = []
+    layer.proj.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(layer(x, is_causal=True), same(x))
+    assert called == [1] and layer(x).shape == x.shape
+    layer.proj_drop.p = 1.0
+    assert not layer(x, is_causal=True).any()
+    layer.decays[0] = nn.ModuleList([layer.decays[0]])
+    with pytest.raises(ValueError, match=r"is_causal: decays.0.0.* was added; adapters .* qkv, proj"):
+        layer(x, is_causal=True)

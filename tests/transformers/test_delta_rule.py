@@ -123,9 +123,13 @@ def test_packed_documents_are_separate(states):
     close(chunk_gated_delta_rule(*given, **how, **harmless)[0], y)
     with pytest.raises(ValueError, match="chunk_gated_delta_rule: use_gate_in_kernel: this option of fla is not"):
         chunk_gated_delta_rule(*given, **how, use_gate_in_kernel=True)
-    for end in (27, 29):
-        with pytest.raises(ValueError, match=f"cu_seqlens: the last document ends at {end}, the row at 28"):
-            chunk_gated_delta_rule(*given, **how | {"cu_seqlens": torch.tensor([0, 7, 27, end])})
+    for bad in ([0, 7, 20, 27], [0, 7, 20, 29], [1, 7, 20, 28], [0, 20, 7, 28]):
+        with pytest.raises(ValueError, match=rf"cu_seqlens: .* rise from 0 to 28 tokens, got \[{bad[0]}, {bad[1]}"):
+            chunk_gated_delta_rule(*given, **how | {"cu_seqlens": torch.tensor(bad)})
+    with pytest.raises(ValueError, match="chunk_size: expected"):
+        chunk_gated_delta_rule(*given, **how | {"chunk_size": 0})
+    with pytest.raises(ValueError, match="q: expected at least one token"):
+        chunk_gated_delta_rule(*(x[:, :0] for x in given), **EAGER)
     with pytest.raises(ValueError, match="cu_seqlens: expected packed documents in one row, got 2"):
         chunk_gated_delta_rule(*arguments(), cu_seqlens=ends, **EAGER)
 

@@ -76,7 +76,8 @@ def with_block(config: AttentionConfig, usual: Mapping[str, Any], published: Map
         published: Settings of the mixer's published block that differ from these.
 
     Raises:
-        ValueError: A rank of a gate without a gate, or a first convolution that cannot be combined with other parts.
+        ValueError: A rank or a place of a gate without a gate, or a first convolution that cannot be combined with
+            other parts.
     """
     out = fill(config, {**PLAIN_BLOCK, **usual, **(published if config.block == "published" else {})})
     if out.conv_first and (out.token_shift or not out.conv_width or out.value_ratio != 1):
@@ -85,8 +86,9 @@ def with_block(config: AttentionConfig, usual: Mapping[str, Any], published: Map
         return replace(out, out_gate_rank=0)
     if out.out_gate != NO_PART:
         return out
-    if config.out_gate_rank is not None:
-        raise ValueError(f"out_gate_rank: there is no gate, set out_gate to {' or '.join(OUT_GATES)}")
+    for name, given in (("out_gate_rank", config.out_gate_rank is not None), ("gate_first", config.gate_first)):
+        if given:
+            raise ValueError(f"{name}: there is no gate, set out_gate to {' or '.join(OUT_GATES)}")
     return replace(out, out_gate_rank=None)
 
 
