@@ -20,6 +20,7 @@ DATASETS = {
     "imagefolder": "data.vision.imagefolder.ImageFolder",
     "imagenet": "data.vision.imagenet.ImageNet",
     "imdb": "data.lra.documents.Imdb",
+    "labelled_text": "data.text.labelled.LabelledText",
     "latents": "data.vision.latents.Latents",
     "listops": "data.lra.listops.ListOps",
     "mnist": "data.vision.torchvision_sets.Mnist",

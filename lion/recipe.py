@@ -84,15 +84,15 @@ class Recipe:
 
 
 def load_recipe(
-    path: str | Path, overrides: Iterable[str] = (), *, data_config: Callable[[str], type] | None = None
+    path: str | Path, overrides: Iterable[str] = (), *, data_config: Callable[[str, str], type] | None = None
 ) -> Recipe:
     """Load a recipe with its bases and overrides; unknown keys and wrong types are errors.
 
     Args:
         path: The YAML file.
         overrides: Items `section.key=value`, which override all files.
-        data_config: A function that returns the dataclass of the `data` section for `data.name`. Without it the section
-            stays a plain mapping, and a trained model can be loaded without its data.
+        data_config: A function from `data.name` and `task.name` to the dataclass of the `data` section. Without it the
+            section stays a plain mapping, and a trained model can be loaded without its data.
 
     Raises:
         ConfigError: Invalid input; the message names key, file and nearest valid choice.
@@ -136,7 +136,7 @@ def load_recipe(
     if data_config is not None:
         name = values["data"].get("name")
         try:
-            schemas["data"] = data_config(name)
+            schemas["data"] = data_config(name, task_name)
         except ConfigError as error:
             raise ConfigError(f"{source('data.name')}: {error}") from None
     built = {name: build(schema, values[name], source=source, key=name) for name, schema in schemas.items()}

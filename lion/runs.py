@@ -152,6 +152,9 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
     """
     folder = find_run(run)
     recipe, task, state = read_run(folder, "best")
+    if not issubclass(type(info), type(task.info)) and not issubclass(type(task.info), type(info)):
+        kinds = f"a run of task {recipe.task.name!r} on {task.info.kind}, here are {info.kind}"
+        raise ConfigError(f"init_from: {run} is {kinds}")
     info.check_transfer(f"init_from: {run}", state["info"])
     source, weights = build_on_meta(task, recipe.model), state["model"]
     if type(source) is type(model):  # tensors of another model class are not adapted: they fit or they do not
@@ -167,12 +170,22 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
     }
     left, unused = sorted(own.keys() - fits.keys()), sorted(state["model"].keys() - fits.keys())
     if len(left) > len(own) // 2:
-        here, there = (tuple(w[left[0]].shape) if left[0] in w else "missing" for w in (own, state["model"]))
-        example = f"{left[0]} is {here} here and {there} there"
+        place = next((name for name in left if name in state["model"]), left[0])
+        here, there = (tuple(w[place].shape) if place in w else "missing" for w in (own, state["model"]))
+        why = f"; {other}" if (other := other_shape(recipe.model, getattr(model, "config", None))) else ""
+        example = f"{place} is {here} here and {there} there{why}"
         raise ConfigError(f"init_from: {run}: {len(left)} of {len(own)} tensors do not fit, e.g. {example}")
     model.load_state_dict({**own, **fits})
     new, unused = (", ".join(names) or "nothing" for names in (left, unused))
     log.info("initialised from %s; new: %s; not used: %s", run, new, unused)
+
+
+def other_shape(then: Any, now: Any) -> str:
+    """Return the settings of a model `then` that determine the shapes of tensors and differ from those `now`."""
+    names = ("mixer", "dim", "depth", "num_heads", "mlp", "mlp_ratio", "patch_size")
+    pairs = {name: (getattr(then, name, None), getattr(now, name, None)) for name in names}
+    found = [f"model.{name}={old}" for name, (old, new) in pairs.items() if None not in (old, new) and old != new]
+    return f"the run has {' '.join(found)}" if found else ""
 
 
 def lock_run(folder: Path) -> IO[str]:

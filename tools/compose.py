@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import data
 from data.base import DataSet, data_root, locked
-from data.text.tokenizers import Tokenizer
-from lion.config import ConfigError, nearest
+from data.text.tokenizers import NoTokenizer, Tokenizer
+from lion.config import ConfigError
 from lion.recipe import Recipe, free_keys, load_recipe
 from lion.runs import RECIPE, LoadedRun, find_run, stored_recipe
 from lion.samples.base import Info, Splits
-from lion.samples.text import TextInfo
+from lion.samples.text import OtherVocabulary, TextInfo
 from lion.tasks import TASKS, Task
 from lion.tasks.metrics import Metric
 from lion.teachers import open_teacher
@@ -46,15 +46,23 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         raise ConfigError(
             f"{path}: a base of several recipes, not a recipe; use a recipe that has 'extends: base/{name}'"
         )
-    recipe = load_recipe(path, overrides, data_config=lambda name: data.dataset(name).Config)
-    held, task = data.dataset(recipe.data.name).Info, recipe.task.name
-    if not issubclass(held, TASKS[task].Info):
-        fits = [name for name, other in TASKS.items() if issubclass(held, other.Info)]
+    return load_recipe(path, overrides, data_config=data_config)
+
+
+def data_config(name: str, task: str) -> type:
+    """Return the dataclass of the `data` section.
+
+    Raises:
+        ConfigError: There is no such data set, or it is not for this task.
+    """
+    source, needed = data.dataset(name), TASKS[task].Info
+    if not issubclass(source.Info, needed):
+        fits = [other for other in TASKS if issubclass(source.Info, TASKS[other].Info)]
         raise ConfigError(
-            f"{path}: data.name: {recipe.data.name!r} holds {held.kind}, but task {task!r} needs "
-            f"{TASKS[task].Info.kind}, {nearest(task, fits)}"
+            f"data.name: {name!r} holds {source.Info.kind}, but task {task!r} needs {needed.kind}; tasks that take "
+            f"{source.Info.kind}: {', '.join(fits)}"
         )
-    return recipe
+    return source.Config
 
 
 def recipe_unless_run(name: str) -> Recipe | None:
@@ -122,10 +130,8 @@ def check_data(info: Info, then: Info, folder: Path) -> None:
     Raises:
         ConfigError: The data do not fit.
     """
-    try:
+    with hint_of_tokenizer(folder):
         info.check_same(f"{folder}: its checkpoint", then.to_dict())
-    except ConfigError as error:
-        raise ConfigError("; ".join(filter(None, (str(error), transfer_hint(folder))))) from None
 
 
 def check_finite(outputs: Tensor, folder: Path) -> None:
@@ -147,6 +153,16 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
+@contextlib.contextmanager
+def hint_of_tokenizer(folder: Path | None) -> Iterator[None]:
+    """Add to errors about a tokenizer how to use that of the run in `folder`."""
+    try:
+        yield
+    except (NoTokenizer, OtherVocabulary) as error:
+        hint = transfer_hint(folder) if folder is not None else ""
+        raise ConfigError("; ".join(filter(None, (str(error), hint)))) from None
+
+
 def transfer_hint(folder: Path) -> str:
     with contextlib.suppress(ConfigError):  # raised if the data are gone
         return open_data(resolve_run(folder), folder).transfer_hint()
@@ -165,10 +181,11 @@ def build_data(recipe: Recipe, run: Path | None = None, *, cached: bool = False)
         cached: Whether to apply `data.cache`, which pays off if the data are read more than once.
     """
     source = open_data(recipe if cached else replace(recipe, data=recipe.data.uncached()), run)
-    if needs_preparing(source):
-        with locked(data_root() / f".{recipe.data.name}.lock"):
-            source.prepare()
-    return source.build()
+    with hint_of_tokenizer(find_run(recipe.init_from) if recipe.init_from else None):
+        if needs_preparing(source):
+            with locked(data_root() / f".{recipe.data.name}.lock"):
+                source.prepare()
+        return source.build()
 
 
 def needs_preparing(source: DataSet) -> bool:

@@ -30,6 +30,7 @@ from lion.runs import (
     SUMMARY,
     check_unlocked,
     count_parameters,
+    find_run,
     init_from,
     lock_run,
     stored_recipe,
@@ -59,6 +60,7 @@ from tools.compose import (
     build_data,
     describe_length,
     describe_warmup,
+    hint_of_tokenizer,
     loader_workers,
     metric_of,
     needs_preparing,
@@ -240,7 +242,8 @@ def prepare(recipe: Recipe, world: int, *, fresh: bool, first: bool) -> tuple[Da
     seed_everything(recipe.seed)
     model = task.build_model(recipe.model)
     if recipe.init_from is not None:
-        init_from(model, recipe.init_from, splits.info)
+        with hint_of_tokenizer(find_run(recipe.init_from)):
+            init_from(model, recipe.init_from, splits.info)
     if first and not fresh:
         check_checkpoint(recipe.folder, model)
     return source, splits, plan, task, model
@@ -291,6 +294,7 @@ def show_finished(recipe: Recipe) -> bool:
         )
     if not (folder / SUMMARY).exists():
         return False
+    print(f"{folder} is complete, nothing to train; --fresh starts anew")
     try:
         print_summary(recipe)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -23,6 +23,7 @@ BLOCK = 2**16  # bytes read at a time in the search for a border
 ROWS = 1000  # rows of a parquet file that are read at a time
 JSON = (".jsonl", ".json", ".ndjson")
 TEXT = (".txt", ".text", ".md")
+TABLES = (".csv", ".tsv")
 # places where a text file may be cut, as patterns of bytes shorter than a block: no tokenizer here merges across them
 BORDERS = {"line": rb"\n", "paragraph": rb"\n[ \t\r]{0,4096}\n", "file": rb"[!-~]\n(?=[!-~])"}
 
@@ -240,6 +241,11 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
         if root.suffix in (*TEXT, *JSON, ".parquet"):  # not a Hub id
             raise ConfigError(f"data.path: {path!r} is not a local file or folder, {root} does not exist")
         return Table(path, subset, split, column)
+    if root.is_file() and root.suffix in TABLES:
+        raise ConfigError(
+            f"data.path: {root} is a table, expected .txt, .jsonl or .parquet; data.name=labelled_text reads tables of "
+            "texts with labels, for task sequence_classification"
+        )
     files = [root] if root.is_file() else [Path(folder) / name for folder, names in walk(root) for name in names]
     if any(p.suffix in (".parquet", *JSON) for p in files):  # such as a clone from the Hub
         cards = [p for p in files if p.suffix == ".md"]

@@ -35,6 +35,10 @@ CHARACTERS = r"[\s\S]"  # pattern of the pre-tokenizer of `characters`
 ANYWHERE, BETWEEN_WORDS = re.compile(CHARACTERS), re.compile(r"(?<=\S)[ \n](?=\S)")
 
 
+class NoTokenizer(ConfigError):
+    """There is no tokenizer of this name."""
+
+
 class Tokenizer:
     """A vocabulary and its rules. Text never becomes a special token: "[MASK]" in a document is three words."""
 
@@ -161,7 +165,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         known = (*BUILT_IN, "bert-base-uncased", "gpt2")
         hint = "" if name in known else f"; {nearest(name, known)}"
         place = data_root() / "tokenizers" / name
-        raise ConfigError(
+        raise NoTokenizer(
             f"data.tokenizer: no {name!r} in {place}, and it cannot be loaded from the Hub ({reason}){hint}"
         ) from None
 

@@ -12,6 +12,10 @@ from lion.samples.base import Info
 SPECIAL = ("pad", "mask", "cls", "sep", "unk", "end")  # names of special tokens
 
 
+class OtherVocabulary(ConfigError):
+    """Ids stand for other tokens than those that a model was trained with."""
+
+
 @dataclass(frozen=True)
 class TextInfo(Info):
     """Facts about text that a model must know.
@@ -84,7 +88,9 @@ class TextInfo(Info):
                 f"{d.get('tokenizer')!r} ({d.get('vocabulary')} ids, fingerprint {str(d.get('fingerprint'))[:12]})"
                 for d in (then, self.to_dict())
             )
-            raise ConfigError(f"{whose} was trained with another vocabulary: its tokenizer was {old}, and is {new} now")
+            raise OtherVocabulary(
+                f"{whose} was trained with another vocabulary: its tokenizer was {old}, and is {new} now"
+            )
 
 
 @dataclass(frozen=True)

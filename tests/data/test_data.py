@@ -614,7 +614,7 @@ def test_a_task_that_is_given_another_kind_of_data(tmp_path, capsys, monkeypatch
     path = tiny_recipe(tmp_path, task={"name": "reading", "mixup": 0})
     line = refuse(capsys, "train", path)
     assert line == (
-        f"error: {path}: data.name: 'digits' holds images, but task 'reading' needs text, "
-        f"valid: diffusion, image_classification\n"
+        f"error: {path}: data.name: 'digits' holds images, but task 'reading' needs text; "
+        f"tasks that take images: diffusion, image_classification\n"
     )
     assert not (tmp_path / "runs").exists()

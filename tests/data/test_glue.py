@@ -8,7 +8,8 @@ import tokenizers.processors
 import torch
 
 import data
-from data.text.glue import TASKS, cut
+from data.text.glue import TASKS
+from data.text.sequences import cut
 from data.text.tokenizers import open_tokenizer
 from lion.config import ConfigError, build
 from lion.samples.order import Sequential, Shuffled
@@ -150,7 +151,7 @@ def test_what_is_refused_is_named_with_its_file_and_row(root, tmp_path):
         (tmp_path / "rte" / "train.jsonl").write_text(text)
         assert words in refusal(tmp_path)
     (tmp_path / "rte" / "train.jsonl").unlink()
-    assert "no train.jsonl (or .json, .parquet, .csv) in" in refusal(tmp_path)
+    assert "no train.jsonl (or .json, .parquet, .csv, .tsv) in" in refusal(tmp_path)
     assert "no folder /nowhere/rte" in refusal("/nowhere") and "has no GLUE task" in refusal("/nowhere")
     assert "cannot be loaded from the Hub" in refusal("no/such-set")
     assert "has no token 'cls'" in refusal(root, tokenizer=str(characters(tmp_path)))

@@ -81,7 +81,9 @@ def test_a_finished_run_prints_its_summary_and_a_changed_one_is_refused(quicksta
     root, done = quickstart
     recipe = [ROOT / "recipes/quickstart.yaml", f"run.root={root}", "trainer.eval_every=4ep"]
     assert here("train", *recipe, "trainer.epochs=12") == 0
-    assert capsys.readouterr().out.strip() == done.stdout[done.stdout.index("form ") :].strip()
+    first, _, summary = capsys.readouterr().out.partition("\n")
+    assert first == f"{root / 'quickstart'} is complete, nothing to train; --fresh starts anew"
+    assert summary.strip() == done.stdout[done.stdout.index("form ") :].strip()
     changed = refuse(capsys, "train", *recipe, "trainer.epochs=13", "optim.lr=1e-3", "trainer.log_every=3")
     for part in ("optim.lr: 0.002 -> 0.001", "trainer.epochs: 12.0 -> 13.0", "run.name=", "--fresh"):
         assert part in changed
@@ -223,7 +225,8 @@ def test_init_from_another_grid_interpolates_positions(tmp_path, caplog, capsys)
     assert "new: patch.weight; not used: patch.weight" in caplog.text
     other = tiny_recipe(tmp_path, "other", init_from=changes["init_from"], model={"dim": 8, "depth": 1})
     capsys.readouterr()
-    assert "tensors do not fit, e.g. cls is (1, 1, 8) here and (1, 1, 16) there" in refuse(capsys, "train", other)
+    line = refuse(capsys, "train", other)
+    assert "do not fit, e.g. cls is (1, 1, 8) here and (1, 1, 16) there; the run has model.dim=16 model.depth=" in line
     assert not (tmp_path / "runs" / "other").exists()
 
 

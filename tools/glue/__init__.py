@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.text.glue import TASKS, Sequences
+from data.text.glue import TASKS
+from data.text.sequences import Sequences
 from lion.config import ConfigError
 from lion.tasks import Task
 from lion.trainer.optim import OptimConfig

@@ -1,0 +1,237 @@
+"""Texts with labels of one's own, as rows of a file or of the Hub: columns, classes and splits are set or detected."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.base import user_path
+from data.hub import import_datasets
+from data.manifest import short_hash
+from data.text.sequences import READERS, LabelledConfig, LabelledSequences, Row, read_rows
+from data.text.store import TOKENIZER, read_tokenizer
+from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, looks_like_path, make_tokenizer, open_tokenizer
+from data.vision.sources import split_indices
+from lion.config import ConfigError, nearest, setting
+from lion.files import save_text
+from lion.samples.base import Splits
+from lion.samples.text import LabelledTextInfo
+
+SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}  # names of their files
+TEXTS = (  # names of the columns of texts, in the order in which they are looked for
+    *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2")),
+    *(("text",), ("sentence",), ("document",), ("content",), ("review",)),
+)
+LABELS = ("label", "labels", "class", "category", "target")
+CLASSES = 1_000  # at most; more different labels are a wrong column
+
+
+@dataclass(kw_only=True)
+class LabelledTextConfig(LabelledConfig):
+    """Settings of labelled texts.
+
+    Args:
+        path: A folder with train.csv and, if there are any, validation.csv and test.csv (or .tsv, .jsonl, .json,
+            .parquet); a file; or a Hub id.
+        subset: Configuration of a Hub id.
+        text_columns: Columns of the one or two texts; null: detected.
+        label_column: Column of the label, a class or a number; null: detected.
+        val_split: Held-out share of the training rows, if there is no split for validation.
+        tokenizer: `wordpiece`, trained on the training texts to `vocabulary` tokens; `bytes`; a name
+            (`bert-base-uncased`); or local files.
+    """
+
+    name: str = "labelled_text"
+    path: str | None = setting(None, free=True)
+    subset: str | None = None
+    text_columns: tuple[str, ...] | None = None
+    label_column: str | None = None
+    val_split: float = setting(0.1, above=0, max=0.5)
+    tokenizer: str = setting("wordpiece", free=True)
+    vocabulary: int = setting(8192, min=300, max=2**20)
+
+    def __post_init__(self) -> None:
+        if self.text_columns is not None and len(self.text_columns) not in (1, 2):
+            raise ValueError(f"text_columns: expected one or two columns, got {', '.join(self.text_columns) or 'none'}")
+
+
+class LabelledText(LabelledSequences):
+    """Texts with labels: names of classes, or numbers."""
+
+    Config = LabelledTextConfig
+    kept: Path | None = None  # folder of a run that saved its tokenizer
+
+    def build(self) -> Splits:
+        info = self.described(self.classes)
+        built = {name: self.sequences(iter(rows), self.origin(name), info) for name, rows in self.rows.items()}
+        content = {name: [part.ids.tolist(), part.labels.tolist()] for name, part in built.items()}
+        train, val, test = (built.get(name) for name in SPLITS)
+        return Splits(train, val, test, info, order=self.order, fingerprint=short_hash(content))
+
+    def published(self) -> tuple[LabelledTextInfo, int] | None:
+        path = self.config.path
+        if path is None or not user_path(path).exists():
+            return None
+        return self.described(self.classes), len(self.rows["train"])
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        try:
+            return self.columns
+        except ConfigError:  # a run is used where its data are not
+            return ("text",)
+
+    def keep(self, folder: Path) -> None:
+        if self.kept is None:
+            save_text(folder / TOKENIZER, self.tokenizer.inner.to_str())
+
+    def restore(self, folder: Path, settings: dict[str, Any]) -> None:
+        same = settings.get("tokenizer") == self.config.tokenizer
+        self.kept = folder if same and (folder / TOKENIZER).is_file() else None
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        name = self.config.tokenizer
+        if self.kept is not None and name != BUILT_IN[0] and local_files(name) is None:
+            return read_tokenizer(self.kept, name)
+        if name not in BUILT_IN[1:]:
+            return open_tokenizer(name)
+        texts = [text for where, row in self.rows["train"] for text in self.texts(row, where)]
+        return make_tokenizer(name, texts, self.config.vocabulary)
+
+    @functools.cached_property
+    def rows(self) -> dict[str, list[Row]]:
+        """The rows of each split, in memory; of `val` always, held out of `train` if it has no file.
+
+        Raises:
+            ConfigError: The data are missing or cannot be read, or there are too few rows.
+        """
+        found = {name: list(read_rows(*place)) for name, place in self.places.items()}
+        for name, rows in found.items():
+            if not rows:
+                raise ConfigError(f"{self.origin(name)}: no rows, the file is empty")
+        if "val" not in found:
+            every, share = found["train"], self.config.val_split
+            kept, held = split_indices(len(every), (share,))
+            if not kept or not held:
+                raise ConfigError(f"data.val_split: {share:g} of {len(every)} rows leaves a split empty")
+            found["train"], found["val"] = ([every[i] for i in sorted(part)] for part in (kept, held))
+        return found
+
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[Path | str, str | None, str]]:
+        """The arguments of `read_rows` for each split that exists.
+
+        Raises:
+            ConfigError: There are no training data.
+        """
+        config = self.config
+        if config.path is None:
+            raise ConfigError("data.path: missing, expected a folder, a file or a Hub id")
+        path, kinds = user_path(config.path), ", ".join(READERS)
+        if path.is_file():
+            if path.suffix not in READERS:
+                raise ConfigError(f"data.path: {path} ends with {path.suffix or 'nothing'}, expected one of {kinds}")
+            return {"train": (path, None, "train")}
+        if path.is_dir():
+            found = {name: file for name, stems in SPLITS.items() if (file := first_file(path, stems)) is not None}
+            if "train" not in found:
+                raise ConfigError(f"data.path: no file train.csv in {path} (or train with one of {kinds})")
+            return {name: (file, None, name) for name, file in found.items()}
+        if looks_like_path(config.path):
+            raise ConfigError(f"data.path: no file or folder {path}")
+        names = hub_splits(config.path, config.subset)
+        found = {name: next((s for s in stems if s in names), None) for name, stems in SPLITS.items()}
+        return {name: (config.path, config.subset, split) for name, split in found.items() if split is not None}
+
+    def origin(self, split: str) -> str:
+        return str(self.places.get(split, self.places["train"])[0])
+
+    @functools.cached_property
+    def columns(self) -> tuple[str, ...]:
+        if self.config.text_columns is not None:
+            return tuple(self.config.text_columns)
+        _, row = self.rows["train"][0]
+        for names in TEXTS:
+            if all(isinstance(row.get(name), str) for name in names):
+                return names
+        texts = [name for name, value in row.items() if isinstance(value, str) and name != self.label_column]
+        if len(texts) != 1:
+            raise ConfigError(f"data.text_columns: must be set to one or two of {', '.join(row)}")
+        return (texts[0],)
+
+    @functools.cached_property
+    def label_column(self) -> str:
+        if self.config.label_column is not None:
+            return self.config.label_column
+        _, row = self.rows["train"][0]
+        found = next((name for name in LABELS if name in row), None)
+        if found is None:
+            raise ConfigError(f"data.label_column: must be set to one of {', '.join(row)}")
+        return found
+
+    @functools.cached_property
+    def place(self) -> dict[Any, int]:
+        """The number of each class by its label in the training rows; empty: labels are numbers to predict.
+
+        Raises:
+            ConfigError: Labels that are neither classes nor numbers.
+        """
+        every = [*self.rows["train"], *(() if "val" in self.places else self.rows["val"])]
+        _, first = every[0]
+        if self.label_column not in first:
+            raise ConfigError(
+                f"data.label_column: no column {self.label_column!r}, {nearest(self.label_column, first)}"
+            )
+        labels = {row.get(self.label_column) for _, row in every}
+        if any(isinstance(label, float) and not label.is_integer() for label in labels):
+            return {}
+        if odd := [label for label in labels if not isinstance(label, (str, int, float)) or label == ""]:
+            raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r}, which is no class or number")
+        if not 2 <= len(labels) <= CLASSES:
+            found = f"{self.label_column!r} has {len(labels):,} different labels"
+            raise ConfigError(f"data.label_column: {found}, expected 2 to {CLASSES:,}")
+        numbers = not any(isinstance(label, str) for label in labels)
+        return {label: i for i, label in enumerate(sorted(labels) if numbers else sorted(labels, key=str))}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(str(int(label) if isinstance(label, float) else label) for label in self.place)
+
+    def label(self, value: Any, where: str) -> int | float:
+        if not self.place:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+                return float(value)
+            raise ConfigError(f"{where}: {self.label_column}: expected a number, got {value!r}")
+        if value not in self.place:
+            raise ConfigError(
+                f"{where}: {self.label_column}: {value!r} is not a label of the training rows, "
+                f"{nearest(str(value), self.classes)}"
+            )
+        return self.place[value]
+
+
+def first_file(folder: Path, stems: Sequence[str]) -> Path | None:
+    """Return the first file NAME.SUFFIX with one of the names, in their order, and a suffix that can be read."""
+    files = (folder / f"{stem}{suffix}" for stem in stems for suffix in READERS)
+    return next((file for file in files if file.is_file()), None)
+
+
+def hub_splits(path: str, subset: str | None) -> list[str]:
+    """Return the names of the splits of a Hub id.
+
+    Raises:
+        ConfigError: It cannot be reached.
+    """
+    datasets = import_datasets()
+    try:
+        return datasets.get_dataset_split_names(path, subset)
+    except Exception as error:  # errors of the network or a missing set share no type
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"data.path: {path!r} is not a local folder and cannot be loaded from the Hub ({reason})"
+        ) from None

@@ -1,0 +1,245 @@
+"""Labelled sequences: one or two texts and a label for each sample, tokenized when the data set is opened."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.base import DataConfig, DataSet
+from data.hub import import_datasets
+from data.text.tokenizers import Tokenizer
+from lion.config import ConfigError, nearest, setting
+from lion.samples.base import Batch, DeviceDataset
+from lion.samples.order import Order, Sequential, Shuffled
+from lion.samples.text import LabelledTextInfo
+
+# readers of `datasets` by file suffix
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+AT_ONCE = 10_000  # texts that are tokenized in one call
+SHAPES = 4  # number of batch lengths: few, because each is compiled
+
+Row = tuple[str, dict[str, Any]]  # (location, values by column)
+
+
+@dataclass(kw_only=True)
+class LabelledConfig(DataConfig):
+    """Settings of labelled sequences.
+
+    Args:
+        tokenizer: A name (`bert-base-uncased`) or local files.
+        length: Maximum number of tokens of a sample; the longer part of a pair is cut first.
+        padding: Target of padding: `longest` is the longest sample of a batch, rounded up to a quarter of `length`;
+            `max_length` is `length`. Both give the same logits.
+        shuffle: Whether each epoch has a new order.
+    """
+
+    tokenizer: str = setting("bert-base-uncased", free=True)
+    length: int = setting(128, min=8, max=2**20)
+    padding: str = setting("longest", choices=("longest", "max_length"), free=True)
+    shuffle: bool = True
+
+    def resized(self, sample_size: int) -> Self:
+        return replace(self, length=sample_size)
+
+
+class Sample(NamedTuple):
+    """The ids of a sequence; the first `first` ids belong to its first part."""
+
+    ids: Sequence[int]
+    first: int
+
+
+class Sequences(DeviceDataset):
+    """Samples in memory, with batches {tokens, types, segments (B, L), label (B,)}."""
+
+    def __init__(self, samples: list[Sample], labels: list[int] | list[float], padding: Padding) -> None:
+        lengths = [len(s.ids) for s in samples]
+        self.ids = np.concatenate([np.asarray(s.ids, np.int32) for s in samples])
+        self.ends = np.cumsum(lengths)
+        self.firsts = np.asarray([s.first for s in samples])
+        self.labels, self.padding = torch.tensor(labels), padding
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def sample(self, index: int) -> Sample:
+        start = self.ends[index - 1] if index else 0
+        return Sample(self.ids[start : self.ends[index]], int(self.firsts[index]))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return {name: values[0] for name, values in self.batch([index], "cpu").items()}
+
+    def batch(self, indices: list[int], device: torch.device | str, generator: torch.Generator | None = None) -> Batch:
+        made = {**self.padding.rows([self.sample(i) for i in indices]), "label": self.labels[indices]}
+        return {name: values.to(device) for name, values in made.items()}
+
+
+class Padding(NamedTuple):
+    """Padding of rows with `token`, to a multiple of `step` tokens, at most `length` tokens."""
+
+    token: int
+    step: int
+    length: int
+
+    def to(self, longest: int) -> int:
+        """Return the padded length of a batch whose longest sample has `longest` tokens."""
+        return min(-(-longest // self.step) * self.step, self.length)
+
+    def rows(self, samples: Sequence[Sample]) -> Batch:
+        """Return {tokens, types, segments}, each int64 (B, L)."""
+        length = self.to(max(len(s.ids) for s in samples))
+        tokens = np.full((len(samples), length), self.token, np.int64)
+        types, segments = np.zeros_like(tokens), np.full_like(tokens, -1)
+        for row, (ids, first) in enumerate(samples):
+            tokens[row, : len(ids)], segments[row, : len(ids)], types[row, first : len(ids)] = ids, 0, 1
+        arrays = {"tokens": tokens, "types": types, "segments": segments}
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+
+class LabelledSequences(DataSet):
+    """A data set of one or two texts and a label. A subclass defines the columns, the labels and the tokenizer."""
+
+    Info = LabelledTextInfo
+    workers = 0  # whole batches are built in microseconds
+    columns: tuple[str, ...]  # of the one or two texts
+    label_column: str = "label"
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the texts.
+
+        Raises:
+            ConfigError: There is no such tokenizer.
+        """
+
+    @abstractmethod
+    def label(self, value: Any, where: str) -> int | float:
+        """Return the class or the number of a label; `where` is its location.
+
+        Raises:
+            ConfigError: The value is no label.
+        """
+
+    @property
+    def order(self) -> Order:
+        return Shuffled() if self.config.shuffle else Sequential()
+
+    @property
+    def padding(self) -> Padding:
+        length = self.config.length
+        step = length if self.config.padding == "max_length" else -(-length // SHAPES)
+        return Padding(self.tokenizer.special.get("pad", 0), step, length)
+
+    def described(self, classes: tuple[str, ...]) -> LabelledTextInfo:
+        """Return the info of these sequences.
+
+        Raises:
+            ConfigError: The tokenizer does not have the tokens cls and sep.
+        """
+        made, name = self.tokenizer, Path(self.config.tokenizer).name
+        info = LabelledTextInfo(made.vocabulary, self.config.length, name, made.fingerprint, made.special, classes)
+        for needed in ("cls", "sep"):
+            info.id(needed)
+        return info
+
+    def sequences(self, rows: Iterator[Row], source: Any, info: LabelledTextInfo) -> Sequences:
+        """Tokenize the rows of a split, which `source` names in messages.
+
+        Raises:
+            ConfigError: There are no rows, or one of them is invalid.
+        """
+        samples, labels, held = [], [], []
+        for where, row in rows:
+            held.append(self.texts(row, where))
+            labels.append(self.label(row.get(self.label_column), where))
+            if len(held) == AT_ONCE:
+                samples += self.encoded(held, info)
+                held.clear()
+        samples += self.encoded(held, info) if held else []
+        if not samples:
+            raise ConfigError(f"{source}: no rows, the file is empty")
+        return Sequences(samples, labels, self.padding)
+
+    def texts(self, row: dict[str, Any], where: str) -> tuple[str, ...]:
+        for column in (*self.columns, self.label_column):
+            if column not in row:
+                raise ConfigError(f"{where}: no column {column!r}, {nearest(column, row)}")
+        texts = tuple(row[column] for column in self.columns)
+        for column, text in zip(self.columns, texts):
+            if not isinstance(text, str):
+                raise ConfigError(f"{where}: {column}: expected text, got {text!r}")
+        return texts
+
+    def encoded(self, texts: Sequence[tuple[str, ...]], info: LabelledTextInfo) -> list[Sample]:
+        """Encode texts as [CLS] a [SEP] or [CLS] a [SEP] b [SEP]; only a and b are truncated."""
+        cls, sep = info.id("cls"), info.id("sep")
+        parts = [self.tokenizer.encode_all(part) for part in zip(*texts)]
+        found = []
+        for ids in zip(*parts):
+            a, b = ids if len(ids) == 2 else (ids[0], [])
+            keep_a, keep_b = cut(len(a), len(b), self.config.length - 1 - len(ids))
+            first = [cls, *a[:keep_a], sep]
+            found.append(Sample(first + ([*b[:keep_b], sep] if len(ids) == 2 else []), len(first)))
+        return found
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        return self.columns
+
+    def load(self, *texts: str, info: LabelledTextInfo) -> Sample:
+        return self.encoded([texts], info)[0]
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        return self.padding.rows(samples)
+
+
+def read_rows(source: Path | str, subset: str | None, split: str) -> Iterator[Row]:
+    """Yield the rows of a file, or of a split of a Hub id; their locations are the file or id, and a number from 1.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    datasets = import_datasets()
+    try:
+        if isinstance(source, Path):
+            if not source.stat().st_size:
+                return
+            options: dict[str, Any] = {"data_files": {split: str(source)}, "split": split, "streaming": True}
+            if READERS[source.suffix] == "csv":
+                options |= {"keep_default_na": False}  # "None" and "NA" are words
+                options |= {"sep": "\t"} if source.suffix == ".tsv" else {}
+            table = datasets.load_dataset(READERS[source.suffix], **options)
+        else:
+            table = datasets.load_dataset(source, subset, split=split)
+        for number, row in enumerate(table, 1):
+            yield f"{source}, row {number}", row
+    except Exception as error:  # errors of the network, a missing set or a broken file share no type
+        reason = (str(error).splitlines() or [""])[0]
+        what = (
+            "cannot be read" if isinstance(source, Path) else "is not a local folder and cannot be loaded from the Hub"
+        )
+        raise ConfigError(f"data.path: {source} {what} ({type(error).__name__}: {reason})") from None
+
+
+def cut(first: int, second: int, room: int) -> tuple[int, int]:
+    """Return how many tokens of each part are kept, so that both together fit into `room`.
+
+    The longer part is truncated first, down to the length of the shorter part, like the fast tokenizers of
+    transformers.
+    """
+    short, long = sorted((first, second))
+    if short + long > room:
+        long = max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return (short, long) if first <= second else (long, short)

@@ -1,0 +1,125 @@
+"""Tests of labelled texts of one's own: files, columns, classes and splits that are detected or set; invalid input."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+import data
+from data.text.tokenizers import open_tokenizer
+from lion.config import ConfigError, build
+from tests.helpers import command, here, refuse
+
+ROWS = [{"text": f"{'good' if i % 3 else 'bad'} word{i}", "label": "yes" if i % 3 else "no"} for i in range(30)]
+
+
+def labelled(path, **settings):
+    kind = data.dataset("labelled_text")
+    values = {"name": "labelled_text", "path": str(path), "tokenizer": "bytes", "length": 32, **settings}
+    return kind(build(kind.Config, values, source=lambda key: "recipe"))
+
+
+def write(path, rows):
+    if path.suffix in (".csv", ".tsv"):
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0], delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(str(path))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts_of(split):
+    tokenizer = open_tokenizer("bytes")
+    return [tokenizer.decode(split.sample(i).ids.tolist()) for i in range(len(split))]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_a_folder_of_splits(tmp_path, suffix):
+    write(tmp_path / f"train{suffix}", ROWS)
+    write(tmp_path / f"dev{suffix}", ROWS[:4])
+    write(tmp_path / f"test{suffix}", ROWS[4:10])
+    splits = labelled(tmp_path).build()
+    assert splits.info.classes == ("no", "yes") and [len(s) for s in (splits.train, splits.val, splits.test)] == [
+        30,
+        4,
+        6,
+    ]
+    assert texts_of(splits.val) == [f"[CLS]{row['text']}[SEP]" for row in ROWS[:4]]
+    assert splits.train.labels.tolist() == [int(i % 3 > 0) for i in range(30)]
+    again = labelled(tmp_path).build()
+    assert splits.fingerprint == again.fingerprint
+    write(tmp_path / f"test{suffix}", ROWS[4:9])
+    assert labelled(tmp_path).build().fingerprint != splits.fingerprint
+
+
+def test_rows_are_held_out_of_a_single_file(tmp_path):
+    file = write(tmp_path / "reviews.csv", ROWS)
+    splits = labelled(file, val_split=0.2).build()
+    held, kept = texts_of(splits.val), texts_of(splits.train)
+    assert len(held) == 6 and splits.test is None
+    assert sorted([*held, *kept]) == sorted(f"[CLS]{row['text']}[SEP]" for row in ROWS)
+    assert held == texts_of(labelled(file, val_split=0.2, length=64).build().val)
+
+
+def test_pairs_numbers_and_columns(tmp_path):
+    pairs = [{"id": str(i), "premise": "a", "hypothesis": f"b{i}", "label": i % 3} for i in range(12)]
+    splits = labelled(write(tmp_path / "pairs.jsonl", pairs)).build()
+    assert splits.info.classes == ("0", "1", "2") and texts_of(splits.train)[0].startswith("[CLS]a[SEP]b")
+    numbers = [{"title": "x", "body": f"y{i}", "target": i / 4} for i in range(12)]
+    file = write(tmp_path / "numbers.csv", numbers)
+    splits = labelled(file, text_columns=["body", "title"]).build()
+    assert splits.info.classes == () and splits.train.labels.dtype == torch.float32
+    assert texts_of(splits.train)[0].endswith("[SEP]x[SEP]")
+    words = [{"comment": f"c{i}", "kind": "None" if i % 2 else "NA"} for i in range(12)]
+    splits = labelled(write(tmp_path / "words.csv", words), label_column="kind").build()
+    assert splits.info.classes == ("NA", "None")
+    years = [{"text": f"t{i}", "label": 2000 + i % 11} for i in range(33)]
+    assert labelled(write(tmp_path / "years.csv", years)).build().info.classes == tuple(map(str, range(2000, 2011)))
+
+
+def test_what_is_refused_is_named(tmp_path):
+    def refusal(path, **settings):
+        with pytest.raises(ConfigError) as error:
+            labelled(path, **settings).build()
+        return str(error.value)
+
+    file = write(tmp_path / "train.csv", ROWS)
+    assert "no file or folder" in refusal(tmp_path / "nosuch")
+    (tmp_path / "notes.txt").write_text("x")
+    assert "ends with .txt, expected one of .jsonl, .json" in refusal(tmp_path / "notes.txt")
+    (tmp_path / "none").mkdir()
+    assert "no file train.csv in" in refusal(tmp_path / "none")
+    assert "text_columns: expected one or two columns" in refusal(file, text_columns=["a", "b", "c"])
+    assert "no column 'txt', did you mean 'text'" in refusal(file, text_columns=["txt"])
+    assert "no column 'labl', did you mean 'label'" in refusal(file, label_column="labl")
+    other = write(tmp_path / "other.csv", [{"a": "x", "b": "y", "c": f"z{i % 2}"} for i in range(9)])
+    assert "data.label_column: must be set to one of a, b, c" in refusal(other)
+    assert "data.text_columns: must be set to one or two of a, b, c" in refusal(other, label_column="c")
+    assert "has 1 different labels, expected 2 to 1,000" in refusal(other, label_column="b", text_columns=["a"])
+    many = write(tmp_path / "many.csv", [{"text": "x", "label": f"l{i}"} for i in range(1001)])
+    assert "has 1,001 different labels" in refusal(many)
+    write(tmp_path / "validation.csv", [{"text": "x", "label": "maybe"}])
+    assert "row 1: label: 'maybe' is not a label of the training rows" in refusal(tmp_path)
+    (tmp_path / "validation.csv").write_text("")
+    assert "validation.csv: no rows, the file is empty" in refusal(tmp_path)
+    assert "val_split: 0.01 of 30 rows leaves a split empty" in refusal(file, val_split=0.01)
+
+
+def test_a_run_classifies_texts_without_its_data(tmp_path, capsys):
+    """Check a real run: its tokenizer is trained on the training texts and kept, and `predict` needs nothing else."""
+    file = write(tmp_path / "own.csv", ROWS)
+    small = ["model.dim=16", "model.depth=1", "model.num_heads=2", "trainer.compile=false", "trainer.epochs=1"]
+    where = [f"data.path={file}", f"run.root={tmp_path}", "run.name=own"]
+    assert here("train", "text_tiny_lion_s", *where, *small, "data.vocabulary=300") == 0
+    file.unlink()
+    done = command("predict", str(tmp_path / "own"), "good word7")
+    assert done.returncode == 0, done.stderr
+    assert "yes" in done.stdout and "no" in done.stdout
+    capsys.readouterr()
+    line = refuse(capsys, "train", "text_tiny_lion_s", f"data.path={tmp_path / 'gone.csv'}", "run.name=x")
+    assert "no file or folder" in line
