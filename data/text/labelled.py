@@ -145,6 +145,8 @@ class LabelledText(LabelledSequences):
         if looks_like_path(config.path):
             raise ConfigError(f"data.path: no file or folder {path}")
         names = hub_splits(config.path, config.subset)
+        if "train" not in names:
+            raise ConfigError(f"data.path: {config.path!r} has no split 'train', it has {', '.join(names)}")
         found = {name: next((s for s in stems if s in names), None) for name, stems in SPLITS.items()}
         return {name: (config.path, config.subset, split) for name, split in found.items() if split is not None}
 

@@ -110,6 +110,12 @@ def test_what_is_refused_is_named(tmp_path):
     assert "val_split: 0.01 of 30 rows leaves a split empty" in refusal(file, val_split=0.01)
 
 
+def test_a_set_of_the_hub_needs_a_split_for_training(monkeypatch):
+    monkeypatch.setattr("data.text.labelled.hub_splits", lambda path, subset: ["validation", "all"])
+    with pytest.raises(ConfigError, match="data.path: 'some/set' has no split 'train', it has validation, all"):
+        labelled("some/set").build()
+
+
 def test_a_run_classifies_texts_without_its_data(tmp_path, capsys):
     """Check a real run: its tokenizer is trained on the training texts and kept, and `predict` needs nothing else."""
     file = write(tmp_path / "own.csv", ROWS)
