@@ -13,11 +13,10 @@ from data.base import user_path
 from data.hub import import_datasets
 from data.manifest import short_hash
 from data.text.sequences import READERS, LabelledConfig, LabelledSequences, Row, read_rows
-from data.text.store import TOKENIZER, read_tokenizer
+from data.text.store import KeepsTokenizer, read_tokenizer
 from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, looks_like_path, make_tokenizer, open_tokenizer
 from data.vision.sources import split_indices
 from lion.config import ConfigError, nearest, setting
-from lion.files import save_text
 from lion.samples.base import Splits
 from lion.samples.text import LabelledTextInfo
 
@@ -59,11 +58,10 @@ class LabelledTextConfig(LabelledConfig):
             raise ValueError(f"text_columns: expected one or two columns, got {', '.join(self.text_columns) or 'none'}")
 
 
-class LabelledText(LabelledSequences):
+class LabelledText(LabelledSequences, KeepsTokenizer):
     """Texts with labels: names of classes, or numbers."""
 
     Config = LabelledTextConfig
-    kept: Path | None = None  # folder of a run that saved its tokenizer
 
     def build(self) -> Splits:
         info = self.described(self.classes)
@@ -84,14 +82,6 @@ class LabelledText(LabelledSequences):
             return self.columns
         except ConfigError:  # a run is used where its data are not
             return ("text",)
-
-    def keep(self, folder: Path) -> None:
-        if self.kept is None:
-            save_text(folder / TOKENIZER, self.tokenizer.inner.to_str())
-
-    def restore(self, folder: Path, settings: dict[str, Any]) -> None:
-        same = settings.get("tokenizer") == self.config.tokenizer
-        self.kept = folder if same and (folder / TOKENIZER).is_file() else None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from data.base import DataSet
 from data.manifest import MANIFEST, FileRecord, again, compare_sums, open_manifest
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
+from lion.files import save_text
 from lion.samples.text import TextInfo
 
 TOKENIZER = "tokenizer.json"
@@ -121,6 +123,26 @@ def check_sums(folder: Path) -> None:
         if getattr(found, name) != said[name]:
             raise ConfigError(f"{folder / MANIFEST}: damaged, its {name} differs from {TOKENIZER}; {again(folder)}")
     compare_sums(folder, files_of(held))
+
+
+class KeepsTokenizer(DataSet):
+    """A data set whose runs save their tokenizer; its text may be lost.
+
+    Attributes:
+        tokenizer: The tokenizer of the data.
+        kept: Folder of a run that saved its tokenizer.
+    """
+
+    tokenizer: Tokenizer
+    kept: Path | None = None
+
+    def keep(self, folder: Path) -> None:
+        if self.kept is None:
+            save_text(folder / TOKENIZER, self.tokenizer.inner.to_str())
+
+    def restore(self, folder: Path, settings: dict[str, Any]) -> None:
+        same = settings.get("tokenizer") == self.config.tokenizer
+        self.kept = folder if same and (folder / TOKENIZER).is_file() else None
 
 
 def read_tokenizer(folder: Path, name: str) -> Tokenizer:

@@ -10,12 +10,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from data.base import DataConfig, DataSet, data_root, user_path
+from data.base import DataConfig, data_root, user_path
 from data.manifest import FORMAT, MANIFEST, fingerprint_of, short_hash
 from data.text.corpus import BORDERS, Corpus, open_corpus
 from data.text.layouts import Packed, Padded, TokenLayout, Windows
 from data.text.prepare import prepare
-from data.text.store import SPLITS, TOKENIZER, Tokens, check_sums, files_of, id_type, read_manifest, read_tokenizer
+from data.text.store import (
+    SPLITS,
+    TOKENIZER,
+    KeepsTokenizer,
+    Tokens,
+    check_sums,
+    files_of,
+    id_type,
+    read_manifest,
+    read_tokenizer,
+)
 from data.text.tokenizers import (
     BUILT_IN,
     WORDPIECE,
@@ -26,7 +36,6 @@ from data.text.tokenizers import (
     open_tokenizer,
 )
 from lion.config import ConfigError, setting
-from lion.files import save_text
 from lion.samples.base import Splits
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.text import TextInfo
@@ -118,20 +127,11 @@ def estimate(config: TextConfig, tokens: float, documents: int) -> tuple[TextInf
     return TextInfo(vocabulary, config.length, name, fingerprint, special), int(samples[config.pack])
 
 
-class Text(DataSet):
+class Text(KeepsTokenizer):
     """Text that is tokenized once and then read from a memory-mapped file of any size."""
 
     Config, Info = TextConfig, TextInfo
     workers = 0  # whole batches are built in microseconds
-    kept: Path | None = None  # folder of a run that saved its tokenizer
-
-    def keep(self, folder: Path) -> None:
-        if self.kept is None:
-            save_text(folder / TOKENIZER, self.tokenizer.inner.to_str())
-
-    def restore(self, folder: Path, settings: dict[str, Any]) -> None:
-        same = settings.get("tokenizer") == self.config.tokenizer
-        self.kept = folder if same and (folder / TOKENIZER).is_file() else None
 
     def prepare(self) -> None:
         """Create the token file if it is missing."""

@@ -112,7 +112,7 @@ def test_what_is_refused_is_named(tmp_path):
 
 def test_a_set_of_the_hub_needs_a_split_for_training(monkeypatch):
     monkeypatch.setattr("data.text.labelled.hub_splits", lambda path, subset: ["validation", "all"])
-    with pytest.raises(ConfigError, match="data.path: 'some/set' has no split 'train', it has validation, all"):
+    with pytest.raises(ConfigError, match=r"data.path: 'some/set' has no split 'train', it has validation, all"):
         labelled("some/set").build()
 
 
