@@ -119,7 +119,14 @@ def test_a_set_of_the_hub_needs_a_split_for_training(monkeypatch):
 def test_a_run_classifies_texts_without_its_data(tmp_path, capsys):
     """Check a real run: its tokenizer is trained on the training texts and kept, and `predict` needs nothing else."""
     file = write(tmp_path / "own.csv", ROWS)
-    small = ["model.dim=16", "model.depth=1", "model.num_heads=2", "trainer.compile=false", "trainer.epochs=1"]
+    small = [
+        "model.dim=16",
+        "model.depth=1",
+        "model.num_heads=2",
+        "trainer.compile=false",
+        "trainer.epochs=1",
+        "trainer.batch_size=4",
+    ]
     where = [f"data.path={file}", f"run.root={tmp_path}", "run.name=own"]
     assert here("train", "text_tiny_lion_s", *where, *small, "data.vocabulary=300") == 0
     file.unlink()
