@@ -154,17 +154,18 @@ def digest(model: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def hint_of_tokenizer(folder: Path | None) -> Iterator[None]:
-    """Add to errors about a tokenizer how to use that of the run in `folder`."""
+def hint_of_tokenizer(run: str | Path | None) -> Iterator[None]:
+    """Add to errors about a tokenizer how to use that of a run."""
     try:
         yield
     except (NoTokenizer, OtherVocabulary) as error:
-        hint = transfer_hint(folder) if folder is not None else ""
+        hint = transfer_hint(run) if run is not None else ""
         raise ConfigError("; ".join(filter(None, (str(error), hint)))) from None
 
 
-def transfer_hint(folder: Path) -> str:
-    with contextlib.suppress(ConfigError):  # raised if the data are gone
+def transfer_hint(run: str | Path) -> str:
+    with contextlib.suppress(ConfigError):  # raised if the run or its data are gone
+        folder = find_run(run)
         return open_data(resolve_run(folder), folder).transfer_hint()
     return ""
 
@@ -181,7 +182,7 @@ def build_data(recipe: Recipe, run: Path | None = None, *, cached: bool = False)
         cached: Whether to apply `data.cache`, which pays off if the data are read more than once.
     """
     source = open_data(recipe if cached else replace(recipe, data=recipe.data.uncached()), run)
-    with hint_of_tokenizer(find_run(recipe.init_from) if recipe.init_from else None):
+    with hint_of_tokenizer(recipe.init_from):
         if needs_preparing(source):
             with locked(data_root() / f".{recipe.data.name}.lock"):
                 source.prepare()

@@ -30,7 +30,6 @@ from lion.runs import (
     SUMMARY,
     check_unlocked,
     count_parameters,
-    find_run,
     init_from,
     lock_run,
     stored_recipe,
@@ -242,7 +241,7 @@ def prepare(recipe: Recipe, world: int, *, fresh: bool, first: bool) -> tuple[Da
     seed_everything(recipe.seed)
     model = task.build_model(recipe.model)
     if recipe.init_from is not None:
-        with hint_of_tokenizer(find_run(recipe.init_from)):
+        with hint_of_tokenizer(recipe.init_from):
             init_from(model, recipe.init_from, splits.info)
     if first and not fresh:
         check_checkpoint(recipe.folder, model)

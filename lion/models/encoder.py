@@ -71,6 +71,7 @@ class EncoderConfig(ModelConfig):
         return {} if entry is None or entry.layer.Config is AttentionConfig else {"attention": entry.layer.Config}
 
     def __post_init__(self) -> None:
+        entry_of(self.mixer)
         check_settings(self)
         if self.dim % self.num_heads:
             near = nearest_divisor(self.num_heads, self.dim)

@@ -120,10 +120,8 @@ def check_scan_names(config: AttentionConfig) -> None:
     """Check the names of the scans.
 
     Raises:
-        ValueError: An unknown scan, no scan, or no tuple.
+        ValueError: An unknown scan, or no scan.
     """
-    if not isinstance(config.scans, tuple):
-        raise ValueError(f"scans: expected a tuple of names, got {config.scans!r}")
     for scan in config.scans:
         if scan not in SCANS:
             raise ValueError(f"scans: unknown scan {scan!r}, {nearest(scan, SCANS)}")
