@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 
 from data.base import user_path
 from data.hub import import_datasets
-from data.manifest import short_hash
 from data.text.sequences import READERS, LabelledConfig, LabelledSequences, Row, read_rows
 from data.text.store import KeepsTokenizer, read_tokenizer
 from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, looks_like_path, make_tokenizer, open_tokenizer
@@ -66,9 +66,13 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
     def build(self) -> Splits:
         info = self.described(self.classes)
         built = {name: self.sequences(iter(rows), self.origin(name), info) for name, rows in self.rows.items()}
-        content = {name: [part.ids.tolist(), part.labels.tolist()] for name, part in built.items()}
+        digest = hashlib.sha256()
+        for name, part in built.items():
+            digest.update(name.encode())
+            for values in (part.ids, part.ends, part.firsts, part.labels.numpy()):
+                digest.update(values.tobytes())
         train, val, test = (built.get(name) for name in SPLITS)
-        return Splits(train, val, test, info, order=self.order, fingerprint=short_hash(content))
+        return Splits(train, val, test, info, order=self.order, fingerprint=digest.hexdigest()[:12])
 
     def published(self) -> tuple[LabelledTextInfo, int] | None:
         path = self.config.path

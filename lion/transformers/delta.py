@@ -87,16 +87,15 @@ def chunk_gated_delta_rule(
     length = tokens[0].shape[1]
     if length == 0:
         raise ValueError(f"q: expected at least one token, got the shape {tuple(q.shape)}")
-    if cu_seqlens is not None:
-        check_ends("cu_seqlens", cu_seqlens, length)
     run = compiled() if compile and not torch.compiler.is_compiling() else computed
     keep = initial_state is not None or output_final_state
-    lengths = None if cu_seqlens is None else cu_seqlens.diff()
     segments = valid = None
-    if lengths is not None and keep:  # documents with states become rows
+    if cu_seqlens is not None and keep:  # documents with states become rows
+        check_ends("cu_seqlens", cu_seqlens, length)
+        lengths = cu_seqlens.diff()
         valid = torch.arange(int(lengths.max()), device=q.device) < lengths[:, None]
         tokens = [rows_of(x, valid) for x in tokens]
-    elif lengths is not None:
+    elif cu_seqlens is not None:
         segments = documents_of_ends("cu_seqlens", cu_seqlens, length)
     y, state = run(
         *tokens, initial_state, segments, valid, scale, use_qk_l2norm_in_kernel, output_final_state, chunk_size
