@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
 import io
 import json
+import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,12 +32,14 @@ class Store:
     Attributes:
         tables: The rows of each table by their keys; `rows` is the main table.
         new: Keys of the rows that were added after the file was read.
+        unsaved: Tables and keys of the rows that were added after the last `save`.
     """
 
     def __init__(self, path: Path, **keys: Sequence[str]) -> None:
         self.path, self.keys = path, keys
         self.tables: dict[str, dict[tuple, Row]] = {name: {} for name in keys}
         self.new: dict[tuple, None] = {}
+        self.unsaved: set[tuple[str, tuple]] = set()
 
     @property
     def rows(self) -> dict[tuple, Row]:
@@ -60,6 +65,21 @@ class Store:
             raise ConfigError(f"{self.path}: not a report of this command; --fresh starts over") from None
         return self
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lock the report's folder, and first read what other processes have stored; unsaved rows of ours are kept."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            own = [(self.tables[table][key], table) for table, key in self.unsaved]
+            self.load()
+            for row, table in own:
+                self.add(row, table)
+            yield
+        finally:
+            os.close(folder)  # releases the lock
+
     def key_of(self, row: Row, table: str = "rows") -> tuple:
         return tuple(row[name] for name in self.keys[table])
 
@@ -68,6 +88,7 @@ class Store:
         key = self.key_of(row, table)
         self.tables[table].pop(key, None)
         self.tables[table][key] = row
+        self.unsaved.add((table, key))
         if table == "rows":
             self.new[key] = None
 
@@ -89,6 +110,7 @@ class Store:
         held = {name: list(rows.values()) for name, rows in self.tables.items()}
         save_text(self.path, json.dumps({"schema": SCHEMA, **held, **derived}, indent=1) + "\n")
         save_text(self.path.with_suffix(".md"), markdown)
+        self.unsaved.clear()
 
     def draw(self, path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> Path | None:
         """Call `draw` with a figure of `size` inches, and write the figure to a file.

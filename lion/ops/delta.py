@@ -37,10 +37,10 @@ from torch import Tensor
 
 from lion.ops.arguments import sum_dtype
 from lion.ops.chunk import chunk_grid
-from lion.ops.decay import LOG_ZERO, exp_where, make_directions, scan_directions
+from lion.ops.decay import LOG_ZERO, decay_mask, exp_where, make_directions, scan_directions
 from lion.ops.delta_states import chunk_states
 from lion.ops.exchange import Part
-from lion.ops.full import decayed_scores, pad_segments
+from lion.ops.full import pad_segments
 from lion.ops.rnn import Compiler, eager, scan
 from lion.ops.segments import SegmentIndex, may_wait
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state
@@ -117,12 +117,12 @@ def delta_chunks(
     chunks = tokens.map(lambda x: (F.pad(x, (0, 0, 0, padding)) if padding else x).unflatten(2, (count, size)))
     if index is not None:
         index = index.unflatten(1, (count, size))  # (B, N, C)
-    p = in_scan_order(pair_products(chunks._replace(segment_index=index), direction, undecayed_erase), direction)
+    products = pair_products(chunks._replace(segment_index=index), direction, undecayed_erase)
+    p = in_scan_order(products, direction, narrow)
     if index is not None:
         index = p.segment_index
         outer = index[:1, :, 0] if part is None else entering_segments(part, index[0, :, 0], direction)
         p = in_segments(p, torch.cat([outer, index[:-1, :, -1]]))
-    p = p.rounded(narrow)
     right, y, written = values_along_w(p)
     if part is not None:
         S, new = part_states(p, right, written, part, direction)
@@ -139,7 +139,7 @@ def delta_advance(undecayed_erase: bool, state: State, segment: Tensor | None, t
     """Read and update a state by C tokens, with the arguments and results of `lion.ops.rnn.advance`."""
     tokens = tokens.masked().to(state.S.dtype)
     chunk = tokens.map(lambda x: x.unsqueeze(2), lambda x: x.unsqueeze(1))
-    p = in_scan_order(pair_products(chunk, "forward", undecayed_erase), "forward")
+    p = in_scan_order(pair_products(chunk, "forward", undecayed_erase), "forward", state.S.dtype)
     p = p if segment is None else in_segments(p, segment[None])
     right, y, written = values_along_w(p)
     new = new_values(p, right - p.read @ state.S)
@@ -157,7 +157,7 @@ class PairProducts(NamedTuple):
         erase, write: Vectors e and w; w is None where it is e.
         v: Values (B, H, .., C, E).
         gram, scores: Products of r, and of q, with e and (unless it is e) w, under the decays of the tokens between
-            each pair (B, H, .., C, C). For a token with itself, those of r are 0, and those of q have no decay.
+            each pair (B, H, .., C, C). For a token with itself, those of q have no decay, and those of r do not count.
         before, after: Decays of all tokens before and after each token of the chunk (b, H, .., C, D or 1).
         kept: Decays of all tokens of the chunk (b, H, .., D or 1, 1).
         segment_index: Segment numbers (B, .., C), or None.
@@ -178,26 +178,50 @@ class PairProducts(NamedTuple):
 
 def pair_products(tokens: TokenBlock, direction: str, undecayed_erase: bool) -> PairProducts:
     """Compute the products of all pairs of tokens inside chunks (B, H, .., C, D)."""
-    log_decay, index = tokens.gate.clamp(LOG_ZERO, 0.0), tokens.segment_index
+    tokens = tokens._replace(gate=tokens.gate.clamp(LOG_ZERO, 0.0))
+    log_decay, lam = tokens.gate, lambdas(tokens.gate)
     read, write, erase = tokens.k if tokens.read is None else tokens.read, write_vectors(tokens), tokens.erase
-    targets = torch.stack([write] if erase is None else [erase, write])
-    own = (tokens.q * targets).sum(-1)
-    lam = lambdas(log_decay)
-    q, read = lam * tokens.q, read if undecayed_erase else lam * read
-    readers = torch.stack([read, q])[:, None]
-    if log_decay.shape[-1] == 1:
-        between = make_directions(log_decay, index, decay_convention="between", direction=direction)
-        pairs = decayed_scores(readers, targets, between, include_diagonal=False)
-    else:
-        how = ScoreSettings("full", "between", direction, False, False, 0)
-        pairs = vector_scores(*torch.broadcast_tensors(readers, targets), log_decay, index, how)
+    pairs = scalar_pairs if log_decay.shape[-1] == 1 else vector_pairs
+    q, decayed_read = lam * tokens.q, read if undecayed_erase else lam * read
+    gram, scores = pairs(tokens, read, [write] if erase is None else [erase, write], direction, undecayed_erase)
+    vectors = (q, decayed_read, write, None) if erase is None else (q, decayed_read, erase, write)
     sums = exclusive_sum(log_decay), exclusive_sum(log_decay.flip(-2)).flip(-2)
     before, after = (exp_where(x, factors=FACTORS) for x in sums)
     kept = exp_where(log_decay.sum(-2))[..., None]
-    vectors = (q, read, write, None) if erase is None else (q, read, erase, write)
-    gram, scores = pairs.unbind()
-    scores = torch.where(torch.eye(q.shape[-2], dtype=torch.bool, device=q.device), own[..., None], scores)
-    return PairProducts(*vectors, tokens.v, gram.unbind(), scores.unbind(), before, after, kept, index)
+    return PairProducts(*vectors, tokens.v, gram, scores, before, after, kept, tokens.segment_index)
+
+
+def scalar_pairs(
+    tokens: TokenBlock, read: Tensor, targets: list[Tensor], direction: str, undecayed_erase: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Compute the products of r, and of q, with each of the targets, under one decay for all key dimensions.
+
+    The rows r and q of a token are neighbours in one product. On a GPU, their gradients then have the strides of
+    tokens, so that one kernel adds up all gradients of a token.
+    """
+    masks = []
+    for convention in ("target", "between")[: 1 + undecayed_erase]:
+        directions = make_directions(
+            tokens.gate, tokens.segment_index, decay_convention=convention, direction=direction
+        )
+        masks.append(decay_mask(directions).squeeze(-1)[..., None, :])  # (b, H, .., C, 1, C)
+    rows, columns = torch.stack([read, tokens.q], -2), torch.stack(targets, -3)
+    pairs = rows.flatten(-3, -2) @ columns.flatten(-3, -2).mT
+    gram, scores = pairs.unflatten(-2, (-1, 2)).unflatten(-1, (len(targets), -1)).unbind(-3)
+    return (gram * masks[-1]).unbind(-2), (scores * masks[0]).unbind(-2)
+
+
+def vector_pairs(
+    tokens: TokenBlock, read: Tensor, targets: list[Tensor], direction: str, undecayed_erase: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Compute the products of r, and of q, with each of the targets, under a decay for each key dimension."""
+    lam, target = lambdas(tokens.gate), torch.stack(targets)
+    readers = torch.stack([read if undecayed_erase else lam * read, lam * tokens.q])[:, None]
+    how = ScoreSettings("full", "between", direction, False, False, 0)
+    gram, scores = vector_scores(*torch.broadcast_tensors(readers, target), tokens.gate, tokens.segment_index, how)
+    same = torch.eye(scores.shape[-1], dtype=torch.bool, device=scores.device)
+    scores = torch.where(same, (tokens.q * target).sum(-1, keepdim=True), scores)
+    return gram.unbind(), scores.unbind()
 
 
 class Scan(NamedTuple):
@@ -222,33 +246,31 @@ class Scan(NamedTuple):
     kept: Tensor
     segment_index: Tensor | None
 
-    def rounded(self, dtype: torch.dtype) -> Scan:
-        """Return the chunks in another dtype, except the triangular system and the decays."""
-        vectors = (x if x is None else x.to(dtype) for x in (self.q, self.read, self.erase, self.write, self.v))
-        gram = (self.gram[0], *(x.to(dtype) for x in self.gram[1:]))
-        return Scan(*vectors, gram, tuple(x.to(dtype) for x in self.scores), self.kept, self.segment_index)
 
+def in_scan_order(p: PairProducts, direction: str, dtype: torch.dtype) -> Scan:
+    """Return the chunks in scan order; a backward scan reverses the chunks, and the tokens of each chunk.
 
-def in_scan_order(p: PairProducts, direction: str) -> Scan:
-    """Return the chunks in scan order; a backward scan reverses the chunks, and the tokens of each chunk."""
+    All but the triangular system and the decays are rounded to `dtype`.
+    """
     names = scan_directions(direction)
 
-    def scans(forward: Tensor, backward: Tensor, *dims: int, chunks: int = 2) -> Tensor:
+    def scans(
+        forward: Tensor, backward: Tensor, *dims: int, chunks: int = 2, dtype: torch.dtype | None = None
+    ) -> Tensor:
         parts = [forward if name == "forward" else backward.flip(chunks, *dims) for name in names]
-        parts = [x.movedim(chunks, 0) for x in parts]
+        parts = [x.movedim(chunks, 0).to(dtype=dtype) for x in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    reads = (scans(x * p.before, x * p.after, -2) for x in (p.q, p.read))
-    writes = (x if x is None else scans(x * p.after, x * p.before, -2) for x in (p.erase, p.write))
-    gram, scores = (tuple(scans(x, x, -2, -1) for x in xs) for xs in (p.gram, p.scores))
+    reads = (scans(x * p.before, x * p.after, -2, dtype=dtype) for x in (p.q, p.read))
+    writes = (x if x is None else scans(x * p.after, x * p.before, -2, dtype=dtype) for x in (p.erase, p.write))
     kept = p.kept.expand(*p.q.shape[:-2], -1, -1)
     index = p.segment_index
     return Scan(
         *reads,
         *writes,
-        v=scans(p.v, p.v, -2),
-        gram=gram,
-        scores=scores,
+        v=scans(p.v, p.v, -2, dtype=dtype),
+        gram=(scans(p.gram[0], p.gram[0], -2, -1), *(scans(x, x, -2, -1, dtype=dtype) for x in p.gram[1:])),
+        scores=tuple(scans(x, x, -2, -1, dtype=dtype) for x in p.scores),
         kept=scans(kept, kept),
         segment_index=index if index is None else scans(index, index, 2, chunks=1),
     )
@@ -329,7 +351,7 @@ def values_along_w(p: Scan) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """
     if p.write is None:
         return p.v, None, None
-    return -(p.gram[1].tril() @ p.v), p.scores[1].tril() @ p.v, p.write.mT @ p.v
+    return -(p.gram[1].tril(-1) @ p.v), p.scores[1].tril() @ p.v, p.write.mT @ p.v
 
 
 def outputs(p: Scan, S: Tensor | None, new: Tensor, y: Tensor | None) -> Tensor:

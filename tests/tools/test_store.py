@@ -1,6 +1,8 @@
 """Tests of stored reports: rows that grow over several runs, and errors."""
 
+import fcntl
 import json
+import os
 
 import pytest
 
@@ -26,6 +28,30 @@ def test_rows_grow_and_are_replaced(tmp_path):
     for other in ({"rows": ("a", "c")}, {"rows": key, "notes": ("a",)}):
         with pytest.raises(ConfigError, match="not a report of this command"):
             Store(path, **other).load()
+
+
+def test_two_processes_keep_the_rows_of_each_other(tmp_path):
+    """Check two stores of one file: rows of both are kept, and of one row the value that was saved last."""
+    path, keys = tmp_path / "new" / "r.json", {"rows": ("a",), "rates": ("a",)}
+    ours, theirs = (Store(path, **keys).load() for _ in range(2))
+
+    def save(store: Store, *rows: dict, table: str = "rows") -> None:
+        for row in rows:
+            store.add(row, table)
+        with store.alone():
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(descriptor)
+            store.save("")
+
+    save(ours, {"a": 1, "ms": 5})
+    save(ours, {"a": 1, "rate": 2.0}, table="rates")
+    save(theirs, {"a": 1, "ms": 6}, {"a": 2, "ms": 7})
+    save(ours, {"a": 3, "ms": 8})
+    held = Store(path, **keys).load()
+    assert held.tables["rates"] == {(1,): {"a": 1, "rate": 2.0}}
+    assert {a: row["ms"] for (a,), row in held.rows.items()} == {1: 6, 2: 7, 3: 8}
 
 
 def test_tables_beside_the_rows(tmp_path):

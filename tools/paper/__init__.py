@@ -159,8 +159,9 @@ def samples_of(job: PaperJob) -> int:
 
 
 def write(tables: Mapping[str, Table], store: Store) -> None:
-    """Write the raw results, the figures and the page."""
-    store.save(markdown(tables, store, draw(tables, store)))
+    """Write the raw results, the figures and the page, with the rows that other processes have stored meanwhile."""
+    with store.alone():
+        store.save(markdown(tables, store, draw(tables, store)))
 
 
 def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[PaperJob]) -> str:
