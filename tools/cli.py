@@ -150,7 +150,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     """Run the `main` function of a command, then exit the process with its exit code.
 
     Errors exit with 2 for bad input, 1 for a run that cannot continue or an error of the system (both print one line),
-    130 after an interrupt, and 141 if the reader of standard output is gone.
+    130 after Ctrl-C or SIGTERM, and 141 if the reader of standard output is gone.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug, launched = "--debug" in argv, "TORCHELASTIC_RUN_ID" in os.environ
@@ -160,6 +160,8 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lion").setLevel(logging.INFO)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns about nvcc without a GPU
+    if not launched:
+        interrupt_on_sigterm()
     try:
         try:
             code = main(argv)
@@ -194,6 +196,19 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
             os.kill(os.getppid(), signal.SIGQUIT)  # a restart would find the same error: stop the launcher
         os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)
+
+
+def interrupt_on_sigterm() -> None:
+    """Turn SIGTERM into a KeyboardInterrupt, so that a command that is stopped keeps its results."""
+    own = os.getpid()
+
+    def interrupt(number: int, frame: Any) -> None:
+        if os.getpid() == own:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)  # a forked process that has inherited the handler
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def one_line(error: Exception) -> str | None:

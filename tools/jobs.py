@@ -7,10 +7,9 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -87,7 +86,7 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int, *, title: str
     slots, noted = list(range(min(most, len(waiting)))), False
     share = max(1, len(os.sched_getaffinity(0)) // max(1, len(slots)))
     shown = {"total": sum(steps.values()), "unit": "step", "desc": title, "leave": True}
-    with progress(**shown) as bar, interruptible():
+    with progress(**shown) as bar:
         try:
             while waiting or running:
                 ready = [job for job in waiting if job.after is None or job.after.finished]
@@ -198,17 +197,3 @@ def stop(running: Sequence[Running]) -> None:
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             kill_tree(each.process)
         each.log.close()
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Turn SIGTERM into a KeyboardInterrupt inside the context."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

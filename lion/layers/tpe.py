@@ -13,6 +13,7 @@ from lion.layers.layout import PLAIN, Layout
 from lion.layers.optim_factors import OptimFactors
 from lion.layers.shares import by_heads, check_share
 from lion.ops import no_autocast
+from lion.ops.segments import holds
 
 # tokens summed by one matrix; with at most as many states, the states between chunks are no larger than the tokens
 CHUNK = 64
@@ -172,9 +173,7 @@ class TPE(nn.Module):
         place = torch.where(inside, place, size)
         alone = torch.zeros(size + 1, dtype=torch.long, device=x.device).index_add(0, place, torch.ones_like(place)) < 2
         right = special | (inside & alone[place])
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
-            torch._assert_async(right.all(), f"layout: coords do not fit a grid of {grid}")
-        elif not right.all():
+        if not holds(right.all(), f"layout: coords do not fit a grid of {grid}"):
             found = (~right).nonzero()[0, 0]
             why = "two tokens at one position" if inside[found] else "outside"
             raise ValueError(f"layout: coords {tuple(coords[:, found].tolist())} do not fit a grid of {grid}: {why}")

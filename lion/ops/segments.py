@@ -55,10 +55,8 @@ def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex
     starts = valid & (filled != F.pad(filled[:, :-1], (1, 0), value=-1))
     ordered = ids.sort(1).values
     distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(1) + (ordered[:, 0] >= 0)
-    together, message = (starts.sum(1) == distinct).all(), "segments: the tokens of a segment must be contiguous"
-    if not may_wait(ids.device):
-        torch._assert_async(together, message)  # does not wait for the GPU, or split the graph
-    elif not together:
+    message = "segments: the tokens of a segment must be contiguous"
+    if not holds((starts.sum(1) == distinct).all(), message):
         raise ValueError(f"{message}, got an id that occurs again after another segment")
     return SegmentIndex(starts.cumsum(1), valid)
 
@@ -66,6 +64,18 @@ def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex
 def may_wait(device: torch.device) -> bool:
     """Return whether a check may read its result: outside of graphs and of `torch.func`, on a CPU."""
     return device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()
+
+
+def holds(condition: Tensor, message: str) -> bool:
+    """Return a condition () that may be read, for the caller to raise an error.
+
+    A condition that may not be read becomes an asynchronous assertion with `message`, which nothing waits for and which
+    does not split a graph; the result is then True.
+    """
+    if may_wait(condition.device):
+        return bool(condition)
+    torch._assert_async(condition, message)
+    return True
 
 
 def prepared(q: Tensor, valid: Tensor | None, segments: Tensor | SegmentIndex | None) -> SegmentIndex:

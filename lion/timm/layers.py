@@ -16,6 +16,7 @@ from lion.layers.layout import PLAIN
 from lion.layers.mixers import LINEAR, MIXERS
 from lion.layers.mixers.attention import Inputs
 from lion.layers.mixers.linear import LionAttention as Layer
+from lion.ops.segments import holds
 from lion.timm.grid import Grid, copy_own
 
 SHARED = ("qkv", "proj", "q_norm", "k_norm", "proj_drop")  # parts that are the same in all directions
@@ -217,7 +218,5 @@ def keys_of(mask: Tensor, x: Tensor) -> Tensor:
 
 def check(right: Tensor, what: str) -> None:
     message = f"attn_mask: {what}, which linear attention cannot express; expected padding, or is_causal=True"
-    if right.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(right, message)
-    elif not right:
+    if not holds(right, message):
         raise ValueError(message)

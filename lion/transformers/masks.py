@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lion.layers.layout import Layout
-from lion.ops.segments import may_wait
+from lion.ops.segments import holds, may_wait
 
 
 def valid_of(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
@@ -77,9 +77,7 @@ def check_ends(name: str, ends: Tensor, length: int) -> None:
         raise ValueError(f"{name}: expected 0 and the ends of documents (N + 1,), got the shape {tuple(ends.shape)}")
     right = (ends[0] == 0) & (ends[-1] == length) & (ends.diff() >= 0).all()
     message = f"{name}: expected ends of documents that rise from 0 to {length} tokens"
-    if not may_wait(ends.device):
-        torch._assert_async(right, message)
-    elif not right:
+    if not holds(right, message):
         raise ValueError(f"{message}, got {ends.tolist() if len(ends) < 9 else f'{int(ends[0])} .. {int(ends[-1])}'}")
 
 
@@ -98,9 +96,6 @@ def starts_of(position_ids: Tensor, valid: Tensor | None, shape: tuple[int, int]
     expected = Layout.of(positions.new_empty(*shape, 0), segments=segments).positions
     same = (positions == expected) if valid is None else (positions == expected) | ~valid
     message = "position_ids: expected positions that count the tokens of each document from 0"
-    if not may_wait(positions.device):
-        torch._assert_async(same.all(), message)
-        return documents
-    if not same.all():
+    if not holds(same.all(), message):
         raise ValueError(f"{message}; other positions cannot be expressed")
-    return documents if (documents > 1).any() else None
+    return None if may_wait(positions.device) and (documents <= 1).all() else documents
