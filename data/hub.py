@@ -1,15 +1,20 @@
-"""Set-up of the Hugging Face Hub libraries for machines with and without a network."""
+"""Set-up of the Hugging Face Hub libraries for machines with and without a network, and their errors."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import socket
 import sys
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
+
+from lion.config import ConfigError
 
 
 def configure_hub() -> None:
@@ -36,6 +41,24 @@ def import_datasets() -> ModuleType:
     import datasets
 
     return datasets
+
+
+@contextlib.contextmanager
+def readable(path: Path | str, exists: bool) -> Iterator[None]:
+    """Turn errors of the `datasets` library inside the context into a ConfigError.
+
+    Args:
+        path: What is read: local files, or a Hub id.
+        exists: Whether `path` is known to exist, here or on the Hub.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # errors of the network, a missing set or a broken file share no type
+        reason = (str(error).splitlines() or [""])[0]
+        what = "cannot be read" if exists else "is not a local file or folder and cannot be loaded from the Hub"
+        raise ConfigError(f"data.path: {str(path)!r} {what} ({type(error).__name__}: {reason})") from None
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.base import data_root, user_path
-from data.hub import import_datasets
+from data.hub import import_datasets, readable
 from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
 from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts
@@ -236,15 +236,11 @@ def load_table(path: str, files: dict[str, list[Path]] | None) -> dict[str, Any]
         ConfigError: The tables cannot be loaded.
     """
     datasets = import_datasets()
-    try:
+    with readable(path, files is not None):
         if files is None:
             found = datasets.load_dataset(path)
         else:
             found = datasets.load_dataset("parquet", data_files={s: [str(f) for f in fs] for s, fs in files.items()})
-    except Exception as error:  # errors of the network, a missing set or a broken file share no type
-        reason = (str(error).splitlines() or [""])[0]
-        what = "is not a local folder and cannot be loaded from the Hub" if files is None else "cannot be read"
-        raise ConfigError(f"data.path: {path!r} {what} ({type(error).__name__}: {reason})") from None
     return {known(split): found[split] for split in found if split in ("train", *VAL, *TEST)}
 
 

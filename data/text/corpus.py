@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path, walk
-from data.hub import import_datasets
+from data.hub import import_datasets, readable
 from lion.config import ConfigError, nearest
 
 log = logging.getLogger("lion")
@@ -172,7 +172,8 @@ class Table(Corpus):
     ) -> None:
         self.where = (path, subset, split, tuple(map(str, files)))
         self.path, self.stream = path, open_stream(*self.where)
-        row = next(iter(self.translate_errors(self.stream)), None)
+        with readable(path, exists=True):
+            row = next(iter(self.stream), None)
         if row is None:
             raise ConfigError(f"data.path: {path!r} has no rows")
         self.column = find_column(row, column, path)
@@ -190,22 +191,14 @@ class Table(Corpus):
         self.stream = open_stream(*self.where)
 
     def read(self, shard: int) -> Iterator[Piece]:
-        for row in self.translate_errors(self.stream.shard(num_shards=len(self), index=shard)):
-            text = row[self.column]
-            if text is not None and (text := whole(text, self.column, self.path)).strip():
-                yield Piece(text)
+        with readable(self.path, exists=True):
+            for row in self.stream.shard(num_shards=len(self), index=shard):
+                text = row[self.column]
+                if text is not None and (text := whole(text, self.column, self.path)).strip():
+                    yield Piece(text)
 
     def origin(self, shard: int) -> str:
         return self.path
-
-    def translate_errors(self, rows: Any) -> Iterator[dict[str, Any]]:
-        try:
-            yield from rows
-        except ConfigError:
-            raise
-        except Exception as error:  # errors of the network or a broken file share no type
-            reason = (str(error).splitlines() or [""])[0]
-            raise ConfigError(f"data.path: {self.path!r} cannot be read ({type(error).__name__}: {reason})") from None
 
 
 @functools.lru_cache(maxsize=1)
@@ -216,7 +209,7 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
         ConfigError: The data set or the split does not exist, or cannot be read.
     """
     datasets = import_datasets()
-    try:
+    with readable(path, bool(files)):
         if files:
             # the default batch size fails for files without rows
             options = {"split": "train", "streaming": True, "batch_size": ROWS}
@@ -224,10 +217,6 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
         else:
             stream = datasets.load_dataset(path, subset, split=split, streaming=True)
         return stream.reshard() if files else stream
-    except Exception as error:  # errors of the network, a missing set or a broken file share no type
-        reason = (str(error).splitlines() or [""])[0]
-        what = "cannot be read" if files else "is not a local file or folder and cannot be loaded from the Hub"
-        raise ConfigError(f"data.path: {path!r} {what} ({type(error).__name__}: {reason})") from None
 
 
 def open_corpus(path: str, *, document: str, column: str | None, subset: str | None, split: str) -> Corpus:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from data.base import user_path
-from data.hub import import_datasets
-from data.text.sequences import READERS, LabelledConfig, LabelledSequences, Row, read_rows
+from data.hub import import_datasets, readable
+from data.text.sequences import READERS, LabelledConfig, LabelledSequences, Row, names_of_classes, read_rows
 from data.text.store import KeepsTokenizer, read_tokenizer
 from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, looks_like_path, make_tokenizer, open_tokenizer
 from data.vision.sources import split_indices
@@ -194,8 +194,11 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         numbers = not any(isinstance(label, str) for label in labels)
         return {label: i for i, label in enumerate(sorted(labels) if numbers else sorted(labels, key=str))}
 
-    @property
+    @functools.cached_property
     def classes(self) -> tuple[str, ...]:
+        names = names_of_classes(*self.places["train"], self.label_column)
+        if names and all(label in range(len(names)) for label in self.place):
+            return tuple(names[label] for label in self.place)
         return tuple(str(int(label) if isinstance(label, float) else label) for label in self.place)
 
     def label(self, value: Any, where: str) -> int | float:
@@ -224,10 +227,5 @@ def hub_splits(path: str, subset: str | None) -> list[str]:
         ConfigError: It cannot be reached.
     """
     datasets = import_datasets()
-    try:
+    with readable(path, exists=False):
         return datasets.get_dataset_split_names(path, subset)
-    except Exception as error:  # errors of the network or a missing set share no type
-        reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"data.path: {path!r} is not a local folder and cannot be loaded from the Hub ({reason})"
-        ) from None

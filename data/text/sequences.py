@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DataSet
-from data.hub import import_datasets
+from data.hub import import_datasets, readable
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Batch, DeviceDataset
@@ -209,26 +209,28 @@ def read_rows(source: Path | str, subset: str | None, split: str) -> Iterator[Ro
     Raises:
         ConfigError: It cannot be read.
     """
+    with readable(source, isinstance(source, Path)):
+        if not isinstance(source, Path) or source.stat().st_size:
+            for number, row in enumerate(open_rows(source, subset, split), 1):
+                yield f"{source}, row {number}", row
+
+
+def open_rows(source: Path | str, subset: str | None, split: str) -> Any:
+    """Open a file as a stream, or a split of a Hub id, with the `datasets` library."""
     datasets = import_datasets()
-    try:
-        if isinstance(source, Path):
-            if not source.stat().st_size:
-                return
-            options: dict[str, Any] = {"data_files": {split: str(source)}, "split": split, "streaming": True}
-            if READERS[source.suffix] == "csv":
-                options |= {"keep_default_na": False}  # "None" and "NA" are words
-                options |= {"sep": "\t"} if source.suffix == ".tsv" else {}
-            table = datasets.load_dataset(READERS[source.suffix], **options)
-        else:
-            table = datasets.load_dataset(source, subset, split=split)
-        for number, row in enumerate(table, 1):
-            yield f"{source}, row {number}", row
-    except Exception as error:  # errors of the network, a missing set or a broken file share no type
-        reason = (str(error).splitlines() or [""])[0]
-        what = (
-            "cannot be read" if isinstance(source, Path) else "is not a local folder and cannot be loaded from the Hub"
-        )
-        raise ConfigError(f"data.path: {source} {what} ({type(error).__name__}: {reason})") from None
+    if not isinstance(source, Path):
+        return datasets.load_dataset(source, subset, split=split)
+    options: dict[str, Any] = {"data_files": {split: str(source)}, "split": split, "streaming": True}
+    if READERS[source.suffix] == "csv":
+        options |= {"keep_default_na": False}  # "None" and "NA" are words
+        options |= {"sep": "\t"} if source.suffix == ".tsv" else {}
+    return datasets.load_dataset(READERS[source.suffix], **options)
+
+
+def names_of_classes(source: Path | str, subset: str | None, split: str, column: str) -> Sequence[str]:
+    """Return the names of the classes 0, 1, .. of a column, for a Hub id or file that has them, or else no names."""
+    with readable(source, isinstance(source, Path)):
+        return getattr((open_rows(source, subset, split).features or {}).get(column), "names", ())
 
 
 def cut(first: int, second: int, room: int) -> tuple[int, int]:

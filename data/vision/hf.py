@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from data.base import user_path
-from data.hub import import_datasets
+from data.hub import import_datasets, readable
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Splits
@@ -78,7 +78,7 @@ def load_splits(config: HubConfig) -> Any:
         raise ConfigError("data.path: missing, expected a Hub id, a local folder or a parquet file")
     path = user_path(config.path)
     check_links(path)
-    try:
+    with readable(config.path, path.exists()):
         if path.is_file():
             return datasets.load_dataset("parquet", data_files={config.train: str(path)})
         if path.is_dir() and (files := by_split(path, config.train)):
@@ -86,13 +86,6 @@ def load_splits(config: HubConfig) -> Any:
         if path.is_dir():
             return datasets.load_dataset("imagefolder", data_dir=str(path))
         return datasets.load_dataset(config.path, config.subset)
-    except Exception as error:  # errors of the network, a missing set or a broken file share no type
-        reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"data.path: {config.path!r} is not a local folder and cannot be loaded from the Hub ({reason})"
-            if not path.exists()
-            else f"data.path: {config.path!r} cannot be read ({type(error).__name__}: {reason})"
-        ) from None
 
 
 def by_split(root: Path, train: str) -> dict[str, list[str]]:

@@ -500,7 +500,7 @@ def test_hf_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"data.path: missing, expected a Hub id"):
         make("hf")
     with pytest.raises(
-        ConfigError, match=r"data.path: 'no/such_set' is not a local folder and cannot be loaded from the Hub"
+        ConfigError, match=r"data.path: 'no/such_set' is not a local file or folder and cannot be loaded from the Hub"
     ):
         make("hf", path="no/such_set")
     (tmp_path / "bad.parquet").write_text("no parquet")

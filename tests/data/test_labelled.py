@@ -110,6 +110,19 @@ def test_what_is_refused_is_named(tmp_path):
     assert "val_split: 0.01 of 30 rows leaves a split empty" in refusal(file, val_split=0.01)
 
 
+def test_classes_have_the_names_that_a_set_of_the_hub_gives_them(tmp_path):
+    """Check parquet as the Hub has it, with numbers as labels and their names beside them."""
+    datasets = pytest.importorskip("datasets")
+    rows = {"text": [f"word{i}" for i in range(30)], "label": [i % 2 for i in range(30)]}
+    for names in (["positive", "negative"], None):
+        label = datasets.ClassLabel(names=names) if names else datasets.Value("int64")
+        table = datasets.Dataset.from_dict(rows, datasets.Features({"text": datasets.Value("string"), "label": label}))
+        table.to_parquet(str(tmp_path / "train.parquet"))
+        splits = labelled(tmp_path).build()
+        assert splits.info.classes == tuple(names or "01")
+        assert splits.train.labels[:4].tolist() == [int(text[9:-5]) % 2 for text in texts_of(splits.train)[:4]]
+
+
 def test_a_set_of_the_hub_needs_a_split_for_training(monkeypatch):
     monkeypatch.setattr("data.text.labelled.hub_splits", lambda path, subset: ["validation", "all"])
     with pytest.raises(ConfigError, match=r"data.path: 'some/set' has no split 'train', it has validation, all"):

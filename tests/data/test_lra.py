@@ -606,7 +606,7 @@ def test_where_documents_come_from_is_said(tmp_path, capsys):
         capsys, "prepare", recipe(tmp_path, name="imdb", path=path)
     )
     nowhere = recipe(tmp_path, name="imdb", path="nobody/nothing")
-    assert "is not a local folder and cannot be loaded from the Hub" in refuse(capsys, "prepare", nowhere)
+    assert "is not a local file or folder and cannot be loaded from the Hub" in refuse(capsys, "prepare", nowhere)
 
 
 # pictures

@@ -30,7 +30,7 @@ BUDGETS = {
     ("lion_s", "full", 197): (11, 16, 83.5),
     ("lion_lit", "chunk", 1024): (22, 25, 100.5),
     ("lion_s", "chunk", 1024): (24, 39, 117.0),
-    ("gated_deltanet", "chunk", 1024): (21, 23, 249.0),
+    ("gated_deltanet", "chunk", 1024): (21, 23, 231.0),
     ("lion_s_vector", "full", 64): (22, 19, 292.0),
     ("lion_lit", "fused", 197): (6, 4, 26.5),
     ("lion_s", "fused", 197): (7, 8, 43.0),
