@@ -1,6 +1,7 @@
 """All shipped recipes: they load strictly, build the named model, and train."""
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -34,8 +35,10 @@ from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
 from lion.trainer.schedule import learning_rate
 from tests.helpers import ROOT
-from tools.compose import describe_data, make_task, resolve
+from tools.compose import describe_data, make_task, metric_of, resolve
 from tools.listing import recipe_files, recipe_path
+from tools.paper.results import open_store
+from tools.paper.tables import settings_of
 
 RECIPES = list(recipe_files().values())
 FAMILIES = ("deit", "cifar100", "lra", "vim")
@@ -638,3 +641,17 @@ def test_two_steps_of_a_shrunken_language_model(path, tmp_path):
     assert trainer.fit() and trainer.state.step == 2
     assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
     assert trainer.state.best["value"] == pytest.approx(65, rel=0.1)  # perplexity of a uniform guess
+
+
+def test_recipes_name_the_results_of_their_runs():
+    """Check recipes that tables of the papers run as they are, in sizes for two CPU cores."""
+    rows, small = list(open_store(ROOT / "reports/paper.json").rows.values()), 0
+    for name in recipe_files():
+        recipe = resolve(name)
+        settings = settings_of(recipe)
+        values = [row["val"] if row["test"] is None else row["test"] for row in rows if row["settings"] == settings]
+        if values:
+            metric = metric_of(recipe)
+            assert recipe.about.expected == f"{metric.scaled(fmean(values)):.{metric.digits}f} {metric.title}", name
+            small += 1
+    assert small >= 8
