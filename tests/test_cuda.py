@@ -1,0 +1,163 @@
+"""Correctness on a GPU: layers of all mixers against the CPU in float64, eager and compiled, and real training.
+
+Without a GPU the tests are skipped. `LION_TEST_DEVICE=cpu` runs them on the CPU, which tests the tests.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+
+import lion
+from lion.layers.mixers import MIXERS, make_mixer
+from lion.ops import flex
+from tests.helpers import command
+
+DEVICE = torch.device(os.environ.get("LION_TEST_DEVICE", "cuda"))
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="no GPU")
+on_a_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="a property of CUDA")
+
+DIM, HEADS = 64, 2
+ROUNDED = {
+    "float32": 1e-4,
+    "bfloat16": 5e-2,
+}  # errors of outputs, relative to the largest; of gradients 5 times as much
+COMPILED = [  # a layer for each kind of operator; lion_s and lion_lit take the fused kernels
+    *((name, form) for name in ("lion_s", "lion_d", "gla", "gated_deltanet", "lightnet") for form in ("full", "chunk")),
+    *(
+        ("lion_lit", "full"),
+        ("kda", "chunk"),
+        ("vim", "chunk"),
+        ("hydra", "full"),
+        ("fox", "full"),
+        ("softmax", "full"),
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def precise():
+    """Turn TF32 off: convolutions use it by default."""
+    torch.set_float32_matmul_precision("highest")
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
+
+
+def layers(name: str, form: str, direction: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return a layer on the CPU in float64, in the full form if it has several, and its copy on the device."""
+    torch.manual_seed(0)
+    layer = make_mixer(name, DIM, HEADS, MIXERS[name].layer.Config(direction=direction, chunk_size=32))
+    for parameter in layer.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    tested, known = copy.deepcopy(layer).to(DEVICE), layer.double()
+    if form in layer.forms:
+        lion.set_form(tested, form)
+        lion.set_form(known, layer.forms[0])
+    return tested, known
+
+
+def differences(run, tested, known, length: int, dtype: str = "float32", **masks) -> dict[str, float]:
+    """Return errors of the output and of all gradients, relative to the largest value of each; padding holds NaN."""
+    x, weights = torch.randn(2, 2, length, DIM, dtype=torch.float64).unbind()
+    valid = masks.get("valid", torch.ones(2, length, dtype=torch.bool))[..., None]
+    results = []
+    for layer, device, fn in ((known, torch.device("cpu"), known), (tested, DEVICE, run)):
+        wide = device.type == "cpu" and layer is known
+        given = torch.where(valid, x, torch.nan).to(device, torch.float64 if wide else torch.float32).requires_grad_()
+        layout = lion.Layout.of(given, **{key: mask.to(device) for key, mask in masks.items()})
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16" and not wide):
+            y = fn(given, layout)
+        y = torch.where(valid.to(device), y.to(given.dtype), 0)
+        (y * weights.to(y)).sum().backward()
+        held = {"output": y, "x": torch.where(valid.to(device), given.grad, 0)}
+        held |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        results.append({name: value.detach().double().cpu() for name, value in held.items()})
+        layer.zero_grad()
+    want, got = results
+    assert want.keys() == got.keys()
+    return {name: ((got[name] - z).abs().max() / z.abs().max().clamp_min(1e-12)).item() for name, z in want.items()}
+
+
+def check(found: dict[str, float], dtype: str = "float32") -> None:
+    limits = {name: ROUNDED[dtype] * (1 if name == "output" else 5) for name in found}
+    assert all(found[name] <= limits[name] for name in found), found
+
+
+@pytest.mark.parametrize("direction", ["both", "forward", "backward"])
+@pytest.mark.parametrize("name", [name for name in MIXERS if name != "none"])
+def test_every_form_of_every_mixer(name, direction):
+    for form in MIXERS[name].layer.forms or ("full",):
+        tested, known = layers(name, form, direction)
+        check(differences(tested, tested, known, 75))
+
+
+@pytest.mark.parametrize("name", ["softmax", "lion_lit", "lion_s", "gla", "lightnet", "gated_deltanet", "hydra", "vim"])
+def test_padding_and_packed_documents(name):
+    valid = torch.arange(75) < torch.tensor([[75], [50]])
+    segments = torch.arange(75).ge(30).long() + torch.arange(75).ge(60)
+    for masks in ({"valid": valid}, {"segments": segments.expand(2, -1).contiguous()}):
+        for form in MIXERS[name].layer.forms or ("full",):
+            tested, known = layers(name, form, "both")
+            check(differences(tested, tested, known, 75, **masks))
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", ROUNDED)
+@pytest.mark.parametrize(("name", "form"), COMPILED)
+def test_compiled_layers(name, form, dtype):
+    torch._dynamo.reset()
+    if DEVICE.type == "cuda":
+        assert flex.checked(DEVICE, getattr(torch, dtype), DIM // HEADS, DIM // HEADS)
+    tested, known = layers(name, form, "both")
+    valid = torch.arange(300) < torch.tensor([[300], [211]])
+    check(differences(torch.compile(tested, fullgraph=True), tested, known, 300, dtype, valid=valid), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@on_a_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_kernels_equal_the_full_form(dtype):
+    for length in (64, 197, 1024, 4096):
+        error = flex.deviation(DEVICE, getattr(torch, dtype), 64, 64, length)
+        assert error <= flex.TOLERANCES[getattr(torch, dtype)], (length, error)
+
+
+@pytest.mark.parametrize("name", ["lion_lit", "lion_s", "gla", "gated_deltanet", "lightnet"])
+def test_steps_continue_a_prompt(name):
+    tested, known = layers(name, "chunk", "forward")
+    x = torch.randn(2, 50, DIM, dtype=torch.float64)
+    with torch.no_grad():
+        y, state = tested.prefill(x[:, :40].float().to(DEVICE))
+        rest = [y]
+        for i in range(40, 50):
+            y, state = tested.step(x[:, i : i + 1].float().to(DEVICE), state)
+            rest.append(y)
+        torch.testing.assert_close(torch.cat(rest, 1).double().cpu(), known(x), rtol=1e-4, atol=1e-4)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", ["lion_lit", "lion_s", "gla", "lightnet", "gated_deltanet", "hydra", "vim"])
+def test_a_step_never_waits_for_the_gpu(name):
+    tested, _ = layers(name, "chunk", "both")
+    x, valid = torch.randn(2, 75, DIM, device=DEVICE), torch.ones(2, 75, dtype=torch.bool, device=DEVICE)
+    tested(x, lion.Layout.of(x, valid=valid)).sum().backward()  # handles of libraries
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tested(x, lion.Layout.of(x, valid=valid)).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_quickstart_learns_and_agrees_in_every_form(tmp_path):
+    pytest.importorskip("sklearn")
+    done = command("train", "quickstart", f"run.root={tmp_path}", timeout=900)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("full ", "chunk ", "rnn "))]
+    assert len(rows) == 4
+    for *_, accuracy, _, _, _, deviation in (row if row[0] == "full" else row[1:] for row in rows):
+        assert float(accuracy) > 95 and float(deviation) < 1e-2
