@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lion.evaluation.run import evaluate_run
     from lion.inference.text import generate
     from lion.layers.layout import Layout
-    from lion.layers.mixers import LionAttention
+    from lion.layers.mixers import LionAttention, make_mixer
     from lion.layers.mixers.base import set_form
     from lion.ops import linear_attention
     from lion.recipe import load_recipe
@@ -26,6 +26,7 @@ __all__ = [
     "linear_attention",
     "load",
     "load_recipe",
+    "make_mixer",
     "open_run",
     "set_form",
 ]
@@ -37,6 +38,7 @@ HOMES = {
     "linear_attention": "lion.ops",
     "load": "lion.runs",
     "load_recipe": "lion.recipe",
+    "make_mixer": "lion.layers.mixers",
     "open_run": "lion.runs",
     "set_form": "lion.layers.mixers.base",
 }

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
 from typing import Any
 
@@ -47,7 +47,9 @@ def setting(
 
     A `free` field may change when a run is resumed.
     """
-    metadata = {"min": min, "max": max, "above": above, "choices": choices and tuple(choices), "free": free}
+    if choices is not None and not isinstance(choices, Mapping):  # a table keeps growing, as that of mixers
+        choices = tuple(choices)
+    metadata = {"min": min, "max": max, "above": above, "choices": choices, "free": free}
     return dataclasses.field(default=default, metadata=metadata)
 
 

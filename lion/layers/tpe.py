@@ -13,7 +13,7 @@ from lion.layers.layout import PLAIN, Layout
 from lion.layers.optim_factors import OptimFactors
 from lion.layers.shares import by_heads, check_share
 from lion.ops import no_autocast
-from lion.ops.segments import holds
+from lion.ops.modes import holds
 
 # tokens summed by one matrix; with at most as many states, the states between chunks are no larger than the tokens
 CHUNK = 64

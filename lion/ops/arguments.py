@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lion.ops.modes import may_wait
 from lion.ops.settings import Settings
 
 
@@ -204,11 +206,31 @@ def round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple if is_static(length) else (length // multiple + 1) * multiple
 
 
-def transforms_active() -> bool:
-    """Return whether a transform of `torch.func` is active, such as `grad`, `vmap` or `jvp`."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def no_autocast(x: Tensor) -> torch.autocast:
     """Disable autocast on the device of x, so that decays and row sums stay in float32 on every device."""
     return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)
+
+
+def check_values(gates: Gates, valid: Tensor | None) -> None:
+    """Check the values of log_decay and beta at valid tokens, except in a graph and on a GPU.
+
+    There, the check would wait for the device. A NaN passes and reaches the outputs: it is no fault of a range, and a
+    trainer skips steps whose loss is not finite. Positive logarithms that rounding explains pass, and count as 0.
+
+    Raises:
+        ValueError: A log_decay above 0, or a beta outside [0, 2].
+    """
+    for name, x, (least, most), expected in (
+        ("log_decay", gates.log_decay, (-math.inf, 1e-3), "logarithms, at most 0 (the log() of decays from 0 to 1)"),
+        ("beta", gates.beta, (0, 2), "values from 0 to 2"),
+    ):
+        if x is None or not may_wait(x.device) or not x.numel():
+            continue
+        lowest, highest = x.detach().aminmax()
+        if not (lowest < least or highest > most):  # the usual case, in which no mask of all tokens is made
+            continue
+        outside = (x < least) | (x > most)
+        if valid is not None and x.dim() > 2:
+            outside = outside & (valid[:, None] if x.dim() == 3 else valid[:, None, :, None])
+        if outside.any():
+            raise ValueError(f"{name}: expected {expected}, got {x[outside][0].item():.4g}")

@@ -22,18 +22,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lion.ops.api import normalized
-from lion.ops.arguments import (
-    Gates,
-    check_gates,
-    check_tokens,
-    expand_decay,
-    no_autocast,
-    sum_dtype,
-    take_gates,
-    transforms_active,
-)
+from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype, take_gates
 from lion.ops.decay import decay_mask, make_directions
 from lion.ops.full import add_diagonal
+from lion.ops.modes import transforms_active
 from lion.ops.rotary import rotate_each
 from lion.ops.scores import separate_rowsum
 from lion.ops.segments import SegmentIndex, prepared

@@ -44,6 +44,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.ops.modes import reuses_memory
+
 DECAY_CONVENTIONS = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
 LOG_ZERO = -1e3  # its exp is 0 in float64; lower values would only reduce the precision of sums
@@ -52,6 +54,11 @@ LOG_ZERO = -1e3  # its exp is 0 in float64; lower values would only reduce the p
 def scan_directions(direction: str) -> list[str]:
     """Return the directions in which the tokens are scanned: "forward", "backward", or one after the other."""
     return [name for name in ("forward", "backward") if direction in (name, "both")]
+
+
+def bounded(log_decay: Tensor) -> Tensor:
+    """Return log decays between `LOG_ZERO` and 0; a value of exactly 0 keeps its gradient, which `clamp` would drop."""
+    return torch.where(log_decay > 0, 0.0, log_decay).clamp(min=LOG_ZERO)
 
 
 class CumulativeDecay(NamedTuple):
@@ -108,7 +115,7 @@ def log_decay_between(query: CumulativeDecay, key: CumulativeDecay) -> Tensor:
     Without gradients all terms are added to one result in place.
     """
     difference = query.terms[0] - key.terms[0]
-    if not torch.is_grad_enabled():
+    if reuses_memory():
         for q, k in zip(query.terms[1:], key.terms[1:]):
             difference += q - k
         return difference.clamp_(max=0)
@@ -138,7 +145,7 @@ def exp_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Ten
     `log_decay`.
     """
     masks, least = tuple(~mask for mask in masks if mask is not None), least_log_decay(log_decay.dtype, factors)
-    if not torch.is_grad_enabled():
+    if reuses_memory():
         F.threshold_(log_decay, least, -torch.inf)
         for excluded in masks:
             log_decay.masked_fill_(excluded, -torch.inf)
@@ -161,14 +168,13 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
     values. The sum is therefore computed in float64 and kept as float32 (high, low) pairs. For float64 decays, the
     second term holds the rounding errors of their sum. Gradients flow through the first term.
 
-    Values above 0 count as 0, because the forms would disagree on a lambda above 1. At exactly 0, torch 2.14 gives no
-    gradient.
+    Values above 0 count as 0, because the forms would disagree on a lambda above 1.
     """
     exact, shared = log_decay.dtype == torch.float64, log_decay.stride(-2) == 0
     if shared and not exact:
         total = multiples(log_decay)
-    else:  # clamped after padding, in the kernel of the sum
-        padded = F.pad(log_decay, (0, 0, 1, 0)).clamp(LOG_ZERO, 0.0)
+    else:  # bounded after padding, in the kernel of the sum
+        padded = bounded(F.pad(log_decay, (0, 0, 1, 0)))
         total = padded.double().cumsum(-2)  # (.., L + 1, D or 1), before and after every token
     with torch.no_grad():
         if exact:
@@ -187,7 +193,7 @@ def multiples(log_decay: Tensor) -> Tensor:
     """
     length = log_decay.shape[-2]
     places = torch.arange(length + 1, device=log_decay.device, dtype=torch.float64)[:, None] - length // 2
-    return log_decay[..., :1, :].clamp(LOG_ZERO, 0.0).double() * places
+    return bounded(log_decay[..., :1, :]).double() * places
 
 
 def materialized(t: Tensor) -> Tensor:

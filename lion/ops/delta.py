@@ -37,12 +37,11 @@ from torch import Tensor
 
 from lion.ops.arguments import sum_dtype
 from lion.ops.chunk import chunk_grid
-from lion.ops.decay import LOG_ZERO, decay_mask, exp_where, make_directions, scan_directions
+from lion.ops.decay import bounded, decay_mask, exp_where, make_directions, scan_directions
 from lion.ops.delta_states import chunk_states
 from lion.ops.exchange import Part
 from lion.ops.full import pad_segments
 from lion.ops.rnn import Compiler, eager, scan
-from lion.ops.segments import SegmentIndex, may_wait
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state
 from lion.ops.vector import exclusive_sum
 from lion.ops.vector_scores import FACTORS, lambdas, vector_scores
@@ -51,23 +50,6 @@ from lion.ops.vector_scores import FACTORS, lambdas, vector_scores
 def with_delta(tokens: TokenBlock, beta: Tensor | None, erase: Tensor | None, read: Tensor | None) -> TokenBlock:
     """Return the tokens with beta (B, H, L), erase and read (B, H, L, D) of the delta rule."""
     return tokens._replace(beta=None if beta is None else beta[..., None], erase=erase, read=read)
-
-
-def check_beta(beta: Tensor | None, valid: Tensor | None, segments: Tensor | SegmentIndex | None) -> None:
-    """Check the range of beta (B, H, L) at valid tokens, except in a graph, on a GPU, and with prepared masks.
-
-    There, the check would wait for the device, or run again in every layer. A NaN passes and
-    reaches the outputs: it is no fault of a range, and a trainer skips steps whose loss is not finite.
-
-    Raises:
-        ValueError: A beta outside [0, 2].
-    """
-    if beta is None or isinstance(segments, SegmentIndex) or not may_wait(beta.device):
-        return
-    outside = (beta < 0) | (beta > 2)
-    outside = outside if valid is None else outside & valid[:, None]
-    if outside.any():
-        raise ValueError(f"beta: expected values from 0 to 2, got {beta[outside][0].item():.4g}")
 
 
 def delta_parts(
@@ -178,7 +160,7 @@ class PairProducts(NamedTuple):
 
 def pair_products(tokens: TokenBlock, direction: str, undecayed_erase: bool) -> PairProducts:
     """Compute the products of all pairs of tokens inside chunks (B, H, .., C, D)."""
-    tokens = tokens._replace(gate=tokens.gate.clamp(LOG_ZERO, 0.0))
+    tokens = tokens._replace(gate=bounded(tokens.gate))
     log_decay, lam = tokens.gate, lambdas(tokens.gate)
     read, write, erase = tokens.k if tokens.read is None else tokens.read, write_vectors(tokens), tokens.erase
     pairs = scalar_pairs if log_decay.shape[-1] == 1 else vector_pairs

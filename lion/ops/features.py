@@ -10,6 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def unit(x: Tensor) -> Tensor:
+    """Return `x / sqrt(|x|^2 + 1e-6)`, as in the published delta rules; the gradient at 0 is finite."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
 class FeatureMap(NamedTuple):
     apply: Callable[[Tensor], Tensor]
     positive: bool  # phi is never negative, so that rows can be divided by sums of their scores
@@ -18,7 +23,7 @@ class FeatureMap(NamedTuple):
 FEATURE_MAPS = {
     "silu_shifted": FeatureMap(lambda x: F.normalize(F.silu(x) + 0.5, dim=-1), True),  # the paper's map (3.2)
     "silu": FeatureMap(F.silu, False),
-    "silu_unit": FeatureMap(lambda x: F.normalize(F.silu(x), dim=-1), False),  # norm 1, for the delta rule
+    "silu_unit": FeatureMap(lambda x: unit(F.silu(x)), False),  # norm 1, for the delta rule
     "elu1": FeatureMap(lambda x: F.elu(x) + 1, True),  # the released code's map for Lion-lit
     "relu": FeatureMap(F.relu, True),
     "sigmoid": FeatureMap(torch.sigmoid, True),

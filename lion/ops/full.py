@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lion.ops.arguments import is_static, round_up
 from lion.ops.decay import Direction, decay_mask, make_directions, pad_with_last
+from lion.ops.modes import reuses_memory
 from lion.ops.tokens import ScoreSettings, TokenBlock
 
 Scale = Callable[[Tensor | None], Tensor | float]  # factor of each row (B, H, L, 1), from its sum (B, H, L)
@@ -24,7 +25,7 @@ def decayed_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], incl
     """Return the scores under the decay mask, (B, H, .., L, L), float32 or wider."""
     mask = decay_mask(directions, include_diagonal).squeeze(-1)
     scores = (q @ k.mT).to(mask.dtype)
-    return scores * mask if torch.is_grad_enabled() else scores.mul_(mask)
+    return scores.mul_(mask) if reuses_memory() else scores * mask
 
 
 def masked_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:

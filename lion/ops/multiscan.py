@@ -30,7 +30,8 @@ from lion.ops.arguments import (
 )
 from lion.ops.decay import decay_mask, make_directions, pad_with_last
 from lion.ops.full import aligned, weighted_sum
-from lion.ops.segments import check_masks, may_wait
+from lion.ops.modes import may_wait
+from lion.ops.segments import check_masks
 from lion.ops.settings import DEFAULTS, Settings, resolve_form, with_fields
 from lion.ops.tokens import TokenBlock
 

@@ -39,7 +39,8 @@ def reference_attention(
     """
     batch, heads, length, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
-    log_decay = expand_decay(log_decay, q).clamp_max(0).to(q.dtype).expand(batch, heads, length, dim)
+    log_decay = expand_decay(log_decay, q)
+    log_decay = torch.where(log_decay > 0, 0.0, log_decay).to(q.dtype).expand(batch, heads, length, dim)
     bonus = q.new_ones(heads, dim) if bonus is None else bonus.reshape(heads, -1).expand(heads, dim)
     delta = any(x is not None for x in (beta, erase, read))
     turned = (q, k) if angles is None else (_turn(q, angles), _turn(k, angles))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lion.ops.arguments import sum_dtype
-from lion.ops.decay import Direction, decay, exp_where, make_directions, query_and_key, scan_directions
+from lion.ops.decay import Direction, bounded, decay, exp_where, make_directions, query_and_key, scan_directions
 from lion.ops.full import decayed_scores
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, flip, initial_state
 from lion.ops.vector_scores import vector_scores
@@ -100,7 +100,7 @@ def advance(
         Numerators and row sums of the tokens, the new state, and the segment of the new state.
     """
     q, k, v, log_decay, _, index = tokens.masked().to(state.z.dtype)[:6]
-    log_decay = log_decay.clamp_max(0)  # see `prefix_sums`
+    log_decay = bounded(log_decay)
     if q.shape[2] == 1:
         return _advance_one(recurrence, state, segment, q, k, v, log_decay, index)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from lion.ops.arguments import Gates, expand_decay, sum_dtype
-from lion.ops.delta import check_beta, delta_parts, with_delta
+from lion.ops.arguments import Gates, check_values, expand_decay, sum_dtype
+from lion.ops.delta import delta_parts, with_delta
 from lion.ops.full import Scale, add_diagonal, masked_parts, product_parts, undecayed_parts
+from lion.ops.modes import reuses_memory
 from lion.ops.piecewise import in_pieces
 from lion.ops.prefix import gradients_to
 from lion.ops.rotary import rotate_each
@@ -58,7 +58,10 @@ def score_sets(
         form, settings.decay_convention, settings.direction, True, rowsum, settings.chunk_size, undecayed
     )
     feature_map = settings.feature_map
+    checked = isinstance(segments, SegmentIndex)  # prepared masks serve many calls on one batch
     index, valid = prepared(q, valid, segments)
+    if not checked:
+        check_values(gates, valid)
     if form != "rnn":  # the rnn form widens one piece at a time
         q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
     if feature_map is not None and (angles is not None or prefix is not None):  # both apply to mapped q and k
@@ -69,7 +72,6 @@ def score_sets(
     decays = expand_decay(log_decay, q)
     tokens = TokenBlock(*rotated, v, decays, valid, index, feature_map)
     if gates.delta:
-        check_beta(beta, valid, segments)
         return ScoreSet(with_delta(tokens, beta, erase, read), how, None, no_decay), None
     scores = ScoreSet(tokens, how, bonus, no_decay, settings.dropout_p)
     if not separate_rowsum(settings.normalize, angles):
@@ -126,6 +128,6 @@ def finished(parts: tuple[Tensor, Tensor | None], scale: Scale | None) -> tuple[
 
 
 def scaled(numerator: Tensor, factor: Tensor | float) -> Tensor:
-    if not torch.is_grad_enabled():
+    if reuses_memory():
         return numerator.mul_(factor)  # in place: inference in the rnn form keeps a single copy of its outputs
     return (numerator * factor).to(numerator.dtype)

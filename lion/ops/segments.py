@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import is_integer_tensor, mismatch, transforms_active
+from lion.ops.arguments import is_integer_tensor, mismatch
+from lion.ops.modes import holds
 
 
 class SegmentIndex(NamedTuple):
@@ -59,23 +60,6 @@ def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex
     if not holds((starts.sum(1) == distinct).all(), message):
         raise ValueError(f"{message}, got an id that occurs again after another segment")
     return SegmentIndex(starts.cumsum(1), valid)
-
-
-def may_wait(device: torch.device) -> bool:
-    """Return whether a check may read its result: outside of graphs and of `torch.func`, on a CPU."""
-    return device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()
-
-
-def holds(condition: Tensor, message: str) -> bool:
-    """Return a condition () that may be read, for the caller to raise an error.
-
-    A condition that may not be read becomes an asynchronous assertion with `message`, which nothing waits for and which
-    does not split a graph; the result is then True.
-    """
-    if may_wait(condition.device):
-        return bool(condition)
-    torch._assert_async(condition, message)
-    return True
 
 
 def prepared(q: Tensor, valid: Tensor | None, segments: Tensor | SegmentIndex | None) -> SegmentIndex:

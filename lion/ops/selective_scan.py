@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import no_autocast, transforms_active
+from lion.ops.arguments import no_autocast
+from lion.ops.modes import transforms_active
 from lion.ops.piecewise import compiled
 from lion.ops.rnn import Compiler, eager
 

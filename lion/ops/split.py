@@ -24,7 +24,7 @@ from torch import Tensor
 from lion.ops.api import row_scale
 from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
 from lion.ops.chunk import mix, strictly_before
-from lion.ops.decay import LOG_ZERO, Direction, decay, make_directions
+from lion.ops.decay import Direction, bounded, decay, make_directions
 from lion.ops.delta import delta_parts
 from lion.ops.exchange import Part
 from lion.ops.rnn import written
@@ -138,7 +138,7 @@ def directions_of(scores: ScoreSet) -> tuple[Direction, ...]:
 
 def total_decay(scores: ScoreSet) -> Tensor:
     """Return the log decay (b, H, 1, D or 1) of all tokens of a part."""
-    return scores.tokens.gate.clamp(LOG_ZERO, 0.0).sum(-2, keepdim=True)
+    return bounded(scores.tokens.gate).sum(-2, keepdim=True)
 
 
 def leaving_state(scores: ScoreSet, direction: Direction) -> State:

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from lion.ops.api import linear_attention, normalized
-from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, mismatch, no_autocast, take_gates
+from lion.ops.arguments import (
+    Gates,
+    check_gates,
+    check_tokens,
+    check_values,
+    expand_decay,
+    mismatch,
+    no_autocast,
+    take_gates,
+)
 from lion.ops.decay import CumulativeDecay, decay, prefix_sums, query_and_key
-from lion.ops.delta import check_beta, delta_advance, delta_chunks, with_delta
+from lion.ops.delta import delta_advance, delta_chunks, with_delta
 from lion.ops.features import apply_feature_map
 from lion.ops.rnn import Recurrence, advance
 from lion.ops.rotary import rotate_each
@@ -65,7 +74,7 @@ def step(
     with no_autocast(q):
         *rotated, erase, read = rotate_each(angles, None, q, k, erase, read)
         if gates.delta:
-            check_beta(beta, valid, None)
+            check_values(Gates(beta=beta), valid)
             tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q), valid)
             tokens = with_delta(tokens, beta, erase, read)
             y, row, state, _ = delta_advance(settings.undecayed_erase, state, None, tokens)
@@ -111,9 +120,10 @@ def prefill(
     check_gates(q, gates, settings)
     log_decay, beta, _, angles, _, erase, read, _ = gates
     with no_autocast(q):
-        given, segments = segments, prepared(q, valid, segments)
+        checked, segments = isinstance(segments, SegmentIndex), prepared(q, valid, segments)
         index, valid = segments
-        check_beta(beta, valid, given)
+        if not checked:
+            check_values(gates, valid)
         q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
         settings = replace(settings, feature_map=None)
         rotated_q, rotated_k, erase, read = rotate_each(angles, valid, q, k, erase, read)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lion.ops import chunk
 from lion.ops.chunk import EnteringState
-from lion.ops.decay import LOG_ZERO, CumulativeDecay, exp_where, prefix_sums
+from lion.ops.decay import CumulativeDecay, bounded, exp_where, prefix_sums
 from lion.ops.full import pad_segments, weighted_sum
 from lion.ops.tokens import ScoreSettings, State, TokenBlock
 from lion.ops.vector_scores import FACTORS, fold_both, lambdas, pad, padding_of, vector_scores
@@ -41,7 +41,7 @@ def chunk_vector_parts(
     size += padding_of(size)
     padding = size * count - length
     q, k, v, log_decay = (
-        x.unflatten(2, (count, size)) for x in pad(padding, q, k, v, log_decay.clamp(LOG_ZERO, 0.0))
+        x.unflatten(2, (count, size)) for x in pad(padding, q, k, v, bounded(log_decay))
     )  # (B, H, N, C, D)
     if index is not None:
         index = pad_segments(index, padding).unflatten(1, (count, size))

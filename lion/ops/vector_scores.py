@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.arguments import is_static
-from lion.ops.decay import LOG_ZERO, exp_where, least_log_decay, materialized
+from lion.ops.decay import bounded, exp_where, least_log_decay, materialized
+from lion.ops.modes import reuses_memory
 from lion.ops.tokens import ScoreSettings
 
 FACTORS = 3  # decays multiplied with each other: a token's own, and from each token of a pair to the middle
@@ -46,7 +47,7 @@ def vector_scores(q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor
     `segment_index` (B, .., L) numbers the segments.
     """
     length = q.shape[-2]
-    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp(LOG_ZERO, 0.0)
+    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), bounded(log_decay)
     padded = pad(padding_of(length), q, k, log_decay)
     scores = _Scores.apply(*padded, how.decay_convention, how.include_diagonal)[..., :length, :length]
     if how.direction != "both":
@@ -139,7 +140,7 @@ class _Scores(torch.autograd.Function):
 
 def lambdas(log_decay: Tensor) -> Tensor:
     """Return each token's own decay (.., L, D); `log_decay` stays unchanged."""
-    return exp_where(log_decay.clone() if not torch.is_grad_enabled() else log_decay, factors=FACTORS)
+    return exp_where(log_decay.clone() if reuses_memory() else log_decay, factors=FACTORS)
 
 
 def flush_denormals(decay: Tensor) -> Tensor:

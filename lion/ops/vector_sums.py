@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from lion.ops.decay import LOG_ZERO, least_log_decay
+from lion.ops.decay import LOG_ZERO, bounded, least_log_decay
 from lion.ops.tokens import ScoreSettings
 from lion.ops.vector_scores import blocks, flush_denormals, fold_both, lambdas, pad, shift_later
 
@@ -25,7 +25,7 @@ def vector_row_sums(
     q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor | None, how: ScoreSettings
 ) -> Tensor:
     """Compute the row sums (B, H, .., L) of the scores that `vector_scores` computes from the same arguments."""
-    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), log_decay.clamp(LOG_ZERO, 0.0)
+    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), bounded(log_decay)
     (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), how.decay_convention)
     total = (q * k).sum(-1) if how.include_diagonal else torch.zeros_like(q[..., 0])
     if how.direction != "backward":

@@ -16,7 +16,7 @@ from lion.layers.layout import PLAIN
 from lion.layers.mixers import LINEAR, MIXERS
 from lion.layers.mixers.attention import Inputs
 from lion.layers.mixers.linear import LionAttention as Layer
-from lion.ops.segments import holds
+from lion.ops.modes import holds
 from lion.timm.grid import Grid, copy_own
 
 SHARED = ("qkv", "proj", "q_norm", "k_norm", "proj_drop")  # parts that are the same in all directions

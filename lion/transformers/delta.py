@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from lion.ops import Gates, State, linear_attention, prefill, step
-from lion.ops.segments import may_wait
+from lion.ops.modes import may_wait
 from lion.ops.settings import check_chunk_size
 from lion.trainer.compilation import can_compile
 from lion.transformers.masks import check_ends, documents_of_ends
 
-EPS = 1e-6  # of the normalisation of queries and keys
 KERNEL = ("cu_seqlens_cpu", "chunk_indices", "chunk_indices_cpu")  # options of fla that do not change the result
 PLAIN = {"normalize": "none", "decay_convention": "target"}
 
@@ -144,7 +143,7 @@ def computed(
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v, g, beta = (x.transpose(1, 2).to(wide) for x in (q, k, v, g, beta))
     if unit:
-        q, k = (x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt() for x in (q, k))
+        q, k = unit(q), unit(k)
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     gates = Gates(g, beta)
     how: dict[str, Any] = {**PLAIN, "scale": 1.0}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lion.layers.layout import Layout
-from lion.ops.segments import holds, may_wait
+from lion.ops.modes import holds, may_wait
 
 
 def valid_of(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:

@@ -18,7 +18,7 @@ from lion.models.bert import Bert, BertEncoder
 from lion.models.gpt import GPT
 from lion.models.lra import LRAMasked, SequenceEncoder
 from lion.models.tokens import TokenModel
-from lion.ops.segments import may_wait
+from lion.ops.modes import may_wait
 from lion.samples.labels import UNLABELLED
 from lion.transformers.base import LionPreTrainedModel
 from lion.transformers.cache import LionCache, cache_of

@@ -19,10 +19,10 @@ from .oracle_parts import (
     outer,
     project,
     sigmoid,
-    silu,
     softplus,
     split,
     unit,
+    unit_key,
 )
 
 
@@ -46,7 +46,7 @@ def corrected(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, read: Tensor, eras
 def unit_heads(w: Weights, x: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Return q and k of norm 1 after SiLU, and v."""
     q, k, v = project(w, x, heads)
-    return unit(silu(q)), unit(silu(k)), v
+    return unit_key(q), unit_key(k), v
 
 
 def head_decay(w: Weights, x: Tensor, heads: int) -> Tensor:
@@ -88,13 +88,13 @@ def deltaproduct(w: Weights, x: Tensor, state, way: Way):
     n = (len(w["qkv.weight"]) // dim - 1) // 2
     q, k, v = (split(t, way.heads) for t in linear(w, "qkv", x).split((dim, n * dim, n * dim), -1))
     q, beta = (
-        unit(silu(q)) / math.sqrt(q.shape[-1]),
+        unit_key(q) / math.sqrt(q.shape[-1]),
         2 * sigmoid(split(linear(w, "decays.0.gate", x, False), way.heads)),
     )
     S = own = torch.zeros_like(outer(q, q))
     S = S if state is None else head_decay(w, x, way.heads)[..., None] * state[0]
     for key, value, b in zip(k.chunk(n, -1), v.chunk(n, -1), beta.split(1, -1)):
-        key = unit(silu(key))
+        key = unit_key(key)
         S, own = (T - outer(b * key, apply(key, T)) + outer(b * key, value) for T in (S, own))
     one = torch.ones_like(q[..., 0])
     return Read(apply(q, S), one, one, apply(q, own)), (S, None)

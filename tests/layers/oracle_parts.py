@@ -48,6 +48,12 @@ def unit(x: Tensor) -> Tensor:
     return x / (x * x).sum(-1, keepdim=True).sqrt()
 
 
+def unit_key(x: Tensor) -> Tensor:
+    """Return silu(x) of norm 1; 1e-6 under the root is that of flash-linear-attention and transformers."""
+    y = silu(x)
+    return y / ((y * y).sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
 def shifted(x: Tensor) -> Tensor:
     """Apply the feature map of LION, section 3.2."""
     return unit(silu(x) + 0.5)

@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lion.layers.mixers import LINEAR
+
 from .delta_oracles import channel_decay, deltanet, deltaproduct, gated_delta, gdn2, head_decay, rwkv7
 from .oracle_parts import (
     Read,
@@ -254,7 +256,7 @@ def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forwa
     """Compute the output (B, L, dim) of a layer for x (B, L, dim); `eps` belongs to the norm after the heads."""
     if name == "lightnet" and direction == "both":
         return behind_heads(w, x, lightnet_both(w, x, heads).flatten(2), eps)
-    late = direction == "both" and name.startswith("lion_")
+    late = direction == "both" and LINEAR[name].decay_convention == "source"
     if direction != "backward":
         read = scan(name, w, x, Way(heads, late))
     if direction != "forward":

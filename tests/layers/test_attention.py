@@ -24,6 +24,7 @@ from lion.layers.mixers.performer import PerformerAttention
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.ops import Gates
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
+from tests.helpers import ROOT
 
 GRID = grid_layout(3, 2)
 
@@ -426,7 +427,7 @@ def test_bad_rotations():
 def test_unknown_mixers_are_named():
     with pytest.raises(ValueError, match=r"mixer: expected one of .*, got 'lightnt', did you mean 'lightnet'\?"):
         LionAttention(64, 2, "lightnt")
-    with pytest.raises(ValueError, match=r"got 'softmax', a mixer of lion\.layers\.mixers\.SoftmaxAttention"):
+    with pytest.raises(ValueError, match=r"got 'softmax', use lion\.make_mixer\('softmax', \.\.\)"):
         LionAttention(64, 2, "softmax")
     for make in (
         lambda name: make_mixer(name, 12, 3, AttentionConfig()),
@@ -514,3 +515,38 @@ def test_graphs_read_the_same_direction(mixer):
         layer = make_mixer(mixer, 12, 3, settings)
         read = torch.compile(lambda x, layer=layer: x + layer.causal, backend="eager", fullgraph=True)
         assert read(torch.zeros(())) == layer.causal == (direction == "forward")
+
+
+def test_mixers_by_name_take_settings():
+    layer = make_mixer("hydra", 12, 3, direction="forward", form="chunk")
+    assert isinstance(layer, HydraAttention) and (layer.form, layer.config.direction) == ("chunk", "forward")
+    config = AttentionConfig(direction="forward")
+    assert make_mixer("gla", 12, 3, config, chunk_size=8).config.chunk_size == 8
+    with pytest.raises(ValueError, match=r"^chunk_sise: unknown setting of mixer 'gla', did you mean 'chunk_size'\?"):
+        make_mixer("gla", 12, 3, chunk_sise=8)
+    with pytest.raises(ValueError, match=r"got 'hydra', use lion.make_mixer\('hydra', ..\)$"):
+        LionAttention(12, 3, "hydra")
+
+
+def test_a_mixer_of_another_package():
+    """Check the example of the README, in every form, in a model, in timm, and under a name that is taken."""
+    timm = pytest.importorskip("lion.timm")
+    text = (ROOT / "lion/layers/README.md").read_text().partition("## A mixer of your own")[2]
+    code, names = text.partition("```python\n")[2].partition("```")[0], {}
+    try:
+        exec(code, names)
+        layer, x = names["layer"].double(), torch.randn(2, 70, 64, dtype=torch.float64)
+        results = []
+        for form in layer.forms:
+            set_form(layer, form)
+            results.append(layer(x))
+        for y in results:
+            torch.testing.assert_close(y, results[0], rtol=1e-10, atol=1e-12)
+        assert timm.attention("half_life")(64, 4)(x.float()).shape == x.shape
+        encoder = Encoder(EncoderConfig(mixer="half_life", dim=64, depth=1, num_heads=4))
+        assert encoder(x.float()).shape == x.shape
+        with pytest.raises(ValueError, match=r"^mixer: 'half_life' exists already$"):
+            exec(code, names)
+    finally:
+        MIXERS.pop("half_life", None)
+        LINEAR.pop("half_life", None)

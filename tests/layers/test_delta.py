@@ -61,3 +61,13 @@ def test_settings_of_deltaproduct():
     assert DeltaProductConfig(householders=3).label() == "3 steps per token"
     layer = LionAttention(DIM, HEADS, "deltaproduct", negative_eigenvalues=False)
     assert layer.decays[0].strength == 1 and layer.config.label() == "without negative eigenvalues"
+
+
+@pytest.mark.parametrize("mixer", [name for name, entry in LINEAR.items() if entry.feature_map == "silu_unit"])
+def test_a_token_of_zeros_has_a_finite_gradient(mixer):
+    """Check gradients at keys and queries of 0, at which a division by their norm alone has no derivative."""
+    torch.manual_seed(0)
+    layer, x = LionAttention(16, 2, mixer, qkv_bias=False), torch.randn(1, 6, 16)
+    x[:, 2] = 0
+    layer(x.requires_grad_()).square().sum().backward()
+    assert x.grad[0, 2].abs().max() < 1e4 * x.grad[0].abs().median()  # of a division by the norm: 1e10

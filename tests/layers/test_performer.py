@@ -96,3 +96,12 @@ def test_settings():
             LionAttention(DIM, HEADS, "performer", **wrong)
     with pytest.raises(ValueError, match="features"):
         LionAttention(DIM, HEADS, "performer", features=0)
+
+
+def test_features_in_half_precision_are_drawn_in_float32():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        features = orthogonal_features(5, 4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert features.dtype == torch.bfloat16 and features.isfinite().all()

@@ -5,6 +5,7 @@ import torch
 from torch.func import functional_call, grad, jvp, vmap
 
 from lion.layers.mixers import MIXERS, make_mixer
+from lion.ops import linear_attention
 
 CASES = [
     (name, form, direction)
@@ -75,3 +76,16 @@ def test_directional_derivative(case, request):
     found = jvp(of, (x[0],), (along,))[1]
     known = (of(x[0] + step * along) - of(x[0] - step * along)) / (2 * step)
     torch.testing.assert_close(found, known, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("form", ["full", "chunk"])
+@pytest.mark.parametrize("shape", [(2,), (1, 2, 9), (1, 2, 9, 4)])
+def test_vmap_over_decays_without_gradients(shape, form):
+    q, k, v = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64)
+    decays = -torch.rand(3, *shape, dtype=torch.float64)
+
+    def run(log_decay):
+        return linear_attention(q, k, v, log_decay, form=form, feature_map="elu1", chunk_size=4)
+
+    with torch.no_grad():
+        torch.testing.assert_close(vmap(run)(decays), torch.stack([run(a) for a in decays]), rtol=1e-12, atol=1e-12)

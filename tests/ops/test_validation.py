@@ -243,3 +243,25 @@ def test_no_dropout_no_randomness():
     assert torch.equal(
         linear_attention(*inputs, dropout_p=0.0, feature_map=None), linear_attention(*inputs, feature_map=None)
     )
+
+
+@pytest.mark.parametrize("form", ["full", "chunk", "rnn"])
+@pytest.mark.parametrize("decay", ["D", "S", "vector"])
+def test_decays_in_place_of_their_logarithms_are_refused(decay, form):
+    """Check that lambda from 0 to 1 is refused, except at padding, and that a rounding error above 0 counts as 0."""
+    inputs = make(decay, 9)
+    lam, line = inputs.log_decay.exp(), r"^log_decay: expected logarithms, at most 0 \(the log\(\) of .*\), got 0\.\d+$"
+    with pytest.raises(ValueError, match=line):
+        linear_attention(*inputs._replace(log_decay=lam), form=form, feature_map="elu1")
+    almost = linear_attention(*inputs._replace(log_decay=torch.full_like(lam, 1e-7)), form=form, feature_map="elu1")
+    assert torch.equal(
+        almost, linear_attention(*inputs._replace(log_decay=torch.zeros_like(lam)), form=form, feature_map="elu1")
+    )
+    if decay != "D":
+        valid = torch.arange(9).expand(len(lam), -1) < 6
+        padded = inputs.log_decay.clone()
+        padded[:, :, 6:] = 0.5
+        y = linear_attention(*inputs._replace(log_decay=padded), valid=valid, form=form, feature_map="elu1")
+        assert torch.equal(y[:, :, :6], linear_attention(*inputs, valid=valid, form=form, feature_map="elu1")[:, :, :6])
+        with pytest.raises(ValueError, match=line):
+            prefill(*inputs._replace(log_decay=lam), feature_map="elu1")

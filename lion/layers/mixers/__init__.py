@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lion.layers.mixers import (
     delta,
     delta_product,
@@ -24,10 +26,10 @@ from lion.layers.mixers.fox import ForgettingAttention
 from lion.layers.mixers.hippo import HippoAttention
 from lion.layers.mixers.hydra import HydraAttention
 from lion.layers.mixers.lightnet import LightNetAttention
-from lion.layers.mixers.linear import LionAttention, linear_mixers
+from lion.layers.mixers.linear import LinearMixer, LionAttention, linear_mixers
 from lion.layers.mixers.linear_transformers import RWKV6Attention
 from lion.layers.mixers.performer import PerformerAttention
-from lion.layers.mixers.registry import MIXERS, entry_of, own_settings
+from lion.layers.mixers.registry import MIXERS, Entry, entry_of, own_settings
 from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
 from lion.layers.mixers.vim import VIM, VimMixer
 from lion.layers.mixers.xlstm import MLSTMAttention
@@ -58,10 +60,12 @@ __all__ = [
     "AttentionConfig",
     "DeltaAttention",
     "DeltaProductAttention",
+    "Entry",
     "ForgettingAttention",
     "HippoAttention",
     "HydraAttention",
     "LightNetAttention",
+    "LinearMixer",
     "LionAttention",
     "MLSTMAttention",
     "Mixer",
@@ -74,6 +78,7 @@ __all__ = [
     "forms_of",
     "make_mixer",
     "mixers_of",
+    "register_mixer",
     "resolve_mixer",
     "set_form",
 ]
@@ -88,10 +93,29 @@ def resolve_mixer(name: str, config: AttentionConfig) -> AttentionConfig:
     return entry_of(name).layer.resolve(name, own_settings(name, config))
 
 
-def make_mixer(name: str, dim: int, num_heads: int, config: AttentionConfig) -> Mixer:
-    """Return a new layer of the mixer `name` (`model.mixer` of a recipe); `config` may still contain None.
+def make_mixer(name: str, dim: int, num_heads: int, config: AttentionConfig | None = None, **settings: Any) -> Mixer:
+    """Return a new layer of the mixer `name` (`model.mixer` of a recipe).
+
+    Args:
+        name: The mixer, an entry of `MIXERS`.
+        dim: Width of the tokens.
+        num_heads: Number of heads.
+        config: Settings; values of None follow the convention of the mixer. None: its defaults.
+        settings: Settings by name, in place of those of `config`: `direction`, `form`, `chunk_size`, ..
 
     Raises:
         ValueError: An unknown mixer, an invalid value, or values that cannot be combined.
     """
-    return entry_of(name).layer(dim, num_heads, name, config)
+    return entry_of(name).layer(dim, num_heads, name, own_settings(name, config, settings))
+
+
+def register_mixer(name: str, entry: Entry) -> None:
+    """Add a mixer to the table, under which recipes, models, `lion.timm` and `lion.transformers` then find it.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if name in MIXERS:
+        raise ValueError(f"mixer: {name!r} exists already")
+    MIXERS[name] = entry
+    LINEAR.update(linear_mixers())

@@ -15,6 +15,7 @@ from lion.config import nearest, setting
 from lion.layers.convolution import KeyValueShift, ShortConvolution, TokenShift
 from lion.layers.layout import PLAIN, ROW_MAJOR, SCANS, Layout
 from lion.layers.mixers.base import Mixer, check_state, check_width
+from lion.layers.mixers.decay import is_plain
 from lion.layers.mixers.parts import (
     BLOCKS,
     HEAD_NORMS,
@@ -313,6 +314,8 @@ class Attention(Mixer):
             parts = convolved, convolved, x
         if parts is None:
             qkv = self.qkv(x)
+        elif not is_plain(self.qkv):  # an adapter or hook: the whole layer, for each of q, k and v
+            qkv = torch.cat([self.qkv(part).split(self.widths, -1)[i] for i, part in enumerate(parts)], -1)
         else:
             biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.split(self.widths)
             weights = self.qkv.weight.split(self.widths)

@@ -74,8 +74,17 @@ class Decay(nn.Module):
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
-def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Apply a linear layer in the dtype of `x`, which is float32 or wider."""
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer is its weight and bias alone, without an adapter, quantisation or hooks."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return type(layer).forward is nn.Linear.forward and not hooks
+
+
+def linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """Apply a linear layer in the dtype of `x`, which is float32 or wider; a layer that replaces it, in its own."""
+    if not is_plain(layer):
+        dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), x.dtype)
+        return layer(x.to(dtype)).to(x.dtype)
     return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 

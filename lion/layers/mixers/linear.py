@@ -142,8 +142,7 @@ class LionAttention(Attention):
     ) -> None:
         linear = linear_mixers()
         if mixer not in linear:
-            own = MIXERS[mixer].layer.__name__ if mixer in MIXERS else ""
-            other = f"a mixer of lion.layers.mixers.{own}" if own else nearest(mixer, linear, "")
+            other = f"use lion.make_mixer({mixer!r}, ..)" if mixer in MIXERS else nearest(mixer, linear, "")
             raise ValueError(f"mixer: expected one of {', '.join(linear)}, got {mixer!r}{other and f', {other}'}")
         super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings, type(self))))
         self.mixer = linear[mixer]

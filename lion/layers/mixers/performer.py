@@ -46,9 +46,12 @@ class PerformerConfig(AttentionConfig):
 
 def orthogonal_features(count: int, dim: int) -> Tensor:
     """Draw vectors (count, dim) of the distribution N(0, I), orthogonal within each block of `dim` vectors."""
-    Q, R = torch.linalg.qr(torch.randn(-(-count // dim), dim, dim))
+    dtype = torch.get_default_dtype()
+    wide = torch.promote_types(dtype, torch.float32)  # no decomposition in half precision
+    Q, R = torch.linalg.qr(torch.randn(-(-count // dim), dim, dim, dtype=wide))
     rows = Q.mT * R.diagonal(0, -2, -1).sign()[..., None]  # LAPACK fixes the signs of Q, which would not be uniform
-    return torch.randn(count, dim).norm(dim=-1, keepdim=True) * rows.flatten(0, 1)[:count]
+    lengths = torch.randn(count, dim, dtype=wide).norm(dim=-1, keepdim=True)
+    return (lengths * rows.flatten(0, 1)[:count]).to(dtype)
 
 
 class PerformerAttention(LionAttention):

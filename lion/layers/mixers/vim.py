@@ -29,8 +29,8 @@ from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.state_space import StateSpaceMixer
 from lion.layers.optim_factors import OptimFactors
 from lion.ops import Part, no_autocast
-from lion.ops.arguments import transforms_active
 from lion.ops.decay import scan_directions
+from lion.ops.modes import transforms_active
 from lion.ops.selective_scan import selective_scan
 from lion.ops.split_selective_scan import entering_states
 from lion.ops.tokens import flip

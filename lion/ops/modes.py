@@ -1,0 +1,33 @@
+"""What code may do where it runs: in a graph, on a GPU, under `torch.func`, without gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def transforms_active() -> bool:
+    """Return whether a transform of `torch.func` is active, such as `grad`, `vmap` or `jvp`."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def reuses_memory() -> bool:
+    """Return whether intermediate results may be overwritten: without gradients, and outside of `torch.func`."""
+    return not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not transforms_active())
+
+
+def may_wait(device: torch.device) -> bool:
+    """Return whether a check may read its result: outside of graphs and of `torch.func`, on a CPU."""
+    return device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()
+
+
+def holds(condition: Tensor, message: str) -> bool:
+    """Return the value of a condition (); the caller raises an error if it is False.
+
+    Where values may not be read, the condition becomes an asynchronous assertion with `message`, which nothing waits
+    for and which does not split a graph. The result is then True.
+    """
+    if may_wait(condition.device):
+        return bool(condition)
+    torch._assert_async(condition, message)
+    return True

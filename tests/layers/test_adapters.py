@@ -1,0 +1,65 @@
+"""Linear layers of mixers that are replaced (LoRA, quantisation) or hooked: they take part in the computation."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lion.layers.mixers import MIXERS, make_mixer
+from lion.layers.mixers.decay import linear
+
+CASES = [(name, block) for name in MIXERS if name != "none" for block in ("plain", "published")]
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank update, as LoRA makes it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def made(name: str, block: str) -> nn.Module:
+    torch.manual_seed(0)
+    try:
+        return make_mixer(name, 16, 2, block=block)
+    except ValueError:
+        pytest.skip("one block")
+
+
+@pytest.mark.parametrize(("name", "block"), CASES)
+def test_adapters_and_hooks_of_every_linear_layer(name, block):
+    layer, called = made(name, block), []
+    merged, x = copy.deepcopy(layer), torch.randn(2, 9, 16)
+    names = [name for name, part in layer.named_modules() if type(part) is nn.Linear]
+    for place in names:
+        parent, _, own = place.rpartition(".")
+        parent, other = layer.get_submodule(parent), merged.get_submodule(place)
+        adapted = Adapted(getattr(parent, own))
+        adapted.register_forward_hook(lambda *_, place=place: called.append(place))
+        with torch.no_grad():
+            other.weight += adapted.up.weight @ adapted.down.weight
+        if isinstance(parent, nn.Sequential):
+            parent[int(own)] = adapted
+        else:
+            setattr(parent, own, adapted)
+    y = layer(x)
+    torch.testing.assert_close(y, merged(x), rtol=1e-4, atol=1e-5)
+    y.square().sum().backward()
+    assert set(called) == set(names)
+    for place in names:
+        assert layer.get_submodule(place).up.weight.grad.any(), place
+
+
+def test_a_hook_alone_and_weights_in_another_dtype():
+    layer, x, called = nn.Linear(4, 3), torch.randn(2, 4), []
+    known = linear(layer, x)
+    layer.register_forward_hook(lambda *_: called.append(1))
+    assert torch.equal(linear(layer, x), known) and called == [1]
+    y = linear(Adapted(nn.Linear(4, 3)).bfloat16(), x)
+    assert y.dtype == torch.float32 and y.shape == (2, 3)
