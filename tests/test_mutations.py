@@ -59,7 +59,7 @@ def values_outside(field):
     if rule and rule["above"] is not None:
         yield rule["above"]
     if rule and rule["choices"]:
-        yield misspelt(rule["choices"][-1])
+        yield misspelt([*rule["choices"]][-1])
 
 
 def misspelt(name):

@@ -48,6 +48,7 @@ from lion.ops.modes import reuses_memory
 
 DECAY_CONVENTIONS = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
+LOG_ONE = 1e-30  # as good as 0 in all sums; torch's `clamp` at 0 itself drops the gradient of a value of exactly 0
 LOG_ZERO = -1e3  # its exp is 0 in float64; lower values would only reduce the precision of sums
 
 
@@ -57,8 +58,8 @@ def scan_directions(direction: str) -> list[str]:
 
 
 def bounded(log_decay: Tensor) -> Tensor:
-    """Return log decays between `LOG_ZERO` and 0; a value of exactly 0 keeps its gradient, which `clamp` would drop."""
-    return torch.where(log_decay > 0, 0.0, log_decay).clamp(min=LOG_ZERO)
+    """Return log decays between `LOG_ZERO` and 0 (`LOG_ONE`)."""
+    return log_decay.clamp(LOG_ZERO, LOG_ONE)
 
 
 class CumulativeDecay(NamedTuple):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from lion.ops import Gates, State, linear_attention, prefill, step
+from lion.ops.features import unit as normalized
 from lion.ops.modes import may_wait
 from lion.ops.settings import check_chunk_size
 from lion.trainer.compilation import can_compile
@@ -143,7 +144,7 @@ def computed(
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v, g, beta = (x.transpose(1, 2).to(wide) for x in (q, k, v, g, beta))
     if unit:
-        q, k = unit(q), unit(k)
+        q, k = normalized(q), normalized(k)
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     gates = Gates(g, beta)
     how: dict[str, Any] = {**PLAIN, "scale": 1.0}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lion.ops import modes
+from lion.ops import arguments, modes
 from tests.helpers import tiny_recipe
 from tests.trainer.helpers import trainer
 from tools.compose import resolve
@@ -39,7 +39,8 @@ def recipe_of(kind, folder):
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "gpt"])
 def test_a_training_step_never_waits_for_the_device(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(modes, "may_wait", lambda device: False)  # as on a GPU
+    for module in (modes, arguments):
+        monkeypatch.setattr(module, "may_wait", lambda device: False)  # as on a GPU
     t = trainer(recipe_of(kind, tmp_path), tmp_path / "run")
     step, taken = t.train_step, []
 
