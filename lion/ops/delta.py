@@ -164,6 +164,7 @@ def pair_products(tokens: TokenBlock, direction: str, undecayed_erase: bool) -> 
     log_decay, lam = tokens.gate, lambdas(tokens.gate)
     read, write, erase = tokens.k if tokens.read is None else tokens.read, write_vectors(tokens), tokens.erase
     pairs = scalar_pairs if log_decay.shape[-1] == 1 else vector_pairs
+    # in this order, Inductor computes the decayed vectors where they are read, and does not store them
     q, decayed_read = lam * tokens.q, read if undecayed_erase else lam * read
     gram, scores = pairs(tokens, read, [write] if erase is None else [erase, write], direction, undecayed_erase)
     vectors = (q, decayed_read, write, None) if erase is None else (q, decayed_read, erase, write)
