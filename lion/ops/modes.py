@@ -1,4 +1,4 @@
-"""What code may do where it runs: in a graph, on a GPU, under `torch.func`, without gradients."""
+"""The mode of execution: in a graph or eager, on a GPU or a CPU, under `torch.func`, with or without gradients."""
 
 from __future__ import annotations
 
