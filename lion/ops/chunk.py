@@ -115,7 +115,7 @@ def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
     """
     if not is_static(length):
         count = round_up(length, chunk_size) // chunk_size
-        return chunk_size, count + torch.compiler.is_exporting()
+        return chunk_size, count + int(torch.compiler.is_exporting())  # torch 2.11 adds no bool to a symbol
     count = -(-length // chunk_size)
     even = -(-length // count)
     size = min(chunk_size, -(-even // 8) * 8)
