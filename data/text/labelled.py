@@ -196,9 +196,10 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
-        names = names_of_classes(*self.places["train"], self.label_column)
-        if names and all(label in range(len(names)) for label in self.place):
-            return tuple(names[label] for label in self.place)
+        if not any(isinstance(label, str) for label in self.place):
+            names = names_of_classes(*self.places["train"], self.label_column)
+            if names and all(label in range(len(names)) for label in self.place):
+                return tuple(names[label] for label in self.place)
         return tuple(str(int(label) if isinstance(label, float) else label) for label in self.place)
 
     def label(self, value: Any, where: str) -> int | float:

@@ -72,9 +72,9 @@ def step(
         raise mismatch("state", f"S {shape}, z {shape[:-1]}", state.S)
     normalize = settings.normalize
     with no_autocast(q):
+        check_values(gates, valid)
         *rotated, erase, read = rotate_each(angles, None, q, k, erase, read)
         if gates.delta:
-            check_values(Gates(beta=beta), valid)
             tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q), valid)
             tokens = with_delta(tokens, beta, erase, read)
             y, row, state, _ = delta_advance(settings.undecayed_erase, state, None, tokens)

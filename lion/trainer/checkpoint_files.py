@@ -218,10 +218,12 @@ def check_space(run: Path, state: int, best: int, keep: int) -> None:
     being written.
 
     Raises:
-        ConfigError: The disk has too little free space.
+        ConfigError: The folder is not writable, or the disk has too little free space.
     """
     have = sum(p.stat().st_size for _, folder in steps_of(run, "*") for p in folder.glob("*"))
     place = next(p for p in (run.absolute(), *run.absolute().parents) if p.is_dir())
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"run.root: {place} cannot be written to")
     free = shutil.disk_usage(place).free + have
     need = state * (keep + 1) + best
     if need > free:

@@ -56,6 +56,18 @@ def test_adapters_and_hooks_of_every_linear_layer(name, block):
         assert layer.get_submodule(place).up.weight.grad.any(), place
 
 
+@pytest.mark.parametrize("name", ["lion_s", "gla", "rwkv6", "gated_deltanet"])
+def test_dynamic_quantisation_of_gates(name):
+    torch.manual_seed(0)
+    layer, x = make_mixer(name, 64, 4).eval(), torch.randn(2, 9, 64)
+    count = sum(type(part) is nn.Linear for part in layer.modules())
+    quantised = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, torch.qint8)
+    assert sum("quantized.dynamic" in type(part).__module__ for part in quantised.modules()) == count > 2
+    with torch.no_grad():
+        known, y = layer(x), quantised(x)
+    assert 1e-4 < (y - known).norm() / known.norm() < 0.1
+
+
 def test_a_hook_alone_and_weights_in_another_dtype():
     layer, x, called = nn.Linear(4, 3), torch.randn(2, 4), []
     known = linear(layer, x)

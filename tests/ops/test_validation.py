@@ -265,3 +265,5 @@ def test_decays_in_place_of_their_logarithms_are_refused(decay, form):
         assert torch.equal(y[:, :, :6], linear_attention(*inputs, valid=valid, form=form, feature_map="elu1")[:, :, :6])
         with pytest.raises(ValueError, match=line):
             prefill(*inputs._replace(log_decay=lam), feature_map="elu1")
+        with pytest.raises(ValueError, match=line):
+            step(*inputs[:3], initial_state(*inputs[1:3]), lam, feature_map="elu1")

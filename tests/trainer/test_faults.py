@@ -355,12 +355,15 @@ def test_metrics_wait_for_room_and_lose_no_line(tmp_path, monkeypatch):
     assert [x["step"] for x in lines(tmp_path)] == list(range(1, 2001))
 
 
-def test_disk_need_is_checked_at_the_start(tmp_path):
+def test_disk_need_is_checked_at_the_start(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as error:
         check_space(tmp_path / "run", 2**60, 2**58, keep=2)
     for part in ("run.root: checkpoints in", "MiB are free", "trainer.keep_last=1"):
         assert part in str(error.value)
     check_space(tmp_path / "run", 1000, 100, keep=2)
+    monkeypatch.setattr("os.access", lambda place, mode: False)  # this process may be root's, who can write anywhere
+    with pytest.raises(ConfigError, match=r"^run\.root: .* cannot be written to$"):
+        check_space(tmp_path / "run", 1000, 100, keep=2)
 
 
 def test_memory_advice_names_a_micro_batch_that_fits_the_batch():
