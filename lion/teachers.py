@@ -78,6 +78,12 @@ def open_timm(name: str, info: ImageInfo) -> Teacher:
         ) from None
     if model.num_classes != classes:
         raise ConfigError(f"task.teacher: {name!r} has {model.num_classes} classes, the data have {classes}")
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, info.channels, *info.size))
+    except Exception as error:  # each model checks the size of images in its own way
+        shape, why = (info.channels, *info.size), (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"task.teacher: {name!r} does not take images {shape} ({why})") from None
     mean, std = (model.pretrained_cfg[key] for key in ("mean", "std"))
     if len(mean) != info.channels:  # timm sums the input weights of such a model
         mean, std = ([sum(values) / len(values)] for values in (mean, std))

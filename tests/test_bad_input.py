@@ -5,7 +5,7 @@ import yaml
 from PIL import Image
 
 from lion.config import merge
-from tests.helpers import TINY, refuse, tiny_recipe
+from tests.helpers import TINY, here, refuse, tiny_recipe
 from tools import __main__ as commands
 from tools.cli import run_command
 
@@ -134,7 +134,18 @@ def test_a_text_without_a_sample(text, tmp_path, capsys):
     (tmp_path / "few.txt").write_text(text)
     settings = [f"data.path={tmp_path / 'few.txt'}", f"data.root={tmp_path}", f"run.root={tmp_path / 'runs'}"]
     line = refuse(capsys, "train", "mlm_tiny_lion_s", "data.name=text", *settings)
-    assert "data: no training samples" in line or "data.path: no tokens" in line
+    assert "data.path: every document of val is one token" in line or "data.path: no tokens" in line
+
+
+def test_a_text_that_fills_a_batch_is_not_refused_by_an_estimate(tmp_path, capsys):
+    """Check short words: 32 samples of 32 tokens, but 9 by 3.5 bytes a token."""
+    (tmp_path / "few.txt").write_text("a b c d e f g h \n\n" * 64)
+    settings = [f"data.path={tmp_path / 'few.txt'}", f"data.root={tmp_path}", f"run.root={tmp_path / 'runs'}"]
+    settings += ["data.length=32", "data.tokenizer=wordpiece", "data.vocabulary=300", "trainer.batch_size=12"]
+    small = ["model.dim=16", "model.depth=1", "model.num_heads=2", "trainer.compile=false", "trainer.steps=1"]
+    more = ["trainer.micro_batch=null", "schedule.warmup=0", "trainer.epochs=null"]
+    assert here("train", "mlm_tiny_lion_s", "data.name=text", *settings, *small, *more, "--no-eval") == 0
+    assert "12 is more than" not in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback_before_the_line(tmp_path, capsys):

@@ -149,6 +149,11 @@ def test_teachers_of_timm(tmp_path):
     for name in ("timm:resnet10z", "timm:resnet10t:/nowhere.pth", "timm:resnet10t"):  # unknown, missing, no network
         with pytest.raises(ConfigError, match=r"task.teacher: 'timm:.*' (cannot be loaded|has 1000 classes)"):
             open_teacher(name, INFO)
+    made = timm.create_model("vit_tiny_patch16_224", num_classes=3, in_chans=1)
+    torch.save(made.state_dict(), tmp_path / "v.pth")
+    name = f"timm:vit_tiny_patch16_224:{tmp_path / 'v.pth'}"
+    with pytest.raises(ConfigError, match=r"does not take images \(1, 8, 8\) \(Input height \(8\) doesn't match"):
+        open_teacher(name, INFO)
 
 
 def test_the_mean_excludes_the_distillation_token():

@@ -67,15 +67,18 @@ def checkpoint_bytes(model: nn.Module, ema: bool) -> tuple[int, int]:
     return weights * (4 if ema else 3), weights * (2 if ema else 1)
 
 
-def check_checkpoint(folder: Path, model: nn.Module) -> None:
-    """Check that the newest checkpoint fits the model, before anything is written to the folder.
+def check_checkpoint(folder: Path, model: nn.Module, info: Info) -> None:
+    """Check that the newest checkpoint fits the data and the model, before anything is written to the folder.
 
     Raises:
-        ConfigError: The weights do not fit.
+        ConfigError: The checkpoint is one of other data, or its weights do not fit.
     """
 
     def read(found: Checkpoint) -> None:
         if not found.sharded:
-            check_weights(model, load_state(found.state, mapped=True).get("model"), str(found.state))
+            state = load_state(found.state, mapped=True)
+            if isinstance(then := state.get("info"), dict):
+                info.check_same(f"{folder}: its checkpoint", then)
+            check_weights(model, state.get("model"), str(found.state))
 
     newest(folder, "last", read=read, quiet=True)

@@ -109,7 +109,7 @@ def row_of(each: Comparison, verdict: str, level: float = LEVEL) -> list[str]:
         return [each.name, "-", "-", verdict, "-", "-"]
     p = f"{found.p:.3f}" if found.p >= 0.001 else f"{found.p:.0e}"
     row = [each.name, f"{round(found.mean, 2) + 0.0:+.2f} ± {found.half:.2f}", p, verdict]  # + 0.0: never -0.00
-    if verdict != UNDECIDED:
-        return [*row, "-", "-"]
     seeds = found.seeds(level)
-    return [*row, digits(found.smallest(level)), "-" if seeds is None else f"> {MOST}" if seeds > MOST else str(seeds)]
+    if verdict != UNDECIDED or seeds is None:
+        return [*row, "-", "-"]
+    return [*row, digits(found.smallest(level)), f"> {MOST}" if seeds > MOST else str(seeds)]

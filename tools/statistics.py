@@ -34,10 +34,11 @@ same seed. Elsewhere, a linear model of rows and seeds is fitted to the runs, an
 difference is adjusted for the seeds where rows have different ones. Where some rows always solve a task and others by
 chance (recall, selective copying), each row has noise of its own (Welch's test). A claim is decided if both rows have
 all their runs and p is below {level:.0%} after Holm's correction for all claims and questions of the page; the
-intervals (95 %) and p are not corrected. For an undecided claim, the last columns are the smallest difference that its
-runs would have shown with a probability of {power:.0%}, and the number of seeds that would show the difference that was
-found, both after the correction. Without other claims, three paired seeds show a difference of two standard deviations
-in {three:.0%} of all cases; {needed} seeds are needed for {power:.0%}."""
+intervals (95 %) and p are not corrected. Runs without any spread do not show their noise, and decide nothing. For an
+undecided claim, the last columns are the smallest difference that its runs would have shown with a probability of
+{power:.0%}, and the number of seeds that would show the difference that was found, both after the correction. Without
+other claims, three paired seeds show a difference of two standard deviations in {three:.0%} of all cases; {needed}
+seeds are needed for {power:.0%}."""
 
 Values = Mapping[str, Mapping[int, float]]  # by row and seed
 
@@ -64,8 +65,11 @@ class Difference(NamedTuple):
 
     @property
     def p(self) -> float:
-        """Return the probability of a difference at least this large without a true difference, not corrected."""
-        return 2 * float(stats.t(self.freedom).sf(abs(self.mean) / self.error)) if self.error else float(self.mean == 0)
+        """Return the probability of a difference at least this large without a true difference, not corrected.
+
+        Runs without any spread do not show their noise: then it is 1.
+        """
+        return 2 * float(stats.t(self.freedom).sf(abs(self.mean) / self.error)) if self.error else 1.0
 
     def smallest(self, level: float = LEVEL) -> float:
         """Return the true difference that these runs would have shown with p below `level` in `POWER` of all cases."""

@@ -45,6 +45,7 @@ from lion.trainer.runtime import (
     check_device,
     environment,
     from_launcher,
+    gathered,
     join_processes,
     seed_everything,
     start_runtime,
@@ -108,6 +109,8 @@ def main(argv: list[str]) -> int:
         recipe = resolve(args.recipe, args.overrides)
         if first and (launched or args.nodes == 1):  # a machine may come back while others train
             check_unlocked(recipe.folder)
+        if first and not args.fresh:
+            check_same_recipe(recipe)
         world = from_launcher("WORLD_SIZE", 0)
         world = world or args.nodes * (args.processes or process_count(recipe, machines=args.nodes))
         if launched or recipe.trainer.device != "auto":
@@ -117,7 +120,11 @@ def main(argv: list[str]) -> int:
     recipe, world = together(begin)
     if launched:
         together(partial(check_agreement, recipe))
-    if not launched and not args.fresh and show_finished(recipe):
+    if not args.fresh and gathered(is_complete(recipe.folder))[0]:
+        if first:
+            show_complete(recipe)
+        if launched:
+            dist.destroy_process_group()
         return 0
     if (world > 1 or args.restarts) and not launched:  # the launched processes check everything else
         flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
@@ -181,8 +188,9 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
         """Lock the folder of the run; by now every process has passed all checks."""
         if not runtime.main:
             return None
-        if fresh:
-            set_aside(recipe.folder)
+        if fresh and recipe.folder.exists():
+            with contextlib.closing(lock_run(recipe.folder)):  # another process may have begun to train there
+                set_aside(recipe.folder)
         start_folder(recipe.folder)
         return lock_run(recipe.folder)
 
@@ -235,7 +243,9 @@ def prepare(recipe: Recipe, world: int, *, fresh: bool, first: bool) -> tuple[Da
     begun = recipe.folder if not fresh and steps_of(recipe.folder, "last") else None
     source = open_data(recipe, begun)
     if needs_preparing(source) and (known := source.published()) is not None:
-        check_settings(recipe, *known, world, room=first)  # before hours of data preparation
+        info, samples = known  # may be an estimate: whether a batch can be filled is checked after preparation
+        samples = max(samples, recipe.trainer.batch_size)
+        check_settings(recipe, info, samples, world, room=first)  # before hours of preparation
     splits = build_data(recipe, begun, cached=True)
     plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first)
     seed_everything(recipe.seed)
@@ -244,7 +254,7 @@ def prepare(recipe: Recipe, world: int, *, fresh: bool, first: bool) -> tuple[Da
         with hint_of_tokenizer(recipe.init_from):
             init_from(model, recipe.init_from, splits.info)
     if first and not fresh:
-        check_checkpoint(recipe.folder, model)
+        check_checkpoint(recipe.folder, model, splits.info)
     return source, splits, plan, task, model
 
 
@@ -258,8 +268,6 @@ def processes_text(recipe: Recipe, world: int) -> str:
 
 def set_aside(folder: Path) -> None:
     """Rename the folder of an earlier run to NAME.oldN; nothing is deleted."""
-    if not folder.exists():
-        return
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
         number += 1
@@ -267,14 +275,11 @@ def set_aside(folder: Path) -> None:
     print(f"the earlier run is kept as {aside}")
 
 
-def show_finished(recipe: Recipe) -> bool:
-    """Print the summary of a complete run.
-
-    Returns:
-        Whether the run is complete.
+def check_same_recipe(recipe: Recipe) -> None:
+    """Check that the folder of a run, if it exists, holds a run of this recipe.
 
     Raises:
-        ConfigError: The folder holds a run of another recipe, checkpoints without a recipe, or an unreadable summary.
+        ConfigError: The folder holds a run of another recipe, or checkpoints without a recipe.
     """
     folder = recipe.folder
     if not (folder / RECIPE).exists():
@@ -282,7 +287,7 @@ def show_finished(recipe: Recipe) -> bool:
             raise ConfigError(
                 f"{folder} holds checkpoints but no {RECIPE}: restore the file, or start anew with --fresh"
             )
-        return False
+        return
     changed = differences(stored_recipe(folder), recipe)
     if changed:
         lengths = any(line.startswith(("trainer.steps:", "trainer.epochs:", "trainer.time:")) for line in changed)
@@ -291,8 +296,19 @@ def show_finished(recipe: Recipe) -> bool:
             f"{folder} holds a run of another recipe, differing in {'; '.join(changed)}{why * lengths}. "
             f"Give this run another name with run.name=NAME, or start anew with --fresh"
         )
-    if not (folder / SUMMARY).exists():
-        return False
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / RECIPE).exists() and (folder / SUMMARY).exists()
+
+
+def show_complete(recipe: Recipe) -> None:
+    """Print the summary of a complete run.
+
+    Raises:
+        ConfigError: The summary cannot be read.
+    """
+    folder = recipe.folder
     print(f"{folder} is complete, nothing to train; --fresh starts anew")
     try:
         print_summary(recipe)
@@ -300,7 +316,6 @@ def show_finished(recipe: Recipe) -> bool:
         raise ConfigError(
             f"{folder / SUMMARY}: not a summary ({type(error).__name__}); without it the same command evaluates again"
         ) from None
-    return True
 
 
 def start_folder(folder: Path) -> None:

@@ -52,7 +52,7 @@ class CifarPixels(PixelSet):
     def identity(self) -> Any:
         place = self.place
         if not place.exists():
-            return self.config.path or "cifar10"
+            return {"path": self.config.path or "cifar10", "side": self.config.side}
         files = (
             [place] if place.is_file() else [Path(folder) / n for folder, names in walk(place) for n in sorted(names)]
         )

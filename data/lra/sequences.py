@@ -33,7 +33,7 @@ from lion.samples.base import Batch, DeviceDataset, Splits
 from lion.samples.sequences import SequenceInfo
 
 PAD, UNKNOWN, END = range(3)  # the first ids of every vocabulary
-STEP = 64  # lengths of batches with `pad: batch` are multiples of this
+SHAPES = 4  # lengths of batches with `pad: batch`: few, because each is compiled
 MOST = 10_000_000  # maximum number of generated samples of a split, a hundred times LRA's
 SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 
@@ -58,7 +58,7 @@ class TokenConfig(SequenceConfig):
 
     length: Maximum number of tokens of a sample, including the end token.
     pad: Target of padding: `length`, which gives all batches one shape, or the longest sample of a `batch`, rounded up
-        to a multiple of 64.
+        to a quarter of `length`.
     """
 
     length: int = setting(2048, min=2, max=2**20)
@@ -114,7 +114,8 @@ class Collate:
         names = [name for name in ("tokens", "second") if name in samples[0]]
         rows = [sample[name] for sample in samples for name in names]
         longest = max(map(len, rows))
-        length = self.length if self.pad == "length" else min(self.length, -(-longest // STEP) * STEP)
+        step = self.length if self.pad == "length" else -(-self.length // SHAPES)
+        length = min(self.length, -(-longest // step) * step)
         tokens = torch.full((len(rows), max(length, longest)), PAD)
         segments = torch.full_like(tokens, -1)
         for i, row in enumerate(rows):
@@ -256,7 +257,7 @@ class SequenceSet(DataSet):
         return Collate(info.length, getattr(self.config, "pad", "length"))
 
     def collate(self, samples: list[dict[str, Tensor]]) -> Batch:
-        return Collate(2**20, "batch")(samples)
+        return Collate(getattr(self.config, "length", 1), "batch")(samples)
 
 
 def checked_files(name: str, root: Path, wanted: Sequence[str]) -> list[Path]:

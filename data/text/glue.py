@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path
-from data.text.sequences import READERS, LabelledConfig, LabelledSequences, Sequences, read_rows
+from data.text.sequences import READERS, LabelledConfig, LabelledSequences, Sequences, fingerprint, read_rows
 from data.text.text import KNOWN
 from data.text.tokenizers import Tokenizer, looks_like_path, open_tokenizer
 from lion.config import ConfigError, setting
@@ -86,10 +86,11 @@ class Glue(LabelledSequences):
 
     def build(self) -> Splits:
         info = self.described(self.task.classes)
-        val, *more = self.task.validation
-        train, val = (self.split(split, info) for split in ("train", val))
-        found = {split.partition("_")[2]: self.split(split, info) for split in more if self.has(split)}
-        return Splits(train, val, None, info, order=self.order, more=found)
+        first, *more = self.task.validation
+        parts = {split: self.split(split, info) for split in ("train", first, *filter(self.has, more))}
+        found = {split.partition("_")[2]: parts[split] for split in more if split in parts}
+        same = fingerprint(parts)
+        return Splits(parts["train"], parts[first], None, info, order=self.order, more=found, fingerprint=same)
 
     def published(self) -> tuple[LabelledTextInfo, int]:
         name, task = Path(self.config.tokenizer).name, self.task

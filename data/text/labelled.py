@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
+import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +14,20 @@ from typing import Any
 
 from data.base import user_path
 from data.hub import import_datasets, readable
-from data.text.sequences import READERS, LabelledConfig, LabelledSequences, Row, names_of_classes, read_rows
+from data.text.sequences import (
+    READERS,
+    LabelledConfig,
+    LabelledSequences,
+    Row,
+    fingerprint,
+    names_of_classes,
+    read_rows,
+)
 from data.text.store import KeepsTokenizer, read_tokenizer
 from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, looks_like_path, make_tokenizer, open_tokenizer
 from data.vision.sources import split_indices
 from lion.config import ConfigError, nearest, setting
+from lion.files import save_json
 from lion.samples.base import Splits
 from lion.samples.text import LabelledTextInfo
 
@@ -26,7 +37,10 @@ TEXTS = (  # names of the columns of texts, in the order in which they are looke
     *(("text",), ("sentence",), ("document",), ("content",), ("review",)),
 )
 LABELS = ("label", "labels", "class", "category", "target")
+COLUMNS = "columns.json"  # in the folder of a run: the text columns
 CLASSES = 1_000  # at most; more different labels are a wrong column
+
+log = logging.getLogger("lion")
 
 
 @dataclass(kw_only=True)
@@ -62,17 +76,16 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
     """Texts with labels: names of classes, or numbers."""
 
     Config = LabelledTextConfig
+    kept_columns: tuple[str, ...] = ()  # the text columns, from the folder of a run
 
     def build(self) -> Splits:
-        info = self.described(self.classes)
-        built = {name: self.sequences(iter(rows), self.origin(name), info) for name, rows in self.rows.items()}
-        digest = hashlib.sha256()
-        for name, part in built.items():
-            digest.update(name.encode())
-            for values in (part.ids, part.ends, part.firsts, part.labels.numpy()):
-                digest.update(values.tobytes())
+        info, rows = self.described(self.classes), dict(self.rows)
+        if "test" in rows and not any(self.is_label(row.get(self.label_column)) for _, row in rows["test"]):
+            log.warning("%s: test is skipped, none of its labels is one of the training rows", self.origin("test"))
+            del rows["test"]
+        built = {name: self.sequences(iter(some), self.origin(name), info) for name, some in rows.items()}
         train, val, test = (built.get(name) for name in SPLITS)
-        return Splits(train, val, test, info, order=self.order, fingerprint=digest.hexdigest()[:12])
+        return Splits(train, val, test, info, order=self.order, fingerprint=fingerprint(built))
 
     def published(self) -> tuple[LabelledTextInfo, int] | None:
         path = self.config.path
@@ -82,10 +95,17 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        try:
-            return self.columns
-        except ConfigError:  # a run is used where its data are not
-            return ("text",)
+        return self.kept_columns or self.columns
+
+    def keep(self, folder: Path) -> None:
+        super().keep(folder)
+        save_json(folder / COLUMNS, self.columns)
+
+    def restore(self, folder: Path, settings: dict[str, Any]) -> None:
+        super().restore(folder, settings)
+        if settings.get("text_columns") == self.config.text_columns:
+            with contextlib.suppress(OSError, ValueError, TypeError):  # a run is used where its data may not be
+                self.kept_columns = tuple(json.loads((folder / COLUMNS).read_text()))
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -183,11 +203,12 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             raise ConfigError(
                 f"data.label_column: no column {self.label_column!r}, {nearest(self.label_column, first)}"
             )
-        labels = {row.get(self.label_column) for _, row in every}
+        values = [row.get(self.label_column) for _, row in every]
+        if odd := [value for value in values if not isinstance(value, (str, int, float)) or value == ""]:
+            raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r}, which is no class or number")
+        labels = set(values)
         if any(isinstance(label, float) and not label.is_integer() for label in labels):
             return {}
-        if odd := [label for label in labels if not isinstance(label, (str, int, float)) or label == ""]:
-            raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r}, which is no class or number")
         if not 2 <= len(labels) <= CLASSES:
             found = f"{self.label_column!r} has {len(labels):,} different labels"
             raise ConfigError(f"data.label_column: {found}, expected 2 to {CLASSES:,}")
@@ -202,17 +223,20 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
                 return tuple(names[label] for label in self.place)
         return tuple(str(int(label) if isinstance(label, float) else label) for label in self.place)
 
+    def is_label(self, value: Any) -> bool:
+        if self.place:
+            return isinstance(value, (str, int, float)) and value in self.place
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
     def label(self, value: Any, where: str) -> int | float:
+        if self.is_label(value):
+            return self.place[value] if self.place else float(value)
         if not self.place:
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-                return float(value)
             raise ConfigError(f"{where}: {self.label_column}: expected a number, got {value!r}")
-        if value not in self.place:
-            raise ConfigError(
-                f"{where}: {self.label_column}: {value!r} is not a label of the training rows, "
-                f"{nearest(str(value), self.classes)}"
-            )
-        return self.place[value]
+        raise ConfigError(
+            f"{where}: {self.label_column}: {value!r} is not a label of the training rows, "
+            f"{nearest(str(value), self.classes)}"
+        )
 
 
 def first_file(folder: Path, stems: Sequence[str]) -> Path | None:

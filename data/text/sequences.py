@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -81,6 +82,16 @@ class Sequences(DeviceDataset):
     def batch(self, indices: list[int], device: torch.device | str, generator: torch.Generator | None = None) -> Batch:
         made = {**self.padding.rows([self.sample(i) for i in indices]), "label": self.labels[indices]}
         return {name: values.to(device) for name, values in made.items()}
+
+
+def fingerprint(parts: Mapping[str, Sequences]) -> str:
+    """Return the fingerprint of the samples of all splits, by their names."""
+    digest = hashlib.sha256()
+    for name, part in parts.items():
+        digest.update(name.encode())
+        for values in (part.ids, part.ends, part.firsts, part.labels.numpy()):
+            digest.update(values.tobytes())
+    return digest.hexdigest()[:12]
 
 
 class Padding(NamedTuple):

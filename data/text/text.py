@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -123,8 +124,8 @@ def estimate(config: TextConfig, tokens: float, documents: int) -> tuple[TextInf
     else:
         made = open_tokenizer(config.tokenizer)
         vocabulary, fingerprint, special = made.vocabulary, made.fingerprint, made.special
-    samples = {"padded": documents, "documents": tokens // config.length, "windows": tokens - config.length}
-    return TextInfo(vocabulary, config.length, name, fingerprint, special), int(samples[config.pack])
+    rows = {"padded": documents, "documents": tokens / config.length, "windows": tokens - config.length + 1}
+    return TextInfo(vocabulary, config.length, name, fingerprint, special), max(1, math.ceil(rows[config.pack]))
 
 
 class Text(KeepsTokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from lion.samples.base import Splits
 from lion.samples.images import ImageInfo, numbered
 
 MANIFEST = "latents.json"
+PROBES = 64  # latents of a split whose values are part of the fingerprint
 HOW = f'expected train.npy, val.npy (N, C, H, W), *_labels.npy (N,) and {MANIFEST}, {{"scale": .., "classes": [..]}}'
 
 
@@ -54,6 +56,7 @@ class Latents(DataSet):
             LatentPictures(*val, scale),
             None,
             info=info_of(shape, classes),
+            fingerprint=fingerprint((scale, classes), train, val),
         )
 
     def published(self) -> tuple[ImageInfo, int]:
@@ -76,6 +79,16 @@ class LatentPictures(Dataset):
         mirrored = self.flipped is not None and torch.rand(()).item() < self.share
         latents = (self.flipped if mirrored else self.latents)[index]
         return {"image": torch.from_numpy(latents.astype(np.float32)) * self.scale, "label": int(self.labels[index])}
+
+
+def fingerprint(manifest: tuple[float, tuple[str, ...]], *splits: tuple[np.ndarray, np.ndarray]) -> str:
+    """Return the fingerprint of the manifest, all labels, and `PROBES` latents of each split."""
+    digest = hashlib.sha256(repr(manifest).encode())
+    for latents, labels in splits:
+        probed = np.linspace(0, len(labels) - 1, min(PROBES, len(labels))).astype(int)
+        digest.update(found(latents).encode())
+        digest.update(labels.astype(np.int64).tobytes() + latents[probed].tobytes())
+    return digest.hexdigest()[:12]
 
 
 def info_of(shape: tuple[int, ...], classes: tuple[str, ...]) -> ImageInfo:

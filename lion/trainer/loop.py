@@ -29,7 +29,7 @@ from lion.trainer.optim import make_optimizer
 from lion.trainer.parallel import TrainedModels, full, local, replicate, shard, synchronise
 from lion.trainer.plan import Plan
 from lion.trainer.run_data import RunData
-from lion.trainer.runtime import Runtime, catch_signals
+from lion.trainer.runtime import Runtime, catch_signals, random_state, restore_random_state
 from lion.trainer.state import RunState, SaveTimer, TrainingClock
 
 log = logging.getLogger("lion")
@@ -104,7 +104,7 @@ class Trainer:
                 if not self.stopping or self.runtime.world > 1:
                     raise
                 complete = False
-                if state.evaluation_due:  # interrupted in it; an interrupted step changed nothing and is repeated
+                if state.step:
                     self.save(out)
         if state.step and self.checkpoints.saved != state.step:
             raise RunError(f"step {state.step} could not be saved: {self.checkpoints.kept}")
@@ -144,7 +144,8 @@ class Trainer:
         clock = TrainingClock(compiles=state.compiled)
         while complete and not state.finished:
             lr = self.set_learning_rate()
-            loss, norm = self.train_step(batches, monitor, out)
+            with self.undone_without_compiler():
+                loss, norm = self.train_step(batches, monitor, out)
             state.advance(clock.lap())
             monitor.samples += state.taken
             out.progress(state.at)
@@ -171,6 +172,20 @@ class Trainer:
             if stop and not state.finished:
                 complete = False
         return complete
+
+    @contextlib.contextmanager
+    def undone_without_compiler(self) -> Iterator[None]:
+        """Undo a step in which the compiler is stopped, so that the run can be saved as it was before the step."""
+        if not self.state.compiled or self.runtime.world > 1:
+            yield
+            return
+        before = random_state()
+        try:
+            yield
+        except TorchDynamoException:  # in the forward or backward pass: the weights have not changed
+            restore_random_state(before)
+            self.buffers.put_back(torch.ones((), device=self.runtime.device))
+            raise
 
     def set_learning_rate(self) -> float:
         """Set the learning rate of this step in every parameter group, times the factor of the group."""

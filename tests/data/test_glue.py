@@ -61,6 +61,14 @@ def test_every_task_is_read_with_its_columns_and_labels(root, task):
     assert splits.test is None and isinstance(splits.order, Shuffled)
 
 
+def test_other_samples_have_another_fingerprint(root, tmp_path):
+    first, row = glue(root).build().fingerprint, json.loads((root / "rte" / "train.jsonl").read_text().splitlines()[2])
+    assert first == glue(root).build().fingerprint
+    for name in ("train.jsonl", "validation.jsonl"):
+        changed = rewrite(root, tmp_path, "rte", {**row, "label": 1 - row["label"]}, name=name)
+        assert glue(changed).build().fingerprint != first
+
+
 def test_pairs_are_cut_as_the_tokenizers_library_cuts_them():
     rng = random.Random(0)
     inner = open_tokenizer("bytes").inner

@@ -123,15 +123,38 @@ def test_classes_have_the_names_that_a_set_of_the_hub_gives_them(tmp_path):
         assert splits.train.labels[:4].tolist() == [int(text[9:-5]) % 2 for text in texts_of(splits.train)[:4]]
 
 
+def test_labels_of_several_classes_are_refused_in_one_line(tmp_path):
+    for label in ([1, 2], {"a": 1}, None):
+        file = write(tmp_path / "several.jsonl", [{"text": f"word{i}", "label": label} for i in range(9)])
+        with pytest.raises(ConfigError, match="'label' holds .*, which is no class or number"):
+            labelled(file).build()
+    write(tmp_path / "train.jsonl", ROWS)
+    write(tmp_path / "validation.jsonl", [{"text": "x", "label": ["yes"]}])
+    with pytest.raises(ConfigError, match=r"row 1: label: \['yes'\] is not a label of the training rows"):
+        labelled(tmp_path).build()
+
+
+@pytest.mark.parametrize("column", ["label", "other"])
+@pytest.mark.parametrize("numbers", [False, True])
+def test_a_test_split_without_labels_is_skipped(tmp_path, caplog, numbers, column):
+    write(tmp_path / "train.jsonl", [{**row, "label": 0.5 + i} for i, row in enumerate(ROWS)] if numbers else ROWS)
+    write(tmp_path / "test.jsonl", [{"text": "x", column: "hidden" if numbers else -1} for _ in range(3)])
+    splits = labelled(tmp_path).build()
+    assert splits.test is None and len(splits.val) == 3
+    assert "test.jsonl: test is skipped, none of its labels is one of the training rows" in caplog.text
+
+
 def test_a_set_of_the_hub_needs_a_split_for_training(monkeypatch):
     monkeypatch.setattr("data.text.labelled.hub_splits", lambda path, subset: ["validation", "all"])
     with pytest.raises(ConfigError, match=r"data.path: 'some/set' has no split 'train', it has validation, all"):
         labelled("some/set").build()
 
 
-def test_a_run_classifies_texts_without_its_data(tmp_path, capsys):
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_run_classifies_texts_without_its_data(tmp_path, capsys, pairs):
     """Check a real run: its tokenizer is trained on the training texts and kept, and `predict` needs nothing else."""
-    file = write(tmp_path / "own.csv", ROWS)
+    rows = [{"premise": row["text"], "hypothesis": "x", "label": row["label"]} for row in ROWS] if pairs else ROWS
+    file = write(tmp_path / "own.csv", rows)
     small = [
         "model.dim=16",
         "model.depth=1",
@@ -143,9 +166,12 @@ def test_a_run_classifies_texts_without_its_data(tmp_path, capsys):
     where = [f"data.path={file}", f"run.root={tmp_path}", "run.name=own"]
     assert here("train", "text_tiny_lion_s", *where, *small, "data.vocabulary=300") == 0
     file.unlink()
-    done = command("predict", str(tmp_path / "own"), "good word7")
+    done = command("predict", str(tmp_path / "own"), "good word7", *["x"] * pairs)
     assert done.returncode == 0, done.stderr
-    assert "yes" in done.stdout and "no" in done.stdout
+    assert "yes" in done.stdout and "no" in done.stdout and ("hypothesis" in done.stdout) == pairs
     capsys.readouterr()
+    if pairs:
+        line = refuse(capsys, "predict", tmp_path / "own", "good word7")
+        assert "'good word7' is incomplete, this run expects premise and hypothesis for each sample" in line
     line = refuse(capsys, "train", "text_tiny_lion_s", f"data.path={tmp_path / 'gone.csv'}", "run.name=x")
     assert "no file or folder" in line

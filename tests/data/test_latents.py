@@ -50,6 +50,18 @@ def test_samples_are_scaled_and_some_are_mirrored(tmp_path):
     assert build(tmp_path / "l").train.flipped is None
 
 
+def test_other_latents_have_another_fingerprint(tmp_path):
+    root = folder(tmp_path / "l", count=100)
+    first = build(root).fingerprint
+    assert first == build(folder(tmp_path / "same", count=100)).fingerprint
+    for name, place in (("train", (-1, 0, 0, 0)), ("train_labels", 5), ("val_labels", 7)):
+        values = np.load(root / f"{name}.npy")
+        values[place] = 1 - values[place] if name == "train" else (values[place] + 1) % 3
+        np.save(root / f"{name}.npy", values)
+        assert (changed := build(root).fingerprint) != first
+        first = changed
+
+
 def test_what_is_not_such_a_folder(tmp_path):
     with pytest.raises(ConfigError, match=r"no folder .*expected train\.npy, val\.npy"):
         build(tmp_path / "none")

@@ -259,7 +259,7 @@ def test_brackets_are_kept_and_parentheses_are_not(tmp_path):
     assert batch["segments"].tolist() == [[0] * 5 + [-1] * 11] * 2 and batch["label"].tolist() == [7, 7]
     short = lra_set(tmp_path, "listops", path=str(tmp_path), length=128, pad="batch")
     short.prepare()
-    assert short.build().train.batch([0], "cpu")["tokens"].shape == (1, 64)
+    assert short.build().train.batch([0], "cpu")["tokens"].shape == (1, 32)  # a quarter of the length
 
 
 @pytest.mark.parametrize(
@@ -587,9 +587,9 @@ def test_pairs_are_two_rows_of_one_length(tmp_path):
     batch = splits.train.batch([0, 1], "cpu")
     assert batch["tokens"].shape == batch["segments"].shape == (2, 2, 80) and batch["label"].tolist() == [0, 1]
     assert (batch["segments"] == 0).sum(-1).tolist() == [[4, 5], [5, 80]]
-    assert splits.train.batch([0], "cpu")["tokens"].shape == (1, 2, 64)
+    assert splits.train.batch([0], "cpu")["tokens"].shape == (1, 2, 20)
     (tmp_path / "pair.txt").write_text("one\ttwo")
-    assert source.collate([source.load(str(tmp_path / "pair.txt"), splits.info)])["tokens"].shape == (1, 2, 64)
+    assert source.collate([source.load(str(tmp_path / "pair.txt"), splits.info)])["tokens"].shape == (1, 2, 20)
     (tmp_path / "pair.txt").write_text("one")
     with pytest.raises(ConfigError, match="expected two documents separated by a tab"):
         source.load(str(tmp_path / "pair.txt"), splits.info)
@@ -640,6 +640,11 @@ def test_a_image_of_another_size_is_named(tmp_path):
     pictures = [picture(i, (32, 32) if i != 3 else (32, 30)) for i in range(6)]
     with pytest.raises(ConfigError, match="train row 4: an image of 32 x 30 pixels, expected 32 x 32"):
         prepared(tmp_path, "cifar10_pixels", path=parquet(tmp_path, pictures, [0, 1] * 3))
+
+
+def test_each_size_of_a_set_of_the_hub_has_a_folder(tmp_path):
+    sides = [lra_set(tmp_path, "cifar10_pixels", path="some/set", side=side).folder for side in (16, 32)]
+    assert sides[0] != sides[1]
 
 
 def test_cifars_place_is_said(tmp_path, capsys, monkeypatch):

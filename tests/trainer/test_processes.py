@@ -264,3 +264,31 @@ def test_two_commands_do_not_train_one_run(tmp_path, capsys):
     third = Command("train", path)  # the lock ends with its owner
     wait_for(lambda: metrics.read_text().count("\n") > lines, third)
     third.wait(0)
+
+
+def test_a_fresh_run_does_not_move_a_folder_where_another_has_begun(tmp_path, capsys, monkeypatch):
+    path = tiny_recipe(tmp_path, trainer={"steps": 50_000})
+    metrics, others = tmp_path / "runs" / "tiny" / "metrics.jsonl", []
+    prepare = tools_train.prepare
+
+    def slowly(*args, **kwargs):  # after the first look at the folder
+        others.append(Command("train", path))
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size, others[0])
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(tools_train, "prepare", slowly)
+    line = refuse(capsys, "train", path, "--fresh")
+    assert f"process {others[0].pid} trains there now" in line
+    assert [folder.name for folder in metrics.parent.parent.iterdir()] == ["tiny"]
+    others[0].wait(0)
+
+
+def test_processes_of_another_launcher_keep_the_recipe_and_end_with_the_run(tmp_path):
+    path = tiny_recipe(tmp_path)
+    assert tools_train.main([str(path), "--no-eval"]) == 0
+    changed = in_ranks(1, "train", path, "optim.weight_decay=0.9")
+    assert changed.returncode == 2 and "holds a run of another recipe" in changed.stderr
+    assert "weight_decay: 0.9" not in (tmp_path / "runs" / "tiny" / "recipe.yaml").read_text()
+    for said in ("best on val", "is complete, nothing to train"):
+        done = in_ranks(2, "train", path, "--form", "full")
+        assert done.returncode == 0 and said in done.stdout, done

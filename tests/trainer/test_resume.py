@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from lion.config import ConfigError
 from lion.trainer.checkpoint_files import (
@@ -225,6 +226,31 @@ def test_saving_by_the_clock(tmp_path):
     assert [step for step, _ in steps_of(tmp_path / "run", "last")] == [5, 4, 3, 2, 1]
     train(tiny_recipe(tmp_path, trainer={**changes, "save_every": "10min"}), tmp_path / "slow")
     assert [step for step, _ in steps_of(tmp_path / "slow", "last")] == [5]
+
+
+def test_a_step_is_undone_if_a_signal_stops_the_compiler(tmp_path):
+    """Stop while a new shape compiles, as Ctrl-C does; the resumed run ends like one without a stop."""
+
+    class Noisy(toys.Sides):
+        def loss(self, model, batch):
+            return super().loss(model, {**batch, "x": batch["x"] + torch.randn_like(batch["x"])})
+
+    whole = toys.trainer(tmp_path / "whole", kind=Noisy)
+    assert whole.fit()
+    stopped = toys.trainer(tmp_path / "stopped", kind=Noisy)
+    loss, stopped.state.compiled = stopped.task.loss, True
+
+    def interrupted(model, batch):
+        out = loss(model, batch)
+        if stopped.state.step == 3:  # neither an evaluation nor a checkpoint is due
+            stopped.stopping = True
+            raise TorchDynamoException
+        return out
+
+    stopped.task.loss = interrupted
+    assert not stopped.fit() and stopped.checkpoints.saved == 3
+    resumed = toys.trainer(tmp_path / "stopped", kind=Noisy)
+    assert resumed.fit() and same(whole.model.state_dict(), resumed.model.state_dict()) and whole.model.steps[0] == 6
 
 
 def test_changed_data_is_noticed(tmp_path):

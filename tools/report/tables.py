@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from lion.samples.labels import TokenLabelsInfo
 from lion.samples.text import TextInfo
 from lion.tasks.metrics import Metric
 from tools.claims import CLAIM, QUESTION, Comparison, compare
@@ -62,21 +63,26 @@ def comparisons(groups: Groups, about: Claims, judge: Judge = own_metric) -> lis
     """Compare the two rows of each claim of the papers and of each open question, if both rows have runs.
 
     A claim about rows `a` and `b` is one about `a with positions` and `b with positions`, too, and so on for every
-    ending that two rows share. Runs of one seed are alike if they read text, or digits.
+    ending that two rows share.
     """
     metric, _, values = judge([run for some in groups.values() for run in some])
     shown = {
         name: {run.recipe.seed: metric.scaled(values[run.folder]) for run in runs if run.folder in values}
         for name, runs in groups.items()
     }
-    first = next(iter(groups.values()))[0]
-    noise = "pairs" if isinstance(first.info, TextInfo) or first.recipe.data.name == "digits" else "frame"
-    found = []
+    noise, found = noise_of(next(iter(groups.values()))[0]), []
     for kind, pairs in ((CLAIM, about.claims), (QUESTION, about.open)):
         named = [(a + end, b + end) for a, b in pairs for end in endings(a, shown)]
         there = dict.fromkeys(pair for pair in named if all(shown.get(name) for name in pair))
         found += compare(kind, there, shown, metric, noise=noise)
     return found
+
+
+def noise_of(run: Run) -> str:
+    """Return the model of the noise of such runs, a name of `tools.statistics.NOISES`; its docstring says why."""
+    if isinstance(run.info, TokenLabelsInfo):
+        return "own"
+    return "pairs" if isinstance(run.info, TextInfo) or run.recipe.data.name == "digits" else "frame"
 
 
 def endings(row: str, names: Iterable[str]) -> list[str]:
