@@ -58,8 +58,8 @@ def test_other_latents_have_another_fingerprint(tmp_path):
         values = np.load(root / f"{name}.npy")
         values[place] = 1 - values[place] if name == "train" else (values[place] + 1) % 3
         np.save(root / f"{name}.npy", values)
-        assert (changed := build(root).fingerprint) != first
-        first = changed
+        changed, first = first, build(root).fingerprint
+        assert changed != first
 
 
 def test_what_is_not_such_a_folder(tmp_path):
