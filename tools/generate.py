@@ -178,7 +178,7 @@ def write(
     """
     check_finite(text.logits, folder)
     several, sampling = len(prompts) > 1, Sampling(args.temperature, args.top_k, args.top_p)
-    first, before = Decoder(decode), [len(row) for row in text.rows]
+    (first, *others), begun = [Decoder(decode, row) for row in text.rows], [len(row) for row in text.rows]
     show(f"[1] {prompts[0]}" if several else prompts[0])
     clock, stop = [time.perf_counter()], Stop()
     with catch_signals(stop, "stopping after this token"):
@@ -190,8 +190,8 @@ def write(
                 break
     written = len(clock) - 1
     show(first.rest() + "\n")
-    for i, prompt in enumerate(prompts[1:], 1):
-        show(f"[{i + 1}] {prompt}{decode(text.rows[i][before[i] :])}\n")
+    for i, (prompt, own) in enumerate(zip(prompts[1:], others), 1):
+        show(f"[{i + 1}] {prompt}{own.add(*text.rows[i][begun[i] :])}{own.rest()}\n")
     kept = sum(x.nbytes for x in tree_leaves(reserve(text.state, 0)) if torch.is_tensor(x))
     each = [b - a for a, b in itertools.pairwise(clock[1:])]
     some = f", then {1000 * statistics.median(each):.2f} ms per token" if each else ""
@@ -206,18 +206,24 @@ def show(text: str) -> None:
 
 
 class Decoder:
-    """An incremental decoder of tokens to text. Tokens of an incomplete character wait for the missing bytes."""
+    """An incremental decoder of tokens to text. Tokens of an incomplete character wait for the missing bytes.
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self.decode, self.waiting = decode, []
+    Tokens are decoded after those `before` them, because some decoders drop the blank before the first token.
+    """
 
-    def add(self, token: int) -> str:
-        self.waiting.append(token)
-        text = self.decode(self.waiting)
-        return "" if text.endswith(UNFINISHED) and len(self.waiting) < LONGEST else self.rest()
+    def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
+        self.decode, self.before, self.waiting = decode, [*before[-LONGEST:]], []
+
+    def add(self, *tokens: int) -> str:
+        self.waiting += tokens
+        return "" if self.text().endswith(UNFINISHED) and len(self.waiting) < LONGEST else self.rest()
+
+    def text(self) -> str:
+        return self.decode([*self.before, *self.waiting])[len(self.decode(self.before)) :]
 
     def rest(self) -> str:
-        text, self.waiting = self.decode(self.waiting), []
+        text = self.text()
+        self.before, self.waiting = [*self.before, *self.waiting][-LONGEST:], []
         return text
 
 

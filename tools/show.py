@@ -67,7 +67,7 @@ def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | N
     softmax, rnn = (flops / 1e6 for flops in published_flops(model.length, recipe.model.dim))
     state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
     teacher = getattr(recipe.task, "teacher", None)
-    flops = f"{digits(softmax)} MFLOP per layer, head and sample with softmax, {digits(rnn)} as an RNN (C.12)"
+    flops = f"{digits(softmax)} MFLOP per layer and sample with softmax, {digits(rnn)} as an RNN, in one head (C.12)"
     yield f"{dump_recipe(recipe)}\n{open_settings(recipe)}\n"
     yield table(
         ("recipe", f"{recipe.run.name}: {claim(recipe.about.row)}, {recipe.about.expected}"),

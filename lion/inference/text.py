@@ -185,7 +185,7 @@ def rows_of(model: GPT, prompts: Any) -> list[list[int]]:
     Raises:
         ValueError: No prompts, an empty prompt, or values that are not ids of the model's vocabulary.
     """
-    vocabulary = len(model.tokens.weight)
+    vocabulary = model.vocabulary
     rows = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]  # of PyTorch or NumPy
     for row in rows:
         if not isinstance(row, (list, tuple)):

@@ -179,6 +179,12 @@ class BertClassifierConfig(BertConfig):
 
     token_outputs: ClassVar[bool] = False
 
+    def resolved(self) -> Self:
+        c = super().resolved()
+        if all(c.attention.at(layer).direction == "forward" for layer in range(c.depth)):
+            raise ValueError("attention.direction 'forward': the first token, [CLS], is read and would see no other")
+        return c
+
 
 class BertClassifier(BertEncoder):
     """A BERT that maps a sequence to `outputs` numbers.

@@ -24,6 +24,7 @@ from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
 from lion.models.positions import interpolated
 from lion.models.tokens import TokenModel
+from lion.ops.modes import may_wait
 
 
 @dataclass
@@ -140,11 +141,12 @@ class SequenceEncoder(TokenModel):
 
         Args:
             inputs: Ids, or intensities of pixels, (B, L), or their embeddings (B, L, dim).
-            segments: Integer (B, L), -1 for padding, or boolean, False for padding, on which nothing else depends.
+            segments: Integer (B, L), -1 for padding, or boolean, False for padding, on which nothing else depends. With
+                a window, one document a row, from the start of the row.
             hidden: Boolean (B, L), True for masked inputs, which `hide` replaces.
 
         Raises:
-            ValueError: More tokens than position embeddings.
+            ValueError: More tokens than position embeddings, or rows that the windows do not suit.
         """
         whole, (inputs, layout) = inputs, self.laid_out(inputs, segments)
         x = self.embed(inputs)
@@ -157,6 +159,7 @@ class SequenceEncoder(TokenModel):
             number = torch.arange(whole.shape[1], device=x.device).expand(whole.shape[:2]) // self.config.window
             valid = None if segments is None else valid_of(segments)
             return layout.clean(self.encoder(x, Layout.of(whole, valid, number).split(whole, self.part)))
+        check_windows(segments)
         return layout.clean(self.in_windows(x, layout.valid))
 
     def in_windows(self, x: Tensor, valid: Tensor | None) -> Tensor:
@@ -171,6 +174,18 @@ class SequenceEncoder(TokenModel):
 
     def hide(self, x: Tensor, hidden: Tensor) -> Tensor:
         raise ValueError("hidden: only model 'lra_masked' takes masked inputs")
+
+
+def check_windows(segments: Tensor | None) -> None:
+    """Check that every row is one document that begins with the row, where values may be read (not on a GPU).
+
+    Raises:
+        ValueError: A row is packed or padded on the left; windows are counted from the start of the row.
+    """
+    if segments is None or not may_wait(segments.device):
+        return
+    if ((segments[:, 1:] != segments[:, :-1]) & valid_of(segments)[:, 1:]).any():
+        raise ValueError("segments: with a window, a row is one document, with padding behind it alone")
 
 
 class LRA(SequenceEncoder):

@@ -27,13 +27,13 @@ class LanguageTask(Task):
     unit = "sequences"
 
     def example(self, size: int, device: torch.device | str) -> Batch:
-        """Return random rows; every fourth row is half padding.
+        """Return random rows; every fourth row is half padding, none of fewer than four.
 
         Real text has padding too, except text in windows, so a measured step should include it.
         """
         tokens = torch.randint(self.info.vocabulary, (size, self.info.length), device=device)
         segments = torch.zeros_like(tokens)
-        segments[::4, -(self.info.length // 2) :] = -1
+        segments[3::4, -(self.info.length // 2) :] = -1
         return {"tokens": tokens, "segments": segments}
 
 

@@ -44,7 +44,7 @@ class LionForImageClassification(LionPreTrainedModel):
         """
         if output_attentions:
             raise ValueError("output_attentions: linear mixers do not compute the matrix of attention")
-        logits = self.model(pixel_values)
+        logits = self.model(pixel_values.to(self.dtype) if pixel_values.is_floating_point() else pixel_values)
         if isinstance(logits, tuple):  # in training
             logits = (logits[0] + logits[1]) / 2
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)

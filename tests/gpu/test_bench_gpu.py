@@ -26,10 +26,10 @@ def test_the_least_time_is_that_of_bytes_or_of_products_and_of_launches():
     assert (launches * 2).calls == 2000
 
 
-def test_softmax_moves_four_tensors_forward():
+def test_softmax_moves_four_tensors_forward_and_nine_backward():
     shape, tensor = (2, 3, 100, 64), 2 * 3 * 100 * 64 * 2
     forward, backward = fused_softmax(shape, torch.bfloat16).values()
-    assert forward.moved == 4 * tensor + 4 * 2 * 3 * 100
+    assert forward.moved == 4 * tensor + 4 * 2 * 3 * 100 and backward.moved == 9 * tensor + 3 * 4 * 2 * 3 * 100
     assert forward.flops == 4 * 2 * 3 * 100 * 100 * 64 and backward.flops == 2.5 * forward.flops
 
 

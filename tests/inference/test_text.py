@@ -54,6 +54,13 @@ def test_greedy_tokens_are_equal_in_float64(mixer):
     assert rows == alone and [len(row) for row in rows] == [26, 21, 23]
 
 
+def test_rows_of_padding_in_the_embeddings_are_no_ids():
+    model = GPT(GPTConfig(SOFTMAX, 24, 2, 3, pad_vocabulary=64), vocabulary=11, length=40).eval()
+    assert len(model.tokens.weight) == 64
+    with pytest.raises(ValueError, match="prompts: expected token ids from 0 to 10, got 11"):
+        generated(model, "attention", prompts=[[11]])
+
+
 def test_draws_depend_on_seed_row_and_place():
     model = gpt("lion_s").double()
     rows = generated(model, "rnn", sampling=Sampling(), prompts=[[1], [1]])

@@ -198,6 +198,13 @@ def test_transformers_gives_the_same_logits():
     torch.testing.assert_close(found[segments >= 0], expected[segments >= 0], rtol=0, atol=1e-10)
 
 
+def test_a_classifier_of_the_first_token_does_not_go_forward():
+    config = BertClassifierConfig("lion_s", 12, 2, 3)
+    config.attention.direction = "forward"
+    with pytest.raises(ValueError, match=r"'forward': the first token, \[CLS\], is read and would see no other"):
+        config.resolved()
+
+
 @torch.inference_mode()
 def test_transformers_classifies_the_same():
     """Compare with `BertForSequenceClassification` with copied weights."""

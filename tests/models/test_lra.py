@@ -157,6 +157,15 @@ def test_windows_and_padding():
     )
 
 
+def test_windows_refuse_packed_rows_and_padding_on_the_left():
+    made, (tokens, segments) = model(window=16), rows()
+    packed = torch.where(torch.arange(LENGTH) < 20, 0, 1).expand_as(segments)
+    for wrong in (packed, segments.flip(1), segments.flip(1) >= 0):
+        with pytest.raises(ValueError, match="segments: with a window, a row is one document, with padding behind it"):
+            made(tokens, wrong)
+    torch.testing.assert_close(made(tokens, segments >= 0), made(tokens, segments))
+
+
 def test_a_window_of_nothing_is_refused():
     from lion.config import ConfigError, build
 

@@ -220,9 +220,9 @@ def test_outputs_are_of_tokens_as_they_stand():
 
 def test_examples_are_padded_rows_and_need_no_memory():
     own = task()
-    example = own.example(3, "cpu")
-    assert example["tokens"].shape == (3, 20) and example["tokens"].max() < 30
-    assert (example["segments"] == -1).sum(1).tolist() == [10, 0, 0]  # padded like real rows, to time a step
+    example = own.example(5, "cpu")
+    assert example["tokens"].shape == (5, 20) and example["tokens"].max() < 30
+    assert (example["segments"] == -1).sum(1).tolist() == [0, 0, 0, 10, 0]  # padded like real rows, to time a step
     with torch.device("meta"):
         net = own.build_model(BertConfig("lion_s", 12, 2, 3))
     assert own.loss(net, own.example(3, "meta")).loss.device.type == "meta"

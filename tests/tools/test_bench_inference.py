@@ -269,6 +269,18 @@ def test_softmax_may_be_a_recipe_of_another_shape(run, tmp_path):
     assert len(model.encoder.blocks) == 3 and model.config.mixer == "softmax"
 
 
+def test_texts_longer_than_those_of_training_are_measured_without_padding():
+    """Check a masked LM without positions: softmax beside it has positions for every size, and no mask."""
+    loaded = inference.open_model("mlm_tiny_lion_s")
+    _, model = inference.build(loaded, 600, Variant("softmax"))
+    assert model.config.max_positions == 600 and inference.build(loaded, 600, Variant("full"))[0].info.length == 600
+    rows = []
+    job = inference.Job("mlm_tiny_lion_s", (Variant("softmax"),), 128, 1, 1, 0.0, 1, True, 0, None, "")
+    inference.measure(job, rows.append)
+    (row,) = [each for each in rows if each["kind"] == "row"]
+    assert row["mixer_bytes"] < row["matrix_bytes"]
+
+
 def test_texts_longer_than_the_positions_are_refused(tmp_path, capsys):
     held = {"name": "listops", "root": str(tmp_path / "made"), "workers": 1, "samples": 16}
     held |= {"min_length": 8, "max_length": 30, "length": 32}

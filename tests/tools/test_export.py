@@ -47,6 +47,7 @@ RUNS = {  # recipe, metadata of the data, and changes of the recipe
     "pixels": ("lra_image_softmax", SequenceInfo(10, 64, mean=0.4, std=0.3), []),
     "masked": ("lra_listops_softmax_masked", SequenceInfo(2, 32, 18), []),
     "masked_pixels": ("lra_image_softmax_masked", SequenceInfo(10, 64, mean=0.4, std=0.3), []),
+    "windows": ("lra_listops_softmax_window", SequenceInfo(2, 32, 50), ["model.window=8"]),
     "pairs": ("lra_listops_softmax", SequenceInfo(2, 32, 50, parts=2), ["data.name=aan"]),
     "noise": ("dit_tiny_lightnet", ImageInfo((8, 8), 1, tuple("ab"), (0.5,), (0.5,)), ["model.patch_size=2"]),
 }
@@ -251,6 +252,7 @@ def test_a_program_in_cpp_runs_packages_of_aotinductor(folder):
         ("delta", "tokens (batch, 20), mask (batch, 20), logits (batch, 20, 261);"),
         ("tpe", "tokens (batch, 20), mask (batch, 20), logits (batch, 20, 261);"),
         ("pairs", "tokens (batch, 2, length), mask (batch, 2, length), logits (batch, 2), at most 20 tokens;"),
+        ("windows", "tokens (batch, 20), mask (batch, 20), logits (batch, 2);"),
         ("pixels", "pixels (batch, 64), logits (batch, 10);"),
         ("masked_pixels", "pixels (batch, 64), hidden (batch, 64), logits (batch, 64, 1);"),
         ("masked", "mask (batch, length), hidden (batch, length), logits (batch, length, 18), at most 20 tokens;"),

@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map
 
+from data.text.tokenizers import make_tokenizer
 from lion.config import ConfigError
 from lion.runs import open_run
 from lion.trainer.checkpoint_files import STATE, load_state, write_manifest
@@ -153,6 +154,16 @@ def test_a_character_waits_for_its_bytes():
     assert [decoder.add(byte) for byte in raw] == ["a", "", "é", "", "", "€"]
     assert [decoder.add(0x80) for _ in range(4)] == ["", "", "", "\ufffd" * 4]  # never a valid character
     assert decoder.add(0xC3) == "" and decoder.rest() == "\ufffd" and decoder.rest() == ""
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_words_are_written_as_in_the_whole_text(kind):
+    text = "the cat sat on the mat , and the mat sat"
+    tokenizer = make_tokenizer(kind, [text] * 3, 300)
+    ids = tokenizer.encode(text)
+    for seen in range(len(ids)):
+        decoder = Decoder(tokenizer.decode, ids[:seen])
+        assert tokenizer.decode(ids[:seen]) + "".join(map(decoder.add, ids[seen:])) == tokenizer.decode(ids)
 
 
 def test_predict_says_what_writes_text(runs, capsys):

@@ -30,6 +30,15 @@ def test_logits_are_those_of_our_model(tmp_path):
     assert len(states) == 3 and states[0].shape == (2, 7, 16)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_half_precision_take_what_the_processor_gives(dtype):
+    model = made(LionForImageClassification, "vit", num_labels=3).float()
+    images = (pixels() / 255 - 0.4) / 0.3
+    wanted = model(images).logits
+    torch.testing.assert_close(model.to(dtype)(images).logits.float(), wanted, rtol=0.05, atol=0.05)
+
+
 def test_a_distilled_model_trains_the_mean_of_its_heads():
     model = made(LionForImageClassification, "vit", model={"distilled": True}, num_labels=3)
     labels = torch.tensor([0, 2])

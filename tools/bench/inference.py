@@ -5,16 +5,17 @@
 
 The model is that of a run, or of a recipe with random weights, whose data are read only if their sizes are not
 published. It is adapted to every input size: pixels of a square image, or tokens (positions are interpolated). It runs
-without gradients and compiled, except for `blockwise`; `--eager` compiles nothing. Each size has a separate process
-with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which is the
-same model with softmax attention (PyTorch's SDPA) and random weights, or with `--against` the model of that recipe, as
-the paper compares Hydra and Vim with DeiT. For Lion-lit and linear_transformer, `quadratic` is their full form with
-decays of 1 and all L x L scores, as in the paper's plots of Lion-lit. `mixer` is the peak memory that one attention
-layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a matrix` divide it by the memory of SDPA
-and by the size of an attention matrix, which SDPA does not build. `peak` is the peak memory of the whole model beyond
-weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12` is the count for one attention layer
-with one head by the paper's formulas. The plot of a run shows its latest measurement. `--evaluate N` also measures the
-task's metric on N held-out samples of every size, in the first variant that has the run's weights.
+without gradients and padding, and compiled except for `blockwise`; `--eager` compiles nothing. Each size has a separate
+process with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which
+is the same model with softmax attention (PyTorch's SDPA) and random weights, or with `--against` the model of that
+recipe, as the paper compares Hydra and Vim with DeiT. For Lion-lit and linear_transformer, `quadratic` is their full
+form with decays of 1 and all L x L scores, as in the paper's plots of Lion-lit. `mixer` is the peak memory that one
+attention layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a matrix` divide it by the
+memory of SDPA and by the size of an attention matrix, which SDPA does not build. `peak` is the peak memory of the whole
+model beyond weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12` is the count for one
+attention layer with one head of the model's width by the paper's formulas. The plot of a run shows its latest
+measurement. `--evaluate N` also measures the task's metric on N held-out samples of every size, in the first variant
+that has the run's weights.
 
 Results are added to `inference.md`, `inference.json` and `inference_RUN.png` in runs/bench, or in the folder `--out`.
 """
@@ -205,6 +206,8 @@ def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = 
     own = variant.form != SOFTMAX or (config.mixer == SOFTMAX and against is None)
     if not own:
         config = softmax_beside(config, against, task)
+        if (most := getattr(config, "max_positions", None)) is not None:  # random weights, for samples of any length
+            config = dataclasses.replace(config, max_positions=max(most, size))
     elif variant.form == QUADRATIC:  # decays of 1 change no value, but prevent the product Q (K^T V)
         config = dataclasses.replace(config.resolved(), mixer=DECAYED)
     model = task.build_model(config).eval()
@@ -237,6 +240,7 @@ def measure(job: Job, send: Send) -> None:
             send({"kind": "note", "text": f"{variant}: left out, its L x L matrices do not fit in memory"})
             continue
         batch = task.example(job.batch, device)
+        batch.pop("segments", None)  # no padding, for which softmax would build a matrix of its mask
         model.to(device)
 
         def once(task: Task = task, model: Model = model, batch: Batch = batch) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 A program takes uint8 pixels, or token ids with a mask of padding, in batches of any size. It contains the normalisation
 of pixels, but no scaling of images. Linear mixers run in chunks, and then one graph serves all lengths up to `CHUNKS`
-chunks. The loops of delta rules, of Vim and of MD-TPE on text are unrolled, so that their programs have one length.
+chunks. The loops of delta rules, of Vim and of MD-TPE on text are unrolled, so that their programs have one length, as
+have those of models with windows.
 """
 
 from __future__ import annotations
@@ -154,8 +155,9 @@ def longest_input(run: LoadedRun, length: int | None) -> int | None:
 
 
 def has_one_length(model: nn.Module) -> bool:
-    """Return whether a graph of the model has one length, because it unrolls a loop over tokens."""
-    return any(mixer.unrolled for mixer in mixers_of(model)) or any(isinstance(part, TPE) for part in model.modules())
+    """Return whether a graph of the model has one length: it unrolls a loop over tokens, or cuts rows into windows."""
+    unrolled = any(mixer.unrolled for mixer in mixers_of(model)) or any(isinstance(x, TPE) for x in model.modules())
+    return unrolled or getattr(model.config, "window", None) is not None
 
 
 def with_length(port: Port, length: int) -> Port:

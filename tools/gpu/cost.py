@@ -57,16 +57,16 @@ def total(costs: Iterable[Cost]) -> Cost:
 def fused_softmax(shape: tuple[int, int, int, int], dtype: torch.dtype) -> dict[str, Cost]:
     """Return the cost of softmax attention (FlashAttention, not causal) of q, k, v (B, H, L, D), by stage.
 
-    The forward pass reads q, k, v; it writes the output and one float32 number per token. The backward pass reads q, k,
-    v, the output, this number and the output's gradient; it writes three gradients and another number per token. There
-    are 2 products forward and 5 backward.
+    The forward pass reads q, k, v; it writes the output and one float32 number per token. The backward pass first reads
+    the output and its gradient, and writes another number per token; then it reads q, k, v, the gradient and both
+    numbers, and writes three gradients. There are 2 products forward and 5 backward.
     """
     batch, heads, length, dim = shape
     tokens = batch * heads * length
     tensor, number, product = tokens * dim * dtype.itemsize, 4 * tokens, 2 * tokens * length * dim
     return {
         "forward": Cost(1, 1, 0, 0, 4 * tensor + number, 2 * product),
-        "backward": Cost(2, 2, 0, 0, 10 * tensor + 4 * number, 5 * product),
+        "backward": Cost(2, 2, 0, 0, 9 * tensor + 3 * number, 5 * product),
     }
 
 
