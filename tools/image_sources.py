@@ -171,7 +171,7 @@ def open_diffusion(folder: Path, checkpoint: str, raw: bool) -> LoadedRun:
     """Open a diffusion run, with its averaged weights if there are any and `raw` is not set.
 
     Raises:
-        ConfigError: The run is no diffusion run, or cannot be opened.
+        ConfigError: The run is not a diffusion run, or cannot be opened.
     """
     recipe = resolve_run(folder)
     loaded = open_run(folder, checkpoint=checkpoint, ema=recipe.trainer.ema is not None and not raw)

@@ -128,7 +128,7 @@ def family(name: str) -> str:
 
 
 def claim(row: str) -> str:
-    """Return the row of a paper; a row "- (text)", which is no row of a paper, becomes "text"."""
+    """Return the row of a paper; a row "- (text)", which belongs to no paper, becomes "text"."""
     return NO_ROW.sub(r"\1", row)
 
 

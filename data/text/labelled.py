@@ -205,7 +205,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             )
         values = [row.get(self.label_column) for _, row in every]
         if odd := [value for value in values if not isinstance(value, (str, int, float)) or value == ""]:
-            raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r}, which is no class or number")
+            raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r}, expected classes or numbers")
         labels = set(values)
         if any(isinstance(label, float) and not label.is_integer() for label in labels):
             return {}

@@ -138,7 +138,7 @@ class LabelledSequences(DataSet):
         """Return the class or the number of a label; `where` is its location.
 
         Raises:
-            ConfigError: The value is no label.
+            ConfigError: The value is not a label.
         """
 
     @property

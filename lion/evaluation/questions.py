@@ -49,7 +49,7 @@ def read_questions(path: Path) -> list[Question]:
     """Read the questions of a file of JSON lines.
 
     Raises:
-        ConfigError: A line is no valid question, or the file holds no questions.
+        ConfigError: A line is not a valid question, or the file holds no questions.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON strings may contain other line separators
@@ -67,7 +67,7 @@ def read_question(line: str, where: str) -> Question:
     """Parse one line of the file; `where` names the line in messages.
 
     Raises:
-        ConfigError: The line is no valid question.
+        ConfigError: The line is not a valid question.
     """
     try:
         held = json.loads(line)

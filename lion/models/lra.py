@@ -155,11 +155,11 @@ class SequenceEncoder(TokenModel):
         x = self.placed(x, layout.positions_of(x))
         if self.config.window is None:
             return layout.clean(self.encoder(x, layout))
+        check_windows(segments)
         if self.part is not None:  # windows as segments, which cross the borders of parts
             number = torch.arange(whole.shape[1], device=x.device).expand(whole.shape[:2]) // self.config.window
             valid = None if segments is None else valid_of(segments)
             return layout.clean(self.encoder(x, Layout.of(whole, valid, number).split(whole, self.part)))
-        check_windows(segments)
         return layout.clean(self.in_windows(x, layout.valid))
 
     def in_windows(self, x: Tensor, valid: Tensor | None) -> Tensor:

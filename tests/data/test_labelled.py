@@ -126,7 +126,7 @@ def test_classes_have_the_names_that_a_set_of_the_hub_gives_them(tmp_path):
 def test_labels_of_several_classes_are_refused_in_one_line(tmp_path):
     for label in ([1, 2], {"a": 1}, None):
         file = write(tmp_path / "several.jsonl", [{"text": f"word{i}", "label": label} for i in range(9)])
-        with pytest.raises(ConfigError, match=r"'label' holds .*, which is no class or number"):
+        with pytest.raises(ConfigError, match=r"'label' holds .*, expected classes or numbers"):
             labelled(file).build()
     write(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "validation.jsonl", [{"text": "x", "label": ["yes"]}])

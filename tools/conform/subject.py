@@ -69,7 +69,7 @@ class Calls:
         """Return the output for a copy of x (B, L, D), so that a layer that writes to x disturbs no other check.
 
         Raises:
-            TypeError: The output is no tensor of the shape of x.
+            TypeError: The output is not a tensor of the shape of x.
         """
         y = self.direct(x.clone(), **masks)
         if not torch.is_tensor(y):

@@ -108,7 +108,7 @@ def checked(name: str, value: Any, path: Path) -> Tensor:
     """Return a weight in float32.
 
     Raises:
-        ConfigError: The value is no weight, or not finite.
+        ConfigError: The value is not a weight, or not finite.
     """
     if not torch.is_tensor(value) or not value.dim() or not value.is_floating_point():
         raise no_place(name, path)

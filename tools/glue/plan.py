@@ -156,7 +156,7 @@ def read_pretrained(run: str, tokenizer: str | None = None) -> Pretrained:
         tokenizer: Name or path of its tokenizer; by default the tokenizer of its data.
 
     Raises:
-        ConfigError: The run is no masked language model, or its tokenizer is missing or another one.
+        ConfigError: The run is not one of a masked language model, or its tokenizer is missing or another one.
     """
     folder = find_run(run)
     recipe, task, _ = read_run(folder, "best")
