@@ -132,6 +132,11 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
         "lion_lit": ["56.87"],
         "lion_s with positions": ["59.82"],
     },
+    "LION, Table 2: ImageNet-1k, small": {
+        "lion_d": ["52.94"],
+        "lion_d multiscan": ["55.58"],
+        "lion_s multiscan": ["55.29"],
+    },
     "Recall: row sums, and where decays start": {"lion_s": ["68.45"], "lion_s, temperature 16": ["99.99"]},
     "The block around the mixer: convolution and gate, CIFAR-10": {
         "lion_s": ["54.58"],
