@@ -214,8 +214,8 @@ def no_autocast(x: Tensor) -> torch.autocast:
 def check_values(gates: Gates, valid: Tensor | None) -> None:
     """Check the values of log_decay and beta at valid tokens, except in a graph and on a GPU.
 
-    There, the check would wait for the device. A NaN passes and reaches the outputs: a trainer skips steps whose loss is
-    not finite. Positive logarithms that rounding explains pass, and count as 0.
+    There, the check would wait for the device. A NaN passes and reaches the outputs: a trainer skips steps whose loss
+    is not finite. Positive logarithms that rounding explains pass, and count as 0.
 
     Raises:
         ValueError: A log_decay above 0, or a beta outside [0, 2].

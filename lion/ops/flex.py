@@ -63,7 +63,7 @@ def suits(q: Tensor, v: Tensor, gates: Gates, settings: Settings) -> bool:
     fused in float32 only, and not in chunks.
     """
     dims = (q.shape[-1], v.shape[-1])
-    if q.dtype not in TOLERANCES or not all(is_static(n) and 16 <= n <= 256 for n in dims):
+    if q.dtype not in TOLERANCES or not all(map(is_static, (*q.shape, *dims))) or not all(16 <= n <= 256 for n in dims):
         return False
     length, decay = q.shape[2], gates.log_decay
     if decay is not None and decay.dim() == 1 and q.dtype != torch.float32:
@@ -183,6 +183,7 @@ def checked(device: torch.device, dtype: torch.dtype, dim: int, width: int) -> b
         Whether the check has passed.
     """
     try:
+        device = torch.empty(0, device=device).device  # "cuda" is "cuda:0", as tensors there have it
         errors = [deviation(device, dtype, dim, width, length) for length in CHECK_LENGTHS]
         reason = next((f"off by {error:.1e}" for error in errors if not error <= TOLERANCES[dtype]), "")
     except Exception as failure:  # compilers raise errors of any kind
@@ -223,6 +224,9 @@ def deviation(
             given = [x.detach().clone().requires_grad_() for x in (*tokens, log_decay)]
             y = fn(*given).float()
             gradients = torch.autograd.grad((y * weights.to(device)).sum(), given)
+            if fn is not full:
+                with torch.no_grad():  # a graph of its own, as in evaluation
+                    fn(*given)
             results.append([x.float() for x in (y, *gradients)])
     errors = ((x - z).abs().max() / z.abs().max() for x, z in zip(*results))
     return max(error.item() for error in errors)

@@ -135,7 +135,17 @@ class _Windows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, reverse: tuple[bool, ...], rows: Tensor, *parts: Tensor) -> Tensor:
+    def forward(
+        ctx,
+        reverse: tuple[bool, ...],
+        rows: Tensor,
+        first: Tensor,
+        second: Tensor | None = None,
+        third: Tensor | None = None,
+        fourth: Tensor | None = None,
+    ) -> Tensor:
+        # each part has a name: without gradients, Dynamo drops `ctx` if there are two `*parts`
+        parts = [part for part in (first, second, third, fourth) if part is not None]
         states = parts[len(reverse) :]
         ctx.reverse, ctx.size, ctx.width = reverse, parts[0].shape[3], states[0].shape[3] if states else 0
         if not states:

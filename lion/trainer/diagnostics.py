@@ -38,14 +38,15 @@ class Monitor:
     def report(self, loss: Tensor, lr: float, norm: Tensor) -> None:
         """Write a line with the values of the last step and the speed since the previous line."""
         state, unit = self.state, self.state.task.unit
+        loss, norm = loss.item(), norm.item()  # waits for the steps so far, whose time counts
         seconds = time.perf_counter() - self.started
         step = {} if state.plan.seconds is None else {"step": f"{state.step:,}"}  # the progress bar counts seconds here
         speed = {f"{unit}/s": rate(self.samples, seconds)}
-        self.out.progress(state.at, **step, loss=f"{loss.item():.3f}", lr=f"{lr:.1e}", **speed)
+        self.out.progress(state.at, **step, loss=f"{loss:.3f}", lr=f"{lr:.1e}", **speed)
         values = {
-            "loss": loss.item(),
+            "loss": loss,
             "lr": lr,
-            "gradient_norm": norm.item(),
+            "gradient_norm": norm,
             f"{unit}_per_second": self.samples / seconds,
             "data_wait_share": self.waited / seconds,
             "memory_mib": peak_so_far(state.runtime.device) / 2**20,

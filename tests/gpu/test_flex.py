@@ -106,6 +106,30 @@ def test_chunks_with_the_states_that_enter_them_are_exact(decay, direction, monk
                 assert_same(got, want, tolerance)
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("length", [40, 150])
+@pytest.mark.parametrize("direction", ["both", "forward", "backward"])
+def test_without_gradients_it_is_one_graph(direction, length, monkeypatch):
+    """Check the graph of an evaluation, in one piece and in chunks: it traces other code than that of training."""
+    monkeypatch.setattr(fused, "WHOLE_UP_TO", 64), monkeypatch.setattr(fused, "CHUNK", 48)
+    given = [x.detach()[:, :, :length] for x in inputs("lion_s", torch.float32)]
+
+    def attention(*given):
+        settings = Settings(form="chunk", feature_map="silu_shifted", direction=direction)
+        return fused.fused_attention(*given, None, None, settings)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(attention, backend="eager", fullgraph=True, dynamic=False)
+        assert_same([compiled(*given)], [attention(*given)], 1e-5)
+
+
+def test_symbolic_lengths_are_not_fused(monkeypatch):
+    monkeypatch.setattr("lion.ops.flex.is_static", lambda n: n != L)
+    given = inputs("lion_s", torch.float32)
+    assert not fused.suits(given[0], given[2], Gates(given[3]), FULL)
+
+
 def test_the_definition_and_rows_without_a_sum():
     given = inputs("lion_s")
     with torch.no_grad():
