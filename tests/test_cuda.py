@@ -11,8 +11,10 @@ import torch
 
 import lion
 from lion.layers.mixers import MIXERS, make_mixer
-from lion.ops import flex
-from tests.helpers import command
+from lion.ops import api, flex
+from tests.helpers import command, state_of, tiny_recipe
+from tools.bench.train import training_step
+from tools.compose import describe_data, make_task, resolve
 
 DEVICE = torch.device(os.environ.get("LION_TEST_DEVICE", "cuda"))
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="no GPU")
@@ -129,6 +131,76 @@ def test_fused_kernels_equal_the_full_form(dtype):
         assert error <= flex.TOLERANCES[getattr(torch, dtype)], (length, error)
 
 
+FUSED = [("lion_s", "full", 197), ("lion_s", "chunk", 1100), ("lion_d", "full", 197), ("lion_lit", "full", 197)]
+
+
+@pytest.fixture
+def fusions(monkeypatch) -> list[bool]:
+    """Return a list that receives, for each traced operator, whether the fused kernels compute it."""
+    found, applies = [], api.fused_applies
+
+    def recorded(*args):
+        found.append(applies(*args))
+        return found[-1]
+
+    monkeypatch.setattr(api, "fused_applies", recorded)
+    torch._dynamo.reset()
+    if DEVICE.type == "cuda":
+        assert flex.checked(DEVICE, torch.float32, DIM // HEADS, DIM // HEADS)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.parametrize("direction", ["both", "forward", "backward"])
+@pytest.mark.parametrize(("name", "form", "length"), FUSED)
+def test_fused_kernels_in_training_and_in_evaluation(name, form, length, direction, fusions):
+    tested, known = layers(name, form, direction)
+    compiled = torch.compile(tested, fullgraph=True, dynamic=False)
+    check(differences(compiled, tested, known, length))
+    x = torch.randn(2, length, DIM, device=DEVICE)
+    with torch.no_grad():
+        expected = known(x.double().cpu()).float()
+        y = compiled(x)
+    with torch.inference_mode():
+        again = compiled(x)
+    for got in (y, again):
+        torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    assert fusions and all(fused is (DEVICE.type == "cuda") for fused in fusions)
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+def test_symbolic_lengths_are_not_fused(fusions):
+    tested, known = layers("lion_s", "full", "both")
+    compiled = torch.compile(tested, fullgraph=True, dynamic=True)
+    for length in (150, 197):
+        check(differences(compiled, tested, known, length))
+    assert fusions and not any(fusions)
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.parametrize("recipe", ["deit_tiny_lion_s", "gpt2_small_lion_s", "mlm_base_lion_s", "dit_s_patch8"])
+def test_a_compiled_training_step_never_waits_for_the_gpu(recipe):
+    """Check that the loss of a training step is finite, and that a warm step does not synchronise."""
+    found = resolve(recipe, ["model.dim=64", "model.depth=2", "model.num_heads=2"])
+    task = make_task(found, describe_data(found, look=False)[0])
+    torch.manual_seed(0)
+    model, size = task.build_model(found.model), 2
+    step = training_step(model, task, found, task.example(size, DEVICE), "bf16", DEVICE, compiled=True)
+    for _ in range(3):
+        step()
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        if DEVICE.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["lion_lit", "lion_s", "gla", "gated_deltanet", "lightnet"])
 def test_steps_continue_a_prompt(name):
     tested, known = layers(name, "chunk", "forward")
@@ -165,3 +237,28 @@ def test_quickstart_learns_and_agrees_in_every_form(tmp_path):
     assert len(rows) == 4
     for *_, accuracy, _, _, _, deviation in (row if row[0] == "full" else row[1:] for row in rows):
         assert float(accuracy) > 95 and float(deviation) < 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_deterministic_runs_are_equal_bit_for_bit(tmp_path):
+    pytest.importorskip("sklearn")
+    settings = (f"trainer.device={DEVICE.type}", "trainer.deterministic=true", "trainer.steps=8")
+    for name in ("first", "again"):
+        path = tiny_recipe(tmp_path, name, trainer={"compile": True})
+        done = command("train", path, *settings, "--no-eval", timeout=600)
+        assert done.returncode == 0, done.stderr
+    first, again = (state_of(tmp_path / "runs" / name)["model"] for name in ("first", "again"))
+    assert all(torch.equal(first[key].cpu(), again[key].cpu()) for key in first)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(DEVICE.type == "cuda" and torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("setting", ["trainer.parallel=ddp", "trainer.parallel=fsdp", "trainer.parallel=sequence"])
+def test_two_processes_train(setting, tmp_path):
+    pytest.importorskip("sklearn")
+    path = tiny_recipe(tmp_path, trainer={"compile": True, "device": DEVICE.type})
+    done = command("train", path, setting, "--processes", "2", "--no-eval", timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert state_of(tmp_path / "runs" / "tiny")["step"] == 6

@@ -139,6 +139,15 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
         "hydra": ["58.78"],
     },
     "LION, Table 13: shapes of decays": {"lion_s_vector": ["55.49"]},
+    "LION, Table 5: ListOps": {
+        "softmax": ["41.46"],
+        "softmax rotary": ["45.17"],
+        "lion_lit": ["38.98"],
+        "lion_d_hippo": ["48.15"],
+        "lion_s_hippo": ["48.08"],
+        "lion_d_hippo random start": ["44.84"],
+        "lion_s_hippo random start": ["45.43"],
+    },
     "Recall: row sums, and where decays start": {"lion_s": ["68.45"], "lion_s, temperature 16": ["99.99"]},
     "The block around the mixer: convolution and gate, CIFAR-10": {
         "lion_s": ["54.52"],

@@ -16,7 +16,7 @@ from lion.config import ConfigError
 from lion.evaluation.timing import seconds
 from lion.trainer.compilation import missing_compiler
 from lion.trainer.memory import free_bytes
-from lion.trainer.runtime import code_version, cpu_name
+from lion.trainer.runtime import code_version, name_of
 
 WARM_UP, FEWEST = 3, 3  # calls of a warm-up; least number of rounds, whatever their duration
 LONG = 10.0  # seconds; after a longer call, warm-up stops
@@ -72,7 +72,7 @@ def pick_device() -> torch.device:
 
 
 def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+    return name_of(pick_device())
 
 
 def stamp(command: str) -> dict[str, Any]:

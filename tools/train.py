@@ -209,7 +209,7 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
     def describe(state: RunState) -> None:
         """Store recipe and environment, now that all checks have passed; a complete run has them already."""
         if runtime.main and not state.finished:
-            describe_folder(recipe, made_by)
+            describe_folder(recipe, made_by, runtime.device)
             source.keep(recipe.folder)
 
     complete, place = trainer.fit(describe), trainer.state.progress_text()
@@ -325,9 +325,9 @@ def start_folder(folder: Path) -> None:
         raise ConfigError(f"run.root: cannot create {folder}: {error.strerror}") from None
 
 
-def describe_folder(recipe: Recipe, made_by: str) -> None:
+def describe_folder(recipe: Recipe, made_by: str, device: torch.device) -> None:
     save_text(recipe.folder / RECIPE, dump_recipe(recipe))
-    save_json(recipe.folder / ENVIRONMENT, {**environment(), "command": made_by})
+    save_json(recipe.folder / ENVIRONMENT, {**environment(device), "command": made_by})
 
 
 def summarise(folder: Path, form: str, runtime: Runtime) -> None:

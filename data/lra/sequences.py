@@ -29,11 +29,10 @@ from data.lra.store import (
 from data.manifest import FORMAT, fingerprint_of, short_hash
 from data.vision.sources import split_indices
 from lion.config import ConfigError, setting
-from lion.samples.base import Batch, DeviceDataset, Splits
-from lion.samples.sequences import SequenceInfo
+from lion.samples.base import Batch, DeviceDataset, Splits, moved
+from lion.samples.sequences import SHAPES, SequenceInfo, padded_length
 
 PAD, UNKNOWN, END = range(3)  # the first ids of every vocabulary
-SHAPES = 4  # lengths of batches with `pad: batch`: few, because each is compiled
 MOST = 10_000_000  # maximum number of generated samples of a split, a hundred times LRA's
 SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 
@@ -114,8 +113,7 @@ class Collate:
         names = [name for name in ("tokens", "second") if name in samples[0]]
         rows = [sample[name] for sample in samples for name in names]
         longest = max(map(len, rows))
-        step = self.length if self.pad == "length" else -(-self.length // SHAPES)
-        length = min(self.length, -(-longest // step) * step)
+        length = padded_length(longest, self.length, 1 if self.pad == "length" else SHAPES)
         tokens = torch.full((len(rows), max(length, longest)), PAD)
         segments = torch.full_like(tokens, -1)
         for i, row in enumerate(rows):
@@ -159,7 +157,7 @@ class Sequences(DeviceDataset):
         self, indices: Sequence[int], device: torch.device | str, generator: torch.Generator | None = None
     ) -> Batch:
         """Return the batch that `Collate` builds; it is deterministic."""
-        return {name: values.to(device) for name, values in self.collate([self[i] for i in indices]).items()}
+        return {name: moved(x, device) for name, x in self.collate([self[i] for i in indices]).items()}
 
 
 class SequenceSet(DataSet):

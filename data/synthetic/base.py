@@ -14,7 +14,7 @@ import torch
 
 from data.base import DataConfig, DataSet
 from lion.config import setting
-from lion.samples.base import Batch, DeviceDataset, Splits
+from lion.samples.base import Batch, DeviceDataset, Splits, moved
 from lion.samples.labels import UNLABELLED, TokenLabelsInfo
 from lion.samples.seeds import derive
 
@@ -97,7 +97,7 @@ class LabelledTokens(DeviceDataset):
     ) -> Batch:
         """Return int64 tokens (B, L, ids) and labels (B, L)."""
         return {
-            name: torch.from_numpy(rows[list(indices)].astype(np.int64)).to(device)
+            name: moved(torch.from_numpy(rows[list(indices)].astype(np.int64)), device)
             for name, rows in (("tokens", self.tokens), ("labels", self.labels))
         }
 

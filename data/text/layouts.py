@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.text.store import Tokens
-from lion.samples.base import Batch, DeviceDataset
+from lion.samples.base import Batch, DeviceDataset, moved
 
 
 class TokenLayout(DeviceDataset):
@@ -36,7 +36,7 @@ class TokenLayout(DeviceDataset):
     ) -> Batch:
         """Return tokens (B, L), and segments (B, L) where the layout has them, -1 for padding, both int64."""
         rows = self.rows(np.asarray(indices, np.int64))
-        return {name: torch.from_numpy(values.astype(np.int64)).to(device) for name, values in rows.items()}
+        return {name: moved(torch.from_numpy(values.astype(np.int64)), device) for name, values in rows.items()}
 
 
 class Windows(TokenLayout):

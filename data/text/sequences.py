@@ -17,14 +17,14 @@ from data.base import DataConfig, DataSet
 from data.hub import import_datasets, readable
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError, nearest, setting
-from lion.samples.base import Batch, DeviceDataset
+from lion.samples.base import Batch, DeviceDataset, moved
 from lion.samples.order import Order, Sequential, Shuffled
+from lion.samples.sequences import SHAPES, padded_length
 from lion.samples.text import LabelledTextInfo
 
 # readers of `datasets` by file suffix
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 AT_ONCE = 10_000  # texts that are tokenized in one call
-SHAPES = 4  # number of batch lengths: few, because each is compiled
 
 Row = tuple[str, dict[str, Any]]  # (location, values by column)
 
@@ -81,7 +81,7 @@ class Sequences(DeviceDataset):
 
     def batch(self, indices: list[int], device: torch.device | str, generator: torch.Generator | None = None) -> Batch:
         made = {**self.padding.rows([self.sample(i) for i in indices]), "label": self.labels[indices]}
-        return {name: values.to(device) for name, values in made.items()}
+        return {name: moved(values, device) for name, values in made.items()}
 
 
 def fingerprint(parts: Mapping[str, Sequences]) -> str:
@@ -95,15 +95,15 @@ def fingerprint(parts: Mapping[str, Sequences]) -> str:
 
 
 class Padding(NamedTuple):
-    """Padding of rows with `token`, to a multiple of `step` tokens, at most `length` tokens."""
+    """Padding of rows with `token`, to one of `shapes` lengths, at most `length` tokens."""
 
     token: int
-    step: int
     length: int
+    shapes: int
 
     def to(self, longest: int) -> int:
         """Return the padded length of a batch whose longest sample has `longest` tokens."""
-        return min(-(-longest // self.step) * self.step, self.length)
+        return padded_length(longest, self.length, self.shapes)
 
     def rows(self, samples: Sequence[Sample]) -> Batch:
         """Return {tokens, types, segments}, each int64 (B, L)."""
@@ -147,9 +147,8 @@ class LabelledSequences(DataSet):
 
     @property
     def padding(self) -> Padding:
-        length = self.config.length
-        step = length if self.config.padding == "max_length" else -(-length // SHAPES)
-        return Padding(self.tokenizer.special.get("pad", 0), step, length)
+        shapes = 1 if self.config.padding == "max_length" else SHAPES
+        return Padding(self.tokenizer.special.get("pad", 0), self.config.length, shapes)
 
     def described(self, classes: tuple[str, ...]) -> LabelledTextInfo:
         """Return the info of these sequences.

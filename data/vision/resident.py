@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.vision.sources import decode
-from lion.samples.base import DeviceDataset
+from lion.samples.base import DeviceDataset, moved
 
 
 class ResidentImages(DeviceDataset):
@@ -42,7 +42,7 @@ class ResidentImages(DeviceDataset):
         """Return image (B, C, H, W) and label (B,) on `device`; without a generator there is no augmentation."""
         if self.pixels.device != torch.device(device):
             self.pixels, self.labels = self.pixels.to(device), self.labels.to(device)
-        chosen = torch.tensor(indices, device=device)
+        chosen = moved(torch.tensor(indices), device)
         images = self.pixels[chosen]
         if generator is not None:
             images = crop(images, self.pad, generator)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lion.config import ConfigError
 from lion.samples.base import Batch
+from lion.samples.sequences import padded_length
 
 FIELDS = {  # names of each field: here, in lm-eval's tasks, and in HellaSwag, ARC, OpenBookQA, MMLU
     "text": ("context", "question", "query", "ctx", "question_stem"),
     "choices": ("choices", "endings"),
     "answer": ("answer", "gold", "label", "answerKey"),
 }
-SHAPES = 4  # different lengths of batches: few, because each length is compiled
 
 
 class Tokenizer(Protocol):
@@ -211,14 +211,12 @@ class Choices:
         return -(-len(self.rows) // self.size)
 
     def __iter__(self) -> Iterator[Batch]:
-        step = -(-self.longest // SHAPES)
         rows = sorted(self.rows, key=lambda row: len(row.ids))
         for start in range(0, len(rows), self.size):
             some = rows[start : start + self.size]
-            steps = -(-(len(some[-1].ids) - 1) // step)
+            length = 1 + padded_length(len(some[-1].ids) - 1, self.longest)
             real = torch.arange(self.size) < len(some)
             some += some[:1] * (self.size - len(some))  # all batches have the same number of rows
-            length = 1 + min(steps * step, self.longest)
             yield {**padded([row.ids for row in some], length), "mask": real, **columns(some)}
 
 

@@ -36,10 +36,13 @@ class Process:
     def __init__(self, schedule: str, count: int) -> None:
         self.count = count
         self.alphas_cumprod = torch.cumprod(1 - SCHEDULES[schedule](count), 0)
+        self.copies: dict[torch.device, Tensor] = {}  # of `alphas_cumprod`, on the devices of the images
 
     def noisy(self, x: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """Add noise (B, ..) to images x (B, ..), according to their times (B,)."""
-        alphas_cumprod = self.alphas_cumprod.to(x.device)[times].view(-1, *[1] * (x.dim() - 1))
+        if x.device not in self.copies:
+            self.copies[x.device] = self.alphas_cumprod.to(x.device)
+        alphas_cumprod = self.copies[x.device][times].view(-1, *[1] * (x.dim() - 1))
         return alphas_cumprod.sqrt().to(x.dtype) * x + (1 - alphas_cumprod).sqrt().to(x.dtype) * noise
 
     def times(self, steps: int) -> list[int]:

@@ -6,7 +6,8 @@ process is one stage behind the process that reads the piece before, and all of 
     process 0   piece 0: stage 0   stage 1   stage 2   ..                  piece 2: stage 0   stage 1
     process 1                      piece 1: stage 0    stage 1   stage 2   ..
 
-A state has a fixed size, so a message does not grow with the length of the prompt.
+A state has a fixed size, so a message does not grow with the length of the prompt. Messages are sent from the CPU: NCCL
+runs the messages of two processes in one order, so that each could wait for a message that the other sends later.
 """
 
 from __future__ import annotations
@@ -107,12 +108,12 @@ class Chain:
 
 
 def to_bytes(state: Any) -> Tensor:
-    """Return the bytes of all tensors of a state."""
-    return torch.cat([leaf.contiguous().flatten().view(torch.uint8) for leaf in tree_leaves(state)])
+    """Return the bytes of all tensors of a state, on the CPU."""
+    return torch.cat([leaf.contiguous().flatten().view(torch.uint8) for leaf in tree_leaves(state)]).cpu()
 
 
 def from_bytes(packed: Tensor, like: Any) -> Any:
-    """Return the state of which `to_bytes` made the bytes, with the shapes and dtypes of another one."""
+    """Return the state of which `to_bytes` made the bytes, with the shapes, dtypes and device of another one."""
     leaves, spec = tree_flatten(like)
-    pieces = packed.split([leaf.numel() * leaf.element_size() for leaf in leaves])
+    pieces = packed.to(leaves[0].device).split([leaf.numel() * leaf.element_size() for leaf in leaves])
     return tree_unflatten([p.clone().view(leaf.dtype).view(leaf.shape) for p, leaf in zip(pieces, leaves)], spec)

@@ -63,7 +63,9 @@ def suits(q: Tensor, v: Tensor, gates: Gates, settings: Settings) -> bool:
     fused in float32 only, and not in chunks.
     """
     dims = (q.shape[-1], v.shape[-1])
-    if q.dtype not in TOLERANCES or not all(map(is_static, (*q.shape, *dims))) or not all(16 <= n <= 256 for n in dims):
+    if q.dtype not in TOLERANCES or not all(map(is_static, (*q.shape, v.shape[-1]))):
+        return False
+    if not all(16 <= n <= 256 for n in dims):
         return False
     length, decay = q.shape[2], gates.log_decay
     if decay is not None and decay.dim() == 1 and q.dtype != torch.float32:
@@ -176,8 +178,8 @@ usable._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`
 def checked(device: torch.device, dtype: torch.dtype, dim: int, width: int) -> bool:
     """Check the compiled fused form against the full form on a few tokens, and log a line if the two differ.
 
-    Without a passed check the fused form is not used. Call this function before a graph is traced, as `compile_blocks`
-    does. A backward pass that is compiled while another graph is traced would wait forever.
+    Without a passed check the fused form is not used. Call this function before a graph is traced, as models compiled
+    by `compile_blocks` do. A backward pass that is compiled while another graph is traced would wait forever.
 
     Returns:
         Whether the check has passed.

@@ -18,6 +18,13 @@ from lion.samples.order import Order, Shuffled
 Batch = dict[str, Tensor]
 
 
+def moved(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor from the CPU to a device, without waiting for the work that is queued on a GPU."""
+    if torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
 class Unreadable(Exception):
     """An unreadable sample of a data set. The message names the file and the reason."""
 

@@ -9,6 +9,16 @@ from lion.config import ConfigError
 from lion.samples.base import Info
 
 PIXELS = 256  # number of intensities
+SHAPES = 4  # different lengths of batches: few, because each length is compiled
+
+
+def padded_length(longest: int, limit: int, shapes: int = SHAPES) -> int:
+    """Return the length of a batch whose longest sample has `longest` tokens, at most `limit`.
+
+    It is a multiple of a share of `limit`, so that batches have `shapes` different lengths.
+    """
+    step = -(-limit // shapes)
+    return min(-(-longest // step) * step, limit)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shutil
@@ -11,12 +10,13 @@ import sysconfig
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import nn
+from torch import Tensor, nn
 
 from lion.files import write_atomic
 from lion.layers.mixers import LionAttention
@@ -39,12 +39,11 @@ def compile_blocks(
     if not can_compile(backend):
         return False
     torch._functorch.config.activation_memory_budget = memory_budget
-    device = next(model.parameters()).device
-    avoid_wrong_gradients(model, device.type, torch.__version__)
+    avoid_wrong_gradients(model, torch.__version__)
     if getattr(model, "part", None) is not None:
         overlap_exchanges()
-    if device.type == "cuda" and backend == "inductor":
-        check_fused(model, device)
+    if backend == "inductor" and (heads := fused_heads(model)):
+        model.encoder.register_forward_pre_hook(partial(check_before, heads))
     for unit in model.units():
         unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return True
@@ -76,30 +75,41 @@ def save_compiled(file: str | None) -> None:
         log.warning("%s: not saved (%s)", file, error.strerror)
 
 
-def check_fused(model: nn.Module, device: torch.device) -> None:
-    """Check the fused form of attention on a few tokens, once per process, for all head dimensions that support it.
-
-    If the check fails, a warning is logged and the fused form is not used.
-    """
+def fused_heads(model: nn.Module) -> list[tuple[int, int]]:
+    """Return the head dimensions, of keys and of values, for which a model may use the fused form of attention."""
     layers = [part for part in model.modules() if isinstance(part, LionAttention)]
-    heads = {
-        (part.head_dim, part.value_dim)
-        for part in layers
-        if part.config.normalize == "sum" and 16 <= part.head_dim <= 256
-    }
-    if flex.switched_on():
-        for (dim, width), dtype in itertools.product(sorted(heads), flex.TOLERANCES):
-            flex.checked(device, dtype, dim, width)
+    heads = {(part.head_dim, part.value_dim) for part in layers if part.config.normalize == "sum"}
+    return sorted(dims for dims in heads if all(16 <= n <= 256 for n in dims))
 
 
-def avoid_wrong_gradients(model: nn.Module, device: str, version: str) -> None:
+def check_before(heads: list[tuple[int, int]], encoder: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Call `check_fused` before an encoder runs."""
+    check_fused(heads, inputs[0])
+
+
+def check_fused(heads: list[tuple[int, int]], x: Tensor) -> None:
+    """Check the fused form of attention on a few tokens, if tokens x are on a GPU, before a graph is traced for them.
+
+    A device, precision and head dimension is checked once per process. If the check fails, a warning is logged and the
+    fused form is not used.
+    """
+    kind = x.device.type
+    if kind != "cuda" or torch.compiler.is_compiling() or not flex.switched_on():
+        return
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if dtype in flex.TOLERANCES:
+        for dims in heads:
+            flex.checked(x.device, dtype, *dims)
+
+
+def avoid_wrong_gradients(model: nn.Module, version: str) -> None:
     """Disable the fusion `mix_order_reduction`, which may silently compute wrong gradients of adaLN on a GPU.
 
     The bug is in Inductor before 2.15, for micro-batches of one sample of about 16,000 tokens or more
     (pytorch#193061).
     """
     modulated = any(getattr(unit, "conditional", False) for unit in model.units())
-    if modulated and device == "cuda" and tuple(map(int, version.split(".")[:2])) < (2, 15):
+    if modulated and tuple(map(int, version.split(".")[:2])) < (2, 15):
         from torch._inductor import config
 
         config.triton.mix_order_reduction = False
@@ -135,6 +145,7 @@ def can_compile(backend: Any) -> bool:
         return False
     warnings.filterwarnings("ignore", message=".*_prims_common.check.*", category=FutureWarning)  # from torch 2.14
     torch._dynamo.config.recompile_limit = 32  # training, evaluation and each form need separate graphs
+    torch._dynamo.config.optimize_ddp = False  # it cuts graphs where gradients are sent: a block would be several
     return True
 
 

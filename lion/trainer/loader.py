@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lion.config import ConfigError
-from lion.samples.base import Batch, DeviceDataset, Unreadable
+from lion.samples.base import Batch, DeviceDataset, Unreadable, moved
 from lion.samples.order import Order
 from lion.samples.seeds import derive
 from lion.trainer.faults import FaultsConfig, RunError
@@ -167,7 +167,7 @@ class PaddedDataset(Dataset):
     def batch(self, indices: list[int], device: torch.device) -> Batch:
         """Make a whole batch with a `DeviceDataset`."""
         places, real, keys = self.places(indices)
-        beside = {"mask": torch.tensor(real, device=device), "key": torch.tensor(keys, device=device)}
+        beside = {"mask": moved(torch.tensor(real), device), "key": moved(torch.tensor(keys), device)}
         return {**self.dataset.batch(places, device), **beside}
 
     def places(self, indices: list[int]) -> tuple[list[int], list[bool], list[int]]:

@@ -115,10 +115,11 @@ def start_runtime(
 ) -> Runtime:
     """Set up this process and return its runtime; join the process group if started by `torchrun`.
 
-    `matmul` is the precision of float32 products (`torch.set_float32_matmul_precision`). `sequence` processes share the
-    tokens of each row.
+    `matmul` is the precision of float32 products (`torch.set_float32_matmul_precision`), and of convolutions on a GPU.
+    `sequence` processes share the tokens of each row.
     """
     torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = matmul != "highest"  # by default, convolutions round to TF32 in any case
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
@@ -126,7 +127,6 @@ def start_runtime(
     rank, world = join_processes()
     kind = check_device(device, world)
     if kind.type == "cuda":
-        kind = torch.device("cuda", from_launcher("LOCAL_RANK", rank) if world > 1 else kind.index or 0)
         torch.cuda.set_device(kind)
     if sequence == 1:
         return Runtime(kind, rank, world)
@@ -189,27 +189,38 @@ def from_launcher(name: str, default: int) -> int:
 
 
 def check_device(device: str, world: int = 1) -> torch.device:
-    """Return the device, once it is available and each of `world` processes can use a separate GPU.
+    """Return the device of this process, once it is available and each of `world` processes can use a separate GPU.
 
-    With a launcher, only its processes on this machine count.
+    With a launcher, only its processes on this machine count. A process that is about to launch others does not use
+    the device itself.
 
     Raises:
-        ConfigError: The device is not available; the message names the available devices.
+        ConfigError: The device is not available or does not work; the message names the available devices.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     try:
         kind = torch.device(device)
-        if kind.type not in ("cuda", "cpu"):
-            raise RuntimeError
-        torch.zeros(1, device=kind).item()
-    except (RuntimeError, AssertionError, ImportError):
+        known = kind.type == "cpu" or (kind.type == "cuda" and (kind.index or 0) < gpus)
+    except RuntimeError:
+        known = False
+    if not known:
         choices = "cuda, cpu" if gpus else "cpu"
-        raise ConfigError(f"trainer.device: {device!r} is not available here, use one of {choices}") from None
+        raise ConfigError(f"trainer.device: {device!r} is not available here, use one of {choices}")
+    if kind.type == "cpu":
+        return kind
     here = from_launcher("LOCAL_WORLD_SIZE", world)
-    if kind.type == "cuda" and world > 1 and (kind.index is not None or here > gpus):
+    if world > 1 and (kind.index is not None or here > gpus):
         raise ConfigError(f"trainer.device: {device!r} cannot give {here} processes one GPU each, {gpus} are available")
+    own = from_launcher("LOCAL_RANK", from_launcher("RANK", 0)) if world > 1 else kind.index or 0
+    kind = torch.device("cuda", own)
+    if world == 1 or dist.is_initialized():
+        try:
+            torch.zeros(1, device=kind).item()
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"trainer.device: '{kind}' does not work: {reason}") from None
     return kind
 
 
@@ -252,7 +263,7 @@ def conditions(runtime: Runtime) -> dict[str, Any]:
     cuda = runtime.device.type == "cuda"
     return {
         "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name(runtime.device) if cuda else cpu_name(),
+        "device": name_of(runtime.device),
         "processes": runtime.world,
         "sequence": runtime.sequence,
         "threads": torch.get_num_threads(),
@@ -296,16 +307,20 @@ def cpu_name() -> str:
     return f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def environment() -> dict[str, Any]:
+def name_of(device: torch.device) -> str:
+    """Return the name of a GPU or of the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def environment(device: torch.device) -> dict[str, Any]:
     """Return versions, device and git commit (None without a clone), to be stored in the run folder."""
-    cuda = torch.cuda.is_available()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": importlib.metadata.version("torchvision"),  # not imported: only images need torchvision
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
-        "devices": torch.cuda.device_count() if cuda else 0,
+        "device": name_of(device),
+        "devices": torch.cuda.device_count() if device.type == "cuda" else 0,
         "threads": torch.get_num_threads(),
         **code_version(),
     }

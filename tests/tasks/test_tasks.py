@@ -10,10 +10,11 @@ from tests.helpers import ROOT
 LIGHT = """
 import sys
 import lion.recipe, lion.runs, lion.trainer.loop
+import torch
 from lion.tasks import TASKS
 from lion.trainer.runtime import environment
 assert TASKS["image_classification"].unit == "images"
-found = environment()
+found = environment(torch.device("cpu"))
 print(found["torchvision"], "torchvision" in sys.modules)
 """
 

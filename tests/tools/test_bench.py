@@ -76,6 +76,21 @@ def test_every_mixer_is_verified_and_measured(mixer):
     assert all(r["error"] <= ops.TOLERANCE for r in rows[1:])
 
 
+@pytest.mark.parametrize("mixer", ["lion_s", "deltanet", "lion_s_multiscan", "lightnet_forward"])
+def test_a_feature_map_inside_the_operator_changes_nothing(mixer):
+    """Check the operator as a GPU times it, against the same definition, and against features made before."""
+    operator, cpu = OPERATORS[mixer], torch.device("cpu")
+    results = []
+    for featurized in (True, False):
+        tensors, fixed = operator.inputs(2, 8, 1, 24, cpu, torch.float32, featurized=featurized)
+        exact = operator.definition({name: t.detach().double() for name, t in tensors.items()}, fixed)
+        got = operator.run(tensors, fixed, "full", 8)
+        assert torch.allclose(got.double(), exact, rtol=1e-4, atol=1e-5)
+        results.append(exact)
+    assert torch.allclose(*results, rtol=1e-4, atol=1e-5)
+    assert operator.fusible is (mixer == "lion_s")
+
+
 def test_dtype_and_threads_reach_the_measurement(tmp_path, monkeypatch):
     jobs, threads = [], torch.get_num_threads()
     monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: jobs.append(job))

@@ -1,4 +1,6 @@
+import pickle
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,16 +13,19 @@ from lion.files import write_atomic
 from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig
 from lion.models.dit import DiT, DiTConfig
 from lion.models.vit import ViT, ViTConfig
+from lion.trainer import compilation, runtime
 from lion.trainer.checkpoint_files import load_state
 from lion.trainer.compilation import (
     avoid_wrong_gradients,
+    check_fused,
     compile_blocks,
+    fused_heads,
     load_compiled,
     missing_compiler,
     prepare_compiler,
     save_compiled,
 )
-from lion.trainer.runtime import random_state, restore_random_state, seed_everything, start_runtime
+from lion.trainer.runtime import check_device, random_state, restore_random_state, seed_everything, start_runtime
 
 
 def test_random_states_survive_a_checkpoint(tmp_path):
@@ -59,6 +64,37 @@ def test_an_absent_device_is_a_clear_line():
             start_runtime(device)
 
 
+def test_every_process_uses_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(runtime.dist, "is_initialized", lambda: True)
+    used = []
+
+    def zeros(size, device):
+        used.append(device)
+        if device.index == 1:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+        return torch.empty(size)
+
+    monkeypatch.setattr(runtime.torch, "zeros", zeros)
+    for name, value in {"RANK": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():  # on the second machine of two
+        monkeypatch.setenv(name, str(value))
+    assert check_device("auto", 4) == torch.device("cuda:0")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConfigError, match=r"'cuda:1' does not work: CUDA error: out of memory$"):
+        check_device("cuda", 2)
+    assert used == [torch.device("cuda:0"), torch.device("cuda:1")]
+    monkeypatch.setattr(runtime.dist, "is_initialized", lambda: False)  # it launches others
+    assert check_device("cuda", 2).type == "cuda" and len(used) == 2
+    for device, world in (("cuda:1", 2), ("cuda", 3)):
+        with pytest.raises(ConfigError, match=f"'{device}' cannot give {world} processes one GPU each, 2 are"):
+            check_device(device, world)
+    with pytest.raises(ConfigError, match=r"'cuda:2' is not available here, use one of cuda, cpu"):
+        check_device("cuda:2")
+    assert check_device("cpu", 3) == torch.device("cpu")
+
+
 def model(mixer, **settings):
     config = ViTConfig(mixer, 12, 3, 3, patch_size=2, drop_path=0.1, **settings)
     return ViT(config, image_size=(8, 8), channels=1, num_classes=4)
@@ -73,21 +109,20 @@ def test_without_a_compiler_it_runs_eager_with_one_line(monkeypatch, caplog):
     m(torch.randn(2, 1, 8, 8))
 
 
-def test_a_fusion_that_may_miscompile_adaln_is_off_on_gpus_alone():
-    """Check the workaround for pytorch#193061, fixed in 2.15, by block, device and version; no GPU is needed."""
+def test_a_fusion_of_gpu_kernels_that_may_miscompile_adaln_is_off():
+    """Check the workaround for pytorch#193061, fixed in 2.15, by block and version; no GPU is needed."""
     from torch._inductor import config
 
     shape = {"mixer": SOFTMAX, "dim": 12, "depth": 1, "num_heads": 3, "patch_size": 2}
     modulated = DiT(DiTConfig(**shape, block="adaln_zero"), image_size=(8, 8), channels=1, classes=("0", "1"))
     cases = [
-        (modulated, "cuda", "2.14.1+cu130", False),
-        (modulated, "cuda", "2.15.0", True),
-        (modulated, "cpu", "2.14.1", True),
-        (model("lion_s"), "cuda", "2.11.0", True),
+        (modulated, "2.14.1+cu130", False),
+        (modulated, "2.15.0", True),
+        (model("lion_s"), "2.11.0", True),
     ]
-    for made, device, version, left in cases:
+    for made, version, left in cases:
         with config.patch({"triton.mix_order_reduction": True}):
-            avoid_wrong_gradients(made, device, version)
+            avoid_wrong_gradients(made, version)
             assert config.triton.mix_order_reduction is left
 
 
@@ -118,6 +153,41 @@ def test_blocks_compile_whole_and_share_their_graph(mixer):
 @pytest.mark.parametrize("mixer", CHUNK)
 def test_blocks_in_chunks_compile_whole(mixer):
     compiled(mixer, "chunk")
+
+
+def test_fused_attention_is_checked_before_a_graph_for_a_gpu(monkeypatch):
+    """Check which heads are checked, in the precision of the run, for a model that is moved after `compile_blocks`."""
+    asked = []
+    monkeypatch.setattr(compilation.flex, "checked", lambda *key: asked.append(key))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: None)
+
+    def vit(**settings):
+        return ViT(
+            ViTConfig("lion_s", 64, 2, 2, patch_size=2, **settings), image_size=(8, 8), channels=1, num_classes=4
+        )
+
+    assert fused_heads(vit(attention=AttentionConfig(value_ratio=2))) == [(32, 64)]
+    assert fused_heads(model("gla")) == fused_heads(model("lion_s")) == fused_heads(model(SOFTMAX)) == []  # heads of 4
+    m = vit()
+    assert compile_blocks(m)
+    m = pickle.loads(pickle.dumps(m))
+    m(torch.randn(2, 1, 8, 8))
+    assert not asked  # on a CPU
+    gpu = torch.device("cuda", 0)
+    m.encoder.register_forward_pre_hook(lambda _, inputs: pytest.fail("checked later"))
+    on_gpu = SimpleNamespace(device=gpu, dtype=torch.float32)
+    with pytest.raises(pytest.fail.Exception, match="checked later"):
+        m.encoder(on_gpu)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    check_fused([(32, 32)], on_gpu)
+    assert asked == [(gpu, torch.float32, 32, 32), (gpu, torch.bfloat16, 32, 32)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LION_FUSED", "0")
+        check_fused([(32, 32)], on_gpu)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    check_fused([(32, 32)], on_gpu)
+    assert len(asked) == 2
 
 
 @pytest.mark.compiled

@@ -235,6 +235,8 @@ def test_what_cannot_be_shared_is_refused(book, capsys):
 class Layer(LionAttention):
     """A model of one layer."""
 
+    encoder = property(lambda self: self)
+
     def units(self):
         return [self]
 

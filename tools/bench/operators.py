@@ -46,6 +46,11 @@ class Operator:
         """Return whether the decay is computed from the keys."""
         return self.mixer == LIGHTNET and self.direction != "both"
 
+    @property
+    def fusible(self) -> bool:
+        """Return whether the fused form may replace the full and the chunk form (`lion.ops.flex`)."""
+        return LINEAR[self.mixer].normalize == "sum" and self.scans == ROW_MAJOR and not self.one_scan
+
     def inputs(
         self,
         heads: int,
@@ -103,7 +108,7 @@ class Operator:
         if self.scans == ROW_MAJOR:
             return linear_attention(**{"feature_map": None} | self.gated(tensors, fixed), settings=settings)
         q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
-        return multi_scan_attention(q, k, v, log_decays, **fixed, settings=settings, feature_map=None)
+        return multi_scan_attention(q, k, v, log_decays, **fixed, settings=settings)
 
     def definition(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> Tensor:
         """Compute the operator token by token, by its definition."""
@@ -112,8 +117,11 @@ class Operator:
         if self.scans == ROW_MAJOR:
             given = self.gated(tensors, fixed)
             given.pop("prefix", None)  # used only for gradients
+            phi = given.pop("feature_map", None)
+            given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
             return reference_attention(**given, direction=self.direction)
         q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
+        q, k = (apply_feature_map(fixed["feature_map"], x) for x in (q, k))
         sums = 0  # sums over scans of the numerators and, from the column of ones, the row sums
         for order, log_decay in zip(fixed["orders"].cpu(), log_decays):
             values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
@@ -134,7 +142,8 @@ class Operator:
     def scanned(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> tuple:
         """Return q, k, v, one decay for each scan, and the settings."""
         log_decays = [t for name, t in tensors.items() if name.startswith(SCAN)]
-        settings = {name: fixed[name] for name in ("orders", "normalize", "decay_convention", "scale")}
+        names = ("orders", "normalize", "decay_convention", "scale", "feature_map")
+        settings = {name: fixed.get(name) for name in names}
         return *(tensors[name] for name in "qkv"), log_decays, settings
 
     def kind(self, tensors: dict[str, Tensor]) -> str:

@@ -7,7 +7,8 @@ direction (`gla_forward`, `lightnet_forward`). `--mixer lightnet lion_s lion_s_m
 scans.
 
 Before its timing, each form is verified against the definition in the same way as it is timed: compiled, except for
-the loop over the sequence (`rnn`). The operator gets the arguments that the mixer's layer passes. Rounds are
+the loop over the sequence (`rnn`). The operator gets the arguments that the mixer's layer passes; on a CPU, q and k are
+mapped before. On a GPU, the feature map is timed with the operator, because the fused kernels need it. Rounds are
 interleaved: each round times every form of a mixer and SDPA once. A ratio is the median of the ratios of all rounds.
 Compilation and warm-up are excluded. `rnn` is timed in inference only. A form with an L x L matrix is left out if the
 matrix does not fit in memory.
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.config import ConfigError
+from lion.trainer.compilation import check_fused
 from lion.trainer.memory import process_peak
 from tools.bench import OUT
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
@@ -187,6 +189,9 @@ def measure(job: Job, send: Send) -> None:
     torch.set_num_threads(job.threads)
     torch._dynamo.config.recompile_limit = 64  # variants are closures of one function
     device = pick_device()
+    if not job.eager and OPERATORS[job.mixer].fusible:
+        for dtype in {torch.float32, getattr(torch, job.dtype)}:
+            check_fused([(job.dim, job.dim)], torch.empty(0, dtype=dtype, device=device))
     errors = verify_all(job, device, send)
     for length in job.lengths if errors else ():
         for which in job.passes:
@@ -211,7 +216,8 @@ def verify_all(job: Job, device: torch.device, send: Send) -> dict[Variant, floa
     found = {}
     send({"kind": "progress", "text": f"  verifying {', '.join(job.forms)}"})
     operator = OPERATORS[job.mixer]
-    tensors, fixed = operator.inputs(job.heads, job.dim, 1, CHECKED, device, torch.float32)
+    inside = device.type == "cuda"
+    tensors, fixed = operator.inputs(job.heads, job.dim, 1, CHECKED, device, torch.float32, featurized=not inside)
     exact = {name: t.detach().cpu().double() for name, t in tensors.items()}
     expected = operator.definition(exact, fixed)
     for form in job.forms:
@@ -251,7 +257,8 @@ def time_length(
 ) -> list[dict[str, Any]]:
     """Time one length and pass; return the rows, the row of SDPA first."""
     batch, operator = max(1, job.tokens // length), OPERATORS[job.mixer]
-    tensors, fixed = operator.inputs(job.heads, job.dim, batch, length, device, getattr(torch, job.dtype))
+    dtype, inside = getattr(torch, job.dtype), device.type == "cuda"
+    tensors, fixed = operator.inputs(job.heads, job.dim, batch, length, device, dtype, featurized=not inside)
     where = {"length": length, "pass": which}
     runs, rows = {}, {}
     send({"kind": "progress", "text": f"  {length:,} tokens, {which}: {'warming up' if job.eager else 'compiling'}"})

@@ -133,7 +133,7 @@ def write_run(out: Path, recipe: Recipe, state: dict[str, Any], source: dict[str
         seal(best)
         for name, text in {**files, RECIPE: dump_recipe(recipe)}.items():
             save_text(scratch / name, text)
-        save_json(scratch / ENVIRONMENT, {**environment(), "converted": source})
+        save_json(scratch / ENVIRONMENT, {**environment(torch.device("cpu")), "converted": source})
         os.rename(scratch, out)
         sync(out.parent)
     except OSError as error:
