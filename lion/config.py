@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import re
 import sys
 import types
@@ -82,6 +83,12 @@ class Section:
         return {}
 
 
+@functools.cache
+def hints_of(schema: type) -> Mapping[str, Any]:
+    """Return the annotations of a dataclass; they are evaluated once."""
+    return types.MappingProxyType(typing.get_type_hints(schema))
+
+
 def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
     """Build an instance of the dataclass `schema` from the mapping at `key` of the recipe.
 
@@ -93,9 +100,9 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
     if not isinstance(values, dict):
         raise ConfigError(f"{source(key)}: {key or 'recipe'}: expected a section of keys, got {values!r}")
     fields = {f.name: f for f in dataclasses.fields(schema)}
-    hints = typing.get_type_hints(schema)
+    hints = hints_of(schema)
     if issubclass(schema, Section):
-        hints |= schema.types(values)
+        hints = hints | schema.types(values)
     for name in values:
         if name not in fields:
             below = sorted(keys_named(name, schema, values, key), key=lambda path: path.count("."))
@@ -122,7 +129,7 @@ def keys_named(name: str, schema: type, values: Any, key: str) -> Iterator[str]:
 
     A section of `values` that is built already is searched by its own class.
     """
-    for section, hint in typing.get_type_hints(schema).items():
+    for section, hint in hints_of(schema).items():
         value = values.get(section) if isinstance(values, dict) else getattr(values, section, None)
         kind = type(value) if dataclasses.is_dataclass(value) else hint
         if dataclasses.is_dataclass(kind):
@@ -210,7 +217,7 @@ def check_settings(config: Any) -> None:
     Raises:
         ValueError: A field is of another type, not one of its choices, or out of range.
     """
-    where, hints = {"source": lambda _: type(config).__name__}, typing.get_type_hints(type(config))
+    where, hints = {"source": lambda _: type(config).__name__}, hints_of(type(config))
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         try:
@@ -305,6 +312,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> Any:
+    """Return the data of YAML; many recipes share their bases."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def parse_yaml(text: str, *, source: str) -> Any:
     """Parse YAML into plain data.
 
@@ -312,7 +325,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
         ConfigError: A syntax error, with its line.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        return copy.deepcopy(_parsed(text))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     except yaml.YAMLError as error:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import typing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from lion.config import check_settings, fill, flatten, nearest_divisor, setting, to_dict
+from lion.config import check_settings, fill, flatten, hints_of, nearest_divisor, setting, to_dict
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import MLPS, NO_MLP
 from lion.layers.layout import PLAIN, Layout
@@ -111,7 +110,7 @@ class EncoderConfig(ModelConfig):
         for f in dataclasses.fields(c):
             if f.default is None:
                 setattr(c, f.name, None)
-        kinds = {**typing.get_type_hints(type(self)), **self.types({"mixer": mixer})}
+        kinds = {**hints_of(type(self)), **self.types({"mixer": mixer})}
         c.mixer, c.attention = mixer, kinds["attention"](score_dropout=c.attention.score_dropout)
         return c
 

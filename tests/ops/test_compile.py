@@ -120,7 +120,18 @@ def check_lengths(function, cases, backend: str, graphs: int = 1, **arguments) -
     assert len(set(counts)) == graphs, counts  # AOT may count the first graph twice
 
 
-@pytest.mark.parametrize("form, decay", [("full", "lit"), ("full", "S"), ("chunk", "D"), ("chunk", "vector")])
+EVERY = pytest.mark.every
+
+
+@pytest.mark.parametrize(
+    "form, decay",
+    [
+        pytest.param("full", "lit", marks=EVERY),
+        ("full", "S"),
+        pytest.param("chunk", "D", marks=EVERY),
+        ("chunk", "vector"),
+    ],
+)
 def test_one_graph_of_all_lengths(form, decay):
     check_lengths(linear_attention, [make(decay, length) for length in LENGTHS], "eager", form=form)
 
@@ -188,7 +199,7 @@ def test_layer_is_one_graph_of_all_lengths(mixer):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("form, graphs", [("full", 2), ("chunk", 1)])
+@pytest.mark.parametrize("form, graphs", [pytest.param("full", 2, marks=EVERY), ("chunk", 1)])
 def test_graphs_of_lightnet_in_one_direction(form, graphs):
     """Check that blocks of blocks need one graph for each power of eight; in full, one for each power of two."""
     layer = make_mixer("lightnet", 16, 2, MIXERS["lightnet"].layer.Config(direction="forward")).double()

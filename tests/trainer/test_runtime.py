@@ -127,7 +127,7 @@ def test_a_fusion_of_gpu_kernels_that_may_miscompile_adaln_is_off():
 
 
 KINDS = ("lion_s", "gla", "lion_s_hippo", "rwkv6", "xlstm", "lightnet", "deltanet", "kda")  # one of each operator
-CHUNK = [m if m in KINDS else pytest.param(m, marks=pytest.mark.every) for m in LINEAR]
+BY_KIND = [m if m in KINDS else pytest.param(m, marks=pytest.mark.every) for m in LINEAR]
 
 
 def compiled(mixer, form):
@@ -143,14 +143,14 @@ def compiled(mixer, form):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
+@pytest.mark.parametrize("mixer", [SOFTMAX, *BY_KIND])
 def test_blocks_compile_whole_and_share_their_graph(mixer):
     """Check graphs with the eager backend: no graph break, one graph for all blocks, no new graph in later steps."""
     compiled(mixer, "full")
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("mixer", CHUNK)
+@pytest.mark.parametrize("mixer", BY_KIND)
 def test_blocks_in_chunks_compile_whole(mixer):
     compiled(mixer, "chunk")
 

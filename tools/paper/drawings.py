@@ -22,7 +22,7 @@ def masks(fig: Any) -> None:
     decays = {"Lion-lit": torch.zeros(TOKENS), "Lion-D": torch.full((TOKENS,), -0.25), "Lion-S": selective}
     axes = fig.subplots(1, len(decays))
     for ax, (name, log_decay) in zip(axes, decays.items()):
-        image = ax.imshow(mask(log_decay), vmin=0, vmax=1, cmap="viridis")
+        image = ax.imshow(mask(log_decay).numpy(), vmin=0, vmax=1, cmap="viridis")
         for border in range(CHUNK, TOKENS, CHUNK):
             ax.axhline(border - 0.5, color="white", linewidth=1)
             ax.axvline(border - 0.5, color="white", linewidth=1)
