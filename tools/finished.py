@@ -67,6 +67,8 @@ def load(name: str) -> Run:
     """
     folder = find_run(name)
     recipe = resolve_run(folder)
+    if not (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"{folder}: no metrics.jsonl: it is not trained yet, or it is a converted checkpoint")
     try:
         lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
         trained, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "val"))

@@ -61,7 +61,7 @@ def recipe_path(name: str | Path) -> Path:
         ConfigError: A bare name that no recipe has.
     """
     path = Path(name)
-    if os.path.lexists(path):
+    if os.path.lexists(path) and (path.name != str(name) or not path.is_dir()):  # a folder of images may have the name
         return path
     ours = recipe_files()
     shipped = ours.get(path.stem) if path.suffix in ("", ".yaml") else None
@@ -106,7 +106,8 @@ def listing(pattern: str = "") -> str:
             families[title].append((name, row, expected))
     rows = [row for own in families.values() for row in own]
     if not rows:
-        raise ConfigError(f"{pattern!r}: no recipe's name or row matches, {nearest(pattern, files, './run.sh list')}")
+        near = nearest(pattern, files, "./run.sh list prints all recipes")
+        raise ConfigError(f"{pattern!r}: no recipe's name or row matches, {near}")
     lines, text = [], iter(aligned(rows))
     for title, own in families.items():
         if own:

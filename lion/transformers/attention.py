@@ -25,7 +25,11 @@ from transformers import (
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from lion.layers.mixers.linear import linear_mixers
-from lion.ops import Settings, linear_attention
+from lion.ops import Settings, linear_attention, no_autocast
+from lion.ops.api import normalized
+from lion.ops.arguments import sum_dtype
+from lion.ops.features import apply_feature_map
+from lion.ops.full import weighted_sum
 
 LIT, FIXED = "lion_lit", "lion_d"
 DECAY = "lion_decay"  # attribute of an attention module: the parameters a (H,) of Lion-D
@@ -138,18 +142,46 @@ def attention(
         raise ValueError(f"{name}: {type(module).__name__}: {CROSS}")
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    query = F.pad(query, (0, 0, tokens - queries, 0))
     mixer = linear_mixers()[name]
     convention = mixer.decay_convention if direction == "both" else mixer.causal_decay_convention
     settings = Settings(
+        form="auto",
         direction=direction,
         feature_map=mixer.feature_map,
         normalize=mixer.normalize,
         decay_convention=convention,
         dropout_p=dropout,
     )
-    y = linear_attention(query, key, value, decays(name, module), segments=attention_mask, settings=settings)
-    return y[:, :, tokens - queries :].transpose(1, 2).contiguous(), None
+    over = last_rows if queries < tokens else linear_attention
+    y = over(query, key, value, decays(name, module), segments=attention_mask, settings=settings)
+    return y.transpose(1, 2).contiguous(), None
+
+
+def last_rows(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, segments: Tensor | None, settings: Settings
+) -> Tensor:
+    """Compute causal attention of queries (B, H, L, D), the last L of T tokens, for keys (B, H, T, D).
+
+    The scores are L x T. Otherwise the arguments are those of `linear_attention`; a decay is one number for each head.
+    """
+    queries, tokens = q.shape[2], k.shape[2]
+    places = torch.arange(tokens, device=q.device)
+    distance = places[tokens - queries :, None] - places
+    hidden = distance < 0
+    if segments is not None:
+        own, padding = segments[:, tokens - queries :, None], segments < 0
+        hidden = (hidden | (own != segments[:, None]) | padding[:, None])[:, None]  # (B, 1, L, T)
+        k, v = (x.masked_fill(padding[:, None, :, None], 0) for x in (k, v))  # padding may hold NaN
+        q = q.masked_fill((own < 0)[:, None], 0)
+    with no_autocast(q):
+        q, k = (apply_feature_map(settings.feature_map, x) for x in (q, k))
+        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+        if log_decay is not None:
+            scores = scores * (log_decay[:, None, None] * distance.clamp_min(0)).exp()
+        weights = scores.masked_fill(hidden, 0)
+        summed = v.to(sum_dtype(v))
+        numerator, total = weighted_sum(weights, summed, queries, rowsum=True, dropout_p=settings.dropout_p)
+        return normalized(numerator, total, settings, q.shape[-1]).to(v.dtype)
 
 
 def crosses(module: nn.Module, direction: str) -> bool:

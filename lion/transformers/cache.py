@@ -35,6 +35,11 @@ class LionCache(Cache):
         return -1
 
     @property
+    def is_linear(self) -> list[bool]:
+        """Whether `generate` passes tokens that the cache has seen again, by layer: it must not."""
+        return [False]
+
+    @property
     def batch_size(self) -> int:
         return -1 if self.state is None else len(self.state.position)
 

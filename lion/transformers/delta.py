@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from lion.ops import Gates, State, linear_attention, prefill, step
+from lion.ops import Gates, linear_attention, prefill
 from lion.ops.features import unit as normalized
 from lion.ops.modes import may_wait
 from lion.ops.settings import check_chunk_size
@@ -146,23 +146,21 @@ def computed(
     if unit:
         q, k = normalized(q), normalized(k)
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    gates = Gates(g, beta)
-    how: dict[str, Any] = {**PLAIN, "scale": 1.0}
+    written = 0  # number of tokens that write the first state, each a row of it along a vector of the standard basis
     if initial is not None:
-        state, parts = State(initial.to(wide), torch.zeros_like(initial[..., 0], dtype=wide)), []
-        for at in range(0, q.shape[2], chunk_size):
-            here = slice(at, at + chunk_size)
-            some = Gates(g[:, :, here], beta[:, :, here])
-            mask = None if valid is None else valid[:, here]
-            y, state = step(q[:, :, here], k[:, :, here], v[:, :, here], state, some, valid=mask, **how)
-            parts.append(y)
-        y = torch.cat(parts, 2)
-    elif final:
-        y, state = prefill(q, k, v, gates, valid=valid, chunk_size=chunk_size, **how)
+        written = q.shape[-1]
+        basis = torch.eye(written, dtype=wide, device=k.device).expand(*k.shape[:2], -1, -1)
+        q, k, v = F.pad(q, (0, 0, written, 0)), torch.cat([basis, k], 2), torch.cat([initial.to(wide), v], 2)
+        g, beta = F.pad(g, (written, 0)), F.pad(beta, (written, 0), value=1.0)
+        valid = None if valid is None else F.pad(valid, (written, 0), value=True)
+    gates = Gates(g, beta)
+    how: dict[str, Any] = {**PLAIN, "scale": 1.0, "chunk_size": chunk_size}
+    if final:
+        y, state = prefill(q, k, v, gates, valid=valid, **how)
     else:
-        how |= {"form": "chunk", "direction": "forward", "chunk_size": chunk_size}
-        return linear_attention(q, k, v, gates, segments=segments, **how).transpose(1, 2), None
-    return y.transpose(1, 2), state.S if final else None
+        how |= {"form": "chunk", "direction": "forward"}
+        y, state = linear_attention(q, k, v, gates, valid=valid, segments=segments, **how), None
+    return y[:, :, written:].transpose(1, 2), state.S if state is not None else None
 
 
 def causal_conv1d_fn(

@@ -9,7 +9,7 @@ import torch
 import lion.layers.mixers.linear as linear_module
 import lion.layers.rotations as rotations_module
 from lion.layers.layout import Layout
-from lion.layers.mixers import LINEAR, AttentionConfig, LionAttention
+from lion.layers.mixers import LINEAR, AttentionConfig, LionAttention, make_mixer
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.linear import LinearState
 from lion.models.encoder import Encoder, EncoderConfig
@@ -400,6 +400,18 @@ def test_states_are_float32_in_bf16(mixer):
     wide = layer.bfloat16().initial_state(2)
     assert all(x.dtype == torch.float32 for s in (state, end, wide) for x in (s.S, s.z))
     assert all(x.dtype.itemsize >= 4 for s in (state, end, wide) for x in s.decay)
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "fox", "lion_s", "gated_deltanet"])
+@torch.inference_mode()
+def test_a_stream_goes_on_in_another_dtype(mixer):
+    torch.manual_seed(0)
+    layer, x = make_mixer(mixer, 32, 2, direction="forward"), torch.randn(2, 12, 32)
+    want, (_, state) = layer(x), layer.prefill(x[:, :8])
+    y, state = layer.bfloat16().step(x[:, 8:10].bfloat16(), state)
+    assert y.dtype == torch.bfloat16
+    rest, _ = layer.float().step(x[:, 10:], state)
+    assert (torch.cat([y.float(), rest], 1) - want[:, 8:]).abs().max() < 0.05 * want.abs().max()
 
 
 @pytest.mark.parametrize("mixer", LINEAR)

@@ -26,7 +26,7 @@ from tools import checks, external, predict, train
 from tools.cli import one_line, run_command
 from tools.commands import COMMANDS, parse_command
 from tools.compose import build_data, loader_workers, resolve
-from tools.listing import listing, recipe_names
+from tools.listing import RECIPES, listing, recipe_names, recipe_path
 from tools.mixers import mixer_rows, mixer_table
 from tools.show import activation_bytes, parts, show
 
@@ -301,7 +301,16 @@ def test_list_is_a_command_of_its_own(capsys):
     assert here("list", "quickstart") == 0 and "98 top-1" in capsys.readouterr().out
     assert here("list", "--mixers") == 0 and "lion_s_vector" in capsys.readouterr().out
     assert "required: recipe" in refuse(capsys, "show")
-    assert "no recipe's name or row matches" in refuse(capsys, "list", "nothing_like_it")
+    assert "row matches, ./run.sh list prints all recipes\n" in refuse(capsys, "list", "0" * 30)
+
+
+def test_a_folder_does_not_hide_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "pictures"):
+        (tmp_path / name).mkdir()
+    assert recipe_path("quickstart") == RECIPES / "quickstart.yaml"
+    with pytest.raises(ConfigError, match="pictures: no such recipe"):
+        recipe_path("pictures")
 
 
 @pytest.mark.process

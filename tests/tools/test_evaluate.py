@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lion
+from lion.config import ConfigError
 from lion.evaluation import forms as forms_module
 from lion.evaluation.forms import measure
 from lion.models.vit import ViT
@@ -84,6 +85,12 @@ def test_a_program_evaluates_a_run_on_data_of_its_own(run):
     measured = {"samples_per_second", "peak_bytes"}
     assert {k: v for k, v in row.items() if k not in measured} == {k: v for k, v in same.items() if k not in measured}
     assert (row["form"], row["chunk_size"], row["split"]) == ("rnn", 3, "val") and row["deviation"] < 1e-4
+
+
+def test_a_split_that_the_data_do_not_have_is_refused(run):
+    splits = build_data(resolve_run(run))._replace(test=None)
+    with pytest.raises(ConfigError, match="--split test: data set 'digits' has no such split, use val"):
+        lion.evaluate_run(lion.open_run(run), splits, "rnn", 3, split="test")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import os
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -120,12 +121,19 @@ def test_the_runs_of_every_table_resolve(name, scale):
     """Resolve all rows; the settings of different rows differ."""
     found = cells(name, TABLES[name], scale)
     keys = {cell.row: cell.key for cell in found}
-    assert len(set(keys.values())) == len(keys)
+    assert len(set(keys.values())) == len(keys) == len({(cell.row, cell.key) for cell in found})
     if scale == "published":  # the value of the table is the claim of its recipe
         for cell in found:
             value = TABLES[name].rows[cell.row].published.get(TABLES[name].columns[0])
             claim = cell.recipe.about.expected
             assert value is None or claim.startswith((value, value.rstrip("0"))), (cell.row, claim)
+
+
+def test_a_student_has_the_teacher_of_its_seed():
+    found = [cell for cell in cells("lion-15", TABLES["lion-15"], "mini") if cell.row == "lion_s distilled"]
+    assert [cell.seed for cell in found] == [cell.after.seed for cell in found] == [0, 1, 2]
+    assert [cell.recipe.task.teacher for cell in found] == [str(cell.after.run) for cell in found]
+    assert {cell.after.row for cell in found} == {"softmax, the teacher"}
 
 
 def test_equal_settings_share_their_runs():
@@ -334,14 +342,14 @@ def test_the_page_says_how_its_runs_were_made(tmp_path):
 
 
 def test_plots_show_what_the_runs_say(tmp_path, monkeypatch):
-    """Draw a table by length and one by state, and remove the plot of a table that is gone."""
+    """Draw a table by length and one by state, and remove the plot of a table whose runs are gone."""
     made = table(lengths=[32, 64])
     store = filled(tmp_path, made, {"a": {0: 0.5}, "b": {0: 0.7}})
     for row in store.rows.values():
         row["more"] = {f"{n} tokens": {"top1": row["val"]} for n in (32, 64)}
     (tmp_path / "paper").mkdir()
     (tmp_path / "paper" / "gone.png").touch()
-    found = figures.draw({"t": made}, store)
+    found = figures.draw({"t": made, "gone": replace(table(), mini=None)}, store)
     assert {"t", "t-lengths", "masks", "scans"} == set(found) == {p.stem for p in (tmp_path / "paper").iterdir()}
     assert set(figures.draw({"t": table(state=True)}, store)) == {"t", "masks", "scans"}
     monkeypatch.setattr(store, "draw", lambda *_: None)  # without matplotlib
@@ -468,10 +476,21 @@ def test_runs_are_made_once_and_stored_when_they_end(own_tables, capsys):
     assert (out / "paper.md").read_text() == before
 
 
+def test_pictures_of_others_are_kept(own_tables):
+    folder = own_tables / "reports" / "paper"
+    folder.mkdir(parents=True)
+    for name in ("mine", "own", "scans"):  # the last two have the names of a table and of a drawing
+        (folder / f"{name}.png").write_bytes(b"")
+    assert here("paper", "--no-runs", "--out", str(folder.parent)) == 0
+    assert [path.name for path in folder.iterdir()] == ["mine.png"]
+
+
 def test_bad_input_is_one_line(capsys, tmp_path):
     assert "did you mean 'lion-16'?" in refuse(capsys, "paper", "--table", "lion-161", "--dry-run")
     (tmp_path / "paper.json").write_text("[]")
-    assert "did you mean 'cifar10'?" in refuse(capsys, "paper", "--data", "cifar", "data.name=hf", "--dry-run")
+    bad = refuse(capsys, "paper", "--data", "cifar", "data.name=hf", "--dry-run")
+    assert "--data: no run reads data set 'cifar', did you mean 'cifar10'" in bad
+    assert "--save: writes the estimates of --dry-run" in refuse(capsys, "paper", "--save")
     assert "not a report" in refuse(capsys, "paper", "--no-runs", "--out", tmp_path)
 
 
@@ -498,6 +517,9 @@ def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own_table
     capsys.readouterr()
     assert here("paper", "--out", str(out), "--data", "cifar10", f"data.root={own_tables}") == 0
     assert "6 runs are left out, --data cifar10 key=value .." in capsys.readouterr().err
+    other = ("--data", "cifar10", "data.name=hf", "--data", "cifar10", f"data.path={own_tables / 'gone'}")
+    assert here("paper", "--out", str(out), "--dry-run", *other) == 0
+    assert "gone" in (plan := capsys.readouterr().out) and "here: --data cifar10 KEY=VALUE" in plan
 
 
 @pytest.mark.slow

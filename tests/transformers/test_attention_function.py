@@ -9,8 +9,9 @@ import transformers
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from lion.ops import Settings, linear_attention
 from lion.transformers import add_decays, check_attention
-from lion.transformers.attention import register_attention
+from lion.transformers.attention import last_rows, register_attention
 from tests.transformers.tiny import ids, left_padded
 
 NAMES = ["lion_lit", "lion_d"]
@@ -107,6 +108,32 @@ def test_a_decoder_generates_and_can_look_both_ways():
     changed[-1] = 7
     both = [model(x[None], use_cache=False).last_hidden_state[0, 0] for x in (ROWS[1], changed)]
     assert (both[0] - both[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_last_rows_are_those_of_whole_sequences(dtype, masked):
+    """Check queries of a cache against attention of all tokens, with padding that holds NaN, and documents."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 3, 300, n, generator=generator, dtype=torch.float64).to(dtype) for n in (8, 8, 5)]
+    log_decay = -torch.rand(3, generator=generator)
+    segments = torch.tensor([[-1] * 20 + [0] * 280, [0] * 200 + [1] * 97 + [-1] * 3]) if masked else None
+    settings = Settings(form="auto", direction="forward", feature_map="silu_shifted", normalize="sum")
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(dtype, 5e-2)  # half precision rounds each gradient
+    for decay in (None, log_decay.to(dtype if dtype == torch.float64 else torch.float32)):
+        results = []
+        for fn in (linear_attention, last_rows):
+            given = [x.detach().clone().requires_grad_() for x in whole]
+            q, k, v = (
+                given if segments is None else (x.where(segments[:, None, :, None] >= 0, torch.nan) for x in given)
+            )
+            q = q if fn is linear_attention else q[:, :, -100:]
+            y = fn(q, k, v, decay, segments=segments, settings=settings)[:, :, -100:]
+            real = torch.ones(1, dtype=torch.bool) if segments is None else segments[:, None, -100:, None] >= 0
+            y = y.where(real, 0)
+            results.append([y, *torch.autograd.grad(y.double().square().sum(), given)])
+        for got, want in zip(*reversed(results)):
+            assert (got - want).abs().max() <= tolerance * want.abs().max()
 
 
 def test_gradients_reach_the_decays():

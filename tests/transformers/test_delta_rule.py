@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 pytest.importorskip("transformers")
 
@@ -65,6 +66,25 @@ def test_it_is_the_recurrence_with_gradients(unit, started):
     for a, b in zip(*both):
         close(a, b)
     close(chunk_gated_delta_rule(*given[:5], **how | {"output_final_state": False})[0], wanted[0])
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("final", [False, True])
+def test_one_graph_serves_all_lengths_after_a_state(final):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    run = torch.compile(delta.computed, backend=counter, fullgraph=True)
+    state = torch.randn(2, 4, 5, 3, dtype=torch.float64)
+    with torch.no_grad():
+        for length in (40, 70, 100, 97):
+            given = arguments(length=length)
+            y, last = run(*given, state, None, None, None, False, final, 8)
+            wanted, S = by_hand(*given, state=state)
+            close(y, wanted)
+            assert (last is None) is not final
+            if final:
+                close(last, S)
+    assert counter.frame_count == 2  # the first length, and all others
 
 
 @torch.no_grad()

@@ -86,12 +86,15 @@ def test_embeddings_are_a_prompt_and_hidden_states_are_returned():
     assert [states[0].shape[1] for states in found.hidden_states] == [5, 1, 1, 1]
 
 
-def test_a_returned_cache_continues_a_text():
-    model, prompt = gpt(), ids(2, 5)
+@pytest.mark.parametrize("mixer", ["lion_s", "lion_lit", "softmax"])
+def test_a_returned_cache_continues_a_text(mixer):
+    model, prompt = gpt(mixer), ids(2, 5)
     whole = model.generate(prompt, max_new_tokens=9, do_sample=False)
     half = model.generate(prompt, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    rest = model.generate(half.sequences, past_key_values=half.past_key_values, max_new_tokens=5, do_sample=False)
-    assert torch.equal(rest, whole)
+    cache, seen = half.past_key_values, half.past_key_values.seen
+    assert seen == half.sequences.shape[1] - 1  # the last token has not been read
+    rest = model.generate(half.sequences, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(rest, whole) and cache.seen == seen + 5
 
 
 @torch.no_grad()

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import torch
 
-from data import dataset
-from lion.config import ConfigError
+from lion.config import ConfigError, nearest
 from lion.runs import build_on_meta
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
@@ -69,11 +68,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--save", action="store_true", help="with --dry-run: write the estimated hours on the page")
     parser.add_argument("--no-runs", action="store_true", help="only write the page from the stored results")
     args = parser.parse_args(argv)
+    if args.save and not args.dry_run:
+        raise ConfigError("--save: writes the estimates of --dry-run, which is missing")
     tables, store = read_tables(), open_store(args.out / "paper.json")
     chosen = choose(tables, args.table)
-    for name, *_ in args.data:
-        dataset(name)
-    data = {name: overrides for name, *overrides in args.data}
+    data = replacements(args.data, tables, args.scale)
     jobs = make_jobs(chosen, args.scale, store, data)
     if args.dry_run:
         print(plan(chosen, args.scale, store, jobs))
@@ -91,6 +90,21 @@ def main(argv: list[str]) -> int:
     write(tables, store)
     print(store.files())
     return code
+
+
+def replacements(given: Sequence[Sequence[str]], tables: Mapping[str, Table], scale: str) -> dict[str, list[str]]:
+    """Return the overrides of `--data`, by the name of the data set that they replace.
+
+    Raises:
+        ConfigError: No run reads this data set.
+    """
+    used = {cell.recipe.data.name for name, table in tables.items() for cell in cells(name, table, scale)} | {"glue"}
+    found: dict[str, list[str]] = {}
+    for name, *overrides in given:
+        if name not in used:
+            raise ConfigError(f"--data: no run reads data set {name!r}, {nearest(name, sorted(used))}")
+        found.setdefault(name, []).extend(overrides)
+    return found
 
 
 def make_jobs(
@@ -144,7 +158,8 @@ def run(jobs: Sequence[PaperJob], tables: Mapping[str, Table], store: Store, mos
             samples = samples_of(own[0])
             steps |= {job.name: make_plan(job.recipe, samples=samples, world=1).total or 1 for job in own}
         except ConfigError as error:
-            say(f"{len(own)} runs are left out, --data {name} key=value .. names other data: {error}")
+            replaced = own[0].cell.recipe.data.name
+            say(f"{len(own)} runs are left out, --data {replaced} key=value .. names other data: {error}")
             left = [job for job in left if job not in own]
     return work(left, steps, most, title="paper", result=keep) if left else 0
 
@@ -176,7 +191,7 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
         each = estimate(new) if new else 0.0
         row = [name, str(len(every)), str(len(own))]
         if isinstance(each, str):
-            absent[f"{each}; here: --data {new.recipe.data.name} KEY=VALUE"].append(name)
+            absent[f"{each}; here: --data {new.cell.recipe.data.name} KEY=VALUE"].append(name)
             rows.append([*row, "-", "-", "-"])
             continue
         if new:

@@ -62,9 +62,9 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
         plots |= {MASKS: ((9, 3), drawings.masks), SCANS: ((7, 2.6), drawings.scans)}
     folder = store.path.parent / "paper"
     found = {name: f"paper/{name}.png" for name, how in plots.items() if store.draw(folder / f"{name}.png", *how)}
-    for path in folder.glob("*.png"):
-        if path.stem not in plots:  # of a table that is gone or has other runs now
-            path.unlink()
+    ours = {*tables, *(f"{name}{LENGTHS}" for name in tables), SPEED, DECAYS, INFERENCE, MASKS, SCANS}
+    for name in ours - plots.keys():  # of tables that have other runs now; other pictures may be the user's
+        (folder / f"{name}.png").unlink(missing_ok=True)
     return found
 
 

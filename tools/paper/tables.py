@@ -241,11 +241,8 @@ def cells(name: str, table: Table, scale: str) -> list[Cell]:
     classifier = make_cell(name, "features", scale, 0, measured.features, measured.set) if measured else None
     for seed in range(seeds):
         for row, (recipe, settings) in rows.items():
-            after = classifier
-            for key, value in settings.items():
-                if isinstance(value, str) and value.startswith(RUN_OF):
-                    after = made[value.removeprefix(RUN_OF), seed]
-                    settings = {**settings, key: str(after.run)}
+            others = [value.removeprefix(RUN_OF) for value in settings.values() if is_run(value)]
+            after = made[others[-1], seed] if others else classifier
             made[row, seed] = make_cell(name, row, scale, seed, recipe, settings, after, measured)
     return list(made.values())
 
@@ -260,14 +257,20 @@ def make_cell(
     after: Cell | None = None,
     measured: Distance | None = None,
 ) -> Cell:
-    overrides = as_overrides(settings)
+    runs = [key for key, value in settings.items() if is_run(value)]
+    overrides = as_overrides({**settings, **{key: str(after.run) for key in runs}})
     try:
         resolved = resolve_once(recipe, tuple(overrides))
     except ConfigError as error:
         raise ConfigError(f"table {table}, row {row!r}: {error}") from None
-    values = settings_of(resolved)
+    values = settings_of(resolved) | {key: f"{RUN_OF}{after.key}" for key in runs}  # the same for all seeds
     key = short_hash([values, asdict(measured)] if measured else values)
     return Cell(table, row, scale, seed, (recipe, *overrides), resolved, key, after)
+
+
+def is_run(value: Any) -> bool:
+    """Return whether the value of a setting names the run of another row."""
+    return isinstance(value, str) and value.startswith(RUN_OF)
 
 
 @functools.cache

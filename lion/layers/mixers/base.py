@@ -167,6 +167,8 @@ def mixers_of(model: nn.Module) -> list[Mixer]:
 def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
     """Run every mixer of `model` in this form, "auto" or one of `FORMS`, from now on; weights are unchanged.
 
+    Training with score dropout needs "full" or "auto".
+
     Raises:
         ValueError: An unknown form, a form that a mixer does not have, a chunk size below 1, or a model without mixers.
     """

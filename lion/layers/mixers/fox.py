@@ -110,7 +110,7 @@ class ForgettingAttention(SoftmaxAttention):
         sums = before + self.log_gates(x, k, layout).cumsum(-1)
         cache, read = self.extended(state.cache, k, v, valid)
         every = torch.cat([state.sums, sums], -1)
-        y = self.attend(q, *cache.read(), self.bias(sums, every, read).to(q.dtype))
+        y = self.attend(q, *cache.read(q.dtype), self.bias(sums, every, read).to(q.dtype))
         return y, ForgettingCache(cache, every)
 
 

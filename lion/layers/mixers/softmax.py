@@ -59,9 +59,9 @@ class KeyValueCache(NamedTuple):
         k, v = (torch.cat([old[:, :, :length], new], 2) for old, new in ((self.k, k), (self.v, v)))
         return KeyValueCache(k, v, valid)
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values (B, H, T, D), without the room."""
-        return tuple(x[:, :, : self.valid.shape[1]] for x in (self.k, self.v))
+    def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return keys and values (B, H, T, D), without the room, in the dtype of queries, which may have changed."""
+        return tuple(x[:, :, : self.valid.shape[1]].to(dtype) for x in (self.k, self.v))
 
 
 def reserve(state: Any, count: int) -> Any:
@@ -156,7 +156,7 @@ class SoftmaxAttention(Attention):
         check_state(state, KeyValueCache, x)
         q, k = self.map_and_rotate(x, q, k, Layout.after(x, state.valid.sum(1), valid))
         state, read = self.extended(state, k, v, valid)
-        return self.attend(q, *state.read(), read), state
+        return self.attend(q, *state.read(q.dtype), read), state
 
     def extended(
         self, cache: KeyValueCache, k: Tensor, v: Tensor, valid: Tensor | None
