@@ -283,6 +283,7 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
         ("eval x --from full", "unknown option --from full: did you mean '--form'?"),
         ("eval x --chunk-size 1.5", "--chunk-size: expected a whole number, got '1.5'"),
         ("eval x --chunk-size 8 --form full", "--chunk-size: the full form has no chunks"),
+        ("eval x --out here", "--out: only the results of --lengths are written to a folder"),
         ("eval x --c 3", "ambiguous option: --c could match --chunk-size, --checkpoint"),
         ("eval x --split train", "--split: invalid choice: 'train'"),
         ("eval x y", "run 'x': no recipe.yaml"),

@@ -67,6 +67,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--choices: the file brings its own text, leave {'--lengths' if args.lengths else '--split'} out"
         )
+    if args.out and not args.lengths:
+        raise ConfigError("--out: only the results of --lengths are written to a folder")
     if args.processes > 1 and (args.choices or args.lengths):
         raise ConfigError(f"--processes: {'--choices' if args.choices else '--lengths'} runs in one process")
     if args.choices:

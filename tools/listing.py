@@ -61,7 +61,8 @@ def recipe_path(name: str | Path) -> Path:
         ConfigError: A bare name that no recipe has.
     """
     path = Path(name)
-    if os.path.lexists(path) and (path.name != str(name) or not path.is_dir()):  # a folder of images may have the name
+    data = path.is_dir() and path.name == str(name) and not path.suffix  # a folder of data may have a recipe's name
+    if os.path.lexists(path) and not data:
         return path
     ours = recipe_files()
     shipped = ours.get(path.stem) if path.suffix in ("", ".yaml") else None
@@ -71,6 +72,8 @@ def recipe_path(name: str | Path) -> Path:
         return path
     if shipped is not None:
         return shipped
+    if (of_run := Path("runs") / name / "recipe.yaml").is_file():
+        raise ConfigError(f"{name}: no such recipe, but a run; its recipe is {of_run}")
     names = [*ours, *(p.name for p in Path().glob("*.yaml"))]
     raise ConfigError(f"{name}: no such recipe, {nearest(str(name), names, './run.sh list prints the recipes')}")
 

@@ -309,7 +309,11 @@ def test_a_folder_does_not_hide_a_recipe(tmp_path, monkeypatch):
     for name in ("quickstart", "pictures"):
         (tmp_path / name).mkdir()
     assert recipe_path("quickstart") == RECIPES / "quickstart.yaml"
-    with pytest.raises(ConfigError, match="pictures: no such recipe"):
+    with pytest.raises(ConfigError, match=r"pictures: no such recipe, \./run\.sh list prints"):
+        recipe_path("pictures")
+    (tmp_path / "runs" / "pictures").mkdir(parents=True)
+    (tmp_path / "runs" / "pictures" / "recipe.yaml").touch()
+    with pytest.raises(ConfigError, match=r"pictures: .* but a run; its recipe is runs/pictures/recipe.yaml"):
         recipe_path("pictures")
 
 
