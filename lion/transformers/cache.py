@@ -36,7 +36,7 @@ class LionCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether `generate` passes tokens that the cache has seen again, by layer: it must not."""
+        """False, so that `generate` leaves out the tokens that the cache has read; of an empty list it would not."""
         return [False]
 
     @property
