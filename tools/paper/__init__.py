@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--save: writes the estimates of --dry-run, which is missing")
     tables, store = read_tables(), open_store(args.out / "paper.json")
     chosen = choose(tables, args.table)
-    data = replacements(args.data, tables, args.scale)
+    data = replacements(args.data, tables, args.scale) if args.data else {}  # resolves the runs of all tables
     jobs = make_jobs(chosen, args.scale, store, data)
     if args.dry_run:
         print(plan(chosen, args.scale, store, jobs))
@@ -152,14 +152,13 @@ def run(jobs: Sequence[PaperJob], tables: Mapping[str, Table], store: Store, mos
         if job.finished:  # by a command that was stopped before it stored the result
             say(f"{job.name}: was finished, {keep(job)}")
     left, steps = [job for job in jobs if not job.finished], dict[str, int]()
-    for name in dict.fromkeys(job.recipe.data.name for job in left):
-        own = [job for job in left if job.recipe.data.name == name]
+    for name in dict.fromkeys(job.cell.recipe.data.name for job in left):  # the name that --data takes
+        own = [job for job in left if job.cell.recipe.data.name == name]
         try:
             samples = samples_of(own[0])
             steps |= {job.name: make_plan(job.recipe, samples=samples, world=1).total or 1 for job in own}
         except ConfigError as error:
-            replaced = own[0].cell.recipe.data.name
-            say(f"{len(own)} runs are left out, --data {replaced} key=value .. names other data: {error}")
+            say(f"{len(own)} runs are left out, --data {name} key=value .. names other data: {error}")
             left = [job for job in left if job not in own]
     return work(left, steps, most, title="paper", result=keep) if left else 0
 
