@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
 from torchvision.datasets import CIFAR10
 
 from data.base import data_root, user_path, walk
@@ -13,6 +18,7 @@ from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey
 from data.lra.sequences import stamps
 from data.lra.store import Arrays, Part, Source, in_parts
 from data.vision.hf import HubConfig, HubPictures
+from data.vision.images import open_or_explain
 from data.vision.sources import Images, read_sample
 from data.vision.torchvision_sets import Cifar10, Cifar10Config
 from lion.config import ConfigError, setting
@@ -24,6 +30,7 @@ from lion.samples.sequences import SequenceInfo
 class CifarPixelsConfig(PixelConfig):
     """Settings of CIFAR-10 as sequences of pixels.
 
+    side: The height and width of an image; larger images are averaged over blocks of pixels, two by two for 16.
     path: The folder of torchvision's files (it holds cifar-10-batches-py), a Hub id, or a folder or file of parquet;
         null: torchvision's files in `cifar10` of the data root.
     download: Whether torchvision downloads its files.
@@ -79,6 +86,9 @@ class CifarPixels(PixelSet):
         root = str(self.place.parent)
         return Cifar10(Cifar10Config(root=root, download=self.config.download, **self.size)).build()
 
+    def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
+        return {"pixels": torch.from_numpy(reduced(open_or_explain(path), math.isqrt(info.length), path))}
+
     def info(self, manifest: dict[str, Any] | None = None) -> SequenceInfo:
         classes = 10 if manifest is None else manifest["classes"]
         # mean and deviation as in S5
@@ -87,6 +97,14 @@ class CifarPixels(PixelSet):
     def published(self) -> tuple[SequenceInfo, int]:
         held = round(50_000 * (self.config.val_split or 0))
         return self.info(), min(50_000 - held, self.config.limit or 50_000)
+
+
+def reduced(picture: Image.Image, side: int, where: str) -> np.ndarray:
+    """Return the grey intensities of an image, (side * side,), averaged over blocks if it is larger."""
+    factor = picture.width // side
+    if factor > 1 and picture.size == (factor * side, factor * side):
+        picture = picture.convert("L").reduce(factor)
+    return grey(picture, side, where)
 
 
 class Pictures(Source):
@@ -113,5 +131,5 @@ class Pictures(Source):
                 picture, label = read_sample(images.source, images.indices[row] if images.indices else row)
             except Unreadable as error:
                 raise ConfigError(f"{where}: {error}") from None
-            samples.append((grey(picture, self.config.side, where), label))
+            samples.append((reduced(picture, self.config.side, where), label))
         return arrays_of(samples)

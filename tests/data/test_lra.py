@@ -636,6 +636,20 @@ def test_images_are_grey_and_read_row_by_row(tmp_path):
     assert splits.train.batch([0, 1], "cpu")["pixels"].shape == (2, 1024)
 
 
+def test_larger_images_are_averaged_over_blocks(tmp_path):
+    originals = [picture(i, (32, 32)) for i in range(20)]
+    path = parquet(tmp_path, originals, [0, 1] * 10)
+    source = prepared(tmp_path, "cifar10_pixels", path=path, side=16)
+    splits = source.build()
+    originals[0].save(tmp_path / "first.png")
+    assert splits.info.length == 256
+    for i, original in enumerate(originals):
+        blocks = np.asarray(original.convert("L"), float).reshape(16, 2, 16, 2).mean((1, 3)).reshape(-1)
+        assert np.abs(splits.test[i]["pixels"].numpy() - blocks).max() <= 0.5
+    loaded = source.load(str(tmp_path / "first.png"), splits.info)
+    assert loaded["pixels"].equal(splits.test[0]["pixels"])
+
+
 def test_a_image_of_another_size_is_named(tmp_path):
     pictures = [picture(i, (32, 32) if i != 3 else (32, 30)) for i in range(6)]
     with pytest.raises(ConfigError, match="train row 4: an image of 32 x 30 pixels, expected 32 x 32"):
