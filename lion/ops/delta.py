@@ -44,7 +44,8 @@ from lion.ops.full import pad_segments
 from lion.ops.rnn import Compiler, eager, scan
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state
 from lion.ops.vector import exclusive_sum
-from lion.ops.vector_scores import FACTORS, lambdas, vector_scores
+from lion.ops.vector_pairs import FACTORS, lambdas
+from lion.ops.vector_scores import vector_scores
 
 
 def with_delta(tokens: TokenBlock, beta: Tensor | None, erase: Tensor | None, read: Tensor | None) -> TokenBlock:

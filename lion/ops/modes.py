@@ -21,6 +21,11 @@ def may_wait(device: torch.device) -> bool:
     return device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()
 
 
+def for_gpu(device: torch.device) -> bool:
+    """Return whether the code runs on a GPU; graphs that are traced on a CPU for a GPU replace this function."""
+    return device.type == "cuda"
+
+
 def holds(condition: Tensor, message: str) -> bool:
     """Return the value of a condition (); the caller raises an error if it is False.
 

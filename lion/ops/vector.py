@@ -12,7 +12,8 @@ from lion.ops.chunk import EnteringState
 from lion.ops.decay import CumulativeDecay, bounded, exp_where, prefix_sums
 from lion.ops.full import pad_segments, weighted_sum
 from lion.ops.tokens import ScoreSettings, State, TokenBlock
-from lion.ops.vector_scores import FACTORS, fold_both, lambdas, pad, padding_of, vector_scores
+from lion.ops.vector_pairs import FACTORS, lambdas
+from lion.ops.vector_scores import fold_both, pad, padding_of, vector_scores
 from lion.ops.vector_sums import vector_row_sums
 
 

@@ -19,26 +19,16 @@ sum over tokens: the weights of the pairs that begin at a token, minus the weigh
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.arguments import is_static
-from lion.ops.decay import bounded, exp_where, least_log_decay, materialized
-from lion.ops.modes import reuses_memory
+from lion.ops.decay import bounded, materialized
 from lion.ops.tokens import ScoreSettings
+from lion.ops.vector_pairs import FOLDS, halves, pairs_of
 
-FACTORS = 3  # decays multiplied with each other: a token's own, and from each token of a pair to the middle
 SHORT_BLOCK = 8  # most tokens of a block that is computed by distance; measured at 4, 8, 16
-FOLDS = {  # whether lambda is folded into (q, q) and (k, k) of the (earlier, later) token of a pair
-    "source": ((False, False), (True, True)),
-    "target": ((True, True), (False, False)),
-    "symmetric": ((False, True), (False, True)),
-    "between": ((False, False), (False, False)),
-}
 
 
 def vector_scores(q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor | None, how: ScoreSettings) -> Tensor:
@@ -73,25 +63,13 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, log_decay: Tensor, decay_convention: str, include_diagonal: bool) -> Tensor:
-        lam, size = lambdas(log_decay), q.shape[-2] >> halvings_of(q.shape[-2])
-        (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, decay_convention)
-
-        qe, ql, ke, kl, l = (blocks(x, size) for x in (q_early, q_late, k_early, k_late, lam))  # (.., M, S, D)
+        pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), decay_convention)
         diagonal = (q * k).sum(-1) if include_diagonal else torch.zeros_like(q[..., 0])
-        below, above = [], []  # for each distance, at the later token
-        for distance, E in distances(l):
-            below.append((ql * shift_later(ke, distance) * E).sum(-1))
-            above.append((shift_later(qe, distance) * kl * E).sum(-1))
-        by_distance = torch.stack([diagonal.unflatten(-1, (-1, size)), *below, *above], -1)  # (.., M, S, 2S - 1)
-        i, j = torch.arange(size, device=q.device)[:, None], torch.arange(size, device=q.device)
-        scores = by_distance[..., torch.maximum(i, j), torch.where(i >= j, i - j, size - 1 + j - i)]  # (.., M, S, S)
-        scores = materialized(scores)  # for GPUs Inductor merges loops, and with this index in them it would not finish
-
-        for n, E in halvings(lam, size):
-            q2, k2 = halves(q_early, q_late, n) * E, halves(k_early, k_late, n) * E  # (.., M, 2, n, D)
-            corners = q2 @ k2.flip(-3).mT  # (.., M, 2, n, n): earlier queries with later keys, and the reverse
+        scores = materialized(pairs.scores(diagonal))  # (.., M, S, S); index expressions would nest in loops
+        for n, early, late in pairs.halvings():
+            (q1, k1), (q2, k2) = decayed_halves(pairs.tokens, n, early, late)
+            upper, lower = q1 @ k2.mT, q2 @ k1.mT  # (.., M, n, n): earlier queries with later keys, and the reverse
             first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
-            upper, lower = corners.unbind(-3)
             scores = torch.cat([torch.cat([first, upper], -1), torch.cat([lower, second], -1)], -2)
         return scores.squeeze(-3)
 
@@ -103,49 +81,35 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         q, k, log_decay = ctx.saved_tensors
-        lam, size = lambdas(log_decay), q.shape[-2] >> halvings_of(q.shape[-2])
-        (q_early, q_late), (k_early, k_late) = fold_both(q, k, lam, ctx.decay_convention)
-        dq_early = dq_late = dk_early = dk_late = torch.zeros_like(q)  # (.., L, D), gradients of the folded q and k
-        none, late = torch.zeros((), dtype=q.dtype, device=q.device), second_half(q.device)
-
+        pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), ctx.decay_convention)
+        found = []  # gradients by `pairs.tokens`, of every level
         grad = grad[..., None, :, :]  # (.., M, 2n, 2n)
-        for n, E in reversed(list(halvings(lam, size))):
-            q2, k2 = halves(q_early, q_late, n) * E, halves(k_early, k_late, n) * E
-            corners = torch.stack([grad[..., :n, n:], grad[..., n:, :n]], -3)
-            dq, dk = (corners @ k2.flip(-3)) * E, (corners.mT @ q2).flip(-3) * E
-            dq_early, dq_late = dq_early + joined(dq.where(~late, none)), dq_late + joined(dq.where(late, none))
-            dk_early, dk_late = dk_early + joined(dk.where(~late, none)), dk_late + joined(dk.where(late, none))
+        for n, early, late in reversed(list(pairs.halvings())):
+            (q1, k1), (q2, k2) = decayed_halves(pairs.tokens, n, early, late)
+            upper, lower = grad[..., :n, n:], grad[..., n:, :n]
+            dq1, dk1 = (in_half(0, x * E) for x, E in zip((upper @ k2, lower.mT @ q2), early))
+            dq2, dk2 = (in_half(1, x * E) for x, E in zip((lower @ k1, upper.mT @ q1), late))
+            found.append((dq1, dq2, dk1, dk2))
             grad = torch.stack([grad[..., :n, :n], grad[..., n:, n:]], -3).flatten(-4, -3)
+        found.append(pairs.gradients(grad))
+        found = list(map(sum, zip(*found)))
 
-        qe, ql, ke, kl, l = (blocks(x, size) for x in (q_early, q_late, k_early, k_late, lam))
-        for distance, E in distances(l):
-            below, above = (F.pad(grad.diagonal(d, -2, -1), (distance, 0))[..., None] for d in (-distance, distance))
-            dq_late = dq_late + (below * shift_later(ke, distance) * E).flatten(-3, -2)
-            dk_late = dk_late + (above * shift_later(qe, distance) * E).flatten(-3, -2)
-            dk_early = dk_early + shift_earlier(below * ql * E, distance).flatten(-3, -2)
-            dq_early = dq_early + shift_earlier(above * kl * E, distance).flatten(-3, -2)
-
-        of_q, of_k = (q_early * dq_early, q_late * dq_late), (k_early * dk_early, k_late * dk_late)
-        begin, end = of_q[0] + of_k[0], of_q[1] + of_k[1]
+        weights = [x * dx for x, dx in zip(pairs.tokens, found)]  # of the pairs of each token
+        begin, end = weights[0] + weights[2], weights[1] + weights[3]
         da = (F.pad(begin, (0, 0, 1, 0))[..., :-1, :] - end).cumsum(-2)
-        folds = [*FOLDS[ctx.decay_convention][0], *FOLDS[ctx.decay_convention][1]]
-        da = sum((part for part, folded in zip((*of_q, *of_k), folds) if folded), da)
-        parts = (x * lam if folded else x for x, folded in zip((dq_early, dq_late, dk_early, dk_late), folds))
-        dq, dk = next(parts) + next(parts), next(parts) + next(parts)
+        folds = (fold for folds in FOLDS[ctx.decay_convention] for fold in folds)
+        da = sum((part for part, fold in zip(weights, folds) if fold), da)
+        dq_early, dq_late, dk_early, dk_late = pairs.folded(found)
+        dq, dk = dq_early + dq_late, dk_early + dk_late
         if ctx.include_diagonal:
             diagonal = grad.diagonal(0, -2, -1).flatten(-2)[..., None]
             dq, dk = dq + diagonal * k, dk + diagonal * q
         return dq, dk, da.sum_to_size(log_decay.shape), None, None
 
 
-def lambdas(log_decay: Tensor) -> Tensor:
-    """Return each token's own decay (.., L, D); `log_decay` stays unchanged."""
-    return exp_where(log_decay.clone() if reuses_memory() else log_decay, factors=FACTORS)
-
-
-def flush_denormals(decay: Tensor) -> Tensor:
-    """Return products of decays, with 0 in place of those that are too small."""
-    return decay.masked_fill(decay < math.exp(least_log_decay(decay.dtype, FACTORS)), 0)
+def short_block(length: int) -> int:
+    """Return the number of tokens of a short block, for a length from `padding_of`."""
+    return length >> halvings_of(length)
 
 
 def halvings_of(length: int) -> int:
@@ -174,65 +138,15 @@ def fold_both(
     return tuple(tuple(x * lam if folded else x for folded in pair) for x, pair in folds)
 
 
-def blocks(x: Tensor, size: int) -> Tensor:
-    return x.unflatten(-2, (-1, size))
+def decayed_halves(
+    tokens: tuple[Tensor, ...], size: int, early: tuple[Tensor, Tensor], late: tuple[Tensor, Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return q and k (.., M, n, D) of the first halves of blocks, decayed to the middle, and of the second halves."""
+    first, second = ([halves(x, size)[half] for x in tokens[half::2]] for half in range(2))
+    return [x * E for x, E in zip(first, early)], [x * E for x, E in zip(second, late)]
 
 
-def joined(halves: Tensor) -> Tensor:
-    """Join halves (.., M, 2, n, D) to (.., L, D)."""
-    return halves.flatten(-4, -2)
-
-
-def shift_later(x: Tensor, distance: int) -> Tensor:
-    """Return x_{i - distance} in place of x_i, 0 where there is none."""
-    return F.pad(x[..., :-distance, :], (0, 0, distance, 0))
-
-
-def shift_earlier(x: Tensor, distance: int) -> Tensor:
-    return F.pad(x[..., distance:, :], (0, 0, 0, distance))
-
-
-def distances(lam: Tensor) -> Iterator[tuple[int, Tensor | float]]:
-    """Yield every distance inside blocks (.., S, D), and E between each token and the token that far before it."""
-    E = 1.0
-    for distance in range(1, lam.shape[-2]):
-        if distance > 1:
-            E = flush_denormals(E * shift_later(lam, distance - 1))
-        yield distance, E
-
-
-def halvings(lam: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the size n of half a block, from `size` upwards, and E between each token and the middle of its block.
-
-    E is (.., M, 2, n, D), for M blocks of 2n tokens.
-    """
-    late, one = second_half(lam.device), torch.ones((), dtype=lam.dtype, device=lam.device)
-    l = blocks(lam, size)
-    from_start, to_end = [torch.ones_like(l[..., 0, :])], [torch.ones_like(l[..., 0, :])]  # decays to block ends
-    for i in range(size - 1):
-        from_start.append(flush_denormals(from_start[-1] * l[..., i, :]))
-        to_end.append(flush_denormals(to_end[-1] * l[..., size - 1 - i, :]))
-    total = flush_denormals(from_start[-1] * l[..., size - 1, :])  # (.., M, D)
-    from_start, to_end = torch.stack(from_start, -2).flatten(-3, -2), torch.stack(to_end[::-1], -2).flatten(-3, -2)
-    while size < lam.shape[-2]:
-        from_start, to_end = (x.unflatten(-2, (-1, 2, size)) for x in (from_start, to_end))
-        yield size, torch.where(late, from_start, to_end)
-        first, second = total.unflatten(-2, (-1, 2))[..., None, :].split(1, -3)  # (.., M, 1, 1, D)
-        from_start = joined(flush_denormals(from_start * torch.where(late, first, one)))
-        to_end = joined(flush_denormals(to_end * torch.where(late, one, second)))
-        total = flush_denormals(first * second)[..., 0, 0, :]
-        size *= 2
-
-
-def halves(early: Tensor, late: Tensor, size: int) -> Tensor:
-    """Return halves (.., M, 2, n, D) of x (.., L, D).
-
-    The first half of a block comes from `early`, x as the earlier token of a pair, and the second half from `late`.
-    """
-    early, late = (x.unflatten(-2, (-1, 2, size)) for x in (early, late))
-    return torch.where(second_half(late.device), late, early)
-
-
-def second_half(device: torch.device) -> Tensor:
-    """Return a mask (2, 1, 1) that is True for the second half."""
-    return torch.arange(2, device=device).bool()[:, None, None]
+def in_half(half: int, x: Tensor) -> Tensor:
+    """Return halves (.., M, n, D) as tokens (.., L, D), with 0 in the other halves."""
+    chosen = torch.arange(2, device=x.device)[:, None, None] == half
+    return torch.where(chosen, x[..., None, :, :], 0.0).flatten(-4, -2)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lion.ops.decay import LOG_ZERO, bounded, least_log_decay
 from lion.ops.tokens import ScoreSettings
-from lion.ops.vector_scores import blocks, flush_denormals, fold_both, lambdas, pad, shift_later
+from lion.ops.vector_pairs import blocks, flush_denormals, lambdas, shift_later
+from lion.ops.vector_scores import fold_both, pad
 
 BLOCK = 8  # tokens per block, processed in turn; the last tokens of all blocks form a shorter scan
 

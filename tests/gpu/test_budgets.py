@@ -31,19 +31,21 @@ BUDGETS = {
     ("lion_lit", "chunk", 1024): (22, 25, 100.5),
     ("lion_s", "chunk", 1024): (24, 39, 117.0),
     ("gated_deltanet", "chunk", 1024): (21, 23, 231.0),
-    ("lion_s_vector", "full", 64): (22, 19, 292.0),
+    ("lion_s_vector", "full", 64): (19, 22, 213.5),
+    ("gla", "chunk", 1024): (34, 46, 346.5),
     ("lion_lit", "fused", 197): (6, 4, 26.5),
     ("lion_s", "fused", 197): (7, 8, 43.0),
     ("lion_s", "fused", 4096): (16, 22, 63.5),
 }
 
 EVERY = [("lion_lit", "full", 1024), ("lion_lit", "chunk", 1024), ("gated_deltanet", "chunk", 1024)]
-EVERY += [("lion_d", "full", 197), ("lion_s_vector", "full", 64)]
+EVERY += [("lion_d", "full", 197), ("lion_s_vector", "full", 64), ("gla", "chunk", 1024)]
 ONE_VERSION = {  # counted with 2.14 alone
     ("lion_d", "full", 197),
     ("lion_lit", "chunk", 1024),
     ("gated_deltanet", "chunk", 1024),
     ("lion_s_vector", "full", 64),
+    ("gla", "chunk", 1024),
     ("lion_s", "full", 197),
     ("lion_s", "chunk", 1024),
     ("lion_s", "fused", 197),

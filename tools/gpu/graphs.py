@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -85,7 +86,8 @@ def trace(fn: Callable[..., Tensor], *args: Any) -> list[Graph]:
         decompositions=select_decomp_table(),
     )
     torch._dynamo.reset()
-    out = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)(*args)
+    with mock.patch("lion.ops.vector_pairs.for_gpu", lambda _: True):
+        out = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)(*args)
     if torch.is_grad_enabled() and out.requires_grad:
         out.backward(torch.ones_like(out))
     return graphs
