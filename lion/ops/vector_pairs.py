@@ -1,15 +1,15 @@
-"""Decays between the tokens of short blocks, and from tokens to the middle of a block, for `lion.ops.vector_scores`.
+"""Decays of pairs of tokens in short blocks, and from tokens to the middle of a block, for `lion.ops.vector_scores`.
 
-`E_ij` is the product of the lambdas strictly between i and j, the same for both directions. There are two ways to
-compute it, which agree. `Products` multiplies lambdas, one distance after the other: the least arithmetic, for CPUs.
-`Sums` takes differences of prefix sums, for all pairs of a block at once: kernels without intermediate results in
-memory, for GPUs.
+There are two ways to compute them, which agree. `Products` multiplies lambdas: a token's own lambda is folded into its
+q or k (`FOLDS`), and the product `E_ij` of the lambdas strictly between i and j remains, which is computed one distance
+after the other. This is the least arithmetic, for CPUs. `Sums` takes differences of precise prefix sums, which include
+a token's own lambda or not. This is more arithmetic in few kernels, without intermediate results in memory, for GPUs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -135,49 +135,36 @@ class Sums:
     def folded(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(xs)
 
+    def in_blocks(self) -> tuple[Tensor, Tensor, list[Sum], list[Sum]]:
+        """Return q, k and the sums `early`, `late` in short blocks (.., M, S, D)."""
+        sums = ([tuple(blocks(t, self.size) for t in terms) for terms in both] for both in (self.early, self.late))
+        return blocks(self.tokens[0], self.size), blocks(self.tokens[2], self.size), *sums
+
     def scores(self, diagonal: Tensor) -> Tensor:
-        q, _, k, _ = (blocks(x, self.size) for x in self.tokens)
-        below, above = [], []
+        q, k, (q_early, k_early), (q_late, k_late) = self.in_blocks()
+        below, above = [], []  # for each key of a block; values on the other side of the diagonal have no meaning
         for j in range(self.size):
-            key = k[..., j : j + 1, :]
-            below.append((q * key * self.decays(self.late[0], self.early[1], column=j)).sum(-1))
-            above.append((q * key * self.decays(self.late[1], self.early[0], row=j)).sum(-1))
+            pairs = q * k[..., j : j + 1, :]
+            below.append((pairs * between(q_late, token(k_early, j))).sum(-1))
+            above.append((pairs * between(token(k_late, j), q_early)).sum(-1))
         scores = torch.stack(below, -1).tril(-1) + torch.stack(above, -1).triu(1)
         same = torch.eye(self.size, dtype=torch.bool, device=q.device)
         return torch.where(same, diagonal.unflatten(-1, (-1, self.size, 1)), scores)
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
-        q, _, k, _ = (blocks(x, self.size) for x in self.tokens)
+        q, k, (q_early, k_early), (q_late, k_late) = self.in_blocks()
         below, above = grad.tril(-1), grad.triu(1)
 
-        def total(weights: Tensor, x: Tensor, late: Sum, early: Sum, **which: int) -> Tensor:
-            (name,) = which
-            parts = (
-                weights[..., j, None] * x[..., j : j + 1, :] * self.decays(late, early, again=True, **{name: j})
-                for j in range(self.size)
-            )
+        def total(weights: Tensor, x: Tensor, decays: Callable[[int], Tensor]) -> Tensor:
+            parts = (weights[..., j, None] * x[..., j : j + 1, :] * decays(j) for j in range(self.size))
             return sum(parts).flatten(-3, -2)
 
         return (
-            total(above, k, self.late[1], self.early[0], row=0),
-            total(below, k, self.late[0], self.early[1], column=0),
-            total(below.mT, q, self.late[0], self.early[1], row=0),
-            total(above.mT, q, self.late[1], self.early[0], column=0),
+            total(above, k, lambda j: between_again(token(k_late, j), q_early)),
+            total(below, k, lambda j: between_again(q_late, token(k_early, j))),
+            total(below.mT, q, lambda j: between_again(token(q_late, j), k_early)),
+            total(above.mT, q, lambda j: between_again(k_late, token(q_early, j))),
         )
-
-    def decays(
-        self, late: Sum, early: Sum, row: int | None = None, column: int | None = None, again: bool = False
-    ) -> Tensor:
-        """Return the decays (.., M, S, D) between all tokens of a block and one, the later (`row`) or the earlier one.
-
-        The decays of tokens on the other side have no meaning.
-        """
-        late, early = (tuple(blocks(t, self.size) for t in terms) for terms in (late, early))
-        if row is not None:
-            late = tuple(t[..., row : row + 1, :] for t in late)
-        else:
-            early = tuple(t[..., column : column + 1, :] for t in early)
-        return between_again(late, early) if again else between(late, early)
 
     def halvings(self) -> Iterator[Halving]:
         size = self.size
@@ -189,6 +176,11 @@ class Sums:
             )
             yield size, tuple(between(middle, x) for x in first), tuple(between(x, middle) for x in second)
             size *= 2
+
+
+def token(terms: Sum, j: int) -> Sum:
+    """Return the sum at token j of every block."""
+    return tuple(t[..., j : j + 1, :] for t in terms)
 
 
 def between(late: Sum, early: Sum) -> Tensor:

@@ -2,19 +2,16 @@
 
     s_ij = sum_d q_id k_jd M_ijd
 
-The decay does not factor out of `q k^T`, and factoring it into q and k overflows over more than a few tokens. All decay
-conventions are therefore reduced to one: a token's own lambda is folded into its q or k (`FOLDS`). What remains is the
-product `E_ij` of the lambdas strictly between i and j, the same for both directions.
+The decay does not factor out of `q k^T`, and factoring it into q and k overflows over more than a few tokens. Blocks of
+tokens are therefore halved. For a query in one half and a key in the other, the decay is the product of two factors
+<= 1: the decays from each of the two tokens to the middle. All pairs across the middle are one matrix product. Short
+blocks remain on the diagonal, and are computed pair by pair (`lion.ops.vector_pairs`). No lambda is divided by, and
+steep decays lose no precision. Where a product of three decays could be denormal, each of them is 0.
 
-Blocks are then halved. For a query in one half and a key in the other, E is the product of two factors <= 1: the decays
-from each of the two tokens to the middle. All pairs across the middle are one matrix product. Short blocks remain on
-the diagonal, and are computed one distance after the other. No lambda is divided by. Lambdas are multiplied, not added
-and subtracted as logarithms, so steep decays lose no precision. A token's lambda and the two factors are 0 where a
-product of three such numbers could be denormal.
-
-The backward pass recomputes all products instead of storing them, and needs no gradient of E. For a pair with weight w,
-the derivative by every log lambda between the two tokens is w itself. Over all pairs, the derivative is a running
-sum over tokens: the weights of the pairs that begin at a token, minus the weights of those that end at it.
+The backward pass recomputes all products instead of storing them, and needs no gradient of the decays. For a pair with
+weight w, the derivative by every log lambda between the two tokens is w itself. Over all pairs, the derivative is a
+running sum over tokens: the weights of the pairs that begin at a token, minus the weights of those that end at it. A
+token's own lambda adds the weights of those of its pairs whose decay includes it.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from lion.ops.decay import bounded, materialized
 from lion.ops.tokens import ScoreSettings
 from lion.ops.vector_pairs import FOLDS, halves, pairs_of
 
-SHORT_BLOCK = 8  # most tokens of a block that is computed by distance; measured at 4, 8, 16
+SHORT_BLOCK = 8  # most tokens of a block that is computed pair by pair; measured on a CPU at 4, 8, 16
 
 
 def vector_scores(q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor | None, how: ScoreSettings) -> Tensor:

@@ -4,7 +4,7 @@
 
 With rotation, the numerator uses scores of rotated queries and keys, and the row sums those of unrotated ones. A state
 of D numbers per token yields these sums at a fraction of the cost of a second set of scores. E is defined in
-`lion.ops.vector_scores`.
+`lion.ops.vector_pairs`.
 """
 
 from __future__ import annotations
