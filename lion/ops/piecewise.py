@@ -9,10 +9,13 @@ piece is a separate graph of one shape, which all layers share.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lion.ops.arguments import no_autocast, sum_dtype
 from lion.ops.chunk import EnteringState, chunk_parts
@@ -29,6 +32,7 @@ PIECES = {"cpu": 6}  # chunks per piece: takes 3 MiB beyond the output of DeiT-T
 PIECE = 64  # chunks per piece on a GPU, which would idle between smaller pieces (not measured)
 BACKEND = "inductor"  # compiles the function that processes a piece
 
+log = logging.getLogger("lion")
 Parts = tuple[Tensor, Tensor | None]
 
 
@@ -122,8 +126,31 @@ LOOPS: dict[str, Callable[..., Parts]] = {
 
 
 @functools.cache
-def compiled(fn: Callable) -> Callable:
-    return torch.compile(fn, backend=BACKEND, fullgraph=True, dynamic=False)
+def compiled(fn: Callable, batch_dim: int = 0) -> Callable:
+    """Return `fn` compiled, with one graph for each shape of a piece; the batch size is symbolic above 1.
+
+    Shapes beyond PyTorch's limit on graphs (`torch._dynamo.config.recompile_limit`) run eagerly, after one warning.
+    """
+    from torch._dynamo.exc import FailOnRecompileLimitHit  # takes a second, which programs without graphs do not wait
+
+    graphs = torch.compile(fn, backend=BACKEND, fullgraph=True, dynamic=False)
+    warn = functools.cache(
+        lambda: log.warning(
+            "%s: runs eagerly, since its shapes exceed torch._dynamo.config.recompile_limit", fn.__name__
+        )
+    )
+
+    def run(*args: Any) -> Any:
+        for x in tree_leaves(args):
+            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and x.dim() > batch_dim:
+                torch._dynamo.maybe_mark_dynamic(x, batch_dim)
+        try:
+            return graphs(*args)
+        except FailOnRecompileLimitHit:
+            warn()
+            return fn(*args)
+
+    return run
 
 
 @torch.library.custom_op("lion::loop", mutates_args=())

@@ -13,6 +13,7 @@ one step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -154,7 +155,7 @@ def filled(x: Tensor, missing: int) -> Tensor:
 
 
 def compiler_of(compile_steps: bool) -> Compiler:
-    return compiled if compile_steps else eager
+    return functools.partial(compiled, batch_dim=1) if compile_steps else eager
 
 
 @torch.library.custom_op("lion::selective_scan", mutates_args=())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lion.layers.mixers import make_mixer
 from lion.ops import linear_attention, piecewise, reference_attention, segment_index
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
@@ -143,6 +144,48 @@ def test_one_graph_for_all_lengths(form, monkeypatch):
                 got = compiled(*inputs, feature_map=None, **FORMS[form])
             assert_close(got, inputs.on(reference_attention), 2e-5, str(length))
     piecewise.compiled.cache_clear()
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "mixer, form", [("lion_s", "chunk"), ("gla", "rnn"), ("gated_deltanet", "rnn"), ("vim", "chunk")]
+)
+def test_one_graph_for_all_batch_sizes(mixer, form, monkeypatch):
+    """Check that a piece has a graph for one sample and one for all other batch sizes, in training, too (Vim)."""
+    monkeypatch.setattr(piecewise, "BACKEND", "eager")
+    piecewise.compiled.cache_clear()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = make_mixer(mixer, 16, 1, form=form, chunk_size=2)
+    compiled = torch.compile(layer, backend="eager", dynamic=True)
+    for batch in (1, 2, 3, 5, 8):
+        x = torch.randn(batch, 40, 16, requires_grad=mixer == "vim")
+        with torch._dynamo.config.patch(error_on_recompile=batch > 2), torch.set_grad_enabled(x.requires_grad):
+            got = compiled(x)
+            if x.requires_grad:
+                (grad,) = torch.autograd.grad(got.square().sum(), x)
+        same = x.detach().requires_grad_(x.requires_grad)
+        expected = layer(same)
+        assert_close(got, expected, 1e-5, str(batch))
+        if x.requires_grad:
+            assert_close(grad, torch.autograd.grad(expected.square().sum(), same)[0], 1e-5, str(batch))
+    piecewise.compiled.cache_clear()
+
+
+def test_shapes_beyond_the_limit_on_graphs_run_eagerly(monkeypatch, caplog):
+    monkeypatch.setattr(piecewise, "BACKEND", "eager")
+    torch._dynamo.reset()
+
+    def piece(x):
+        return x.sin()
+
+    run = piecewise.compiled(piece)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in (3, 4, 5, 6, 3):
+            x = torch.rand(2, length)
+            assert_close(run(x), x.sin(), 1e-6)
+    messages = [record.getMessage() for record in caplog.records if record.name == "lion"]
+    assert messages == ["piece: runs eagerly, since its shapes exceed torch._dynamo.config.recompile_limit"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -65,7 +65,7 @@ class Graph:
 
 
 def trace(fn: Callable[..., Tensor], *args: Any) -> list[Graph]:
-    """Return the graphs of `fn(*args)` and, if gradients are enabled and the result requires one, of the backward pass.
+    """Return the graphs for a GPU of `fn(*args)`, and of its gradients if they are enabled and the result requires one.
 
     A graph break is an error. With fake tensors, under their `FakeTensorMode`, nothing is computed.
     """
