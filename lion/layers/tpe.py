@@ -60,9 +60,11 @@ class TPE(nn.Module):
         """Sum tokens x (B, L, dim) along the axes of `layout`.
 
         Raises:
-            ValueError: Coordinates that do not fit the grid, coordinates without a grid, or segments on a grid. On a
-                GPU and in a compiled graph, coordinates that do not fit raise an asynchronous assertion instead.
+            ValueError: No tokens, coordinates that do not fit the grid, coordinates without a grid, or segments on a
+                grid. On a GPU and in a compiled graph, coordinates that do not fit raise an asynchronous assertion.
         """
+        if x.shape[1] == 0:
+            raise ValueError(f"x: expected tokens (B, L >= 1, dim), got shape {tuple(x.shape)}")
         x = layout.clean(x)
         if layout.part is None:
             return self.summed(x, layout)

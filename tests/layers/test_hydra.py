@@ -261,7 +261,7 @@ def test_settings():
         HydraAttention(DIM, 3)
     with pytest.raises(ValueError, match="'alternating' is for a model"):
         HydraAttention(DIM, HEADS, direction="alternating")
-    with pytest.raises(ValueError, match=r"x: expected tokens \(B, L, 8\), got shape \(2, 3, 7\)"):
+    with pytest.raises(ValueError, match=r"x: expected tokens \(B, L >= 1, 8\), got shape \(2, 3, 7\)"):
         layer()(tokens(3)[..., :7])
     values = {"mixer": "hydra", "dim": 8, "depth": 1, "num_heads": 2}
     with pytest.raises(ConfigError, match=r"unknown key 'attention.stat': did you mean 'state'"):

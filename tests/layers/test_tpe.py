@@ -222,3 +222,8 @@ def test_packed_sequences_without_data():
     segments = torch.zeros(2, 2 * CHUNK, dtype=torch.long, device="meta")
     x = torch.empty(2, 2 * CHUNK, 3, device="meta")
     assert TPE(3, 4).to("meta")(x, Layout.of(x, segments=segments)).shape == x.shape
+
+
+def test_no_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"x: expected tokens \(B, L >= 1, dim\), got shape \(2, 0, 4\)"):
+        TPE(4, 4)(torch.zeros(2, 0, 4))

@@ -300,7 +300,7 @@ class Attention(Mixer):
         `run(part, tokens, index)` returns the output and the state of one of these parts.
         """
         if x.dim() != 3 or x.shape[-1] != self.qkv.in_features or x.shape[1] == 0:
-            raise ValueError(f"x: expected tokens (B, L, {self.qkv.in_features}), got shape {tuple(x.shape)}")
+            raise ValueError(f"x: expected tokens (B, L >= 1, {self.qkv.in_features}), got shape {tuple(x.shape)}")
         tokens = gate = x = layout.clean(x)
         tails = [x[:, :0]] * len(self.windows)
         parts = convolved = None

@@ -104,5 +104,5 @@ class StateSpaceMixer(Mixer):
             ValueError: Tokens of another width, or no tokens.
         """
         if x.dim() != 3 or x.shape[-1] != self.inputs.in_features or x.shape[1] == 0:
-            raise ValueError(f"x: expected tokens (B, L, {self.inputs.in_features}), got shape {tuple(x.shape)}")
+            raise ValueError(f"x: expected tokens (B, L >= 1, {self.inputs.in_features}), got shape {tuple(x.shape)}")
         return layout.clean(x)
