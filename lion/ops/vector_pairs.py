@@ -23,7 +23,7 @@ FACTORS = 3  # decays multiplied with each other: a token's own, and from each t
 
 
 class Fold(NamedTuple):
-    """Whether a token's own lambda is among the decays of a pair, as its earlier and as its later token."""
+    """Membership of a token's own lambda in the decay of a pair, as the earlier and as the later token of the pair."""
 
     early: bool
     late: bool
