@@ -68,6 +68,8 @@ def known(*versions: str):
 
 def case(key: tuple[str, str, int]):
     marks = [known(*VERSIONS[: 1 if key in ONE_VERSION else 2])]
+    if key[0] in ("lion_s_vector", "gla"):  # open: two kernels hold float64 sums over tokens and features
+        marks.append(pytest.mark.xfail(strict=True, reason="prefix sums of vector decays are float64"))
     return pytest.param(*key, marks=[*marks, pytest.mark.every] if key in EVERY else marks)
 
 
