@@ -94,9 +94,8 @@ def test_a_feature_map_inside_the_operator_changes_nothing(mixer):
 def test_dtype_and_threads_reach_the_measurement(tmp_path, monkeypatch):
     jobs, threads = [], torch.get_num_threads()
     monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: jobs.append(job))
-    monkeypatch.setattr(
-        ops, "measure_rates", lambda *_: {"flops": 1.0, "bytes": 1.0}
-    )  # a minute without bfloat16 units
+    rates = {"flops": 1.0, "bytes": 1.0}  # not measured: a minute on CPUs without bfloat16 units
+    monkeypatch.setattr(ops, "measure_rates", lambda *_: rates)
     call = ("bench", "ops", "--mixer", "lion_s", "--dtype", "bfloat16", "--threads", 1, "--eager", "--out", tmp_path)
     try:
         assert here(*call) == 1  # no measurements were made
