@@ -91,7 +91,8 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
         if rows and store:
             for row in rows:
                 store.add(row)
-            store.save(markdown(store))
+            with store.alone():
+                store.save(markdown(store))
             print(f"\n{store.files_and(draw(store, loaded.folder.name))}")
     return 0
 

@@ -33,13 +33,15 @@ class Store:
         tables: The rows of each table by their keys; `rows` is the main table.
         new: Keys of the rows that were added after the file was read.
         unsaved: Tables and keys of the rows that were added after the last `save`.
+        fresh: Whether the next `save` replaces the rows of other processes.
     """
 
     def __init__(self, path: Path, **keys: Sequence[str]) -> None:
         self.path, self.keys = path, keys
         self.tables: dict[str, dict[tuple, Row]] = {name: {} for name in keys}
         self.new: dict[tuple, None] = {}
-        self.unsaved: set[tuple[str, tuple]] = set()
+        self.unsaved: dict[tuple[str, tuple], None] = {}
+        self.fresh = False
 
     @property
     def rows(self) -> dict[tuple, Row]:
@@ -54,6 +56,7 @@ class Store:
         folder = self.path.parent
         if any(p.exists() and not p.is_dir() for p in (folder, *folder.parents)):
             raise ConfigError(f"--out: {folder} is not a folder")
+        self.fresh = fresh
         if fresh or not self.path.exists():
             return self
         try:
@@ -72,10 +75,11 @@ class Store:
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
-            own = [(self.tables[table][key], table) for table, key in self.unsaved]
-            self.load()
-            for row, table in own:
-                self.add(row, table)
+            if not self.fresh:
+                own = [(self.tables[table][key], table) for table, key in self.unsaved]
+                self.load()
+                for row, table in own:
+                    self.add(row, table)
             yield
         finally:
             os.close(folder)  # releases the lock
@@ -88,7 +92,7 @@ class Store:
         key = self.key_of(row, table)
         self.tables[table].pop(key, None)
         self.tables[table][key] = row
-        self.unsaved.add((table, key))
+        self.unsaved[table, key] = None
         if table == "rows":
             self.new[key] = None
 
@@ -111,6 +115,7 @@ class Store:
         save_text(self.path, json.dumps({"schema": SCHEMA, **held, **derived}, indent=1) + "\n")
         save_text(self.path.with_suffix(".md"), markdown)
         self.unsaved.clear()
+        self.fresh = False
 
     def draw(self, path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> Path | None:
         """Call `draw` with a figure of `size` inches, and write the figure to a file.

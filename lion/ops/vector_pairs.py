@@ -1,22 +1,22 @@
 """Decays of pairs of tokens in short blocks, and from tokens to the middle of a block, for `lion.ops.vector_scores`.
 
-There are two ways to compute them, which agree. `Products` multiplies lambdas: a token's own lambda is folded into its
-q or k (`FOLDS`), and the product `E_ij` of the lambdas strictly between i and j remains, which is computed one distance
-after the other. This is the least arithmetic, for CPUs. `Sums` takes differences of precise prefix sums, which include
-a token's own lambda or not. This is more arithmetic in few kernels, without intermediate results in memory, for GPUs.
+A token's own lambda is folded into its q or k (`FOLDS`); the decay `E_ij` of the tokens strictly between i and j
+remains. There are two ways to compute it, which agree. `Products` multiplies lambdas, one distance after the other:
+the least arithmetic, for CPUs. `Sums` adds log lambdas: more arithmetic in few kernels, without intermediate results in
+memory, for GPUs. All summands have one sign, so that float32 sums are as precise as products.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.decay import exp_where, least_log_decay, prefix_sums
+from lion.ops.decay import exp_where, least_log_decay
 from lion.ops.modes import for_gpu, reuses_memory
 
 FACTORS = 3  # decays multiplied with each other: a token's own, and from each token of a pair to the middle
@@ -35,8 +35,7 @@ FOLDS = {  # of queries, of keys
     "symmetric": (Fold(False, True), Fold(False, True)),
     "between": (Fold(False, False), Fold(False, False)),
 }
-Sum = tuple[Tensor, ...]  # terms of a prefix sum, each (.., L, D)
-Halving = tuple[int, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+Halving = tuple[tuple[Tensor, Tensor], ...]  # q, k and their decays to the middle, in both halves
 
 
 def pairs_of(q: Tensor, k: Tensor, log_decay: Tensor, size: int, decay_convention: str) -> Products | Sums:
@@ -45,8 +44,8 @@ def pairs_of(q: Tensor, k: Tensor, log_decay: Tensor, size: int, decay_conventio
     return kind(q, k, log_decay, size, *FOLDS[decay_convention])
 
 
-class Products:
-    """Pairs whose decays are products of lambdas. A product that could be denormal is 0.
+class Pairs:
+    """Pairs of tokens.
 
     Attributes:
         tokens: q as the earlier and as the later token of a pair, and the same of k, each (.., L, D), multiplied by the
@@ -54,12 +53,35 @@ class Products:
     """
 
     def __init__(self, q: Tensor, k: Tensor, log_decay: Tensor, size: int, of_q: Fold, of_k: Fold) -> None:
-        self.lam, self.size, self.folds = lambdas(log_decay), size, (*of_q, *of_k)
+        self.log_decay, self.lam, self.size, self.folds = log_decay, lambdas(log_decay), size, (*of_q, *of_k)
         self.tokens = self.folded((q, q, k, k))
 
     def folded(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Multiply q_early, q_late, k_early and k_late, or gradients by them, by the lambdas that decays include."""
         return tuple(x * self.lam if fold else x for x, fold in zip(xs, self.folds))
+
+    def halvings(self) -> Iterator[Halving]:
+        """Yield q, k (as in `tokens`) multiplied by the decays to the middle of their blocks, and these decays.
+
+        Each is the pair of all first halves (.., M, n, D), as earlier tokens, and of all second halves, as later ones.
+        The size n of a half doubles from one result to the next.
+        """
+        size, length, late = self.size, self.lam.shape[-2], late_half(self.lam.device)
+        from_start, to_end, total = self.to_ends()
+        while size < length:
+            yield self.decayed(size, to_end, from_start)
+            first, second = total.unflatten(-2, (-1, 2))[..., None, :].split(1, -3)  # (.., M, 1, 1, D)
+            from_start, to_end = (x.unflatten(-2, (-1, 2, size)) for x in (from_start, to_end))
+            from_start = self.join(from_start, torch.where(late, first, self.none)).flatten(-4, -2)
+            to_end = self.join(to_end, torch.where(late, self.none, second)).flatten(-4, -2)
+            total = self.join(first, second)[..., 0, 0, :]
+            size *= 2
+
+
+class Products(Pairs):
+    """Pairs whose decays are products of lambdas. A product that could be denormal is 0."""
+
+    none = 1.0  # the product of no lambdas
 
     def scores(self, diagonal: Tensor) -> Tensor:
         """Return the scores of short blocks (.., M, S, S), with the given diagonal (.., L)."""
@@ -92,109 +114,107 @@ class Products:
                 E = flush_denormals(E * shift_later(lam, distance - 1))
             yield distance, E
 
-    def halvings(self) -> Iterator[Halving]:
-        """Yield the size n of half a block, upwards, and the decays (.., M, n, D) between its tokens and its middle.
+    def to_ends(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return decays (.., L, D) from the start and to the end of a token's short block, and of blocks (.., M, D).
 
-        These are two pairs, of queries and of keys in first halves, and in second halves.
+        `Sums` returns their logarithms. A token's own lambda is not included.
         """
-        size, length = self.size, self.lam.shape[-2]
-        lam, one = blocks(self.lam, size), torch.ones((), dtype=self.lam.dtype, device=self.lam.device)
-        late = torch.arange(2, device=lam.device).bool()[:, None, None]
-        from_start, to_end = [torch.ones_like(lam[..., 0, :])], [torch.ones_like(lam[..., 0, :])]  # to block ends
-        for i in range(size - 1):
-            from_start.append(flush_denormals(from_start[-1] * lam[..., i, :]))
-            to_end.append(flush_denormals(to_end[-1] * lam[..., size - 1 - i, :]))
-        total = flush_denormals(from_start[-1] * lam[..., size - 1, :])  # (.., M, D)
-        from_start, to_end = torch.stack(from_start, -2).flatten(-3, -2), torch.stack(to_end[::-1], -2).flatten(-3, -2)
-        while size < length:
-            from_start, to_end = (x.unflatten(-2, (-1, 2, size)) for x in (from_start, to_end))
-            yield size, (to_end[..., 0, :, :],) * 2, (from_start[..., 1, :, :],) * 2
-            of_first, of_second = total.unflatten(-2, (-1, 2))[..., None, :].split(1, -3)  # (.., M, 1, 1, D)
-            from_start = flush_denormals(from_start * torch.where(late, of_first, one)).flatten(-4, -2)
-            to_end = flush_denormals(to_end * torch.where(late, one, of_second)).flatten(-4, -2)
-            total = flush_denormals(of_first * of_second)[..., 0, 0, :]
-            size *= 2
+        lam = blocks(self.lam, self.size)
+        from_start, to_end = [torch.ones_like(lam[..., 0, :])], [torch.ones_like(lam[..., 0, :])]
+        for i in range(self.size - 1):
+            from_start.append(self.join(from_start[-1], lam[..., i, :]))
+            to_end.append(self.join(to_end[-1], lam[..., self.size - 1 - i, :]))
+        total = self.join(from_start[-1], lam[..., self.size - 1, :])
+        return torch.stack(from_start, -2).flatten(-3, -2), torch.stack(to_end[::-1], -2).flatten(-3, -2), total
+
+    def join(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the decay over two adjacent groups of tokens."""
+        return flush_denormals(a * b)
+
+    def decayed(self, size: int, to_end: Tensor, from_start: Tensor) -> Halving:
+        """Return the result of `halvings` for halves of `size` tokens, from decays (.., L, D) to their ends."""
+
+        def chosen(early: Tensor, late: Tensor) -> tuple[Tensor, Tensor]:
+            return halves(early, size)[0], halves(late, size)[1]
+
+        E, (qe, ql, ke, kl) = chosen(to_end, from_start), self.tokens
+        return *(tuple(map(torch.mul, chosen(*x), E)) for x in ((qe, ql), (ke, kl))), E
 
 
-class Sums:
-    """Pairs whose decays are exponentials of differences of prefix sums (`lion.ops.decay.prefix_sums`).
+class Sums(Pairs):
+    """Pairs whose decays are exponentials of sums of log lambdas, not of differences of prefix sums."""
 
-    Attributes:
-        tokens: As in `Products`, but without lambdas, which the sums include.
-        early: Sums of q and of k as earlier tokens.
-        late: The same as later tokens.
-    """
+    none = 0.0  # the sum of no log lambdas
 
-    def __init__(self, q: Tensor, k: Tensor, log_decay: Tensor, size: int, of_q: Fold, of_k: Fold) -> None:
-        inclusive, exclusive = prefix_sums(log_decay)
-        self.tokens, self.size, self.length = (q, q, k, k), size, q.shape[-2]
-        self.early = tuple(exclusive if fold.early else inclusive for fold in (of_q, of_k))
-        self.late = tuple(inclusive if fold.late else exclusive for fold in (of_q, of_k))
-        self.middle = inclusive
+    def between(self, j: int, again: bool = False) -> Tensor:
+        """Return the decays (.., M, S, D) of the tokens strictly between each token and token j of its block.
 
-    def folded(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(xs)
-
-    def in_blocks(self) -> tuple[Tensor, Tensor, list[Sum], list[Sum]]:
-        """Return q, k and the sums `early`, `late` in short blocks (.., M, S, D)."""
-        sums = ([tuple(blocks(t, self.size) for t in terms) for terms in both] for both in (self.early, self.late))
-        return blocks(self.tokens[0], self.size), blocks(self.tokens[2], self.size), *sums
+        `again` is that of `places`.
+        """
+        i, sign = places(self.size, self.lam.device, again), -1 if again else 1
+        inside = (((t < i) if t > j else (i < t), t) for t in range(1, self.size - 1) if t != j)
+        return (sign * self.total(inside, sign)).exp()
 
     def scores(self, diagonal: Tensor) -> Tensor:
-        q, k, (q_early, k_early), (q_late, k_late) = self.in_blocks()
-        below, above = [], []  # for each key of a block; values on the other side of the diagonal have no meaning
+        qe, ql, ke, kl = (blocks(x, self.size) for x in self.tokens)
+        i, columns = places(self.size, ql.device), []
         for j in range(self.size):
-            pairs = q * k[..., j : j + 1, :]
-            below.append((pairs * between(q_late, token(k_early, j))).sum(-1))
-            above.append((pairs * between(token(k_late, j), q_early)).sum(-1))
-        scores = torch.stack(below, -1).tril(-1) + torch.stack(above, -1).triu(1)
-        same = torch.eye(self.size, dtype=torch.bool, device=q.device)
-        return torch.where(same, diagonal.unflatten(-1, (-1, self.size, 1)), scores)
+            pairs = torch.where(i > j, ql * token(ke, j), qe * token(kl, j))
+            columns.append((pairs * self.between(j)).sum(-1))
+        return torch.where(i == i.mT, diagonal.unflatten(-1, (-1, self.size, 1)), torch.stack(columns, -1))
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
-        q, k, (q_early, k_early), (q_late, k_late) = self.in_blocks()
+        qe, ql, ke, kl = (blocks(x, self.size) for x in self.tokens)
         below, above = grad.tril(-1), grad.triu(1)
 
-        def total(weights: Tensor, x: Tensor, decays: Callable[[int], Tensor]) -> Tensor:
-            parts = (weights[..., j, None] * x[..., j : j + 1, :] * decays(j) for j in range(self.size))
+        def total(weights: Tensor, x: Tensor) -> Tensor:
+            parts = (weights[..., j, None] * token(x, j) * self.between(j, again=True) for j in range(self.size))
             return sum(parts).flatten(-3, -2)
 
-        return (
-            total(above, k, lambda j: between_again(token(k_late, j), q_early)),
-            total(below, k, lambda j: between_again(q_late, token(k_early, j))),
-            total(below.mT, q, lambda j: between_again(token(q_late, j), k_early)),
-            total(above.mT, q, lambda j: between_again(k_late, token(q_early, j))),
-        )
+        return total(above, kl), total(below, ke), total(below.mT, ql), total(above.mT, qe)
 
-    def halvings(self) -> Iterator[Halving]:
-        size = self.size
-        while size < self.length:
-            middle = tuple(halves(t, size)[0][..., -1:, :] for t in self.middle)
-            first, second = (
-                [tuple(halves(t, size)[half] for t in terms) for terms in sums]
-                for half, sums in enumerate((self.early, self.late))
-            )
-            yield size, tuple(between(middle, x) for x in first), tuple(between(x, middle) for x in second)
-            size *= 2
+    def to_ends(self) -> tuple[Tensor, Tensor, Tensor]:
+        i, last = places(self.size, self.lam.device), self.size - 1
+        from_start = self.total((t < i, t) for t in range(last))
+        to_end = self.total((t > i, t) for t in range(1, self.size))
+        total = (from_start + blocks(self.log_decay, self.size))[..., last, :]
+        return from_start.flatten(-3, -2), to_end.flatten(-3, -2), total
 
+    def total(self, chosen: Iterable[tuple[Tensor, int]], sign: int = 1) -> Tensor:
+        """Sum the log lambdas, times `sign`, of tokens t of a block (.., M, S, D), where a condition (S, 1) holds."""
+        steps = sign * blocks(self.log_decay, self.size)
+        parts = (torch.where(condition, token(steps, t), 0.0) for condition, t in chosen)
+        return sum(parts, torch.zeros_like(steps))
 
-def token(terms: Sum, j: int) -> Sum:
-    """Return the sum at token j of every block."""
-    return tuple(t[..., j : j + 1, :] for t in terms)
+    def join(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
 
+    def decayed(self, size: int, to_end: Tensor, from_start: Tensor) -> Halving:
+        late, (qe, ql, ke, kl) = late_half(self.lam.device), self.tokens
 
-def between(late: Sum, early: Sum) -> Tensor:
-    """Return the decay between an earlier and a later token with these sums."""
-    return difference(late, early).clamp(max=0).exp()
+        def chosen(*xs: Tensor) -> Tensor:  # of both halves, as one kernel
+            return torch.where(late, *(x.unflatten(-2, (-1, 2, size)) for x in xs))
 
-
-def between_again(late: Sum, early: Sum) -> Tensor:
-    """Return `between` by another expression, which a graph computes again, where it would keep a common result."""
-    return difference(early, late).clamp(min=0).neg().exp()
+        E = chosen(from_start, to_end).exp()
+        return tuple(x.unbind(-3) for x in (chosen(ql, qe) * E, chosen(kl, ke) * E, E))
 
 
-def difference(a: Sum, b: Sum) -> Tensor:
-    return sum((x - y for x, y in zip(a[1:], b[1:])), a[0] - b[0])
+def places(size: int, device: torch.device, again: bool = False) -> Tensor:
+    """Return the places (size, 1) of tokens or halves in a block.
+
+    With `again`, the expression differs: a graph computes its result twice, where it would store a common one.
+    """
+    return torch.arange(size, dtype=torch.int32 if again else torch.int64, device=device)[:, None]
+
+
+def late_half(device: torch.device, again: bool = False) -> Tensor:
+    """Return whether a half (2, 1, 1) of a block is the second; `again` is that of `places`."""
+    return places(2, device, again).bool()[..., None]
+
+
+def token(x: Tensor, j: int) -> Tensor:
+    """Return token j of every block."""
+    return x[..., j : j + 1, :]
 
 
 def lambdas(log_decay: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from lion.ops.arguments import is_static
 from lion.ops.decay import bounded, materialized
 from lion.ops.tokens import ScoreSettings
-from lion.ops.vector_pairs import FOLDS, halves, pairs_of
+from lion.ops.vector_pairs import FOLDS, late_half, pairs_of
 
 SHORT_BLOCK = 8  # most tokens of a block that is computed pair by pair; measured on a CPU at 4, 8, 16
 
@@ -63,9 +63,8 @@ class _Scores(torch.autograd.Function):
         pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), decay_convention)
         diagonal = (q * k).sum(-1) if include_diagonal else torch.zeros_like(q[..., 0])
         scores = materialized(pairs.scores(diagonal))  # (.., M, S, S); index expressions would nest in loops
-        for n, early, late in pairs.halvings():
-            (q1, k1), (q2, k2) = decayed_halves(pairs.tokens, n, early, late)
-            upper, lower = q1 @ k2.mT, q2 @ k1.mT  # (.., M, n, n): earlier queries with later keys, and the reverse
+        for (q1, q2), (k1, k2), _ in pairs.halvings():
+            upper, lower = q1 @ k2.mT, q2 @ k1.mT  # earlier queries with later keys, and the reverse
             first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
             scores = torch.cat([torch.cat([first, upper], -1), torch.cat([lower, second], -1)], -2)
         return scores.squeeze(-3)
@@ -80,14 +79,11 @@ class _Scores(torch.autograd.Function):
         q, k, log_decay = ctx.saved_tensors
         pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), ctx.decay_convention)
         found = []  # gradients by `pairs.tokens`, of every level
-        grad = grad[..., None, :, :]  # (.., M, 2n, 2n)
-        for n, early, late in reversed(list(pairs.halvings())):
-            (q1, k1), (q2, k2) = decayed_halves(pairs.tokens, n, early, late)
-            upper, lower = grad[..., :n, n:], grad[..., n:, :n]
-            dq1, dk1 = (in_half(0, x * E) for x, E in zip((upper @ k2, lower.mT @ q2), early))
-            dq2, dk2 = (in_half(1, x * E) for x, E in zip((lower @ k1, upper.mT @ q1), late))
-            found.append((dq1, dq2, dk1, dk2))
-            grad = torch.stack([grad[..., :n, :n], grad[..., n:, n:]], -3).flatten(-4, -3)
+        for (q1, q2), (k1, k2), E in pairs.halvings():
+            upper, lower = across_middles(grad, q1.shape[-2])
+            dq, dk = (upper @ k2, lower @ k1), (lower.mT @ q2, upper.mT @ q1)
+            found.append([in_half(i, x[i] * E[i]) for x in (dq, dk) for i in range(2)])
+        grad = diagonal_blocks(grad, pairs.size)
         found.append(pairs.gradients(grad))
         found = list(map(sum, zip(*found)))
 
@@ -135,15 +131,19 @@ def fold_both(
     return tuple(tuple(x * lam if folded else x for folded in pair) for x, pair in folds)
 
 
-def decayed_halves(
-    tokens: tuple[Tensor, ...], size: int, early: tuple[Tensor, Tensor], late: tuple[Tensor, Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return q and k (.., M, n, D) of the first halves of blocks, decayed to the middle, and of the second halves."""
-    first, second = ([halves(x, size)[half] for x in tokens[half::2]] for half in range(2))
-    return [x * E for x, E in zip(first, early)], [x * E for x, E in zip(second, late)]
-
-
 def in_half(half: int, x: Tensor) -> Tensor:
     """Return halves (.., M, n, D) as tokens (.., L, D), with 0 in the other halves."""
-    chosen = torch.arange(2, device=x.device)[:, None, None] == half
-    return torch.where(chosen, x[..., None, :, :], 0.0).flatten(-4, -2)
+    late = late_half(x.device, again=True)
+    return torch.where(late if half else ~late, x[..., None, :, :], 0.0).flatten(-4, -2)
+
+
+def diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """Return the blocks (.., M, size, size) on the diagonal of x (.., L, L)."""
+    return x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size)).diagonal(0, -4, -2).movedim(-1, -3)
+
+
+def across_middles(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return the pairs (.., M, n, n) across the middle of each block of 2n tokens, above and below the diagonal."""
+    inside = diagonal_blocks(x, 2 * n)[..., None, :, :]
+    late = late_half(x.device, again=True)
+    return torch.where(late, inside[..., n:, :n], inside[..., :n, n:]).unbind(-3)  # both in one kernel

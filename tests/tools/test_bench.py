@@ -222,20 +222,23 @@ def test_reports_are_merged_by_key(tmp_path):
     first = Report(tmp_path)
     first.add({**JOB.about(), **RATES}, "rates")
     for r in (row(), row(128), sdpa(), row(chunk_size=16)):
-        first.add_row(r)
+        first.add(r)
     first.add(ops.note(JOB, "not today", False, probe.Variant("full"), length=64, **{"pass": "forward"}), "notes")
     first.add(ops.note(JOB, "its process ended", True), "notes")
     first.write()
-    again = Report(tmp_path).load()
+    again, other = (Report(tmp_path).load() for _ in range(2))
     assert len(again.rows) == 4 and not again.new and "not today" in again.markdown()
-    again.add_row(row(ratio=3.0))
-    again.add_row(row(form="full", chunk_size=None))
-    again.add_row(row(dtype="bfloat16"))
+    again.add(row(ratio=3.0))
+    again.add(row(form="full", chunk_size=None))
+    again.add(row(dtype="bfloat16"))
     again.write()
     held = json.loads((tmp_path / "ops.json").read_text())
     assert held["schema"] == SCHEMA and len(held["rows"]) == 6 and not held["notes"]
     assert [r["ratio"] for r in held["rows"] if again.key_of(r) == again.key_of(row())] == [3.0]
     assert {c["dtype"] for c in held["crossovers"]} == {"float32", "bfloat16"}
+    other.add(row(256))
+    other.write()  # with the rows that were written after it was read
+    assert len(Report(tmp_path).load().rows) == 7 and not other.notes
     assert not Report(tmp_path).load(fresh=True).rows
 
 
@@ -243,7 +246,7 @@ def test_markdown_and_table(tmp_path):
     report = Report(tmp_path)
     report.add({**JOB.about(), **RATES}, "rates")
     for r in (row(128, 0.5), row(), sdpa(), row(**{"pass": "both"}, compiled=False, peak_bytes=None)):
-        report.add_row(r)
+        report.add(r)
     text = report.markdown()
     assert "float32, 2 heads of 8, about 48 tokens a batch, or one sequence, without torch.compile" in text
     assert "1 GFLOP/s in a large product, 1.0 GB/s in a large copy" in text
@@ -258,7 +261,7 @@ def test_markdown_and_table(tmp_path):
 def test_images_need_matplotlib(tmp_path, monkeypatch):
     report = Report(tmp_path)
     for r in (row(128, 0.5), row(), sdpa(), sdpa(length=128), row(form="full", chunk_size=None)):
-        report.add_row(r)
+        report.add(r)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert report.draw_widest() is None and not (tmp_path / "ops.png").exists()
     assert "no plot, because matplotlib is missing" in report.files_and(None)

@@ -54,6 +54,18 @@ def test_two_processes_keep_the_rows_of_each_other(tmp_path):
     assert {a: row["ms"] for (a,), row in held.rows.items()} == {1: 6, 2: 7, 3: 8}
 
 
+def test_fresh_replaces_rows_once(tmp_path):
+    first, fresh, other = (Store(tmp_path / "r.json", rows=("a",)) for _ in range(3))
+    first.add({"a": 1})
+    first.save("")
+    fresh.load(fresh=True)
+    for a, saver in ((2, fresh), (3, other.load()), (4, fresh)):
+        saver.add({"a": a})
+        with saver.alone():
+            saver.save("")
+        assert set(saver.rows) == {(n,) for n in range(2, a + 1)}
+
+
 def test_tables_beside_the_rows(tmp_path):
     store = Store(tmp_path / "r.json", rows=("a",), rates=("a",))
     store.add({"a": 1, "rate": 2.0}, "rates")

@@ -53,7 +53,8 @@ def collect(
                 failed = True
     finally:  # after Ctrl-C, rows measured so far are still written
         if report.new:
-            report.save(markdown(report))
+            with report.alone():
+                report.save(markdown(report))
             rows = [row for key, row in report.rows.items() if key in report.new]
             print(f"{title(rows[0])}\n{table(*tabled(rows))}\n\n{report.files_and(draw(report))}")
     return 1 if failed or not report.new else 0

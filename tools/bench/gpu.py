@@ -121,7 +121,8 @@ def main(argv: list[str]) -> int:
             say(f"  {line_of(row)} ({time.perf_counter() - begin:.0f} s)")
     finally:
         if report.new:
-            report.save(report.markdown())
+            with report.alone():
+                report.save(report.markdown())
             print(report.terminal())
             print(report.files())
     return 1 if failed or not report.new else 0

@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
         nonlocal failed
         kind = message.pop("kind")
         if kind == "row":
-            report.add_row(message)
+            report.add(message)
             say(f"  {report.line(message)}")
         elif kind == "note":
             failed |= message.pop("failed")

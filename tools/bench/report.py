@@ -45,9 +45,11 @@ class Report(Store):
     def notes(self) -> dict[tuple, Row]:
         return self.tables["notes"]
 
-    def add_row(self, row: Row) -> None:
-        """Add a row, and remove the notes that said why it was missing."""
-        self.add(row)
+    def add(self, row: Row, table: str = "rows") -> None:
+        """Add a row; one of the main table removes the notes that said why it was missing."""
+        super().add(row, table)
+        if table != "rows":
+            return
         for open_ in ((), ("length", "pass"), ("form", "chunk_size", "length", "pass")):
             self.notes.pop(self.key_of({**row, **dict.fromkeys(open_)}), None)
 
@@ -57,9 +59,10 @@ class Report(Store):
 
     def write(self) -> None:
         """Write `ops.json` and `ops.md`."""
-        self.tables["rows"] = dict(sorted(self.rows.items(), key=lambda item: order(item[1])))
-        crossings = [{**setting(rows[0]), **c} for rows in self.settings() for c in crossovers(rows)]
-        self.save(self.markdown(), crossovers=crossings)
+        with self.alone():
+            self.tables["rows"] = dict(sorted(self.rows.items(), key=lambda item: order(item[1])))
+            crossings = [{**setting(rows[0]), **c} for rows in self.settings() for c in crossovers(rows)]
+            self.save(self.markdown(), crossovers=crossings)
 
     def markdown(self) -> str:
         parts = ["# Operators against SDPA", "Written by `./run.sh bench ops`.", "![times](ops.png)"]

@@ -153,7 +153,8 @@ def main(argv: list[str]) -> int:
         for n in args.processes:
             made = {"mixer": args.mixer, "heads": args.heads, "dim": args.dim, "length": length, "processes": n}
             report.add({**made, **measure(length, n, args.mixer, layer), **stamp(command)})
-            report.save(markdown(report, arithmetic))
+            with report.alone():
+                report.save(markdown(report, arithmetic))
             say(f"measured {length:,} tokens in {n} processes")
     print("\n\n".join([*(f"{title(rows[0])}\n{table(*tabled(rows))}" for rows in report.groups(SETTING)), arithmetic]))
     print(report.files())

@@ -80,7 +80,8 @@ def main(argv: list[str]) -> int:
                     {"recipe": name, "state": state, "batch": args.batch, "cpu": device_name(), **row, **stamp(command)}
                 )
                 say(f"{name}, {state}: first step {digits(row['first'])} s, then {digits(row['second'])} s")
-    report.save(report.markdown())
+    with report.alone():
+        report.save(report.markdown())
     print(table(HEADER, [cells(report.rows[key]) for key in report.new]))
     print(report.files())
     return 0

@@ -131,7 +131,8 @@ def main(argv: list[str]) -> int:
         say(f"size {job.size}")
         problem = in_a_process(measure, job, receive)
         if new:
-            report.save(markdown(report))
+            with report.alone():
+                report.save(markdown(report))
             print(f"{title(new[0])}\n{table(*columns(new))}\n")
         if problem:
             say(f"size {job.size}: {problem}")

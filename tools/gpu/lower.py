@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch._inductor.compile_fx import _recursive_post_grad_passes
 from torch._inductor.debug import DebugContext
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import ExternKernelOut
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -87,18 +89,21 @@ def lower(graph: Graph, target: Target) -> Program:
 def bytes_of(node: BaseSchedulerNode) -> int:
     """Return the bytes that a kernel reads and writes.
 
-    Inductor counts whole buffers for fused kernels; here, a kernel that reads a part of a buffer has the bytes of that
-    part.
+    Inductor counts whole buffers for fused kernels and for products; here, a kernel that reads a part of a buffer has
+    the bytes of that part.
     """
     found = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    if not isinstance(node, FusedSchedulerNode):
-        return sum(found.values())
     parts: dict[str, int] = {}
-    for dep in node.read_writes.reads | node.read_writes.writes:
-        known = isinstance(dep, MemoryDep) and not dep.is_indirect()
-        size = int(dep.get_numel()) * V.graph.get_dtype(dep.name).itemsize if known else found.get(dep.name, 0)
-        parts[dep.name] = parts.get(dep.name, 0) + size
-    return sum(min(count, parts[name]) for name, count in found.items())
+    if isinstance(node, FusedSchedulerNode):
+        for dep in node.read_writes.reads | node.read_writes.writes:
+            known = isinstance(dep, MemoryDep) and not dep.is_indirect()
+            size = int(dep.get_numel()) * V.graph.get_dtype(dep.name).itemsize if known else found.get(dep.name, 0)
+            parts[dep.name] = parts.get(dep.name, 0) + size
+    elif isinstance(node.node, ExternKernelOut):
+        for view in node.node.inputs:
+            name, size = view.get_name(), math.prod(map(int, view.get_size())) * view.get_dtype().itemsize
+            parts[name] = parts.get(name, 0) + size
+    return sum(min(count, parts.get(name, count)) for name, count in found.items())
 
 
 def flops_of(module: GraphModule) -> int:
