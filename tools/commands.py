@@ -109,6 +109,12 @@ COMMANDS = {
         "tools.bench.gpu",
         "--form --length --target --dtype --batch --heads --dim --compile --against --out --fresh",
     ),
+    "bench clock": Command(
+        "[MIXER ...]",
+        "time the operators of bench gpu on this GPU, beside the estimates",
+        "tools.bench.clock",
+        "--form --length --dtype --batch --heads --dim --rounds --out --fresh",
+    ),
     "bench startup": Command(
         "[RECIPE ...]",
         "time the start of training up to the first step, with cold and warm caches",

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import platform
 import re
+import tempfile
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +111,18 @@ def warm_up(once: Callable[[], object], device: torch.device) -> None:
     for _ in range(WARM_UP - 1):
         if seconds(once, device) > LONG:
             return
+
+
+@contextlib.contextmanager
+def alone_on(device: torch.device) -> Iterator[None]:
+    """Wait until no other benchmark of this user is timing on a GPU, and let others wait meanwhile."""
+    if device.type != "cuda":
+        yield
+        return
+    path = Path(tempfile.gettempdir(), f"lion-{os.getuid()}-cuda{device.index or 0}.lock")
+    with open(path, "a") as file:  # closing it releases the lock
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def time_rounds(

@@ -230,6 +230,16 @@ def seconds(row: Row, part: str, graphs: bool) -> float:
     return sum(estimate(Cost(**cost), target, dtype, graphs) for cost in row[part].values())
 
 
+def for_batch(row: Row, batch: int) -> Row:
+    """Return the row of an operator for another batch, with bytes and products in proportion."""
+
+    def scaled(cost: Row) -> Row:
+        return {**cost, **{name: cost[name] * batch // row["batch"] for name in ("moved", "flops")}}
+
+    parts = {part: {stage: scaled(cost) for stage, cost in row[part].items()} for part in ("parts", "softmax")}
+    return {**row, **parts, "batch": batch}
+
+
 def ratio(row: Row) -> str:
     other = f" ({row['against']})" if "against" in row else ""
     return f"{seconds(row, 'parts', True) / seconds(row, 'softmax', True):.2f}{other}"

@@ -54,6 +54,7 @@ from tools.cli import Parser, count, counts
 from tools.compose import build_data, describe_data, make_task, recipe_unless_run, resolve_run
 from tools.probe import (
     Variant,
+    alone_on,
     check_compiler,
     device_name,
     fits,
@@ -280,7 +281,8 @@ def measure(job: Job, send: Send) -> None:
             "matrix_bytes": matrix_bytes(job.batch, heads, tokens),
             **stamp(job.command),
         }
-    times = time_rounds(runs, job.rounds, job.seconds, device)
+    with alone_on(device):
+        times = time_rounds(runs, job.rounds, job.seconds, device)
     base = times.get(Variant(SOFTMAX))
     for variant, row in rows.items():
         row["ms"] = 1e3 * statistics.median(times[variant])
