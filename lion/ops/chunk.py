@@ -21,6 +21,7 @@ from torch import Tensor
 from lion.ops.arguments import is_static, round_up
 from lion.ops.decay import CumulativeDecay, Direction, decay, make_directions, pad_with_last
 from lion.ops.full import decayed_scores
+from lion.ops.modes import exporting
 from lion.ops.tokens import ScoreSettings, State, TokenBlock
 
 GROUP = 32  # chunks per group; above two groups, chunks are carried group by group, so that cost stays linear in L
@@ -115,7 +116,7 @@ def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
     """
     if not is_static(length):
         count = round_up(length, chunk_size) // chunk_size
-        return chunk_size, count + int(torch.compiler.is_exporting())  # torch 2.11 adds no bool to a symbol
+        return chunk_size, count + int(exporting())  # torch 2.11 adds no bool to a symbol
     count = -(-length // chunk_size)
     even = -(-length // count)
     size = min(chunk_size, -(-even // 8) * 8)

@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.modes import reuses_memory
+from lion.ops.modes import exporting, reuses_memory
 
 DECAY_CONVENTIONS = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
@@ -203,7 +203,7 @@ def materialized(t: Tensor) -> Tensor:
     Otherwise Inductor recomputes a sum for each of the L pairs that read it, which takes a tenth of a forward pass, and
     index expressions nest.
     """
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if not torch.compiler.is_compiling() or exporting():
         return t
     return _Materialized.apply(t)
 

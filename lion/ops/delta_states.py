@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lion.ops.modes import exporting
 from lion.ops.once import once
 
 
@@ -41,7 +42,7 @@ def chunk_states(
     Returns:
         States (N + 1, B, H, D, E), and new values (N, B, H, C, E).
     """
-    if torch.compiler.is_exporting():
+    if exporting():
         return loop(inverse(lower).to(right.dtype), read, right, erase, kept, write, first)
     T = inverse(lower.detach()).to(right.dtype)
     return _States.apply(lower, T, read, right, erase, kept, write, first)

@@ -28,6 +28,7 @@ from lion.ops.decay import materialized
 from lion.ops.features import FEATURE_MAPS
 from lion.ops.flex_scan import Pairs, attend, block_lists, scan
 from lion.ops.full import masked_parts
+from lion.ops.modes import exporting
 from lion.ops.segments import SegmentIndex, prepared
 from lion.ops.settings import FULL_UP_TO, Settings
 from lion.ops.tokens import ScoreSettings, TokenBlock
@@ -50,7 +51,7 @@ def fused_applies(q: Tensor, v: Tensor, gates: Gates, settings: Settings) -> boo
 
     The fused form is used in graphs of `torch.compile` for a GPU, where it is exact and has passed its check.
     """
-    if q.device.type != "cuda" or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if q.device.type != "cuda" or not torch.compiler.is_compiling() or exporting():
         return False
     return suits(q, v, gates, settings) and usable(q.device, q.dtype, q.shape[-1], v.shape[-1])
 

@@ -16,6 +16,14 @@ def reuses_memory() -> bool:
     return not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not transforms_active())
 
 
+def exporting() -> bool:
+    """Return whether `torch.export` traces. In graphs of torch 2.11, `torch.compiler.is_exporting` is always True."""
+    return torch.compiler.is_exporting()
+
+
+exporting._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`, which imports the compiler
+
+
 def may_wait(device: torch.device) -> bool:
     """Return whether a check may read its result: outside of graphs and of `torch.func`, on a CPU."""
     return device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()

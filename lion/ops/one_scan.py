@@ -19,6 +19,7 @@ from lion.ops.api import linear_attention
 from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, sum_dtype
 from lion.ops.decay import exp_where
 from lion.ops.key_softmax import divisor, finite, masked, masked_keys, queries
+from lion.ops.modes import exporting
 from lion.ops.piecewise import PIECE, PIECES, WHOLE, in_pieces
 from lion.ops.rotary import rotate
 from lion.ops.segments import SegmentIndex, prepared
@@ -63,7 +64,7 @@ def one_scan_attention(
     with no_autocast(q):
         index, valid = prepared(q, valid, segments)
         tokens = TokenBlock(q, k, v, turning(q, angles), valid, index, feature_map)
-        at_once = torch.is_grad_enabled() or torch.compiler.is_exporting()
+        at_once = torch.is_grad_enabled() or exporting()
         size = chunk_size if form == "rnn" else chunk_size * PIECES.get(q.device.type, PIECE)
         if form == "rnn":
             scans = index is None or not (

@@ -23,6 +23,7 @@ from lion.ops.decay import make_directions, scan_directions
 from lion.ops.delta import delta_parts
 from lion.ops.full import add_diagonal
 from lion.ops.key_softmax import one_scan_loop
+from lion.ops.modes import exporting
 from lion.ops.rnn import Compiler, eager, next_state, rnn_parts
 from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state
 from lion.ops.vector import chunk_vector_parts
@@ -41,7 +42,7 @@ def in_pieces(tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings) -> P
 
     Without `how.include_diagonal`, the weight of a token's own key is `bonus` (H, 1, D or 1), or 1.
     """
-    at_once = torch.is_grad_enabled() or torch.compiler.is_exporting()
+    at_once = torch.is_grad_enabled() or exporting()
     if how.form == "chunk" and (at_once or tokens.q.shape[2] <= WHOLE * how.chunk_size):
         return chunk_piece(tokens, bonus, how)[:2]
     if at_once or not torch.compiler.is_compiling():

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.arguments import no_autocast
-from lion.ops.modes import transforms_active
+from lion.ops.modes import exporting, transforms_active
 from lion.ops.piecewise import compiled
 from lion.ops.rnn import Compiler, eager
 
@@ -58,7 +58,7 @@ def selective_scan(
         state = dt.new_zeros(*dt.shape[:2], *A.shape[-2:])
     size = min(chunk_size, TOKENS.get(x.device.type, TOKENS_ELSEWHERE), x.shape[2])
     stores = torch.is_grad_enabled()
-    whole = (size == x.shape[2] or torch.compiler.is_exporting()) and not stores
+    whole = (size == x.shape[2] or exporting()) and not stores
     with no_autocast(x):
         if whole or transforms_active():  # exported programs and transforms have operators of torch alone
             return scan_piece(x, dt, B, C, start, A, state)
