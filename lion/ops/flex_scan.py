@@ -271,8 +271,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tenso
 
 
 def constants(each: Iterable[Tensor]) -> Tensor:
-    """Return tensors (B, H, N, C, 1) as constants of the kernels, in one tensor (F, .., C)."""
-    return torch.stack([t.detach().squeeze(-1).flatten(0, 2) for t in each], 1)
+    """Return tensors (B, H, N, C, 1) as constants of the kernels, in one tensor (F, .., C) in memory."""
+    return materialized(torch.stack([t.detach().squeeze(-1).flatten(0, 2) for t in each], 1))
 
 
 def of_batch(t: Tensor, batch: int) -> Tensor:
