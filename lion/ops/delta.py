@@ -113,7 +113,7 @@ def delta_chunks(
         S, new = chunk_states(p.gram[0], p.read, right, p.erase, p.kept, written)
     else:
         S, new = None, new_values(p, right)
-    state = empty._replace(S=S[-1].clone()) if final else None  # not a view of all states
+    state = State(S[-1].clone(), empty.z) if final else None  # not a view of all states
     S = S if S is None else S[:-1]
     return merged(outputs(p, S, new, y), direction)[:, :, :length], state
 
@@ -129,7 +129,7 @@ def delta_advance(undecayed_erase: bool, state: State, segment: Tensor | None, t
     S = p.kept * state.S + p.erase.mT @ new
     S = S if written is None else S + written
     y = merged(outputs(p, state.S, new, y), "forward")
-    return y, None, state._replace(S=S[0]), None if segment is None else tokens.segment_index[:, -1]
+    return y, None, State(S[0], state.z), None if segment is None else tokens.segment_index[:, -1]
 
 
 class PairProducts(NamedTuple):

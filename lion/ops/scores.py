@@ -93,7 +93,7 @@ def all_parts(scores: ScoreSet, sums: ScoreSet | None, scale: Scale | None = Non
     if sums is None:
         return score_parts(scores, scale)
     total = score_parts(sums)[1]
-    return score_parts(scores, scale and (lambda _: scale(total)))[0], total
+    return score_parts(scores, None if scale is None else (lambda _: scale(total)))[0], total
 
 
 def score_parts(scores: ScoreSet, scale: Scale | None = None) -> tuple[Tensor, Tensor | None]:

@@ -146,7 +146,7 @@ def leaving_state(scores: ScoreSet, direction: Direction) -> State:
     tokens = scores.tokens
     _, k, v = tokens.to(tokens.gate.dtype)[:3]
     state = written(direction, k, v)
-    return state if scores.how.rowsum else state._replace(z=state.z[..., :0])
+    return state if scores.how.rowsum else State(state.S, state.z[..., :0])
 
 
 def read(scores: ScoreSet, direction: Direction, log_decay: Tensor, states: State, part: Part) -> Parts:

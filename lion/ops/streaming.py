@@ -92,7 +92,7 @@ def step(
                     recurrence = recurrence._replace(diagonal_weight=1.0)
                 tokens = tokens._replace(q=q, k=k, v=v[..., :0])
                 sums = advance(recurrence._replace(rowsum=True), state._replace(S=state.S[..., :0]), None, tokens)
-                row, new = sums[1], new._replace(z=sums[2].z)
+                row, new = sums[1], State(new.S, sums[2].z)
             state = new
         return normalized(y, row, settings, q.shape[-1], floor).to(v.dtype), state
 
