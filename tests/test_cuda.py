@@ -4,6 +4,7 @@ Without a GPU the tests are skipped. `LION_TEST_DEVICE=cpu` runs them on the CPU
 """
 
 import copy
+import json
 import os
 
 import pytest
@@ -225,6 +226,16 @@ def test_a_step_never_waits_for_the_gpu(name):
         tested(x, lion.Layout.of(x, valid=valid)).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@on_a_gpu
+def test_the_clock_times_an_operator(tmp_path):
+    done = command("bench", "clock", "lion_s", "--form", "fused", "--length", "197", "--out", tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads((tmp_path / "clock.json").read_text())["rows"]
+    assert row["name"] == "lion_s" and 0 < row["graph"]["seconds"] <= row["launched"]["seconds"]
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ def test_small_runs_in_the_readme_are_rows_of_the_report():
                 assert re.search(rf"\| {re.escape(value)} [±\[(|]", line), (title, row, value)
 
 
-@pytest.mark.parametrize("name", ["generate", "gpu", "inference", "sequence", "startup", "train"])
+@pytest.mark.parametrize("name", ["clock", "generate", "gpu", "inference", "sequence", "startup", "train"])
 def test_reports_begin_with_the_text_of_today(name):
     text = importlib.import_module(f"tools.bench.{name}").__doc__.split("\n\n")[2].strip()
     assert f"\n\n{text}\n\n" in (ROOT / "reports" / f"{name}.md").read_text()

@@ -4,11 +4,11 @@
 
 A call is a forward and a backward pass of the compiled operator, with its feature map; softmax is PyTorch's SDPA. `us`
 is the time of a call in a CUDA graph, and `no graphs` its time when Python launches every kernel and many calls follow
-one another. Rounds are interleaved, and a ratio is the median of the ratios of all rounds. Other benchmarks on this GPU
-wait meanwhile, but may compile.
+one another. `peak / q` is the memory of a call beyond its inputs, in units of q. Rounds are interleaved, and a ratio is
+the median of the ratios of all rounds. Other benchmarks on this GPU wait meanwhile, but may compile.
 
-The estimate is that of [gpu.md](gpu.md) for this GPU, with bytes and products in proportion to the batch. It counts the
-code that the torch version of its row generates, which may be another one than that of the clock.
+Estimates are those of [gpu.md](gpu.md) for this GPU, with bytes and products in proportion to the batch. They count the
+code of the torch version of their rows, which may differ from the version that was timed.
 
 Results are added to `clock.md` and `clock.json` in runs/bench, or in the folder `--out`; estimates are taken from
 `gpu.json` there.
@@ -45,18 +45,7 @@ SETTING = ("device", "dtype", "heads", "dim")
 KEY = (*SETTING, "name", "form", "length", "batch")
 TOKENS = 25_000  # of a batch, approximately: its tensors exceed every cache
 SPAN = 0.01  # seconds of a measurement, at least
-HEADER = [
-    "mixer",
-    "form",
-    "tokens",
-    "us",
-    "estimate",
-    "us / estimate",
-    "x softmax",
-    "estimate",
-    "no graphs",
-    "peak / q",
-]
+HEADER = ["mixer", "form", "tokens", "us", "estimate", "x estimate", "x softmax", "estimated", "no graphs", "peak / q"]
 GRAPH, LAUNCHED = "graph", "launched"
 
 

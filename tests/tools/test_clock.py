@@ -1,0 +1,85 @@
+"""`bench clock`: its table beside the estimates, its lock, and what it refuses (`tests/test_cuda.py` runs it)."""
+
+import fcntl
+import json
+
+import pytest
+import torch
+
+from tests.helpers import refuse
+from tools.bench import clock, gpu
+from tools.gpu.cost import fused_softmax
+from tools.gpu.targets import TARGETS
+from tools.probe import alone_on
+
+SHAPE = {"heads": 6, "dim": 64, "length": 197, "dtype": "bfloat16", "name": "lion_s", "form": "full"}
+COST = {"kernels": 1, "launches": 10, "library": 6, "fallbacks": 0, "moved": 4 * 10**8, "flops": 0}
+
+
+def estimated(**changes) -> dict:
+    softmax = {stage: vars(cost) for stage, cost in fused_softmax((4, 6, 197, 64), torch.bfloat16).items()}
+    return {
+        **SHAPE,
+        "kind": "operator",
+        "batch": 4,
+        "target": "h100",
+        "parts": {"forward": COST},
+        "softmax": softmax,
+    } | changes
+
+
+def timed(**changes) -> dict:
+    times = {
+        how: {"seconds": s, "softmax": 2e-4, "ratio": s / 2e-4} for how, s in (("graph", 6e-4), ("launched", 2e-3))
+    }
+    about = {"device": "NVIDIA H100 80GB HBM3", "batch": 12, "peak_bytes": 2 * 12 * 6 * 197 * 64 * 20}
+    return {**SHAPE, **about, **times, "date": "2026-11-26", "torch": "2.11", "command": "c"} | changes
+
+
+def test_estimates_are_scaled_to_the_timed_batch():
+    counted = {("any",): estimated()}
+    own, softmax = clock.estimate(timed(), counted)
+    assert own == pytest.approx(3 * 4e8 / TARGETS["h100"].bandwidth + 16e-6)
+    exact = fused_softmax((12, 6, 197, 64), torch.bfloat16).values()
+    known = sum(gpu.fused_seconds(cost, TARGETS["h100"], torch.bfloat16) for cost in exact)
+    assert softmax == pytest.approx(known, rel=1e-3)
+    for other in ({"length": 1024}, {"target": "a100"}, {"form": "chunk"}, {"dtype": "float32"}):
+        assert clock.estimate(timed(), {("any",): estimated(**other)}) is None
+    assert clock.estimate(timed(device="NVIDIA GeForce RTX 3060"), counted) is None
+
+
+def test_the_table_compares_times_with_estimates():
+    row = dict(zip(clock.HEADER[:4], clock.cells(timed(), {})))
+    assert row == {"mixer": "lion_s", "form": "full", "tokens": "197", "us": "600"}
+    us, near, x, own, alone, peak = clock.cells(timed(), {("any",): estimated()})[4:]
+    assert (us, near, x, alone, peak) == ("374", "1.60", "3.00", "2,000", "20.0") and float(own) > 3
+    assert clock.cells(timed(), {})[4:] == ["-", "-", "3.00", "-", "2,000", "20.0"]
+
+
+def test_rows_are_reported_by_gpu(tmp_path):
+    report = clock.Report(tmp_path)
+    for row in (timed(), timed(device="NVIDIA A100"), timed(length=1024)):
+        report.add(row)
+    report.save(report.markdown({}))
+    text = (tmp_path / "clock.md").read_text()
+    assert text.count("## ") == 2 and "## NVIDIA A100, bfloat16, 6 heads of 64" in text
+    assert len(json.loads((tmp_path / "clock.json").read_text())["rows"]) == 3
+
+
+def test_one_benchmark_at_a_time_uses_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with alone_on(torch.device("cpu")):
+        assert not list(tmp_path.iterdir())
+    with alone_on(torch.device("cuda", 0)):
+        (path,) = tmp_path.iterdir()
+        with open(path, "a") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(path, "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_what_it_refuses(capsys, monkeypatch):
+    assert "unknown mixer 'lion_q', did you mean 'lion_s'" in refuse(capsys, "bench", "clock", "lion_q")
+    assert "--form: invalid choice: 'half'" in refuse(capsys, "bench", "clock", "--form", "half")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no GPU found; ./run.sh bench gpu estimates without one" in refuse(capsys, "bench", "clock", "lion_s")
