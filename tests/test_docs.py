@@ -226,3 +226,13 @@ def test_paths_in_comments_of_recipes_exist():
             places = (ROOT, ROOT / "recipes", recipe.parent)
             ours = any((place / path.partition("/")[0]).is_dir() for place in places)
             assert not ours or any(any(place.glob(path)) for place in places), f"{name(recipe)}: {path}"
+
+
+def test_the_readme_has_the_times_of_the_gpu():
+    text, h100 = (ROOT / "README.md").read_text(), "NVIDIA H100 80GB HBM3"
+    found = json.loads((ROOT / "reports/clock.json").read_text())["rows"]
+    (row,) = [r for r in found if (r["device"], r["name"], r["form"], r["length"]) == (h100, "lion_s", "chunk", 4096)]
+    assert f"takes {row['graph']['ratio']:.2f} of FlashAttention's time" in text
+    steps = json.loads((ROOT / "reports/train.json").read_text())["rows"]
+    (row,) = [r for r in steps if (r["device"], r["mixer"], r["size"]) == (h100, "lion_s", 224)]
+    assert row["unfused"] and f"takes {row['ratio']:.2f} of softmax's without the fused kernels" in text

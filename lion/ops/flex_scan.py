@@ -97,7 +97,7 @@ def entering_states(
         return torch.stack([x.flip(2) if d.reverse else x for x, d in zip(each, directions)], 2).flatten(1, 2)
 
     def edges(first: bool) -> CumulativeDecay:
-        at = [d.key.map(lambda t, r=d.reverse: outermost(t, r)[not first].squeeze(3)) for d in directions]
+        at = [d.key.map(lambda t, r=d.reverse: outermost(t, r)[0 if first else 1].squeeze(3)) for d in directions]
         index = at[0].segment_index
         if index is not None:
             index = along(edge.segment_index.expand(-1, lead[1], -1, -1) for edge in at)

@@ -66,7 +66,7 @@ def test_what_it_refuses(capsys, monkeypatch, tmp_path):
     assert "--target: invalid choice: 'h300'" in refuse(capsys, "bench", "gpu", "lion_s", "--target", "h300")
     monkeypatch.setattr(targets, "TORCH", ((2, 1),))
     line = refuse(capsys, "bench", "gpu", "lion_s", "--out", tmp_path)
-    assert f"under torch 2.1, this is {torch.__version__}" in line
+    assert f"under torch 2.1; this is {torch.__version__}" in line
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "triton", None)

@@ -15,7 +15,7 @@ import torch
 
 from lion.config import ConfigError
 
-TORCH = ((2, 14), (2, 15))  # supported versions, whose internals this package uses
+TORCH = ((2, 11), (2, 14), (2, 15))  # supported versions, whose internals this package uses
 LAUNCH = 6e-6  # CPU seconds per launch or library call in Inductor's Python wrapper; an assumption
 GAP = 1e-6  # seconds between two kernels of a CUDA graph; an assumption
 FUSED_SHARE = 0.5  # share of the tensor cores' rate in FlashAttention; an assumption (about 500 TFLOP/s on an H100)
@@ -92,8 +92,8 @@ def check_toolchain() -> None:
     """
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     if version not in TORCH:
-        known = " and ".join(".".join(map(str, v)) for v in TORCH)
-        raise ConfigError(f"GPU code can only be generated under torch {known}, this is {torch.__version__}")
+        known = ", ".join(".".join(map(str, v)) for v in TORCH)
+        raise ConfigError(f"GPU code can only be generated under torch {known}; this is {torch.__version__}")
     try:
         import triton  # noqa: F401
     except ImportError:
