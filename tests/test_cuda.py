@@ -252,6 +252,10 @@ def test_quickstart_learns_and_agrees_in_every_form(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.skipif(
+    DEVICE.type == "cuda" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14),
+    reason="cumsum has no deterministic kernel on CUDA",
+)
 def test_deterministic_runs_are_equal_bit_for_bit(tmp_path):
     pytest.importorskip("sklearn")
     settings = (f"trainer.device={DEVICE.type}", "trainer.deterministic=true", "trainer.steps=8")
