@@ -29,6 +29,7 @@ COMPILING = {
     "lion/ops/piecewise.py",
     "lion/transformers/delta.py",
     "tools/bench/ops.py",
+    "tools/bench/clock.py",
     "tools/bench/beside.py",
     "tools/gpu/graphs.py",
 }

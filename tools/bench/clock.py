@@ -20,6 +20,7 @@ import dataclasses
 import math
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lion.config import ConfigError, nearest
+from lion.evaluation.timing import seconds
 from lion.trainer.memory import process_peak
 from tools.bench import OUT
 from tools.bench import gpu as estimates
@@ -187,15 +189,15 @@ def clocked(
     for name, once in calls.items():
         for how, fn in ((LAUNCHED, once), (GRAPH, captured(once))):
             fn()
-            (first,) = time_rounds({how: fn}, 1, 1.0, device)[how]
-            runs[name, how] = fn
-            repeats[name, how] = math.ceil(SPAN / first)
-
-    def repeated(key: tuple[str, str]) -> Callable[[], object]:
-        return lambda: [runs[key]() for _ in range(repeats[key])] and None
-
-    times = time_rounds({key: repeated(key) for key in runs}, rounds, 60.0, device)
+            count = repeats[name, how] = math.ceil(SPAN / seconds(fn, device))
+            runs[name, how] = partial(repeat, fn, count)
+    times = time_rounds(runs, rounds, 60.0, device)
     return {key: [t / repeats[key] for t in values] for key, values in times.items()}
+
+
+def repeat(fn: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        fn()
 
 
 def captured(once: Callable[[], object]) -> Callable[[], None]:
@@ -208,13 +210,8 @@ def captured(once: Callable[[], object]) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = once()
-
-    def replay() -> None:
-        graph.replay()
-        assert held is not None  # keeps the results, which the graph writes
-
-    return replay
+        once()
+    return graph.replay
 
 
 def title(row: Row) -> str:
